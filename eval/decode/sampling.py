@@ -1,0 +1,215 @@
+"""From logits to a token: warping, drawing, and the coins that verification tosses.
+
+The warped distribution is *the* target distribution p of speculative decoding: what plain
+sampling would draw from, and so what the verifier must reproduce. Everything here is in
+float32 or wider; the cumulative sums are in float64.
+
+Shape letters: N rows, V vocabulary, K ranked tokens, or weights to choose from.
+
+Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; the order temperature, top-k,
+top-p is that of transformers.
+Differs from transformers: top-k keeps exactly k tokens, and every tie goes to the lower id, so
+top_k=1, a vanishing top_p and temperature 0 are one and the same distribution.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+BLOCK = 128  # tokens per block of the two-level search in `invert`; divides most vocabularies
+SPAN = 256  # tokens per block of `first_argmax`
+CANDIDATES = 128  # tokens ranked in the first attempt to cover top_p
+
+
+def warp(
+    logits: Float[Tensor, "N V"], temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Float[Tensor, "N V"]:
+    """Probabilities after temperature, then top-k, then top-p.
+
+    Args:
+        logits: any float dtype; computed in float32 (float64 stays float64).
+        temperature: >= 0; 0 is greedy: all mass on the argmax, ties to the lowest id.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of most probable tokens whose mass reaches top_p, the
+            token that crosses the threshold included, so never none; 1 keeps all.
+
+    Returns:
+        Rows that sum to 1; dropped tokens are exactly 0.
+
+    Raises:
+        ValueError: temperature < 0, top_k < 0, or top_p outside (0, 1].
+    """
+    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise ValueError(
+            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: "
+            "needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
+        )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    if 0 < top_k < logits.shape[-1]:  # a temperature keeps the order, so ranking may come first
+        best, ids = _ranked(logits, top_k)
+        leaders = _soften(best, temperature)
+    elif top_p < 1:
+        leaders, ids = _cover(_soften(logits, temperature), top_p)
+    else:
+        return _soften(logits, temperature)
+    return torch.zeros_like(logits).scatter_(-1, ids, _nucleus(leaders, top_p))
+
+
+def _soften(logits: Float[Tensor, "N K"], temperature: float) -> Float[Tensor, "N K"]:
+    """Softmax of logits / temperature; the shift keeps a tiny temperature from overflowing."""
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
+
+
+def _cover(
+    probs: Float[Tensor, "N V"], top_p: float
+) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
+    """Enough of the most probable tokens to reach top_p in every row, best first.
+
+    Ranks ever more tokens until they do: a full sort of a large vocabulary is far slower.
+    """
+    count = CANDIDATES
+    while True:
+        leaders, ids = _ranked(probs, count)
+        if count >= probs.shape[-1] or bool((leaders.sum(-1, dtype=torch.float64) >= top_p).all()):
+            return leaders, ids
+        count *= 8
+
+
+def _nucleus(leaders: Float[Tensor, "N K"], top_p: float) -> Float[Tensor, "N K"]:
+    """Keep ranked tokens while the mass before them is below top_p; renormalise."""
+    if top_p == 1:
+        return leaders
+    before = F.pad(leaders.cumsum(-1, dtype=torch.float64)[:, :-1], (1, 0))
+    kept = leaders * (before < top_p)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _ranked(
+    values: Float[Tensor, "N V"], count: int
+) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
+    """The `count` largest of each row and their ids, best first, ties to the lower id.
+
+    torch.topk promises nothing about ties, neither which of them it takes nor their order.
+    """
+    count = min(count, values.shape[-1])
+    best, ids = values.topk(min(count + 1, values.shape[-1]))
+    torn = best[:, count - 1] == best[:, -1]  # equal values on both sides of the cut
+    best, ids = best[:, :count], ids[:, :count]
+    if count < values.shape[-1] and bool(torn.any()):
+        ids[torn] = _first_largest(values[torn], best[torn])
+    ids = ids.sort(-1).values
+    best, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return best, ids.gather(-1, order)
+
+
+def _first_largest(values: Float[Tensor, "N V"], best: Float[Tensor, "N K"]) -> Int[Tensor, "N K"]:
+    """Ids of the K largest, given their values; of those equal to the last, the first ones."""
+    lowest = best[:, -1:]
+    ties = values == lowest
+    room = (best == lowest).sum(-1, keepdim=True)
+    above = ~(values <= lowest)  # a NaN ranks first, as in topk, and spoils the softmax loudly
+    keep = above | (ties & (ties.cumsum(-1) <= room))
+    return keep.nonzero()[:, 1].view(best.shape)
+
+
+def draw(probs: Float[Tensor, "N V"], generator: torch.Generator) -> Int[Tensor, " N"]:
+    """One token per row, drawn with the row's probabilities; one uniform number per row.
+
+    Args:
+        probs: rows need not sum to exactly 1; they count as probs / probs.sum().
+        generator: the uniforms come from its device, usually the CPU, so that a seed gives
+            the same stream whatever the model runs on.
+
+    Raises:
+        ValueError: a row holds a NaN, an infinity, or no mass at all.
+    """
+    uniforms = torch.rand(
+        len(probs), dtype=torch.float64, generator=generator, device=generator.device
+    )
+    return invert(probs, uniforms.to(probs.device))
+
+
+def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """The token whose slice of [0, 1) holds the uniform: the inverse of the cumulative law.
+
+    Works in two levels, first the block of tokens, then the token in it, because summing
+    blocks is many times faster than one long cumulative sum. A token of probability zero has
+    an empty slice and is never returned, whatever the rounding.
+
+    Raises:
+        ValueError: a row holds a NaN, an infinity, or no mass at all.
+    """
+    probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
+    blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).reshape(len(probs), -1, BLOCK)
+    weights = blocks.sum(-1)
+    total = weights.sum(-1)
+    if not bool((total.isfinite() & (total > 0)).all()):
+        raise ValueError("cannot draw from a row without finite, positive mass (NaN logits?)")
+    block, rest = _slice_holding(weights, uniforms)
+    rows = torch.arange(len(probs), device=probs.device)
+    token, _ = _slice_holding(blocks[rows, block], rest)
+    return block * BLOCK + token
+
+
+def _slice_holding(
+    weights: Float[Tensor, "N K"], uniforms: Float[Tensor, " N"]
+) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
+    """Which slice of the cumulative weights holds each uniform, and how far into it (0..1)."""
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    total = ends.amax(-1)
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    mark = torch.minimum(uniforms * total, below_total)
+    # The second condition matters where a parallel sum is not monotone to the last bit.
+    index = ((ends > mark[:, None]) & (weights > 0)).to(torch.int8).argmax(-1)
+    weight = weights.gather(-1, index[:, None])[:, 0].double()
+    start = ends.gather(-1, index[:, None])[:, 0] - weight
+    return index, ((mark - start) / weight).clamp(0, 1)
+
+
+def first_argmax(x: Float[Tensor, "N V"]) -> Int[Tensor, " N"]:
+    """`x.argmax(-1)`, ties to the lowest index; block maxima first, many times faster on a CPU."""
+    if x.is_cuda or x.shape[-1] % SPAN:
+        return x.argmax(-1)
+    blocks = x.view(len(x), x.shape[-1] // SPAN, SPAN)
+    best = blocks.amax(-1).float().argmax(-1)
+    inside = blocks[torch.arange(len(x)), best].float().argmax(-1)
+    return best * SPAN + inside
+
+
+@runtime_checkable
+class Coins(Protocol):
+    """All the randomness of verification, in one place where a test can enumerate it."""
+
+    def flip(self, chance: float) -> bool:
+        """True with the given chance."""
+        ...
+
+    def draw(self, probs: Float[Tensor, " V"]) -> int:
+        """A token with the given probabilities."""
+        ...
+
+
+class GeneratorCoins:
+    """The coins of a real run: every flip and draw takes fresh numbers from one generator (R6).
+
+    Keep one object for the whole run; the numbers come from the generator's own device.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def flip(self, chance: float) -> bool:
+        """True with the given chance; 0 never and 1 always, since uniforms are in [0, 1)."""
+        uniform = torch.rand(
+            (), dtype=torch.float64, generator=self.generator, device=self.generator.device
+        )
+        return uniform.item() < chance
+
+    def draw(self, probs: Float[Tensor, " V"]) -> int:
+        """A token with the given probabilities; waits for the device once or twice."""
+        return int(draw(probs[None], self.generator))

@@ -1,0 +1,307 @@
+"""What a decoder is worth, in numbers: pure functions over per-prompt records.
+
+Every number of a report is defined once, in `METRICS`, and the report prints that definition. The
+means are micro-averages, a sum over prompts divided by a sum over prompts, so that short answers
+do not count for more than long ones; the one exception says so in its name (`speedup_median`).
+
+Worked example, two rounds that drafted 3 tokens each and accepted 3 and 1: the rounds emitted
+4 + 2 tokens, the prefill one before them, so tokens = 7, tau = 6 / 2 = 3.0 and
+
+    k            1     2     3
+    accept@k    2/2   1/2   1/2     of all rounds, the first k drafted tokens were accepted
+    cond@k      2/2   1/2   1/1     the same, given that the first k - 1 were
+
+A number that a run cannot give (no baseline, no round) is None, never 0.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.eval import theory
+from outrider.eval.decode.engine import Clock
+
+RESAMPLES = 2000  # of the bootstrap
+PARTS = ("draft", "target", "verify", "commit")  # what a round's time is booked on
+
+
+class Metric(NamedTuple):
+    """One number of a report: its name there, its unit, how it is computed."""
+
+    name: str
+    unit: str
+    definition: str
+
+
+METRICS = (
+    Metric("tau", "tokens/round", "tokens emitted by the rounds / rounds; bonus in, prefill's out"),
+    Metric("tau_95", "tokens/round", "95 % interval of tau, bootstrap over dialogues"),
+    Metric("accept_at", "share", "accept@k: rounds whose first k drafts were accepted / rounds"),
+    Metric("cond_at", "share", "cond@k: accept@k / accept@(k-1)"),
+    Metric("alpha", "share", "accepted drafts / drafts on the path tested, the rejected one in"),
+    Metric("prompts", "prompts", "answers decoded; every turn of a dialogue is one"),
+    Metric("tokens", "tokens", "new tokens with speculation; end tokens and the prefill's in"),
+    Metric("rounds", "rounds", "target forwards behind the prefill"),
+    Metric("tokens_per_second", "tokens/s", "tokens of the rounds / seconds of the rounds"),
+    Metric("baseline_tokens_per_second", "tokens/s", "the same engine without a drafter"),
+    Metric("speedup", "factor", "plain seconds per token / speculative seconds per token"),
+    Metric("speedup_95", "factor", "95 % interval of speedup, bootstrap over dialogues"),
+    Metric("speedup_median", "factor", "median over prompts of each prompt's own speedup"),
+    Metric("ms.draft", "ms/round", "the drafter: its steps, and taking in verified rows"),
+    Metric("ms.target", "ms/round", "the target's forward over the tree, and its head"),
+    Metric("ms.verify", "ms/round", "which drafted tokens are kept"),
+    Metric("ms.commit", "ms/round", "thinning the cache, bookkeeping"),
+    Metric("ms.other", "ms/round", "the rest: choosing the tree, its mask, the loop itself"),
+    Metric("ms.round", "ms/round", "a whole round: ms/step"),
+    Metric("ms.draft_step", "ms/step", "one level of a draft: time of drafting / drafter steps"),
+    Metric("ms.baseline", "ms/token", "a step of plain decoding"),
+    Metric("ms.prefill", "ms/prompt", "with speculation; the drafter reads the prompt too"),
+    Metric("ms.baseline_prefill", "ms/prompt", "without a drafter"),
+    Metric("shares", "share of round", "ms.draft, target, verify, commit, other / ms.round"),
+    Metric("overhead", "share of round", "(ms.verify + ms.commit + ms.other) / ms.round"),
+    Metric("exact", "yes/no", "greedy: every answer equals plain decoding, token for token"),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt, decoded with speculation and (perhaps) plainly.
+
+    Attributes:
+        dialogue: prompts of one dialogue are resampled together, for they are alike.
+        tokens: new tokens, the prefill's one included.
+        accepted: per round, drafted tokens that were accepted and emitted.
+        drafted: per round, how deep the verified tree was.
+        steps: drafter steps of all rounds; a tree's deepest levels may all be cut.
+        clock: seconds.
+        baseline_tokens: new tokens of the plain answer.
+        baseline: its clock; None when it was not measured.
+    """
+
+    id: str
+    dialogue: str
+    category: str
+    tokens: int
+    accepted: tuple[int, ...]
+    drafted: tuple[int, ...]
+    steps: int
+    clock: Clock
+    baseline_tokens: int = 0
+    baseline: Clock | None = None
+
+    @property
+    def emitted(self) -> int:
+        """Tokens of the rounds; the prefill's one is not theirs."""
+        return max(0, self.tokens - 1)
+
+    @property
+    def cut(self) -> bool:
+        """The end token was a drafted one, so the last round emitted no bonus token."""
+        return sum(self.accepted) + len(self.accepted) > self.emitted
+
+    @property
+    def tested(self) -> int:
+        """Drafted tokens the target judged on its path: the accepted, and the one rejected."""
+        judged = [min(a + 1, d) for a, d in zip(self.accepted, self.drafted, strict=True)]
+        return sum(judged) - (self.cut and judged[-1] > self.accepted[-1])
+
+    @property
+    def baseline_emitted(self) -> int:
+        return max(0, self.baseline_tokens - 1)
+
+    @property
+    def speedup(self) -> float | None:
+        """Of this prompt alone; None when an engine made no round or was not measured."""
+        if self.baseline is None:
+            return None
+        plain = ratio(self.baseline.rounds, self.baseline_emitted)
+        fast = ratio(self.clock.rounds, self.emitted)
+        return None if plain is None or not fast else plain / fast
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `METRICS` defines, over some prompts. Fields carry the names of the report."""
+
+    prompts: int
+    tokens: int
+    rounds: int
+    tau: float | None
+    tau_95: tuple[float, float] | None
+    accept_at: list[float]
+    cond_at: list[float | None]
+    alpha: float | None
+    tokens_per_second: float | None
+    baseline_tokens_per_second: float | None
+    speedup: float | None
+    speedup_95: tuple[float, float] | None
+    speedup_median: float | None
+    ms: dict[str, float | None]
+    shares: dict[str, float | None]
+    overhead: float | None
+
+
+def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
+    """All numbers of a set of prompts.
+
+    Args:
+        depth: levels a draft can have; accept_at and cond_at have this length.
+        seed: of the bootstrap.
+    """
+    rounds = sum(len(record.accepted) for record in records)
+    emitted = sum(record.emitted for record in records)
+    seconds = sum(record.clock.rounds for record in records)
+    ms = _milliseconds(records, rounds)
+    accept_at = survival([a for record in records for a in record.accepted], depth)
+    own = [record.speedup for record in records if record.speedup is not None]
+    shares = {part: ratio(ms[part], ms["round"]) for part in (*PARTS, "other")}
+    plain = ratio(1000.0, ms["baseline"])
+    return Summary(
+        prompts=len(records),
+        tokens=sum(record.tokens for record in records),
+        rounds=rounds,
+        tau=ratio(emitted, rounds),
+        tau_95=bootstrap(records, _tau_terms, seed),
+        accept_at=accept_at,
+        cond_at=conditional(accept_at),
+        alpha=ratio(sum(sum(r.accepted) for r in records), sum(r.tested for r in records)),
+        tokens_per_second=ratio(emitted, seconds),
+        baseline_tokens_per_second=plain,
+        speedup=ratio(ratio(emitted, seconds), plain),
+        speedup_95=bootstrap(records, _speedup_terms, seed),
+        speedup_median=median(own) if own else None,
+        ms=ms,
+        shares=shares,
+        overhead=None if not rounds else sum(shares[p] or 0 for p in ("verify", "commit", "other")),
+    )
+
+
+def survival(accepted: Sequence[int], depth: int) -> list[float]:
+    """accept@1 .. accept@depth of rounds that accepted this many; zeros without rounds.
+
+    [3, 1], depth 3 -> [1.0, 0.5, 0.5]
+    """
+    return [
+        sum(count >= k for count in accepted) / max(1, len(accepted)) for k in range(1, depth + 1)
+    ]
+
+
+def conditional(accept_at: Sequence[float]) -> list[float | None]:
+    """cond@k = accept@k / accept@(k-1), accept@0 = 1; None where nothing came that far."""
+    return [ratio(deep, shallow) for shallow, deep in pairwise([1.0, *accept_at])]
+
+
+def ratio(over: int | float | None, under: int | float | None) -> float | None:
+    """`over / under`; None where that says nothing."""
+    return None if over is None or not under else over / under
+
+
+def middle(clocks: Sequence[Clock]) -> Clock:
+    """The median of repeated measurements: of the run in the middle by its rounds' time.
+
+    Of an even number the two in the middle are averaged. All parts come from the same runs, so
+    that they still add up to the whole.
+
+    Args:
+        clocks: one or more.
+    """
+    ranked = sorted(clocks, key=lambda clock: clock.rounds)
+    low, high = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
+    return Clock(
+        **{f.name: (getattr(low, f.name) + getattr(high, f.name)) / 2 for f in fields(low)}
+    )
+
+
+def bootstrap(
+    records: Sequence[Record], terms: Callable[[Record], tuple[int | float, ...]], seed: int
+) -> tuple[float, float] | None:
+    """95 % percentile interval of a ratio of sums, dialogues drawn with replacement.
+
+    Args:
+        terms: (a, b) of a record for sum a / sum b, or (a, b, c, d) for (sum a / sum b) divided
+            by (sum c / sum d).
+
+    Returns:
+        None with fewer than two dialogues, or when the ratio is undefined.
+    """
+    sums: dict[str, np.ndarray] = {}
+    for record in records:
+        sums[record.dialogue] = sums.get(record.dialogue, 0.0) + np.array(terms(record), float)
+    count = len(sums)
+    if count < 2:
+        return None
+    drawn = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=RESAMPLES)
+    totals = drawn @ np.stack(list(sums.values()))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = totals[:, 0] / totals[:, 1]
+        values = values / (totals[:, 2] / totals[:, 3]) if totals.shape[1] == 4 else values
+    if not np.isfinite(values).all():
+        return None
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def predict(summary: Summary, depth: int, chain: bool) -> dict[str, float | int | None] | None:
+    """What theory makes of the measured times and rates; None without a baseline or a round.
+
+    Returns:
+        from_times: tau x plain step / round. It restates the measured speedup: if the two
+            differ, the books are wrong.
+        no_overhead: the same, were verify, commit and other free.
+        free_verify: moreover, were the forward over the tree as cheap as a plain step.
+        iid: Leviathan's formula, one alpha for all depths (chains only).
+        best_gamma: the chain length with the largest predicted speedup, 0 if none pays; no
+            deeper than was measured, target time taken as linear in the length (chains only).
+    """
+    ms, tau, plain = summary.ms, summary.tau, summary.ms["baseline"]
+    if tau is None or plain is None or not ms["target"]:
+        return None
+    draft, forward, step = ms["draft"] or 0.0, ms["target"], ms["draft_step"] or 0.0
+    extra = sum(ms[part] or 0.0 for part in ("verify", "commit", "other"))
+    out: dict[str, float | int | None] = {
+        "from_times": theory.walltime_from_times(tau, draft, forward, extra, plain),
+        "no_overhead": theory.walltime_from_times(tau, draft, forward, 0.0, plain),
+        "free_verify": theory.walltime_from_times(tau, draft, plain, 0.0, plain),
+        "iid": None,
+        "best_gamma": None,
+    }
+    if chain and summary.alpha is not None:
+        verify_cost = forward / plain
+        out["iid"] = theory.walltime_factor(summary.alpha, depth, step / plain, verify_cost)
+        slope = (forward - plain) / depth
+        costs = {gamma: plain + slope * gamma + extra for gamma in range(1, depth + 1)}
+        known = [rate for rate in summary.cond_at if rate is not None]
+        out["best_gamma"] = theory.best_gamma_from_times(known, step, costs, plain)
+    return out
+
+
+def _milliseconds(records: Sequence[Record], rounds: int) -> dict[str, float | None]:
+    """The `ms` field: per round, per plain token, per prompt."""
+    clocks = [record.clock for record in records]
+    plain = [record.baseline for record in records if record.baseline is not None]
+    whole = sum(clock.rounds for clock in clocks)
+    spent = {part: sum(float(getattr(clock, part)) for clock in clocks) for part in PARTS}
+    spent["other"] = whole - sum(spent.values())
+    steps = sum(record.steps for record in records)
+    plain_steps = sum(record.baseline_emitted for record in records)
+    return {
+        **{part: ratio(1000 * seconds, rounds) for part, seconds in spent.items()},
+        "round": ratio(1000 * whole, rounds),
+        "draft_step": ratio(1000 * spent["draft"], steps),
+        "baseline": ratio(1000 * sum(clock.rounds for clock in plain), plain_steps),
+        "prefill": ratio(1000 * sum(clock.prefill for clock in clocks), len(clocks)),
+        "baseline_prefill": ratio(1000 * sum(clock.prefill for clock in plain), len(plain)),
+    }
+
+
+def _tau_terms(record: Record) -> tuple[int, int]:
+    return record.emitted, len(record.accepted)
+
+
+def _speedup_terms(record: Record) -> tuple[float, int, float, int]:
+    plain = 0.0 if record.baseline is None else record.baseline.rounds
+    return plain, record.baseline_emitted, record.clock.rounds, record.emitted

@@ -1,0 +1,391 @@
+"""The report of a measurement: tables for people, json for scripts, runs side by side.
+
+Three files per measurement in `<run.dir>/eval/`: `<out>.json` (every number, and what it was
+measured on), `<out>.outputs.jsonl` (one line per prompt, the token ids of both engines) and
+`<out>.png`. The json is written last, so that where it is, the others are.
+
+An acceptance length says nothing about speed alone: wherever tau is printed, the milliseconds per
+round and the speedup stand beside it.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outrider.eval.metrics import METRICS, Summary
+from outrider.train.errors import RunError
+from outrider.train.files import read_json, write, write_json
+
+# top-2 gaps of logits that rounding can bridge: about four units in the last place at 16 to 32
+ROUNDING = {"bfloat16": 0.5, "float16": 0.0625}
+FORMAT = "outrider-report-1"
+
+
+class Mismatch(NamedTuple):
+    """The first place where an answer differs from plain decoding.
+
+    Attributes:
+        position: index of the new token.
+        token: what speculation wrote there; None behind its end.
+        baseline_token: what plain decoding wrote there; None behind its end.
+        gap: the target's lead of its first over its second choice there, in logits.
+    """
+
+    id: str
+    position: int
+    token: int | None
+    baseline_token: int | None
+    gap: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """One measurement.
+
+    Attributes:
+        summary: over all prompts.
+        categories: the same for each category.
+        exact: whether every greedy answer equals plain decoding; None where that is no question.
+        theory: what `metrics.predict` says.
+        setting: how it was measured; part of the json as it is (policy, temperature, dtype, ...).
+        outputs: the lines of the outputs file.
+    """
+
+    summary: Summary
+    categories: dict[str, Summary]
+    exact: bool | None
+    mismatches: list[Mismatch]
+    theory: dict[str, float | int | None] | None
+    setting: dict[str, Any]
+    outputs: list[dict[str, Any]]
+
+    def fields(self) -> dict[str, Any]:
+        """The content of `<out>.json`."""
+        return {
+            "format": FORMAT,
+            **asdict(self.summary),
+            **self.setting,
+            "exact": self.exact,
+            "exact_note": self.exactness(),
+            "mismatches": [mismatch._asdict() for mismatch in self.mismatches],
+            "theory": self.theory,
+            "categories": {name: asdict(part) for name, part in self.categories.items()},
+            "definitions": {m.name: f"{m.definition} [{m.unit}]" for m in METRICS},
+        }
+
+    @property
+    def broken(self) -> bool:
+        """Some answer differs by more than rounding can explain."""
+        limit = ROUNDING.get(self.setting["dtype"], 0.0)
+        return any(mismatch.gap > limit or limit == 0 for mismatch in self.mismatches)
+
+    def exactness(self) -> str:
+        """`exact` in words."""
+        count, wrong = self.summary.prompts, len(self.mismatches)
+        if self.setting["temperature"] > 0:
+            return "not compared: sampled answers differ by chance (their law is under test)"
+        if self.exact is None:
+            return "not compared: plain decoding was not run"
+        if not wrong:
+            return f"all {count} answers equal plain decoding"
+        largest = max(mismatch.gap for mismatch in self.mismatches)
+        cause = "MORE THAN ROUNDING" if self.broken else f"rounding in {self.setting['dtype']}"
+        gap = f"largest top-2 gap there {largest:.3g} logits"
+        return f"{wrong} of {count} answers differ from plain decoding: {cause}, {gap}"
+
+    def verdict(self) -> str:
+        """One line: is it faster, by how much, and is it the same text."""
+        total = self.summary
+        if total.tau is None:
+            return "Nothing was measured: no answer is longer than one token."
+        cost = f"tau {total.tau:.2f} at {total.ms['round']:.1f} ms per round"
+        if total.speedup is None:
+            return f"{cost}; speedup unknown without a baseline. Exactness: {self.exactness()}."
+        low, high = total.speedup_95 or (total.speedup, total.speedup)
+        sure = "faster" if low > 1 else "slower" if high < 1 else "about as fast, within the noise,"
+        spread = f" (95 %: {low:.2f}-{high:.2f})" if total.speedup_95 else ""
+        cost = f"{cost} against {total.ms['baseline']:.1f} ms per plain token"
+        return f"{total.speedup:.2f}x{spread}, {sure}: {cost}. Exactness: {self.exactness()}."
+
+
+def publish(report: Report, folder: Path, out: str, console: Console) -> None:
+    """Print the report and write its files.
+
+    Args:
+        folder: `<run.dir>/eval`.
+        out: stem of the files.
+    """
+    show(report, console)
+    save(report, folder, out)
+    console.print(f"report: {folder / out}.json, .outputs.jsonl, .png", highlight=False)
+
+
+def save(report: Report, folder: Path, out: str) -> None:
+    """
+    Raises:
+        RunError: the disk is full or the folder cannot be written.
+    """
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in report.outputs)
+    write(folder / f"{out}.outputs.jsonl", lines.encode())
+    write(folder / f"{out}.png", picture(report))
+    write_json(folder / f"{out}.json", report.fields())
+
+
+def show(report: Report, console: Console) -> None:
+    """Tables, legend, verdict."""
+    setting, total = report.setting, report.summary
+    console.print(_headline(setting), style="bold", highlight=False)
+    console.print(_speed_table(report))
+    console.print(_acceptance_table(total))
+    console.print(_time_table(total))
+    if report.theory is not None:
+        console.print(_theory_table(total, report.theory))
+    console.print(_legend())
+    if setting["left_out"]:
+        names = ", ".join(setting["left_out"])
+        console.print(f"left out, longer than the target reads: {names}", style="yellow")
+    style = "bold red" if report.broken else "yellow" if report.mismatches else "bold green"
+    console.print(Text(report.verdict(), style=style))
+
+
+def describe_policy(setting: dict[str, Any]) -> str:
+    """`chain, depth 3`, or `dynamic_tree, depth 4, width 4, nodes 8`."""
+    names = ("depth",) if setting["policy"] == "chain" else ("depth", "width", "nodes")
+    return ", ".join([setting["policy"], *(f"{name} {setting[name]}" for name in names)])
+
+
+def _headline(setting: dict[str, Any]) -> str:
+    drawn = "greedy" if setting["temperature"] == 0 else f"temperature {setting['temperature']:g}"
+    where = f"{setting['dtype']}, {setting['device']}, {setting['threads']} thread(s), batch 1"
+    how = f"{describe_policy(setting)}, {drawn}, {where}"
+    return f"{setting['drafter']} on {setting['target']}: {how}"
+
+
+def _speed_table(report: Report) -> Table:
+    table = Table("prompts of", "n", "tokens", "tau", "ms/round", "ms/plain", "speedup", "95 %")
+    for name in ("tokens/s", "plain tokens/s"):
+        table.add_column(name)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    parts = report.categories if len(report.categories) > 1 else {}
+    for name, part in parts.items():
+        table.add_row(name, *_speed_cells(part))
+    table.add_section()
+    table.add_row("all", *_speed_cells(report.summary), style="bold")
+    return table
+
+
+def _speed_cells(part: Summary) -> list[str]:
+    spread = "-" if part.speedup_95 is None else "{:.2f}-{:.2f}".format(*part.speedup_95)
+    return [
+        str(part.prompts),
+        str(part.tokens),
+        number(part.tau),
+        number(part.ms["round"], 1),
+        number(part.ms["baseline"], 1),
+        number(part.speedup, 2, "x"),
+        spread,
+        number(part.tokens_per_second, 1),
+        number(part.baseline_tokens_per_second, 1),
+    ]
+
+
+def _acceptance_table(total: Summary) -> Table:
+    table = Table("drafted token k", *(str(k) for k, _ in enumerate(total.accept_at, start=1)))
+    table.add_row("accept@k", *(number(rate) for rate in total.accept_at))
+    table.add_row("cond@k", *(number(rate) for rate in total.cond_at))
+    return table
+
+
+def _time_table(total: Summary) -> Table:
+    parts = tuple(total.shares)
+    table = Table("a round's time", *parts, "overhead")
+    table.add_row("ms", *(number(total.ms[part]) for part in parts), "")
+    shares = [*(total.shares[part] for part in parts), total.overhead]
+    table.add_row("share", *("-" if share is None else f"{share:.1%}" for share in shares))
+    return table
+
+
+def _theory_table(total: Summary, theory: dict[str, float | int | None]) -> Table:
+    """Measured beside predicted; the first two agree, the next say where time is lost."""
+    table = Table("speedup", "factor", "how")
+    step, alpha = number(total.ms["draft_step"]), number(total.alpha)
+    rows = [
+        ("measured", total.speedup, "both engines, same prompts, same process"),
+        ("from times", theory["from_times"], "tau x plain step / round, from the times above"),
+        ("without overhead", theory["no_overhead"], "verify, commit and other at no cost"),
+        ("free verification", theory["free_verify"], "moreover a forward at a plain step's cost"),
+    ]
+    if theory["iid"] is not None:
+        how = f"Leviathan et al.: alpha {alpha} at every depth, {step} ms per draft step"
+        rows.append(("formula", theory["iid"], how))
+    for name, value, how in rows:
+        table.add_row(name, number(value, 2, "x"), how)
+    if (best := theory["best_gamma"]) is not None:
+        deepest = best == len(total.accept_at)
+        how = "longest that was measured" if deepest else "predicted best chain length"
+        table.add_row("best gamma", str(best), how)
+    return table
+
+
+def _legend() -> Table:
+    table = Table("metric", "unit", "definition", box=None, style="dim", header_style="dim")
+    for metric in METRICS:
+        table.add_row(metric.name, metric.unit, metric.definition, style="dim")
+    return table
+
+
+def number(value: int | float | None, digits: int = 2, unit: str = "") -> str:
+    """A cell: `-` for None."""
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def picture(report: Report) -> bytes:
+    """A png: accept@k on the left, tokens per second of both engines on the right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    total = report.summary
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_headline(report.setting), fontsize=9)
+    left, right = figure.subplots(1, 2)
+    depths = [str(k) for k, _ in enumerate(total.accept_at, start=1)]
+    left.bar_label(left.bar(depths, total.accept_at, color="tab:blue"), fmt="%.2f")
+    left.set(title=f"accept@k (tau {number(total.tau)})", xlabel="drafted token k", ylim=(0, 1.1))
+    speeds = {"plain": total.baseline_tokens_per_second, "speculative": total.tokens_per_second}
+    known = {name: value for name, value in speeds.items() if value is not None}
+    colors = ["tab:gray", "tab:blue"][-len(known) :]
+    bars = right.bar(list(known), list(known.values()), color=colors)
+    right.bar_label(bars, fmt="%.1f")
+    title = f"speedup {number(total.speedup, 2, 'x')}, {number(total.ms['round'], 1)} ms/round"
+    right.set(title=title, ylabel="tokens/s")
+    right.margins(y=0.15)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+class Row(NamedTuple):
+    """A line of `compare`: what is read from each report, and which way is better."""
+
+    name: str
+    read: Callable[[dict[str, Any]], Any]
+    digits: int = 2
+    better: int = 0  # 1: larger, -1: smaller, 0: neither
+
+
+ROWS = (
+    Row("speedup", lambda r: r["speedup"], 2, 1),
+    Row("tau", lambda r: r["tau"], 2, 1),
+    Row("ms/round", lambda r: r["ms"]["round"], 1),
+    Row("tokens/s", lambda r: r["tokens_per_second"], 1, 1),
+    Row("plain tokens/s", lambda r: r["baseline_tokens_per_second"], 1),
+    Row("ms/draft step", lambda r: r["ms"]["draft_step"], 2, -1),
+    Row("overhead", lambda r: r["overhead"], 3, -1),
+    Row("alpha", lambda r: r["alpha"], 3, 1),
+    Row("exact", lambda r: {True: "yes", False: "NO", None: "-"}[r["exact"]]),
+    Row("mismatches", lambda r: len(r["mismatches"]), 0, -1),
+    Row("drafter", lambda r: r["drafter"]),
+    Row("target", lambda r: r["target"]),
+)
+# where runs differ here, their numbers do not compare
+SAME = (
+    Row("policy", describe_policy),
+    Row("temperature", lambda r: r["temperature"]),
+    Row("dtype", lambda r: r["dtype"]),
+    Row("device", lambda r: r["device"]),
+    Row("threads", lambda r: r["threads"]),
+    Row("prompts", lambda r: r["prompts"]),
+    Row("prompt file", lambda r: r["fingerprints"]["prompts"][:8]),
+    Row("template", lambda r: r["fingerprints"]["template"][:8]),
+    Row("max new tokens", lambda r: r["max_new_tokens"]),
+)
+
+
+def compare(paths: list[str]) -> int:
+    """`outrider compare RUN...`: every report of the runs, a column each.
+
+    Raises:
+        RunError: a run has no report, or one that cannot be read.
+    """
+    reports, without = dict[str, dict[str, Any]](), list[RunError]()
+    for path in paths:
+        if list((Path(path) / "eval").glob("*.json")):
+            reports.update(_reports(Path(path)))
+        elif Path(path).is_dir():
+            without.append(_no_report(Path(path)))
+        else:
+            raise _no_report(Path(path))
+    if not reports:
+        raise without[0]
+    console = Console(width=None if sys.stdout.isatty() else max(100, 20 + 18 * len(reports)))
+    for left_out in without:
+        console.print(f"left out: {left_out.message}", highlight=False)
+    console.print(side_by_side(reports))
+    return 0
+
+
+def side_by_side(reports: dict[str, dict[str, Any]]) -> RenderableType:
+    """One table (a row per metric, a column per report) and, in red, what makes it unfair."""
+    table = Table("", *reports, title="runs side by side; the best of a row is green")
+    for row in ROWS:
+        table.add_row(row.name, *_cells(row, list(reports.values())))
+    deepest = max(len(report["accept_at"]) for report in reports.values())
+    for k in range(1, deepest + 1):
+        row = Row(f"accept@{k}", partial(_accept_at, k), 2, 1)
+        table.add_row(row.name, *_cells(row, list(reports.values())))
+    table.add_section()
+    differing = []
+    for row in SAME:
+        values = [row.read(report) for report in reports.values()]
+        table.add_row(row.name, *(str(value) for value in values))
+        if len(set(values)) > 1:
+            differing.append(f"{row.name} ({' | '.join(dict.fromkeys(map(str, values)))})")
+    if not differing:
+        return table
+    return Group(table, Text(f"not the same conditions: {'; '.join(differing)}", style="bold red"))
+
+
+def _accept_at(k: int, report: dict[str, Any]) -> float | None:
+    rates: list[float] = report["accept_at"]
+    return rates[k - 1] if k <= len(rates) else None
+
+
+def _cells(row: Row, reports: Sequence[dict[str, Any]]) -> Iterable[Text]:
+    values = [row.read(report) for report in reports]
+    known = [value for value in values if isinstance(value, float | int)]
+    best = max(known, key=lambda v: v * row.better) if row.better and len(set(known)) > 1 else None
+    for value in values:
+        text = value if isinstance(value, str) else number(value, row.digits)
+        yield Text(text, style="bold green" if value is not None and value == best else "")
+
+
+def _no_report(run: Path) -> RunError:
+    beside = sorted(str(f.parents[1]) for f in run.parent.glob("*/eval/*.json"))
+    what = "has no report yet (eval/*.json)" if run.is_dir() else "does not exist"
+    found = f"Runs with a report beside it: {', '.join(dict.fromkeys(beside)) or 'none'}."
+    return RunError(f"{run} {what}.", f"{found} Measure one with: outrider eval run.dir={run}")
+
+
+def _reports(run: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(column name, content) of each report of a run folder."""
+    files = sorted((run / "eval").glob("*.json"))
+    fix = "Measure that run again: outrider eval run.dir=..."
+    found_reports = []
+    for file in files:
+        content = read_json(file, fix)
+        if content.get("format") != FORMAT:
+            raise RunError(f"{file} is not a report of this format ({FORMAT}).", fix)
+        name = str(run) if len(files) == 1 else f"{run} {file.stem}"
+        found_reports.append((name, content))
+    return found_reports

@@ -1,0 +1,347 @@
+"""The measurement: every prompt decoded with and without the drafter, in one process, by turns.
+
+Prompt after prompt, both engines decode the same ids: first the plain one on even prompts, first
+the speculative one on odd ones, so that a machine that warms up or slows down slows both. Of
+several repeats the middle one counts. A dialogue is decoded turn by turn with the *plain* answers
+as its history, so that both engines always see the same prompt; each turn is one prompt. A sampled
+answer depends on run.seed and the prompt's place alone: repeats draw the same tokens.
+
+What greedy speculation owes is checked here too: where an answer differs from the plain one, the
+target's lead of its first over its second choice at that place tells rounding from error.
+"""
+
+import hashlib
+import json
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import outrider
+from outrider.data.chat import Tokenizer, prompt_ids
+from outrider.data.sources import SUITE, Message, Prompt, fingerprint, prompts
+from outrider.eval.decode.engine import Decoder, Output
+from outrider.eval.decode.policy import Chain, DynamicTree, Policy, Sampling
+from outrider.eval.metrics import Record, middle, predict, ratio, summarise
+from outrider.eval.report import Mismatch, Report, number, publish
+from outrider.launch import start
+from outrider.models.base import Drafter
+from outrider.models.formats import native
+from outrider.models.load import Loaded, load, stop_ids
+from outrider.models.target import Target
+from outrider.train import files
+from outrider.train.config import Config, DecodeConfig
+from outrider.train.errors import RunError
+
+WARM_TOKENS = 32  # budget of a warm-up answer: enough to meet every shape of a round
+GENERAL = Path(__file__).parent.parent / "data" / "prompts" / "eval.jsonl"
+QUICK_PROMPTS = 8  # of the report at the end of training
+SEEDS_APART = 1_000_003  # run.seed s starts its prompts' seeds at s times this
+
+
+def evaluate(config: Config) -> int:
+    """`outrider eval`: measure the drafter of a run folder, print and write the report.
+
+    Args:
+        config: as `load_run` gives it.
+
+    Raises:
+        ConfigError, RunError: the target, the drafter or the prompts cannot be used.
+    """
+    folder = Path(config.run.dir)
+    if not (folder / "drafter").is_dir():
+        message = f"{folder} holds no drafter/: its training has not finished."
+        raise RunError(message, "Finish it (train.resume=auto continues), or give another run.dir.")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if start.world_size() > 1:
+        message = f"eval was started by {start.world_size()} processes; one measures."
+        raise RunError(message, "Use: python eval.py run.dir=...")
+    start.use_cores()
+    target, tokenizer, source = load(config.target, start.device())
+    console.print(f"target: {source}", highlight=False)
+    drafter, _ = native.load(folder / "drafter", target)
+    report = measure(target, tokenizer, drafter, config, console)
+    publish(report, folder / "eval", config.eval.out, console)
+    return 0
+
+
+def quick_report(config: Config, loaded: Loaded, console: Console) -> Report:
+    """What `train` ends with: the published drafter on a few prompts, printed and written.
+
+    Takes `eval.limit` prompts, 8 where that is null.
+    """
+    folder = Path(config.run.dir)
+    drafter, _ = native.load(folder / "drafter", loaded.target)
+    suite = suite_of(config, config.eval.limit or QUICK_PROMPTS)
+    report = measure(loaded.target, loaded.tokenizer, drafter, config, console, suite)
+    publish(report, folder / "eval", config.eval.out, console)
+    return report
+
+
+def suite_file(config: Config) -> Path:
+    """The prompts' file; null is the embedded suite that suits the target."""
+    if config.eval.prompts is not None:
+        return Path(config.eval.prompts)
+    return SUITE if config.target.name == "tiny" else GENERAL
+
+
+def suite_of(config: Config, limit: int | None) -> list[Prompt]:
+    """`limit` prompts, the categories in turn, however the file is sorted."""
+    suite = prompts(suite_file(config))
+    if limit is None or limit >= len(suite):
+        return suite
+    rank: Counter[str] = Counter()
+    places: list[int] = []  # of each prompt within its category
+    for prompt in suite:
+        places.append(rank[prompt.category])
+        rank[prompt.category] += 1
+    chosen = sorted(range(len(suite)), key=lambda i: (places[i], i))[:limit]
+    return [suite[i] for i in sorted(chosen)]
+
+
+def measure(
+    target: Target,
+    tokenizer: Tokenizer,
+    drafter: Drafter,
+    config: Config,
+    console: Console,
+    suite: Sequence[Prompt] | None = None,
+) -> Report:
+    """Decode prompts as `config.eval` and `config.decode` say, and sum up.
+
+    Args:
+        drafter: in eval mode, on the target's device. The target's taps are left as found.
+        suite: None takes those that `config.eval` names.
+
+    Raises:
+        ConfigError, RunError: the prompts cannot be read, or none fits the target.
+    """
+    suite = suite_of(config, config.eval.limit) if suite is None else suite
+    taps = target.taps
+    try:
+        bench = Bench(target, tokenizer, drafter, config)
+        bench.warm_up(suite[: config.eval.warmup])
+        with _progress(console) as progress:
+            task = progress.add_task("decoding", total=sum(len(p.turns) for p in suite), now="")
+            for prompt in suite:
+                for _ in bench.decode(prompt):
+                    progress.update(task, advance=1, now=bench.standing())
+    finally:
+        target.set_taps(taps)
+    if not bench.records:
+        message = "No prompt fits the target together with eval.max_new_tokens."
+        raise RunError(message, "Use a smaller eval.max_new_tokens, or shorter prompts.")
+    return bench.report()
+
+
+def policy_of(decode: DecodeConfig) -> Policy:
+    """The draft's shape, from `decode.name` and its numbers."""
+    if decode.name == "chain":
+        return Chain(decode.depth)
+    return DynamicTree(decode.depth, decode.width, decode.nodes)
+
+
+@dataclass
+class Bench:
+    """Both engines and what they have decoded so far."""
+
+    target: Target
+    tokenizer: Tokenizer
+    drafter: Drafter
+    config: Config
+    records: list[Record] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        decode = self.config.decode
+        stops = stop_ids(self.tokenizer, self.target)
+        sampling = Sampling(decode.temperature, decode.top_p, decode.top_k)
+        policy = policy_of(decode)
+        self.fast = Decoder(self.target, self.drafter, policy, sampling=sampling, stop_ids=stops)
+        self.plain = Decoder(self.target, None, None, sampling=sampling, stop_ids=stops)
+        self.gauge = Decoder(self.target, None, None, keep_gaps=True)
+        measured = [self.plain, self.fast] if self.config.eval.baseline else [self.fast]
+        self.engines = measured
+        self.room = self.target.shape().max_positions - self.config.eval.max_new_tokens
+
+    def warm_up(self, suite: Sequence[Prompt]) -> None:
+        """Decode the first turns, unrecorded."""
+        for prompt in suite:
+            ids = prompt_ids(self.tokenizer, prompt.opening())
+            if 0 < len(ids) <= self.room:
+                for engine in self.engines:
+                    engine.generate(ids, min(WARM_TOKENS, self.config.eval.max_new_tokens))
+
+    def decode(self, prompt: Prompt) -> Iterator[Record]:
+        """Every turn of a dialogue; the rest of one that outgrows the target is left out."""
+        said: list[Message] = prompt.opening()[:-1]
+        for turn, question in enumerate(prompt.turns, start=1):
+            name = prompt.id if turn == 1 else f"{prompt.id}/{turn}"
+            said.append(Message(role="user", content=question))
+            ids = prompt_ids(self.tokenizer, said)
+            if not 0 < len(ids) <= self.room:
+                self.left_out.append(name)
+                return
+            runs = self._runs(ids)
+            yield self._record(name, prompt, question, ids, runs)
+            said.append(Message(role="assistant", content=self._text(runs[0][0].ids)))
+
+    def _runs(self, ids: list[int]) -> list[list[Output]]:
+        """Per engine, its answers in the order of repetition."""
+        place = len(self.records)
+        runs: dict[Decoder, list[Output]] = {engine: [] for engine in self.engines}
+        for repeat in range(self.config.eval.repeats):
+            turned = (place + repeat) % 2 == 1
+            for engine in self.engines[::-1] if turned else self.engines:
+                engine.generator.manual_seed(self.config.run.seed * SEEDS_APART + place)
+                runs[engine].append(engine.generate(ids, self.config.eval.max_new_tokens))
+        return list(runs.values())
+
+    def _record(
+        self, name: str, prompt: Prompt, question: str, ids: list[int], runs: list[list[Output]]
+    ) -> Record:
+        fast, plain = runs[-1][0], runs[0][0] if self.config.eval.baseline else None
+        record = Record(
+            id=name,
+            dialogue=prompt.id,
+            category=prompt.category,
+            tokens=len(fast.ids),
+            accepted=tuple(fast.accepted),
+            drafted=tuple(fast.drafted),
+            steps=_steps(fast, self.config.decode.depth, self.config.eval.max_new_tokens),
+            clock=_clock(runs[-1]),
+            baseline_tokens=0 if plain is None else len(plain.ids),
+            baseline=None if plain is None else _clock(runs[0]),
+        )
+        self.records.append(record)
+        self.outputs.append(
+            {
+                "id": name,
+                "category": prompt.category,
+                "prompt": question,
+                "prompt_ids": ids,
+                "output_ids": fast.ids,
+                "baseline_ids": None if plain is None else plain.ids,
+                "accepted": fast.accepted,
+            }
+        )
+        if plain is not None and self.config.decode.temperature == 0 and fast.ids != plain.ids:
+            self.mismatches.append(self._mismatch(name, ids, fast.ids, plain.ids))
+        return record
+
+    def _mismatch(self, name: str, prompt: list[int], ids: list[int], plain: list[int]) -> Mismatch:
+        """Where two answers part, and how sure the target is there (one forward, not timed)."""
+        shorter = min(len(ids), len(plain))
+        at = next((i for i in range(shorter) if ids[i] != plain[i]), shorter)
+        gap = self.gauge.generate([*prompt, *plain[:at]], 1).gaps[0]
+        tokens = [answer[at] if at < len(answer) else None for answer in (ids, plain)]
+        return Mismatch(name, at, tokens[0], tokens[1], gap)
+
+    def _text(self, ids: list[int]) -> str:
+        """An answer as the next turn's history."""
+        kept = [token for token in ids if token not in self.fast.stop_ids]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=True))
+
+    def standing(self) -> str:
+        """Beside the progress bar: tau, and what it costs and brings."""
+        rounds = sum(len(r.accepted) for r in self.records)
+        emitted = sum(r.emitted for r in self.records)
+        seconds = sum(r.clock.rounds for r in self.records)
+        plain = sum(r.baseline.rounds for r in self.records if r.baseline is not None)
+        per_plain = ratio(plain, sum(r.baseline_emitted for r in self.records))
+        speedup = ratio(per_plain, ratio(seconds, emitted))
+        step = number(ratio(1000 * seconds, rounds), 1)
+        return (
+            f"tau {number(ratio(emitted, rounds))} at {step} ms/round, "
+            f"{number(speedup, 2, 'x') if speedup else '-'}"
+        )
+
+    def report(self) -> Report:
+        depth, seed = self.config.decode.depth, self.config.run.seed
+        total = summarise(self.records, depth, seed)
+        names = dict.fromkeys(record.category for record in self.records)
+        parts = {name: [r for r in self.records if r.category == name] for name in names}
+        compared = self.config.eval.baseline and self.config.decode.temperature == 0
+        return Report(
+            summary=total,
+            categories={name: summarise(part, depth, seed) for name, part in parts.items()},
+            exact=not self.mismatches if compared else None,
+            mismatches=self.mismatches,
+            theory=predict(total, depth, chain=self.config.decode.name == "chain"),
+            setting=self._setting(),
+            outputs=self.outputs,
+        )
+
+    def _setting(self) -> dict[str, Any]:
+        """What was measured, on what, with which versions."""
+        config, decode = self.config, self.config.decode
+        return {
+            "drafter": config.drafter.name,
+            "target": self.target.name,
+            "policy": decode.name,
+            **{name: getattr(decode, name) for name in ("depth", "width", "nodes")},
+            **{name: getattr(decode, name) for name in ("temperature", "top_p", "top_k")},
+            **{name: getattr(config.eval, name) for name in ("max_new_tokens", "repeats")},
+            "warmup": config.eval.warmup,
+            "seed": config.run.seed,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "device": self.target.device.type,
+            "threads": torch.get_num_threads(),
+            "left_out": self.left_out,
+            "fingerprints": self._fingerprints(),
+            "versions": _versions(),
+        }
+
+    def _fingerprints(self) -> dict[str, str]:
+        template = json.dumps(getattr(self.tokenizer, "chat_template", None))
+        return {
+            "target": native.target_fingerprint(self.target),
+            "drafter": files.fingerprint(self.drafter.state_dict()),
+            "template": hashlib.sha256(template.encode()).hexdigest(),
+            "prompts": fingerprint(suite_file(self.config)),
+        }
+
+
+def _steps(out: Output, depth: int, budget: int) -> int:
+    """Drafter steps of an answer: in each round `depth`, or what the budget has room for."""
+    steps, written = 0, 1
+    for accepted in out.accepted:
+        steps += min(depth, budget - written - 1)  # one token of the room is the bonus
+        written += accepted + 1
+    return steps
+
+
+def _clock(runs: Sequence[Output]) -> Any:
+    """The middle of the repeats that wrote the first one's answer (on a GPU some may differ)."""
+    return middle([run.clock for run in runs if run.ids == runs[0].ids])
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "outrider": outrider.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )

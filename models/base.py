@@ -1,0 +1,163 @@
+"""The whole interface between a drafter and the rest: Trace, Guess, Drafter.
+
+The index rule (the only shift convention in this project):
+
+    A guess at depth d, row t, is about token x_{t+1+d}; its teacher is the target's row t+d.
+    Depths start at 1. Row t is where the target has read x_0..x_t and x_{t+1} is already decided.
+
+Worked example, six tokens, depth 2, row 1 (o = read by the target, * = given, ? = guessed):
+
+    token      x0  x1  x2  x3  x4  x5
+    row t=1     o   o   *   *   ?          x2 is decided; x3 is the depth-1 guess taken as true
+
+Legend of shape letters, used in every file:
+    B rows of a batch    T tokens of a row     H hidden size of the target    K tapped layers
+    V target vocabulary  Vd draft vocabulary   N nodes of one tree level      D drafter width
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from outrider.models.vocab import DraftVocab
+
+if TYPE_CHECKING:
+    from outrider.models.target import Target
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the target said about a batch of packed rows.
+
+    Attributes:
+        ids: x_t, the token of each row.
+        next_ids: x_{t+1}, the token already decided at each row (0 behind the last one).
+        answer: x_t is an answer token, the kind that is supervised.
+        document: which document x_t belongs to; -1 is padding.
+        positions: rotary position of x_t, from 0 in every document.
+        taps: outputs of the tapped decoder layers, before any norm, side by side.
+        last: the target's state after its final norm, the input of its head.
+        favourite: the target's most probable next token at each row, -1 where nobody noted it;
+            recorded text has it where it is judged, which spares training the whole head.
+    """
+
+    ids: Int[Tensor, "B T"]
+    next_ids: Int[Tensor, "B T"]
+    answer: Bool[Tensor, "B T"]
+    document: Int[Tensor, "B T"]
+    positions: Int[Tensor, "B T"]
+    taps: Float[Tensor, "B T KH"]
+    last: Float[Tensor, "B T H"]
+    favourite: Int[Tensor, "B T"] | None = None
+
+    def ahead(self, depth: int) -> Int[Tensor, "B T"]:
+        """x_{t+depth} at row t; 0 where the row's text has ended.
+
+        ids = [7 8 9], depth 1 -> [8 9 0] (when next_ids ends in 0), depth 2 -> [9 0 0].
+        """
+        out = torch.zeros_like(self.next_ids)
+        length = self.next_ids.shape[1]
+        if depth - 1 < length:
+            out[:, : length - depth + 1] = self.next_ids[:, depth - 1 :]
+        return out
+
+    def counts(self, depth: int) -> Bool[Tensor, "B T"]:
+        """True where the guess of row t at this depth is supervised.
+
+        That is: x_{t+1+depth} is an answer token of the same document. The mask belongs to the
+        predicted token, so the first token of an answer is guessed from inside the prompt.
+        """
+        shift, length = depth + 1, self.ids.shape[1]
+        out = torch.zeros_like(self.answer)
+        if shift < length:
+            same = self.document[:, shift:] == self.document[:, :-shift]
+            out[:, :-shift] = self.answer[:, shift:] & same & (self.document[:, shift:] >= 0)
+        return out
+
+
+class Guess(NamedTuple):
+    """States whose logits at row t are about token x_{t+1+depth}.
+
+    States and not logits, so that the objective applies `Drafter.head` in chunks. Rows that do
+    not count at this depth (`Trace.counts`) may hold anything.
+    """
+
+    depth: int
+    hidden: Float[Tensor, "B T D"]
+
+
+class Shape(NamedTuple):
+    """What a drafter must know of its target."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    rope_theta: float
+    activation: str
+    max_positions: int
+
+
+State = Any  # a drafter's memory while decoding: opaque to the engine, never mutated
+
+
+class Drafter(nn.Module):
+    """A draft model. Subclasses live one per file in `models/drafters/`.
+
+    A subclass never changes a state it was given, returns rows over its whole draft vocabulary,
+    and keeps in its lasting state only what was computed from true target states.
+    """
+
+    taps: tuple[int, ...]  # which decoder layers of the target it reads (output of layer k)
+    vocab: DraftVocab  # which target tokens it can propose
+    can_branch: ClassVar[bool] = True  # several candidates per level (trees) are possible
+
+    def initialise(self, target: "Target", traces: Iterable[Trace]) -> str:
+        """Better first weights than chance, where there are any; says what was done.
+
+        Args:
+            traces: training text, at least one batch; take as much of it as is of use.
+        """
+        return "random weights"
+
+    def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
+        """Logits over the draft vocabulary."""
+        raise NotImplementedError
+
+    def unroll(self, trace: Trace) -> Iterator[Guess]:
+        """Training: one guess per depth, tokens of the text, own states."""
+        raise NotImplementedError
+
+    def absorb(self, state: State | None, trace: Trace) -> State:
+        """Decoding: take in rows (B = 1) that the target has just verified.
+
+        The rows continue those absorbed before; `next_ids` of the last one is the newest token.
+        """
+        raise NotImplementedError
+
+    def step(
+        self, state: State, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N Vd"], State]:
+        """Decoding: one level of the tree.
+
+        Args:
+            state: from `absorb` (depth 1) or from the step before.
+            depth: the guesses returned are about tokens at this tree level; the root is level 0.
+            ids: tokens of level depth - 1; at depth 1 the newest token, already absorbed.
+            parents: for each of them, its row in the step before (ignored at depth 1).
+
+        Returns:
+            Logits for the children of each node, and the state for the next level.
+        """
+        raise NotImplementedError
+
+
+Embed = Callable[[Int[Tensor, "*rows"]], Float[Tensor, "*rows H"]]

@@ -1,0 +1,1 @@
+"""One file per outside checkpoint format: each writes it and reads it back."""

@@ -1,0 +1,122 @@
+"""Outrider's own folder for a drafter: config.json and model.safetensors, nothing else.
+
+`config.json` holds the drafter's settings, the shape of its target, the taps by their physical
+names ("output of decoder layer k") and the fingerprint of the target it was trained for.
+`model.safetensors` holds the drafter's own weights; nothing of the target.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.models import drafters
+from outrider.models.base import Drafter
+from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.files import fingerprint, read_json, read_tensors, write_json, write_tensors
+
+FORMAT = "outrider-drafter-1"
+PARTS = {"drafter", "taps", "target", "sha256"}  # without one of them nothing can be loaded
+TARGET_PARTS = {"name", "fingerprint", "vocab", "hidden", "layers"}
+FIX = "Train again, or copy the folder again from where it is whole."
+
+
+def target_fingerprint(target: Target) -> str:
+    """Names the target's weights by its embedding and head: what a drafter is tied to."""
+    embedding = target.model.get_input_embeddings().weight
+    return fingerprint({"embedding": embedding, "head": target.head_weight})
+
+
+def save(
+    drafter: Drafter,
+    folder: Path,
+    target: Target,
+    cfg: Any,
+    about: dict[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the folder; each file appears whole or not at all, config.json last.
+
+    Args:
+        cfg: the drafter's `Config`.
+        about: provenance that travels along (step, metrics, data).
+        weights: its parameters, when the module itself holds only a slice or a rounded copy.
+    """
+    tensors = {**drafter.state_dict(), **(weights or {})}
+    sha256 = write_tensors(folder / "model.safetensors", tensors, {"format": FORMAT})
+    write_json(
+        folder / "config.json",
+        {
+            "format": FORMAT,
+            "drafter": dataclasses.asdict(cfg),
+            "taps": list(drafter.taps),
+            "target": {
+                "name": target.name,
+                "fingerprint": target_fingerprint(target),
+                **target.shape()._asdict(),
+            },
+            "draft_vocab_size": len(drafter.vocab),
+            "sha256": sha256,
+            "about": about,
+        },
+    )
+
+
+def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tuple[Drafter, Any]:
+    """The drafter of a folder, in eval mode on the target's device; and its `Config`.
+
+    Args:
+        dtype: of its weights; None takes the target's.
+
+    Raises:
+        RunError: the folder is damaged or incomplete, or was made for another target.
+    """
+    config = read_json(folder / "config.json", FIX)
+    if config.get("format") != FORMAT or not config.keys() >= PARTS:
+        raise RunError(f"{folder} is not a drafter of this format ({FORMAT}).", FIX)
+    if not config["target"].keys() >= TARGET_PARTS:
+        raise RunError(f"{folder}/config.json does not say which target it is for.", FIX)
+    _same_target(folder, config["target"], target)
+    cfg = _settings(config["drafter"])
+    tensors = read_tensors(folder / "model.safetensors", config["sha256"], FIX)
+    vocab = DraftVocab(tensors["vocab.d2t"] + torch.arange(len(tensors["vocab.d2t"])), target.vocab)
+    cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
+    drafter = drafters.build(cfg, target, vocab)
+    try:
+        drafter.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise RunError(f"{folder}: {error}", FIX) from None
+    drafter.to(target.device, dtype or target.dtype).eval().requires_grad_(False)
+    return drafter, cfg
+
+
+def _settings(fields: dict[str, Any]) -> Any:
+    """The drafter's `Config` from json, refusing fields it does not know."""
+    try:
+        kind = drafters.module(str(fields["name"])).Config
+        lists = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return kind(**lists)
+    except (ConfigError, TypeError, KeyError, ValueError) as error:
+        raise RunError(f"drafter/config.json does not fit this version: {error}", FIX) from None
+
+
+def _same_target(folder: Path, made_for: dict[str, Any], target: Target) -> None:
+    shape = target.shape()
+    for name in ("vocab", "hidden", "layers"):
+        if made_for[name] != getattr(shape, name):
+            raise RunError(
+                f"{folder} drafts for a target with {name} {made_for[name]}, and "
+                f"{target.name} has {getattr(shape, name)}.",
+                f"Use the target it was trained for: {made_for['name']}.",
+            )
+    if made_for["fingerprint"] != target_fingerprint(target):
+        raise RunError(
+            f"{folder} was trained for other weights than those of {target.name} "
+            f"(fingerprint {made_for['fingerprint']}).",
+            f"Use the target it was trained for: {made_for['name']}.",
+        )

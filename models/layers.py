@@ -1,0 +1,258 @@
+"""Norm, rotary embedding, MLP and the unroll's attention: the parts drafters are built from.
+
+The unroll's attention. At depth 1 every row t makes a key from true target states. At depth d the
+row continues its own branch: it sees the depth-1 keys of its document up to its own row, and the
+keys its own branch made at depths 2..d, nothing else. That is what the decoder sees when d - 1
+drafted tokens follow a true prefix. With four rows, row 2 at depth 3 sees the columns marked x:
+
+    depth-1 keys    0 1 2 3     depth-2 keys    0 1 2 3     depth-3 keys    0 1 2 3
+                    x x x .                     . . x .                     . . x .
+
+`dense_attention` says so with one explicit mask. `branch_attention` is the same function computed
+block by block, softmax recomputed in the backward pass, so that no T x T matrix is kept: the
+depth-1 block and the branch's diagonal are merged by log-sum-exp (as FlashAttention merges its
+blocks, arXiv:2205.14135; used for training-time test by NeMo Automodel). Only rows that some depth
+supervises ask a question; the others lend their keys.
+
+Legend: B rows of a batch, T tokens, N asking rows, G heads per key head, C head size, A key heads.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+SCORES_CPU = 2**19  # scores held at once: about 2 MB in float32, a core's cache
+SCORES_GPU = 2**26
+
+
+class Norm(nn.Module):
+    """RMSNorm in float32, result in the input's dtype (arXiv:1910.07467)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*any D"]) -> Float[Tensor, "*any D"]:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": _gelu_tanh}
+
+
+class Mlp(nn.Module):
+    """Gated MLP: down(act(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, inner: int, activation: str = "silu") -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, inner, bias=False)
+        self.up_proj = nn.Linear(dim, inner, bias=False)
+        self.down_proj = nn.Linear(inner, dim, bias=False)
+        self.act: Callable[[Tensor], Tensor] = ACTIVATIONS[activation]
+
+    def forward(self, x: Float[Tensor, "*any D"]) -> Float[Tensor, "*any D"]:
+        out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+def rotate(
+    x: Float[Tensor, "*rows A C"], positions: Int[Tensor, "*rows"], theta: float
+) -> Float[Tensor, "*rows A C"]:
+    """Rotary embedding, halves convention (arXiv:2104.09864; the layout of Llama checkpoints)."""
+    half = x.shape[-1] // 2
+    powers = torch.arange(half, device=x.device, dtype=torch.float32) / half
+    angle = positions[..., None].float() * theta**-powers
+    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
+    a, b = x[..., :half].float(), x[..., half:].float()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Which rows ask at every depth, and what each block of them can see.
+
+    Attributes:
+        rows: indices into the B*T flattened rows, ascending.
+        first: for each, the flattened index of the first row of its document.
+        blocks: (start, stop, low, high): asking rows start..stop look at keys low..high.
+    """
+
+    rows: Int[Tensor, " N"]
+    first: Int[Tensor, " N"]
+    blocks: list[tuple[int, int, int, int]]
+
+
+def asking(
+    wanted: Bool[Tensor, "B T"], document: Int[Tensor, "B T"], heads: int, budget: int | None = None
+) -> Asking:
+    """Plan the attention of the rows where `wanted` is True.
+
+    A block never holds more than `budget` scores (its rows x its keys x heads), so memory does not
+    grow with T. Documents are runs of equal ids within a row of the batch.
+    """
+    budget = budget or (SCORES_GPU if wanted.is_cuda else SCORES_CPU)
+    starts = torch.ones_like(wanted)
+    starts[:, 1:] = document[:, 1:] != document[:, :-1]
+    index = torch.arange(wanted.numel(), device=wanted.device).view_as(document)
+    first = torch.where(starts, index, 0).flatten().cummax(0).values
+    rows = torch.nonzero(wanted.flatten()).flatten()
+    first = first[rows]
+    return Asking(rows, first, _blocks(rows.tolist(), first.tolist(), max(1, budget // heads)))
+
+
+def _blocks(rows: list[int], first: list[int], budget: int) -> list[tuple[int, int, int, int]]:
+    blocks: list[tuple[int, int, int, int]] = []
+    start = 0
+    for i, row in enumerate(rows):
+        low = first[start]  # documents are contiguous: the first asker of a block looks back most
+        if i > start and (i + 1 - start) * (row + 1 - low) > budget:
+            blocks.append((start, i, low, rows[i - 1] + 1))
+            start = i
+    if rows:
+        blocks.append((start, len(rows), first[start], rows[-1] + 1))
+    return blocks
+
+
+def dense_attention(
+    q: Float[Tensor, "N AG C"],
+    key: Float[Tensor, "BT A C"],
+    value: Float[Tensor, "BT A C"],
+    own_keys: Sequence[Float[Tensor, "N A C"]],
+    own_values: Sequence[Float[Tensor, "N A C"]],
+    plan: Asking,
+) -> Float[Tensor, "N AG C"]:
+    """The slow, obvious reference: all keys side by side under one explicit mask."""
+    count, groups = len(plan.rows), q.shape[1] // key.shape[1]
+    column = torch.arange(key.shape[0], device=q.device)
+    seen = (column >= plan.first[:, None]) & (column <= plan.rows[:, None])
+    mask = torch.cat([seen] + [torch.eye(count, device=q.device).bool()] * len(own_keys), dim=1)
+    keys = torch.cat([key, *own_keys]).repeat_interleave(groups, dim=1)
+    values = torch.cat([value, *own_values]).repeat_interleave(groups, dim=1)
+    scores = torch.einsum("nhc,mhc->hnm", q.float(), keys.float()) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hnm,mhc->nhc", weights, values.float()).to(q.dtype)
+
+
+def branch_attention(
+    q: Float[Tensor, "N AG C"],
+    key: Float[Tensor, "BT A C"],
+    value: Float[Tensor, "BT A C"],
+    own_keys: Sequence[Float[Tensor, "N A C"]],
+    own_values: Sequence[Float[Tensor, "N A C"]],
+    plan: Asking,
+) -> Float[Tensor, "N AG C"]:
+    """The same as `dense_attention`, block by block, nothing quadratic kept for the backward."""
+    out: Tensor = _Branch.apply(  # type: ignore[no-untyped-call]
+        q, key, value, plan, len(own_keys), *own_keys, *own_values
+    )
+    return out
+
+
+def _scores(q: Tensor, key: Tensor, plan: Asking, block: tuple[int, int, int, int]) -> Tensor:
+    """Scores of one block, [A, G*n, keys] in float32; -inf where a row may not look."""
+    start, stop, low, high = block
+    heads, size = key.shape[1], q.shape[-1]
+    asked = q[start:stop].view(stop - start, heads, -1, size).permute(1, 2, 0, 3)
+    groups = asked.shape[1]
+    flat = asked.reshape(heads, groups * (stop - start), size)
+    scores: Tensor = torch.matmul(flat, key[low:high].permute(1, 2, 0)).float() * size**-0.5
+    column = torch.arange(low, high, device=q.device)
+    rows, first = plan.rows[start:stop, None], plan.first[start:stop, None]
+    hidden = (column > rows) | (column < first)
+    scores.view(heads, groups, stop - start, -1).masked_fill_(hidden, float("-inf"))
+    return scores
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """[N, A*G, C] -> [N, A, G, C]; N may be 0."""
+    return x.view(len(x), heads, x.shape[1] // heads, x.shape[2])
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """[N, A*G, C] -> [A, G*N, C], the layout of `_scores`."""
+    count, _, size = x.shape
+    return x.view(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
+
+
+def _join(x: Tensor, count: int) -> Tensor:
+    """[A, G*N, C] -> [N, A*G, C]."""
+    heads, _, size = x.shape
+    return x.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1, size)
+
+
+class _Branch(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: Tensor, key: Tensor, value: Tensor, plan: Asking, depths: int, *own: Tensor
+    ) -> Tensor:
+        heads, size = key.shape[1], q.shape[-1]
+        grouped = _grouped(q, heads).float()
+        own_scores = [
+            (grouped * k[:, :, None].float()).sum(-1) * size**-0.5 for k in own[:depths]
+        ]  # each [N, A, G]
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        total = torch.empty(grouped.shape[:-1], dtype=torch.float32, device=q.device)
+        for block in plan.blocks:
+            start, stop, low, high = block
+            scores = _scores(q, key, plan, block)
+            lse = torch.logsumexp(scores, -1)
+            weights = scores.sub_(lse[..., None]).exp_().to(value.dtype)
+            out[start:stop] = _join(
+                torch.matmul(weights, value[low:high].transpose(0, 1)).float(), stop - start
+            )
+            total[start:stop] = lse.view(heads, -1, stop - start).permute(2, 0, 1)
+        lse = torch.stack([total, *own_scores]).logsumexp(0)
+        merged = out.view_as(grouped).mul_((total - lse).exp()[..., None])
+        for score, v in zip(own_scores, own[depths:], strict=True):
+            merged += (score - lse).exp()[..., None] * v[:, :, None].float()
+        result = merged.view(q.shape).to(q.dtype)
+        ctx.save_for_backward(q, key, value, result, lse, *own)
+        ctx.plan, ctx.depths = plan, depths
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        """Gradients of a softmax known by its output and log-sum-exp: dS = P * (dP - <dO, O>)."""
+        q, key, value, result, lse, *own = ctx.saved_tensors
+        heads, size = key.shape[1], q.shape[-1]
+        scale = size**-0.5
+        grouped, g = _grouped(q, heads), _grouped(grad, heads)
+        delta = (grad.float() * result.float()).sum(-1).view(lse.shape)
+        dq = torch.zeros(grouped.shape, dtype=torch.float32, device=q.device)
+        dkey = torch.zeros(key.shape, dtype=torch.float32, device=q.device)
+        dvalue = torch.zeros_like(dkey)
+        for block in ctx.plan.blocks:
+            start, stop, low, high = block
+            n = stop - start
+            row = lse[start:stop].permute(1, 2, 0).reshape(heads, -1, 1)
+            weights = _scores(q, key, ctx.plan, block).sub_(row).exp_()
+            dout = _split(grad[start:stop].to(value.dtype), heads)
+            dvalue[low:high] += torch.matmul(weights.to(value.dtype).mT, dout).transpose(0, 1)
+            dscore = torch.matmul(dout, value[low:high].permute(1, 2, 0)).float()
+            dscore.sub_(delta[start:stop].permute(1, 2, 0).reshape(heads, -1, 1)).mul_(weights)
+            dscore = dscore.mul_(scale).to(q.dtype)
+            dq[start:stop] = _join(
+                torch.matmul(dscore, key[low:high].transpose(0, 1)).float(), n
+            ).view(n, heads, -1, size)
+            asked = _split(q[start:stop], heads)
+            dkey[low:high] += torch.matmul(dscore.mT, asked).transpose(0, 1)
+        dkeys, dvalues = [], []
+        for k, v in zip(own[: ctx.depths], own[ctx.depths :], strict=True):
+            score = (grouped.float() * k[:, :, None].float()).sum(-1) * scale
+            weight = (score - lse).exp()
+            dscore = weight * ((g.float() * v[:, :, None].float()).sum(-1) - delta) * scale
+            dq += dscore[..., None] * k[:, :, None].float()
+            dkeys.append((dscore[..., None] * grouped.float()).sum(2).to(k.dtype))
+            dvalues.append((weight[..., None] * g.float()).sum(2).to(v.dtype))
+        return (
+            dq.view(q.shape).to(q.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None,
+            *dkeys, *dvalues,
+        )  # fmt: skip

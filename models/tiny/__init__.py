@@ -1,0 +1,1 @@
+"""The embedded tiny target: weights, configuration and tokenizer, made by `models/make_tiny.py`."""

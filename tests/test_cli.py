@@ -1,0 +1,220 @@
+"""The command line: help lists all, mistakes end with 2 and a message, verbs are called."""
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from outrider.train import cli
+from outrider.train.compose import compose, known_keys
+from outrider.train.config import Config, parse, to_yaml
+from outrider.train.errors import ConfigError, RunError, exit_on_error
+
+ROOT = Path(__file__).parent.parent
+CONTRACT = re.findall(
+    r"\S+",
+    """
+run.dir run.seed target.path target.revision target.dtype target.trust_remote_code data.path
+data.max_length drafter.depths drafter.taps drafter.draft_vocab_size train.max_steps
+train.max_minutes train.batch_tokens train.lr train.warmup train.clip train.eval_every
+train.save_every train.resume launch.precision launch.accumulation eval.prompts
+eval.max_new_tokens eval.limit eval.out decode.depth decode.width decode.nodes
+decode.temperature decode.top_p decode.top_k
+""",
+)
+LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OUTRIDER_DEBUG")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user's own shell: no launcher around, no debugging."""
+    for name in (*LAUNCHERS, "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every verb's module replaced by one that notes its arguments."""
+    seen: list[object] = []
+
+    def note(*arguments: object) -> int:
+        seen.extend(arguments)
+        return 0
+
+    for verb in cli.VERBS.values():
+        module, _, function = verb.place.partition(":")
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        setattr(sys.modules[module], function, note)
+    return seen
+
+
+def failed(*argv: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_help_lists_every_key_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    listed = set(re.findall(r"^  (\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
+    assert set(CONTRACT) <= listed
+    assert listed == {key for key in known_keys() if "." in key}
+
+
+def test_help_shows_choices_defaults_and_meanings(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["train", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "target = hf | smollm2 | tiny (default tiny)" in out
+    assert "train.clip 1.0 largest norm of the gradient (> 0)" in out
+    assert "data.max_length 256; jsonl, self: 1024" in out
+    assert "drafter.depths 4 training-time-test steps" in out
+    assert out.count("accelerate launch") == 4, "four examples"
+
+
+def test_help_of_eval_lists_only_what_eval_may_change(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["eval", "--help"])
+    listed = set(re.findall(r"^  (\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
+    assert listed == {key for key in known_keys("eval") if "." in key}
+
+
+def test_help_lists_every_verb_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name, verb in cli.VERBS.items():
+        assert re.search(rf"^  {name} +{re.escape(verb.line)}", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("verb", ["compare", "bench"])
+def test_verbs_without_keys_explain_themselves(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"outrider {verb} ")
+
+
+@pytest.mark.parametrize("verb", ["train", "prepare", "doctor"])
+def test_a_verb_receives_the_validated_configuration(verb: str, calls: list[object]) -> None:
+    assert cli.main([verb, "drafter=eagle3", "train.lr=1e-4"]) == 0
+    (config,) = calls
+    assert isinstance(config, Config)
+    assert config.train.lr == 1e-4
+
+
+def test_eval_receives_the_run(calls: list[object], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(parse(compose(["train.lr=5e-4"]))))
+    assert cli.main(["eval", f"run.dir={tmp_path}", "eval.limit=8"]) == 0
+    (config,) = calls
+    assert isinstance(config, Config)
+    assert (config.run.dir, config.eval.limit, config.train.lr) == (str(tmp_path), 8, 5e-4)
+
+
+def test_bench_and_compare_receive_their_words(calls: list[object]) -> None:
+    assert cli.main(["bench", "train-step", "drafter.depths=7"]) == 0
+    assert cli.main(["compare", "runs/a", "runs/b"]) == 0
+    assert calls == ["train-step", ["drafter.depths=7"], ["runs/a", "runs/b"]]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["fly"],
+        ["train", "--fast"],
+        ["train", "drafter=egle3"],
+        ["train", "train.lrr=1"],
+        ["train", "data=jsonl", "data.path=no/such.jsonl"],
+        ["eval"],
+        ["eval", "run.dir=no/such/run"],
+        ["eval", "train.lr=1"],
+        ["compare"],
+        ["bench"],
+        ["bench", "coffee"],
+        ["train", "--multirun"],
+    ],
+)
+def test_a_mistake_ends_with_2_and_one_message(
+    argv: list[str], calls: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failed(*argv) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    assert len(said.err.splitlines()) in (2, 3), "what is wrong, why, what to do"
+    assert calls == []
+
+
+def test_cfg_prints_what_would_run(calls: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--cfg", "job", "train.lr=5e-4"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.strip() == to_yaml(parse(compose(["train.lr=5e-4"]))).strip()
+    assert calls == []
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
+def test_a_sweep_under_a_launcher_is_refused_for_its_own_reason(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "0")
+    assert failed("train", "-m", "train.lr=1e-4,1e-3") == 2
+    assert "every rank would run every job" in capsys.readouterr().err
+
+
+def test_a_config_error_is_printed_by_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as caught, exit_on_error("train.py"):
+        raise ConfigError("train.lr", 0, "why", "fix")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_config_error_reads_as_key_why_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), exit_on_error("train.py"):
+        raise ConfigError("drafter.taps[2]", 36, "Layers are 0..35.", "Use [2, 18, 33].")
+    expected = (
+        "train.py: config error: drafter.taps[2] = 36\n  Layers are 0..35.\n  Use [2, 18, 33].\n"
+    )
+    assert capsys.readouterr().err == expected
+
+
+def test_a_run_error_names_the_rank_it_struck(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as caught, exit_on_error("train.py"):
+        raise RunError("model.safetensors is cut short.", "Copy it again.")
+    assert caught.value.code == 2
+    said = "train.py [rank 3]: error: model.safetensors is cut short.\n  Copy it again.\n"
+    assert capsys.readouterr().err == said
+
+
+def test_debugging_restores_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_DEBUG", "1")
+    with pytest.raises(ConfigError), exit_on_error("train.py"):
+        raise ConfigError("train.lr", 0, "why", "fix")
+
+
+def test_ctrl_c_ends_quietly(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, exit_on_error("train.py"):
+        raise KeyboardInterrupt
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError), exit_on_error("train.py"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_the_scripts_speak_under_their_own_name(script: str, tmp_path: Path) -> None:
+    """From any folder, uninstalled: Python puts the script's folder on its path."""
+    command = [sys.executable, str(ROOT / script), "no.such=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{script}: config error: no.such = '1'\n")
+    assert list(tmp_path.iterdir()) == [], "Hydra wrote nothing"

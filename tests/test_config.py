@@ -1,0 +1,369 @@
+"""The configuration: every yaml composes, every mistake names its key, nothing is said twice."""
+
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from outrider.train import compose as composing
+from outrider.train.compose import CONF, DRAFTERS, choices, compose, groups
+from outrider.train.config import (
+    GROUPS,
+    Config,
+    GenerateConfig,
+    check_files,
+    load_run,
+    parse,
+    resolved,
+    to_yaml,
+)
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.fields import check_interval, convert, read
+
+ALL_CHOICES = [
+    f"{group}={choice}" for group in groups() for choice in choices(group) if group != "experiment"
+]
+NEEDED = {  # what a choice cannot do without
+    "target=hf": ["target.path=some/model"],
+    "data=jsonl": ["data.path=chats.jsonl"],
+}
+
+
+@functools.cache
+def composed(*overrides: str) -> DictConfig:
+    return compose(overrides)
+
+
+def parsed(*overrides: str) -> Config:
+    return parse(composed(*overrides))
+
+
+def changed(**values: object) -> DictConfig:
+    """The default run with some values set, as a yaml file would."""
+    node = copy.deepcopy(composed())
+    for name, value in values.items():
+        OmegaConf.update(node, name, value, merge=False, force_add=True)
+    return node
+
+
+def refused(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        parsed(*overrides)
+    return caught.value
+
+
+@pytest.mark.parametrize("override", ALL_CHOICES)
+def test_every_choice_of_every_group_makes_a_valid_run(override: str) -> None:
+    config = parsed(override, *NEEDED.get(override, []))
+    group, _, choice = override.partition("=")
+    if group in ("target", "data", "drafter", "launch", "decode"):
+        assert getattr(config, group).name == choice, "file name and `name:` agree"
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_every_experiment_makes_a_valid_run(name: str) -> None:
+    parsed(f"experiment={name}")
+
+
+def test_every_yaml_opens_with_what_it_is_and_the_command_that_uses_it() -> None:
+    for path in CONF.rglob("*.yaml"):
+        comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        commands = ("accelerate launch ", "python eval.py ")
+        assert any(command in line for line in comment for command in commands), path.name
+
+
+def test_every_key_of_every_drafter_is_explained_beside_it() -> None:
+    for path in (CONF / "drafter").glob("*.yaml"):
+        for line in path.read_text().splitlines():
+            assert line.startswith(("#", "name:")) or " # " in line, f"{path.name}: {line}"
+
+
+def test_every_drafter_has_a_yaml_and_every_yaml_a_drafter() -> None:
+    assert choices("drafter") == sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
+
+
+def test_defaults_of_the_dataclasses_are_those_of_the_yaml() -> None:
+    """A value that code builds by hand (a test, a notebook) is the value a user would get."""
+    config = parsed()
+    for group, schema in GROUPS.items():
+        assert schema() == getattr(config, group), group
+    assert type(config.drafter)() == config.drafter
+    assert GenerateConfig() == parsed("data=self").data.generate
+
+
+@pytest.mark.parametrize(("target", "data"), [("tiny", "tiny"), ("smollm2", "self")])
+def test_data_follows_the_target(target: str, data: str) -> None:
+    assert parsed(f"target={target}").data.name == data
+
+
+def test_a_chosen_data_beats_the_one_that_follows_the_target() -> None:
+    assert parsed("target=smollm2", "data=tiny").data.name == "tiny"
+    assert parsed("data=self").data.name == "self"
+    assert parsed("experiment=smollm2", "data=self").target.name == "smollm2"
+
+
+def test_the_run_folder_is_named_after_drafter_and_target() -> None:
+    assert parsed("target=smollm2").run.dir == "runs/eagle3-smollm2"
+
+
+def test_scientific_notation_is_a_number() -> None:
+    """In YAML 1.1 a bare 1e-4 is text."""
+    lr = parsed("train.lr=1e-4").train.lr
+    assert type(lr) is float
+    assert lr == 1 / 10_000
+    assert parsed("train.max_steps=2e2").train.max_steps == 200
+
+
+def test_a_warmup_is_steps_when_whole_and_a_share_when_not() -> None:
+    assert type(parsed("train.warmup=30").train.warmup) is int
+    assert type(parsed("train.warmup=0.5").train.warmup) is float
+
+
+def test_a_bare_no_in_yaml_still_means_no() -> None:
+    assert parse(changed(**{"launch.precision": False})).launch.precision == "no"
+
+
+def test_a_chain_has_as_many_nodes_as_levels() -> None:
+    assert parsed("decode.depth=5").decode.nodes == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "fix"),
+    [
+        ("train.lrr=1", "train.lrr", "train.lr?"),
+        ("+train.lrr=1", "train.lrr", "train.lr?"),
+        ("+drafter.depth=3", "drafter.depth", "drafter.depths?"),
+        ("train.wandb.mod=online", "train.wandb.mod", "train.wandb.mode?"),
+        ("trian.lr=1", "trian.lr", "train.lr?"),
+        ("draftr=eagle3", "draftr", "drafter?"),
+        ("+foo.bar=1", "foo", "decode"),
+        ("drafter=egle3", "drafter", "eagle3"),
+        ("target=gpt", "target", "hf, smollm2, tiny"),
+        ("experiment=foo", "experiment", "smoke"),
+        ("drafter.name=eagle9", "drafter.name", "eagle3"),
+        ("drafter.name=../../evil", "drafter.name", "eagle3"),
+        ("data.generate.minutes=3", "data.generate.minutes", "data=self"),
+        ("drafter.taps=1,2,3", "drafter.taps", "[1,2,3]"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_the_nearest_that_does(
+    override: str, key: str, fix: str
+) -> None:
+    error = refused(override)
+    assert error.key == key
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "at"),
+    [
+        ("train.lr", "fast", ""),
+        ("train.lr", True, ""),
+        ("train.lr", None, ""),
+        ("train.lr", float("nan"), ""),
+        ("train.max_steps", 2.5, ""),
+        ("train.max_steps", [1], ""),
+        ("train.betas", 0.9, ""),
+        ("train.betas", [0.9], ""),
+        ("train.betas", [0.9, "x"], "[1]"),
+        ("train.quick_eval", 1, ""),
+        ("train.wandb", 3, ""),
+        ("train.wandb.mode", "on", ""),
+        ("train.resume", "maybe", ""),
+        ("target.dtype", "float8", ""),
+        ("launch.precision", "fp16", ""),
+        ("drafter.depths", "many", ""),
+        ("drafter.taps", [1, "two", 3], "[1]"),
+    ],
+)
+def test_a_wrong_type_is_refused(key: str, value: object, at: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(**{key: value}))
+    assert caught.value.key == key + at
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.lr", 0),
+        ("train.lr", -1e-4),
+        ("train.max_steps", 0),
+        ("train.max_minutes", 0),
+        ("train.betas", [0.9, 1.0]),
+        ("train.clip", 0),
+        ("train.warmup", -1),
+        ("train.warmup", 1.0),
+        ("data.holdout", 0),
+        ("data.holdout", 0.9),
+        ("decode.temperature", -0.1),
+        ("decode.top_p", 0),
+        ("decode.top_p", 1.1),
+        ("decode.top_k", -1),
+        ("decode.depth", 0),
+        ("launch.accumulation", 0),
+        ("eval.limit", 0),
+        ("run.seed", -1),
+        ("drafter.depths", 0),
+    ],
+)
+def test_a_value_out_of_range_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(**{key: value}))
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["train.max_steps=null"], "train.max_steps"),
+        (["target=hf"], "target.path"),
+        (["data=jsonl"], "data.path"),
+        (["+data.generate.minutes=1"], "data.generate"),
+        (["launch.accumulation=9"], "train.batch_tokens"),
+        (["train.batch_tokens=255"], "train.batch_tokens"),
+        (["launch.accumulation=3"], "train.batch_tokens"),
+        (["train.max_steps=null", "train.max_minutes=5", "train.warmup=30"], "train.warmup"),
+        (["decode.width=2"], "decode.width"),
+        (["decode.nodes=2"], "decode.nodes"),
+        (["decode.nodes=4"], "decode.nodes"),
+        (["decode=dynamic_tree", "decode.nodes=3"], "decode.nodes"),
+        (["eval.out=../up"], "eval.out"),
+        (["run.dir=''"], "run.dir"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(overrides: list[str], key: str) -> None:
+    assert refused(*overrides).key == key
+
+
+def test_every_rank_needs_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2048 tokens are eight rows of 256: enough for eight ranks, too few for nine."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    parsed()
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    assert refused().key == "train.batch_tokens"
+
+
+@pytest.mark.parametrize("override", ["run.dir=${no.such}", "run.dir=???", "=3", "a b=", "train=1"])
+def test_what_hydra_cannot_read_is_a_config_error(override: str) -> None:
+    refused(override)
+
+
+def test_a_value_error_of_a_drafter_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Picky:
+        name: str = "eagle3"
+        heads: int = 1
+
+        def __post_init__(self) -> None:
+            raise ValueError(f"heads = {self.heads}: too few")
+
+    with pytest.raises(ConfigError, match="too few") as caught:
+        read(Picky, {"heads": 2}, "drafter")
+    assert caught.value.key == "drafter.heads"
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["experiment=smollm2"], ["decode=dynamic_tree", "drafter.taps=[0,1,2]"]]
+)
+def test_a_written_configuration_reads_back_equal(overrides: list[str]) -> None:
+    config = parsed(*overrides)
+    written = OmegaConf.create(to_yaml(config))
+    assert isinstance(written, DictConfig)
+    assert parse(written) == config
+    assert resolved(config)["drafter"]["name"] == config.drafter.name
+
+
+def test_the_composed_defaults_hold_no_key_the_dataclasses_lack() -> None:
+    """And the other way round: a key that no yaml sets could not be overridden without a +."""
+    known = set(composing.known_keys())
+    for group, schema in GROUPS.items():
+        for field in dataclasses.fields(schema):
+            name = f"{group}.{field.name}"
+            assert name in known or any(key.startswith(f"{name}.") for key in known), name
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = parsed("train.lr=5e-4", "decode.depth=5", "eval.limit=3", "run.seed=7")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    return tmp_path
+
+
+def test_a_run_is_measured_as_the_command_line_says(run: Path) -> None:
+    """What was trained stays; how it is measured comes from eval.yaml and the overrides."""
+    config = load_run(run, ["decode=dynamic_tree", "eval.limit=8", "target.dtype=bfloat16"])
+    assert (config.decode.name, config.decode.nodes, config.eval.limit) == ("dynamic_tree", 8, 8)
+    assert config.target.dtype == "bfloat16"
+    assert (config.train.lr, config.run.seed, config.run.dir) == (5e-4, 7, str(run))
+
+
+def test_a_run_forgets_how_it_was_measured_in_training(run: Path) -> None:
+    config = load_run(run, ["run.seed=1"])
+    assert not config.target.trust_remote_code, "a run folder cannot ask for it"
+    assert load_run(run, ["target.trust_remote_code=true"]).target.trust_remote_code
+    assert (config.decode.depth, config.eval.limit, config.run.seed) == (3, None, 1)
+
+
+@pytest.mark.parametrize("override", ["train.lr=1", "+train.lr=1", "+target.name=hf", "data=self"])
+def test_eval_cannot_change_what_was_trained(run: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="run folder fixes") as caught:
+        load_run(run, [override])
+    assert caught.value.key == override.partition("=")[0].lstrip("+")
+
+
+def test_a_folder_without_configuration_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="not a run folder"):
+        load_run(tmp_path, [])
+
+
+@pytest.mark.parametrize("text", ["a: [1,", "- 1", "run: {}"])
+def test_a_torn_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(RunError, match=r"config\.yaml"):
+        load_run(tmp_path, [])
+
+
+def test_missing_files_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = parse(changed(**{"data.name": "jsonl", "data.path": f"{tmp_path}/chats.jsonl"}))
+    with pytest.raises(ConfigError, match=r"chats\.jsonl"):
+        check_files(config, "data.path", "eval.prompts")
+    (tmp_path / "chats.jsonl").touch()
+    check_files(config, "data.path", "eval.prompts")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (float, 1, 1.0),
+        (int, 2e3, 2000),
+        (int | float, 1, 1),
+        (int | float, 1.0, 1.0),
+        (str, 2026, "2026"),
+        (int | None, None, None),
+        (tuple[int, ...], [1, 2], (1, 2)),
+        (list[int] | None, (1, 2), [1, 2]),
+        (Any, {"a": 1}, {"a": 1}),
+    ],
+)
+def test_a_conversion_loses_nothing(kind: Any, value: Any, expected: Any) -> None:
+    got = convert(kind, value, "key")
+    assert got == expected
+    assert type(got) is type(expected)
+
+
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
+def test_an_interval_holds_what_mathematics_says(value: float) -> None:
+    """Both sorts of end, at once: (0, 1] as the reader of the notation would decide it."""
+    inside = 0 < value <= 1
+    try:
+        check_interval("(0, 1]", value, "key")
+    except ConfigError:
+        assert not inside
+    else:
+        assert inside

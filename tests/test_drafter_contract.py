@@ -1,0 +1,382 @@
+"""What every drafter owes: the promises of the design, for every name there is.
+
+A new file in `models/drafters/` is tested here without a change to this one. What only one
+drafter promises is in the test of its own name.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from outrider.eval.decode import policy as policies
+from outrider.eval.decode.engine import Decoder
+from outrider.eval.decode.policy import Chain, DynamicTree, Policy, Sampling
+from outrider.eval.decode.sampling import Coins
+from outrider.models import drafters
+from outrider.models.base import Drafter, State, Trace
+from outrider.models.formats import native
+from outrider.models.target import Target
+from outrider.train.objective import Objective
+from tests import tiny
+from tests.enumeration import Context, Law, distance, enumerate_law
+
+CLOSE = 1e-4
+CONF = Path(__file__).parents[1] / "conf" / "drafter"
+NAMES = drafters.names()
+
+each_drafter = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target()
+
+
+@pytest.fixture(params=NAMES)
+def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
+    return tiny.drafter(request.param, target).eval()
+
+
+@pytest.fixture
+def trace(drafter: Drafter, target: Target) -> Trace:
+    target.set_taps(drafter.taps)
+    return tiny.packed(target)
+
+
+@torch.no_grad()
+def unrolled(drafter: Drafter, trace: Trace) -> dict[int, Tensor]:
+    """Logits [B, T, Vd] of every depth."""
+    return {guess.depth: drafter.head(guess.hidden) for guess in drafter.unroll(trace)}
+
+
+@torch.no_grad()
+def walked(drafter: Drafter, state: State, tokens: list[int]) -> dict[int, Tensor]:
+    """Logits [Vd] of every depth when these tokens are drafted, the newest true one first."""
+    found, only = {}, torch.zeros(1, dtype=torch.long)
+    for depth, token in enumerate(tokens, start=1):
+        logits, state = drafter.step(state, depth, torch.tensor([token]), only)
+        found[depth] = logits[0]
+    return found
+
+
+def absorbed(
+    drafter: Drafter, trace: Trace, row: int, start: int, stop: int, piece: int = 99
+) -> State:
+    state = None
+    with torch.no_grad():
+        for first in range(start, stop, piece):
+            part = tiny.verified(trace, row, first, min(first + piece, stop))
+            state = drafter.absorb(state, part)
+    return state
+
+
+def supervised(trace: Trace, depths: list[int]) -> list[tuple[int, int, int, int]]:
+    """(row of the batch, start of its document, t, depth) of every guess that counts."""
+    return [
+        (row, start, t, depth)
+        for row, start, stop in tiny.documents(trace)
+        for t in range(start, stop)
+        for depth in depths
+        if trace.counts(depth)[row, t]
+    ]
+
+
+def other(trace: Trace, row: int, first: int, stop: int, vocab: int = tiny.VOCAB) -> list[int]:
+    return [(token + 7) % vocab for token in trace.ids[row, first:stop].tolist()]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, atol=CLOSE, rtol=CLOSE))
+
+
+# ---- 1: decoding sees what training saw ----------------------------------------------------------
+
+
+def test_steps_repeat_the_unroll_at_every_row_and_depth(drafter: Drafter, trace: Trace) -> None:
+    """Rows absorbed one at a time; every guess that training judges is compared."""
+    trained, compared = unrolled(drafter, trace), 0
+    for row, start, stop in tiny.documents(trace):
+        state = None
+        for t in range(start, stop - 2):
+            with torch.no_grad():
+                state = drafter.absorb(state, tiny.verified(trace, row, t, t + 1))
+            text = trace.ids[row, t + 1 : min(stop - 1, t + 1 + len(trained))].tolist()
+            for depth, logits in walked(drafter, state, text).items():
+                if trace.counts(depth)[row, t]:
+                    assert same(logits, trained[depth][row, t]), (row, start, t, depth)
+                    compared += 1
+    assert compared == len(supervised(trace, list(trained))) > 30
+
+
+@pytest.mark.parametrize("piece", [3, 5, 99])
+def test_the_size_of_the_pieces_absorbed_changes_nothing(
+    drafter: Drafter, trace: Trace, piece: int
+) -> None:
+    """The document of 14 rows: 3+3+3+2, 5+5+1, and 11 at once."""
+    trained, t = unrolled(drafter, trace), 10
+    state = absorbed(drafter, trace, 1, 0, t + 1, piece)
+    found = walked(drafter, state, trace.ids[1, t + 1 : 13][: len(trained)].tolist())
+    for depth, logits in found.items():
+        assert same(logits, trained[depth][1, t])
+
+
+@pytest.mark.parametrize("paths", [[(4, 8), (9, 6)], [(4, 8), (9, 6), (9, 4)]])
+def test_every_branch_of_a_tree_repeats_the_unroll_of_its_own_text(
+    drafter: Drafter, trace: Trace, paths: list[tuple[int, ...]]
+) -> None:
+    """Root -> {4 -> {8}, 9 -> {6, ..}}; every level is stored in the reverse order of the other."""
+    row, t = 1, 7
+    paths = paths if drafter.can_branch else paths[:1]
+    state = absorbed(drafter, trace, row, 0, t + 1)
+    above: list[tuple[int, ...]] = [()]
+    depths = len(unrolled(drafter, trace))
+    for depth in range(1, min(depths, 3) + 1):
+        nodes = sorted({path[: depth - 1] for path in paths}, reverse=depth % 2 == 0)
+        newest = [node[-1] if node else int(trace.ids[row, t + 1]) for node in nodes]
+        parents = [above.index(node[:-1]) for node in nodes]
+        with torch.no_grad():
+            logits, state = drafter.step(state, depth, torch.tensor(newest), torch.tensor(parents))
+        for node, found in zip(nodes, logits, strict=True):
+            text = tiny.rewritten(trace, row, t + 2, list(node))
+            assert trace.counts(depth)[row, t]
+            assert same(found, unrolled(drafter, text)[depth][row, t]), node
+        above = nodes
+
+
+def test_a_state_is_as_good_as_new_after_it_was_used(drafter: Drafter, trace: Trace) -> None:
+    state = absorbed(drafter, trace, 1, 0, 8)
+    text = trace.ids[1, 8:11].tolist()
+    before = walked(drafter, state, text)
+    walked(drafter, state, other(trace, 1, 8, 11))
+    drafter.absorb(state, tiny.verified(trace, 1, 8, 12))
+    after = walked(drafter, state, text)
+    assert all(torch.equal(before[depth], after[depth]) for depth in before)
+
+
+# ---- 2: causality --------------------------------------------------------------------------------
+
+
+def test_a_guess_ignores_later_states_and_later_tokens(drafter: Drafter, trace: Trace) -> None:
+    """At depth d, row t: states of rows > t and tokens > t + d."""
+    trained = unrolled(drafter, trace)
+    for row, _, t, depth in supervised(trace, list(trained)):
+        later = tiny.rewritten(
+            trace, row, t + depth + 1, other(trace, row, t + depth + 1, tiny.LENGTH)
+        )
+        later = tiny.restated(later, row, t + 1, tiny.LENGTH)
+        assert same(unrolled(drafter, later)[depth][row, t], trained[depth][row, t]), (
+            row,
+            t,
+            depth,
+        )
+
+
+def test_a_guess_depends_on_what_it_may_see(drafter: Drafter, trace: Trace) -> None:
+    """The control of the test above: the same disturbance, of the other half."""
+    trained = unrolled(drafter, trace)
+    for row, start, t, depth in supervised(trace, list(trained)):
+        earlier = tiny.rewritten(trace, row, start, other(trace, row, start, t + depth + 1))
+        earlier = tiny.restated(earlier, row, start, t + 1)
+        assert not same(unrolled(drafter, earlier)[depth][row, t], trained[depth][row, t])
+
+
+def test_training_feels_the_newest_token_exactly_where_decoding_does(
+    drafter: Drafter, trace: Trace
+) -> None:
+    """Token t + d at depth d; a drafter that guesses all depths at once feels it in neither."""
+    trained = unrolled(drafter, trace)
+    for row, start, t, depth in supervised(trace, list(trained)):
+        changed = tiny.rewritten(trace, row, t + depth, other(trace, row, t + depth, t + depth + 1))
+        in_training = not same(unrolled(drafter, changed)[depth][row, t], trained[depth][row, t])
+        logits = [
+            walked(
+                drafter,
+                absorbed(drafter, text, row, start, t + 1),
+                text.ids[row, t + 1 : t + 1 + depth].tolist(),
+            )[depth]
+            for text in (trace, changed)
+        ]
+        assert in_training == (not same(*logits)), (row, t, depth)
+
+
+def test_packed_documents_do_not_leak_into_each_other(drafter: Drafter, trace: Trace) -> None:
+    trained = unrolled(drafter, trace)
+    for row, start, stop in tiny.documents(trace):
+        changed = tiny.rewritten(trace, row, start, other(trace, row, start, stop))
+        found = unrolled(drafter, tiny.restated(changed, row, start, stop))
+        for r, _, t, depth in supervised(trace, list(trained)):
+            if r != row or not start <= t < stop:
+                assert same(found[depth][r, t], trained[depth][r, t]), (row, start, t, depth)
+
+
+# ---- 3: what is trained, what is saved -----------------------------------------------------------
+
+
+def test_gradients_reach_every_parameter_and_nothing_of_the_target(
+    drafter: Drafter, trace: Trace, target: Target
+) -> None:
+    depths = list(unrolled(drafter, trace))
+    loss, _ = Objective(drafter, target, weights=[1.0] * len(depths))(
+        trace, torch.ones(len(depths))
+    )
+    loss.backward()
+    silent = [
+        name
+        for name, p in drafter.named_parameters()
+        if p.requires_grad and (p.grad is None or not p.grad.any())
+    ]
+    assert not silent
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
+
+
+def test_the_checkpoint_holds_no_weights_of_the_target(drafter: Drafter, target: Target) -> None:
+    """No storage in common, no equal matrix, and with a reduced vocabulary no [V, H]."""
+    theirs = list(target.model.parameters())
+    shared = {p.untyped_storage().data_ptr() for p in theirs}
+    for name, value in drafter.state_dict().items():
+        assert value.untyped_storage().data_ptr() not in shared, name
+        assert value.shape != target.head_weight.shape, name
+        if value.ndim > 1:
+            assert not any(torch.equal(value, p) for p in theirs if p.shape == value.shape), name
+
+
+# ---- 4: greedy output is that of plain decoding --------------------------------------------------
+
+
+def drafting(drafter: Drafter) -> list[Policy]:
+    tree = [DynamicTree(depth=3, width=3, budget=7)] if drafter.can_branch else []
+    return [Chain(3), *tree]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("trained", [False, True], ids=["untrained", "half-trained"])
+@each_drafter
+def test_greedy_output_equals_plain_decoding(name: str, trained: bool, family: str) -> None:
+    """Float32, token by token; the half-trained drafter is right now and then."""
+    target, answers, drafter = tiny.half_trained(name, family)
+    if not trained:
+        drafter = tiny.drafter(name, target).eval()
+    for policy in drafting(drafter):
+        decoder, accepted, drafted = Decoder(target, drafter, policy), 0, 0
+        for prompt, answer in zip(tiny.PROMPTS, answers, strict=True):
+            out = decoder.generate(prompt, tiny.ANSWER)
+            assert out.ids == answer
+            accepted, drafted = accepted + sum(out.accepted), drafted + sum(out.drafted)
+        assert not trained or 0 < accepted < drafted
+
+
+# ---- 5: sampling follows the target's distribution -----------------------------------------------
+
+LAWS: list[tuple[Policy, Sampling]] = [
+    (Chain(2), Sampling(0.8, 1.0, 2)),
+    (DynamicTree(depth=2, width=2, budget=4), Sampling(0.8, 1.0, 3)),
+]
+PROMPT, BUDGET = [1, 3, 4, 2], 4  # the first round still has room for two guesses
+
+
+def law_of(decoder: Decoder, patch: pytest.MonkeyPatch) -> Law:
+    """The exact joint law of what the engine emits: every outcome of every coin, run once."""
+
+    def run(coins: Coins) -> Context:
+        decoder.coins = coins
+        patch.setattr(policies, "draw", lambda q, _: torch.tensor([coins.draw(q[0])]))
+        return tuple(decoder.generate(PROMPT, BUDGET).ids)
+
+    return enumerate_law(run)
+
+
+def plain_law(target: Target, sampling: Sampling) -> Law:
+    """By the chain rule on the model's own rows."""
+    law: Law = {(): 1.0}
+    with torch.no_grad():
+        for _ in range(BUDGET):
+            ids = torch.tensor([[*PROMPT, *said] for said in law])
+            rows = sampling.rows(target.model(input_ids=ids, use_cache=False).logits[:, -1])
+            law = {
+                (*said, token): chance * p
+                for (said, chance), row in zip(law.items(), rows.tolist(), strict=True)
+                for token, p in enumerate(row)
+                if p > 0
+            }
+    return law
+
+
+def five_token_pair(name: str) -> tuple[Target, Drafter]:
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    target = tiny.target(vocab_size=5, **size, **heads)
+    return target, tiny.drafter(name, target, tiny.vocab(4, 5)).eval()
+
+
+@pytest.mark.parametrize(("policy", "sampling"), LAWS, ids=["chain", "tree"])
+@each_drafter
+def test_sampling_has_exactly_the_law_of_plain_sampling(
+    name: str, policy: Policy, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four tokens jointly, V = 5, four of them draftable; float32 is all that is lost."""
+    target, drafter = five_token_pair(name)
+    if isinstance(policy, DynamicTree) and not drafter.can_branch:
+        policy, sampling = LAWS[0]
+    decoder = Decoder(target, drafter, policy, sampling=sampling)
+    assert distance(law_of(decoder, monkeypatch), plain_law(target, sampling)) < 1e-5
+
+
+@each_drafter
+def test_a_bonus_from_unwarped_logits_has_another_law(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above."""
+    target, drafter = five_token_pair(name)
+    policy, sampling = LAWS[0]
+    wrong = tiny.RawBonus(target, drafter, policy, sampling=sampling)
+    assert distance(law_of(wrong, monkeypatch), plain_law(target, sampling)) > 0.01
+
+
+# ---- 6, 7, 8 -------------------------------------------------------------------------------------
+
+
+@each_drafter
+def test_a_saved_drafter_comes_back_with_equal_logits(
+    name: str, target: Target, tmp_path: Path
+) -> None:
+    drafter = tiny.drafter(name, target).eval()
+    trace = tiny.packed(target)
+    native.save(drafter, tmp_path, target, tiny.config(name), {})
+    torch.manual_seed(99)  # what is not in the file would start elsewhere
+    again, _ = native.load(tmp_path, target)
+    before, after = unrolled(drafter, trace), unrolled(again, trace)
+    assert all(torch.equal(before[depth], after[depth]) for depth in before)
+
+
+@each_drafter
+def test_file_yaml_and_config_agree(name: str) -> None:
+    """Same name, same fields in the same order, same defaults."""
+    kind = drafters.module(name).Config
+    yaml = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert isinstance(yaml, dict)
+    assert list(yaml) == [field.name for field in dataclasses.fields(kind)]
+    assert yaml == dataclasses.asdict(kind())
+    assert yaml["name"] == name
+
+
+def test_every_yaml_has_its_drafter() -> None:
+    assert {file.stem for file in CONF.glob("*.yaml")} == set(NAMES)
+
+
+@each_drafter
+def test_thirty_steps_lower_the_loss(name: str) -> None:
+    """It cannot fall below the target's entropy; a third of what lies above is gone."""
+    target, answers, _ = tiny.half_trained(name, "llama")
+    pupil = tiny.drafter(name, target, tiny.vocab(tiny.VOCAB))
+    trace = tiny.spoken(target, answers)
+    losses = tiny.learn(pupil, target, trace, steps=31)
+    log_p = target.logits(trace.last).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    depths = list(unrolled(pupil, trace))
+    floor = sum(float(entropy[:, d:-1].mean()) for d in depths) / len(depths)
+    assert floor < losses[-1] < floor + (losses[0] - floor) * 2 / 3

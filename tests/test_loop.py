@@ -1,0 +1,214 @@
+"""`fit` as a function: what it leaves behind, how it stops, and what it refuses."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from outrider.data.prepare import Material, material
+from outrider.models import load
+from outrider.models.formats import native
+from outrider.models.load import Loaded
+from outrider.train import loop
+from outrider.train.compose import compose
+from outrider.train.config import Config, parse
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.run import Run
+
+QUIET = Console(quiet=True)
+SMALL = [
+    "target=tiny", "data.max_length=128", "data.max_samples=60", "train.batch_tokens=512",
+    "train.max_steps=6", "train.eval_every=3", "train.save_every=2", "train.log_every=1",
+    "drafter.depths=2", "train.quick_eval=false",
+]  # fmt: skip
+
+
+def config(folder: Path, *words: str) -> Config:
+    return parse(compose([*SMALL, f"run.dir={folder}", *words]))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    torch.set_num_threads(1)
+    return load.load(parse(compose(["target=tiny"])).target)
+
+
+@pytest.fixture(scope="module")
+def made(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return material(config(tmp_path_factory.mktemp("m")), loaded, (1, 3, 4), QUIET, rank=0)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(folder / "drafter" / "model.safetensors")
+    return tensors
+
+
+def test_a_run_leaves_a_drafter_logs_and_provenance(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    final = loop.fit(config(tmp_path), loaded, made, QUIET)
+    assert final == tmp_path / "drafter"
+    drafter, cfg = native.load(final, loaded.target)
+    assert cfg.depths == 2
+    assert next(drafter.parameters()).dtype == torch.float32
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if x["kind"] == "train"] == [0, 1, 2, 3, 4, 5]
+    assert [x["step"] for x in lines if x["kind"] == "held"] == [0, 3, 6]
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert {"argv", "config", "versions", "git", "data", "target"} <= set(manifest)
+    kept = sorted(f.name for f in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000004", "step-00000006"]
+
+
+def test_a_stopped_run_continues_bit_equal(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+    """Stopped by SIGTERM in the middle and started again, it ends as if nothing had happened."""
+    loop.fit(config(tmp_path / "whole"), loaded, made, QUIET)
+    stopped = config(tmp_path / "stopped")
+    advance, steps = loop._advance, 0
+
+    def interrupted(run: Run, tracker: Any) -> None:
+        nonlocal steps
+        advance(run, tracker)
+        steps += 1
+        if steps == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_advance", interrupted)
+        assert loop.fit(stopped, loaded, made, QUIET) is None
+    assert (tmp_path / "stopped" / "checkpoints" / "step-00000003").is_dir()
+    loop.fit(stopped, loaded, made, QUIET)
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    files = [tmp_path / name / "log.jsonl" for name in ("whole", "stopped")]
+    logs = [file.read_text().splitlines() for file in files]
+    losses = [[json.loads(x).get("loss@1") for x in log] for log in logs]
+    assert losses[0] == losses[1]
+
+
+def test_the_best_drafter_is_the_longest_accepted_not_the_last(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    lengths = iter([1.1, 1.7, 1.3])
+    held_out = Run.held_out
+
+    def scripted(run: Run) -> dict[str, float]:
+        return {**held_out(run), "accept_length": next(lengths), "loss@1": 9.0 - run.progress.step}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "held_out", scripted)
+        loop.fit(config(tmp_path), loaded, made, QUIET)
+    about = json.loads((tmp_path / "drafter" / "config.json").read_text())["about"]
+    assert (about["step"], about["held_out"]["accept_length"]) == (3, 1.7)
+
+
+def test_other_settings_do_not_continue_a_run(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    loop.fit(config(tmp_path), loaded, made, QUIET)
+    with pytest.raises(ConfigError, match=r"train.lr = 0.0005\n.*train.lr = 0.001"):
+        loop.fit(config(tmp_path, "train.lr=5e-4"), loaded, made, QUIET)
+    loop.fit(config(tmp_path, "train.lr=5e-4", "train.resume=never"), loaded, made, QUIET)
+
+
+def test_resume_must_wants_a_checkpoint(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no checkpoint"):
+        loop.fit(config(tmp_path, "train.resume=must"), loaded, made, QUIET)
+
+
+def test_a_truncated_checkpoint_is_refused_by_name(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    loop.fit(config(tmp_path), loaded, made, QUIET)
+    file = tmp_path / "checkpoints" / "step-00000006" / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(RunError, match=r"step-00000006.*damaged"):
+        loop.fit(config(tmp_path, "train.max_steps=8"), loaded, made, QUIET)
+
+
+def test_a_loss_that_is_no_number_keeps_its_batch(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "learning_rate", lambda run, done: float("inf"))
+        with pytest.raises(RunError, match="not a number at step 1; its batch is in"):
+            loop.fit(config(tmp_path), loaded, made, QUIET)
+    (file,) = tmp_path.glob("bad-batch-*.safetensors")
+    assert load_file(file)["ids"].shape == (4, 128)
+
+
+def test_two_micro_batches_make_the_same_step_as_one(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    loop.fit(config(tmp_path / "one", "train.eval_every=9"), loaded, made, QUIET)
+    two = config(tmp_path / "two", "train.eval_every=9", "launch.accumulation=2")
+    loop.fit(two, loaded, made, QUIET)
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3)
+
+
+def test_the_learning_rate_warms_up_and_ends_at_zero(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    run = Run(config(tmp_path, "train.warmup=0.1", "train.lr=1e-3"), loaded, made)
+    assert 0 < run.learning_rate(0.0) < 1e-4
+    assert run.learning_rate(0.1) == pytest.approx(1e-3)
+    assert run.learning_rate(0.55) == pytest.approx(0.5e-3)
+    assert run.learning_rate(1.0) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "half", "end"), [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1, 1)]
+)
+def test_the_schedule_is_the_one_asked_for(
+    loaded: Loaded, made: Material, tmp_path: Path, schedule: str, half: float, end: float
+) -> None:
+    words = ["train.warmup=0.2", "train.lr=1e-3", f"train.schedule={schedule}"]
+    run = Run(config(tmp_path, *words), loaded, made)
+    assert run.learning_rate(0.2) == pytest.approx(1e-3)
+    assert run.learning_rate(0.6) == pytest.approx(half * 1e-3)
+    assert run.learning_rate(1.0) == pytest.approx(end * 1e-3, abs=1e-12)
+
+
+def test_a_drafter_of_another_target_is_refused(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    final = loop.fit(config(tmp_path), loaded, made, QUIET)
+    assert final is not None
+    tensors = load_file(load.TINY / "model.safetensors")
+    first = sorted(tensors)[0]
+    tensors[first] = tensors[first] + 1
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in load.TINY.glob("*.json"):
+        (other / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    words = ["target=hf", f"target.path={other}", "target.dtype=float32"]
+    stranger = load.load(parse(compose(words)).target)
+    with pytest.raises(RunError, match="trained for other weights"):
+        native.load(final, stranger.target)
+
+
+def test_other_text_does_not_continue_a_run(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+    loop.fit(config(tmp_path), loaded, made, QUIET)
+    fewer = material(config(tmp_path, "data.max_samples=50"), loaded, (1, 3, 4), QUIET, rank=0)
+    with pytest.raises(RunError, match="other text"):
+        loop.fit(config(tmp_path), loaded, fewer, QUIET)
+
+
+def test_a_log_that_a_crash_cut_off_is_mended(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    loop.fit(config(tmp_path, "train.max_steps=4"), loaded, made, QUIET)
+    log = tmp_path / "log.jsonl"
+    log.write_text(log.read_text() + '{"step": 4, "ki')
+    loop.fit(config(tmp_path, "train.max_steps=6"), loaded, made, QUIET)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [x["step"] for x in lines if x["kind"] == "train"] == [0, 1, 2, 3, 4, 5]

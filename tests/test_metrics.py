@@ -1,0 +1,226 @@
+"""Every number of a report, on records small enough to be worked out by hand."""
+
+import math
+
+import pytest
+
+from outrider.eval import metrics
+from outrider.eval.decode.engine import Clock
+from outrider.eval.metrics import METRICS, Record, bootstrap, middle, predict, summarise
+
+# Rounds of three drafted tokens: two prompts, times in quarters and eighths so that sums are exact.
+#   a: prefill 1 token, rounds emit 4 and 2                     7 tokens, 2 rounds, 1.5 s
+#   b: prefill 1 token, rounds emit 1, 2 and 2; the last round
+#      accepts two drafted tokens, the second ends the answer   6 tokens, 3 rounds, 1.5 s
+A = Record(
+    id="a",
+    dialogue="a",
+    category="story",
+    tokens=7,
+    accepted=(3, 1),
+    drafted=(3, 3),
+    steps=6,
+    clock=Clock(prefill=0.5, draft=0.5, target=0.5, verify=0.125, commit=0.25, rounds=1.5),
+    baseline_tokens=7,
+    baseline=Clock(prefill=0.25, rounds=3.0),
+)
+B = Record(
+    id="b",
+    dialogue="b",
+    category="sums",
+    tokens=6,
+    accepted=(0, 1, 2),
+    drafted=(3, 3, 3),
+    steps=9,
+    clock=Clock(prefill=1.0, draft=0.25, target=1.0, verify=0.0, commit=0.25, rounds=1.5),
+    baseline_tokens=6,
+    baseline=Clock(prefill=0.75, rounds=2.0),
+)
+
+
+def plain(record: Record) -> Record:
+    """The same prompt, without a measured baseline."""
+    fields = {**vars(record), "baseline": None, "baseline_tokens": 0}
+    return Record(**fields)
+
+
+def test_tau_counts_what_the_rounds_emit_and_not_what_the_prefill_emits() -> None:
+    assert summarise([A], depth=3).tau == 6 / 2
+    assert summarise([B], depth=3).tau == 5 / 3
+    assert summarise([A, B], depth=3).tau == 11 / 5
+
+
+def test_accept_at_is_the_share_of_all_rounds_that_came_so_far() -> None:
+    """Accepted 3, 1 | 0, 1, 2: four of five rounds accept one, two accept two, one three."""
+    total = summarise([A, B], depth=4)
+    assert total.accept_at == [4 / 5, 2 / 5, 1 / 5, 0.0]
+    assert total.cond_at == [pytest.approx(x) for x in (4 / 5, 1 / 2, 1 / 2, 0.0)]
+
+
+def test_a_depth_that_nothing_reached_has_no_conditional_rate() -> None:
+    assert metrics.conditional([0.5, 0.0, 0.0]) == [0.5, 0.0, None]
+    assert metrics.survival([], 2) == [0.0, 0.0]
+
+
+def test_tau_is_one_plus_the_survivals_but_for_answers_that_end_inside_a_draft() -> None:
+    for records, cut in (([A], 0), ([A, B], 1)):
+        total = summarise(records, depth=3)
+        assert total.tau is not None
+        assert total.tau == pytest.approx(1 + sum(total.accept_at) - cut / total.rounds)
+
+
+def test_alpha_counts_the_rejected_token_and_nothing_behind_it() -> None:
+    """A: 3 tested, then 2. B: 1, 2, and in the cut round the 2 accepted ones only."""
+    assert (A.cut, B.cut) == (False, True)
+    assert (A.tested, B.tested) == (5, 5)
+    assert summarise([A, B], depth=3).alpha == 7 / 10
+
+
+def test_milliseconds_are_per_round_per_step_per_token_and_per_prompt() -> None:
+    ms = summarise([A, B], depth=3).ms
+    assert ms == {
+        "draft": 150.0,  # 0.75 s in 5 rounds
+        "target": 300.0,
+        "verify": 25.0,
+        "commit": 100.0,
+        "other": 25.0,  # of 3.0 s, 2.875 are booked
+        "round": 600.0,
+        "draft_step": 50.0,  # 0.75 s in 15 steps
+        "baseline": pytest.approx(5000 / 11),  # 5 s for 6 + 5 tokens
+        "prefill": 750.0,
+        "baseline_prefill": 500.0,
+    }
+
+
+def test_shares_add_up_to_one_and_overhead_is_all_but_draft_and_target() -> None:
+    total = summarise([A, B], depth=3)
+    shares = {name: share for name, share in total.shares.items() if share is not None}
+    assert shares["draft"] == 0.25
+    assert shares["target"] == 0.5
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert total.overhead == pytest.approx(0.25)
+
+
+def test_speedup_is_the_ratio_of_total_times_per_token() -> None:
+    """Plain 5 s / 11 tokens against 3 s / 11 tokens; each prompt on its own: 2 and 4/3."""
+    total = summarise([A, B], depth=3)
+    assert total.tokens_per_second == pytest.approx(11 / 3)
+    assert total.baseline_tokens_per_second == pytest.approx(11 / 5)
+    assert total.speedup == pytest.approx(5 / 3)
+    assert total.speedup_median == pytest.approx((2 + 4 / 3) / 2)
+
+
+def test_speedup_is_per_token_where_the_answers_differ_in_length() -> None:
+    """Half the tokens in half the time is no gain."""
+    longer = Record(**{**vars(A), "baseline_tokens": 13})
+    assert summarise([A], depth=3).speedup == pytest.approx(2.0)
+    assert summarise([longer], depth=3).speedup == pytest.approx(1.0)
+
+
+def test_without_a_baseline_there_is_no_speedup_and_no_theory() -> None:
+    total = summarise([plain(A), plain(B)], depth=3)
+    assert total.tau == 11 / 5
+    assert total.speedup is None
+    assert total.speedup_95 is None
+    assert total.speedup_median is None
+    assert total.baseline_tokens_per_second is None
+    assert total.ms["baseline"] is None
+    assert predict(total, 3, chain=True) is None
+
+
+def test_an_answer_of_one_token_has_no_round_and_no_tau() -> None:
+    one = Record("c", "c", "story", 1, (), (), 0, Clock(prefill=0.5), 1, Clock(prefill=0.5))
+    total = summarise([one], depth=3)
+    assert (total.prompts, total.tokens, total.rounds) == (1, 1, 0)
+    assert total.tau is None
+    assert total.speedup is None
+    assert total.overhead is None
+    assert summarise([A, one], depth=3).tau == summarise([A], depth=3).tau
+
+
+def test_the_middle_of_three_is_one_of_them_and_of_two_their_mean() -> None:
+    slow, quick, usual = (Clock(draft=d, rounds=r) for d, r in ((1.0, 9.0), (5.0, 2.0), (2.0, 4.0)))
+    assert middle([slow, quick, usual]) == usual
+    assert middle([quick, usual]) == Clock(draft=3.5, rounds=3.0)
+    assert middle([slow]) == slow
+
+
+def test_the_interval_holds_the_estimate() -> None:
+    records = [Record(**{**vars(r), "dialogue": str(i)}) for i, r in enumerate([A, B] * 10)]
+    total = summarise(records, depth=3, seed=1)
+    assert total.tau_95 is not None
+    assert total.speedup_95 is not None
+    low, high = total.tau_95
+    assert 5 / 3 < low < 11 / 5 < high < 3
+    assert 4 / 3 < total.speedup_95[0] < 5 / 3 < total.speedup_95[1] < 2
+
+
+def test_the_interval_depends_on_the_seed_alone() -> None:
+    records = [Record(**{**vars(A), "dialogue": str(i)}) for i in range(20)]
+    first, again, other = (
+        bootstrap(records, lambda r: (7 ** int(r.dialogue) % 101, 1), seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_the_interval_covers_as_a_normal_one_does() -> None:
+    """Mean of 200 values of which half are 1: standard error 0.5 / sqrt(200)."""
+    records = [Record(**{**vars(A), "dialogue": str(i)}) for i in range(200)]
+    interval = bootstrap(records, lambda r: (int(r.dialogue) % 2, 1), seed=0)
+    assert interval is not None
+    half = 1.96 * 0.5 / math.sqrt(200)
+    assert interval[0] == pytest.approx(0.5 - half, abs=0.012)
+    assert interval[1] == pytest.approx(0.5 + half, abs=0.012)
+
+
+def test_turns_of_one_dialogue_are_drawn_together() -> None:
+    """Two turns of one dialogue are one observation, and of one there is no interval."""
+    turn = Record(**{**vars(B), "dialogue": "a"})
+    assert summarise([A, turn], depth=3).tau_95 is None
+    assert summarise([A, B], depth=3).tau_95 == (5 / 3, 3.0)
+
+
+def test_theory_from_times_restates_the_measured_speedup() -> None:
+    total = summarise([A, B], depth=3)
+    theory = predict(total, 3, chain=True)
+    assert theory is not None
+    assert theory["from_times"] == pytest.approx(total.speedup)
+
+
+def test_theory_says_what_overhead_and_verification_cost() -> None:
+    """Per round 150 draft + 300 target + 150 rest; a plain step takes 5000/11, tau is 11/5."""
+    theory = predict(summarise([A, B], depth=3), 3, chain=True)
+    assert theory is not None
+    gain = 11 / 5 * 5000 / 11  # 1000 ms of plain decoding per round
+    assert theory["no_overhead"] == pytest.approx(gain / 450)
+    assert theory["free_verify"] == pytest.approx(gain / (150 + 5000 / 11))
+    expected = 1 + 0.7 + 0.7**2 + 0.7**3  # alpha = 7/10
+    assert theory["iid"] == pytest.approx(expected * (5000 / 11) / 450)
+
+
+def test_the_best_chain_length_is_zero_where_nothing_is_accepted() -> None:
+    wrong = Record(**{**vars(A), "accepted": (0,) * 6, "drafted": (3,) * 6})
+    hopeless = predict(summarise([wrong], depth=3), 3, chain=True)
+    perfect = Record(**{**vars(A), "tokens": 9, "accepted": (3, 3)})
+    hopeful = predict(summarise([perfect], depth=3), 3, chain=True)
+    assert hopeless is not None
+    assert hopeful is not None
+    assert hopeless["best_gamma"] == 0
+    assert hopeful["best_gamma"] == 3
+
+
+def test_formulas_for_chains_are_not_applied_to_trees() -> None:
+    theory = predict(summarise([A, B], depth=3), 3, chain=False)
+    assert theory is not None
+    assert theory["iid"] is None
+    assert theory["best_gamma"] is None
+
+
+def test_every_number_of_a_summary_is_defined() -> None:
+    defined = {metric.name for metric in METRICS}
+    total = summarise([A, B], depth=3)
+    reported = {name for name in vars(total) if name != "ms"} | {f"ms.{name}" for name in total.ms}
+    assert reported | {"exact"} == defined
+    assert len(METRICS) == len(defined)
+    assert all(metric.unit and metric.definition for metric in METRICS)

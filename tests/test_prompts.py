@@ -1,0 +1,246 @@
+"""The prompts for self-generation and the held-out suite: shape, balance, origin, separation."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.data.prompts import make_prompts, passages, school, stories, topics, words
+from outrider.data.prompts.german import LISTS as GERMAN
+from outrider.data.prompts.german import SENTENCES
+from outrider.data.prompts.writer import Writer, lines, listed
+
+Turns = list[str]
+
+
+def read(path: Path) -> list[dict[str, str | Turns]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+GENERAL = read(make_prompts.FILE)
+HELD_OUT = read(make_prompts.HELD_OUT)
+
+SHARES = {
+    "math": 25,
+    "general": 14,
+    "qa": 6,
+    "writing": 8,
+    "roleplay": 4,
+    "coding": 8,
+    "summarization": 10,
+    "translation": 8,
+    "rag": 8,
+    "extraction": 5,
+    "reasoning": 4,
+}
+
+
+def eights(turns: object) -> set[str]:
+    """Runs of eight words; written apart from the script's own, which this file checks."""
+    assert isinstance(turns, list)
+    found = re.findall(r"\w+", " ".join(turns).lower())
+    return {" ".join(found[i : i + 8]) for i in range(max(1, len(found) - 7))}
+
+
+def prompts(category: str) -> Iterator[str]:
+    """The first turns of one category of the committed file."""
+    for row in GENERAL:
+        if row["category"] == category:
+            yield row["turns"][0]
+
+
+def test_the_script_writes_the_committed_file_byte_for_byte() -> None:
+    assert make_prompts.text(make_prompts.COUNT).encode() == make_prompts.FILE.read_bytes()
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_the_command_line_writes_the_same_rows_under_any_hash_seed(
+    hash_seed: str, tmp_path: Path
+) -> None:
+    """Set and dict order of strings differs between processes; the file does not."""
+    out = tmp_path / "some.jsonl"
+    subprocess.run(
+        [sys.executable, "-m", make_prompts.__name__, "--count", "250", "--out", str(out)],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        cwd=Path(__file__).parents[1],
+        check=True,
+    )
+    assert out.read_bytes() == b"".join(make_prompts.FILE.read_bytes().splitlines(True)[:250])
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_the_file_is_small_enough_to_be_committed() -> None:
+    assert make_prompts.FILE.stat().st_size <= 1_200_000
+
+
+@pytest.mark.parametrize("rows", [GENERAL, HELD_OUT], ids=["general", "held out"])
+def test_every_row_has_an_id_a_category_and_one_or_two_turns(
+    rows: list[dict[str, str | Turns]],
+) -> None:
+    assert len({row["id"] for row in rows}) == len(rows)
+    for row in rows:
+        assert list(row) == ["id", "category", "turns"]
+        assert len(row["turns"]) in (1, 2)
+        assert all(turn == turn.strip() and turn for turn in row["turns"])
+
+
+def test_no_two_prompts_start_alike() -> None:
+    for rows in (GENERAL, HELD_OUT):
+        firsts = Counter(row["turns"][0].lower() for row in rows)
+        assert firsts.most_common(1)[0][1] == 1
+
+
+def test_every_hundred_rows_hold_the_same_shares() -> None:
+    assert len(GENERAL) == make_prompts.COUNT
+    assert sum(SHARES.values()) == 100
+    for start in range(0, len(GENERAL), 100):
+        assert Counter(row["category"] for row in GENERAL[start : start + 100]) == SHARES
+
+
+def test_the_order_within_a_hundred_is_shuffled() -> None:
+    first = [row["category"] for row in GENERAL[:100]]
+    assert first != [row["category"] for row in GENERAL[100:200]]
+    assert len(set(first[:20])) >= 6, "twenty rows in a row show most kinds of prompt"
+
+
+def test_the_held_out_suite_has_ten_prompts_in_each_of_eight_categories() -> None:
+    kinds = {"writing", "reasoning", "math", "coding", "extraction", "translation"}
+    kinds |= {"summarization", "qa"}
+    assert Counter(row["category"] for row in HELD_OUT) == dict.fromkeys(kinds, 10)
+    assert {row["category"] for row in HELD_OUT[:8]} == kinds, "the first rows are balanced"
+
+
+def test_no_prompt_shares_half_of_its_runs_of_eight_words_with_the_other_file() -> None:
+    for rows, others in ((GENERAL, HELD_OUT), (HELD_OUT, GENERAL)):
+        taken = set().union(*(eights(row["turns"]) for row in others))
+        for row in rows:
+            own = eights(row["turns"])
+            assert len(own & taken) < 0.5 * len(own), row
+
+
+def test_a_held_out_prompt_with_one_word_changed_would_be_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The negative control: the script draws a near copy first, and yields the other prompt."""
+    known = next(row["turns"] for row in HELD_OUT if row["category"] == "summarization")
+    near = [known[0].replace("notebook", "diary", 1)]
+    assert near != known
+    draws = iter([near, ["Something that nobody has asked before in these words or like them."]])
+    monkeypatch.setitem(make_prompts.SHARES, "math", (1, lambda _: next(draws)))
+    assert next(make_prompts.distinct("math", make_prompts.held_out()))[0].startswith("Something")
+
+
+def test_a_grammar_that_has_nothing_new_to_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(make_prompts.SHARES, "qa", (1, lambda _: ["Always the same?"]))
+    source = make_prompts.distinct("qa", set())
+    assert next(source) == ["Always the same?"]
+    with pytest.raises(RuntimeError, match="'qa' is exhausted after 1 prompts"):
+        next(source)
+
+
+def test_no_trace_of_the_grammar_is_left_in_the_text() -> None:
+    """Braces, brackets, markers of plural and article, and an article that does not fit."""
+    slip = re.compile(
+        r"[{}\[\]]|\(s\)|\(n\)|\\n|  |\b[Aa] (apple|orange|alpaca|onion|electrician)\b"
+    )
+    for row in GENERAL:
+        for turn in row["turns"]:
+            assert not slip.search(turn), turn
+
+
+def test_articles_are_as_long_as_short_news() -> None:
+    """120 to 250 words; the wish around the article has at most eleven more."""
+    for prompt in prompts("summarization"):
+        assert 120 <= len(prompt.split()) <= 261, prompt
+
+
+def test_retrieval_prompts_hold_two_to_four_titled_passages() -> None:
+    """A passage is a title without a stop, then a line that ends with one."""
+    counts = Counter(len(re.findall(r"^[^.\n]+\n.+\.$", text, re.M)) for text in prompts("rag"))
+    assert set(counts) <= {2, 3, 4}
+    assert min(counts[2], counts[3], counts[4]) > 0
+
+
+def test_every_retrieval_question_names_something_that_its_passage_names() -> None:
+    """Without a name in common, nothing would tell which passage is meant."""
+    assert len(passages.ENTRIES) >= 12
+    for rows in passages.ENTRIES:
+        facts = " ".join(row for row in rows if not row.startswith("?")).lower()
+        questions = [row for row in rows if row.startswith("?")]
+        assert len(questions) == 3
+        for question in questions:
+            slots = re.findall(r"\{\w+\}", question.lower())
+            assert slots, question
+            assert all(slot in facts for slot in slots), question
+
+
+def test_there_are_more_than_forty_stories_and_every_number_of_a_story_is_told() -> None:
+    assert len({text for text, _ in stories.STORIES}) == len(stories.STORIES) >= 40
+    for text, ranges in (*stories.STORIES, *school.SCHOOL):
+        slots = set(re.findall(r"\{(\w+)\}", text))
+        numbers = {name for name, _ in ranges}
+        assert numbers <= slots, "a number that the text never mentions"
+        named = {re.sub(r"\d", "", slot).lower() for slot in slots - numbers}
+        assert named <= set(words.WORDS), "a slot without a list"
+
+
+def test_topics_are_several_hundred_and_no_two_alike() -> None:
+    every = [topic for listing, _ in topics.FIELDS.values() for topic in listing]
+    assert len(every) > 400
+    assert len(set(every)) == len(every)
+
+
+def test_every_german_slot_has_words() -> None:
+    for sentence in SENTENCES:
+        for slot in re.findall(r"\{(\w+?)\d*\}", sentence):
+            assert GERMAN[slot.lower()], slot
+
+
+def test_a_deck_shows_every_card_before_any_twice() -> None:
+    writer = Writer("any", {})
+    cards = tuple("abcdefg")
+    assert sorted(writer.one(cards) for _ in cards) == list(cards)
+    assert sorted(writer.one(cards) for _ in cards) == list(cards)
+
+
+def test_a_slot_keeps_its_word_and_a_digit_asks_for_another() -> None:
+    writer = Writer("any", {"pet": ("cat", "dog"), "who": ("the {pet}",)})
+    first, again, other = writer.fill("{pet} {Pet} {pet2}").split()
+    assert again == first.capitalize()
+    assert {first, other} == {"cat", "dog"}
+    assert writer.fill("{who}, {pet}, {pet}").count("cat") in (0, 3)
+
+
+def test_articles_and_plurals_fit_the_word_that_was_drawn() -> None:
+    writer = Writer("any", {"x": ("owl",), "y": ("bench",), "z": ("daisy",), "toy": ("toy",)})
+    assert writer.fill("a(n) {x}, a(n) {y}. A(n) 8-day trip") == "an owl, a bench. An 8-day trip"
+    assert writer.fill("{x}(s) {y}(s) {z}(s) {toy}(s)") == "owls benches daisies toys"
+
+
+def test_given_values_go_in_as_they_are() -> None:
+    """Code and quoted texts may hold brackets and braces."""
+    assert Writer("any", {}).fill("[go|go]: {code}", code="{a[0]|b}") == "go: {a[0]|b}"
+
+
+def test_a_multiple_can_be_shared_without_remainder() -> None:
+    writer = Writer("any", {})
+    for _ in range(100):
+        values = writer.numbers({"n": (3, 7), "total": ("n", 2, 9), "even": (2, 8, 2)})
+        assert values["total"] % values["n"] == 0
+        assert 2 <= values["total"] // values["n"] <= 9
+        assert values["even"] in (2, 4, 6, 8)
+
+
+def test_lists_and_lines_are_read_as_they_look() -> None:
+    assert listed("a b,\n      c  d, e") == ("a b", "c d", "e")
+    assert lines("\n    one\n    two\n        goes on\n\n    three\n") == (
+        "one",
+        "two goes on",
+        "three",
+    )

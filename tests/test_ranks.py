@@ -1,0 +1,163 @@
+"""Several processes: the same run on two ranks as on one, and a run that is killed goes on.
+
+Real launchers on CPU ranks with gloo. Each test starts programs, so all of them are `slow`.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
+    "train.batch_tokens=512", "train.max_steps=6", "train.eval_every=6", "train.save_every=2",
+    "train.log_every=1", "drafter.depths=2", "train.quick_eval=false",
+]  # fmt: skip
+ONE = [sys.executable, "train.py"]
+TWO = [
+    sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0",
+    "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py",
+]  # fmt: skip
+LAUNCH = [
+    sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1",
+    "--mixed_precision=no", "--dynamo_backend=no", "train.py",
+]  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def environment() -> dict[str, str]:
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in launched}
+    return {**env, "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *SMALL, f"run.dir={folder}", *words], cwd=ROOT, env=environment(),
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line["loss@1"] for line in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(folder / "drafter" / "model.safetensors")
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank with accumulation 2: what every two-rank run must equal."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = run(ONE, folder, "launch.accumulation=2")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("launch", ["ddp", "zero2", "zero3"])
+def test_two_ranks_end_as_one_with_accumulation(launch: str, alone: Path, tmp_path: Path) -> None:
+    done = run(TWO, tmp_path, f"launch={launch}")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
+    a, b = weights(alone), weights(tmp_path)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("launch", ["zero2", "zero3"])
+def test_zero_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
+    launch: str, alone: Path, tmp_path: Path
+) -> None:
+    """The last checkpoint is taken away, and the steps behind the one before come out the same."""
+    assert run(TWO, tmp_path, f"launch={launch}").returncode == 0
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    done = run(TWO, tmp_path, f"launch={launch}", "train.resume=must")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
+    for name, value in weights(alone).items():
+        torch.testing.assert_close(weights(tmp_path)[name], value, atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_of_two_ranks_goes_on_alone(alone: Path, tmp_path: Path) -> None:
+    """The layout on disk knows no rank count."""
+    assert run(TWO, tmp_path, "launch=zero2").returncode == 0
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    done = run(ONE, tmp_path, "launch.accumulation=2", "train.resume=must")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
+
+
+def test_accelerate_launch_alone_is_enough_for_zero(alone: Path, tmp_path: Path) -> None:
+    done = run(LAUNCH, tmp_path, "launch=zero1", "launch.accumulation=2")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
+
+
+SMALL_CHUNKS = """
+import sys
+sys.path.insert(0, {root!r})
+from outrider.train import objective
+objective.CHUNK = 2**17  # 85 rows of the tiny vocabulary: several chunks per forward
+from outrider.train.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_zero3_in_many_chunks_equals_ddp(tmp_path: Path) -> None:
+    """The head's weights are gathered once per chunk, and its gradients add up."""
+    script = tmp_path / "small_chunks.py"
+    script.write_text(SMALL_CHUNKS.format(root=str(ROOT)))
+    for launch in ("ddp", "zero3"):
+        done = run([*TWO[:-1], str(script)], tmp_path / launch, f"launch={launch}")
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "zero3") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
+
+
+def test_a_launcher_that_says_something_else_is_refused(tmp_path: Path) -> None:
+    done = run(TWO, tmp_path, "launch=single")
+    assert done.returncode != 0
+    assert "The launcher started 2 processes" in done.stderr
+
+
+def test_killed_at_three_random_moments_it_ends_bit_equal(tmp_path: Path) -> None:
+    """Killed (kill -9) three times, and started again with the same command each time."""
+    longer = ["train.max_steps=16", "train.eval_every=4"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(ONE, whole, *longer).returncode == 0
+    moments = random.Random(7)
+    for _ in range(3):
+        process = subprocess.Popen(
+            [*ONE, *SMALL, *longer, f"run.dir={killed}"], cwd=ROOT, env=environment(),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        begun = len(_lines(killed))
+        steps = moments.randint(1, 4)
+        while process.poll() is None and len(_lines(killed)) < begun + steps:
+            time.sleep(0.01)
+        time.sleep(moments.random() * 0.3)  # somewhere inside a step, a save or an evaluation
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it was killed, not finished"
+    done = run(ONE, killed, *longer)
+    assert done.returncode == 0, done.stderr
+    a, b = weights(whole), weights(killed)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert losses(whole) == losses(killed)
+
+
+def _lines(folder: Path) -> list[str]:
+    file = folder / "log.jsonl"
+    return file.read_text().splitlines() if file.is_file() else []

@@ -1,0 +1,243 @@
+"""What people and scripts read: tables, verdict, files, runs side by side."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from outrider.eval.decode.engine import Clock
+from outrider.eval.metrics import METRICS, Record, predict, summarise
+from outrider.eval.report import Mismatch, Report, compare, publish, save, show
+from outrider.train.errors import RunError
+from outrider.train.files import write_json
+
+SETTING = {
+    "drafter": "eagle3",
+    "target": "tiny",
+    "policy": "chain",
+    "depth": 3,
+    "width": 1,
+    "nodes": 3,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "max_new_tokens": 8,
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "left_out": [],
+    "fingerprints": {"target": "t", "drafter": "d", "template": "c" * 64, "prompts": "p" * 64},
+}
+
+
+def record(name: str, plain_seconds: float | None, accepted: tuple[int, ...] = (3, 1)) -> Record:
+    """Two rounds of half a second each that emit six tokens."""
+    return Record(
+        id=name,
+        dialogue=name,
+        category=name,
+        tokens=sum(accepted) + len(accepted) + 1,
+        accepted=accepted,
+        drafted=(3,) * len(accepted),
+        steps=3 * len(accepted),
+        clock=Clock(prefill=0.1, draft=0.25, target=0.5, verify=0.125, commit=0.125, rounds=1.0),
+        baseline_tokens=0 if plain_seconds is None else 7,
+        baseline=None if plain_seconds is None else Clock(prefill=0.1, rounds=plain_seconds),
+    )
+
+
+def report(*seconds: float | None, mismatches: tuple[Mismatch, ...] = (), **setting: Any) -> Report:
+    """One prompt per plain time; speculation takes one second for each."""
+    records = [record(f"p{i}", plain) for i, plain in enumerate(seconds)]
+    total = summarise(records, depth=3)
+    compared = None not in seconds and setting.get("temperature", 0) == 0
+    return Report(
+        summary=total,
+        categories={r.category: summarise([r], depth=3) for r in records},
+        exact=not mismatches if compared else None,
+        mismatches=list(mismatches),
+        theory=predict(total, 3, chain=True),
+        setting={**SETTING, **setting},
+        outputs=[{"id": r.id, "prompt": "caf\u00e9", "output_ids": [1]} for r in records],
+    )
+
+
+def printed(made: Report, width: int = 140) -> str:
+    stream = io.StringIO()
+    show(made, Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+def test_the_verdict_says_how_much_faster_and_at_what_cost() -> None:
+    verdict = report(2.0, 2.0).verdict()
+    assert verdict.startswith("2.00x (95 %: 2.00-2.00), faster: tau 3.00 at 500.0 ms per round")
+    assert "333.3 ms per plain token" in verdict
+    assert "all 2 answers equal plain decoding" in verdict
+
+
+def test_the_verdict_admits_a_loss() -> None:
+    assert "0.50x (95 %: 0.50-0.50), slower" in report(0.5, 0.5).verdict()
+
+
+def test_an_interval_around_one_is_no_gain() -> None:
+    assert "about as fast, within the noise" in report(0.5, 0.5, 2.0, 2.0).verdict()
+
+
+def test_without_a_baseline_the_verdict_claims_nothing() -> None:
+    verdict = report(None).verdict()
+    assert "speedup unknown without a baseline" in verdict
+    assert "plain decoding was not run" in verdict
+
+
+def test_in_float32_any_mismatch_is_an_error() -> None:
+    made = report(2.0, mismatches=(Mismatch("p0", 4, 7, 9, 0.0),))
+    assert made.exact is False
+    assert made.broken
+    assert "MORE THAN ROUNDING" in made.verdict()
+
+
+@pytest.mark.parametrize(("gap", "broken"), [(0.125, False), (3.0, True)])
+def test_in_bfloat16_a_narrow_lead_is_rounding_and_a_wide_one_is_not(
+    gap: float, broken: bool
+) -> None:
+    """One unit in the last place of a bfloat16 logit between 16 and 32 is 0.125."""
+    made = report(2.0, 2.0, mismatches=(Mismatch("p0", 4, 7, 9, gap),), dtype="bfloat16")
+    assert made.exact is False
+    assert made.broken is broken
+    assert ("rounding in bfloat16" in made.exactness()) is not broken
+    assert "1 of 2 answers differ from plain decoding" in made.exactness()
+
+
+def test_sampled_answers_are_not_compared() -> None:
+    made = report(2.0, temperature=1.0)
+    assert made.exact is None
+    assert "sampled" in made.exactness()
+
+
+def test_tau_is_printed_beside_ms_and_speedup_for_every_category() -> None:
+    text = printed(report(2.0, 4.0))
+    line = {
+        words[0]: words
+        for words in (line.replace("\u2502", " ").split() for line in text.splitlines())
+        if words
+    }
+    assert line["p0"][1:7] == ["1", "7", "3.00", "500.0", "333.3", "2.00x"]
+    assert line["p1"][1:7] == ["1", "7", "3.00", "500.0", "666.7", "4.00x"]
+    assert line["all"][1:7] == ["2", "14", "3.00", "500.0", "500.0", "3.00x"]
+
+
+def test_every_metric_is_explained_where_it_is_printed() -> None:
+    text = printed(report(2.0))
+    for metric in METRICS:
+        assert metric.name in text
+        assert metric.definition in text
+
+
+def test_prompts_left_out_are_named() -> None:
+    assert "left out, longer than the target reads: p7, p9" in printed(
+        report(2.0, left_out=["p7", "p9"])
+    )
+
+
+def test_theory_stands_beside_the_measured_speedup() -> None:
+    """Per round: 500 ms, of which 125 are verify and commit; tau x plain step = 3 x 333.3 ms."""
+    text = printed(report(2.0))
+    for name, factor in (
+        ("measured", "2.00x"),
+        ("from times", "2.00x"),
+        ("without overhead", "2.67x"),
+    ):
+        assert any(name in line and factor in line for line in text.splitlines())
+
+
+def test_the_files_hold_what_was_measured(tmp_path: Path) -> None:
+    made = report(2.0, 2.0, mismatches=(Mismatch("p0", 4, 7, 9, 0.25),), dtype="bfloat16")
+    stream = io.StringIO()
+    publish(made, tmp_path / "eval", "quick", Console(file=stream, width=140))
+    assert "quick.json" in stream.getvalue()
+    content = json.loads((tmp_path / "eval" / "quick.json").read_text())
+    assert content["tau"] == 3.0
+    assert content["speedup"] == pytest.approx(2.0)
+    assert content["ms"]["round"] == 500.0
+    assert content["mismatches"][0] == {
+        "id": "p0", "position": 4, "token": 7, "baseline_token": 9, "gap": 0.25,
+    }  # fmt: skip
+    assert set(content["categories"]) == {"p0", "p1"}
+    lines = (tmp_path / "eval" / "quick.outputs.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == made.outputs
+    assert (tmp_path / "eval" / "quick.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_without_a_baseline_has_a_picture_too(tmp_path: Path) -> None:
+    save(report(None), tmp_path, "alone")
+    assert json.loads((tmp_path / "alone.json").read_text())["speedup"] is None
+    assert (tmp_path / "alone.png").stat().st_size > 1000
+
+
+def measured(folder: Path, out: str = "eval", *seconds: float, **setting: Any) -> str:
+    write_json(folder / "eval" / f"{out}.json", report(*seconds, **setting).fields())
+    return str(folder)
+
+
+def test_compare_puts_every_report_of_every_run_in_a_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = measured(tmp_path / "one", "eval", 2.0)
+    two = measured(tmp_path / "two", "eval", 4.0)
+    assert compare([one, two]) == 0
+    text = capsys.readouterr().out
+    speeds = next(line for line in text.splitlines() if "speedup" in line)
+    assert "2.00" in speeds
+    assert "4.00" in speeds
+    assert "not the same conditions" not in text
+    measured(tmp_path / "two", "tree", 3.0)
+    assert compare([two]) == 0
+    speeds = next(line for line in capsys.readouterr().out.splitlines() if "speedup" in line)
+    assert "4.00" in speeds
+    assert "3.00" in speeds
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("dtype", "bfloat16", "dtype (float32 | bfloat16)"),
+        ("threads", 2, "threads (1 | 2)"),
+        ("temperature", 1.0, "temperature (0.0 | 1.0)"),
+        ("policy", "dynamic_tree", "policy (chain, depth 3 | dynamic_tree, depth 3"),
+        ("fingerprints", {**SETTING["fingerprints"], "template": "e" * 64}, "template (cccccccc"),  # type: ignore[dict-item]
+        ("fingerprints", {**SETTING["fingerprints"], "prompts": "q" * 64}, "prompt file (pppppppp"),  # type: ignore[dict-item]
+    ],
+)
+def test_compare_says_what_makes_it_unfair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any, shown: str
+) -> None:
+    runs = [
+        measured(tmp_path / "one", "eval", 2.0),
+        measured(tmp_path / "two", "eval", 2.0, **{name: value}),
+    ]
+    compare(runs)
+    assert shown in " ".join(capsys.readouterr().out.split())
+
+
+def test_compare_names_the_runs_there_are_when_one_is_missing(tmp_path: Path) -> None:
+    measured(tmp_path / "good", "eval", 2.0)
+    with pytest.raises(RunError, match=r"bad does not exist(.|\n)*good"):
+        compare([str(tmp_path / "good"), str(tmp_path / "bad")])
+    (tmp_path / "fresh").mkdir()
+    assert compare([str(tmp_path / "good"), str(tmp_path / "fresh")]) == 0  # the other is left out
+    with pytest.raises(RunError, match="has no report yet"):
+        compare([str(tmp_path / "fresh")])
+
+
+def test_a_damaged_report_is_refused(tmp_path: Path) -> None:
+    run = measured(tmp_path / "run", "eval", 2.0)
+    file = tmp_path / "run" / "eval" / "eval.json"
+    file.write_text(file.read_text()[:50])
+    with pytest.raises(RunError, match="cannot be read"):
+        compare([run])
+    file.write_text('{"tau": 1}')
+    with pytest.raises(RunError, match="not a report of this format"):
+        compare([run])

@@ -1,0 +1,135 @@
+"""The target is read rightly in every family: taps, head, cache and tree forward."""
+
+import pytest
+import torch
+import transformers as hf
+
+from outrider.models.target import Target
+from outrider.train.errors import ConfigError
+from tests.families import FAMILIES, small_model
+
+PREFIX, TOLERANCE = 12, 1e-4
+
+# a tree behind the prefix: node 0 is the root, parents[i] < i
+PARENTS = [-1, 0, 0, 1, 1, 2, 3]
+DEPTHS = [0, 1, 1, 2, 2, 2, 3]
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def target(request: pytest.FixtureRequest) -> Target:
+    return Target(small_model(request.param), taps=(0, 2), name=request.param)
+
+
+def path_to(node: int) -> list[int]:
+    path = [node]
+    while PARENTS[path[-1]] >= 0:
+        path.append(PARENTS[path[-1]])
+    return path[::-1]
+
+
+def tree_seen(prefix: int) -> torch.Tensor:
+    nodes = len(PARENTS)
+    seen = torch.zeros(1, nodes, prefix + nodes, dtype=torch.bool)
+    seen[..., :prefix] = True
+    for node in range(nodes):
+        seen[0, node, [prefix + i for i in path_to(node)]] = True
+    return seen
+
+
+def causal(count: int, past: int = 0) -> torch.Tensor:
+    return torch.ones(1, count, past + count, dtype=torch.bool).tril(past)
+
+
+def plain_logits(target: Target, ids: list[int]) -> torch.Tensor:
+    """The model's own words on one sequence, no cache, no mask of ours."""
+    with torch.no_grad():
+        out: torch.Tensor = target.model(input_ids=torch.tensor([ids]), use_cache=False).logits
+    return out[0]
+
+
+def test_its_reading_agrees_with_the_model(target: Target) -> None:
+    target.check()
+
+
+def test_tree_forward_equals_every_path_alone(target: Target) -> None:
+    """Before and after a commit that skips rows, and after a crop."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(3, 61, (40,), generator=generator).tolist()
+    tree = torch.randint(3, 61, (len(PARENTS),), generator=generator)
+    cache = target.new_cache(64)
+    prompt = text[:PREFIX]
+    target.forward(torch.tensor([prompt]), torch.arange(PREFIX)[None], causal(PREFIX), cache)
+    for accepted in ([0, 1, 4], [0, 2, 5]):
+        start = cache.length
+        positions = torch.tensor([DEPTHS]) + start
+        seen = target.forward(tree[None], positions, tree_seen(start), cache)
+        logits = target.logits(seen.last[0])
+        for node in range(len(PARENTS)):
+            alone = plain_logits(target, prompt + [int(tree[i]) for i in path_to(node)])
+            torch.testing.assert_close(logits[node], alone[-1], atol=TOLERANCE, rtol=TOLERANCE)
+        cache.keep(start, torch.tensor(accepted) + start)
+        prompt = prompt + [int(tree[i]) for i in accepted]
+        assert cache.length == len(prompt)
+    cache.crop(PREFIX)
+    prompt = text[:PREFIX] + text[20:23]
+    ids, positions = torch.tensor([text[20:23]]), torch.arange(PREFIX, PREFIX + 3)[None]
+    seen = target.forward(ids, positions, causal(3, PREFIX), cache)
+    alone = plain_logits(target, prompt)[-3:]
+    torch.testing.assert_close(target.logits(seen.last[0]), alone, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_the_test_would_notice_a_wrong_mask(target: Target) -> None:
+    """Negative control: nodes that also see their siblings give other logits."""
+    prompt = torch.arange(3, 3 + PREFIX)
+    tree = torch.arange(20, 20 + len(PARENTS))
+    cache = target.new_cache(64)
+    target.forward(prompt[None], torch.arange(PREFIX)[None], causal(PREFIX), cache)
+    wrong = causal(len(PARENTS), PREFIX)
+    seen = target.forward(tree[None], torch.tensor([DEPTHS]) + PREFIX, wrong, cache)
+    alone = plain_logits(target, prompt.tolist() + [int(tree[i]) for i in path_to(6)])
+    assert (target.logits(seen.last[0])[6] - alone[-1]).abs().max() > 10 * TOLERANCE
+
+
+def test_packed_documents_do_not_see_each_other(target: Target) -> None:
+    a, b = list(range(5, 14)), list(range(30, 37))
+    ids = torch.tensor([a + b + [0] * 3])
+    document = torch.tensor([[4] * len(a) + [9] * len(b) + [-1] * 3])
+    positions = torch.tensor([[*range(len(a)), *range(len(b)), *range(3)]])
+    trace = target.trace(ids, torch.ones_like(ids).bool(), document, positions)
+    for start, part in ((0, a), (len(a), b)):
+        own = plain_logits(target, part)
+        rows = target.logits(trace.last[0, start : start + len(part)])
+        torch.testing.assert_close(rows, own, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_taps_are_outputs_of_the_layers_named(target: Target) -> None:
+    """hidden_states[k+1] is the output of layer k, but for the last (that one is normed)."""
+    ids = torch.arange(3, 3 + PREFIX)[None]
+    with torch.no_grad():
+        states = target.model(input_ids=ids, output_hidden_states=True).hidden_states
+    seen = target.forward(ids, torch.arange(PREFIX)[None], causal(PREFIX))
+    torch.testing.assert_close(seen.taps, torch.cat([states[1], states[3]], -1))
+
+
+def test_a_tap_out_of_range_names_the_layers_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.taps\[1\] = 4\n.*0\.\.3"):
+        Target(small_model("llama"), taps=(0, 4))
+
+
+def test_the_head_of_some_tokens_is_a_part_of_the_head(target: Target) -> None:
+    last, ids = torch.randn(3, 32), torch.tensor([1, 7, 60])
+    torch.testing.assert_close(target.logits_of(last, ids), target.logits(last)[:, ids])
+
+
+def test_a_recurrent_family_is_refused_with_the_reason() -> None:
+    config = hf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="cannot take back"):
+        Target(model, name="mamba")
+
+
+def test_a_cache_that_is_too_small_says_so() -> None:
+    target = Target(small_model("llama"))
+    nine = torch.arange(9)[None]
+    with pytest.raises(ValueError, match="do not fit"):
+        target.forward(nine, nine, causal(9), target.new_cache(8))

@@ -1,0 +1,147 @@
+"""The formulas of speculative decoding, against the published table and closed sums."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.eval.theory import (
+    best_gamma,
+    best_gamma_from_times,
+    expected_tokens,
+    expected_tokens_from_survival,
+    operations_factor,
+    survival,
+    walltime_factor,
+    walltime_from_times,
+)
+
+ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+TABLE = {  # c -> best gamma / speedup there, one cell per alpha
+    0.01: "5/1.88 7/2.30 9/2.97 14/4.23 24/7.49 40/12.5",
+    0.05: "3/1.63 4/1.92 6/2.35 8/3.09 13/4.67 21/6.60",
+    0.1: "2/1.46 3/1.67 4/1.98 6/2.47 10/3.43 15/4.48",
+    0.2: "1/1.25 2/1.40 3/1.58 4/1.87 7/2.37 10/2.87",
+    0.3: "1/1.15 1/1.23 2/1.37 3/1.55 5/1.87 8/2.18",
+}
+CELLS = [
+    (c, alpha, *cell.split("/"))
+    for c, row in TABLE.items()
+    for alpha, cell in zip(ALPHAS, row.split(), strict=True)
+]
+
+rates = st.floats(0, 1)
+gammas = st.integers(0, 40)
+
+
+@pytest.mark.parametrize(("c", "alpha", "gamma", "speedup"), CELLS)
+def test_the_best_gamma_and_its_speedup_are_those_of_the_table(
+    c: float, alpha: float, gamma: str, speedup: str
+) -> None:
+    assert best_gamma(alpha, c, limit=100) == int(gamma)
+    digits = len(speedup.split(".")[1])
+    assert round(walltime_factor(alpha, int(gamma), c), digits) == float(speedup)
+
+
+@given(alpha=rates, gamma=gammas)
+def test_expected_tokens_is_the_mean_of_the_geometric_law_cut_at_gamma(
+    alpha: float, gamma: int
+) -> None:
+    """A drafts pass with chance alpha^A (1 - alpha), or alpha^gamma for all; A + 1 are emitted."""
+    law = [alpha**a * (1 - alpha) for a in range(gamma)] + [alpha**gamma]
+    mean = sum((a + 1) * chance for a, chance in enumerate(law))
+    assert math.isclose(expected_tokens(alpha, gamma), mean, rel_tol=1e-9)
+
+
+@given(alpha=st.floats(0, 0.999), gamma=gammas)
+def test_expected_tokens_is_the_closed_form_of_the_paper(alpha: float, gamma: int) -> None:
+    closed = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    assert math.isclose(expected_tokens(alpha, gamma), closed, rel_tol=1e-9)
+
+
+def test_a_perfect_drafter_earns_gamma_plus_one_and_a_useless_one_the_bonus() -> None:
+    assert expected_tokens(1.0, 7) == 8
+    assert expected_tokens(0.0, 7) == 1
+    assert expected_tokens(0.9, 0) == 1
+
+
+def test_survival_multiplies_the_conditional_rates_and_tau_adds_them_up() -> None:
+    """FastMTP's cumulative 81/56/36 % make 2.73 tokens per round."""
+    assert survival([0.5, 0.5, 0.8]) == [0.5, 0.25, 0.2]
+    assert expected_tokens_from_survival([0.81, 0.56, 0.36]) == pytest.approx(2.73)
+    assert expected_tokens_from_survival([]) == 1
+
+
+@given(alpha=rates, gamma=gammas, c=st.floats(0, 2), cost=st.floats(0.5, 3))
+def test_both_walltime_factors_agree_when_fed_the_same_round(
+    alpha: float, gamma: int, c: float, cost: float
+) -> None:
+    """40 ms per target step, c * 40 per draft step, nothing else in the round."""
+    tau = expected_tokens(alpha, gamma)
+    timed = walltime_from_times(tau, gamma * c * 40, cost * 40, 0.0, 40.0)
+    assert math.isclose(timed, walltime_factor(alpha, gamma, c, cost), rel_tol=1e-9)
+
+
+def test_a_round_is_paid_with_all_of_its_parts() -> None:
+    """2 tokens per round of 6 + 44 + 10 = 60 ms against 40 ms per token: 4/3."""
+    assert walltime_from_times(2.0, 6.0, 44.0, 10.0, 40.0) == pytest.approx(4 / 3)
+
+
+def test_operations_are_counted_per_emitted_token() -> None:
+    """Useless drafts cost all they cost; perfect ones only the drafter's own work."""
+    assert operations_factor(0.0, 4, 0.1) == pytest.approx(5.4)
+    assert operations_factor(1.0, 4, 0.1) == pytest.approx(5.4 / 5)
+    assert operations_factor(0.5, 1, 0.0) == pytest.approx(0.5 * 2 / (1 - 0.25))
+    assert operations_factor(0.9, 0, 0.5) == 1
+
+
+@given(alpha=st.floats(0.01, 1), c=st.floats(0, 1))
+def test_speculation_pays_exactly_when_alpha_exceeds_c(alpha: float, c: float) -> None:
+    """And then by at least (1 + alpha) / (1 + c): Leviathan et al., corollary 3.9."""
+    gamma = best_gamma(alpha, c, limit=30)
+    if alpha > c + 1e-9:
+        assert gamma >= 1
+        assert walltime_factor(alpha, gamma, c) >= (1 + alpha) / (1 + c) - 1e-12
+    elif alpha < c - 1e-9:
+        assert gamma == 0
+
+
+def test_the_best_measured_gamma_is_the_one_with_the_best_ratio() -> None:
+    """Speedups 1.5/1.1, 1.75/1.2 and 1.95/1.8: verification of four tokens is a step up."""
+    cond_at = [0.5, 0.5, 0.8]
+    verify_ms = {1: 40.0, 2: 40.0, 3: 60.0}
+    assert best_gamma_from_times(cond_at, 4.0, verify_ms, 40.0) == 2
+    assert best_gamma_from_times(cond_at, 4.0, verify_ms | {2: 60.0}, 40.0) == 1
+
+
+def test_a_gamma_without_measurement_is_not_chosen() -> None:
+    """Gamma 3 would win on time, but nothing is known of its third token."""
+    free = {1: 10.0, 2: 10.0, 3: 9.0}
+    assert best_gamma_from_times([0.9, 0.9], 0.0, free, 10.0) == 2
+    assert best_gamma_from_times(0.9, 0.0, free, 10.0) == 3
+    assert best_gamma_from_times([0.9, 0.9, 0.9], 0.0, {2: 10.0}, 10.0) == 2
+
+
+def test_plain_decoding_wins_where_speculation_does_not_pay() -> None:
+    assert best_gamma_from_times(0.1, 5.0, {1: 10.0, 2: 10.0}, 10.0) == 0
+    assert best_gamma_from_times(0.0, 0.0, {0: 10.0, 1: 10.0}, 10.0) == 0
+
+
+@given(alpha=st.sampled_from(ALPHAS), c=st.sampled_from(sorted(TABLE)))
+def test_with_equal_verification_both_searches_find_the_same_gamma(alpha: float, c: float) -> None:
+    times = dict.fromkeys(range(1, 61), 100.0)
+    assert best_gamma_from_times(alpha, 100 * c, times, 100.0) == best_gamma(alpha, c, limit=60)
+
+
+def test_shares_outside_zero_to_one_and_negative_times_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"1\.2 at depth 2"):
+        survival([0.5, 1.2])
+    with pytest.raises(ValueError, match="cannot grow"):
+        expected_tokens_from_survival([0.5, 0.6])
+    with pytest.raises(ValueError, match="gamma=-1"):
+        expected_tokens(0.5, -1)
+    with pytest.raises(ValueError, match="verify_ms=0"):
+        walltime_from_times(2.0, 1.0, 0.0, 0.0, 1.0)
+    with pytest.raises(ValueError, match="c=-1"):
+        walltime_factor(0.5, 3, -1.0)

@@ -1,0 +1,249 @@
+"""What the tests of drafter, objective and engine are built from, all small and seeded.
+
+Targets are the random models of `families.py` (V = 61, H = 32, four layers). Rows are packed with
+several documents, answers in the middle of prompts, and padding. `Told` is a drafter that is any
+function of the text so far: an oracle, a liar, or a table of chances.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.eval.decode import verify as rules
+from outrider.eval.decode.engine import Decoder
+from outrider.eval.decode.policy import Draft
+from outrider.models import drafters
+from outrider.models.base import Drafter, Trace
+from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
+from outrider.train.objective import Objective
+from tests.families import small_model
+
+VOCAB, DRAFTED = 61, 40
+DEPTHS = 3
+LAYOUT = ((9, 7, 5), (14, 10))  # lengths of the documents in each packed row
+LENGTH = 24  # the first row ends in three tokens of padding
+
+
+def target(family: str = "llama", seed: int = 0, **changes: object) -> Target:
+    return Target(small_model(family, seed, **changes), name=family)
+
+
+def config(name: str, **changes: object) -> Any:
+    """The `Config` of a drafter; fields that it does not have are left out."""
+    kind = drafters.module(name).Config
+    wanted = {"depths": DEPTHS, "draft_vocab_size": DRAFTED, "init": "random", **changes}
+    return kind(**{f.name: wanted[f.name] for f in fields(kind) if f.name in wanted})
+
+
+def vocab(size: int = DRAFTED, whole: int = VOCAB) -> DraftVocab:
+    """A reduced draft vocabulary with gaps; the identity when size == whole."""
+    counts = torch.randint(100, (whole,), generator=torch.Generator().manual_seed(1))
+    return DraftVocab.from_counts(counts, size)
+
+
+def drafter(
+    name: str, of: Target, kept: DraftVocab | None = None, seed: int = 2, **changes: object
+) -> Drafter:
+    """Untrained, built as a run builds it."""
+    torch.manual_seed(seed)
+    return drafters.build(config(name, **changes), of, vocab() if kept is None else kept)
+
+
+def packed(of: Target, seed: int = 3) -> Trace:
+    """Two rows of random text in five documents; two answers in the longer ones."""
+    ids = torch.randint(3, of.vocab, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    document = torch.full_like(ids, -1)
+    positions, answer = torch.zeros_like(ids), torch.ones_like(ids).bool()
+    name = 0
+    for row, lengths in enumerate(LAYOUT):
+        start = 0
+        for length in lengths:
+            stop = start + length
+            document[row, start:stop] = name
+            positions[row, start:stop] = torch.arange(length)
+            answer[row, start : start + 2] = False  # the prompt
+            if length > 5:
+                answer[row, start + 5] = False  # a turn of the user inside the answer
+            name, start = name + 1, stop
+        positions[row, start:] = torch.arange(LENGTH - start)
+    return of.trace(ids, answer, document, positions)  # padding says "answer": it must not count
+
+
+def documents(trace: Trace) -> list[tuple[int, int, int]]:
+    """(row of the batch, start, stop) of every document."""
+    found = []
+    for name in range(int(trace.document.max()) + 1):
+        places = (trace.document == name).nonzero()
+        found.append((int(places[0, 0]), int(places[0, 1]), int(places[-1, 1]) + 1))
+    return found
+
+
+def cut(trace: Trace, rows: slice, columns: slice = slice(None)) -> Trace:
+    """A part of a trace; what it does not hold stays absent."""
+    held = {k: v for k, v in vars(trace).items() if v is not None}
+    return Trace(**{name: value[rows, columns] for name, value in held.items()})
+
+
+def verified(trace: Trace, row: int, start: int, stop: int) -> Trace:
+    """Rows start..stop as the decoder hands them over: one document, nothing said of answers."""
+    part = cut(trace, slice(row, row + 1), slice(start, stop))
+    return replace(
+        part, answer=torch.zeros_like(part.answer), document=torch.zeros_like(part.document)
+    )
+
+
+def rewritten(trace: Trace, row: int, first: int, tokens: list[int]) -> Trace:
+    """Other tokens from x_first on; what the target said stays."""
+    ids, following = trace.ids.clone(), torch.zeros_like(trace.ids)
+    ids[row, first : first + len(tokens)] = torch.tensor(tokens)
+    following[:, :-1] = ids[:, 1:]
+    return replace(trace, ids=ids, next_ids=following)
+
+
+def restated(trace: Trace, row: int, first: int, stop: int) -> Trace:
+    """The target said something else at rows first..stop."""
+    generator, said = torch.Generator().manual_seed(9), {}
+    for name in ("taps", "last"):
+        value = said[name] = getattr(trace, name).clone()
+        value[row, first:stop] += torch.randn(value[row, first:stop].shape, generator=generator)
+    return replace(trace, **said)
+
+
+# ---- the target's own words, and a little training ----
+
+PROMPTS = ((5, 40, 17, 23, 9), (11,))
+ANSWER = 18  # tokens
+
+
+def plain(of: Target, prompt: Sequence[int], count: int = ANSWER) -> list[int]:
+    """The model's own greedy words: no cache, no mask, no code of ours."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = of.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
+def spoken(of: Target, answers: Sequence[Sequence[int]]) -> Trace:
+    """PROMPTS with these answers, cut to one length, every token supervised."""
+    ids = torch.tensor([[*p, *a][:ANSWER] for p, a in zip(PROMPTS, answers, strict=True)])
+    row = torch.arange(len(ids))[:, None].expand_as(ids)
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return of.trace(ids, torch.ones_like(ids).bool(), row.clone(), positions.clone())
+
+
+def learn(pupil: Drafter, of: Target, trace: Trace, steps: int) -> list[float]:
+    """AdamW on one batch; the mean over depths of the nats per row, before each step."""
+    depths = [guess.depth for guess in pupil.unroll(trace)]
+    objective = Objective(pupil, of, weights=[1 / len(depths)] * len(depths))
+    divide = torch.stack([trace.counts(d).sum() for d in depths]).float()
+    optimizer = torch.optim.AdamW(pupil.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss, _ = objective(trace, divide)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Course(NamedTuple):
+    """A target, its greedy answers to PROMPTS, and a drafter that has half learned them."""
+
+    target: Target
+    answers: tuple[list[int], ...]
+    drafter: Drafter
+
+
+@cache
+def half_trained(name: str, family: str) -> Course:
+    """Twelve steps: the drafter is right now and then."""
+    of = target(family)
+    answers = tuple(plain(of, prompt) for prompt in PROMPTS)
+    pupil = drafter(name, of, vocab(VOCAB))
+    learn(pupil, of, spoken(of, answers), steps=12)
+    return Course(of, answers, pupil.eval())
+
+
+# ---- drafters that are functions of the text ----
+
+
+Text = tuple[int, ...]
+Row = Callable[[Text], Tensor]  # logits of the token that follows a text
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What `Told` remembers: the committed text, and the branches grown behind it."""
+
+    text: Text
+    branches: tuple[Text, ...] = ((),)
+
+
+class Told(Drafter):
+    """A drafter whose guesses are any function of the text; it checks and keeps what it absorbs."""
+
+    def __init__(self, row: Row, size: int, taps: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.row, self.vocab, self.taps = row, DraftVocab.whole(size), taps
+        self.handed: list[Trace] = []
+
+    def absorb(self, state: Heard | None, trace: Trace) -> Heard:
+        ids, following = trace.ids[0].tolist(), trace.next_ids[0].tolist()
+        past = () if state is None else state.text[:-1]
+        assert state is None or state.text[-1] == ids[0], "the rows do not continue the text"
+        assert following[:-1] == ids[1:], "next_ids is not the token after ids"
+        assert trace.positions[0].tolist() == list(range(len(past), len(past) + len(ids)))
+        self.handed = [trace] if state is None else [*self.handed, trace]
+        return Heard((*past, *ids, following[-1]))
+
+    def step(self, state: Heard, depth: int, ids: Tensor, parents: Tensor) -> tuple[Tensor, Heard]:
+        if depth == 1:
+            assert ids.tolist() == [state.text[-1]], "depth 1 continues the newest token"
+        else:
+            pairs = zip(parents.tolist(), ids.tolist(), strict=True)
+            state = Heard(state.text, tuple((*state.branches[p], token) for p, token in pairs))
+        assert all(len(branch) == depth - 1 for branch in state.branches)
+        return torch.stack([self.row(state.text + branch) for branch in state.branches]), state
+
+
+def by_chance(size: int, seed: int = 0, scale: float = 1.0) -> Row:
+    """Random logits, the same whenever the same text comes."""
+
+    @cache
+    def row(text: Text) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *text)) % 2**31)
+        return scale * torch.randn(size, generator=generator)
+
+    return row
+
+
+def knowing(text: Sequence[int], size: int, right: Callable[[int], bool]) -> Row:
+    """Favours the token of `text` at every index where `right(index)`, and else rules it out."""
+    known, noise = tuple(text), by_chance(size)
+
+    def row(said: Text) -> Tensor:
+        logits = noise(said).clone()
+        index = len(said)
+        if said == known[:index] and index < len(known):
+            logits[known[index]] = 20.0 if right(index) else -20.0
+        return logits
+
+    return row
+
+
+class RawBonus(Decoder):
+    """Wrong on purpose: the token behind the last node comes from unwarped logits."""
+
+    def _accept(self, draft: Draft, logits: Tensor) -> rules.Accepted:
+        rows = self.sampling.rows(logits)
+        if len(rows) > 1:
+            rows[-1] = logits[-1].softmax(-1)
+        return rules.verify(draft.tree, rows, draft.q_rows, self.coins)

@@ -1,0 +1,11 @@
+"""Train a drafter: the entry for launchers, the same as `outrider train`.
+
+accelerate launch train.py drafter=eagle3
+"""
+
+import sys
+
+from outrider.train.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]], program="train.py"))

@@ -1,0 +1,191 @@
+"""Checkpoints: complete, atomic, checked, and the same whoever holds the pieces.
+
+A checkpoint is a folder `step-00000100` with `state.safetensors` (fp32 masters and both moments of
+AdamW, by parameter name) and `state.json` (step, best so far, hashes). It is built under another
+name and renamed, so a folder with this name is whole. Ranks of ZeRO hold slices; the full tensors
+are gathered for saving and dealt out again on loading, so the layout on disk knows no rank count.
+Everything else a run depends on (data order, random numbers, learning rate) is a function of the
+step; of a run bounded by minutes, of the step and the seconds, which are saved too.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.train.errors import RunError
+from outrider.train.files import read_json, read_tensors, sync_folder, write_json, write_tensors
+
+FIX = "Continue from an older checkpoint (remove this folder), or start with train.resume=never."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps done.
+        seconds: training time so far, for train.max_minutes.
+        best: longest held-out acceptance so far, and the step it was measured at.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+    best_step: int = 0
+    finished: bool = False
+
+
+def save(
+    folder: Path, model: nn.Module, optimizer: Any, progress: Progress, keep: int, main: bool
+) -> None:
+    """Write `folder/step-N` and remove all but the newest `keep`. Every rank calls it.
+
+    Args:
+        model: the unwrapped module (its own parameter names).
+        main: this rank writes; the others only help to gather.
+    """
+    tensors = gather(model, optimizer if progress.step > 0 else None)
+    if not main:
+        return
+    final = folder / f"step-{progress.step:08d}"
+    if final.is_dir():  # reached again right after it was loaded: only the progress is news
+        known = read_json(final / "state.json", FIX)
+        write_json(final / "state.json", {**known, "progress": vars(progress)})
+        return
+    partial = folder / f".{final.name}.{os.getpid()}"
+    for left in folder.glob(".step-*"):  # of a process that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
+    sha256 = write_tensors(partial / "state.safetensors", tensors, {})
+    write_json(partial / "state.json", {"progress": vars(progress), "sha256": sha256})
+    partial.rename(final)
+    sync_folder(folder)
+    for old in found(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def found(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(folder.glob("step-*"))
+
+
+def load(folder: Path, model: nn.Module, optimizer: Any) -> Progress:
+    """Put a checkpoint into model and optimizer. Every rank calls it.
+
+    Raises:
+        RunError: it is damaged, or belongs to another configuration.
+    """
+    about = read_json(folder / "state.json", FIX)
+    tensors = read_tensors(folder / "state.safetensors", about.get("sha256"), FIX)
+    try:
+        progress = Progress(**about["progress"])
+        scatter(model, optimizer, tensors, progress.step)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RunError(f"{folder} does not fit this configuration: {error}", FIX) from None
+    return progress
+
+
+def gather(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
+    """fp32 parameters, their moments (when an optimizer is given) and the buffers, by name."""
+    out = {f"buffer.{name}": value for name, value in model.named_buffers()}
+    for name, parameter in _trained(model):
+        out[f"parameter.{name}"] = _master(parameter).to("cpu", copy=True)
+        for moment in MOMENTS if optimizer is not None else ():
+            value = _moment(optimizer, parameter, moment)
+            if value is not None:
+                out[f"{moment}.{name}"] = value.to("cpu", copy=True)
+    return out
+
+
+def scatter(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: int) -> None:
+    """The reverse of `gather`.
+
+    Raises:
+        KeyError, ValueError: names or shapes differ.
+    """
+    for name, buffer in model.named_buffers():
+        buffer.copy_(tensors[f"buffer.{name}"])
+    for name, parameter in _trained(model):
+        value = tensors[f"parameter.{name}"]
+        if value.shape != _shape(parameter):
+            raise ValueError(f"{name} is {tuple(value.shape)}, not {tuple(_shape(parameter))}")
+        moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
+        if _sliced(parameter):
+            _set_sliced(parameter, value, moments, optimizer, step)
+        else:
+            with torch.no_grad():
+                parameter.copy_(value)
+            if moments:
+                inner(optimizer).state[parameter] = {
+                    "step": torch.tensor(float(step)),
+                    **{m: v.to(parameter.device).clone() for m, v in moments.items()},
+                }
+
+
+def inner(optimizer: Any) -> Any:
+    """The torch optimizer inside the wrappers of accelerate and DeepSpeed."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _sliced(parameter: nn.Parameter) -> bool:
+    """DeepSpeed holds this parameter's master or moments in slices."""
+    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if not _sliced(parameter):
+        return parameter.detach()
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    out: Tensor = safe_get_full_fp32_param(parameter)
+    return out.detach()
+
+
+def _moment(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor | None:
+    if not _sliced(parameter):
+        value: Tensor | None = inner(optimizer).state.get(parameter, {}).get(name)
+        return value
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    out: Tensor | None = safe_get_full_optimizer_state(parameter, name)
+    return out
+
+
+def _show_forward(parameter: nn.Parameter, value: Tensor) -> None:
+    """The master is set; the copy that the next forward computes with is another tensor."""
+    if not hasattr(parameter, "ds_id"):
+        parameter.data.copy_(value)
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.data.copy_(value)
+
+
+def _set_sliced(
+    parameter: nn.Parameter, value: Tensor, moments: dict[str, Tensor], optimizer: Any, step: int
+) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    safe_set_full_fp32_param(parameter, value)
+    _show_forward(parameter, value)
+    for moment, tensor in moments.items():
+        safe_set_full_optimizer_state(parameter, tensor, moment)
+    for state in inner(optimizer).state.values():
+        if "step" in state:
+            state["step"] = torch.full_like(torch.as_tensor(state["step"]), step)

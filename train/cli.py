@@ -1,0 +1,201 @@
+"""The command line: `outrider VERB key=value ...`, and its twins train.py and eval.py.
+
+Hydra's override grammar everywhere, one validation, then a call into the verb's own module,
+which is imported only then. Every exit of the program is decided here and in `errors.py`:
+0 success, 2 a mistake of the user (message, no traceback), 130 Ctrl-C.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from outrider.train.errors import ConfigError, exit_on_error
+
+
+class Verb(NamedTuple):
+    """A command: where its work is done, and what it does."""
+
+    place: str  # "module:function"
+    line: str
+    run: Callable[["Verb", list[str]], int]
+    root: str = "train"  # which root of conf/ its keys come from
+
+    def call(self, *arguments: Any) -> int:
+        module, _, function = self.place.partition(":")
+        return int(getattr(importlib.import_module(module), function)(*arguments))
+
+
+def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
+    """Run one command.
+
+    Args:
+        argv: the words behind the program's name; None takes them from the process.
+        program: the name in messages. train.py and eval.py give theirs and a verb in `argv`.
+
+    Returns:
+        The exit code of a command that ran.
+
+    Raises:
+        SystemExit: 2 for a mistake of the user, 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = words[0] if words else "--help"
+    name = f"outrider {verb}" if program == "outrider" and verb in VERBS else program
+    with exit_on_error(name):
+        if verb in ("-h", "--help", "help"):
+            return _overview()
+        if verb == "--version":
+            return _say(importlib.import_module("outrider").__version__)
+        if verb not in VERBS:
+            raise ConfigError("verb", verb, "There is no such verb.", f"Use one of: {_names()}.")
+        return _dispatch(VERBS[verb], name, words[1:])
+
+
+def _dispatch(verb: Verb, name: str, words: list[str]) -> int:
+    """Options first (--help, --cfg, a refused --multirun), then the verb itself."""
+    options = [word for word in words if word.startswith("-")]
+    overrides = [word for word in words if not word.startswith("-")]
+    if {"-h", "--help"} & set(options):
+        return _help(verb, name)
+    if {"-m", "--multirun"} & set(options):
+        raise _multirun(os.environ)
+    takes_cfg = verb.run in (_configured, _eval)
+    for option in options:
+        if not (takes_cfg and option in ("-c", "--cfg")):
+            raise ConfigError("option", option, "There is no such option.", "See --help.")
+    if options:
+        return _print_config(verb, [word for word in overrides if word != "job"])
+    return verb.run(verb, overrides)
+
+
+def _configured(verb: Verb, overrides: list[str]) -> int:
+    """train, prepare, doctor: compose, check, go."""
+    from outrider.train.config import check_files
+
+    config = _config(verb, overrides)
+    check_files(config, "data.path", "eval.prompts")
+    return verb.call(config)
+
+
+def _eval(verb: Verb, overrides: list[str]) -> int:
+    """eval: the run folder's configuration, measured the way the overrides say."""
+    from outrider.train.config import check_files
+
+    config = _config(verb, overrides)
+    check_files(config, "eval.prompts")
+    return verb.call(config)
+
+
+def _compare(verb: Verb, paths: list[str]) -> int:
+    if not paths:
+        raise ConfigError("RUN", "", "compare needs run folders.", "outrider compare runs/a runs/b")
+    return verb.call(paths)
+
+
+def _bench(verb: Verb, words: list[str]) -> int:
+    name = words[0] if words else ""
+    if name not in BENCHES:
+        fix = f"Use one of: {', '.join(BENCHES)}."
+        raise ConfigError("bench", name, "There is no such benchmark.", fix)
+    return verb.call(name, words[1:])
+
+
+def _config(verb: Verb, overrides: list[str]) -> Any:
+    from outrider.train.compose import compose
+    from outrider.train.config import load_run, parse
+
+    if verb.root != "eval":
+        return parse(compose(overrides, verb.root))
+    folder = compose(overrides, "eval").run.dir
+    if not folder:
+        why, fix = "eval measures a finished run.", "Add run.dir=runs/<name>."
+        raise ConfigError("run.dir", folder, why, fix)
+    return load_run(str(folder), overrides)
+
+
+def _print_config(verb: Verb, overrides: list[str]) -> int:
+    from outrider.train.config import to_yaml
+
+    return _say(to_yaml(_config(verb, overrides)).rstrip())
+
+
+def _help(verb: Verb, name: str) -> int:
+    from outrider.train.help import reference
+
+    if verb.run is _compare:
+        return _say(f"{name} RUN [RUN ...]: {verb.line}\n\nRUN is the run.dir of a finished run.")
+    if verb.run is _bench:
+        lines = "\n".join(f"  {bench:<12}{line}" for bench, line in BENCHES.items())
+        return _say(f"{name} BENCH [key=value ...]: {verb.line}\n\n{lines}")
+    reference(_console(), name, verb.line, verb.root)
+    return 0
+
+
+def _overview() -> int:
+    from outrider.train.help import overview
+
+    overview(_console(), {name: verb.line for name, verb in VERBS.items()})
+    return 0
+
+
+def _console() -> Any:
+    """A console for people; 100 columns when its output goes into a file or pipe."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 100)
+
+
+def _multirun(environ: Mapping[str, str]) -> ConfigError:
+    """Several jobs in one process group would each run on every rank."""
+    launched = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+    if int(environ.get("WORLD_SIZE", "1")) > 1 or any(name in environ for name in launched):
+        why = "Under a launcher every rank would run every job of the sweep."
+        return ConfigError("--multirun", True, why, "Launch one run at a time.")
+    why = "Sweeps are the work of `outrider sweep`, which this version does not have."
+    return ConfigError("--multirun", True, why, "Start the runs one after the other.")
+
+
+def _say(text: str) -> int:
+    print(text)
+    return 0
+
+
+def _names() -> str:
+    return ", ".join(VERBS)
+
+
+VERBS = {
+    "train": Verb(
+        "outrider.train.loop:train",
+        "train a drafter against a frozen target, then measure it",
+        _configured,
+    ),
+    "eval": Verb(
+        "outrider.eval.run:evaluate",
+        "measure a trained drafter: acceptance, speedup, exactness",
+        _eval,
+        "eval",
+    ),
+    "prepare": Verb(
+        "outrider.data.prepare:prepare",
+        "let the target write the text to train on (data=self), without training",
+        _configured,
+    ),
+    "doctor": Verb(
+        "outrider.launch.plan:doctor",
+        "print the plan of a run: parameters, memory, disk, time, problems",
+        _configured,
+    ),
+    "compare": Verb(
+        "outrider.eval.report:compare", "put finished runs side by side in one table", _compare
+    ),
+    "bench": Verb("outrider.eval.bench:main", "measure this machine", _bench),
+}
+BENCHES = {
+    "train-step": "seconds and peak memory of one optimizer step, beside the slow reference",
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

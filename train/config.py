@@ -1,0 +1,348 @@
+"""The configuration of a run: one validated, frozen object.
+
+Hydra composes plain yaml (`compose.py`); `parse` turns it into the dataclasses below and
+refuses what cannot work before any model is loaded. What is written here once holds
+everywhere: the meaning and the interval of a key stand beside it and are what help prints.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from omegaconf import DictConfig, OmegaConf
+
+from outrider.train.compose import compose, drafter_schema, flat, plain
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.fields import key, read, unknown
+
+COUNT = "[1, inf)"
+# between training and measuring
+MAY_CHANGE = ("run.seed", "target.path", "target.dtype", "target.trust_remote_code")
+
+
+@runtime_checkable
+class DrafterConfig(Protocol):
+    """What every drafter's own `Config` has; the rest of it belongs to the drafter alone.
+
+    depths: guesses per row in training; decay: weight of the loss from depth to depth;
+    renormalise, normalise: see `train/objective.py` and `Run.divisors`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def depths(self) -> int: ...
+    @property
+    def draft_vocab_size(self) -> int | None: ...
+    @property
+    def decay(self) -> float: ...
+    @property
+    def renormalise(self) -> bool: ...
+    @property
+    def normalise(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and what makes it repeatable."""
+
+    dir: str = key("runs/eagle3-tiny", "folder of the run: checkpoints, drafter, logs, reports")
+    seed: int = key(0, "fixes data order, noise, sampling and initialisation", "[0, 4294967295]")
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """The frozen model."""
+
+    name: Literal["tiny", "smollm2", "hf"] = key("tiny", "which target (choose with target=...)")
+    path: str | None = key(None, "folder or model-hub id; null lets tiny and smollm2 find theirs")
+    revision: str | None = key(None, "branch, tag or commit on the model hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "float32", "precision the target runs in; auto: as stored"
+    )
+    trust_remote_code: bool = key(False, "run code that comes with the model")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """How the target writes its own training text."""
+
+    minutes: float | None = key(None, "minutes of writing; null: no limit", "(0, inf)")
+    samples: int | None = key(None, "answers to write; null: one per prompt", COUNT)
+    max_new_tokens: int = key(256, "longest answer, tokens", COUNT)
+    temperature: float = key(0.5, "of the answers; 0 is greedy", "[0, inf)")
+    top_p: float = key(1.0, "of the answers: nucleus share", "(0, 1]")
+    batch: int = key(64, "answers written at once", COUNT)
+    record: bool = key(True, "keep the target's features with the text; else it runs again")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The text that is learned from."""
+
+    name: Literal["tiny", "jsonl", "self"] = key("tiny", "which data (choose with data=...)")
+    path: str | None = key(None, "jsonl of conversations, or of prompts for data=self")
+    max_length: int = key(256, "longest row, tokens; conversations are cut there", "[8, inf)")
+    holdout: float = key(0.05, "share of conversations held out, by hash", "(0, 0.5]")
+    max_samples: int | None = key(None, "conversations to use; null: all", "[2, inf)")
+    generate: GenerateConfig | None = key(None, "how the target writes its own text (data=self)")
+
+
+@dataclasses.dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases; the jsonl log is always written."""
+
+    mode: Literal["disabled", "online", "offline"] = key("disabled", "Weights & Biases logging")
+    project: str = key("outrider", "Weights & Biases project")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The recipe: how long, how fast, how often."""
+
+    max_steps: int | None = key(300, "optimizer steps; null: until max_minutes", COUNT)
+    max_minutes: float | None = key(None, "minutes of training; null: until max_steps", "(0, inf)")
+    batch_tokens: int = key(2048, "tokens per optimizer step, over ranks and accumulation", COUNT)
+    lr: float = key(1e-3, "peak learning rate", "(0, 1]")
+    warmup: int | float = key(0.04, "steps (30) or a share of them (0.04)", "[0, inf)")
+    schedule: Literal["cosine", "linear", "constant"] = key(
+        "cosine", "learning rate after the warm-up; cosine and linear end at zero"
+    )
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW: decay of both moments", "[0, 1)")
+    weight_decay: float = key(0.0, "AdamW: decoupled, on matrices only", "[0, 1]")
+    clip: float = key(1.0, "largest norm of the gradient", "(0, inf)")
+    eval_every: int = key(100, "steps between held-out evaluations", COUNT)
+    save_every: int = key(100, "steps between checkpoints", COUNT)
+    keep_last: int = key(2, "checkpoints kept beside the best one", COUNT)
+    resume: Literal["auto", "never", "must"] = key(
+        "auto", "continue from run.dir: if it has a checkpoint, never, or refuse to start afresh"
+    )
+    log_every: int = key(10, "steps between log lines", COUNT)
+    quick_eval: bool = key(True, "decode with the finished drafter and report its speed")
+    wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """How the ranks share one optimizer step."""
+
+    name: Literal["single", "ddp", "zero1", "zero2", "zero3"] = key(
+        "single", "how ranks share the work (choose with launch=...)"
+    )
+    precision: Literal["no", "bf16"] = key("no", "autocast of the drafter; its masters stay fp32")
+    accumulation: int = key(1, "forward passes per optimizer step and rank", COUNT)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """What is measured, and on how much."""
+
+    prompts: str | None = key(None, "jsonl of prompts; null: the embedded suite")
+    max_new_tokens: int = key(128, "answer budget per prompt, tokens", COUNT)
+    limit: int | None = key(None, "prompts to use; null: all", COUNT)
+    out: str = key("eval", "reports are <run.dir>/eval/<out>.json and <out>.outputs.jsonl")
+    warmup: int = key(2, "prompts decoded before the clock starts", "[0, inf)")
+    repeats: int = key(1, "times each prompt is decoded; medians are reported", COUNT)
+    baseline: bool = key(True, "also decode without a drafter: speedup and exactness")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """The shape of a draft, and how tokens are drawn."""
+
+    name: Literal["chain", "dynamic_tree"] = key("chain", "draft shape (choose with decode=...)")
+    depth: int = key(3, "drafted tokens along one path", COUNT)
+    width: int = key(1, "children kept per node and nodes expanded per level", COUNT)
+    nodes: int = key(3, "drafted nodes the target verifies in one forward", COUNT)
+    temperature: float = key(0.0, "0 is greedy, 1 the target's own distribution", "[0, inf)")
+    top_p: float = key(1.0, "nucleus share; 1 keeps all", "(0, 1]")
+    top_k: int = key(0, "most likely tokens kept; 0 keeps all", "[0, inf)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run, checked. `drafter` is the `Config` of models/drafters/<drafter.name>.py."""
+
+    run: RunConfig
+    target: TargetConfig
+    data: DataConfig
+    drafter: DrafterConfig
+    train: TrainConfig
+    launch: LaunchConfig
+    eval: EvalConfig
+    decode: DecodeConfig
+
+
+GROUPS: dict[str, type] = {
+    "run": RunConfig,
+    "target": TargetConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "launch": LaunchConfig,
+    "eval": EvalConfig,
+    "decode": DecodeConfig,
+}
+
+
+def parse(node: DictConfig) -> Config:
+    """Validate a composed configuration; loads no model.
+
+    Args:
+        node: what `compose` returns, or the `config.yaml` of a run folder.
+
+    Raises:
+        ConfigError: unknown key, wrong type, value out of range, or keys that contradict
+            each other. The first one found is raised.
+    """
+    values = plain(node)
+    schemas = {**GROUPS, "drafter": drafter_schema(values.get("drafter"))}
+    for group, content in values.items():
+        if group not in schemas:
+            raise unknown(group, content, schemas)
+        if not isinstance(content, dict):
+            raise ConfigError(group, content, "This is a group of keys.", f"Set {group}.<key>=...")
+    parts: dict[str, Any] = {
+        name: read(schema, values.get(name, {}), name) for name, schema in schemas.items()
+    }
+    config = Config(**parts)
+    for check in (_check_length, _check_data, _check_decode, _check_names):
+        check(config)
+    return config
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The configuration as plain nested dicts, ready for yaml or json."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as the text of a run folder's `config.yaml`; `parse` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(resolved(config)))
+
+
+def load_run(folder: str | Path, overrides: list[str]) -> Config:
+    """The configuration to measure a finished run with.
+
+    What was trained (target, data, drafter, train, launch) comes from `<folder>/config.yaml`;
+    how it is measured (eval, decode) comes from conf/eval.yaml and `overrides`. Of the run's
+    own keys only those of MAY_CHANGE may be overridden.
+
+    Raises:
+        RunError: the folder holds no readable config.yaml.
+        ConfigError: an override that does not exist or that would change what was trained.
+    """
+    asked = compose(overrides, "eval")
+    _only_measures(asked)
+    saved = saved_config(Path(folder))
+    saved.eval, saved.decode = asked.eval, asked.decode
+    saved.run.dir = str(folder)
+    for name in MAY_CHANGE:
+        if OmegaConf.select(asked, name) is not None:
+            OmegaConf.update(saved, name, OmegaConf.select(asked, name))
+    return parse(saved)
+
+
+def check_files(config: Config, *names: str) -> None:
+    """Refuse now what would fail after minutes: the files that keys like data.path name.
+
+    Raises:
+        ConfigError: the key is set and nothing lies at its path.
+    """
+    values = resolved(config)
+    for name in names:
+        group, _, field = name.partition(".")
+        path = values[group][field]
+        if path is not None and not Path(path).expanduser().exists():
+            fix = f"Paths start at the current folder, {Path.cwd()}."
+            raise ConfigError(name, path, "There is no such file or folder.", fix)
+
+
+def saved_config(folder: Path) -> DictConfig:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise RunError(
+            f"{folder} is not a run folder: it has no config.yaml.",
+            "Give the run.dir of a finished training run: python eval.py run.dir=runs/...",
+        )
+    try:
+        saved = OmegaConf.load(path)
+    except Exception as error:  # yaml and OmegaConf raise many kinds
+        raise RunError(f"{path} cannot be read: {error}", "Restore it, or train again.") from None
+    if not isinstance(saved, DictConfig) or not {"run", "target", "drafter"} <= set(saved):
+        raise RunError(f"{path} is not the configuration of a run.", "Restore it, or train again.")
+    return saved
+
+
+def _only_measures(asked: DictConfig) -> None:
+    """Refuse `+train.lr=1` and its like: eval would have to ignore it silently."""
+    for name, value in flat(plain(asked)):
+        free = name.startswith(("eval.", "decode.")) or name in ("run.dir", *MAY_CHANGE)
+        if not free:
+            why = "The run folder fixes what was trained; eval only measures it."
+            fix = "outrider eval --help lists what may be set here."
+            raise ConfigError(name, value, why, fix)
+
+
+def _check_length(config: Config) -> None:
+    train, launch = config.train, config.launch
+    if train.max_steps is None and train.max_minutes is None:
+        why = "With train.max_minutes = null too, training would never end."
+        raise ConfigError("train.max_steps", None, why, "Set at least one of the two.")
+    if isinstance(train.warmup, float) and train.warmup >= 1:
+        why = "A warm-up with a decimal point is a share of the steps, below 1."
+        raise ConfigError("train.warmup", train.warmup, why, "Write whole steps: train.warmup=30.")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    least = config.data.max_length * launch.accumulation * ranks
+    if train.batch_tokens < least:
+        why = (
+            f"{ranks} rank(s) with launch.accumulation={launch.accumulation} and rows of "
+            f"data.max_length={config.data.max_length} tokens take at least {least} per step."
+        )
+        fix = f"Use train.batch_tokens={least}, shorter rows, or less accumulation."
+        raise ConfigError("train.batch_tokens", train.batch_tokens, why, fix)
+    rows, pieces = train.batch_tokens // config.data.max_length, launch.accumulation * ranks
+    if rows % pieces:
+        why = f"{rows} rows of a step cannot be shared evenly by {pieces} forward passes."
+        fix = f"Use a multiple of {least}."
+        raise ConfigError("train.batch_tokens", train.batch_tokens, why, fix)
+    if train.max_steps is None and isinstance(train.warmup, int) and train.warmup > 0:
+        why = "A run in minutes has no number of steps to warm up for."
+        raise ConfigError("train.warmup", train.warmup, why, "Give a share: train.warmup=0.04.")
+
+
+def _check_data(config: Config) -> None:
+    target, data = config.target, config.data
+    if target.name == "hf" and not target.path:
+        fix = "Add target.path=<folder or model id>, or take target=smollm2."
+        raise ConfigError("target.path", target.path, "target=hf needs a model.", fix)
+    if data.name == "jsonl" and not data.path:
+        fix = "Add data.path=<file.jsonl>, or take data=self."
+        raise ConfigError("data.path", data.path, "data=jsonl needs a file.", fix)
+    if data.name != "self" and data.generate is not None:
+        why = f"data={data.name} reads text that exists; only data=self generates."
+        fix = "Take data=self, or drop the group with ~data.generate."
+        raise ConfigError("data.generate", dataclasses.asdict(data.generate), why, fix)
+
+
+def _check_decode(config: Config) -> None:
+    decode = config.decode
+    if decode.name == "chain" and decode.width != 1:
+        why, fix = "A chain has one child per node.", "Take decode=dynamic_tree for a tree."
+        raise ConfigError("decode.width", decode.width, why, fix)
+    if decode.name == "chain" and decode.nodes != decode.depth:
+        why = f"A chain of decode.depth={decode.depth} has exactly {decode.depth} nodes."
+        fix = "Set decode.depth alone, or take decode=dynamic_tree for a tree."
+        raise ConfigError("decode.nodes", decode.nodes, why, fix)
+    if decode.nodes < decode.depth:
+        why = f"A tree of decode.depth={decode.depth} has at least {decode.depth} nodes."
+        fix = f"Use decode.nodes={decode.depth} or more, or a smaller depth."
+        raise ConfigError("decode.nodes", decode.nodes, why, fix)
+
+
+def _check_names(config: Config) -> None:
+    if not config.run.dir.strip():
+        raise ConfigError("run.dir", config.run.dir, "A run needs a folder.", "Use runs/<name>.")
+    if config.eval.out in ("", ".", "..") or Path(config.eval.out).name != config.eval.out:
+        why = "This is the name of a report inside <run.dir>/eval, not a path."
+        raise ConfigError("eval.out", config.eval.out, why, "Use a plain name such as quick.")

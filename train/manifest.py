@@ -1,0 +1,58 @@
+"""Provenance: what made this run, written into its folder before it starts."""
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from outrider.train.config import Config, resolved, to_yaml
+from outrider.train.files import write, write_json
+
+PACKAGES = (
+    "outrider", "torch", "transformers", "accelerate", "deepspeed", "datasets", "hydra-core",
+    "safetensors", "tokenizers", "numpy",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    out = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            out[name] = "not installed"
+    return out
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the checkout this code runs from, and whether it was changed; {} outside one."""
+    here = Path(__file__).resolve().parent.parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(here), *words], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
+def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
+    """`config.yaml` (what `eval` reads back) and `manifest.json`."""
+    write(folder / "config.yaml", to_yaml(config).encode())
+    write_json(
+        folder / "manifest.json",
+        {
+            "argv": sys.argv,
+            "config": resolved(config),
+            "versions": versions(),
+            "git": git_state(),
+            "machine": {"system": platform.platform(), "processor": platform.machine()},
+            **facts,
+        },
+    )

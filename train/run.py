@@ -1,0 +1,338 @@
+"""What one training run holds: the wrapped drafter, its data, its folder, where it stands.
+
+`loop.py` is the narrative; this is the room it happens in.
+"""
+
+import hashlib
+import math
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.data.loader import Batch, Batches, gather, permutation
+from outrider.data.prepare import Material
+from outrider.launch import start
+from outrider.models import drafters
+from outrider.models.base import Trace
+from outrider.models.formats import native
+from outrider.models.load import Loaded
+from outrider.train import checkpoint
+from outrider.train.compose import flat, plain
+from outrider.train.config import Config, resolved, saved_config
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.files import read_json, write_tensors
+from outrider.train.objective import Objective, Sums
+
+# what a continued run may change: limits and reports, nothing that changes a step
+FREE = (
+    "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
+    "train.keep_last", "train.resume", "train.log_every", "train.quick_eval", "train.wandb.",
+    "eval.", "decode.", "launch.name", "launch.accumulation", "data.generate.minutes",
+)  # fmt: skip
+
+FIT_BATCH = 8  # packed rows at once while the first weights are found
+
+
+class Run:
+    """Everything the loop needs, built once."""
+
+    def __init__(
+        self, config: Config, loaded: Loaded, material: Material, *, begin: bool = True
+    ) -> None:
+        """Build drafter, objective and optimizer, and hand them to accelerate.
+
+        Args:
+            begin: find first weights; without it nothing can be trained, only planned.
+        """
+        cfg: Any = config.drafter
+        self.config, self.material, self.target = config, material, loaded.target
+        self.folder = Path(config.run.dir)
+        torch.manual_seed(config.run.seed)
+        vocab = material.vocab(cfg.draft_vocab_size)
+        self.drafter = drafters.build(cfg, self.target, vocab).to(self.target.device)
+        self.rows = config.train.batch_tokens // config.data.max_length
+        self.batches = Batches(material.train, self.rows, config.run.seed)
+        self.started_from = self._initialise() if begin else "first weights still to be found"
+        self.objective = Objective(
+            self.drafter,
+            self.target,
+            weights=[cfg.decay**d for d in range(cfg.depths)],
+            renormalise=cfg.renormalise,
+            path="kept" if config.launch.name == "zero3" else "fused",
+        )
+        pieces = start.world_size() * config.launch.accumulation
+        self.accelerator = start.accelerator(
+            config.launch, config.train.clip, max(1, self.rows // pieces)
+        )
+        self.main = bool(self.accelerator.is_main_process)
+        self.model, self.optimizer = self.accelerator.prepare(self.objective, self._optimizer())
+        self.progress = checkpoint.Progress()
+        self.stop_signal: int | None = None
+
+    def _initialise(self) -> str:
+        """First weights from the training text; a run that continues has its own already."""
+        resume = self.config.train.resume
+        if resume != "never" and checkpoint.found(self.folder / "checkpoints"):
+            return "a checkpoint of this run"
+        order = permutation(self.config.run.seed, 0, len(self.material.train))
+        rows = (gather(self.material.train, part) for part in order.split(FIT_BATCH))
+        return self.drafter.initialise(self.target, (self.trace(r, held=False) for r in rows))
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over one group, or two where matrices decay and norms do not.
+
+        One where it can be: DeepSpeed links the moments for saving after the step of the first
+        group, and never finds those of a second.
+        """
+        train = self.config.train
+        trained = [p for p in self.objective.parameters() if p.requires_grad]
+        if train.weight_decay == 0:
+            return torch.optim.AdamW(trained, lr=train.lr, betas=train.betas, weight_decay=0.0)
+        if self.config.launch.name.startswith("zero"):
+            raise ConfigError(
+                "train.weight_decay", train.weight_decay,
+                "DeepSpeed cannot save the moments of two parameter groups.",
+                "Use launch=ddp, or train.weight_decay=0.",
+            )  # fmt: skip
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas)
+
+    # ---- data ----
+
+    def trace(self, batch: Batch, held: bool) -> Trace:
+        """The target's view of a batch: recorded, or computed now."""
+        batch = Batch(*(field.to(self.target.device) for field in batch))
+        if self.material.recorded is not None:
+            source = self.material.recorded[int(held)]
+            return source.trace(Batch(*(f.cpu() for f in batch)), self.target.device)
+        return self.target.trace(*batch)
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        return self.batches.micro(step, rank, world, self.config.launch.accumulation)
+
+    def divisors(self, batches: list[Batch]) -> Tensor:
+        """Per depth, supervised rows of the whole step; the legacy switch counts all tokens."""
+        cfg: Any = self.config.drafter
+        if cfg.normalise == "tokens":
+            return torch.full((cfg.depths,), float(self.rows * self.config.data.max_length))
+        counts = torch.stack([count_rows(batch, cfg.depths) for batch in batches]).sum(0)
+        return self.reduce(counts).clamp(min=1)
+
+    def reduce(self, values: Tensor) -> Tensor:
+        out: Tensor = self.accelerator.reduce(values.to(self.target.device), "sum")
+        return out
+
+    # ---- one step ----
+
+    def learning_rate(self, done: float) -> float:
+        """Linear warm-up, then what `train.schedule` says; `done` is the share of the run, 0..1."""
+        train = self.config.train
+        warm = train.warmup
+        if isinstance(warm, int):
+            warm = warm / max(1, train.max_steps or 1000)
+        if done < warm:
+            return train.lr * (done + 1e-2 * warm) / (1.01 * warm)
+        left = 1 - min(1.0, (done - warm) / (1 - warm))
+        shares = {"cosine": 0.5 - 0.5 * math.cos(math.pi * left), "linear": left, "constant": 1.0}
+        return train.lr * shares[train.schedule]
+
+    def done(self) -> float:
+        """Share of the run that is over."""
+        train, now = self.config.train, self.progress
+        steps = now.step / train.max_steps if train.max_steps else 0.0
+        minutes = now.seconds / (60 * train.max_minutes) if train.max_minutes else 0.0
+        return max(steps, minutes)
+
+    def sow(self, step: int) -> None:
+        """Random numbers of a step (noise, dropout) depend on seed, step and rank alone."""
+        rank = self.accelerator.process_index
+        name = f"{self.config.run.seed} {step} {rank}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:7], "big"))
+
+    def save_bad_batch(self, *batches: Batch) -> RunError:
+        """Keep the rows of this rank that ended in something that is not a number."""
+        step, rank = self.progress.step, self.accelerator.process_index
+        file = self.folder / f"bad-batch-step-{step:08d}-rank-{rank}.safetensors"
+        rows = Batch(*(torch.cat(field) for field in zip(*batches, strict=True)))
+        write_tensors(file, rows._asdict(), {})
+        return RunError(
+            f"The loss is not a number at step {self.progress.step}; its batch is in {file}.",
+            "Look at the batch, or lower train.lr and continue from the last checkpoint.",
+        )
+
+    # ---- held-out evaluation, saving ----
+
+    @torch.no_grad()
+    def held_out(self) -> dict[str, float]:
+        """Means over all held-out rows, shared by the ranks."""
+        cfg: Any = self.config.drafter
+        rows, world = self.material.held, self.accelerator.num_processes
+        size = max(1, self.rows // (world * self.config.launch.accumulation))
+        sums = Sums.zero(cfg.depths, self.target.device)
+        divide = torch.ones(cfg.depths)
+        for turn in range(-(-len(rows) // (world * size))):
+            at = (turn * world + self.accelerator.process_index) * size
+            index = torch.arange(at, at + size)
+            batch = gather(rows, index % len(rows))
+            # a rank that has run out repeats rows unheard: ZeRO-3 gathers weights in step
+            batch = batch._replace(answer=batch.answer & (index < len(rows))[:, None])
+            with self.accelerator.autocast():
+                sums.add(self.objective(self.trace(batch, held=True), divide, True)[1])
+        return Sums(*self.reduce(sums.stacked()).unbind()).means()
+
+    def keep_best(self, metrics: dict[str, float]) -> bool:
+        """The best drafter is the one with the longest held-out acceptance, not the lowest loss."""
+        now = self.progress
+        if metrics["accept_length"] <= now.best:
+            return False
+        now.best, now.best_step = metrics["accept_length"], now.step
+        self.save_drafter(self.best_folder, metrics)
+        return True
+
+    @property
+    def best_folder(self) -> Path:
+        """One folder per step, so that a kill never leaves half of a new best in an old one."""
+        return self.folder / "best" / f"step-{self.progress.best_step:08d}"
+
+    def save_drafter(self, folder: Path, metrics: dict[str, float]) -> None:
+        tensors = checkpoint.gather(self.objective, None)
+        if self.main:
+            prefix = len("parameter.drafter.")
+            weights = {k[prefix:]: v for k, v in tensors.items() if k.startswith("parameter.")}
+            about = {"step": self.progress.step, "held_out": metrics}
+            native.save(self.drafter, folder, self.target, self.config.drafter, about, weights)
+
+    def publish(self) -> Path:
+        """The best drafter becomes the run's result, `drafter/`."""
+        final = self.folder / "drafter"
+        if self.main:
+            partial = self.folder / ".drafter"
+            shutil.rmtree(partial, ignore_errors=True)
+            if not self.best_folder.is_dir():
+                raise RunError(f"{self.best_folder} is missing.", "Train with train.resume=never.")
+            shutil.copytree(self.best_folder, partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        self.accelerator.wait_for_everyone()
+        return final
+
+    def save(self) -> None:
+        checkpoint.save(
+            self.folder / "checkpoints", self.objective, self.optimizer, self.progress,
+            self.config.train.keep_last, self.main,
+        )  # fmt: skip
+        if self.main:
+            self._forget_bests()
+        self.accelerator.wait_for_everyone()
+
+    def _forget_bests(self) -> None:
+        """Keep the best drafters that some checkpoint refers to."""
+        files = [f / "state.json" for f in checkpoint.found(self.folder / "checkpoints")]
+        steps = {read_json(f, checkpoint.FIX)["progress"]["best_step"] for f in files}
+        for old in (self.folder / "best").glob("step-*"):
+            if int(old.name.removeprefix("step-")) not in steps:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def resume(self) -> bool:
+        """Continue from the newest checkpoint, as train.resume says; whether one was loaded."""
+        how, place = self.config.train.resume, self.folder / "checkpoints"
+        known = checkpoint.found(place)
+        if how == "never":
+            self.accelerator.wait_for_everyone()
+            if self.main:
+                for old in (place, self.folder / "best", self.folder / "drafter"):
+                    shutil.rmtree(old, ignore_errors=True)
+                (self.folder / "log.jsonl").unlink(missing_ok=True)
+            return False
+        if not known:
+            if how == "must":
+                raise RunError(f"{place} holds no checkpoint.", "Use train.resume=auto.")
+            return False
+        self._same_run()
+        if self.config.launch.name.startswith("zero"):
+            self._touch_optimizer()
+        self.progress = checkpoint.load(known[-1], self.objective, self.optimizer)
+        return True
+
+    def _touch_optimizer(self) -> None:
+        """DeepSpeed makes its moments in the first step; a step of size zero makes them now."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        batches = self.micro_batches(0)
+        divide = self.divisors(batches)
+        for batch in batches:
+            with self.accelerator.accumulate(self.model):
+                loss, _ = self.model(self.trace(batch, held=False), divide, False)
+                self.accelerator.backward(0.0 * loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def _same_run(self) -> None:
+        """Refuse to continue a run under settings that change what a step does."""
+        before = dict(flat(plain(saved_config(self.folder))))
+        known = read_json(self.folder / "manifest.json", checkpoint.FIX).get("data", {})
+        if known.get("sha256_documents") != self.material.about["sha256_documents"]:
+            raise RunError(
+                f"{self.folder} was trained on other text than this run has.",
+                "Choose another run.dir, or start over with train.resume=never.",
+            )
+        for name, value in flat(resolved(self.config)):
+            value = list(value) if isinstance(value, tuple) else value
+            if name.startswith(FREE) or before.get(name) == value:
+                continue
+            raise ConfigError(
+                name, value,
+                f"{self.folder} holds a run that began with {name} = {before.get(name)!r}.",
+                "Choose another run.dir, or start over with train.resume=never.",
+            )  # fmt: skip
+
+    # ---- leaving ----
+
+    def listen(self) -> Callable[[], None]:
+        """Ctrl-C and SIGTERM ask the loop to save and leave; returns how to stop listening."""
+
+        def note(number: int, _frame: FrameType | None) -> None:
+            self.stop_signal = number
+
+        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    def agree(self) -> bool:
+        """Take the main rank's clock for all; True when any rank was asked to stop.
+
+        The learning rate and the end of a run in minutes hang on the clock, and ranks that differ
+        in either drift apart or wait for each other for ever.
+        """
+        asked, seconds = float(self.stop_signal is not None), self.progress.seconds
+        told = self.reduce(torch.tensor([asked, seconds * self.main], dtype=torch.float64))
+        stop, self.progress.seconds = told.tolist()
+        return bool(stop > 0)
+
+
+def count_rows(batch: Batch, depths: int) -> Tensor:
+    """Supervised rows of a batch at each depth, without asking the target."""
+    nothing = torch.zeros(*batch.ids.shape, 0)
+    trace = Trace(
+        batch.ids, batch.ids, batch.answer, batch.document, batch.positions, nothing, nothing
+    )
+    return torch.stack([trace.counts(d).sum() for d in range(1, depths + 1)]).float()
+
+
+def clock() -> float:
+    return time.monotonic()

@@ -1,0 +1,118 @@
+"""Where numbers go: a jsonl file in the run folder, a progress bar, and wandb if asked.
+
+Every metric has one definition, in `METRICS`; a name `x@d` is x at depth d.
+"""
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.train.config import WandbConfig
+from outrider.train.files import write
+
+LINE = 60.0  # seconds between lines of progress where there is no terminal
+
+
+class Metric(NamedTuple):
+    """What a logged number is."""
+
+    unit: str
+    reduction: str
+    meaning: str
+
+
+METRICS = {
+    "loss": Metric(
+        "nats", "mean over supervised rows", "soft cross-entropy to the target, depth d"
+    ),
+    "agree": Metric("share", "mean over supervised rows", "drafter's favourite is the target's"),
+    "survive": Metric("share", "mean over rows of depth 1", "agree at all of depths 1..d"),
+    "alpha": Metric("share", "mean over supervised rows", "sum of min(p, q) at temperature 1"),
+    "accept_length": Metric("tokens", "1 + sum of survive", "predicted greedy tau, bonus included"),
+    "accept_length_sampling": Metric(
+        "tokens", "1 + sum of products of alpha", "predicted tau at temperature 1"
+    ),
+    "objective": Metric("nats", "sum over depths of weight x loss", "what is minimised"),
+    "grad_norm": Metric("1", "of the last step", "norm of the gradient before clipping"),
+    "lr": Metric("1", "of the last step", "learning rate"),
+    "tokens_per_second": Metric(
+        "1/s", "average since the start", "tokens trained on, all ranks, evaluations included"
+    ),
+}
+
+
+class Tracker:
+    """Rank 0 writes; on other ranks nothing happens."""
+
+    def __init__(self, folder: Path, wandb: WandbConfig, console: Console, main: bool) -> None:
+        self.file, self.console, self.main = folder / "log.jsonl", console, main
+        self.spoke = time.monotonic()
+        self.bar = Progress(
+            TextColumn("training"), BarColumn(), TextColumn("{task.fields[said]}"),
+            TimeRemainingColumn(), console=console, disable=not main,
+        )  # fmt: skip
+        self.task = self.bar.add_task("training", total=1.0, said="")
+        self.wandb: Any = None
+        if main and wandb.mode != "disabled":
+            import wandb as library
+
+            self.wandb = library.init(
+                project=wandb.project, mode=wandb.mode, dir=str(folder), name=folder.name
+            )
+
+    def __enter__(self) -> "Tracker":
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _at: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def rewind(self, step: int) -> None:
+        """Forget lines behind a step that training continues from; it logs that step again."""
+        if self.main and self.file.is_file():
+            lines = [x for x in map(_readable, self.file.read_text().splitlines()) if x]
+            kept = [
+                x for x in lines if x["step"] < step or (x["step"], x["kind"]) == (step, "held")
+            ]
+            write(self.file, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+    def log(self, step: int, kind: str, values: dict[str, float]) -> None:
+        """One line: {"step": .., "kind": "train" | "held", ...}."""
+        if not self.main:
+            return
+        with self.file.open("a") as stream:
+            stream.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        if self.wandb is not None:
+            self.wandb.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+
+    def show(self, done: float, said: str) -> None:
+        """Move the bar; where there is no terminal, print a line a minute."""
+        if self.main and not self.console.is_terminal and time.monotonic() - self.spoke > LINE:
+            self.spoke = time.monotonic()
+            self.console.print(f"{done:.0%}  {said}")
+        self.bar.update(self.task, completed=done, said=said)
+
+    def say(self, text: str) -> None:
+        if self.main:
+            self.bar.console.print(text)
+
+
+def _readable(line: str) -> dict[str, Any]:
+    """A line of the log; {} for one that a crash cut off."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
