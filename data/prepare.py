@@ -72,9 +72,7 @@ def prepare(config: Config) -> int:
     console = Console()
     loaded = load.load(config.target, start.device())
     console.print(f"target: {loaded.source}")
-    taps = config.drafter.taps or drafters.module(config.drafter.name).default_taps(  # type: ignore[attr-defined]
-        loaded.target.depth
-    )
+    taps = drafters.taps_of(config.drafter, loaded.target.depth)
     material(config, loaded, taps, console, start.rank())
     return 0
 

@@ -99,12 +99,15 @@ class Case(NamedTuple):
         return float(loss.detach())
 
 
-class _Head:
-    """The part of a target that a step with given features needs: its head."""
+class _Ends:
+    """The part of a target that a step with given features needs: its embedding and its head."""
 
-    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype) -> None:
-        self.weight = torch.randn(vocab, hidden, dtype=dtype) * hidden**-0.5
-        self.vocab = vocab
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.weight = torch.randn(shape.vocab, shape.hidden, dtype=dtype) * shape.hidden**-0.5
+        self.vocab, self._shape = shape.vocab, shape
+
+    def shape(self) -> Shape:
+        return self._shape
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(last, self.weight)
@@ -120,20 +123,20 @@ def case(o: dict[str, Any], depths: int, precision: str, path: str) -> Case:
     """A drafter of these sizes on a random trace, half of the rows supervised."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    head = _Head(o["vocab"], o["hidden"], dtype)
     shape = Shape(
         hidden=o["hidden"], intermediate=o["intermediate"], layers=30, heads=o["heads"],
         kv_heads=o["kv_heads"], head_dim=o["hidden"] // o["heads"], vocab=o["vocab"], eps=1e-5,
         rope_theta=1e4, activation="silu", max_positions=8192,
     )  # fmt: skip
+    head = _Ends(shape, dtype)
     kept = torch.randperm(o["vocab"])[: o["draft_vocab"]].sort().values
     reference = path == "reference"
     cfg = Eagle3Config(depths=depths, attention="reference" if reference else "fast")
-    drafter = Eagle3(cfg, shape, DraftVocab(kept, o["vocab"]), (1, 14, 26), head.embed)
+    drafter = Eagle3(cfg, head, DraftVocab(kept, o["vocab"]), (1, 14, 26))
     objective = Objective(
         drafter, head, weights=[0.8**d for d in range(depths)],
         path="plain" if reference else "fused",
-        loss="soft_cross_entropy_reference" if reference else "soft_cross_entropy",
+        loss=["soft_ce_reference" if reference else "soft_ce"],
     )  # fmt: skip
     trace = _trace(o, dtype)
     if path == "noted":

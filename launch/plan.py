@@ -52,8 +52,7 @@ def doctor(config: "Config") -> int:
     start.use_cores()
     loaded = load.load(config.target, start.device())
     console.print(f"target: {loaded.source}")
-    room: Any = drafters.module(config.drafter.name)
-    taps = getattr(config.drafter, "taps", None) or room.default_taps(loaded.target.depth)
+    taps = drafters.taps_of(config.drafter, loaded.target.depth)
     loaded.target.set_taps(taps)
     sampled = config.data.generate is not None and not is_written(config, loaded)
     if sampled:
@@ -165,7 +164,8 @@ def _flops(run: "Run", size: int, rows: float, tokens: int) -> float:
     cfg: Any = run.config.drafter
     unrolled = 6.0 * size * rows * cfg.depths
     recorded = run.material.recorded
-    noted = cfg.renormalise and recorded is not None and recorded[0].store.records_favourites()
+    noted = recorded is not None and recorded[0].store.records_favourites()
+    noted = noted and not run.objective.asks_whole(measure=False)
     judging = len(run.drafter.vocab) if noted else run.target.vocab
     teacher = 2.0 * judging * run.target.head_weight.shape[1] * rows
     online = 0.0 if run.material.recorded else 2.0 * run.target.parameters() * tokens

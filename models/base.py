@@ -15,9 +15,9 @@ Legend of shape letters, used in every file:
     V target vocabulary  Vd draft vocabulary   N nodes of one tree level      D drafter width
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -106,19 +106,83 @@ class Shape(NamedTuple):
     max_positions: int
 
 
+@runtime_checkable
+class Lender(Protocol):
+    """The part of a target that a drafter may use without owning it: its ends."""
+
+    def shape(self) -> Shape: ...
+
+    def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]: ...
+
+    def logits(self, last: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]: ...
+
+    def logits_of(
+        self, last: Float[Tensor, "*rows H"], ids: Int[Tensor, " Vd"]
+    ) -> Float[Tensor, "*rows Vd"]: ...
+
+
 State = Any  # a drafter's memory while decoding: opaque to the engine, never mutated
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the settings of every drafter begin with; each has a `Config` that adds its own.
+
+    Attributes:
+        depths: guesses per row in training; held-out text is always measured at all of them.
+        draft_vocab_size: answer tokens it may propose, most frequent first; None: all.
+        loss: what a guess costs, a sum of terms such as "0.1*soft_ce" (train/losses.py).
+        depth_weights: of the losses of depths 1, 2, ..: "first", "geometric:0.8", "normalised:0.6",
+            "mean:0.3" or a list "1/0.5/0.25" (train/losses.py); depths of weight 0 are measured,
+            not trained.
+        renormalise: the teacher's probabilities sum to 1 over the draft vocabulary.
+        normalise: a loss is a mean over supervised "rows", or over all "tokens" of the batch.
+    """
+
+    name: str = ""
+    depths: int = 4
+    draft_vocab_size: int | None = None
+    loss: tuple[str, ...] = ("soft_ce",)
+    depth_weights: str = "geometric:0.8"
+    renormalise: bool = True
+    normalise: str = "rows"
+
+    def __post_init__(self) -> None:
+        if self.depths < 1:
+            raise ValueError(f"depths = {self.depths}: needs at least one depth")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(
+                f"draft_vocab_size = {self.draft_vocab_size}: needs at least one token"
+            )
+        self.choose("normalise", "rows", "tokens")
+
+    def choose(self, name: str, *allowed: str) -> None:
+        """Refuse any other value of a field."""
+        if getattr(self, name) not in allowed:
+            raise ValueError(f"{name} = {getattr(self, name)}: use {' or '.join(allowed)}")
+
+
+def borrowed_head(
+    target: Lender, vocab: DraftVocab, hidden: Float[Tensor, "*rows H"]
+) -> Float[Tensor, "*rows Vd"]:
+    """The target's own head, over the draft vocabulary: frozen, and in no checkpoint."""
+    return target.logits(hidden) if vocab.full else target.logits_of(hidden, vocab.kept)
 
 
 class Drafter(nn.Module):
     """A draft model. Subclasses live one per file in `models/drafters/`.
 
-    A subclass never changes a state it was given, returns rows over its whole draft vocabulary,
-    and keeps in its lasting state only what was computed from true target states.
+    A subclass is built as `cls(cfg, target, vocab, taps)`. It may ask the target for its embedding
+    and its head, owns none of the target's weights, never changes a state it was given, returns
+    rows over its whole draft vocabulary, and keeps in its lasting state only what was computed
+    from true target states.
     """
 
     taps: tuple[int, ...]  # which decoder layers of the target it reads (output of layer k)
     vocab: DraftVocab  # which target tokens it can propose
     can_branch: ClassVar[bool] = True  # several candidates per level (trees) are possible
+    in_target_space: ClassVar[bool] = False  # its states stand where the target's last ones stand
+    reach: int = 2**31  # deepest level it can draft
 
     def initialise(self, target: "Target", traces: Iterable[Trace]) -> str:
         """Better first weights than chance, where there are any; says what was done.
@@ -132,8 +196,17 @@ class Drafter(nn.Module):
         """Logits over the draft vocabulary."""
         raise NotImplementedError
 
+    def heads(
+        self, hidden: Sequence[Float[Tensor, "_ D"]], depths: Sequence[int]
+    ) -> Float[Tensor, "N Vd"]:
+        """Logits of the states of several depths, one below the other: one head speaks for all."""
+        return self.head(torch.cat(list(hidden)))
+
     def unroll(self, trace: Trace) -> Iterator[Guess]:
-        """Training: one guess per depth, tokens of the text, own states."""
+        """Training: one guess per depth, shallow first, tokens of the text, own states.
+
+        The objective stops asking behind the last depth it needs.
+        """
         raise NotImplementedError
 
     def absorb(self, state: State | None, trace: Trace) -> State:
@@ -158,6 +231,3 @@ class Drafter(nn.Module):
             Logits for the children of each node, and the state for the next level.
         """
         raise NotImplementedError
-
-
-Embed = Callable[[Int[Tensor, "*rows"]], Float[Tensor, "*rows H"]]

@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.models.base import Shape
+
 SCORES_CPU = 2**19  # scores held at once: about 2 MB in float32, a core's cache
 SCORES_GPU = 2**26
 
@@ -73,6 +75,86 @@ def rotate(
     cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
     a, b = x[..., :half].float(), x[..., half:].float()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of an attention without bias; its input may be wider than its output."""
+
+    def __init__(self, shape: Shape, wide: int = 1, qk_norm: bool = False) -> None:
+        """
+        Args:
+            wide: width of the input, in hidden sizes.
+            qk_norm: a norm over every head's query and key (Qwen3's bodies have it).
+        """
+        super().__init__()
+        inner, size = wide * shape.hidden, shape.head_dim
+        self.q_proj = nn.Linear(inner, shape.heads * size, bias=False)
+        self.k_proj = nn.Linear(inner, shape.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(inner, shape.kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(shape.heads * size, shape.hidden, bias=False)
+        self.q_norm = Norm(size, shape.eps) if qk_norm else nn.Identity()
+        self.k_norm = Norm(size, shape.eps) if qk_norm else nn.Identity()
+        self.heads, self.size, self.theta = shape.heads, size, shape.rope_theta
+
+    def query(
+        self, x: Float[Tensor, "N X"], positions: Int[Tensor, " N"]
+    ) -> Float[Tensor, "N AG C"]:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.size)))
+        return rotate(q, positions, self.theta)
+
+    def key_value(
+        self, x: Float[Tensor, "N X"], positions: Int[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N A C"], Float[Tensor, "N A C"]]:
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.size)))
+        value = self.v_proj(x).unflatten(-1, (-1, self.size))
+        return rotate(key, positions, self.theta), value
+
+
+class Block(nn.Module):
+    """A decoder layer: attention, then a gated MLP, each added to the residual stream.
+
+    What attention reads and what the residual is need not be the same; the caller holds both.
+    """
+
+    def __init__(
+        self, shape: Shape, wide: int = 1, input_norm: bool = True, qk_norm: bool = False
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden, shape.eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(shape, wide, qk_norm)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
+        self.mlp = Mlp(shape.hidden, shape.intermediate, shape.activation)
+
+    def finish(
+        self, residual: Float[Tensor, "N D"], attended: Float[Tensor, "N AG C"]
+    ) -> Float[Tensor, "N D"]:
+        """The layer's output, from its residual input and what its heads gathered."""
+        residual = residual + self.self_attn.o_proj(attended.flatten(-2))
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+def grouped_attention(
+    q: Float[Tensor, "N AG C"],
+    keys: Float[Tensor, "L A C"],
+    values: Float[Tensor, "L A C"],
+    seen: Bool[Tensor, "N M"] | None = None,
+) -> Float[Tensor, "N AG C"]:
+    """Decoding: attention over all keys but, of the last M, only those that `seen` allows."""
+    mask = None
+    if seen is not None:
+        mask = F.pad(seen, (len(keys) - seen.shape[1], 0), value=True)
+    q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def random_weights(module: nn.Module) -> None:
+    """Every matrix at random, so that it hands on the size of what it is given."""
+    for linear in (m for m in module.modules() if isinstance(m, nn.Linear)):
+        nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)
 
 
 @dataclass(frozen=True)

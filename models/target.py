@@ -337,3 +337,19 @@ def _packed(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
     causal = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
     same = document[:, :, None] == document[:, None, :]
     return causal & same
+
+
+def usual_taps(layers: int) -> tuple[int, ...]:
+    """Low, middle and high: the outputs of layers 1, n//2-1, n-4 (inputs of 2, n//2, n-3)."""
+    return (1, layers // 2 - 1, layers - 4)
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The usual taps where the target is deep enough for three distinct ones.
+
+    A target too shallow for three distinct ones gives those that exist: n = 2 -> (0, 1).
+    """
+    wanted = usual_taps(layers)
+    if len(set(wanted)) == 3 and min(wanted) >= 0 and list(wanted) == sorted(wanted):
+        return wanted
+    return tuple(sorted({0, (layers - 1) // 2, max(layers - 2, min(1, layers - 1))}))

@@ -63,6 +63,13 @@ class DraftVocab(nn.Module):
     def to_target(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
         return ids if self.full else ids + self.d2t[ids]
 
+    def to_draft(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Draft ids of target ids, -1 for those that cannot be drafted."""
+        if self.full:
+            return ids
+        place = torch.searchsorted(self.kept, ids)
+        return torch.where(self.t2d[ids], place, -1)
+
     def expand(self, probs: Float[Tensor, "N Vd"]) -> Float[Tensor, "N V"]:
         """Rows over the target's vocabulary: 0 where the drafter cannot propose."""
         if self.full:

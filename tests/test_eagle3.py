@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.models.base import Trace
-from outrider.models.drafters.eagle3 import Config, Eagle3, Memory, default_taps
-from outrider.models.target import Target
+from outrider.models.drafters.eagle3 import Config, Eagle3
+from outrider.models.target import Target, default_taps
+from outrider.models.unroll import Memory
 from outrider.train.objective import Objective
 from tests import tiny
 
@@ -111,7 +112,7 @@ class Literal:
         return x / (x.square().mean() + self.drafter.shape.eps).sqrt() * self.w[f"{name}.weight"]
 
     def wide(self, t: int, depth: int, state: Tensor) -> Tensor:
-        embedding = self.drafter.embed(self.trace.ids[self.row, t + depth])
+        embedding = self.drafter.target.embed(self.trace.ids[self.row, t + depth])
         return torch.cat(
             [
                 self.norm("midlayer.input_layernorm", embedding),

@@ -23,11 +23,7 @@ MAY_CHANGE = ("run.seed", "target.path", "target.dtype", "target.trust_remote_co
 
 @runtime_checkable
 class DrafterConfig(Protocol):
-    """What every drafter's own `Config` has; the rest of it belongs to the drafter alone.
-
-    depths: guesses per row in training; decay: weight of the loss from depth to depth;
-    renormalise, normalise: see `train/objective.py` and `Run.divisors`.
-    """
+    """What every drafter's `Config` has; `models.base.Recipe` says what each field means."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +32,9 @@ class DrafterConfig(Protocol):
     @property
     def draft_vocab_size(self) -> int | None: ...
     @property
-    def decay(self) -> float: ...
+    def loss(self) -> tuple[str, ...]: ...
+    @property
+    def depth_weights(self) -> str: ...
     @property
     def renormalise(self) -> bool: ...
     @property
@@ -206,7 +204,7 @@ def parse(node: DictConfig) -> Config:
         name: read(schema, values.get(name, {}), name) for name, schema in schemas.items()
     }
     config = Config(**parts)
-    for check in (_check_length, _check_data, _check_decode, _check_names):
+    for check in (_check_length, _check_data, _check_drafter, _check_decode, _check_names):
         check(config)
     return config
 
@@ -323,6 +321,20 @@ def _check_data(config: Config) -> None:
         why = f"data={data.name} reads text that exists; only data=self generates."
         fix = "Take data=self, or drop the group with ~data.generate."
         raise ConfigError("data.generate", dataclasses.asdict(data.generate), why, fix)
+
+
+def _check_drafter(config: Config) -> None:
+    """The objective can be read, and its terms make sense for this drafter."""
+    from outrider.models.drafters import kind
+    from outrider.train.losses import parse_depth_weights, parse_loss
+
+    cfg = config.drafter
+    parse_depth_weights(cfg.depth_weights, cfg.depths)
+    for term in parse_loss(cfg.loss):
+        if term.kind.features and not kind(cfg.name).in_target_space:
+            why = f"{term.name} compares states, and those of {cfg.name} are not in the target's space."
+            fix = "Use terms over distributions, such as soft_ce, kl or lk_hybrid."
+            raise ConfigError("drafter.loss", list(cfg.loss), why, fix)
 
 
 def _check_decode(config: Config) -> None:

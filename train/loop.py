@@ -15,6 +15,7 @@ from outrider.data.prepare import Material, material
 from outrider.launch import plan, start
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
+from outrider.models.target import default_taps, usual_taps
 from outrider.train.config import Config
 from outrider.train.errors import RunError
 from outrider.train.manifest import write_manifest
@@ -31,10 +32,8 @@ def train(config: Config) -> int:
     console = Console(quiet=not main)
     loaded = load.load(config.target, start.device())
     console.print(f"target: {loaded.source}")
-    room = drafters.module(config.drafter.name)
-    taps = getattr(config.drafter, "taps", None) or room.default_taps(loaded.target.depth)
-    usual = getattr(room, "usual_taps", room.default_taps)(loaded.target.depth)
-    if getattr(config.drafter, "taps", None) is None and taps != usual:
+    taps = drafters.taps_of(config.drafter, loaded.target.depth)
+    if taps == default_taps(loaded.target.depth) != usual_taps(loaded.target.depth):
         console.print(f"target has {loaded.target.depth} layers: taps adapted to {list(taps)}")
     made = material(config, loaded, taps, console, start.rank())
     before = _age(config)
@@ -113,7 +112,7 @@ def _advance(run: Run, tracker: Tracker) -> None:
     batches = run.micro_batches(step)
     divide = run.divisors(batches)
     speaking = step % config.log_every == 0
-    sums = Sums.zero(len(divide), run.target.device)
+    sums = run.objective.zero(run.target.device)
     share = run.accelerator.num_processes * run.config.launch.accumulation  # undoes the averaging
     for batch in batches:
         trace = run.trace(batch, held=False)
@@ -141,11 +140,11 @@ def _refuse_nan(run: Run, loss: torch.Tensor, batch: Batch) -> None:
 def _speak(
     run: Run, tracker: Tracker, sums: Sums, rate: float, norm: torch.Tensor | float | None
 ) -> None:
-    means = Sums(*run.reduce(sums.stacked()).unbind()).means()
+    means = run.over_ranks(sums).means()
     step, seconds = run.progress.step, max(run.progress.seconds, 1e-9)
     speed = step * run.rows * run.config.data.max_length / seconds
     means["objective"] = sum(
-        w * means[f"loss@{d}"] for d, w in enumerate(run.objective.weights, start=1)
+        w * means.get(f"loss@{d}", 0.0) for d, w in enumerate(run.objective.weights, start=1)
     )
     extra = {"lr": rate, "grad_norm": float(norm or 0.0), "tokens_per_second": speed}
     tracker.log(step, "train", {**means, **extra})

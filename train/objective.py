@@ -12,7 +12,9 @@ once, by global counts. Three paths give the same numbers:
     plain       all rows at once through ordinary autograd: the reference
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +23,8 @@ from torch import Tensor, nn
 
 from outrider.eval.decode.sampling import first_argmax
 from outrider.models.base import Drafter, Trace
-from outrider.train.losses import LOSSES, Loss
+from outrider.train.forecast import rounds
+from outrider.train.losses import Rows, parse_loss
 
 CHUNK = 2**23  # largest number of logits held at once, target's or drafter's: 32 MB in float32
 CHUNK_GPU = 2**27  # there small products leave most of the machine idle
@@ -31,44 +34,67 @@ CHUNK_GPU = 2**27  # there small products leave most of the machine idle
 class Sums:
     """Per depth, summed over rows. Divide by `rows`; add over micro-batches and ranks.
 
-    loss: nats of the rows that are judged (0 where the target's favourite cannot be drafted).
+    loss: what the objective's terms cost together, before the weight of the depth.
     agree: the drafter's favourite is the target's.
-    survive: it was so at this and all shallower depths, like a draft that is accepted so far; a
-        share of the rows of depth 1, for a draft that runs past the answer's end is cut there.
     alpha: sum over tokens of min(p, q), the chance that sampling accepts (all tokens, T = 1).
     rows: supervised rows.
+    terms: each term on its own, unweighted.
+    told: rows that each term spoke of.
+    rounds: tokens that decoding this text would emit in rounds, then the expected rounds of a
+        greedy and of a sampled chain (train/forecast.py). alpha and rounds only where measured.
     """
 
     loss: Float[Tensor, " D"]
     agree: Float[Tensor, " D"]
-    survive: Float[Tensor, " D"]
     alpha: Float[Tensor, " D"]
     rows: Float[Tensor, " D"]
+    terms: Float[Tensor, "terms D"]
+    told: Float[Tensor, "terms D"]
+    rounds: Float[Tensor, "3"]
+    names: tuple[str, ...]
 
     @classmethod
-    def zero(cls, depths: int, device: torch.device | str) -> "Sums":
-        return cls(*(torch.zeros(depths, dtype=torch.float64, device=device) for _ in fields(cls)))
+    def zero(
+        cls, depths: int, device: torch.device | str, names: Sequence[str] = ("soft_ce",)
+    ) -> "Sums":
+        sizes = [(depths,)] * 4 + [(len(names), depths)] * 2 + [(3,)]
+        zeros = (torch.zeros(size, dtype=torch.float64, device=device) for size in sizes)
+        return cls(*zeros, names=tuple(names))
+
+    def tensors(self) -> list[Tensor]:
+        """All numbers, in the order of the fields."""
+        return [getattr(self, f.name) for f in fields(self) if f.name != "names"]
 
     def add(self, other: "Sums") -> None:
-        for f in fields(self):
-            getattr(self, f.name).add_(getattr(other, f.name))
+        for mine, part in zip(self.tensors(), other.tensors(), strict=True):
+            mine.add_(part)
 
-    def stacked(self) -> Float[Tensor, "fields D"]:
+    def stacked(self) -> Float[Tensor, " numbers"]:
         """For one all-reduce."""
-        return torch.stack([getattr(self, f.name) for f in fields(self)])
+        return torch.cat([tensor.flatten() for tensor in self.tensors()])
+
+    def filled(self, numbers: Float[Tensor, " numbers"]) -> "Sums":
+        """The same fields with other numbers, as `stacked` lays them out."""
+        mine = self.tensors()
+        parts = numbers.split([tensor.numel() for tensor in mine])
+        shaped = (part.view_as(tensor) for part, tensor in zip(parts, mine, strict=True))
+        return Sums(*shaped, names=self.names)
 
     def means(self) -> dict[str, float]:
-        """Flat metrics, `name@depth`, and the acceptance length they predict, bonus included."""
+        """Flat metrics, `name@depth`, and the acceptance length they predict, bonus included.
+
+        A depth that was not asked for is left out.
+        """
         rows = self.rows.clamp(min=1)
         shares = {name: getattr(self, name) / rows for name in ("loss", "agree", "alpha")}
-        shares["survive"] = self.survive / rows[0]
-        out = {
-            f"{name}@{i}": value
-            for name, values in shares.items()
-            for i, value in enumerate(values.tolist(), start=1)
-        }
-        out["accept_length"] = 1.0 + float(shares["survive"].sum())
-        out["accept_length_sampling"] = 1.0 + float((self.alpha / rows).cumprod(0).sum())
+        if len(self.names) > 1:
+            each = self.terms / self.told.clamp(min=1)
+            shares.update({f"term.{name}": part for name, part in zip(self.names, each, strict=True)})
+        asked = [i for i, count in enumerate(self.rows.tolist()) if count or i == 0]
+        out = {f"{name}@{i + 1}": float(share[i]) for name, share in shares.items() for i in asked}
+        tokens, greedy, sampled = self.rounds.tolist()
+        out["accept_length"] = tokens / greedy if greedy else 1.0
+        out["accept_length_sampling"] = tokens / sampled if sampled else 1.0
         return out
 
 
@@ -89,8 +115,8 @@ class Teacher(Protocol):
 class Judged(NamedTuple):
     """What the target says at some rows, over the draft vocabulary."""
 
-    probs: Float[Tensor, "N Vd"]
-    mass: Float[Tensor, " N"]  # probability of the draft vocabulary as a whole; 1 if not asked for
+    p: Float[Tensor, "N Vd"]  # as the objective wants it, see `losses.Rows`
+    whole: Float[Tensor, "N Vd"]  # its real share; the same as p where nobody asked for it
     favourite: Int[Tensor, " N"]  # argmax over the whole vocabulary
     fair: Bool[Tensor, " N"]  # the favourite can be drafted
 
@@ -104,34 +130,46 @@ class Objective(nn.Module):
         target: Teacher,
         *,
         weights: list[float],
+        loss: Sequence[str] = ("soft_ce",),
         renormalise: bool = True,
-        loss: str = "soft_cross_entropy",
         path: Literal["fused", "kept", "plain"] = "fused",
     ) -> None:
         """
         Args:
-            weights: of the depths, depth 1 first.
+            weights: of the depths, depth 1 first; depths of weight 0 are only measured.
+            loss: terms, see train/losses.py.
             renormalise: the teacher sums to 1 over the draft vocabulary.
             path: how chunks meet autograd, see above; not a matter of results.
         """
         super().__init__()
         self.drafter, self.weights = drafter, weights
         self.renormalise, self.path = renormalise, path
-        self.loss: Loss = LOSSES[loss]
+        self.terms = parse_loss(loss)
         self._target = (target,)  # in a tuple: not a submodule, not trained, not saved
+
+    def zero(self, device: torch.device | str) -> Sums:
+        """Nothing summed yet."""
+        return Sums.zero(len(self.weights), device, [term.name for term in self.terms])
+
+    def asks_whole(self, measure: bool) -> bool:
+        """Whether the share of the draft vocabulary matters, for which the whole head must run."""
+        wanted = measure or not self.renormalise or any(term.kind.whole for term in self.terms)
+        return wanted and not self.drafter.vocab.full
 
     def forward(
         self, trace: Trace, divide: Float[Tensor, " D"], measure: bool = False
     ) -> tuple[Float[Tensor, ""], Sums]:
         """
         Args:
-            divide: per depth, what its sum of nats is divided by (the global count of rows).
-            measure: also sum alpha, which costs a softmax per row.
+            divide: per depth, what its sum is divided by (the global count of rows).
+            measure: go through all depths, and sum what costs more: alpha, rounds.
 
         Returns:
-            sum over depths of weight * nats / divide, with gradient; and the sums behind it.
+            sum over depths of weight * loss / divide, with gradient; and the sums behind it.
         """
-        guesses = list(self.drafter.unroll(trace))
+        trained = max(i for i, weight in enumerate(self.weights, start=1) if weight)
+        asked = len(self.weights) if measure else trained
+        guesses = list(islice(self.drafter.unroll(trace), asked))
         hidden = [guess.hidden.flatten(0, 1) for guess in guesses]
         job = _Job(self, trace, [guess.depth for guess in guesses], divide, measure)
         if self.path != "fused" or not torch.is_grad_enabled():
@@ -142,29 +180,26 @@ class Objective(nn.Module):
         return loss, job.sums
 
     def judge(
-        self, last: Float[Tensor, "N H"], mass: bool, favourite: Int[Tensor, " N"] | None = None
+        self, last: Float[Tensor, "N H"], whole: bool, favourite: Int[Tensor, " N"] | None = None
     ) -> Judged:
         """The target's distribution at some rows, restricted to the draft vocabulary.
 
         Args:
-            mass: also find out which share of the whole the draft vocabulary has.
+            whole: also find out which share of the whole the draft vocabulary has.
             favourite: known already; then only the draft vocabulary's part of the head is needed.
         """
         vocab, (target,) = self.drafter.vocab, self._target
-        mass = not vocab.full and (mass or not self.renormalise)
-        if vocab.full or mass or favourite is None:
+        if vocab.full or whole or favourite is None:
             logits = target.logits(last)
             favourite = first_argmax(logits) if favourite is None else favourite
             inside = logits if vocab.full else logits[:, vocab.kept]
         else:
             inside = target.logits_of(last, vocab.kept)
-        probs = inside.float().softmax(-1)
-        share = probs.new_ones(len(last))
-        if mass:
-            share = (inside.float().logsumexp(-1) - _logsumexp(logits)).exp()
-        if not self.renormalise:
-            probs = probs * share[:, None]
-        return Judged(probs, share, favourite, vocab.t2d[favourite])
+        p = inside.float().softmax(-1)
+        share = p
+        if whole:
+            share = p * (inside.float().logsumexp(-1) - _logsumexp(logits)).exp()[:, None]
+        return Judged(p if self.renormalise else share, share, favourite, vocab.t2d[favourite])
 
 
 def chunk_of(device: torch.device) -> int:
@@ -184,15 +219,18 @@ class _Job:
     def __init__(
         self, objective: Objective, trace: Trace, depths: list[int], divide: Tensor, measure: bool
     ) -> None:
-        self.objective, self.depths, self.measure = objective, depths, measure
-        self.last = trace.last.flatten(0, 1)
+        self.objective, self.trace, self.depths, self.measure = objective, trace, depths, measure
+        self.last, self.following = trace.last.flatten(0, 1), trace.next_ids.flatten()
         self.favourite = None if trace.favourite is None else trace.favourite.flatten()
         self.counts = [trace.counts(d).flatten() for d in depths]
         device = self.last.device
-        self.sums = Sums.zero(len(depths), device)
-        self.sums.rows.copy_(torch.stack([c.sum() for c in self.counts]))
-        self.scale = (torch.tensor(objective.weights, device=device) / divide.to(device)).float()
-        self.agree = torch.zeros(len(depths), len(self.last), dtype=torch.bool, device=device)
+        self.sums = objective.zero(device)
+        self.sums.rows[: len(depths)] = torch.stack([c.sum() for c in self.counts]).double()
+        weights = torch.tensor(objective.weights, device=device)
+        self.scale = (weights / divide.to(device)).float()
+        self.whole = objective.asks_whole(measure)
+        size = (2, len(depths), *trace.ids.shape)  # of being accepted: greedy, sampling
+        self.chances = torch.zeros(size if measure else 0, device=device)
 
     def chunks(self) -> list[Tensor]:
         """Target rows that judge at least one guess, in chunks."""
@@ -207,8 +245,7 @@ class _Job:
         if self.objective.path == "kept":  # as many as if every row judged
             size = max(1, most // max(target.vocab, vocab * len(self.depths)))
             return list(rows.tensor_split(-(-len(wanted) // size)))
-        whole = self.measure or not self.objective.renormalise or self._known(rows) is None
-        judging = target.vocab if whole else vocab
+        judging = target.vocab if self.whole or self._known(rows) is None else vocab
         size = max(1, most // max(judging, vocab * len(self.depths)))
         return list(rows.split(size)) if len(rows) else []
 
@@ -225,15 +262,16 @@ class _Job:
                 (rows - depth)[ok]
                 for depth, ok in zip(self.depths, self._judges(rows), strict=True)
             ]
-            states = torch.cat([h[at] for h, at in zip(hidden, places, strict=True)])
+            states = [h[at] for h, at in zip(hidden, places, strict=True)]
             if take is not None:
-                states = states.detach().requires_grad_()
+                states = [state.detach().requires_grad_() for state in states]
             loss = self._chunk(states, rows)
             if take is not None:
                 take(loss, states, places)
                 loss = loss.detach()
             total = total + loss
-        self._survive()
+        if self.measure:
+            self._forecast()
         return total
 
     def _judges(self, rows: Tensor) -> list[Tensor]:
@@ -243,50 +281,68 @@ class _Job:
             for d, c in zip(self.depths, self.counts, strict=True)
         ]
 
-    def _chunk(self, states: Tensor, rows: Tensor) -> Tensor:
+    def _chunk(self, states: list[Tensor], rows: Tensor) -> Tensor:
         """Loss of one chunk; its statistics are added to the sums."""
+        drafter = self.objective.drafter
         with torch.no_grad():
-            judged = self.objective.judge(self.last[rows], self.measure, self._known(rows))
+            judged = self.objective.judge(self.last[rows], self.whole, self._known(rows))
         judges = self._judges(rows)
         which = torch.cat([torch.nonzero(ok).flatten() for ok in judges])
         level = torch.cat(
             [torch.full_like(rows[ok], i) for i, ok in enumerate(judges)]
         )  # index of the depth
-        logits = self.objective.drafter.head(states)
-        nats = self.objective.loss(logits, judged.probs[which])
-        fair = judged.fair[which]
-        loss = (nats * (fair * self.scale[level])).sum()
+        p = judged.p[which]
+        told = Rows(
+            logits=drafter.heads(states, self.depths),
+            p=p,
+            whole=p if judged.whole is judged.p else judged.whole[which],
+            fair=judged.fair[which],
+            token=drafter.vocab.to_draft(self.following[rows[which]]),
+            state=torch.cat(states),
+            feature=self.last[rows[which]],
+        )
+        loss = self._cost(told, level)
         with torch.no_grad():
-            self._count(logits, nats * fair, rows, which, level, judged)
+            self._count(told, judged.favourite[which], rows[which], level)
         return loss
 
-    def _count(
-        self,
-        logits: Tensor,
-        nats: Tensor,
-        rows: Tensor,
-        which: Tensor,
-        level: Tensor,
-        judged: Judged,
-    ) -> None:
-        sums, vocab = self.sums, self.objective.drafter.vocab
-        same = vocab.to_target(first_argmax(logits)) == judged.favourite[which]
-        sums.loss.index_add_(0, level, nats.double())
-        sums.agree.index_add_(0, level, same.double())
-        depth = torch.tensor(self.depths, device=rows.device)[level]
-        self.agree[level, rows[which] - depth] = same
-        if self.measure:
-            p = judged.probs[which]
-            if self.objective.renormalise:
-                p = p * judged.mass[which, None]
-            alpha = torch.minimum(p, logits.float().softmax(-1)).sum(-1)
-            sums.alpha.index_add_(0, level, alpha.double())
+    def _cost(self, rows: Rows, level: Tensor) -> Tensor:
+        """All terms together, depths weighted."""
+        whole = torch.zeros_like(level, dtype=torch.float32)
+        for i, term in enumerate(self.objective.terms):
+            values, told = term(rows)
+            whole = whole + term.weight * values
+            self.sums.terms[i].index_add_(0, level, values.detach().double())
+            self.sums.told[i].index_add_(0, level, told.double())
+        self.sums.loss.index_add_(0, level, whole.detach().double())
+        return (whole * self.scale[level]).sum()
 
-    def _survive(self) -> None:
-        alive = torch.ones_like(self.agree[0])
-        for i, counts in enumerate(self.counts):
-            alive = alive & self.agree[i]
-            self.sums.survive[i] = (alive & counts).sum()
+    def _count(self, rows: Rows, favourite: Tensor, judge: Tensor, level: Tensor) -> None:
+        """
+        Args:
+            favourite: the target's, at each row.
+            judge: the target row that judges it.
+            level: index of its depth.
+        """
+        sums, vocab = self.sums, self.objective.drafter.vocab
+        agree = vocab.to_target(first_argmax(rows.logits)) == favourite
+        sums.agree.index_add_(0, level, agree.double())
+        if not self.measure:
+            return
+        sums.alpha.index_add_(0, level, rows.alpha.double())
+        depth = torch.tensor(self.depths, device=judge.device)[level]
+        token = rows.token.clamp(min=0)[:, None]
+        q, p = rows.log_q.gather(1, token).exp(), rows.whole.gather(1, token)
+        kept = torch.where(rows.token >= 0, (q / p.clamp(min=1e-30))[:, 0].clamp(max=1.0), 0.0)
+        greedy, sampling = self.chances.flatten(2)
+        greedy[level, judge - depth] = agree.float()
+        sampling[level, judge - depth] = kept.float()
+
+    def _forecast(self) -> None:
+        for i, chances in enumerate(self.chances, start=1):
+            tokens, expected = rounds(chances, self.trace)
+            self.sums.rounds[0] = tokens
+            self.sums.rounds[i] = expected
 
 
 class _Fused(torch.autograd.Function):
@@ -298,13 +354,12 @@ class _Fused(torch.autograd.Function):
         slopes = [torch.zeros_like(h, dtype=torch.float32) for h in hidden]
         sums: list[Tensor | None] = [None] * len(params)
 
-        def take(loss: Tensor, states: Tensor, places: list[Tensor]) -> None:
-            first, *rest = torch.autograd.grad(loss, [states, *params], allow_unused=True)
-            for slope, at, part in zip(
-                slopes, places, first.split([len(at) for at in places]), strict=True
-            ):
-                slope[at] = part.float()
-            for i, grad in enumerate(rest):
+        def take(loss: Tensor, states: list[Tensor], places: list[Tensor]) -> None:
+            grads = torch.autograd.grad(loss, [*states, *params], allow_unused=True)
+            for slope, at, part in zip(slopes, places, grads, strict=False):
+                if part is not None:
+                    slope[at] = part.float()
+            for i, grad in enumerate(grads[depths:]):
                 if grad is not None:
                     sums[i] = grad if sums[i] is None else sums[i].add_(grad)  # type: ignore[union-attr]
 

@@ -28,6 +28,7 @@ from outrider.train.compose import flat, plain
 from outrider.train.config import Config, resolved, saved_config
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.files import read_json, write_tensors
+from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective, Sums
 
 # what a continued run may change: limits and reports, nothing that changes a step
@@ -63,7 +64,8 @@ class Run:
         self.objective = Objective(
             self.drafter,
             self.target,
-            weights=[cfg.decay**d for d in range(cfg.depths)],
+            weights=parse_depth_weights(cfg.depth_weights, cfg.depths),
+            loss=cfg.loss,
             renormalise=cfg.renormalise,
             path="kept" if config.launch.name == "zero3" else "fused",
         )
@@ -179,8 +181,9 @@ class Run:
         cfg: Any = self.config.drafter
         rows, world = self.material.held, self.accelerator.num_processes
         size = max(1, self.rows // (world * self.config.launch.accumulation))
-        sums = Sums.zero(cfg.depths, self.target.device)
+        sums = self.objective.zero(self.target.device)
         divide = torch.ones(cfg.depths)
+        self.objective.eval()  # no noise, no dropout
         for turn in range(-(-len(rows) // (world * size))):
             at = (turn * world + self.accelerator.process_index) * size
             index = torch.arange(at, at + size)
@@ -189,7 +192,12 @@ class Run:
             batch = batch._replace(answer=batch.answer & (index < len(rows))[:, None])
             with self.accelerator.autocast():
                 sums.add(self.objective(self.trace(batch, held=True), divide, True)[1])
-        return Sums(*self.reduce(sums.stacked()).unbind()).means()
+        self.objective.train()
+        return self.over_ranks(sums).means()
+
+    def over_ranks(self, sums: Sums) -> Sums:
+        """Added up over all ranks."""
+        return sums.filled(self.reduce(sums.stacked()))
 
     def keep_best(self, metrics: dict[str, float]) -> bool:
         """The best drafter is the one with the longest held-out acceptance, not the lowest loss."""

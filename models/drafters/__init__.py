@@ -1,7 +1,8 @@
 """One file per drafter, found by its name.
 
-A file holds a frozen dataclass `Config` whose first field is `name`, one subclass of `Drafter`
-built as `cls(cfg, shape, vocab, taps, embed)`, and `default_taps(layers)`. There is no table to
+A file holds a frozen dataclass `Config`, a `Recipe` with the drafter's own settings behind it, and
+one subclass of `Drafter` built as `cls(cfg, target, vocab, taps)`. One that reads decoder layers of
+the target has a setting `taps` and a function `default_taps(layers)` too. There is no table to
 extend and no path to a class in any configuration: a downloaded config cannot name code to run.
 """
 
@@ -36,6 +37,28 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"outrider.models.drafters.{name}")
 
 
+def kind(name: str) -> type[Drafter]:
+    """The one subclass of `Drafter` that the file defines."""
+    room = module(name)
+    found = [
+        kind
+        for kind in vars(room).values()
+        if isinstance(kind, type) and issubclass(kind, Drafter) and kind.__module__ == room.__name__
+    ]
+    assert len(found) == 1, f"{name}.py must define exactly one Drafter, found {found}"
+    return found[0]
+
+
+def taps_of(cfg: Any, layers: int) -> tuple[int, ...]:
+    """The target's layers that a drafter reads: those of its settings, or its file's default."""
+    if not hasattr(cfg, "taps"):
+        return ()
+    if cfg.taps is not None:
+        return tuple(cfg.taps)
+    default: tuple[int, ...] = module(cfg.name).default_taps(layers)
+    return default
+
+
 def build(cfg: Any, target: Target, vocab: DraftVocab) -> Drafter:
     """An untrained drafter for this target; sets the target's taps.
 
@@ -43,14 +66,6 @@ def build(cfg: Any, target: Target, vocab: DraftVocab) -> Drafter:
         cfg: the `Config` of the drafter's file.
         vocab: the tokens it can propose.
     """
-    room = module(cfg.name)
-    kinds = [
-        kind
-        for kind in vars(room).values()
-        if isinstance(kind, type) and issubclass(kind, Drafter) and kind.__module__ == room.__name__
-    ]
-    assert len(kinds) == 1, f"{cfg.name}.py must define exactly one Drafter, found {kinds}"
-    taps = tuple(cfg.taps) if cfg.taps is not None else room.default_taps(target.depth)
+    taps = taps_of(cfg, target.depth)
     target.set_taps(taps)
-    drafter: Drafter = kinds[0](cfg, target.shape(), vocab, taps, target.embed)
-    return drafter
+    return kind(cfg.name)(cfg, target, vocab, taps)

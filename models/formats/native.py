@@ -85,7 +85,8 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tupl
     cfg = _settings(config["drafter"])
     tensors = read_tensors(folder / "model.safetensors", config["sha256"], FIX)
     vocab = DraftVocab(tensors["vocab.d2t"] + torch.arange(len(tensors["vocab.d2t"])), target.vocab)
-    cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
+    if hasattr(cfg, "taps"):
+        cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
     drafter = drafters.build(cfg, target, vocab)
     try:
         drafter.load_state_dict(tensors)
