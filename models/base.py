@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from outrider.models.vocab import DraftVocab
 
 if TYPE_CHECKING:
+    from outrider.data.loader import Batch
     from outrider.models.target import Target
 
 
@@ -66,7 +67,7 @@ class Trace:
         return out
 
     def counts(self, depth: int) -> Bool[Tensor, "B T"]:
-        """True where the guess of row t at this depth is supervised.
+        """True where the guess of row t at this depth is supervised; depth 0 is the target's own.
 
         That is: x_{t+1+depth} is an answer token of the same document. The mask belongs to the
         predicted token, so the first token of an answer is guessed from inside the prompt.
@@ -183,6 +184,7 @@ class Drafter(nn.Module):
     can_branch: ClassVar[bool] = True  # several candidates per level (trees) are possible
     in_target_space: ClassVar[bool] = False  # its states stand where the target's last ones stand
     reach: int = 2**31  # deepest level it can draft
+    keep: float = 0.0  # price of changing the target, for one that does (`change`)
 
     def initialise(self, target: "Target", traces: Iterable[Trace]) -> str:
         """Better first weights than chance, where there are any; says what was done.
@@ -191,6 +193,25 @@ class Drafter(nn.Module):
             traces: training text, at least one batch; take as much of it as is of use.
         """
         return "random weights"
+
+    def rates(self) -> dict[str, float]:
+        """Learning rates other than `train.lr`: prefix of parameter names -> factor on it."""
+        return {}
+
+    def rewrite(self, batch: "Batch") -> "Batch | None":
+        """Training text of the drafter's own for these rows, which the target then judges.
+
+        None: learn from the text as it is. Random numbers come from torch's global generator,
+        which the loop seeds anew in every step.
+        """
+        return None
+
+    def change(self, target: "Target") -> str | None:
+        """What decoding needs done to the target, for good; says what it was (Medusa-2).
+
+        A drafter that changes its target is exact for the changed target only.
+        """
+        return None
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
         """Logits over the draft vocabulary."""
@@ -205,7 +226,8 @@ class Drafter(nn.Module):
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         """Training: one guess per depth, shallow first, tokens of the text, own states.
 
-        The objective stops asking behind the last depth it needs.
+        The objective stops asking behind the last depth it needs. A drafter that changes its
+        target says first, as a guess of depth 0, what the changed target thinks itself.
         """
         raise NotImplementedError
 

@@ -145,13 +145,13 @@ class Target:
         """A cache for one prompt; `capacity` counts tokens, tree nodes included."""
         return RowCache(capacity)
 
-    @torch.no_grad()
     def forward(
         self,
         ids: Int[Tensor, "B T"],
         positions: Int[Tensor, "B T"],
         seen: Bool[Tensor, "B T S"],
         cache: RowCache | None = None,
+        grad: bool = False,
     ) -> Seen:
         """Run new tokens; with a cache they are appended to it.
 
@@ -160,7 +160,14 @@ class Target:
             positions: rotary (or learned) position of each.
             seen: which of the S = cached + new tokens each new token attends to, itself included.
             cache: holds S - T rows; holds S afterwards. None: nothing is kept.
+            grad: let autograd follow, for what a drafter has put into the target.
         """
+        with torch.set_grad_enabled(grad):
+            return self._forward(ids, positions, seen, cache)
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, seen: Tensor, cache: RowCache | None
+    ) -> Seen:
         if cache is not None:
             cache.reserve(ids.shape[1])
         past = positions[:, :0] if cache is None else cache.past().to(ids.device)
@@ -186,7 +193,7 @@ class Target:
         positions: Int[Tensor, "B T"],
     ) -> Trace:
         """Training: packed rows, no document sees another, no [B,T,V] logits."""
-        seen = self.forward(ids, positions, _packed(document))
+        seen = self.forward(ids, positions, packed(document))
         following = torch.zeros_like(ids)
         following[:, :-1] = ids[:, 1:]
         return Trace(ids, following, answer, document, positions, seen.taps, seen.last)
@@ -331,7 +338,7 @@ def _rope_theta(config: Any) -> float:
     return float(value or getattr(config, "rope_theta", None) or 10000.0)
 
 
-def _packed(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
+def packed(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
     """Causal within each document; padding sees itself, so that no row of the softmax is empty."""
     length = document.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()

@@ -91,9 +91,7 @@ class SelfFeeding(Drafter):
             hidden = residual
             yield Guess(depth, _spread(hidden, plan, wanted))
 
-    def _first(
-        self, trace: Trace, plan: Asking
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _first(self, trace: Trace, plan: Asking) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Depth 1: outputs of the asking rows, and every layer's keys and values of all rows."""
         positions, keys, values = trace.positions.flatten(), list[Tensor](), list[Tensor]()
         residual, read = self._input(trace.ahead(1).flatten(), self.start(trace))
@@ -160,9 +158,7 @@ class SelfFeeding(Drafter):
             values.append(torch.cat([state.values[i], value]))
             query = block.self_attn.query(read, at)
             residual = block.finish(residual, grouped_attention(query, keys[i], values[i], seen))
-        memory = replace(
-            state, keys=tuple(keys), values=tuple(values), hidden=residual, seen=seen
-        )
+        memory = replace(state, keys=tuple(keys), values=tuple(values), hidden=residual, seen=seen)
         return self.head(residual), memory
 
 

@@ -1,4 +1,7 @@
-"""The cost of a row: against the formula, by hand, and under any input."""
+"""The terms: against slow loops over tokens, by hand, under any input, and as a language."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -6,18 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.train.losses import LOSSES, Loss, soft_cross_entropy, soft_cross_entropy_reference
+from outrider.train.errors import ConfigError
+from outrider.train.losses import KINDS, Rows, Term, parse_depth_weights, parse_loss
 
-every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+SOFT = ("soft_ce", "soft_ce_reference")
+each_soft = pytest.mark.parametrize("name", SOFT)
+each_term = pytest.mark.parametrize("name", KINDS)
+LN2 = math.log(2)
 
 
-def value_and_slope(loss: Loss, logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats per row, and their gradient when row i is weighed by i + 1."""
+def rows_of(logits: Tensor, p: Tensor, **changes: Any) -> Rows:
+    count = len(logits)
+    fields: dict[str, Any] = {
+        "whole": p,
+        "fair": torch.ones(count, dtype=torch.bool),
+        "token": torch.zeros(count, dtype=torch.long),
+        "state": torch.zeros(count, 3),
+        "feature": torch.zeros(count, 3),
+        **changes,
+    }
+    return Rows(logits, p, **fields)
+
+
+def value_and_slope(name: str, logits: Tensor, p: Tensor, **changes: Any) -> tuple[Tensor, Tensor]:
+    """The term per row, and the gradient by the logits when row i is weighed by i + 1."""
     leaf = logits.clone().requires_grad_()
-    nats = loss(leaf, teacher)
-    nats.backward(torch.arange(1.0, len(nats) + 1))
+    (term,) = parse_loss([name])
+    values, _ = term(rows_of(leaf, p, **changes))
+    values.backward(torch.arange(1.0, len(values) + 1))
     assert leaf.grad is not None
-    return nats.detach(), leaf.grad
+    return values.detach(), leaf.grad
 
 
 def random_rows(
@@ -29,6 +50,143 @@ def random_rows(
     return logits, teacher
 
 
+# ---- the slow re-statement: one token at a time, in float64 --------------------------------------
+
+
+def literally(name: str, number: float, row: int, rows: Rows) -> Tensor:
+    """The term at one row as its paper's formula reads, in loops over the vocabulary."""
+    logits = rows.logits[row].double()
+    total = sum(value.exp() for value in logits)
+    q = [value.exp() / total for value in logits]
+    p = [value.double() for value in rows.p[row]]
+    whole = [value.double() for value in rows.whole[row]]
+    alpha = sum(torch.minimum(a, b) for a, b in zip(whole, q, strict=True))
+
+    def kl(left: list[Tensor], right: list[Tensor]) -> Tensor:
+        pairs = zip(left, right, strict=True)
+        return sum((a * (a / b).log() for a, b in pairs if a > 0), torch.tensor(0.0).double())
+
+    if name in SOFT:
+        return sum(-a * b.log() for a, b in zip(p, q, strict=True))  # type: ignore[return-value]
+    if name == "kl":
+        return kl(p, q)
+    if name == "reverse_kl":
+        return kl(q, p)
+    if name == "jsd":
+        middle = [number * a + (1 - number) * b for a, b in zip(p, q, strict=True)]
+        return number * kl(p, middle) + (1 - number) * kl(q, middle)
+    if name == "tv":
+        return 1 - alpha
+    if name == "lk":
+        return -torch.as_tensor(alpha).log()
+    if name == "lk_hybrid":
+        share = math.exp(-number * float(torch.as_tensor(alpha).detach()))
+        return share * kl(p, q) + (1 - share) * (1 - alpha)
+    if name == "ce":
+        return -q[int(rows.token[row])].log()
+    if name == "topk":
+        best = sorted(range(len(q)), key=lambda v: -float(whole[v]))[: int(number)]
+        return sum((-whole[v] * q[v].log() for v in best), torch.tensor(0.0).double())
+    pairs = zip(rows.state[row].double(), rows.feature[row].double(), strict=True)
+    gaps = [(a - b).abs() for a, b in pairs]
+    each = [g * g / 2 / number if g < number else g - number / 2 for g in gaps]
+    return sum(each, torch.tensor(0.0).double()) / len(each)
+
+
+@each_term
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), size=st.integers(2, 12), mass=st.floats(0.3, 1.0))
+def test_value_and_gradient_equal_the_loops(name: str, seed: int, size: int, mass: float) -> None:
+    """Gradients by logits and states; `whole` is a share of the teacher, which sums to 1."""
+    logits, p = random_rows(seed, 3, size, 1.5, 1.0)
+    generator = torch.Generator().manual_seed(seed)
+    states = 2 * torch.randn(2, 3, 4, generator=generator)
+    token = torch.randint(size, (3,), generator=generator)
+    (term,) = parse_loss([name if name != "topk" else "topk:2"])
+    found = []
+    for slow in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (logits, states[0])]
+        rows = rows_of(
+            leaves[0], p, whole=mass * p, token=token, state=leaves[1], feature=states[1]
+        )
+        values = (
+            torch.stack([literally(term.name, term.number, i, rows) for i in range(3)])
+            if slow
+            else term(rows)[0]
+        )
+        values.float().backward(torch.arange(1.0, 4.0))
+        found.append((values.float(), *(leaf.grad for leaf in leaves)))
+    for fast, slow_part in zip(*found, strict=True):
+        assert (fast is None) == (slow_part is None)
+        if fast is not None:
+            torch.testing.assert_close(fast, slow_part, atol=2e-5, rtol=2e-5)
+
+
+def test_every_term_has_its_loop() -> None:
+    """A new term without a slow re-statement falls through to Smooth-L1 and would fail above."""
+    assert set(KINDS) == {
+        *SOFT, "kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid", "ce", "topk", "smooth_l1",
+    }  # fmt: skip
+
+
+# ---- by theory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid"])
+def test_a_perfect_draft_costs_nothing(name: str) -> None:
+    """And at q = p the gradient of what is smooth there is zero."""
+    _, p = random_rows(2, 4, 9, 2.0, mass=1.0)
+    values, slope = value_and_slope(name, p.log(), p)
+    torch.testing.assert_close(values, torch.zeros(4), atol=1e-5, rtol=0)
+    if name in ("kl", "reverse_kl", "jsd"):
+        torch.testing.assert_close(slope, torch.zeros_like(slope), atol=1e-6, rtol=0)
+
+
+def test_lk_is_total_variation_made_steeper_by_one_over_alpha() -> None:
+    logits, p = random_rows(5, 3, 8, 1.0, mass=0.7)
+    _, tv = value_and_slope("tv", logits, p)
+    _, lk = value_and_slope("lk", logits, p)
+    torch.testing.assert_close(lk, tv / rows_of(logits, p).alpha[:, None])
+
+
+def test_the_hybrid_moves_from_kl_to_total_variation_as_acceptance_grows() -> None:
+    logits, p = random_rows(6, 3, 8, 1.0, mass=1.0)
+    for eta, name in ((1e-6, "kl"), (1e4, "tv")):
+        hybrid, slope = value_and_slope(f"lk_hybrid:{eta}", logits, p)
+        plain, expected = value_and_slope(name, logits, p)
+        torch.testing.assert_close(hybrid, plain, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(slope, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_topk_terms_of_the_whole_vocabulary_are_the_soft_cross_entropy() -> None:
+    logits, p = random_rows(7, 3, 8, 1.0, mass=1.0)
+    all_of_them, _ = value_and_slope("topk:8", logits, p)
+    torch.testing.assert_close(all_of_them, value_and_slope("soft_ce", logits, p)[0])
+
+
+def test_acceptance_terms_see_the_real_share_of_a_reduced_vocabulary() -> None:
+    """Half of the target's mass cannot be drafted: no draft is accepted more often than that."""
+    p = torch.tensor([[0.5, 0.5]])
+    values, _ = value_and_slope("tv", p.log(), p, whole=p / 2)
+    torch.testing.assert_close(values, torch.tensor([0.5]))
+    torch.testing.assert_close(
+        value_and_slope("kl", p.log(), p, whole=p / 2)[0], torch.zeros(1), atol=1e-6, rtol=0
+    )
+
+
+def test_terms_keep_silent_where_they_cannot_speak() -> None:
+    """Row 0: the target's favourite cannot be drafted. Row 1: the text's token cannot."""
+    logits, p = random_rows(8, 2, 5, 1.0, mass=1.0)
+    rows = rows_of(logits, p, fair=torch.tensor([False, True]), token=torch.tensor([3, -1]))
+    said = {name: parse_loss([name])[0](rows)[1].tolist() for name in ("kl", "ce", "tv")}
+    assert said == {"kl": [False, True], "ce": [True, False], "tv": [True, True]}
+    values, _ = parse_loss(["kl"])[0](rows)
+    assert values[0] == 0 < values[1]
+
+
+# ---- the soft cross-entropy's own backward -------------------------------------------------------
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
@@ -37,12 +195,12 @@ def random_rows(
     scale=st.floats(0.01, 30.0),
     mass=st.floats(0.0, 1.0),
 )
-def test_value_and_gradient_equal_those_of_the_formula(
+def test_soft_cross_entropy_equals_the_formula_in_float64(
     seed: int, rows: int, size: int, scale: float, mass: float
 ) -> None:
-    """The formula in float64; a teacher need not sum to 1 (it may be a part of a distribution)."""
+    """A teacher need not sum to 1 (it may be a part of a distribution)."""
     logits, teacher = random_rows(seed, rows, size, scale, mass)
-    nats, slope = value_and_slope(soft_cross_entropy, logits, teacher)
+    nats, slope = value_and_slope("soft_ce", logits, teacher)
     leaf = logits.double().requires_grad_()
     exact = -(teacher.double() * leaf.log_softmax(-1)).sum(-1)
     exact.backward(torch.arange(1.0, rows + 1).double())
@@ -52,59 +210,67 @@ def test_value_and_gradient_equal_those_of_the_formula(
     torch.testing.assert_close(slope.double(), leaf.grad, atol=1e-5, rtol=1e-5)
 
 
-@every_loss
-def test_a_row_by_hand(loss: Loss) -> None:
+@each_soft
+def test_a_row_by_hand(name: str) -> None:
     """With q = (1/2, 1/4, 1/4), p = (1/4, 3/4, 0): 1/4 ln 2 + 3/4 ln 4; the gradient is q - p."""
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log() + 7.0  # a shift means nothing
-    nats, slope = value_and_slope(loss, logits, torch.tensor([[0.25, 0.75, 0.0]]))
+    nats, slope = value_and_slope(name, logits, torch.tensor([[0.25, 0.75, 0.0]]))
     torch.testing.assert_close(nats, 1.75 * torch.tensor([2.0]).log())
     torch.testing.assert_close(slope, torch.tensor([[0.25, -0.5, 0.25]]))
 
 
-@every_loss
-def test_the_gradient_of_a_partial_teacher_is_its_mass_times_q_minus_p(loss: Loss) -> None:
+@each_soft
+def test_the_gradient_of_a_partial_teacher_is_its_mass_times_q_minus_p(name: str) -> None:
     logits, teacher = random_rows(1, 1, 6, 2.0, mass=0.3)
-    _, slope = value_and_slope(loss, logits, teacher)
+    _, slope = value_and_slope(name, logits, teacher)
     torch.testing.assert_close(slope, 0.3 * logits.softmax(-1) - teacher)
 
 
-@every_loss
-def test_the_cost_is_least_where_the_draft_is_the_teacher(loss: Loss) -> None:
+@each_soft
+def test_the_cost_is_least_where_the_draft_is_the_teacher(name: str) -> None:
     """Gibbs: cross-entropy >= entropy, with equality and zero gradient at q = p."""
     logits, teacher = random_rows(2, 4, 9, 2.0, mass=1.0)
     entropy = torch.distributions.Categorical(probs=teacher).entropy()
-    perfect, slope = value_and_slope(loss, teacher.log(), teacher)
+    perfect, slope = value_and_slope(name, teacher.log(), teacher)
     torch.testing.assert_close(perfect, entropy)
     torch.testing.assert_close(slope, torch.zeros_like(slope))
-    assert (loss(logits, teacher) > entropy).all()
+    assert (value_and_slope(name, logits, teacher)[0] > entropy).all()
 
 
-@every_loss
-def test_a_teacher_of_one_token_gives_the_ordinary_cross_entropy(loss: Loss) -> None:
+@pytest.mark.parametrize("name", [*SOFT, "ce"])
+def test_a_teacher_of_one_token_gives_the_ordinary_cross_entropy(name: str) -> None:
     logits, _ = random_rows(3, 3, 5, 1.0, 1.0)
     labels = torch.tensor([4, 0, 2])
     teacher = torch.nn.functional.one_hot(labels, 5).float()
     ordinary = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    torch.testing.assert_close(loss(logits, teacher), ordinary)
+    torch.testing.assert_close(value_and_slope(name, logits, teacher, token=labels)[0], ordinary)
 
 
-@every_loss
-def test_softmax_and_sums_run_in_float32(loss: Loss) -> None:
+@pytest.mark.parametrize("name", [*SOFT, "ce", "topk:1000"])
+def test_softmax_and_sums_run_in_float32(name: str) -> None:
     """1000 equal bfloat16 logits cost ln 1000; bfloat16 itself would say 6.9 +- 0.016."""
     logits = torch.zeros(2, 1000, dtype=torch.bfloat16)
-    nats, slope = value_and_slope(loss, logits, torch.full((2, 1000), 1e-3))
+    nats, slope = value_and_slope(name, logits, torch.full((2, 1000), 1e-3))
     assert nats.dtype == torch.float32
     assert slope.dtype == torch.bfloat16
     torch.testing.assert_close(nats, torch.full((2,), 1000.0).log(), atol=1e-5, rtol=0)
 
 
-@every_loss
-def test_huge_logits_stay_finite(loss: Loss) -> None:
+@each_soft
+def test_huge_logits_stay_finite(name: str) -> None:
     """The draft is (1, e^-2e4, e^-4e4): the cost is 2e4 nats, not infinity."""
     logits = torch.tensor([[1e4, -1e4, -3e4]])
-    nats, slope = value_and_slope(loss, logits, torch.tensor([[0.0, 1.0, 0.0]]))
+    nats, slope = value_and_slope(name, logits, torch.tensor([[0.0, 1.0, 0.0]]))
     torch.testing.assert_close(nats, torch.tensor([2e4]))
     torch.testing.assert_close(slope, torch.tensor([[1.0, -1.0, 0.0]]))
+
+
+@each_term
+def test_certainty_of_either_side_leaves_every_number_finite(name: str) -> None:
+    logits, p = torch.tensor([[200.0, 0.0, -200.0]]), torch.tensor([[0.0, 0.0, 1.0]])
+    values, slope = value_and_slope(name, logits, p) if name != "smooth_l1" else (p, p)
+    assert values.isfinite().all()
+    assert slope.isfinite().all()
 
 
 def test_one_matrix_is_kept_for_the_gradient() -> None:
@@ -116,8 +282,56 @@ def test_one_matrix_is_kept_for_the_gradient() -> None:
         return x
 
     logits, teacher = random_rows(4, 8, 16, 1.0, 1.0)
-    for loss, expected in ((soft_cross_entropy, 1), (soft_cross_entropy_reference, 2)):
+    for name, expected in zip(SOFT, (1, 2), strict=True):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            loss(logits.clone().requires_grad_(), teacher)
+            parse_loss([name])[0].kind.cost(rows_of(logits.clone().requires_grad_(), teacher), 0.0)
         assert sum(size == 8 * 16 for size in kept) == expected
+
+
+# ---- the language --------------------------------------------------------------------------------
+
+
+def test_a_sum_of_terms_is_read_as_it_is_written() -> None:
+    assert parse_loss(["smooth_l1", "0.1*soft_ce", "2*jsd:0", "lk_hybrid:3e-1"]) == (
+        Term(1.0, "smooth_l1", 1.0),
+        Term(0.1, "soft_ce", 0.0),
+        Term(2.0, "jsd", 0.0),
+        Term(1.0, "lk_hybrid", 0.3),
+    )
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[], ["nats"], ["soft_ce", "soft_ce"], ["soft_ce:3"], ["-1*tv"], ["tv*0.5"], ["1..2*tv"]],
+)
+def test_what_is_no_sum_of_terms_is_refused(parts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"drafter\.loss"):
+        parse_loss(parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("first", [1, 0, 0]),
+        ("geometric:0.8", [1, 0.8, 0.64]),
+        ("normalised:0.5", [4 / 7, 2 / 7, 1 / 7]),
+        ("mean:0.3", [0.1, 0.1, 0.1]),
+        ("3/2/0", [3, 2, 0]),
+    ],
+)
+def test_weights_of_the_depths(text: str, weights: list[float]) -> None:
+    assert parse_depth_weights(text, 3) == pytest.approx(weights)
+
+
+def test_fastmtp_weighs_three_steps_as_its_paper_prints() -> None:
+    """arXiv:2509.18362: .51, .31, .18."""
+    assert [round(w, 2) for w in parse_depth_weights("normalised:0.6", 3)] == [0.51, 0.31, 0.18]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "last", "1/2", "geometric", "mean:x", "0/0/0", "-1/1/1", "nan/1/1"]
+)
+def test_what_gives_no_weights_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"drafter\.depth_weights"):
+        parse_depth_weights(text, 3)

@@ -199,7 +199,7 @@ def reverse_kl(rows: Rows, _: float) -> Float[Tensor, " N"]:
 
 
 def jsd(rows: Rows, beta: float) -> Float[Tensor, " N"]:
-    """beta KL(p | m) + (1 - beta) KL(q | m), m = beta p + (1 - beta) q."""
+    """Beta KL(p | m) + (1 - beta) KL(q | m), m = beta p + (1 - beta) q."""
     p, q = rows.p.float(), rows.log_q.exp()
     log_m = (beta * p + (1 - beta) * q).clamp(min=torch.finfo(torch.float32).tiny).log()
     left = torch.xlogy(p, p) - p * log_m
@@ -217,7 +217,7 @@ def likelihood_of_acceptance(rows: Rows, _: float) -> Float[Tensor, " N"]:
 
 
 def hybrid(rows: Rows, eta: float) -> Float[Tensor, " N"]:
-    """lambda KL(p | q) + (1 - lambda)(1 - alpha), lambda = exp(-eta alpha), held fixed."""
+    """Lambda KL(p | q) + (1 - lambda)(1 - alpha), lambda = exp(-eta alpha), held fixed."""
     share = torch.exp(-eta * rows.alpha.detach())
     return share * kl(rows, 0.0) * rows.fair + (1 - share) * (1 - rows.alpha)
 
@@ -272,11 +272,17 @@ KINDS: dict[str, Kind] = {
     ),
     "ce": Kind(hard_cross_entropy, "cross-entropy of the text's token", "token"),
     "topk": Kind(
-        top_k, "the target's K favourites, K behind the colon (HASS, arXiv:2408.15766)", "all",
-        10.0, whole=True,
+        top_k,
+        "the target's K favourites, K behind the colon (HASS, arXiv:2408.15766)",
+        "all",
+        10.0,
+        whole=True,
     ),  # fmt: skip
     "smooth_l1": Kind(
-        smooth_l1, "Smooth-L1 to the target's next state (EAGLE, arXiv:2401.15077)", "all", 1.0,
+        smooth_l1,
+        "Smooth-L1 to the target's next state (EAGLE, arXiv:2401.15077)",
+        "all",
+        1.0,
         features=True,
     ),  # fmt: skip
 }

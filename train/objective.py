@@ -14,7 +14,6 @@ once, by global counts. Three paths give the same numbers:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -22,11 +21,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.eval.decode.sampling import first_argmax
-from outrider.models.base import Drafter, Trace
+from outrider.models.base import Drafter, Guess, Trace
 from outrider.train.forecast import rounds
-from outrider.train.losses import Rows, parse_loss
+from outrider.train.losses import Rows, Term, parse_loss
 
 CHUNK = 2**23  # largest number of logits held at once, target's or drafter's: 32 MB in float32
+KEPT = parse_loss(["soft_ce"])  # what a changed target costs
 CHUNK_GPU = 2**27  # there small products leave most of the machine idle
 
 
@@ -40,6 +40,7 @@ class Sums:
     rows: supervised rows.
     terms: each term on its own, unweighted.
     told: rows that each term spoke of.
+    kept: Medusa-2: what the changed target costs under the one it was, and the rows of that sum.
     rounds: tokens that decoding this text would emit in rounds, then the expected rounds of a
         greedy and of a sampled chain (train/forecast.py). alpha and rounds only where measured.
     """
@@ -50,6 +51,7 @@ class Sums:
     rows: Float[Tensor, " D"]
     terms: Float[Tensor, "terms D"]
     told: Float[Tensor, "terms D"]
+    kept: Float[Tensor, "2"]
     rounds: Float[Tensor, "3"]
     names: tuple[str, ...]
 
@@ -57,7 +59,7 @@ class Sums:
     def zero(
         cls, depths: int, device: torch.device | str, names: Sequence[str] = ("soft_ce",)
     ) -> "Sums":
-        sizes = [(depths,)] * 4 + [(len(names), depths)] * 2 + [(3,)]
+        sizes = [(depths,)] * 4 + [(len(names), depths)] * 2 + [(2,), (3,)]
         zeros = (torch.zeros(size, dtype=torch.float64, device=device) for size in sizes)
         return cls(*zeros, names=tuple(names))
 
@@ -89,9 +91,11 @@ class Sums:
         shares = {name: getattr(self, name) / rows for name in ("loss", "agree", "alpha")}
         if len(self.names) > 1:
             each = self.terms / self.told.clamp(min=1)
-            shares.update({f"term.{name}": part for name, part in zip(self.names, each, strict=True)})
+            shares.update(zip((f"term.{name}" for name in self.names), each, strict=True))
         asked = [i for i, count in enumerate(self.rows.tolist()) if count or i == 0]
         out = {f"{name}@{i + 1}": float(share[i]) for name, share in shares.items() for i in asked}
+        if self.kept[1]:
+            out["kept"] = float(self.kept[0] / self.kept[1])
         tokens, greedy, sampled = self.rounds.tolist()
         out["accept_length"] = tokens / greedy if greedy else 1.0
         out["accept_length_sampling"] = tokens / sampled if sampled else 1.0
@@ -169,15 +173,36 @@ class Objective(nn.Module):
         """
         trained = max(i for i, weight in enumerate(self.weights, start=1) if weight)
         asked = len(self.weights) if measure else trained
-        guesses = list(islice(self.drafter.unroll(trace), asked))
-        hidden = [guess.hidden.flatten(0, 1) for guess in guesses]
-        job = _Job(self, trace, [guess.depth for guess in guesses], divide, measure)
+        guesses = self._guesses(trace, asked)
+        weights = torch.tensor(self.weights, device=trace.last.device) / divide.to(trace.last)
+        sums = self.zero(trace.last.device)
+        job = _Job(self, trace, guesses[1:], weights, sums, self.terms, measure)
+        loss = self._run(job)
+        if guesses[0]:  # the drafter changes its target, which should stay what it was
+            own = Sums.zero(1, trace.last.device)
+            weight = self.drafter.keep / divide[:1].to(trace.last)
+            loss = loss + self._run(_Job(self, trace, guesses[:1], weight, own, KEPT, False))
+            sums.kept.copy_(torch.stack([own.loss[0], own.rows[0]]))
+        return loss, sums
+
+    def _guesses(self, trace: Trace, asked: int) -> list[Guess | None]:
+        """By depth, 0 to `asked`; None at depth 0 unless the drafter changes its target."""
+        found: list[Guess | None] = [None]
+        for guess in self.drafter.unroll(trace):
+            if guess.depth:
+                found.append(guess)
+            else:
+                found[0] = guess
+            if len(found) > asked:
+                break
+        return found
+
+    def _run(self, job: "_Job") -> Float[Tensor, ""]:
         if self.path != "fused" or not torch.is_grad_enabled():
-            loss = job.run(hidden, None)
-        else:
-            params = [p for p in self.drafter.parameters() if p.requires_grad]
-            loss = _Fused.apply(job, len(hidden), *hidden, *params)  # type: ignore[no-untyped-call]
-        return loss, job.sums
+            return job.run(job.hidden, None)
+        params = [p for p in self.drafter.parameters() if p.requires_grad]
+        loss: Tensor = _Fused.apply(job, len(job.hidden), *job.hidden, *params)  # type: ignore[no-untyped-call]
+        return loss
 
     def judge(
         self, last: Float[Tensor, "N H"], whole: bool, favourite: Int[Tensor, " N"] | None = None
@@ -217,20 +242,32 @@ class _Job:
     """One forward's judging: the chunks, and the sums they add up to."""
 
     def __init__(
-        self, objective: Objective, trace: Trace, depths: list[int], divide: Tensor, measure: bool
+        self,
+        objective: Objective,
+        trace: Trace,
+        guesses: Sequence[Guess | None],
+        scale: Float[Tensor, " D"],
+        sums: Sums,
+        terms: Sequence[Term],
+        measure: bool,
     ) -> None:
-        self.objective, self.trace, self.depths, self.measure = objective, trace, depths, measure
+        """
+        Args:
+            scale: per depth, what its sum is multiplied by.
+            sums: what is counted is added here, in the order of `guesses`.
+        """
+        self.objective, self.trace, self.measure = objective, trace, measure
+        told = [guess for guess in guesses if guess is not None]
+        self.depths = [guess.depth for guess in told]
+        self.hidden = [guess.hidden.flatten(0, 1) for guess in told]
+        self.scale, self.sums, self.terms = scale.float(), sums, terms
         self.last, self.following = trace.last.flatten(0, 1), trace.next_ids.flatten()
         self.favourite = None if trace.favourite is None else trace.favourite.flatten()
-        self.counts = [trace.counts(d).flatten() for d in depths]
-        device = self.last.device
-        self.sums = objective.zero(device)
-        self.sums.rows[: len(depths)] = torch.stack([c.sum() for c in self.counts]).double()
-        weights = torch.tensor(objective.weights, device=device)
-        self.scale = (weights / divide.to(device)).float()
+        self.counts = [trace.counts(d).flatten() for d in self.depths]
+        sums.rows[: len(self.depths)] = torch.stack([c.sum() for c in self.counts]).double()
         self.whole = objective.asks_whole(measure)
-        size = (2, len(depths), *trace.ids.shape)  # of being accepted: greedy, sampling
-        self.chances = torch.zeros(size if measure else 0, device=device)
+        size = (2, len(self.depths), *trace.ids.shape)  # of being accepted: greedy, sampling
+        self.chances = torch.zeros(size if measure else 0, device=self.last.device)
 
     def chunks(self) -> list[Tensor]:
         """Target rows that judge at least one guess, in chunks."""
@@ -309,7 +346,7 @@ class _Job:
     def _cost(self, rows: Rows, level: Tensor) -> Tensor:
         """All terms together, depths weighted."""
         whole = torch.zeros_like(level, dtype=torch.float32)
-        for i, term in enumerate(self.objective.terms):
+        for i, term in enumerate(self.terms):
             values, told = term(rows)
             whole = whole + term.weight * values
             self.sums.terms[i].index_add_(0, level, values.detach().double())

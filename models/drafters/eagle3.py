@@ -130,7 +130,9 @@ class Eagle3(SelfFeeding):
         """Taps of one size: each divided by its typical one, or each row's own (`fc_norm`)."""
         each = taps.unflatten(-1, (len(self.taps), -1))
         if self.cfg.fc_norm:
-            return torch.cat([n(tap) for n, tap in zip(self.fc_norm, each.unbind(1), strict=True)], -1)
+            return torch.cat(
+                [n(tap) for n, tap in zip(self.fc_norm, each.unbind(1), strict=True)], -1
+            )
         scaled: Tensor = each * self.tap_scale[:, None].to(taps.dtype)
         return scaled.flatten(-2)
 

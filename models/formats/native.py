@@ -43,7 +43,7 @@ def save(
     """Write the folder; each file appears whole or not at all, config.json last.
 
     Args:
-        cfg: the drafter's `Config`.
+        cfg: the drafter's `Config`, where the drafter itself does not hold one.
         about: provenance that travels along (step, metrics, data).
         weights: its parameters, when the module itself holds only a slice or a rounded copy.
     """
@@ -53,7 +53,7 @@ def save(
         folder / "config.json",
         {
             "format": FORMAT,
-            "drafter": dataclasses.asdict(cfg),
+            "drafter": dataclasses.asdict(getattr(drafter, "cfg", cfg)),
             "taps": list(drafter.taps),
             "target": {
                 "name": target.name,
@@ -67,11 +67,8 @@ def save(
     )
 
 
-def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tuple[Drafter, Any]:
-    """The drafter of a folder, in eval mode on the target's device; and its `Config`.
-
-    Args:
-        dtype: of its weights; None takes the target's.
+def read(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a folder holds, checked: its config.json, and its tensors.
 
     Raises:
         RunError: the folder is damaged or incomplete, or was made for another target.
@@ -82,8 +79,20 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tupl
     if not config["target"].keys() >= TARGET_PARTS:
         raise RunError(f"{folder}/config.json does not say which target it is for.", FIX)
     _same_target(folder, config["target"], target)
+    return config, read_tensors(folder / "model.safetensors", config["sha256"], FIX)
+
+
+def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tuple[Drafter, Any]:
+    """The drafter of a folder, in eval mode on the target's device; and its `Config`.
+
+    Args:
+        dtype: of its weights; None takes the target's.
+
+    Raises:
+        RunError: the folder is damaged or incomplete, or was made for another target.
+    """
+    config, tensors = read(folder, target)
     cfg = _settings(config["drafter"])
-    tensors = read_tensors(folder / "model.safetensors", config["sha256"], FIX)
     vocab = DraftVocab(tensors["vocab.d2t"] + torch.arange(len(tensors["vocab.d2t"])), target.vocab)
     if hasattr(cfg, "taps"):
         cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
