@@ -27,6 +27,7 @@ from outrider.data.sources import conversations, fingerprint, prompts
 from outrider.data.traces import Recorded, Store
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import Loaded, cache_home, stop_ids
+from outrider.models.target import default_taps
 from outrider.models.vocab import DraftVocab
 from outrider.train.config import Config, DataConfig, GenerateConfig
 from outrider.train.errors import ConfigError, RunError
@@ -207,13 +208,19 @@ def _asked(config: Config, loaded: Loaded) -> tuple[Store, str, Settings]:
     )  # fmt: skip
     about = {
         "target": target_fingerprint(loaded.target), "dtype": str(loaded.target.dtype),
-        "prompts": fingerprint(data.path or str(PROMPTS)), "template": _template(loaded.tokenizer),
+        "prompts": fingerprint(_prompt_file(config)), "template": _template(loaded.tokenizer),
         "max_length": data.max_length,
         **{k: v for k, v in asdict(settings).items() if k != "batch"},
     }  # fmt: skip
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    store = Store(cache_home() / "self" / name, about, loaded.target.taps)
+    usual = default_taps(loaded.target.depth)  # recorded for everybody, so that drafters share
+    store = Store(cache_home() / "self" / name, about, sorted({*loaded.target.taps, *usual}))
     return store, json.dumps([wish.minutes, wish.samples]), settings
+
+
+def _prompt_file(config: Config) -> str:
+    """What the target is asked: data.path, or the embedded prompts that suit it."""
+    return config.data.path or str(CONVERSATIONS if config.target.name == "tiny" else PROMPTS)
 
 
 def written(config: Config, loaded: Loaded, console: Console, rank: int) -> Store:
@@ -221,7 +228,7 @@ def written(config: Config, loaded: Loaded, console: Console, rank: int) -> Stor
     store, request, settings = _asked(config, loaded)
     data, wish, folder = config.data, config.data.generate, store.folder
     assert wish is not None
-    source = data.path or str(PROMPTS)
+    source = _prompt_file(config)
     if request in store.fulfilled:
         console.print(f"the target's own text is in {folder}", highlight=False)
         return store.only(request)
@@ -232,7 +239,7 @@ def written(config: Config, loaded: Loaded, console: Console, rank: int) -> Stor
     writer = Writer(loaded.target, stops, settings)
     loaded.target.set_taps(store.taps)
     console.print(f"the target writes its own text into {folder}")
-    console.print(_intended(questions, wish, loaded, folder), highlight=False)
+    console.print(_intended(questions, wish, loaded, folder, len(store.taps)), highlight=False)
     with _progress(console, len(questions)) as tick:
         write_answers(writer, questions, store, minutes=wish.minutes, tick=tick)
     if not store.shards:
@@ -242,11 +249,11 @@ def written(config: Config, loaded: Loaded, console: Console, rank: int) -> Stor
 
 
 def _intended(
-    questions: Sequence[Question], wish: GenerateConfig, loaded: Loaded, folder: Path
+    questions: Sequence[Question], wish: GenerateConfig, loaded: Loaded, folder: Path, taps: int
 ) -> str:
     """How much will be written at most, and whether there is room for it."""
     rows = sum(len(q.ids) for q in questions) + len(questions) * wish.max_new_tokens
-    wide = (len(loaded.target.taps) + 1) * loaded.target.shape().hidden
+    wide = (taps + 1) * loaded.target.shape().hidden
     size = rows * (wide * loaded.target.dtype.itemsize * wish.record + BYTES_OF_AN_ID) / GB
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free / GB
@@ -259,7 +266,7 @@ def _wait(store: Store, request: str, loaded: Loaded) -> Store:
     """Until rank 0 is done; when it fails, its launcher ends all ranks."""
     while request not in store.fulfilled:
         time.sleep(POLL)
-        store = Store(store.folder, store.about, loaded.target.taps)
+        store = Store(store.folder, store.about, store.taps)
     return store.only(request)
 
 

@@ -10,20 +10,16 @@ round and the speedup stand beside it.
 
 import io
 import json
-import sys
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from outrider.eval.metrics import METRICS, Summary
-from outrider.train.errors import RunError
-from outrider.train.files import read_json, write, write_json
+from outrider.train.files import write, write_json
 
 # top-2 gaps of logits that rounding can bridge: about four units in the last place at 16 to 32
 ROUNDING = {"bfloat16": 0.5, "float16": 0.0625}
@@ -273,119 +269,3 @@ def picture(report: Report) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
-
-
-class Row(NamedTuple):
-    """A line of `compare`: what is read from each report, and which way is better."""
-
-    name: str
-    read: Callable[[dict[str, Any]], Any]
-    digits: int = 2
-    better: int = 0  # 1: larger, -1: smaller, 0: neither
-
-
-ROWS = (
-    Row("speedup", lambda r: r["speedup"], 2, 1),
-    Row("tau", lambda r: r["tau"], 2, 1),
-    Row("ms/round", lambda r: r["ms"]["round"], 1),
-    Row("tokens/s", lambda r: r["tokens_per_second"], 1, 1),
-    Row("plain tokens/s", lambda r: r["baseline_tokens_per_second"], 1),
-    Row("ms/draft step", lambda r: r["ms"]["draft_step"], 2, -1),
-    Row("overhead", lambda r: r["overhead"], 3, -1),
-    Row("alpha", lambda r: r["alpha"], 3, 1),
-    Row("exact", lambda r: {True: "yes", False: "NO", None: "-"}[r["exact"]]),
-    Row("mismatches", lambda r: len(r["mismatches"]), 0, -1),
-    Row("drafter", lambda r: r["drafter"]),
-    Row("target", lambda r: r["target"]),
-)
-# where runs differ here, their numbers do not compare
-SAME = (
-    Row("policy", describe_policy),
-    Row("temperature", lambda r: r["temperature"]),
-    Row("dtype", lambda r: r["dtype"]),
-    Row("device", lambda r: r["device"]),
-    Row("threads", lambda r: r["threads"]),
-    Row("prompts", lambda r: r["prompts"]),
-    Row("prompt file", lambda r: r["fingerprints"]["prompts"][:8]),
-    Row("template", lambda r: r["fingerprints"]["template"][:8]),
-    Row("max new tokens", lambda r: r["max_new_tokens"]),
-)
-
-
-def compare(paths: list[str]) -> int:
-    """`outrider compare RUN...`: every report of the runs, a column each.
-
-    Raises:
-        RunError: a run has no report, or one that cannot be read.
-    """
-    reports, without = dict[str, dict[str, Any]](), list[RunError]()
-    for path in paths:
-        if list((Path(path) / "eval").glob("*.json")):
-            reports.update(_reports(Path(path)))
-        elif Path(path).is_dir():
-            without.append(_no_report(Path(path)))
-        else:
-            raise _no_report(Path(path))
-    if not reports:
-        raise without[0]
-    console = Console(width=None if sys.stdout.isatty() else max(100, 20 + 18 * len(reports)))
-    for left_out in without:
-        console.print(f"left out: {left_out.message}", highlight=False)
-    console.print(side_by_side(reports))
-    return 0
-
-
-def side_by_side(reports: dict[str, dict[str, Any]]) -> RenderableType:
-    """One table (a row per metric, a column per report) and, in red, what makes it unfair."""
-    table = Table("", *reports, title="runs side by side; the best of a row is green")
-    for row in ROWS:
-        table.add_row(row.name, *_cells(row, list(reports.values())))
-    deepest = max(len(report["accept_at"]) for report in reports.values())
-    for k in range(1, deepest + 1):
-        row = Row(f"accept@{k}", partial(_accept_at, k), 2, 1)
-        table.add_row(row.name, *_cells(row, list(reports.values())))
-    table.add_section()
-    differing = []
-    for row in SAME:
-        values = [row.read(report) for report in reports.values()]
-        table.add_row(row.name, *(str(value) for value in values))
-        if len(set(values)) > 1:
-            differing.append(f"{row.name} ({' | '.join(dict.fromkeys(map(str, values)))})")
-    if not differing:
-        return table
-    return Group(table, Text(f"not the same conditions: {'; '.join(differing)}", style="bold red"))
-
-
-def _accept_at(k: int, report: dict[str, Any]) -> float | None:
-    rates: list[float] = report["accept_at"]
-    return rates[k - 1] if k <= len(rates) else None
-
-
-def _cells(row: Row, reports: Sequence[dict[str, Any]]) -> Iterable[Text]:
-    values = [row.read(report) for report in reports]
-    known = [value for value in values if isinstance(value, float | int)]
-    best = max(known, key=lambda v: v * row.better) if row.better and len(set(known)) > 1 else None
-    for value in values:
-        text = value if isinstance(value, str) else number(value, row.digits)
-        yield Text(text, style="bold green" if value is not None and value == best else "")
-
-
-def _no_report(run: Path) -> RunError:
-    beside = sorted(str(f.parents[1]) for f in run.parent.glob("*/eval/*.json"))
-    what = "has no report yet (eval/*.json)" if run.is_dir() else "does not exist"
-    found = f"Runs with a report beside it: {', '.join(dict.fromkeys(beside)) or 'none'}."
-    return RunError(f"{run} {what}.", f"{found} Measure one with: outrider eval run.dir={run}")
-
-
-def _reports(run: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(column name, content) of each report of a run folder."""
-    files = sorted((run / "eval").glob("*.json"))
-    fix = "Measure that run again: outrider eval run.dir=..."
-    found_reports = []
-    for file in files:
-        content = read_json(file, fix)
-        if content.get("format") != FORMAT:
-            raise RunError(f"{file} is not a report of this format ({FORMAT}).", fix)
-        name = str(run) if len(files) == 1 else f"{run} {file.stem}"
-        found_reports.append((name, content))
-    return found_reports

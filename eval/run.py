@@ -16,7 +16,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from outrider.models.formats import native
 from outrider.models.load import Loaded, load, stop_ids
 from outrider.models.target import Target
 from outrider.train import files
-from outrider.train.config import Config, DecodeConfig
+from outrider.train.config import Config, DecodeConfig, decodings
 from outrider.train.errors import RunError
 
 WARM_TOKENS = 32  # budget of a warm-up answer: enough to meet every shape of a round
@@ -68,22 +68,39 @@ def evaluate(config: Config) -> int:
     target, tokenizer, source = load(config.target, start.device())
     console.print(f"target: {source}", highlight=False)
     drafter, _ = native.load(folder / "drafter", target)
-    report = measure(target, tokenizer, drafter, config, console)
-    publish(report, folder / "eval", config.eval.out, console)
+    _say_change(drafter, target, console)
+    for part in measurements(config):
+        report = measure(target, tokenizer, drafter, part, console)
+        publish(report, folder / "eval", part.eval.out, console)
     return 0
 
 
-def quick_report(config: Config, loaded: Loaded, console: Console) -> Report:
+def _say_change(drafter: Drafter, target: Target, console: Console) -> None:
+    """Plain and speculative decoding both run on the target as the drafter wants it."""
+    if said := drafter.change(target):
+        console.print(f"{said}: lossless for the changed target only", style="yellow")
+
+
+def measurements(config: Config) -> list[Config]:
+    """One configuration per report: `decode` as it is, or each entry of `eval.grid`."""
+    return [
+        replace(config, decode=decode, eval=replace(config.eval, out=out, grid=()))
+        for out, decode in decodings(config)
+    ]
+
+
+def quick_report(config: Config, loaded: Loaded, console: Console) -> None:
     """What `train` ends with: the published drafter on a few prompts, printed and written.
 
     Takes `eval.limit` prompts, 8 where that is null.
     """
     folder = Path(config.run.dir)
     drafter, _ = native.load(folder / "drafter", loaded.target)
+    _say_change(drafter, loaded.target, console)
     suite = suite_of(config, config.eval.limit or QUICK_PROMPTS)
-    report = measure(loaded.target, loaded.tokenizer, drafter, config, console, suite)
-    publish(report, folder / "eval", config.eval.out, console)
-    return report
+    for part in measurements(config):
+        report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
+        publish(report, folder / "eval", part.eval.out, console)
 
 
 def suite_file(config: Config) -> Path:
@@ -287,6 +304,7 @@ class Bench:
         config, decode = self.config, self.config.decode
         return {
             "drafter": config.drafter.name,
+            "target_changed": self.drafter.change(self.target),
             "target": self.target.name,
             "policy": decode.name,
             **{name: getattr(decode, name) for name in ("depth", "width", "nodes")},

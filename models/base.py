@@ -23,10 +23,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.data.loader import Batch
 from outrider.models.vocab import DraftVocab
 
 if TYPE_CHECKING:
-    from outrider.data.loader import Batch
     from outrider.models.target import Target
 
 
@@ -198,7 +198,7 @@ class Drafter(nn.Module):
         """Learning rates other than `train.lr`: prefix of parameter names -> factor on it."""
         return {}
 
-    def rewrite(self, batch: "Batch") -> "Batch | None":
+    def rewrite(self, batch: Batch) -> Batch | None:
         """Training text of the drafter's own for these rows, which the target then judges.
 
         None: learn from the text as it is. Random numbers come from torch's global generator,
@@ -206,7 +206,7 @@ class Drafter(nn.Module):
         """
         return None
 
-    def change(self, target: "Target") -> str | None:
+    def change(self, target: Lender) -> str | None:
         """What decoding needs done to the target, for good; says what it was (Medusa-2).
 
         A drafter that changes its target is exact for the changed target only.

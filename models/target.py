@@ -50,6 +50,7 @@ class Target:
         self._refuse_recurrent()
         self.body: nn.Module = self.model.base_model
         self.layers = _decoder_layers(self.body, self.text.num_hidden_layers, name)
+        self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.set_taps(taps)
 
     # ---- facts ----
@@ -120,19 +121,27 @@ class Target:
 
     def logits(self, last: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The head, with the scaling or soft-capping that some families put behind it."""
-        out: Tensor = self.model.get_output_embeddings()(last)
-        return self._shape_logits(out)
+        out: Tensor = self.model.get_output_embeddings()(last.to(self.head_weight.dtype))
+        return self.shape_logits(out)
 
     def logits_of(
         self, last: Float[Tensor, "*rows H"], ids: Int[Tensor, " Vd"]
     ) -> Float[Tensor, "*rows Vd"]:
         """The head, computed for some tokens only."""
-        bias = getattr(self.model.get_output_embeddings(), "bias", None)
-        weight = self.head_weight[ids]
-        out = nn.functional.linear(last, weight, None if bias is None else bias[ids])
-        return self._shape_logits(out)
+        weight, bias = self._rows_of_head(ids)
+        return self.shape_logits(nn.functional.linear(last.to(weight.dtype), weight, bias))
 
-    def _shape_logits(self, logits: Tensor) -> Tensor:
+    def _rows_of_head(self, ids: Int[Tensor, " Vd"]) -> tuple[Tensor, Tensor | None]:
+        """Kept for the next call, which as a rule asks for the same: a copy costs a draft step."""
+        known = self._head_rows
+        if known is None or not torch.equal(known[0], ids):
+            bias = getattr(self.model.get_output_embeddings(), "bias", None)
+            known = (ids, self.head_weight[ids], None if bias is None else bias[ids])
+            self._head_rows = known
+        return known[1], known[2]
+
+    def shape_logits(self, logits: Float[Tensor, "*rows X"]) -> Float[Tensor, "*rows X"]:
+        """What the family does to its logits behind the head."""
         for name in ("logits_scaling", "logit_scale"):
             if (scale := getattr(self.text, name, None)) is not None:
                 logits = logits / scale if name == "logits_scaling" else logits * scale

@@ -77,7 +77,7 @@ class SelfFeeding(Drafter):
         plan = asking(wanted, trace.document, self.blocks[0].self_attn.heads)
         hidden, keys, values = self._first(trace, plan)
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.blocks]
-        yield Guess(1, _spread(hidden, plan, wanted))
+        yield Guess(1, spread(hidden, plan, wanted))
         positions = trace.positions.flatten()[plan.rows]
         for depth in range(2, self.depths + 1):
             ids, at = trace.ahead(depth).flatten()[plan.rows], positions + depth - 1
@@ -89,7 +89,7 @@ class SelfFeeding(Drafter):
                 attended = self._attend(query, keys[i], values[i], own[i], plan)
                 residual = block.finish(residual, attended)
             hidden = residual
-            yield Guess(depth, _spread(hidden, plan, wanted))
+            yield Guess(depth, spread(hidden, plan, wanted))
 
     def _first(self, trace: Trace, plan: Asking) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Depth 1: outputs of the asking rows, and every layer's keys and values of all rows."""
@@ -162,7 +162,7 @@ class SelfFeeding(Drafter):
         return self.head(residual), memory
 
 
-def _spread(
+def spread(
     state: Float[Tensor, "N D"], plan: Asking, wanted: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T D"]:
     """Back to [B, T, D]; rows that no depth supervises stay zero."""

@@ -71,7 +71,7 @@ def test_help_shows_choices_defaults_and_meanings(capsys: pytest.CaptureFixture[
     assert "target = hf | smollm2 | tiny (default tiny)" in out
     assert "train.clip 1.0 largest norm of the gradient (> 0)" in out
     assert "data.max_length 256; jsonl, self: 1024" in out
-    assert "drafter.depths 4 training-time-test steps" in out
+    assert "drafter.depths 4; hass, mtp: 3 training-time-test steps" in out
     assert out.count("accelerate launch") == 4, "four examples"
 
 
@@ -132,7 +132,9 @@ def test_bench_and_compare_receive_their_words(calls: list[object]) -> None:
         ["compare"],
         ["bench"],
         ["bench", "coffee"],
-        ["train", "--multirun"],
+        ["doctor", "--multirun"],
+        ["train", "-m", "train.lr=1e-4,1e-3"],  # both would write into one folder
+        ["train", "-m", "drafter=eagle,egle3"],
     ],
 )
 def test_a_mistake_ends_with_2_and_one_message(

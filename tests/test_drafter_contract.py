@@ -52,7 +52,12 @@ def trace(drafter: Drafter, target: Target) -> Trace:
 @torch.no_grad()
 def unrolled(drafter: Drafter, trace: Trace) -> dict[int, Tensor]:
     """Logits [B, T, Vd] of every depth."""
-    return {guess.depth: drafter.head(guess.hidden) for guess in drafter.unroll(trace)}
+    return {
+        guess.depth: drafter.heads([guess.hidden.flatten(0, 1)], [guess.depth]).unflatten(
+            0, trace.ids.shape
+        )
+        for guess in drafter.unroll(trace)
+    }
 
 
 @torch.no_grad()

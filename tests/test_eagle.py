@@ -184,7 +184,7 @@ def test_the_linear_start_guesses_features_better_than_the_mean_does(target: Tar
         drafter = eagle(target, init=init, draft_vocab_size=None).eval()
         drafter.initialise(target, [trace])
         guess = next(drafter.unroll(trace)).hidden[rows]
-        losses[init] = float((guess - trace.last.roll(-1, 1)[rows]).square().mean())
+        losses[init] = float((guess.detach() - trace.last.roll(-1, 1)[rows]).square().mean())
     nothing = trace.last.roll(-1, 1)[rows]
     assert losses["linear"] < float((nothing - nothing.mean(0)).square().mean()) < losses["random"]
 
@@ -193,7 +193,7 @@ def test_the_linear_start_guesses_features_better_than_the_mean_does(target: Tar
 def test_hass_and_eagle_continue_each_other(
     target: Target, tmp_path: Path, first: str, then: str
 ) -> None:
-    """One network under two names; the draft vocabulary may differ, for the head is the target's."""
+    """One network under two names; its head is the target's, so the vocabulary may differ."""
     before = eagle(target, first)
     native.save(before, tmp_path, target, before.cfg, {})
     after = eagle(target, then, warm_start=str(tmp_path), seed=9)

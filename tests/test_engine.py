@@ -280,7 +280,12 @@ class Swift(Target):
     """
 
     def forward(
-        self, ids: Tensor, positions: Tensor, seen: Tensor, cache: RowCache | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        cache: RowCache | None = None,
+        grad: bool = False,
     ) -> Seen:
         rows = self.embed(ids) * (1 + positions[..., None] % 3)
         if cache is not None:

@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.data.chat import prompt_ids
 from outrider.data.sources import Message, Prompt
+from outrider.eval.compare import compare
 from outrider.eval.decode import verify
 from outrider.eval.decode.engine import Decoder, Output
 from outrider.eval.decode.tree import Tree
-from outrider.eval.report import Report, compare
+from outrider.eval.report import Report
 from outrider.eval.run import evaluate, measure, quick_report
 from outrider.models import drafters
 from outrider.models.formats import native

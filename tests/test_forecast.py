@@ -1,4 +1,4 @@
-"""Forecasts of decoding from text alone: against a random walk by hand, and exactly against decoding."""
+"""Forecasts of decoding from text: a random walk by hand, and exactly what decoding does."""
 
 import itertools
 from typing import Any
@@ -49,7 +49,8 @@ def test_a_walk_by_hand() -> None:
     """
     trace = trace_of([0, 1, 1, 1, 1], [0] * 5)
     chances = torch.full((1, 1, 5), 0.5)
-    assert forecast.rounds(chances, trace) == (3.0, pytest.approx(2.25))
+    tokens, rounds = forecast.rounds(chances, trace)
+    assert (tokens, round(rounds, 6)) == (3.0, 2.25)
 
 
 @pytest.mark.parametrize(("chance", "rounds"), [(0.0, 9.0), (1.0, 3.0)])

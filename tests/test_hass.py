@@ -1,5 +1,7 @@
 """What is special to HASS: its contexts, as literal matrices and as a second implementation."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ def target() -> Target:
     return tiny.target()
 
 
-def hass(target: Target, **changes: object) -> Hass:
+def hass(target: Target, **changes: Any) -> Hass:
     drafter = tiny.drafter("hass", target, **changes)
     assert isinstance(drafter, Hass)
     return drafter

@@ -436,6 +436,11 @@ def test_rounds_are_counted_from_the_drafters_agreement() -> None:
     assert means["accept_length"] == 3
 
 
+def gradient(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 # ---- more than one term, and depths that are only measured ---------------------------------------
 
 
@@ -447,7 +452,7 @@ def test_terms_add_up_with_their_weights(target: Target, trace: Trace, path: str
         drafter = tiny.drafter("eagle3", target)
         value, sums = run(drafter, target, trace, divide, path=path, loss=loss)
         value.backward()
-        found.append((value.detach(), sums, [p.grad for p in drafter.parameters()]))
+        found.append((value.detach(), sums, [gradient(p) for p in drafter.parameters()]))
     (soft, soft_sums, g), (topk, topk_sums, h), (both, sums, k) = found
     torch.testing.assert_close(both, 0.1 * soft + 2 * topk)
     torch.testing.assert_close(sums.terms[0], soft_sums.terms[0])

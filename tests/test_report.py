@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from outrider.eval.compare import _measured, compare, overview
 from outrider.eval.decode.engine import Clock
 from outrider.eval.metrics import METRICS, Record, predict, summarise
-from outrider.eval.report import Mismatch, Report, compare, publish, save, show
+from outrider.eval.report import Mismatch, Report, publish, save, show
 from outrider.train.errors import RunError
 from outrider.train.files import write_json
 
@@ -189,15 +190,48 @@ def test_compare_puts_every_report_of_every_run_in_a_column(
     two = measured(tmp_path / "two", "eval", 4.0)
     assert compare([one, two]) == 0
     text = capsys.readouterr().out
-    speeds = next(line for line in text.splitlines() if "speedup" in line)
+    full = text[text.index("reports side by side") :]
+    speeds = next(line for line in full.splitlines() if "speedup" in line)
     assert "2.00" in speeds
     assert "4.00" in speeds
     assert "not the same conditions" not in text
     measured(tmp_path / "two", "tree", 3.0)
     assert compare([two]) == 0
-    speeds = next(line for line in capsys.readouterr().out.splitlines() if "speedup" in line)
+    text = capsys.readouterr().out
+    full = text[text.index("reports side by side") :]
+    speeds = next(line for line in full.splitlines() if "speedup" in line)
     assert "4.00" in speeds
     assert "3.00" in speeds
+
+
+def test_compare_gives_every_run_a_line_of_costs_and_gains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training facts where they were noted, tau and speedup of each shape, the best marked."""
+    for name, plain, rate in (("one", 2.0, 0.5), ("two", 4.0, 0.75)):
+        measured(tmp_path / name, "chain-t0", plain)
+        measured(tmp_path / name, "chain-t1", 2 * plain, temperature=1.0)
+        held = {"alpha@1": rate, "alpha@2": rate / 2}
+        account = {"parameters": 2e6, "tokens_per_second": 800, "peak_memory_bytes": 3 * 2**20}
+        write_json(tmp_path / name / "training.json", {**account, "held_out": held})
+    measured(tmp_path / "bare", "chain-t0", 1.0)
+    runs = [_measured(tmp_path / name) for name in ("one", "two", "bare")]
+    table = overview(runs)
+    cells = {
+        str(column.header): [getattr(cell, "plain", cell) for cell in column.cells]
+        for column in table.columns
+    }
+    assert cells["run"] == ["one", "two", "bare"]
+    assert cells["M params"] == ["2.00", "2.00", "-"]
+    assert cells["train tokens/s"] == ["800", "800", "-"]
+    assert cells["peak MB"] == ["3", "3", "-"]
+    assert cells["alpha@2"] == ["0.250", "0.375", "-"]
+    assert cells["chain@0 speedup"] == ["2.00", "4.00", "1.00"]
+    assert cells["chain@1 speedup"] == ["4.00", "8.00", "-"]
+    best = [str(c.header) for c in table.columns if getattr(list(c.cells)[1], "style", "")]
+    assert best == ["alpha@1", "alpha@2", "chain@0 speedup", "chain@1 speedup"]
+    assert compare([str(run.folder) for run in runs]) == 0
+    assert "temperature (0.0 | 1.0)" not in capsys.readouterr().out.split("reports side")[0]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def target(family: str = "llama", seed: int = 0, **changes: object) -> Target:
 def config(name: str, **changes: object) -> Any:
     """The `Config` of a drafter; fields that it does not have are left out."""
     kind = drafters.module(name).Config
-    wanted = {"depths": DEPTHS, "draft_vocab_size": DRAFTED, "init": "random", **changes}
+    wanted = {"depths": DEPTHS, "draft_vocab_size": DRAFTED, **changes}
     return kind(**{f.name: wanted[f.name] for f in fields(kind) if f.name in wanted})
 
 

@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
 
 
 def _dispatch(verb: Verb, name: str, words: list[str]) -> int:
-    """Options first (--help, --cfg, a refused --multirun), then the verb itself."""
+    """Options first (--help, --cfg, --multirun), then the verb itself."""
     options = [word for word in words if word.startswith("-")]
     overrides = [word for word in words if not word.startswith("-")]
     if {"-h", "--help"} & set(options):
         return _help(verb, name)
     if {"-m", "--multirun"} & set(options):
-        raise _multirun(os.environ)
+        return _multirun(verb, overrides, os.environ)
     takes_cfg = verb.run in (_configured, _eval)
     for option in options:
         if not (takes_cfg and option in ("-c", "--cfg")):
@@ -147,14 +147,18 @@ def _console() -> Any:
     return Console(width=None if sys.stdout.isatty() else 100)
 
 
-def _multirun(environ: Mapping[str, str]) -> ConfigError:
-    """Several jobs in one process group would each run on every rank."""
+def _multirun(verb: Verb, overrides: list[str], environ: Mapping[str, str]) -> int:
+    """A sweep starts every run itself: in one process group each would run on every rank."""
     launched = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
     if int(environ.get("WORLD_SIZE", "1")) > 1 or any(name in environ for name in launched):
         why = "Under a launcher every rank would run every job of the sweep."
-        return ConfigError("--multirun", True, why, "Launch one run at a time.")
-    why = "Sweeps are the work of `outrider sweep`, which this version does not have."
-    return ConfigError("--multirun", True, why, "Start the runs one after the other.")
+        raise ConfigError("--multirun", True, why, "Use python train.py -m ..., without it.")
+    if verb is not VERBS["train"]:
+        why = "Only training runs are swept."
+        raise ConfigError("--multirun", True, why, "Use python train.py -m ...")
+    from outrider.launch.sweep import sweep
+
+    return sweep(overrides)
 
 
 def _say(text: str) -> int:
@@ -189,7 +193,7 @@ VERBS = {
         _configured,
     ),
     "compare": Verb(
-        "outrider.eval.report:compare", "put finished runs side by side in one table", _compare
+        "outrider.eval.compare:compare", "put finished runs side by side in one table", _compare
     ),
     "bench": Verb("outrider.eval.bench:main", "measure this machine", _bench),
 }

@@ -7,12 +7,13 @@ everywhere: the meaning and the interval of a key stand beside it and are what h
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from omegaconf import DictConfig, OmegaConf
 
-from outrider.train.compose import compose, drafter_schema, flat, plain
+from outrider.train.compose import choices, compose, drafter_schema, flat, plain
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.fields import key, read, unknown
 
@@ -143,6 +144,9 @@ class EvalConfig:
     warmup: int = key(2, "prompts decoded before the clock starts", "[0, inf)")
     repeats: int = key(1, "times each prompt is decoded; medians are reported", COUNT)
     baseline: bool = key(True, "also decode without a drafter: speedup and exactness")
+    grid: tuple[str, ...] = key(
+        (), "measure these instead of decode: [chain@0, dynamic_tree@1], policy@temperature"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,10 +333,17 @@ def _check_drafter(config: Config) -> None:
     from outrider.train.losses import parse_depth_weights, parse_loss
 
     cfg = config.drafter
+    own: Any = getattr(cfg, "on_policy", 0.0)
+    if config.launch.name == "zero3" and own:
+        raise ConfigError(
+            "drafter.on_policy", own,
+            "Under launch=zero3 the ranks would wait for each other for ever.",
+            "Use launch=zero2, or drafter.on_policy=0.",
+        )  # fmt: skip
     parse_depth_weights(cfg.depth_weights, cfg.depths)
     for term in parse_loss(cfg.loss):
         if term.kind.features and not kind(cfg.name).in_target_space:
-            why = f"{term.name} compares states, and those of {cfg.name} are not in the target's space."
+            why = f"{term.name} compares states; those of {cfg.name} are not the target's kind."
             fix = "Use terms over distributions, such as soft_ce, kl or lk_hybrid."
             raise ConfigError("drafter.loss", list(cfg.loss), why, fix)
 
@@ -352,7 +363,30 @@ def _check_decode(config: Config) -> None:
         raise ConfigError("decode.nodes", decode.nodes, why, fix)
 
 
+def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
+    """What is to be measured: names of reports, and how each decodes.
+
+    That is `decode` alone, or every entry of `eval.grid` in the shape of its group's file:
+    "chain@1" -> ("chain-t1", conf/decode/chain.yaml at temperature 1).
+
+    Raises:
+        ConfigError: an entry of the grid that is no policy@temperature.
+    """
+    if not config.eval.grid:
+        return [(config.eval.out, config.decode)]
+    found = []
+    for entry in config.eval.grid:
+        policy, _, temperature = entry.partition("@")
+        if policy not in choices("decode") or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", temperature):
+            fix = f"Use policy@temperature, policies: {', '.join(choices('decode'))}."
+            raise ConfigError("eval.grid", entry, "This says not what to measure.", fix)
+        values = plain(compose([f"decode.temperature={temperature}"], f"decode/{policy}"))["decode"]
+        found.append((f"{policy}-t{temperature}", read(DecodeConfig, values, "decode")))
+    return found
+
+
 def _check_names(config: Config) -> None:
+    decodings(config)
     if not config.run.dir.strip():
         raise ConfigError("run.dir", config.run.dir, "A run needs a folder.", "Use runs/<name>.")
     if config.eval.out in ("", ".", "..") or Path(config.eval.out).name != config.eval.out:

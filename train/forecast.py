@@ -1,10 +1,10 @@
 """What a checkpoint will bring, from text alone: the rounds that decoding this text would take.
 
 Given the text that the target wrote, whether a drafted token is accepted is a coin of its own at
-every row and depth: greedy, whether the drafter's favourite is the target's; sampling, a coin of chance
-min(1, q(x) / p(x)), for that is P(x was drafted and accepted | x was emitted). A round
-that begins at row t and accepts k tokens ends at row t + k + 1, so the rounds walk down the text as
-a Markov chain, and its expected number of steps is a sum over rows, without decoding anything.
+every row and depth: greedy, whether the drafter's favourite is the target's; sampling, a coin of
+chance min(1, q(x) / p(x)), for that is P(x was drafted and accepted | x was emitted). A round that
+begins at row t and accepts k tokens ends at row t + k + 1. So the rounds walk down the text as a
+Markov chain, and its expected number of steps is a sum over rows, without decoding anything.
 
     tau = tokens emitted by the rounds / rounds
 
@@ -23,7 +23,7 @@ from outrider.models.base import Trace
 
 
 class Run(NamedTuple):
-    """An answer without its first token, which the target's prefill emits: `rows` rounds at most."""
+    """An answer without its first token, which the prefill emits: `rows` rounds at most."""
 
     batch: int
     first: int  # the row of the first round

@@ -67,11 +67,12 @@ def yaml_keys(group: str, choice: str) -> Iterator[Key]:
             yield Key(f"{group}.{match[1]}", match[2] or "", "")
 
 
-def group_keys(group: str) -> list[Key]:
-    """All keys of a group over all its choices, each once."""
+def group_keys(group: str, first: str | None = None) -> list[Key]:
+    """All keys of a group over all its choices, each once, in the words of the choice `first`."""
     if group in GROUPS:
         return list(schema_keys(GROUPS[group], group))
-    found = [key for choice in choices(group) for key in yaml_keys(group, choice)]
+    ranked = sorted(choices(group), key=lambda choice: choice != first)
+    found = [key for choice in ranked for key in yaml_keys(group, choice)]
     return list({key.name: key for key in reversed(found)}.values())[::-1]
 
 
@@ -124,7 +125,8 @@ def reference(console: Console, program: str, line: str, root: str) -> None:
         if group == "experiment":
             continue
         of_file = defaults(group, started[group]) if group in started else {}
-        rows = [key for key in group_keys(group) if key.name in known or key.name in of_file]
+        keys = group_keys(group, started.get(group))
+        rows = [key for key in keys if key.name in known or key.name in of_file]
         console.print(_title(group, started))
         console.print(_table(rows, {name: show(known[name]) for name in known} | of_file))
     if "experiment" in started:

@@ -16,7 +16,7 @@ from outrider.launch import plan, start
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
 from outrider.models.target import default_taps, usual_taps
-from outrider.train.config import Config
+from outrider.train.config import Config, decodings
 from outrider.train.errors import RunError
 from outrider.train.manifest import write_manifest
 from outrider.train.objective import Sums
@@ -40,8 +40,9 @@ def train(config: Config) -> int:
     outcome = fit(config, loaded, made, console)
     if outcome is None:
         return 130
-    report = Path(config.run.dir) / "eval" / f"{config.eval.out}.json"
-    if main and config.train.quick_eval and not (report.is_file() and before == _age(config)):
+    reports = [Path(config.run.dir) / "eval" / f"{out}.json" for out, _ in decodings(config)]
+    known = all(report.is_file() for report in reports) and before == _age(config)
+    if main and config.train.quick_eval and not known:
         from outrider.eval.run import quick_report
 
         quick_report(config, loaded, console)
@@ -108,14 +109,14 @@ def _advance(run: Run, tracker: Tracker) -> None:
     run.sow(step)
     rate = run.learning_rate(run.done())
     for group in run.optimizer.param_groups:
-        group["lr"] = rate
-    batches = run.micro_batches(step)
-    divide = run.divisors(batches)
+        group["lr"] = rate * group.get("pace", 1.0)
+    pieces = run.micro_batches(step)
+    divide = run.divisors(pieces)
     speaking = step % config.log_every == 0
     sums = run.objective.zero(run.target.device)
     share = run.accelerator.num_processes * run.config.launch.accumulation  # undoes the averaging
-    for batch in batches:
-        trace = run.trace(batch, held=False)
+    for batch, noted in pieces:
+        trace = run.trace(batch, False, noted)
         with run.accelerator.accumulate(run.model):
             loss, part = run.model(trace, divide, speaking)
             _refuse_nan(run, loss, batch)
@@ -124,7 +125,7 @@ def _advance(run: Run, tracker: Tracker) -> None:
             if run.accelerator.sync_gradients:
                 norm = run.accelerator.clip_grad_norm_(run.model.parameters(), config.clip)
                 if norm is not None and not math.isfinite(float(norm)):
-                    raise run.save_bad_batch(*batches)
+                    raise run.save_bad_batch(*(piece.batch for piece in pieces))
             run.optimizer.step()
             run.optimizer.zero_grad()
         sums.add(part)

@@ -272,18 +272,10 @@ KINDS: dict[str, Kind] = {
     ),
     "ce": Kind(hard_cross_entropy, "cross-entropy of the text's token", "token"),
     "topk": Kind(
-        top_k,
-        "the target's K favourites, K behind the colon (HASS, arXiv:2408.15766)",
-        "all",
-        10.0,
-        whole=True,
-    ),  # fmt: skip
+        top_k, "the target's K favourites, K behind the colon (HASS)", "all", 10.0, whole=True
+    ),
     "smooth_l1": Kind(
-        smooth_l1,
-        "Smooth-L1 to the target's next state (EAGLE, arXiv:2401.15077)",
-        "all",
-        1.0,
-        features=True,
-    ),  # fmt: skip
+        smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0, features=True
+    ),
 }
 _SYNTAX = f"Write weight*name or name, of: {', '.join(KINDS)}."

@@ -45,6 +45,7 @@ class Sums:
         greedy and of a sampled chain (train/forecast.py). alpha and rounds only where measured.
     """
 
+    names: tuple[str, ...]  # of the terms
     loss: Float[Tensor, " D"]
     agree: Float[Tensor, " D"]
     alpha: Float[Tensor, " D"]
@@ -53,7 +54,6 @@ class Sums:
     told: Float[Tensor, "terms D"]
     kept: Float[Tensor, "2"]
     rounds: Float[Tensor, "3"]
-    names: tuple[str, ...]
 
     @classmethod
     def zero(
@@ -61,7 +61,7 @@ class Sums:
     ) -> "Sums":
         sizes = [(depths,)] * 4 + [(len(names), depths)] * 2 + [(2,), (3,)]
         zeros = (torch.zeros(size, dtype=torch.float64, device=device) for size in sizes)
-        return cls(*zeros, names=tuple(names))
+        return cls(tuple(names), *zeros)
 
     def tensors(self) -> list[Tensor]:
         """All numbers, in the order of the fields."""
@@ -80,7 +80,7 @@ class Sums:
         mine = self.tensors()
         parts = numbers.split([tensor.numel() for tensor in mine])
         shaped = (part.view_as(tensor) for part, tensor in zip(parts, mine, strict=True))
-        return Sums(*shaped, names=self.names)
+        return Sums(self.names, *shaped)
 
     def means(self) -> dict[str, float]:
         """Flat metrics, `name@depth`, and the acceptance length they predict, bonus included.

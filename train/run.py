@@ -5,16 +5,18 @@
 
 import hashlib
 import math
+import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.data.loader import Batch, Batches, gather, permutation
 from outrider.data.prepare import Material
@@ -27,7 +29,7 @@ from outrider.train import checkpoint
 from outrider.train.compose import flat, plain
 from outrider.train.config import Config, resolved, saved_config
 from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import read_json, write_tensors
+from outrider.train.files import read_json, write_json, write_tensors
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective, Sums
 
@@ -37,6 +39,14 @@ FREE = (
     "train.keep_last", "train.resume", "train.log_every", "train.quick_eval", "train.wandb.",
     "eval.", "decode.", "launch.name", "launch.accumulation", "data.generate.minutes",
 )  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """A micro-batch, and whether its rows are the material's own, of which notes may exist."""
+
+    batch: Batch
+    noted: bool
+
 
 FIT_BATCH = 8  # packed rows at once while the first weights are found
 
@@ -88,47 +98,58 @@ class Run:
         return self.drafter.initialise(self.target, (self.trace(r, held=False) for r in rows))
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over one group, or two where matrices decay and norms do not.
+        """AdamW over one group, or more where norms do not decay or some parts learn slower.
 
         One where it can be: DeepSpeed links the moments for saving after the step of the first
         group, and never finds those of a second.
         """
-        train = self.config.train
-        trained = [p for p in self.objective.parameters() if p.requires_grad]
-        if train.weight_decay == 0:
-            return torch.optim.AdamW(trained, lr=train.lr, betas=train.betas, weight_decay=0.0)
-        if self.config.launch.name.startswith("zero"):
+        train, groups = self.config.train, dict[tuple[float, float], list[nn.Parameter]]()
+        rates = self.drafter.rates()
+        for name, parameter in self.drafter.named_parameters():
+            if parameter.requires_grad:
+                pace = next((f for start, f in rates.items() if name.startswith(start)), 1.0)
+                decay = train.weight_decay if parameter.ndim > 1 else 0.0
+                groups.setdefault((pace, decay), []).append(parameter)
+        if len(groups) > 1 and self.config.launch.name.startswith("zero"):
             raise ConfigError(
-                "train.weight_decay", train.weight_decay,
-                "DeepSpeed cannot save the moments of two parameter groups.",
-                "Use launch=ddp, or train.weight_decay=0.",
+                "launch", self.config.launch.name,
+                "Norms that do not decay, or parts that learn slower, make several parameter "
+                "groups, and DeepSpeed cannot save their moments.",
+                "Use launch=ddp; or train.weight_decay=0 and one learning rate.",
             )  # fmt: skip
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        parts = [
+            {"params": params, "weight_decay": decay, "pace": pace}
+            for (pace, decay), params in groups.items()
         ]
-        return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas)
+        return torch.optim.AdamW(parts, lr=train.lr, betas=train.betas)
 
     # ---- data ----
 
-    def trace(self, batch: Batch, held: bool) -> Trace:
-        """The target's view of a batch: recorded, or computed now."""
+    def trace(self, batch: Batch, held: bool, noted: bool = True) -> Trace:
+        """The target's view of a batch: recorded (where it was noted), or computed now."""
         batch = Batch(*(field.to(self.target.device) for field in batch))
-        if self.material.recorded is not None:
+        if self.material.recorded is not None and noted:
             source = self.material.recorded[int(held)]
             return source.trace(Batch(*(f.cpu() for f in batch)), self.target.device)
         return self.target.trace(*batch)
 
-    def micro_batches(self, step: int) -> list[Batch]:
+    def micro_batches(self, step: int) -> list[Piece]:
+        """What this rank trains on, some of it in the drafter's own words if that is its way."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        return self.batches.micro(step, rank, world, self.config.launch.accumulation)
+        batches = self.batches.micro(step, rank, world, self.config.launch.accumulation)
+        return [self._in_own_words(batch) for batch in batches]
 
-    def divisors(self, batches: list[Batch]) -> Tensor:
+    def _in_own_words(self, batch: Batch) -> Piece:
+        here = Batch(*(field.to(self.target.device) for field in batch))
+        written = self.drafter.rewrite(here)
+        return Piece(batch, True) if written is None else Piece(written, False)
+
+    def divisors(self, pieces: list[Piece]) -> Tensor:
         """Per depth, supervised rows of the whole step; the legacy switch counts all tokens."""
         cfg: Any = self.config.drafter
         if cfg.normalise == "tokens":
             return torch.full((cfg.depths,), float(self.rows * self.config.data.max_length))
-        counts = torch.stack([count_rows(batch, cfg.depths) for batch in batches]).sum(0)
+        counts = torch.stack([count_rows(piece.batch, cfg.depths) for piece in pieces]).sum(0)
         return self.reduce(counts).clamp(min=1)
 
     def reduce(self, values: Tensor) -> Tensor:
@@ -232,8 +253,24 @@ class Run:
             shutil.copytree(self.best_folder, partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
+            write_json(self.folder / "training.json", self.account())
         self.accelerator.wait_for_everyone()
         return final
+
+    def account(self) -> dict[str, Any]:
+        """What the training cost and led to, for `outrider compare`."""
+        now, best = self.progress, read_json(self.best_folder / "config.json", checkpoint.FIX)
+        tokens = now.step * self.rows * self.config.data.max_length
+        return {
+            "parameters": sum(p.numel() for p in self.drafter.parameters() if p.requires_grad),
+            "steps": now.step,
+            "seconds": now.seconds,
+            "tokens": tokens,
+            "tokens_per_second": tokens / max(now.seconds, 1e-9),
+            "peak_memory_bytes": peak_memory(self.target.device),
+            "best_step": now.best_step,
+            "held_out": best["about"]["held_out"],
+        }
 
     def save(self) -> None:
         checkpoint.save(
@@ -277,11 +314,11 @@ class Run:
         """DeepSpeed makes its moments in the first step; a step of size zero makes them now."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-        batches = self.micro_batches(0)
-        divide = self.divisors(batches)
-        for batch in batches:
+        pieces = self.micro_batches(0)
+        divide = self.divisors(pieces)
+        for batch, noted in pieces:
             with self.accelerator.accumulate(self.model):
-                loss, _ = self.model(self.trace(batch, held=False), divide, False)
+                loss, _ = self.model(self.trace(batch, False, noted), divide, False)
                 self.accelerator.backward(0.0 * loss)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -340,6 +377,14 @@ def count_rows(batch: Batch, depths: int) -> Tensor:
         batch.ids, batch.ids, batch.answer, batch.document, batch.positions, nothing, nothing
     )
     return torch.stack([trace.counts(d).sum() for d in range(1, depths + 1)]).float()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the device's allocator, or on a CPU of the whole process, target included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def clock() -> float:

@@ -28,15 +28,20 @@ class Metric(NamedTuple):
 
 METRICS = {
     "loss": Metric(
-        "nats", "mean over supervised rows", "soft cross-entropy to the target, depth d"
+        "nats", "mean over supervised rows", "the terms of drafter.loss together, depth d"
+    ),
+    "term.<name>": Metric(
+        "nats", "mean over rows it speaks of", "one term alone, where there are several"
     ),
     "agree": Metric("share", "mean over supervised rows", "drafter's favourite is the target's"),
-    "survive": Metric("share", "mean over rows of depth 1", "agree at all of depths 1..d"),
     "alpha": Metric("share", "mean over supervised rows", "sum of min(p, q) at temperature 1"),
-    "accept_length": Metric("tokens", "1 + sum of survive", "predicted greedy tau, bonus included"),
-    "accept_length_sampling": Metric(
-        "tokens", "1 + sum of products of alpha", "predicted tau at temperature 1"
+    "accept_length": Metric(
+        "tokens", "emitted / expected rounds", "predicted greedy tau of a chain, bonus included"
     ),
+    "accept_length_sampling": Metric(
+        "tokens", "emitted / expected rounds", "the same at temperature 1, for text of that kind"
+    ),
+    "kept": Metric("nats", "mean over answer rows", "cost of the changed target (Medusa-2)"),
     "objective": Metric("nats", "sum over depths of weight x loss", "what is minimised"),
     "grad_norm": Metric("1", "of the last step", "norm of the gradient before clipping"),
     "lr": Metric("1", "of the last step", "learning rate"),

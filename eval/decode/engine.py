@@ -225,7 +225,8 @@ class Clocked:
     """A drafter whose steps are booked as drafting; what the policy does between them is not."""
 
     def __init__(self, drafter: Drafter, watch: Stopwatch, clock: Clock) -> None:
-        self.drafter, self.watch, self.clock, self.vocab = drafter, watch, clock, drafter.vocab
+        self.drafter, self.watch, self.clock = drafter, watch, clock
+        self.vocab, self.reach = drafter.vocab, drafter.reach
 
     def step(
         self, state: State, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]

@@ -41,6 +41,7 @@ class Guesser(Protocol):
     """The part of a drafter that a policy asks (`models.base.Drafter` has it)."""
 
     vocab: DraftVocab
+    reach: int
 
     def step(
         self, state: State, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
@@ -97,7 +98,7 @@ class Chain:
         ids = [torch.tensor([root], device=device)]
         only = torch.zeros(1, dtype=torch.long, device=device)
         rows: list[Tensor] = []
-        for depth in range(1, min(self.depth, room) + 1):
+        for depth in range(1, min(self.depth, room, drafter.reach) + 1):
             logits, state = drafter.step(state, depth, ids[-1], only)
             if sampling.temperature == 0:
                 guess = first_argmax(logits)
@@ -146,7 +147,7 @@ class DynamicTree:
         above = torch.zeros(1, device=device)
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         count = 0
-        for depth in range(1, min(self.depth, room) + 1):
+        for depth in range(1, min(self.depth, room, drafter.reach) + 1):
             logits, state = drafter.step(state, depth, frontier, parents)
             width = min(self.width, logits.shape[-1])
             found = logits.float().log_softmax(-1).topk(width)

@@ -4,7 +4,7 @@ Source: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, and its reference code. At 
 layer reads the embedding of x_{t+1} and g_t = fc(low, middle, high features of row t); deeper it
 reads its own un-normed output ("training-time test", `models/unroll.py`). Gradients flow through
 all depths. What the field added since are switches: a norm on every tap (`fc_norm`), the normed
-state fed back (`feedback=normed`, EAGLE-3.1), more layers, norms on queries and keys, own head size.
+state fed back (`feedback=normed`, EAGLE-3.1), more layers, query and key norms, another head size.
 
 Differs: the weight of a row follows the *predicted* token (the reference lags by two); heads and
 losses run over supervised rows only; taps are divided by their typical size (`tap_scale`, folded
@@ -66,7 +66,7 @@ class Config(Recipe):
 
 
 class First(Block):
-    """The first layer: attention reads [norm(embedding); norm(state)], the state is the residual."""
+    """The first layer: reads [norm(embedding); norm(state)]; the bare state is the residual."""
 
     def __init__(self, shape: Shape, qk_norm: bool) -> None:
         super().__init__(shape, wide=2, qk_norm=qk_norm)
@@ -105,7 +105,7 @@ class Eagle3(SelfFeeding):
 
     @property
     def blocks(self) -> list[Block]:
-        return [self.midlayer, *self.layers]  # type: ignore[list-item]
+        return [self.midlayer, *self.layers]
 
     def start(self, trace: Trace) -> Float[Tensor, "BT D"]:
         return self.fuse(trace.taps.flatten(0, 1).to(self.fc.weight.dtype))

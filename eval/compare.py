@@ -1,0 +1,226 @@
+"""Runs beside each other: what each drafter cost to train, and what it brings.
+
+One line per run first: parameters, training speed and memory, held-out acceptance, then tau and
+speedup of every measurement (`chain@0` is a chain, greedy; `dynamic_tree@1` a tree at temperature
+1). The best of every column is green. A few reports are also put side by side in full.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outrider.eval.report import FORMAT, describe_policy, number
+from outrider.train.errors import RunError
+from outrider.train.files import read_json
+
+MB = 2**20
+FULL = 6  # reports that are shown in full, at most
+
+
+class Row(NamedTuple):
+    """A number to compare: what is read from each report or run, and which way is better."""
+
+    name: str
+    read: Callable[[Any], Any]
+    digits: int = 2
+    better: int = 0  # 1: larger, -1: smaller, 0: neither
+
+
+ROWS = (
+    Row("speedup", lambda r: r["speedup"], 2, 1),
+    Row("tau", lambda r: r["tau"], 2, 1),
+    Row("ms/round", lambda r: r["ms"]["round"], 1),
+    Row("tokens/s", lambda r: r["tokens_per_second"], 1, 1),
+    Row("plain tokens/s", lambda r: r["baseline_tokens_per_second"], 1),
+    Row("ms/draft step", lambda r: r["ms"]["draft_step"], 2, -1),
+    Row("overhead", lambda r: r["overhead"], 3, -1),
+    Row("alpha", lambda r: r["alpha"], 3, 1),
+    Row("exact", lambda r: {True: "yes", False: "NO", None: "-"}[r["exact"]]),
+    Row("mismatches", lambda r: len(r["mismatches"]), 0, -1),
+    Row("drafter", lambda r: r["drafter"]),
+    Row("target", lambda r: r["target"]),
+)
+# where runs differ here, their numbers do not compare
+SAME = (
+    Row("policy", describe_policy),
+    Row("temperature", lambda r: r["temperature"]),
+    Row("dtype", lambda r: r["dtype"]),
+    Row("device", lambda r: r["device"]),
+    Row("threads", lambda r: r["threads"]),
+    Row("prompts", lambda r: r["prompts"]),
+    Row("prompt file", lambda r: r["fingerprints"]["prompts"][:8]),
+    Row("template", lambda r: r["fingerprints"]["template"][:8]),
+    Row("max new tokens", lambda r: r["max_new_tokens"]),
+)
+
+
+class Measured(NamedTuple):
+    """A run: its folder, what training it cost (None before it was noted), its reports by name."""
+
+    folder: Path
+    training: dict[str, Any] | None
+    reports: dict[str, dict[str, Any]]
+
+
+def compare(paths: list[str]) -> int:
+    """`outrider compare RUN...`
+
+    Raises:
+        RunError: a run has no report, or one that cannot be read.
+    """
+    runs, without = list[Measured](), list[RunError]()
+    for path in map(Path, paths):
+        if list((path / "eval").glob("*.json")):
+            runs.append(_measured(path))
+        elif path.is_dir():
+            without.append(_no_report(path))
+        else:
+            raise _no_report(path)
+    if not runs:
+        raise without[0]
+    reports = {
+        str(run.folder) if len(run.reports) == 1 else f"{run.folder} {name}": report
+        for run in runs
+        for name, report in run.reports.items()
+    }
+    console = Console(width=None if sys.stdout.isatty() else max(180, 20 + 18 * len(reports)))
+    for left_out in without:
+        console.print(f"left out: {left_out.message}", highlight=False)
+    console.print(overview(runs))
+    for kind in dict.fromkeys(map(shape, reports.values())):
+        alike = {name: r for name, r in reports.items() if shape(r) == kind}
+        console.print(unfair(alike) or "")
+    if len(reports) <= FULL:
+        console.print(side_by_side(reports))
+    return 0
+
+
+# ---- one line per run ----
+
+
+def shape(report: dict[str, Any]) -> str:
+    """`chain@0`: how a report drafted, and at which temperature."""
+    return f"{report['policy']}@{report['temperature']:g}"
+
+
+def overview(runs: Sequence[Measured]) -> Table:
+    """A line per run, the best of every column in green."""
+    table = Table(title="runs; the best of a column is green")
+    table.add_column("run")
+    for column in _columns(runs):
+        table.add_column(column.name, justify="right")
+    cells = [list(_cells(column, runs)) for column in _columns(runs)]
+    for i, run in enumerate(runs):
+        table.add_row(run.folder.name, *(column[i] for column in cells))
+    return table
+
+
+def _columns(runs: Sequence[Measured]) -> list[Row]:
+    kinds = dict.fromkeys(shape(report) for run in runs for report in run.reports.values())
+    depths = [
+        int(name.partition("@")[2])
+        for run in runs
+        for name in (run.training or {}).get("held_out", {})
+        if name.startswith("alpha@")
+    ]
+    training = [
+        Row("M params", lambda run: _trained(run, "parameters", 1e6), 2, -1),
+        Row("train tokens/s", lambda run: _trained(run, "tokens_per_second"), 0, 1),
+        Row("peak MB", lambda run: _trained(run, "peak_memory_bytes", MB), 0, -1),
+    ]
+    rates = [f"alpha@{depth}" for depth in range(1, max(depths, default=0) + 1)]
+    held = [Row(name, partial(_held, name), 3, 1) for name in rates]
+    decoding = [
+        Row(f"{kind} {name}", partial(_decoded, kind, name), 2, 1)
+        for kind in kinds
+        for name in ("tau", "speedup")
+    ]
+    return [*training, *held, *decoding]
+
+
+def _trained(run: Measured, name: str, unit: float = 1.0) -> float | None:
+    value = None if run.training is None else run.training.get(name)
+    return None if value is None else value / unit
+
+
+def _held(name: str, run: Measured) -> float | None:
+    return None if run.training is None else run.training["held_out"].get(name)
+
+
+def _decoded(kind: str, name: str, run: Measured) -> float | None:
+    found = [report[name] for report in run.reports.values() if shape(report) == kind]
+    return found[-1] if found else None
+
+
+# ---- reports in full ----
+
+
+def unfair(reports: dict[str, dict[str, Any]]) -> Text | None:
+    """In red, what makes reports of one shape no fair comparison."""
+    differing = []
+    for row in SAME:
+        values = dict.fromkeys(str(row.read(report)) for report in reports.values())
+        if len(values) > 1:
+            differing.append(f"{row.name} ({' | '.join(values)})")
+    if not differing:
+        return None
+    return Text(f"not the same conditions: {'; '.join(differing)}", style="bold red")
+
+
+def side_by_side(reports: dict[str, dict[str, Any]]) -> RenderableType:
+    """One table: a row per metric, a column per report; and what makes it unfair."""
+    table = Table("", *reports, title="reports side by side; the best of a row is green")
+    every = list(reports.values())
+    for row in ROWS:
+        table.add_row(row.name, *_cells(row, every))
+    deepest = max(len(report["accept_at"]) for report in every)
+    for k in range(1, deepest + 1):
+        row = Row(f"accept@{k}", partial(_accept_at, k), 2, 1)
+        table.add_row(row.name, *_cells(row, every))
+    table.add_section()
+    for row in SAME:
+        table.add_row(row.name, *(str(row.read(report)) for report in every))
+    warning = unfair(reports)
+    return table if warning is None else Group(table, warning)
+
+
+def _accept_at(k: int, report: dict[str, Any]) -> float | None:
+    rates: list[float] = report["accept_at"]
+    return rates[k - 1] if k <= len(rates) else None
+
+
+def _cells(row: Row, reports: Sequence[Any]) -> Iterable[Text]:
+    values = [row.read(report) for report in reports]
+    known = [value for value in values if isinstance(value, float | int)]
+    best = max(known, key=lambda v: v * row.better) if row.better and len(set(known)) > 1 else None
+    for value in values:
+        text = value if isinstance(value, str) else number(value, row.digits)
+        yield Text(text, style="bold green" if value is not None and value == best else "")
+
+
+# ---- reading ----
+
+
+def _measured(run: Path) -> Measured:
+    fix = "Measure that run again: outrider eval run.dir=..."
+    reports = {}
+    for file in sorted((run / "eval").glob("*.json")):
+        reports[file.stem] = read_json(file, fix)
+        if reports[file.stem].get("format") != FORMAT:
+            raise RunError(f"{file} is not a report of this format ({FORMAT}).", fix)
+    account = run / "training.json"
+    training = read_json(account, fix) if account.is_file() else None
+    return Measured(run, training, reports)
+
+
+def _no_report(run: Path) -> RunError:
+    beside = sorted(str(f.parents[1]) for f in run.parent.glob("*/eval/*.json"))
+    what = "has no report yet (eval/*.json)" if run.is_dir() else "does not exist"
+    found = f"Runs with a report beside it: {', '.join(dict.fromkeys(beside)) or 'none'}."
+    return RunError(f"{run} {what}.", f"{found} Measure one with: outrider eval run.dir={run}")

@@ -1,0 +1,392 @@
+"""What is special to Medusa; what every drafter owes is in test_drafter_contract.py."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.eval.decode.engine import Decoder
+from outrider.eval.decode.policy import Chain, DynamicTree, Policy
+from outrider.models.adapters import Pair, linears
+from outrider.models.base import Trace
+from outrider.models.drafters.medusa import Config, Medusa
+from outrider.models.formats import native
+from outrider.models.target import Target
+from outrider.train.compose import compose
+from outrider.train.config import parse
+from outrider.train.errors import ConfigError
+from outrider.train.objective import Objective
+from tests import tiny
+
+H, RANK, ALPHA = 32, 4, 16.0
+KINDS: list[dict[str, Any]] = [{}, {"own_heads": False}, {"res_layers": 2}]
+
+each_kind = pytest.mark.parametrize("changes", KINDS, ids=str)
+
+
+@pytest.fixture
+def target() -> Target:
+    return tiny.target()  # of this test alone: some change it
+
+
+@pytest.fixture
+def trace(target: Target) -> Trace:
+    return tiny.packed(target)
+
+
+def medusa(target: Target, **changes: Any) -> Medusa:
+    size = tiny.VOCAB if changes.get("draft_vocab_size", 0) is None else tiny.DRAFTED
+    drafter = tiny.drafter("medusa", target, tiny.vocab(size), **changes)
+    assert isinstance(drafter, Medusa)
+    drafter.initialise(target, [])
+    return drafter.eval()
+
+
+def medusa2(target: Target, **changes: Any) -> Medusa:
+    settings = {"adapter_rank": RANK, "adapter_alpha": ALPHA, "draft_vocab_size": None}
+    return medusa(target, **settings, **changes)
+
+
+def stirred(drafter: Medusa, scale: float = 0.05) -> Medusa:
+    """No parameter is what it was at first, none is zero."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return drafter
+
+
+@torch.no_grad()
+def logits(drafter: Medusa, trace: Trace) -> dict[int, Tensor]:
+    return {
+        depth: drafter.heads([hidden.flatten(0, 1)], [depth]).unflatten(0, trace.ids.shape)
+        for depth, hidden in drafter.unroll(trace)
+    }
+
+
+# ---- Medusa-1: heads -----------------------------------------------------------------------------
+
+
+@each_kind
+def test_fresh_heads_repeat_the_target(
+    target: Target, trace: Trace, changes: dict[str, Any]
+) -> None:
+    """W = 0 and b = 0 add silu(0) = 0, to the bit."""
+    drafter = medusa(target, init="copy", **changes)
+    guesses = list(drafter.unroll(trace))
+    assert [guess.depth for guess in guesses] == list(range(1, tiny.DEPTHS + 1))
+    assert all(torch.equal(guess.hidden, trace.last) for guess in guesses)
+    own = target.logits(trace.last)[..., drafter.vocab.kept]
+    for found in logits(drafter, trace).values():
+        torch.testing.assert_close(found, own)
+
+
+@torch.no_grad()
+def test_the_linear_start_is_ahead_of_repeating_the_target(target: Target, trace: Trace) -> None:
+    """A linear map of its states cannot be right about random text, but it knows its own size."""
+    losses = {}
+    for init in ("linear", "copy"):
+        drafter = medusa(target, init=init)
+        said = drafter.initialise(target, [trace])
+        assert ("linear fit" in said) == (init == "linear")
+        objective = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
+        losses[init] = float(objective(trace, torch.ones(tiny.DEPTHS))[0])
+    assert losses["linear"] < losses["copy"]
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+def test_heads_equal_loops_over_rows_depths_and_layers(
+    target: Target, trace: Trace, own_heads: bool
+) -> None:
+    """Each layer adds z sigmoid(z), z = W x + b; then the matrix of the head or of the target."""
+    drafter = stirred(medusa(target, own_heads=own_heads, res_layers=2))
+    w, kept = dict(drafter.state_dict()), drafter.vocab.kept
+    for depth, found in logits(drafter, trace).items():
+        head = f"blocks.{depth - 1}.layers"
+        matrix = w[f"lm_heads.{depth - 1}.weight"] if own_heads else target.head_weight[kept]
+        for row in range(trace.ids.shape[0]):
+            for t in range(trace.ids.shape[1]):
+                x = trace.last[row, t]
+                for layer in range(2):
+                    z = w[f"{head}.{layer}.weight"] @ x + w[f"{head}.{layer}.bias"]
+                    x = x + z * z.sigmoid()
+                torch.testing.assert_close(found[row, t], matrix @ x, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("own_heads", "layers"), [(False, 1), (False, 2), (True, 2)])
+def test_parameters_have_the_names_and_number_that_the_page_says(
+    target: Target, own_heads: bool, layers: int
+) -> None:
+    """K L (H^2 + H), and K Vd H where each head has its own matrix; names as in vLLM."""
+    drafter = medusa(target, own_heads=own_heads, res_layers=layers)
+    shapes = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for k in range(tiny.DEPTHS):
+        wanted |= {f"blocks.{k}.layers.{i}.weight": (H, H) for i in range(layers)}
+        wanted |= {f"blocks.{k}.layers.{i}.bias": (H,) for i in range(layers)}
+        wanted |= {f"lm_heads.{k}.weight": (tiny.DRAFTED, H)} if own_heads else {}
+    assert shapes == wanted
+    numbers = layers * (H * H + H) + own_heads * tiny.DRAFTED * H
+    assert sum(p.numel() for p in drafter.parameters()) == tiny.DEPTHS * numbers
+
+
+def test_with_own_matrices_no_head_speaks_for_all(target: Target) -> None:
+    with pytest.raises(AssertionError, match="heads"):
+        medusa(target, own_heads=True).head(torch.zeros(1, H))
+
+
+def test_the_loss_of_the_paper_is_cross_entropy_of_the_tokens_weighted_by_depth(
+    target: Target, trace: Trace
+) -> None:
+    """sum_k 0.8^k CE(head_k(h_t), x_{t+1+k}) / 0.8: the paper's weights begin one power later."""
+    drafter = stirred(medusa(target, draft_vocab_size=None))
+    weights = [0.8**k / 0.8 for k in range(1, tiny.DEPTHS + 1)]
+    objective = Objective(drafter, target, weights=weights, loss=["ce"])
+    loss, _ = objective(trace, torch.ones(tiny.DEPTHS))
+    wanted, said = 0.0, logits(drafter, trace)
+    for row, start, stop in tiny.documents(trace):
+        for t in range(start, stop):
+            for k in range(1, tiny.DEPTHS + 1):
+                place = t + 1 + k  # of the token that head k speaks of
+                if place < stop and trace.answer[row, place]:
+                    chances = said[k][row, t].exp()
+                    chance = chances[trace.ids[row, place]] / chances.sum()
+                    wanted -= 0.8**k / 0.8 * math.log(float(chance))
+    torch.testing.assert_close(loss.item(), wanted, atol=1e-3, rtol=1e-5)
+
+
+@each_kind
+def test_siblings_and_cousins_are_guessed_alike_and_the_state_is_one_row(
+    target: Target, trace: Trace, changes: dict[str, Any]
+) -> None:
+    drafter = stirred(medusa(target, **changes))
+    first = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+    state = drafter.absorb(first, tiny.verified(trace, 1, 6, 9))
+    assert torch.equal(state, trace.last[1, 8:9])
+    ids, said = torch.tensor([5]), logits(drafter, trace)
+    for depth in range(1, drafter.reach + 1):
+        found, state = drafter.step(state, depth, ids, torch.zeros_like(ids))
+        assert found.shape == (len(ids), tiny.DRAFTED)
+        torch.testing.assert_close(found, said[depth][1, 8].expand_as(found))
+        ids = torch.arange(depth + 1)
+    assert drafter.reach == tiny.DEPTHS
+
+
+def test_heads_in_float32_serve_a_target_in_bfloat16(target: Target, trace: Trace) -> None:
+    """As in training without autocast: the weights are masters, the target is as stored."""
+    for changes in KINDS:
+        exact = logits(stirred(medusa(target, **changes)), trace)
+        rounded = Target(copy.deepcopy(target.model).bfloat16())
+        drafter = stirred(medusa(target, **changes))
+        drafter.target = rounded
+        found = logits(drafter, tiny.packed(rounded))
+        for depth, rows in found.items():
+            assert float((rows - exact[depth]).norm() / exact[depth].norm()) < 0.1
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"depths": 0},
+        {"res_layers": 0},
+        {"adapter_rank": -1},
+        {"adapter_alpha": 0.0},
+        {"adapter_rate": 0.0},
+        {"keep": -0.1},
+        {"draft_vocab_size": 40, "adapter_rank": 2},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Config(**wrong)  # type: ignore[arg-type]
+
+
+def test_medusa_2_is_one_setting_beside_the_whole_vocabulary() -> None:
+    config = parse(
+        compose(["drafter=medusa", "drafter.adapter_rank=32", "drafter.draft_vocab_size=null"])
+    )
+    assert isinstance(config.drafter, Config)
+    assert config.drafter.adapter_rank == 32
+
+
+def test_a_loss_on_features_is_refused() -> None:
+    """A head's state stands where logits come from, not where the target's next state stands."""
+    with pytest.raises(ConfigError, match="compares states") as caught:
+        parse(compose(["drafter=medusa", "drafter.loss=[smooth_l1]"]))
+    assert caught.value.key == "drafter.loss"
+
+
+# ---- Medusa-2: the target is changed -------------------------------------------------------------
+
+
+def test_fresh_adapters_leave_the_target_as_it_is(target: Target, trace: Trace) -> None:
+    """Depth 0 at row t is about x_{t+1}: the target's own state, to the bit."""
+    own, *guesses = medusa2(target).unroll(trace)
+    assert own.depth == 0
+    assert torch.equal(own.hidden, trace.last)
+    assert [guess.depth for guess in guesses] == [1, 2, 3]
+
+
+def test_training_leaves_no_trace_in_the_target(target: Target, trace: Trace) -> None:
+    own, first, *_ = stirred(medusa2(target)).unroll(trace)
+    assert not torch.allclose(own.hidden, trace.last, atol=0.01)
+    assert not torch.allclose(first.hidden, own.hidden, atol=0.01)
+    assert torch.equal(tiny.packed(target).last, trace.last)
+    assert not any(module._forward_hooks for module in target.model.modules())
+
+
+def test_nothing_is_remembered_for_gradients_where_none_are_wanted(
+    target: Target, trace: Trace
+) -> None:
+    drafter = medusa2(target)
+    with torch.no_grad():
+        assert not next(drafter.unroll(trace)).hidden.requires_grad
+    assert next(drafter.unroll(trace)).hidden.requires_grad
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+def test_gradients_reach_adapters_and_heads_and_no_weight_of_the_target(
+    target: Target, trace: Trace, own_heads: bool
+) -> None:
+    drafter = stirred(medusa2(target, own_heads=own_heads))
+    states = [(hidden.flatten(0, 1), depth) for depth, hidden in drafter.unroll(trace)]
+    found = drafter.heads([state for state, _ in states], [depth for _, depth in states])
+    found.logsumexp(-1).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in drafter.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
+
+
+def test_what_keeps_the_target_is_cross_entropy_of_its_old_words_under_its_new_ones(
+    target: Target, trace: Trace
+) -> None:
+    """Row t of the changed target against row t of the old one, wherever x_{t+1} counts."""
+    weights, divide = [1.0] * tiny.DEPTHS, torch.ones(tiny.DEPTHS)
+    losses = [
+        Objective(stirred(medusa2(target, keep=keep)), target, weights=weights)(trace, divide)[0]
+        for keep in (0.0, 0.5)
+    ]
+    changed, wanted = tiny.packed(merged(target, stirred(medusa2(target)))), 0.0
+    for row, start, stop in tiny.documents(trace):
+        for t in range(start, stop - 1):
+            if trace.answer[row, t + 1]:
+                old, new = (target.logits(x.last[row, t]).softmax(-1) for x in (trace, changed))
+                wanted -= 0.5 * float((old * new.log()).sum())
+    torch.testing.assert_close((losses[1] - losses[0]).item(), wanted, atol=1e-2, rtol=1e-4)
+
+
+def learn(drafter: Medusa, target: Target, trace: Trace) -> None:
+    objective = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
+    divide = torch.stack([trace.counts(d).sum() for d in range(1, tiny.DEPTHS + 1)]).float()
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        objective(trace, divide)[0].backward()
+        optimizer.step()
+
+
+def test_thirty_steps_keep_the_target_nearer_the_dearer_its_change_is(target: Target) -> None:
+    moved = []
+    trace = tiny.spoken(target, [tiny.plain(target, prompt) for prompt in tiny.PROMPTS])
+    for keep in (0.0, 10.0):
+        drafter = medusa2(target, keep=keep).train()
+        learn(drafter, target, trace)
+        with torch.no_grad():
+            moved.append(float((next(drafter.unroll(trace)).hidden - trace.last).norm()))
+    assert 0 < moved[1] < moved[0] / 2
+
+
+def test_adapters_learn_at_a_rate_of_their_own(target: Target) -> None:
+    drafter = medusa2(target, adapter_rate=0.1)
+    ((prefix, rate),) = drafter.rates().items()
+    slow = {name for name, _ in drafter.named_parameters() if name.startswith(prefix)}
+    assert rate == 0.1
+    assert slow == {
+        f"adapters.pairs.{name}.{half}" for name, _ in linears(target.layers) for half in "ab"
+    }
+    assert medusa(target).rates() == {}
+
+
+def merged(target: Target, drafter: Medusa) -> Target:
+    """A copy of the target with W + (alpha / rank) B A written into its matrices."""
+    twin = Target(copy.deepcopy(target.model))
+    assert drafter.adapters is not None
+    with torch.no_grad():
+        for name, linear in linears(twin.layers):
+            pair = drafter.adapters.pairs[name]
+            assert isinstance(pair, Pair)
+            linear.weight += ALPHA / RANK * pair.b @ pair.a
+    return twin
+
+
+def test_change_merges_the_adapters_once_however_often_it_is_asked(
+    target: Target, trace: Trace
+) -> None:
+    drafter = stirred(medusa2(target))
+    wanted = tiny.packed(merged(target, drafter)).last
+    trained = next(drafter.unroll(trace)).hidden
+    for _ in range(2):
+        said = drafter.change(target)
+        assert said == "the target is changed by LoRA adapters of rank 4 (Medusa-2)"
+        torch.testing.assert_close(tiny.packed(target).last, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(trained, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(next(drafter.unroll(trace)).hidden, trained)
+
+
+def test_without_adapters_nothing_is_changed(target: Target, trace: Trace) -> None:
+    assert medusa(target).change(target) is None
+    assert torch.equal(tiny.packed(target).last, trace.last)
+
+
+def test_steps_on_the_changed_target_repeat_the_unroll(target: Target, trace: Trace) -> None:
+    drafter = stirred(medusa2(target))
+    trained = logits(drafter, trace)
+    drafter.change(target)
+    now = tiny.packed(target)
+    for t in range(2, 9):
+        state = drafter.absorb(None, tiny.verified(now, 1, 0, t + 1))
+        for depth in range(1, tiny.DEPTHS + 1):
+            found, state = drafter.step(
+                state, depth, now.ids[1, t + depth][None], torch.tensor([0])
+            )
+            torch.testing.assert_close(found[0], trained[depth][1, t], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+@pytest.mark.parametrize("policy", [Chain(3), DynamicTree(depth=3, width=3, budget=7)], ids=str)
+def test_greedy_decoding_is_that_of_the_changed_target(
+    target: Target, policy: Policy, own_heads: bool
+) -> None:
+    drafter = stirred(medusa2(target, own_heads=own_heads), scale=0.1)
+    before = [tiny.plain(target, prompt) for prompt in tiny.PROMPTS]
+    wanted = [tiny.plain(merged(target, drafter), prompt) for prompt in tiny.PROMPTS]
+    assert wanted != before
+    drafter.change(target)
+    fast, plain = Decoder(target, drafter, policy), Decoder(target, None, None)
+    for prompt, answer in zip(tiny.PROMPTS, wanted, strict=True):
+        assert fast.generate(prompt, tiny.ANSWER).ids == answer
+        assert plain.generate(prompt, tiny.ANSWER).ids == answer
+
+
+def test_a_saved_drafter_changes_another_copy_of_the_target_alike(
+    target: Target, tmp_path: Path
+) -> None:
+    drafter = stirred(medusa2(target))
+    native.save(drafter, tmp_path, target, drafter.cfg, {})
+    fresh = tiny.target()
+    again, _ = native.load(tmp_path, fresh)
+    again.change(fresh)
+    drafter.change(target)
+    assert torch.equal(tiny.packed(fresh).last, tiny.packed(target).last)
+
+
+def test_a_target_without_linear_maps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nn\.Linear") as caught:
+        medusa2(tiny.target("gpt2"))
+    assert caught.value.key == "drafter.adapter_rank"
