@@ -50,6 +50,7 @@ ROWS = (
 SAME = (
     Row("policy", describe_policy),
     Row("temperature", lambda r: r["temperature"]),
+    Row("target changed", lambda r: r.get("target_changed") or "no"),
     Row("dtype", lambda r: r["dtype"]),
     Row("device", lambda r: r["device"]),
     Row("threads", lambda r: r["threads"]),
@@ -109,42 +110,58 @@ def shape(report: dict[str, Any]) -> str:
     return f"{report['policy']}@{report['temperature']:g}"
 
 
-def overview(runs: Sequence[Measured]) -> Table:
-    """A line per run, the best of every column in green."""
-    table = Table(title="runs; the best of a column is green")
+def overview(runs: Sequence[Measured]) -> Group:
+    """Two tables with a line per run: what it cost, what it brings; the best in green."""
+    legend = (
+        "tokens/s: tokens trained on, evaluations and saves in; start: seconds for first weights; "
+        "peak: of the process, target in; alpha@d: held-out, sum of min(p, q) at depth d; "
+        "foreseen: tau that the measure of training gives for the decoded text"
+    )
+    training = _table("what it cost, and what held-out text says", runs, _training(runs))
+    return Group(training, _table("what it brings", runs, _decoding(runs)), Text(legend, "dim"))
+
+
+def _table(title: str, runs: Sequence[Measured], columns: Sequence[Row]) -> Table:
+    table = Table(title=f"{title}; the best of a column is green")
     table.add_column("run")
-    for column in _columns(runs):
+    for column in columns:
         table.add_column(column.name, justify="right")
-    cells = [list(_cells(column, runs)) for column in _columns(runs)]
+    cells = [list(_cells(column, runs)) for column in columns]
     for i, run in enumerate(runs):
         table.add_row(run.folder.name, *(column[i] for column in cells))
     return table
 
 
-def _columns(runs: Sequence[Measured]) -> list[Row]:
-    kinds = dict.fromkeys(shape(report) for run in runs for report in run.reports.values())
+def _training(runs: Sequence[Measured]) -> list[Row]:
     depths = [
         int(name.partition("@")[2])
         for run in runs
         for name in (run.training or {}).get("held_out", {})
         if name.startswith("alpha@")
     ]
-    training = [
-        Row("M params", lambda run: _trained(run, "parameters", 1e6), 2, -1),
-        Row("train tokens/s", lambda run: _trained(run, "tokens_per_second"), 0, 1),
-        Row("peak MB", lambda run: _trained(run, "peak_memory_bytes", MB), 0, -1),
-    ]
     rates = [f"alpha@{depth}" for depth in range(1, max(depths, default=0) + 1)]
-    held = [Row(name, partial(_held, name), 3, 1) for name in rates]
-    decoding = [
-        Row(f"{kind} {name}", partial(_decoded, kind, name), 2, 1)
-        for kind in kinds
-        for name in ("tau", "speedup")
+    return [
+        Row("M params", partial(_trained, "parameters", 1e6), 2, -1),
+        Row("tokens/s", partial(_trained, "tokens_per_second", 1.0), 0, 1),
+        Row("start", partial(_trained, "start_seconds", 1.0), 0),
+        Row("peak MB", partial(_trained, "peak_memory_bytes", MB), 0, -1),
+        *(Row(name, partial(_held, name), 3, 1) for name in rates),
+        Row("tau greedy", partial(_held, "accept_length"), 2, 1),
+        Row("tau T=1", partial(_held, "accept_length_sampling"), 2, 1),
     ]
-    return [*training, *held, *decoding]
 
 
-def _trained(run: Measured, name: str, unit: float = 1.0) -> float | None:
+def _decoding(runs: Sequence[Measured]) -> list[Row]:
+    rows = []
+    for kind in dict.fromkeys(shape(report) for run in runs for report in run.reports.values()):
+        rows.append(Row(f"{kind} tau", partial(_decoded, kind, "tau"), 2, 1))
+        if kind.startswith("chain"):
+            rows.append(Row("foreseen", partial(_decoded, kind, "forecast"), 2))
+        rows.append(Row(f"{kind} speedup", partial(_decoded, kind, "speedup"), 2, 1))
+    return rows
+
+
+def _trained(name: str, unit: float, run: Measured) -> float | None:
     value = None if run.training is None else run.training.get(name)
     return None if value is None else value / unit
 
@@ -154,7 +171,7 @@ def _held(name: str, run: Measured) -> float | None:
 
 
 def _decoded(kind: str, name: str, run: Measured) -> float | None:
-    found = [report[name] for report in run.reports.values() if shape(report) == kind]
+    found = [report.get(name) for report in run.reports.values() if shape(report) == kind]
     return found[-1] if found else None
 
 

@@ -39,6 +39,7 @@ class Metric(NamedTuple):
 
 METRICS = (
     Metric("tau", "tokens/round", "tokens emitted by the rounds / rounds; bonus in, prefill's out"),
+    Metric("forecast", "tokens/round", "tau of a chain foreseen on this text (train/forecast.py)"),
     Metric("tau_95", "tokens/round", "95 % interval of tau, bootstrap over dialogues"),
     Metric("accept_at", "share", "accept@k: rounds whose first k drafts were accepted / rounds"),
     Metric("cond_at", "share", "cond@k: accept@k / accept@(k-1)"),

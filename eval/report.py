@@ -54,6 +54,8 @@ class Report:
         theory: what `metrics.predict` says.
         setting: how it was measured; part of the json as it is (policy, temperature, dtype, ...).
         outputs: the lines of the outputs file.
+        forecast: tau that training's measure foresees on the text decoded here; None where it has
+            none (trees, warped sampling, deeper than the unroll).
     """
 
     summary: Summary
@@ -63,6 +65,7 @@ class Report:
     theory: dict[str, float | int | None] | None
     setting: dict[str, Any]
     outputs: list[dict[str, Any]]
+    forecast: float | None = None
 
     def fields(self) -> dict[str, Any]:
         """The content of `<out>.json`."""
@@ -74,6 +77,7 @@ class Report:
             "exact_note": self.exactness(),
             "mismatches": [mismatch._asdict() for mismatch in self.mismatches],
             "theory": self.theory,
+            "forecast": self.forecast,
             "categories": {name: asdict(part) for name, part in self.categories.items()},
             "definitions": {m.name: f"{m.definition} [{m.unit}]" for m in METRICS},
         }
@@ -113,14 +117,15 @@ class Report:
         return f"{total.speedup:.2f}x{spread}, {sure}: {cost}. Exactness: {self.exactness()}."
 
 
-def publish(report: Report, folder: Path, out: str, console: Console) -> None:
+def publish(report: Report, folder: Path, out: str, console: Console, legend: bool = True) -> None:
     """Print the report and write its files.
 
     Args:
         folder: `<run.dir>/eval`.
         out: stem of the files.
+        legend: print what each metric means, too.
     """
-    show(report, console)
+    show(report, console, legend)
     save(report, folder, out)
     console.print(f"report: {folder / out}.json, .outputs.jsonl, .png", highlight=False)
 
@@ -136,7 +141,7 @@ def save(report: Report, folder: Path, out: str) -> None:
     write_json(folder / f"{out}.json", report.fields())
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report, console: Console, legend: bool = True) -> None:
     """Tables, legend, verdict."""
     setting, total = report.setting, report.summary
     console.print(_headline(setting), style="bold", highlight=False)
@@ -145,7 +150,11 @@ def show(report: Report, console: Console) -> None:
     console.print(_time_table(total))
     if report.theory is not None:
         console.print(_theory_table(total, report.theory))
-    console.print(_legend())
+    if report.forecast is not None:
+        foreseen = f"tau {number(total.tau)}, foreseen from this text by the measure of training"
+        console.print(f"{foreseen}: {report.forecast:.2f}", highlight=False)
+    if legend:
+        console.print(_legend())
     if setting["left_out"]:
         names = ", ".join(setting["left_out"])
         console.print(f"left out, longer than the target reads: {names}", style="yellow")

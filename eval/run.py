@@ -33,13 +33,14 @@ from outrider.eval.decode.policy import Chain, DynamicTree, Policy, Sampling
 from outrider.eval.metrics import Record, middle, predict, ratio, summarise
 from outrider.eval.report import Mismatch, Report, number, publish
 from outrider.launch import start
-from outrider.models.base import Drafter
+from outrider.models.base import Drafter, Trace
 from outrider.models.formats import native
 from outrider.models.load import Loaded, load, stop_ids
 from outrider.models.target import Target
 from outrider.train import files
 from outrider.train.config import Config, DecodeConfig, decodings
 from outrider.train.errors import RunError
+from outrider.train.objective import Objective
 
 WARM_TOKENS = 32  # budget of a warm-up answer: enough to meet every shape of a round
 GENERAL = Path(__file__).parent.parent / "data" / "prompts" / "eval.jsonl"
@@ -69,9 +70,9 @@ def evaluate(config: Config) -> int:
     console.print(f"target: {source}", highlight=False)
     drafter, _ = native.load(folder / "drafter", target)
     _say_change(drafter, target, console)
-    for part in measurements(config):
+    for i, part in enumerate(measurements(config)):
         report = measure(target, tokenizer, drafter, part, console)
-        publish(report, folder / "eval", part.eval.out, console)
+        publish(report, folder / "eval", part.eval.out, console, legend=i == 0)
     return 0
 
 
@@ -98,9 +99,9 @@ def quick_report(config: Config, loaded: Loaded, console: Console) -> None:
     drafter, _ = native.load(folder / "drafter", loaded.target)
     _say_change(drafter, loaded.target, console)
     suite = suite_of(config, config.eval.limit or QUICK_PROMPTS)
-    for part in measurements(config):
+    for i, part in enumerate(measurements(config)):
         report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
-        publish(report, folder / "eval", part.eval.out, console)
+        publish(report, folder / "eval", part.eval.out, console, legend=i == 0)
 
 
 def suite_file(config: Config) -> Path:
@@ -151,12 +152,12 @@ def measure(
             for prompt in suite:
                 for _ in bench.decode(prompt):
                     progress.update(task, advance=1, now=bench.standing())
+        if not bench.records:
+            message = "No prompt fits the target together with eval.max_new_tokens."
+            raise RunError(message, "Use a smaller eval.max_new_tokens, or shorter prompts.")
+        return bench.report()
     finally:
         target.set_taps(taps)
-    if not bench.records:
-        message = "No prompt fits the target together with eval.max_new_tokens."
-        raise RunError(message, "Use a smaller eval.max_new_tokens, or shorter prompts.")
-    return bench.report()
 
 
 def policy_of(decode: DecodeConfig) -> Policy:
@@ -189,6 +190,7 @@ class Bench:
         self.gauge = Decoder(self.target, None, None, keep_gaps=True)
         measured = [self.plain, self.fast] if self.config.eval.baseline else [self.fast]
         self.engines = measured
+        self.depth = min(decode.depth, self.drafter.reach)  # of the deepest draft there can be
         self.room = self.target.shape().max_positions - self.config.eval.max_new_tokens
 
     def warm_up(self, suite: Sequence[Prompt]) -> None:
@@ -235,7 +237,7 @@ class Bench:
             tokens=len(fast.ids),
             accepted=tuple(fast.accepted),
             drafted=tuple(fast.drafted),
-            steps=_steps(fast, self.config.decode.depth, self.config.eval.max_new_tokens),
+            steps=_steps(fast, self.depth, self.config.eval.max_new_tokens),
             clock=_clock(runs[-1]),
             baseline_tokens=0 if plain is None else len(plain.ids),
             baseline=None if plain is None else _clock(runs[0]),
@@ -284,7 +286,7 @@ class Bench:
         )
 
     def report(self) -> Report:
-        depth, seed = self.config.decode.depth, self.config.run.seed
+        depth, seed = self.depth, self.config.run.seed
         total = summarise(self.records, depth, seed)
         names = dict.fromkeys(record.category for record in self.records)
         parts = {name: [r for r in self.records if r.category == name] for name in names}
@@ -297,7 +299,24 @@ class Bench:
             theory=predict(total, depth, chain=self.config.decode.name == "chain"),
             setting=self._setting(),
             outputs=self.outputs,
+            forecast=self._forecast(),
         )
+
+    @torch.no_grad()
+    def _forecast(self) -> float | None:
+        """What training's measure makes of the text just decoded: do the two still agree?"""
+        decode, depths = self.config.decode, self.config.drafter.depths
+        plain_law = decode.temperature in (0, 1) and decode.top_p == 1 and decode.top_k == 0
+        if decode.name != "chain" or self.depth > depths or not plain_law:
+            return None
+        objective = Objective(self.drafter, self.target, weights=[1.0] * self.depth)
+        self.target.set_taps(self.drafter.taps)
+        total = torch.zeros(3, dtype=torch.float64)
+        for row in self.outputs:
+            trace = _told(self.target, row["prompt_ids"], row["output_ids"])
+            total += objective(trace, torch.ones(self.depth), measure=True)[1].rounds.cpu()
+        tokens, greedy, sampled = total.tolist()
+        return ratio(tokens, sampled if decode.temperature else greedy)
 
     def _setting(self) -> dict[str, Any]:
         """What was measured, on what, with which versions."""
@@ -307,7 +326,8 @@ class Bench:
             "target_changed": self.drafter.change(self.target),
             "target": self.target.name,
             "policy": decode.name,
-            **{name: getattr(decode, name) for name in ("depth", "width", "nodes")},
+            "depth": self.depth,
+            **{name: getattr(decode, name) for name in ("width", "nodes")},
             **{name: getattr(decode, name) for name in ("temperature", "top_p", "top_k")},
             **{name: getattr(config.eval, name) for name in ("max_new_tokens", "repeats")},
             "warmup": config.eval.warmup,
@@ -328,6 +348,13 @@ class Bench:
             "template": hashlib.sha256(template.encode()).hexdigest(),
             "prompts": fingerprint(suite_file(self.config)),
         }
+
+
+def _told(target: Target, prompt: list[int], answer: list[int]) -> Trace:
+    """The target's view of one answered prompt."""
+    ids = torch.tensor([[*prompt, *answer]], device=target.device)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    return target.trace(ids, positions >= len(prompt), torch.zeros_like(ids), positions)
 
 
 def _steps(out: Output, depth: int, budget: int) -> int:

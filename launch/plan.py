@@ -161,13 +161,16 @@ def estimate(run: "Run") -> Cost:
 
 def _flops(run: "Run", size: int, rows: float, tokens: int) -> float:
     """Two per weight and row forward, four backward; the teacher's head; the target if it runs."""
-    cfg: Any = run.config.drafter
-    unrolled = 6.0 * size * rows * cfg.depths
+    trained = sum(weight > 0 for weight in run.objective.weights)
+    unrolled = 6.0 * size * rows * run.drafter.passes(trained)
+    vocab, hidden = len(run.drafter.vocab), run.target.head_weight.shape[1]
+    if not any(p.ndim > 1 and len(p) == vocab for p in run.drafter.parameters()):
+        unrolled += 4.0 * vocab * hidden * rows * trained  # through the target's frozen head
     recorded = run.material.recorded
     noted = recorded is not None and recorded[0].store.records_favourites()
     noted = noted and not run.objective.asks_whole(measure=False)
     judging = len(run.drafter.vocab) if noted else run.target.vocab
-    teacher = 2.0 * judging * run.target.head_weight.shape[1] * rows
+    teacher = 2.0 * judging * hidden * rows
     online = 0.0 if run.material.recorded else 2.0 * run.target.parameters() * tokens
     total: float = unrolled + teacher + online
     return total

@@ -8,6 +8,7 @@ first one starts. A run that fails does not stop the others.
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.console import Console
 
 import outrider
 from outrider.train.compose import compose
-from outrider.train.config import Config, check_files, parse
+from outrider.train.config import NEEDED, Config, check_files, parse
 from outrider.train.errors import ConfigError
 
 INTERRUPTED = 130
@@ -36,12 +37,13 @@ def sweep(overrides: list[str]) -> int:
     combinations = jobs(overrides)
     configs = [parse(compose(job)) for job in combinations]
     for config in configs:
-        check_files(config, "data.path", "eval.prompts")
+        check_files(config, *NEEDED)
     _tell_apart(configs)
     console, codes = Console(), list[int]()
+    _write_texts(combinations, configs)
     for i, job in enumerate(combinations, start=1):
         console.rule(f"run {i} of {len(combinations)}: {' '.join(job)}")
-        codes.append(_run(job))
+        codes.append(_run("train", job))
         if codes[-1] == INTERRUPTED:
             return INTERRUPTED
     done = [config.run.dir for config, code in zip(configs, codes, strict=True) if code == 0]
@@ -81,12 +83,27 @@ def _tell_apart(configs: list[Config]) -> None:
         raise ConfigError("run.dir", twice, "Several runs of the sweep would write there.", fix)
 
 
-def _run(job: list[str]) -> int:
+def _write_texts(combinations: list[list[str]], configs: list[Config]) -> None:
+    """Text that the target writes itself is written first, so that no run pays for another's."""
+    seen = set()
+    for job, config in zip(combinations, configs, strict=True):
+        text = repr((config.target, config.data, config.run.seed))
+        if config.data.name == "self" and text not in seen:
+            seen.add(text)
+            _run("prepare", job)
+
+
+def _run(verb: str, job: list[str]) -> int:
     """A process of its own, so that memory and settings of one run never touch the next."""
     root = str(Path(outrider.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "outrider.train.cli", "train", *job]
+    command = [sys.executable, "-m", "outrider.train.cli", verb, *job]
+    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
-        return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
-    except KeyboardInterrupt:
+        return child.wait()
+    except KeyboardInterrupt:  # the run was told too, and saves; a second one ends the waiting
+        child.wait()
         return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)

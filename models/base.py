@@ -198,6 +198,10 @@ class Drafter(nn.Module):
         """Learning rates other than `train.lr`: prefix of parameter names -> factor on it."""
         return {}
 
+    def passes(self, depths: int) -> int:
+        """How often a row meets every weight when so many depths are trained; for estimates."""
+        return depths
+
     def rewrite(self, batch: Batch) -> Batch | None:
         """Training text of the drafter's own for these rows, which the target then judges.
 

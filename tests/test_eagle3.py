@@ -304,3 +304,77 @@ def test_rows_start_out_looking_at_themselves() -> None:
         causal = torch.ones_like(scores).tril().bool()
         weights = scores.masked_fill(~causal, float("-inf")).softmax(-1)
         assert weights.diagonal()[1:].median() > 0.5
+
+
+# ---- what the field added ------------------------------------------------------------------------
+
+VARIANTS: list[dict[str, Any]] = [
+    {"layers": 3},
+    {"qk_norm": True},
+    {"head_dim": 12},
+    {"fc_norm": True},
+    {"feedback": "normed"},
+    {"layers": 2, "qk_norm": True, "head_dim": 6, "fc_norm": True, "feedback": "normed"},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@torch.no_grad()
+def test_every_variant_decodes_as_it_was_trained(target: Target, changes: dict[str, Any]) -> None:
+    """Rows in uneven pieces, then the text's own tokens as drafts, three deep."""
+    drafter, compared = built(target, **changes), 0
+    trace = tiny.packed(target)
+    trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
+    for row, start, stop in tiny.documents(trace):
+        state = None
+        for first in range(start, stop - 1, 2):
+            last = min(first + 2, stop - 1)
+            state = drafter.absorb(state, tiny.verified(trace, row, first, last))
+            branch, t = state, last - 1
+            for depth in range(1, min(tiny.DEPTHS, stop - 1 - t) + 1):
+                ids = trace.ids[row, t + depth][None]
+                logits, branch = drafter.step(branch, depth, ids, torch.zeros_like(ids))
+                if trace.counts(depth)[row, t]:
+                    torch.testing.assert_close(
+                        logits[0], trained[depth - 1][row, t], atol=1e-4, rtol=1e-4
+                    )
+                    compared += 1
+    assert compared > 30
+
+
+def test_every_variant_is_another_network(target: Target) -> None:
+    """The control: with the same shared weights, each switch changes what is said."""
+    plain, trace = built(target), tiny.packed(target)
+    before = list(plain.unroll(trace))[1].hidden
+    for changes in VARIANTS:
+        drafter = built(target, **changes)
+        own = drafter.state_dict()
+        shared = {k: v for k, v in plain.state_dict().items() if own[k].shape == v.shape}
+        drafter.load_state_dict(shared, strict=False)
+        assert not torch.allclose(list(drafter.unroll(trace))[1].hidden, before, atol=1e-4)
+
+
+def test_extra_layers_and_norms_have_the_names_of_published_checkpoints(target: Target) -> None:
+    """Layers behind the first are ordinary ones, H wide; q and k norms are as wide as a head."""
+    shapes = {
+        name: tuple(p.shape)
+        for name, p in eagle3(
+            target, layers=2, qk_norm=True, head_dim=6, fc_norm=True
+        ).named_parameters()
+    }
+    assert shapes["layers.0.self_attn.q_proj.weight"] == (HEADS * 6, H)
+    assert shapes["midlayer.self_attn.q_proj.weight"] == (HEADS * 6, 2 * H)
+    assert shapes["midlayer.self_attn.o_proj.weight"] == (H, HEADS * 6)
+    assert shapes["midlayer.self_attn.q_norm.weight"] == (6,)
+    assert [shapes[f"fc_norm.{i}.weight"] for i in range(3)] == [(H,)] * 3
+
+
+def test_the_linear_start_holds_for_more_layers_too(target: Target) -> None:
+    """Those behind the first add nothing yet: the guesses are those of one layer."""
+    one, two = (eagle3(target, layers=layers, init="linear").eval() for layers in (1, 2))
+    two.load_state_dict(one.state_dict(), strict=False)  # the random parts alike
+    trace, guesses = tiny.packed(target), []
+    for drafter in (one, two):
+        drafter.initialise(target, [trace])
+        guesses.append(drafter.head(next(drafter.unroll(trace)).hidden))
+    torch.testing.assert_close(guesses[0], guesses[1], atol=1e-4, rtol=1e-4)

@@ -337,3 +337,27 @@ def test_compare_reads_what_evaluate_wrote(place: Path, capsys: pytest.CaptureFi
     assert "flat" in text
     assert "deep" in text
     assert "policy" in text.partition("not the same conditions:")[2]
+
+
+# ---- the forecast --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_measure_of_training_foresees_tau_on_the_decoded_text(
+    place: Path, loaded: Loaded, temperature: float
+) -> None:
+    """Greedy in float32 to the round; sampled within what coins do in so few rounds."""
+    report = measured(place, loaded, depth=2, nodes=2, temperature=temperature)
+    assert report.summary.tau is not None
+    assert report.forecast == pytest.approx(
+        report.summary.tau, abs=1e-9 if not temperature else 0.3
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"policy": "dynamic_tree", "depth": 2}, {"temperature": 0.7}, {"top_k": 3}]
+)
+def test_where_no_forecast_holds_none_is_given(
+    place: Path, loaded: Loaded, changes: dict[str, Any]
+) -> None:
+    assert measured(place, loaded, **changes).forecast is None

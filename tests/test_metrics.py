@@ -221,6 +221,6 @@ def test_every_number_of_a_summary_is_defined() -> None:
     defined = {metric.name for metric in METRICS}
     total = summarise([A, B], depth=3)
     reported = {name for name in vars(total) if name != "ms"} | {f"ms.{name}" for name in total.ms}
-    assert reported | {"exact"} == defined
+    assert reported | {"exact", "forecast"} == defined
     assert len(METRICS) == len(defined)
     assert all(metric.unit and metric.definition for metric in METRICS)

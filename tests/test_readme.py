@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.launch.sweep import jobs
 from outrider.train.compose import compose
 from outrider.train.config import parse
 
@@ -40,7 +41,8 @@ def commands() -> list[list[str]]:
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
 def test_every_training_command_of_the_readme_is_valid(words: list[str]) -> None:
     overrides = words[words.index("train.py") + 1 :]
-    parse(compose(overrides))
+    for job in jobs([word for word in overrides if word != "-m"]):
+        parse(compose(job))
 
 
 def test_every_make_target_of_the_readme_exists() -> None:

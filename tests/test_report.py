@@ -216,19 +216,25 @@ def test_compare_gives_every_run_a_line_of_costs_and_gains(
         write_json(tmp_path / name / "training.json", {**account, "held_out": held})
     measured(tmp_path / "bare", "chain-t0", 1.0)
     runs = [_measured(tmp_path / name) for name in ("one", "two", "bare")]
-    table = overview(runs)
+    training, decoding, _ = overview(runs).renderables
     cells = {
         str(column.header): [getattr(cell, "plain", cell) for cell in column.cells]
-        for column in table.columns
+        for table in (training, decoding)
+        for column in table.columns  # type: ignore[union-attr]
     }
     assert cells["run"] == ["one", "two", "bare"]
     assert cells["M params"] == ["2.00", "2.00", "-"]
-    assert cells["train tokens/s"] == ["800", "800", "-"]
+    assert cells["tokens/s"] == ["800", "800", "-"]
     assert cells["peak MB"] == ["3", "3", "-"]
     assert cells["alpha@2"] == ["0.250", "0.375", "-"]
     assert cells["chain@0 speedup"] == ["2.00", "4.00", "1.00"]
     assert cells["chain@1 speedup"] == ["4.00", "8.00", "-"]
-    best = [str(c.header) for c in table.columns if getattr(list(c.cells)[1], "style", "")]
+    best = [
+        str(column.header)
+        for table in (training, decoding)
+        for column in table.columns  # type: ignore[union-attr]
+        if getattr(list(column.cells)[1], "style", "")
+    ]
     assert best == ["alpha@1", "alpha@2", "chain@0 speedup", "chain@1 speedup"]
     assert compare([str(run.folder) for run in runs]) == 0
     assert "temperature (0.0 | 1.0)" not in capsys.readouterr().out.split("reports side")[0]

@@ -72,10 +72,10 @@ def _dispatch(verb: Verb, name: str, words: list[str]) -> int:
 
 def _configured(verb: Verb, overrides: list[str]) -> int:
     """train, prepare, doctor: compose, check, go."""
-    from outrider.train.config import check_files
+    from outrider.train.config import NEEDED, check_files
 
     config = _config(verb, overrides)
-    check_files(config, "data.path", "eval.prompts")
+    check_files(config, *NEEDED)
     return verb.call(config)
 
 

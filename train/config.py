@@ -18,6 +18,7 @@ from outrider.train.errors import ConfigError, RunError
 from outrider.train.fields import key, read, unknown
 
 COUNT = "[1, inf)"
+NEEDED = ("data.path", "eval.prompts", "drafter.warm_start")  # files that a run cannot do without
 # between training and measuring
 MAY_CHANGE = ("run.seed", "target.path", "target.dtype", "target.trust_remote_code")
 
@@ -254,7 +255,7 @@ def check_files(config: Config, *names: str) -> None:
     values = resolved(config)
     for name in names:
         group, _, field = name.partition(".")
-        path = values[group][field]
+        path = values[group].get(field)
         if path is not None and not Path(path).expanduser().exists():
             fix = f"Paths start at the current folder, {Path.cwd()}."
             raise ConfigError(name, path, "There is no such file or folder.", fix)

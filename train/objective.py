@@ -174,13 +174,13 @@ class Objective(nn.Module):
         trained = max(i for i, weight in enumerate(self.weights, start=1) if weight)
         asked = len(self.weights) if measure else trained
         guesses = self._guesses(trace, asked)
-        weights = torch.tensor(self.weights, device=trace.last.device) / divide.to(trace.last)
-        sums = self.zero(trace.last.device)
+        device = trace.last.device
+        divide = divide.to(device)
+        weights, sums = torch.tensor(self.weights, device=device) / divide, self.zero(device)
         job = _Job(self, trace, guesses[1:], weights, sums, self.terms, measure)
         loss = self._run(job)
         if guesses[0]:  # the drafter changes its target, which should stay what it was
-            own = Sums.zero(1, trace.last.device)
-            weight = self.drafter.keep / divide[:1].to(trace.last)
+            own, weight = Sums.zero(1, device), self.drafter.keep / divide[:1]
             loss = loss + self._run(_Job(self, trace, guesses[:1], weight, own, KEPT, False))
             sums.kept.copy_(torch.stack([own.loss[0], own.rows[0]]))
         return loss, sums

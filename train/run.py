@@ -70,7 +70,9 @@ class Run:
         self.drafter = drafters.build(cfg, self.target, vocab).to(self.target.device)
         self.rows = config.train.batch_tokens // config.data.max_length
         self.batches = Batches(material.train, self.rows, config.run.seed)
+        began = clock()
         self.started_from = self._initialise() if begin else "first weights still to be found"
+        self.start_seconds = clock() - began
         self.objective = Objective(
             self.drafter,
             self.target,
@@ -142,7 +144,7 @@ class Run:
     def _in_own_words(self, batch: Batch) -> Piece:
         here = Batch(*(field.to(self.target.device) for field in batch))
         written = self.drafter.rewrite(here)
-        return Piece(batch, True) if written is None else Piece(written, False)
+        return Piece(here, True) if written is None else Piece(written, False)
 
     def divisors(self, pieces: list[Piece]) -> Tensor:
         """Per depth, supervised rows of the whole step; the legacy switch counts all tokens."""
@@ -265,6 +267,7 @@ class Run:
             "parameters": sum(p.numel() for p in self.drafter.parameters() if p.requires_grad),
             "steps": now.step,
             "seconds": now.seconds,
+            "start_seconds": self.start_seconds,
             "tokens": tokens,
             "tokens_per_second": tokens / max(now.seconds, 1e-9),
             "peak_memory_bytes": peak_memory(self.target.device),

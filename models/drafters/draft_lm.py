@@ -18,26 +18,29 @@ others are measured; the vocabulary may be reduced; text of the model's own repl
 document and is cut at the document's old length.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.data.loader import Batch
-from outrider.models.base import Drafter, Guess, Recipe, Shape, Trace
+from outrider.models.base import Drafter, Guess, Recipe, Trace
+from outrider.models.small_lm import (
+    Head,
+    fresh,
+    plain,
+    pretrained,
+    reader,
+    refuse_code,
+    untrained,
+)
 from outrider.models.target import Target, packed
 from outrider.models.vocab import DraftVocab
 from outrider.train.errors import ConfigError
-
-CODE = ("auto_map", "implementation", "kernel", "remote")  # words of keys that can name code to run
-MODEL = "Give a folder or hub id of a causal language model with safetensors."
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Config(Recipe):
         if not self.write_temperature > 0:
             raise ValueError(f"write_temperature = {self.write_temperature}: must be above 0")
         if self.body is not None:
-            _refuse_code(self.body)
+            refuse_code(self.body)
             if not isinstance(self.body, dict) or not isinstance(self.body.get("model_type"), str):
                 raise ValueError(f"body = {self.body}: needs a model_type")
 
@@ -101,11 +104,15 @@ class DraftLm(Drafter):
         self.vocab, self.taps, self.depths = vocab, taps, cfg.depths
         self.read_from = cfg.path if cfg.body is None else None
         if self.read_from is None:
-            self.lm = _reader(_untrained(cfg.body or _llama(cfg, target)), "drafter.body", target)
+            self.lm = reader(
+                untrained(cfg.body or fresh(target, cfg.layers, cfg.hidden, cfg.heads)),
+                "drafter.body",
+                target,
+            )
         else:
-            self.lm = _reader(_pretrained(self.read_from), "drafter.path", target)
+            self.lm = reader(pretrained(self.read_from), "drafter.path", target)
             self.lm.check()
-        self.cfg = replace(cfg, body=_plain(self.lm.config))
+        self.cfg = replace(cfg, body=plain(self.lm.config))
         self.body = self.lm.body.requires_grad_(True)
         self.lm_head = Head(self.lm).requires_grad_(True)
         self.train()
@@ -184,6 +191,9 @@ class DraftLm(Drafter):
         rows = tuple(cache.rows(layer) for layer in range(self.lm.depth))
         return Memory(rows, cache.past(), hidden, seen[:, :0])
 
+    def passes(self, depths: int) -> int:
+        return 1
+
     # ---- text of its own ----
 
     def rewrite(self, batch: Batch) -> Batch | None:
@@ -256,162 +266,6 @@ class DraftLm(Drafter):
         found = getattr(self.lm.text, "eos_token_id", None)
         found = [] if found is None else found if isinstance(found, list) else [found]
         return torch.tensor(found, dtype=torch.long, device=self.lm.device)
-
-
-class Head(nn.Module):
-    """The output embedding, over the draft vocabulary.
-
-    A tied one is the body's input embedding: the same parameter, and it is saved there alone.
-    """
-
-    def __init__(self, lm: Target) -> None:
-        super().__init__()
-        out = lm.model.get_output_embeddings()
-        self.tied = out.weight is lm.model.get_input_embeddings().weight
-        self.weight: nn.Parameter = out.weight
-        self.bias: nn.Parameter | None = getattr(out, "bias", None)
-        self.finish = lm.shape_logits
-        self.rows: tuple[tuple[int, int], Tensor] | None = None  # their origin, and they
-
-    def forward(
-        self, hidden: Float[Tensor, "*rows D"], vocab: DraftVocab
-    ) -> Float[Tensor, "*rows Vd"]:
-        if vocab.full:
-            return self.finish(F.linear(hidden, self.weight, self.bias))
-        bias = None if self.bias is None else self.bias[vocab.kept]
-        return self.finish(F.linear(hidden, self._rows(vocab), bias))
-
-    def _rows(self, vocab: DraftVocab) -> Float[Tensor, "Vd D"]:
-        """The rows of the draft vocabulary; kept as long as nothing is trained."""
-        if torch.is_grad_enabled():
-            self.rows = None
-            return self.weight[vocab.kept]
-        now = (self.weight.data_ptr(), self.weight._version)
-        if self.rows is None or self.rows[0] != now:
-            self.rows = now, self.weight[vocab.kept]
-        return self.rows[1]
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.tied:
-            del destination[f"{prefix}weight"]
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
-        if self.tied:
-            missing.remove(f"{prefix}weight")
-
-
-# ---- from settings to a model --------------------------------------------------------------------
-
-
-def _llama(cfg: Config, target: Target) -> dict[str, Any]:
-    """A small Llama for this target: configuration as transformers writes it."""
-    shape = target.shape()
-    hidden, heads = sizes(cfg, shape)
-    return {
-        "model_type": "llama",
-        "vocab_size": target.vocab,
-        "hidden_size": hidden,
-        "intermediate_size": max(1, shape.intermediate * hidden // shape.hidden),
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": getattr(target.text, "eos_token_id", None),
-    }
-
-
-def sizes(cfg: Config, shape: Shape) -> tuple[int, int]:
-    """Hidden size and heads: half the target's width, heads of the target's size.
-
-    What is not given follows what is: the width is rounded down to whole pairs per head, the
-    heads to the largest number that divides the width.
-    """
-    hidden = cfg.hidden or max(2, shape.hidden // 2)
-    heads = cfg.heads or max(1, hidden // shape.head_dim)
-    if cfg.hidden is None:
-        hidden = 2 * heads * max(1, hidden // (2 * heads))
-    elif cfg.heads is None:
-        heads = max(h for h in range(1, heads + 1) if hidden % (2 * h) == 0)
-    return hidden, heads
-
-
-def _untrained(body: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.for_model(**body)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            "drafter.body", body["model_type"], f"transformers cannot build it: {_first(error)}",
-            "Use the config.json of a causal language model.",
-        ) from error  # fmt: skip
-
-
-def _pretrained(path: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    folder = Path(path).expanduser()
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(folder) if folder.is_dir() else path,
-            dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        why = f"It could not be loaded: {_first(error)}"
-        raise ConfigError("drafter.path", path, why, MODEL) from error
-
-
-def _first(error: Exception) -> str:
-    """First line of what another library says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _reader(model: Any, key: str, target: Target) -> Target:
-    """What runs the model; a target is read in the same way."""
-    name = str(model.config.name_or_path or model.config.model_type)
-    try:
-        lm = Target(model, name=name)
-    except ConfigError as error:
-        fix = "Use a model whose layers are all attention layers."
-        raise ConfigError(key, name, error.why, fix) from None
-    if lm.vocab != target.vocab:
-        raise ConfigError(
-            key, name, f"It knows {lm.vocab} tokens and the target {target.vocab}; ids must agree.",
-            "Use a model with the target's tokenizer; where only the padding of the embedding "
-            "differs, save it once more behind model.resize_token_embeddings.",
-        )  # fmt: skip
-    return lm
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """A model's configuration as json says it, without where it came from and what could run."""
-    fields: dict[str, Any] = json.loads(config.to_json_string())
-    return {k: v for k, v in fields.items() if k != "_name_or_path" and not _names_code(k)}
-
-
-def _names_code(key: object) -> bool:
-    return any(word in str(key) for word in CODE)
-
-
-def _refuse_code(fields: object) -> None:
-    """No configuration may name code to run, however deep."""
-    if isinstance(fields, dict):
-        for key, value in fields.items():
-            if _names_code(key):
-                raise ValueError(f"body = {key}: a configuration must not name code to run")
-            _refuse_code(value)
-    elif isinstance(fields, list | tuple):
-        for value in fields:
-            _refuse_code(value)
 
 
 # ---- where answers lie ---------------------------------------------------------------------------

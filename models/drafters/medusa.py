@@ -134,6 +134,9 @@ class Medusa(Drafter):
     def rates(self) -> dict[str, float]:
         return {} if self.adapters is None else {"adapters.": self.cfg.adapter_rate}
 
+    def passes(self, depths: int) -> int:
+        return 1
+
     def change(self, target: Lender) -> str | None:
         if self.adapters is None:
             return None

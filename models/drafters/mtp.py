@@ -105,6 +105,9 @@ class Mtp(Drafter):
     ) -> tuple[Float[Tensor, "N Vd"], State]:
         return self._way[0].step(state, depth, ids, parents)
 
+    def passes(self, depths: int) -> int:
+        return 1 if self.cfg.mode == "chained" else depths
+
     # ---- first weights ----
 
     @torch.no_grad()

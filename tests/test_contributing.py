@@ -1,0 +1,74 @@
+"""The drafter that CONTRIBUTING.md shows, built from the page and held to all a drafter owes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.models import drafters
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("conf", "data", "eval", "launch", "models", "outrider", "tests", "train")
+
+
+def blocks() -> list[str]:
+    """The fenced blocks of the section: model, settings, test."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page[page.index("## Add a drafter") : page.index("## Rules")]
+    return re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
+
+
+def test_the_example_is_short() -> None:
+    """Forty lines of code: no blank lines, no docstring."""
+    model = re.sub(r'"""(.*?)"""\n', "", blocks()[0], flags=re.DOTALL)
+    assert len([line for line in model.splitlines() if line.strip()]) <= 40
+
+
+@pytest.mark.slow
+def test_the_example_is_a_drafter(tmp_path: Path) -> None:
+    """In a copy of the checkout: three files, and the contract's tests and its own pass."""
+    for room in ROOMS:
+        shutil.copytree(
+            ROOT / room,
+            tmp_path / room,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    places = ("models/drafters/cell.py", "conf/drafter/cell.yaml", "tests/test_cell.py")
+    for place, text in zip(places, blocks(), strict=True):
+        (tmp_path / place).write_text(text, encoding="utf-8")
+    tests = ["tests/test_cell.py", "tests/test_drafter_contract.py", "tests/test_forecast.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "cell", "-p", "no:cacheprovider", *tests],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 20
+
+
+def test_every_drafter_has_its_page() -> None:
+    """By one template: the same headings in the same order."""
+    headings = {}
+    for name in drafters.names():
+        page = (ROOT / "docs" / "drafters" / f"{name}.md").read_text(encoding="utf-8")
+        headings[name] = re.findall(r"^## (.*)", page, re.MULTILINE)
+    assert all(found == headings["eagle3"] for found in headings.values()), headings
+    assert len(headings["eagle3"]) == 6
+
+
+@pytest.mark.parametrize("name", drafters.names())
+def test_a_page_explains_every_setting(name: str) -> None:
+    page = (ROOT / "docs" / "drafters" / f"{name}.md").read_text(encoding="utf-8")
+    table = page[page.index("## Settings") : page.index("## Logged metrics")]
+    fields = drafters.module(name).Config.__dataclass_fields__
+    missing = [field for field in fields if field != "name" and f"`{field}`" not in table]
+    assert not missing

@@ -1,0 +1,94 @@
+"""`train -m`: which runs a sweep is made of, and what happens when one of them fails."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.launch import sweep as module
+from outrider.launch.sweep import jobs, sweep
+from outrider.train.errors import ConfigError
+
+DRAFTERS = "drafter=eagle,medusa"
+DISTINCT = "run.dir='{folder}/${{drafter.name}}'"
+
+
+def test_lists_with_commas_multiply_and_lists_in_brackets_are_values() -> None:
+    found = jobs(["drafter=eagle,hass", "drafter.loss=[tv,0.1*soft_ce]", "run.seed=1,2"])
+    assert [[job[0], job[2]] for job in found] == [
+        ["drafter=eagle", "run.seed=1"],
+        ["drafter=eagle", "run.seed=2"],
+        ["drafter=hass", "run.seed=1"],
+        ["drafter=hass", "run.seed=2"],
+    ]
+    assert {job[1] for job in found} == {"drafter.loss=[tv,0.1*soft_ce]"}
+
+
+def test_a_sweep_of_one_value_is_one_run() -> None:
+    assert jobs(["train.lr=1e-3"]) == [["train.lr=1e-3"]]
+
+
+def test_runs_that_would_share_a_folder_are_refused_before_the_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir"):
+        sweep([DRAFTERS, f"run.dir={tmp_path}"])
+
+
+def test_a_mistake_in_the_last_run_stops_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("a run was started"))
+    with pytest.raises(ConfigError, match="egle3"):
+        sweep(["drafter=eagle,egle3"])
+
+
+def started(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]) -> list[str]:
+    """Runs end with the code of their drafter; returns the drafters that were started."""
+    names: list[str] = []
+
+    def run(verb: str, job: list[str]) -> int:
+        names.append(job[0].partition("=")[2])
+        return codes.get(names[-1], 0)
+
+    monkeypatch.setattr(module, "_run", run)
+    return names
+
+
+def test_a_failed_run_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = started(monkeypatch, {"eagle": 2})
+    assert sweep([DRAFTERS, DISTINCT.format(folder=tmp_path)]) == 2
+    assert names == ["eagle", "medusa"]
+    assert "failed with exit code 2" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = started(monkeypatch, {"eagle": module.INTERRUPTED})
+    assert sweep([DRAFTERS, DISTINCT.format(folder=tmp_path)]) == module.INTERRUPTED
+    assert names == ["eagle"]
+
+
+def test_the_bakeoffs_train_every_drafter_on_equal_terms() -> None:
+    """Nothing but the drafter differs between the runs of one table."""
+    from outrider.models import drafters
+    from outrider.train.compose import compose
+    from outrider.train.config import parse, resolved
+
+    for experiment in ("bakeoff_tiny", "bakeoff_smollm2"):
+        runs: list[dict[str, Any]] = []
+        for job in jobs([f"drafter={','.join(drafters.names())}", f"experiment={experiment}"]):
+            config = resolved(parse(compose(job)))
+            assert str(config["run"].pop("dir")).endswith(config["drafter"]["name"])
+            runs.append({name: part for name, part in config.items() if name != "drafter"})
+        assert all(run == runs[0] for run in runs)
+
+
+@pytest.mark.slow
+def test_two_drafters_are_trained_and_put_into_one_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Real runs, each in a process of its own."""
+    short = ["experiment=smoke", "train.max_steps=2", "eval.limit=1", "eval.max_new_tokens=8"]
+    assert sweep([DRAFTERS, *short, DISTINCT.format(folder=tmp_path)]) == 0
+    table = capfd.readouterr().out.split("runs; the best of a column is green")[1]
+    assert "eagle" in table
+    assert "medusa" in table
+    assert (tmp_path / "eagle" / "training.json").is_file()
