@@ -91,6 +91,7 @@ def material(
     if config.data.max_length > longest:
         why = f"{loaded.target.name} has {longest} positions."
         raise ConfigError("data.max_length", config.data.max_length, why, f"Use at most {longest}.")
+    store: Store | None
     if config.data.name == "self":
         store = written(config, loaded, console, rank)
         wish = config.data.generate
@@ -99,6 +100,10 @@ def material(
         places = [i for i, _ in asked]
         documents = [answer.document() for _, answer in asked]
         about: dict[str, Any] = {"source": "self", "store": store.about}
+        if config.data.given is not None:
+            more, known = _rendered(config.data.given, config.data, loaded.tokenizer, console, rank)
+            documents += more[: _beside(len(documents), config.data.given_share)]
+            about, store = {**about, "given": known["sha256"]}, None  # of it nothing is recorded
     else:
         path = config.data.path or str(CONVERSATIONS)
         documents, about = _rendered(path, config.data, loaded.tokenizer, console, rank)
@@ -113,6 +118,11 @@ def material(
         show_samples(console, loaded.tokenizer, documents)
         console.print(_said(made))
     return made
+
+
+def _beside(written: int, share: float) -> int:
+    """How many given conversations make this share of the whole: 20 and 0.25 -> 7."""
+    return round(written * share / (1 - share))
 
 
 def _cut(document: Document, length: int) -> Document:

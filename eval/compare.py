@@ -50,6 +50,7 @@ ROWS = (
 SAME = (
     Row("policy", describe_policy),
     Row("temperature", lambda r: r["temperature"]),
+    Row("target weights", lambda r: r["fingerprints"]["target"][:8]),
     Row("target changed", lambda r: r.get("target_changed") or "no"),
     Row("dtype", lambda r: r["dtype"]),
     Row("device", lambda r: r["device"]),

@@ -96,7 +96,8 @@ class Report:
         if self.exact is None:
             return "not compared: plain decoding was not run"
         if not wrong:
-            return f"all {count} answers equal plain decoding"
+            whose = " of the changed target" if self.setting.get("target_changed") else ""
+            return f"all {count} answers equal plain decoding{whose}"
         largest = max(mismatch.gap for mismatch in self.mismatches)
         cause = "MORE THAN ROUNDING" if self.broken else f"rounding in {self.setting['dtype']}"
         gap = f"largest top-2 gap there {largest:.3g} logits"

@@ -157,6 +157,10 @@ class Recipe:
             )
         self.choose("normalise", "rows", "tokens")
 
+    def refuses(self, launch: str) -> str:
+        """Why it cannot be trained under this launch; "" where it can."""
+        return ""
+
     def choose(self, name: str, *allowed: str) -> None:
         """Refuse any other value of a field."""
         if getattr(self, name) not in allowed:
@@ -181,7 +185,6 @@ class Drafter(nn.Module):
 
     taps: tuple[int, ...]  # which decoder layers of the target it reads (output of layer k)
     vocab: DraftVocab  # which target tokens it can propose
-    can_branch: ClassVar[bool] = True  # several candidates per level (trees) are possible
     in_target_space: ClassVar[bool] = False  # its states stand where the target's last ones stand
     reach: int = 2**31  # deepest level it can draft
     keep: float = 0.0  # price of changing the target, for one that does (`change`)

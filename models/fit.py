@@ -16,6 +16,8 @@ from jaxtyping import Float
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
+ROWS = 64  # of a regression, per input feature: more change little
+SHARP_ROWS = 512  # that the scale of the first logits is found from
 STRENGTH = 1e-2  # of the ridge, relative to the mean variance of an input
 SHARPEST, FLATTEST = 4.0, 0.02  # between these the scale of the logits is searched
 

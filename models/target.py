@@ -134,7 +134,7 @@ class Target:
     def _rows_of_head(self, ids: Int[Tensor, " Vd"]) -> tuple[Tensor, Tensor | None]:
         """Kept for the next call, which as a rule asks for the same: a copy costs a draft step."""
         known = self._head_rows
-        if known is None or not torch.equal(known[0], ids):
+        if known is None or known[0] is not ids:
             bias = getattr(self.model.get_output_embeddings(), "bias", None)
             known = (ids, self.head_weight[ids], None if bias is None else bias[ids])
             self._head_rows = known

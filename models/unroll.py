@@ -1,4 +1,4 @@
-"""Drafters that feed on their own states: one unroll and one decoder for EAGLE, HASS, EAGLE-3, MTP.
+"""Drafters that feed on their own states: one unroll and one decoder for the EAGLE family.
 
 At depth 1 a row starts from what the target said there. At depth d it goes on from its own output
 of depth d - 1 and the next token of the text, so that training sees what decoding will see: true
@@ -10,6 +10,8 @@ target states up to row t, then d - 1 states of the drafter's own making.
 
 Each layer keeps the keys of depth 1 for every row, and of deeper ones for the own branch alone; a
 stack of layers does so layer by layer (`layers.py` draws the mask).
+
+FastMTP's loop of one module (`chain.py`) is of this kind too.
 
 Source: training-time test (EAGLE-3, arXiv:2503.01840). Cut between the depths (`feed` detaches) it
 is the context alignment of HASS (arXiv:2408.15766), in a frame that moves with the row.

@@ -39,6 +39,7 @@ class DraftVocab(nn.Module):
         t2d[kept] = True
         self.register_buffer("d2t", kept - torch.arange(kept.numel()))
         self.register_buffer("t2d", t2d)
+        self._kept: Tensor | None = None
 
     @classmethod
     def whole(cls, size: int) -> "DraftVocab":
@@ -58,7 +59,9 @@ class DraftVocab(nn.Module):
     @property
     def kept(self) -> Int[Tensor, " Vd"]:
         """Target ids of the draft vocabulary, ascending."""
-        return self.d2t + torch.arange(len(self), device=self.d2t.device)
+        if self._kept is None or self._kept.device != self.d2t.device:
+            self._kept = self.d2t + torch.arange(len(self), device=self.d2t.device)
+        return self._kept
 
     def to_target(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
         return ids if self.full else ids + self.d2t[ids]
@@ -92,5 +95,6 @@ class DraftVocab(nn.Module):
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        self._kept = None
         self.full = len(self) == self.t2d.numel()
         self.check()

@@ -478,11 +478,12 @@ def test_what_was_written_is_what_is_supervised(target: Target, folders: dict[st
     assert loss.isfinite()
 
 
-def test_ranks_of_zero3_do_not_write(target: Target, folders: dict[str, str]) -> None:
-    drafter = writer(target, folders)
-    drafter.lm_head.weight.ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="zero2"):
-        drafter.rewrite(batch())
+def test_ranks_of_zero3_do_not_write() -> None:
+    """Refused before anything is loaded."""
+    words = ["drafter=draft_lm", "drafter.on_policy=0.5"]
+    assert parse(compose([*words, "launch=zero2"])).launch.name == "zero2"
+    with pytest.raises(ConfigError, match="on_policy"):
+        parse(compose([*words, "launch=zero3"]))
 
 
 def test_the_saved_settings_build_the_same_body(target: Target) -> None:

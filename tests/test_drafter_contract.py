@@ -137,7 +137,6 @@ def test_every_branch_of_a_tree_repeats_the_unroll_of_its_own_text(
 ) -> None:
     """Root -> {4 -> {8}, 9 -> {6, ..}}; every level is stored in the reverse order of the other."""
     row, t = 1, 7
-    paths = paths if drafter.can_branch else paths[:1]
     state = absorbed(drafter, trace, row, 0, t + 1)
     above: list[tuple[int, ...]] = [()]
     depths = len(unrolled(drafter, trace))
@@ -254,9 +253,8 @@ def test_the_checkpoint_holds_no_weights_of_the_target(drafter: Drafter, target:
 # ---- 4: greedy output is that of plain decoding --------------------------------------------------
 
 
-def drafting(drafter: Drafter) -> list[Policy]:
-    tree = [DynamicTree(depth=3, width=3, budget=7)] if drafter.can_branch else []
-    return [Chain(3), *tree]
+def drafting() -> list[Policy]:
+    return [Chain(3), DynamicTree(depth=3, width=3, budget=7)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
@@ -267,7 +265,7 @@ def test_greedy_output_equals_plain_decoding(name: str, trained: bool, family: s
     target, answers, drafter = tiny.half_trained(name, family)
     if not trained:
         drafter = tiny.drafter(name, target).eval()
-    for policy in drafting(drafter):
+    for policy in drafting():
         decoder, accepted, drafted = Decoder(target, drafter, policy), 0, 0
         for prompt, answer in zip(tiny.PROMPTS, answers, strict=True):
             out = decoder.generate(prompt, tiny.ANSWER)
@@ -326,8 +324,6 @@ def test_sampling_has_exactly_the_law_of_plain_sampling(
 ) -> None:
     """Four tokens jointly, V = 5, four of them draftable; float32 is all that is lost."""
     target, drafter = five_token_pair(name)
-    if isinstance(policy, DynamicTree) and not drafter.can_branch:
-        policy, sampling = LAWS[0]
     decoder = Decoder(target, drafter, policy, sampling=sampling)
     assert distance(law_of(decoder, monkeypatch), plain_law(target, sampling)) < 1e-5
 

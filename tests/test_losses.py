@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.train.errors import ConfigError
-from outrider.train.losses import KINDS, Rows, Term, parse_depth_weights, parse_loss
+from outrider.train.losses import KINDS, Chunk, Term, parse_depth_weights, parse_loss
 
 SOFT = ("soft_ce", "soft_ce_reference")
 each_soft = pytest.mark.parametrize("name", SOFT)
@@ -18,7 +18,7 @@ each_term = pytest.mark.parametrize("name", KINDS)
 LN2 = math.log(2)
 
 
-def rows_of(logits: Tensor, p: Tensor, **changes: Any) -> Rows:
+def rows_of(logits: Tensor, p: Tensor, **changes: Any) -> Chunk:
     count = len(logits)
     fields: dict[str, Any] = {
         "whole": p,
@@ -28,7 +28,7 @@ def rows_of(logits: Tensor, p: Tensor, **changes: Any) -> Rows:
         "feature": torch.zeros(count, 3),
         **changes,
     }
-    return Rows(logits, p, **fields)
+    return Chunk(logits, p, **fields)
 
 
 def value_and_slope(name: str, logits: Tensor, p: Tensor, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def random_rows(
 # ---- the slow re-statement: one token at a time, in float64 --------------------------------------
 
 
-def literally(name: str, number: float, row: int, rows: Rows) -> Any:
+def literally(name: str, number: float, row: int, rows: Chunk) -> Any:
     """The term at one row as its paper's formula reads, in loops over the vocabulary."""
     logits = rows.logits[row].double()
     total = sum(value.exp() for value in logits)
@@ -293,18 +293,21 @@ def test_one_matrix_is_kept_for_the_gradient() -> None:
 
 
 def test_a_sum_of_terms_is_read_as_it_is_written() -> None:
-    assert parse_loss(["smooth_l1", "0.1*soft_ce", "2*jsd:0", "lk_hybrid:3e-1"]) == (
+    assert parse_loss(["smooth_l1", "0.1*soft_ce", "2*jsd:0.1", "lk_hybrid:3e-1"]) == (
         Term(1.0, "smooth_l1", 1.0),
         Term(0.1, "soft_ce", 0.0),
-        Term(2.0, "jsd", 0.0),
+        Term(2.0, "jsd", 0.1),
         Term(1.0, "lk_hybrid", 0.3),
     )
 
 
 @pytest.mark.parametrize(
     "parts",
-    [[], ["nats"], ["soft_ce", "soft_ce"], ["soft_ce:3"], ["-1*tv"], ["tv*0.5"], ["1..2*tv"]],
-)
+    [
+        [], ["nats"], ["tv", "tv"], ["soft_ce:3"], ["-1*tv"], ["tv*0.5"], ["1..2*tv"], ["3*"],
+        ["0*tv"], ["jsd:0"], ["jsd:2"], ["topk:0"], ["smooth_l1:0"], ["lk_hybrid:0"],
+    ],
+)  # fmt: skip
 def test_what_is_no_sum_of_terms_is_refused(parts: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"drafter\.loss"):
         parse_loss(parts)

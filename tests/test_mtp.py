@@ -13,7 +13,8 @@ from outrider.models.chain import Memory
 from outrider.models.drafters.mtp import Config, Mtp
 from outrider.models.target import Target
 from outrider.train.losses import parse_depth_weights
-from outrider.train.objective import Objective, Sums
+from outrider.train.objective import Objective
+from outrider.train.sums import Sums
 from tests import tiny
 
 H, HEADS, KEY_HEADS, SIZE, INNER = 32, 4, 2, 8, 48  # of the small llama in families.py

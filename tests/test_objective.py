@@ -13,7 +13,8 @@ from outrider.models.base import Drafter, Guess, Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train import objective as module
-from outrider.train.objective import Objective, Sums
+from outrider.train.objective import Objective
+from outrider.train.sums import Sums
 from tests import tiny
 
 WEIGHTS = [1.0, 0.8, 0.64]

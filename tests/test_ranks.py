@@ -78,6 +78,32 @@ def test_two_ranks_end_as_one_with_accumulation(launch: str, alone: Path, tmp_pa
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm"])
+def test_every_kind_of_drafter_trains_on_two_ranks_of_zero3(name: str, tmp_path: Path) -> None:
+    """Borrowed heads, heads per depth, modules in a chain, tied weights: as one rank does."""
+    words = [f"drafter={name}", *(["drafter.noise=0"] if name == "hass" else [])]
+    for folder, command, launch in (("one", ONE, "single"), ("two", TWO, "zero3")):
+        pieces = "launch.accumulation=2" if launch == "single" else "launch.accumulation=1"
+        done = run(command, tmp_path / folder, *words, f"launch={launch}", pieces)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4, abs=1e-4)
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], atol=1e-3, rtol=1e-2, msg=key)
+
+
+@pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm"])
+def test_bfloat16_under_zero_trains_every_kind_of_drafter(name: str, tmp_path: Path) -> None:
+    """DeepSpeed casts the weights, noise included nothing may stay behind in float32."""
+    done = run(
+        TWO, tmp_path, f"drafter={name}", "launch=zero2", "launch.precision=bf16",
+        "train.max_steps=2", "train.eval_every=2", "target.dtype=bfloat16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(0 < loss < 100 for loss in losses(tmp_path))
+
+
 @pytest.mark.parametrize("launch", ["zero2", "zero3"])
 def test_zero_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
     launch: str, alone: Path, tmp_path: Path

@@ -18,7 +18,7 @@ from outrider.train.errors import ConfigError, RunError
 from outrider.train.fields import key, read, unknown
 
 COUNT = "[1, inf)"
-NEEDED = ("data.path", "eval.prompts", "drafter.warm_start")  # files that a run cannot do without
+NEEDED = ("data.path", "data.given", "eval.prompts")  # files that a run cannot do without
 # between training and measuring
 MAY_CHANGE = ("run.seed", "target.path", "target.dtype", "target.trust_remote_code")
 
@@ -41,6 +41,7 @@ class DrafterConfig(Protocol):
     def renormalise(self) -> bool: ...
     @property
     def normalise(self) -> str: ...
+    def refuses(self, launch: str) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,8 @@ class DataConfig:
     max_length: int = key(256, "longest row, tokens; conversations are cut there", "[8, inf)")
     holdout: float = key(0.05, "share of conversations held out, by hash", "(0, 0.5]")
     max_samples: int | None = key(None, "conversations to use; null: all", "[2, inf)")
+    given: str | None = key(None, "jsonl of conversations mixed into data=self as they are")
+    given_share: float = key(0.5, "their share of all conversations", "(0, 1)")
     generate: GenerateConfig | None = key(None, "how the target writes its own text (data=self)")
 
 
@@ -322,6 +325,9 @@ def _check_data(config: Config) -> None:
     if data.name == "jsonl" and not data.path:
         fix = "Add data.path=<file.jsonl>, or take data=self."
         raise ConfigError("data.path", data.path, "data=jsonl needs a file.", fix)
+    if data.name != "self" and data.given is not None:
+        why = f"data={data.name} is given text itself."
+        raise ConfigError("data.given", data.given, why, "Take data=self, or set data.path alone.")
     if data.name != "self" and data.generate is not None:
         why = f"data={data.name} reads text that exists; only data=self generates."
         fix = "Take data=self, or drop the group with ~data.generate."
@@ -334,13 +340,8 @@ def _check_drafter(config: Config) -> None:
     from outrider.train.losses import parse_depth_weights, parse_loss
 
     cfg = config.drafter
-    own: Any = getattr(cfg, "on_policy", 0.0)
-    if config.launch.name == "zero3" and own:
-        raise ConfigError(
-            "drafter.on_policy", own,
-            "Under launch=zero3 the ranks would wait for each other for ever.",
-            "Use launch=zero2, or drafter.on_policy=0.",
-        )  # fmt: skip
+    if why := cfg.refuses(config.launch.name):
+        raise ConfigError("launch", config.launch.name, why, "Use launch=zero2 or launch=ddp.")
     parse_depth_weights(cfg.depth_weights, cfg.depths)
     for term in parse_loss(cfg.loss):
         if term.kind.features and not kind(cfg.name).in_target_space:

@@ -25,6 +25,7 @@ EXAMPLES = {
         ("accelerate launch train.py experiment=smollm2", "a real instruct model on two cores"),
         ("accelerate launch train.py target=hf target.path=Qwen/Qwen3-8B", "any causal model"),
         ("accelerate launch --num_processes 8 train.py launch=zero2 train.lr=1e-4", "a GPU node"),
+        ("python train.py -m drafter=eagle,medusa experiment=bakeoff_tiny", "two runs and a table"),
     ),
     "eval": (
         ("python eval.py run.dir=runs/eagle3-tiny", "a chain, greedy, the embedded prompts"),

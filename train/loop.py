@@ -16,7 +16,8 @@ from outrider.launch import plan, start
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
 from outrider.models.target import default_taps, usual_taps
-from outrider.train.config import Config, decodings
+from outrider.train import checkpoint
+from outrider.train.config import Config, check_files, decodings
 from outrider.train.errors import RunError
 from outrider.train.manifest import write_manifest
 from outrider.train.objective import Sums
@@ -27,6 +28,8 @@ from outrider.train.tracking import Tracker
 def train(config: Config) -> int:
     """The verb: load, prepare, train, measure. Returns the exit code."""
     start.check(config.launch)
+    if not checkpoint.found(Path(config.run.dir) / "checkpoints"):
+        check_files(config, "drafter.warm_start")
     start.use_cores()
     main = start.rank() == 0
     console = Console(quiet=not main)
@@ -147,6 +150,7 @@ def _speak(
     means["objective"] = sum(
         w * means.get(f"loss@{d}", 0.0) for d, w in enumerate(run.objective.weights, start=1)
     )
+    means["objective"] += run.drafter.keep * means.get("kept", 0.0)
     extra = {"lr": rate, "grad_norm": float(norm or 0.0), "tokens_per_second": speed}
     tracker.log(step, "train", {**means, **extra})
     tracker.show(

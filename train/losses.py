@@ -13,7 +13,7 @@ vocabulary. Two p's must be told apart where the vocabulary is reduced: `rows.p`
 draft vocabulary (with renormalise=false: to its share of the whole), `rows.whole` is the part of
 the target's real distribution that the draft vocabulary covers, which is what acceptance is about.
 
-Legend: N rows, Vd draft vocabulary, H hidden size.
+Legend: N rows, M = N or 0, Vd draft vocabulary, H hidden size.
 """
 
 import math
@@ -29,12 +29,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.train.errors import ConfigError
+from outrider.train.fields import check_interval
 
-FLOOR = 1e-5  # of an acceptance chance whose logarithm is taken
+FLOOR = 1e-30  # of an acceptance chance whose logarithm is taken
 
 
 @dataclass
-class Rows:
+class Chunk:
     """What a term may look at.
 
     Attributes:
@@ -43,7 +44,8 @@ class Rows:
         whole: the same, its sum the draft vocabulary's share of the target's distribution.
         fair: the target's favourite can be drafted.
         token: the text's token as a draft id, -1 where it cannot be drafted.
-        state, feature: the drafter's state, and the target's last state that it should have met.
+        state, feature: the drafter's state, and the target's last state that it should have met;
+            no rows of them where no term compares states.
     """
 
     logits: Float[Tensor, "N Vd"]
@@ -51,8 +53,8 @@ class Rows:
     whole: Float[Tensor, "N Vd"]
     fair: Bool[Tensor, " N"]
     token: Int[Tensor, " N"]
-    state: Float[Tensor, "N D"]
-    feature: Float[Tensor, "N H"]
+    state: Float[Tensor, "M D"]
+    feature: Float[Tensor, "M H"]
 
     @cached_property
     def log_q(self) -> Float[Tensor, "N Vd"]:
@@ -64,7 +66,7 @@ class Rows:
         return torch.minimum(self.whole.float(), self.log_q.exp()).sum(-1)
 
 
-Cost = Callable[[Rows, float], Float[Tensor, " N"]]
+Cost = Callable[[Chunk, float], Float[Tensor, " N"]]
 
 
 class Kind(NamedTuple):
@@ -75,6 +77,7 @@ class Kind(NamedTuple):
         meaning: one line for people, with the source.
         about: which rows it speaks of: "fair" ones, those whose "token" can be drafted, or "all".
         number: the parameter's default; None: it takes none.
+        within: the parameter's interval.
         features: it compares states, which only drafters in the target's own space have.
         whole: it needs the share of the draft vocabulary, hence the target's whole head.
     """
@@ -83,6 +86,7 @@ class Kind(NamedTuple):
     meaning: str
     about: str = "fair"
     number: float | None = None
+    within: str = ""
     features: bool = False
     whole: bool = False
 
@@ -99,7 +103,7 @@ class Term:
     def kind(self) -> Kind:
         return KINDS[self.name]
 
-    def __call__(self, rows: Rows) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
+    def __call__(self, rows: Chunk) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
         """Values of all rows, 0 where the term does not speak; and where it does."""
         told = {"fair": rows.fair, "token": rows.token >= 0}.get(self.kind.about)
         told = torch.ones_like(rows.fair) if told is None else told
@@ -129,8 +133,11 @@ def _term(part: str) -> Term:
         raise ConfigError("drafter.loss", part, "This is no term.", _SYNTAX)
     if found[3] and kind.number is None:
         raise ConfigError("drafter.loss", part, f"{found[2]} takes no number.", _SYNTAX)
-    number_of = float(found[3]) if found[3] else kind.number or 0.0
-    return Term(float(found[1] or 1.0), found[2], number_of)
+    weight, value = float(found[1] or 1.0), float(found[3]) if found[3] else kind.number or 0.0
+    if weight == 0:
+        raise ConfigError("drafter.loss", part, "A term of weight 0 is none.", "Leave it out.")
+    check_interval(kind.within, value, f"drafter.loss: the number of {found[2]}")
+    return Term(weight, found[2], value)
 
 
 def parse_depth_weights(text: str, depths: int) -> list[float]:
@@ -175,30 +182,30 @@ def _sound(weights: list[float]) -> list[float]:
 # ---- the terms ----
 
 
-def soft_cross_entropy(rows: Rows, _: float) -> Float[Tensor, " N"]:
+def soft_cross_entropy(rows: Chunk, _: float) -> Float[Tensor, " N"]:
     """-sum_v p(v) log q(v)."""
     out: Tensor = _SoftCrossEntropy.apply(rows.logits, rows.p)  # type: ignore[no-untyped-call]
     return out
 
 
-def soft_cross_entropy_reference(rows: Rows, _: float) -> Float[Tensor, " N"]:
+def soft_cross_entropy_reference(rows: Chunk, _: float) -> Float[Tensor, " N"]:
     """The same as the formula reads."""
     return -(rows.p.float() * rows.log_q).sum(-1)
 
 
-def kl(rows: Rows, _: float) -> Float[Tensor, " N"]:
+def kl(rows: Chunk, _: float) -> Float[Tensor, " N"]:
     """Forward KL(p | q): soft cross-entropy less the teacher's entropy, so 0 is perfect."""
     p = rows.p.float()
     return soft_cross_entropy(rows, 0.0) + torch.xlogy(p, p).sum(-1)
 
 
-def reverse_kl(rows: Rows, _: float) -> Float[Tensor, " N"]:
+def reverse_kl(rows: Chunk, _: float) -> Float[Tensor, " N"]:
     """KL(q | p) = sum_v q(v) log(q(v) / p(v)): seeks a mode instead of covering all."""
     log_p = rows.p.float().clamp(min=torch.finfo(torch.float32).tiny).log()
     return (rows.log_q.exp() * (rows.log_q - log_p)).sum(-1)
 
 
-def jsd(rows: Rows, beta: float) -> Float[Tensor, " N"]:
+def jsd(rows: Chunk, beta: float) -> Float[Tensor, " N"]:
     """Beta KL(p | m) + (1 - beta) KL(q | m), m = beta p + (1 - beta) q."""
     p, q = rows.p.float(), rows.log_q.exp()
     log_m = (beta * p + (1 - beta) * q).clamp(min=torch.finfo(torch.float32).tiny).log()
@@ -206,34 +213,34 @@ def jsd(rows: Rows, beta: float) -> Float[Tensor, " N"]:
     return (beta * left + (1 - beta) * q * (rows.log_q - log_m)).sum(-1)
 
 
-def total_variation(rows: Rows, _: float) -> Float[Tensor, " N"]:
+def total_variation(rows: Chunk, _: float) -> Float[Tensor, " N"]:
     """1 - sum_v min(p(v), q(v)): the chance that sampling rejects."""
     return 1 - rows.alpha
 
 
-def likelihood_of_acceptance(rows: Rows, _: float) -> Float[Tensor, " N"]:
+def likelihood_of_acceptance(rows: Chunk, _: float) -> Float[Tensor, " N"]:
     """-log sum_v min(p(v), q(v)): total variation, steeper where acceptance is rare."""
     return -rows.alpha.clamp(min=FLOOR).log()
 
 
-def hybrid(rows: Rows, eta: float) -> Float[Tensor, " N"]:
+def hybrid(rows: Chunk, eta: float) -> Float[Tensor, " N"]:
     """Lambda KL(p | q) + (1 - lambda)(1 - alpha), lambda = exp(-eta alpha), held fixed."""
     share = torch.exp(-eta * rows.alpha.detach())
     return share * kl(rows, 0.0) * rows.fair + (1 - share) * (1 - rows.alpha)
 
 
-def hard_cross_entropy(rows: Rows, _: float) -> Float[Tensor, " N"]:
+def hard_cross_entropy(rows: Chunk, _: float) -> Float[Tensor, " N"]:
     """-log q(the text's token)."""
     return -rows.log_q.gather(-1, rows.token.clamp(min=0)[:, None])[:, 0]
 
 
-def top_k(rows: Rows, count: float) -> Float[Tensor, " N"]:
+def top_k(rows: Chunk, count: float) -> Float[Tensor, " N"]:
     """-sum p(v) log q(v) over the target's `count` favourites, renormalised on neither side."""
     best = rows.whole.topk(min(int(count), rows.whole.shape[-1]), dim=-1)
     return -(best.values.float() * rows.log_q.gather(-1, best.indices)).sum(-1)
 
 
-def smooth_l1(rows: Rows, beta: float) -> Float[Tensor, " N"]:
+def smooth_l1(rows: Chunk, beta: float) -> Float[Tensor, " N"]:
     """Smooth-L1 between the states, a mean over the hidden size."""
     each = F.smooth_l1_loss(rows.state.float(), rows.feature.float(), reduction="none", beta=beta)
     return each.mean(-1)
@@ -264,18 +271,35 @@ KINDS: dict[str, Kind] = {
     "soft_ce_reference": Kind(soft_cross_entropy_reference, "the same, as the formula reads"),
     "kl": Kind(kl, "forward KL(p|q)"),
     "reverse_kl": Kind(reverse_kl, "reverse KL(q|p) (DistillSpec, arXiv:2310.08461)"),
-    "jsd": Kind(jsd, "Jensen-Shannon, beta behind the colon (arXiv:2310.08461)", number=0.5),
+    "jsd": Kind(
+        jsd, "Jensen-Shannon, beta behind the colon (DistillSpec)", number=0.5, within="(0, 1)"
+    ),
     "tv": Kind(total_variation, "total variation, the chance of rejection", "all", whole=True),
     "lk": Kind(likelihood_of_acceptance, "-log alpha (LK, arXiv:2602.23881)", "all", whole=True),
     "lk_hybrid": Kind(
-        hybrid, "adaptive mix of kl and tv, eta behind the colon (LK)", "all", 3.0, whole=True
+        hybrid,
+        "adaptive mix of kl and tv, eta behind the colon (LK)",
+        "all",
+        3.0,
+        "(0, inf)",
+        whole=True,
     ),
     "ce": Kind(hard_cross_entropy, "cross-entropy of the text's token", "token"),
     "topk": Kind(
-        top_k, "the target's K favourites, K behind the colon (HASS)", "all", 10.0, whole=True
+        top_k,
+        "the target's K favourites, K behind the colon (HASS)",
+        "all",
+        10.0,
+        "[1, inf)",
+        whole=True,
     ),
     "smooth_l1": Kind(
-        smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0, features=True
+        smooth_l1,
+        "Smooth-L1 to the target's next state (EAGLE)",
+        "all",
+        1.0,
+        "(0, inf)",
+        features=True,
     ),
 }
 _SYNTAX = f"Write weight*name or name, of: {', '.join(KINDS)}."

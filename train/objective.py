@@ -13,7 +13,6 @@ once, by global counts. Three paths give the same numbers:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -23,83 +22,12 @@ from torch import Tensor, nn
 from outrider.eval.decode.sampling import first_argmax
 from outrider.models.base import Drafter, Guess, Trace
 from outrider.train.forecast import rounds
-from outrider.train.losses import Rows, Term, parse_loss
+from outrider.train.losses import Chunk, Term, parse_loss
+from outrider.train.sums import Sums
 
 CHUNK = 2**23  # largest number of logits held at once, target's or drafter's: 32 MB in float32
 KEPT = parse_loss(["soft_ce"])  # what a changed target costs
 CHUNK_GPU = 2**27  # there small products leave most of the machine idle
-
-
-@dataclass
-class Sums:
-    """Per depth, summed over rows. Divide by `rows`; add over micro-batches and ranks.
-
-    loss: what the objective's terms cost together, before the weight of the depth.
-    agree: the drafter's favourite is the target's.
-    alpha: sum over tokens of min(p, q), the chance that sampling accepts (all tokens, T = 1).
-    rows: supervised rows.
-    terms: each term on its own, unweighted.
-    told: rows that each term spoke of.
-    kept: Medusa-2: what the changed target costs under the one it was, and the rows of that sum.
-    rounds: tokens that decoding this text would emit in rounds, then the expected rounds of a
-        greedy and of a sampled chain (train/forecast.py). alpha and rounds only where measured.
-    """
-
-    names: tuple[str, ...]  # of the terms
-    loss: Float[Tensor, " D"]
-    agree: Float[Tensor, " D"]
-    alpha: Float[Tensor, " D"]
-    rows: Float[Tensor, " D"]
-    terms: Float[Tensor, "terms D"]
-    told: Float[Tensor, "terms D"]
-    kept: Float[Tensor, "2"]
-    rounds: Float[Tensor, "3"]
-
-    @classmethod
-    def zero(
-        cls, depths: int, device: torch.device | str, names: Sequence[str] = ("soft_ce",)
-    ) -> "Sums":
-        sizes = [(depths,)] * 4 + [(len(names), depths)] * 2 + [(2,), (3,)]
-        zeros = (torch.zeros(size, dtype=torch.float64, device=device) for size in sizes)
-        return cls(tuple(names), *zeros)
-
-    def tensors(self) -> list[Tensor]:
-        """All numbers, in the order of the fields."""
-        return [getattr(self, f.name) for f in fields(self) if f.name != "names"]
-
-    def add(self, other: "Sums") -> None:
-        for mine, part in zip(self.tensors(), other.tensors(), strict=True):
-            mine.add_(part)
-
-    def stacked(self) -> Float[Tensor, " numbers"]:
-        """For one all-reduce."""
-        return torch.cat([tensor.flatten() for tensor in self.tensors()])
-
-    def filled(self, numbers: Float[Tensor, " numbers"]) -> "Sums":
-        """The same fields with other numbers, as `stacked` lays them out."""
-        mine = self.tensors()
-        parts = numbers.split([tensor.numel() for tensor in mine])
-        shaped = (part.view_as(tensor) for part, tensor in zip(parts, mine, strict=True))
-        return Sums(self.names, *shaped)
-
-    def means(self) -> dict[str, float]:
-        """Flat metrics, `name@depth`, and the acceptance length they predict, bonus included.
-
-        A depth that was not asked for is left out.
-        """
-        rows = self.rows.clamp(min=1)
-        shares = {name: getattr(self, name) / rows for name in ("loss", "agree", "alpha")}
-        if len(self.names) > 1:
-            each = self.terms / self.told.clamp(min=1)
-            shares.update(zip((f"term.{name}" for name in self.names), each, strict=True))
-        asked = [i for i, count in enumerate(self.rows.tolist()) if count or i == 0]
-        out = {f"{name}@{i + 1}": float(share[i]) for name, share in shares.items() for i in asked}
-        if self.kept[1]:
-            out["kept"] = float(self.kept[0] / self.kept[1])
-        tokens, greedy, sampled = self.rounds.tolist()
-        out["accept_length"] = tokens / greedy if greedy else 1.0
-        out["accept_length_sampling"] = tokens / sampled if sampled else 1.0
-        return out
 
 
 @runtime_checkable
@@ -119,7 +47,7 @@ class Teacher(Protocol):
 class Judged(NamedTuple):
     """What the target says at some rows, over the draft vocabulary."""
 
-    p: Float[Tensor, "N Vd"]  # as the objective wants it, see `losses.Rows`
+    p: Float[Tensor, "N Vd"]  # as the objective wants it, see `losses.Chunk`
     whole: Float[Tensor, "N Vd"]  # its real share; the same as p where nobody asked for it
     favourite: Int[Tensor, " N"]  # argmax over the whole vocabulary
     fair: Bool[Tensor, " N"]  # the favourite can be drafted
@@ -328,22 +256,22 @@ class _Job:
         level = torch.cat(
             [torch.full_like(rows[ok], i) for i, ok in enumerate(judges)]
         )  # index of the depth
-        p = judged.p[which]
-        told = Rows(
+        p, compared = judged.p[which], any(term.kind.features for term in self.terms)
+        told = Chunk(
             logits=drafter.heads(states, self.depths),
             p=p,
             whole=p if judged.whole is judged.p else judged.whole[which],
             fair=judged.fair[which],
             token=drafter.vocab.to_draft(self.following[rows[which]]),
-            state=torch.cat(states),
-            feature=self.last[rows[which]],
+            state=torch.cat(states) if compared else self.last[:0],
+            feature=self.last[rows[which]] if compared else self.last[:0],
         )
         loss = self._cost(told, level)
         with torch.no_grad():
             self._count(told, judged.favourite[which], rows[which], level)
         return loss
 
-    def _cost(self, rows: Rows, level: Tensor) -> Tensor:
+    def _cost(self, rows: Chunk, level: Tensor) -> Tensor:
         """All terms together, depths weighted."""
         whole = torch.zeros_like(level, dtype=torch.float32)
         for i, term in enumerate(self.terms):
@@ -354,7 +282,7 @@ class _Job:
         self.sums.loss.index_add_(0, level, whole.detach().double())
         return (whole * self.scale[level]).sum()
 
-    def _count(self, rows: Rows, favourite: Tensor, judge: Tensor, level: Tensor) -> None:
+    def _count(self, rows: Chunk, favourite: Tensor, judge: Tensor, level: Tensor) -> None:
         """
         Args:
             favourite: the target's, at each row.

@@ -31,9 +31,11 @@ from outrider.train.config import Config, resolved, saved_config
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.files import read_json, write_json, write_tensors
 from outrider.train.losses import parse_depth_weights
-from outrider.train.objective import Objective, Sums
+from outrider.train.objective import Objective
+from outrider.train.sums import Sums
 
-# what a continued run may change: limits and reports, nothing that changes a step
+# what a continued run may change: limits, reports, and who does which part of a step (noise, and
+# text of the drafter's own, are then drawn anew)
 FREE = (
     "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
     "train.keep_last", "train.resume", "train.log_every", "train.quick_eval", "train.wandb.",

@@ -36,13 +36,13 @@ METRICS = {
     "agree": Metric("share", "mean over supervised rows", "drafter's favourite is the target's"),
     "alpha": Metric("share", "mean over supervised rows", "sum of min(p, q) at temperature 1"),
     "accept_length": Metric(
-        "tokens", "emitted / expected rounds", "predicted greedy tau of a chain, bonus included"
+        "tokens", "emitted / expected rounds", "greedy tau of a chain, exact on greedy text"
     ),
     "accept_length_sampling": Metric(
-        "tokens", "emitted / expected rounds", "the same at temperature 1, for text of that kind"
+        "tokens", "emitted / expected rounds", "tau at temperature 1, exact on text drawn so"
     ),
     "kept": Metric("nats", "mean over answer rows", "cost of the changed target (Medusa-2)"),
-    "objective": Metric("nats", "sum over depths of weight x loss", "what is minimised"),
+    "objective": Metric("nats", "weights x losses, keep x kept", "what is minimised"),
     "grad_norm": Metric("1", "of the last step", "norm of the gradient before clipping"),
     "lr": Metric("1", "of the last step", "learning rate"),
     "tokens_per_second": Metric(

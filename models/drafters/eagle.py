@@ -31,7 +31,6 @@ from outrider.models.unroll import SelfFeeding
 from outrider.models.vocab import DraftVocab
 from outrider.train.errors import RunError
 
-FIT_ROWS = 64  # rows of the regression per input feature
 USUAL_LENGTH = 512  # tokens of a document at which both kinds of noise are equal
 
 
@@ -81,7 +80,8 @@ class Eagle(SelfFeeding):
         last = trace.last.flatten(0, 1).to(self.fc.weight.dtype)
         if not (self.training and self.cfg.noise):
             return last
-        return last + (torch.rand_like(last) - 0.5) * self._width(trace).flatten()[:, None]
+        width = self._width(trace).flatten()[:, None].to(last.dtype)
+        return last + (torch.rand_like(last) - 0.5) * width
 
     def _width(self, trace: Trace) -> Float[Tensor, "B T"]:
         """Of the noise at every row."""
@@ -117,7 +117,7 @@ class Eagle(SelfFeeding):
         sizes = [_size(self.target.embed(first.next_ids)), _size(first.last)]
         for trace in chain([first], traces):
             moments.add(*self._known(trace, sizes))
-            if moments.count >= FIT_ROWS * 2 * len(moments.y):
+            if moments.count >= fit.ROWS * 2 * len(moments.y):
                 break
         if not moments.count:
             return "random weights: no answer to fit to"

@@ -29,9 +29,7 @@ from outrider.models.vocab import DraftVocab
 
 __all__ = ["Config", "Eagle3", "default_taps"]
 
-FIT_ROWS = 64  # rows of the first regression per input feature
 LOOK_ROWS = 8192  # rows that the constant direction of the layer's input is found from
-SHARP_ROWS = 512  # rows that the scale of the first logits is found from
 SELF_SCORE = 10.0  # attention score of a row with itself at the start; random scores are about 1
 SLOWEST = 0.2  # radians per row: rotary pairs that turn faster tell neighbours apart
 CONTENT = 0.3  # what is left of the random part of the keys
@@ -156,7 +154,7 @@ class Eagle3(SelfFeeding):
             if moments.count < LOOK_ROWS and trace.counts(1).any():
                 some.append(trace)
             moments.add(*self._known(target, trace))
-            if moments.count >= FIT_ROWS * len(moments.xx):
+            if moments.count >= fit.ROWS * len(moments.xx):
                 break
         if not some:
             return "random weights, taps scaled to unit size: no answer to fit to"
@@ -231,7 +229,7 @@ class Eagle3(SelfFeeding):
         guess = next(self.unroll(trace))
         self.lm_head.weight.copy_(target.head_weight[self.vocab.kept])
         self.norm.weight.copy_(spread)
-        chosen = torch.nonzero(rows).flatten()[:SHARP_ROWS]
+        chosen = torch.nonzero(rows).flatten()[: fit.SHARP_ROWS]
         teacher = target.logits(trace.last.flatten(0, 1)[chosen + 1])[:, self.vocab.kept]
         logits = self.head(guess.hidden.flatten(0, 1)[chosen])
         self.norm.weight.mul_(fit.sharpness(logits.float(), teacher.float().softmax(-1)))

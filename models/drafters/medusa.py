@@ -34,9 +34,6 @@ from outrider.models.target import Target, packed
 from outrider.models.vocab import DraftVocab
 from outrider.train.errors import ConfigError
 
-FIT_ROWS = 64  # rows of a regression per input feature
-SHARP_ROWS = 512  # rows that the scale of the first logits is found from
-
 
 @dataclass(frozen=True)
 class Config(Recipe):
@@ -116,7 +113,7 @@ class Medusa(Drafter):
             for depth, part in enumerate(moments, start=1):
                 part.add(*_ahead(trace, depth))
             some = some or [trace] * bool(trace.counts(len(moments)).any())
-            if moments[-1].count >= FIT_ROWS * trace.last.shape[-1]:
+            if moments[-1].count >= fit.ROWS * trace.last.shape[-1]:
                 break
         if not some or not moments[-1].count:
             return f"every head repeats {target.name}"
@@ -126,7 +123,7 @@ class Medusa(Drafter):
         return f"linear fit to {moments[0].count:,} states of {target.name}, in front of its head"
 
     def _sharpness(self, target: Target, trace: Trace, depth: int) -> float:
-        now, then = (part[:SHARP_ROWS] for part in _ahead(trace, depth))
+        now, then = (part[: fit.SHARP_ROWS] for part in _ahead(trace, depth))
         teacher = target.logits(then.to(target.dtype))[:, self.vocab.kept]
         logits = self._own(now, depth)
         return fit.sharpness(logits.float(), teacher.float().softmax(-1))

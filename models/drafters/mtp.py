@@ -29,9 +29,7 @@ from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.errors import ConfigError, RunError
 
-FIT_ROWS = 64  # rows of a regression per input feature
 HELD = 2**28  # numbers of the target's states that are held for the regressions, at most
-SHARP_ROWS = 512  # rows that the scale of the first logits is found from
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Mtp(Drafter):
             if count := int(trace.counts(len(self.stages)).sum()):
                 some.append(trace)
             rows, held = rows + count, held + trace.last.numel()
-            if rows >= 2 * FIT_ROWS * trace.last.shape[-1] or held >= HELD:
+            if rows >= 2 * fit.ROWS * trace.last.shape[-1] or held >= HELD:
                 break
         return some
 
@@ -175,7 +173,7 @@ class Mtp(Drafter):
         self, stage: Stage, depth: int, target: Target, trace: Trace, out: Float[Tensor, "BT H"]
     ) -> None:
         """The norm undoes the outputs' unit, as sharp as pays."""
-        rows = torch.nonzero(trace.counts(depth).flatten()).flatten()[:SHARP_ROWS]
+        rows = torch.nonzero(trace.counts(depth).flatten()).flatten()[: fit.SHARP_ROWS]
         last = trace.last.flatten(0, 1)
         teacher = target.logits(last[rows + depth])[:, self.vocab.kept]
         logits = self.head(stage.norm(out[rows]).to(last.dtype))
@@ -183,7 +181,7 @@ class Mtp(Drafter):
 
     def _adopt(self, target: Target) -> str:
         """Modules of the target's own checkpoint; those it lacks begin as copies of its last."""
-        found = shipped.read(Path(self.cfg.warm_start or ""), target.depth)
+        found = shipped.read(Path(self.cfg.warm_start or "").expanduser(), target.depth)
         for name in ("order", "qk_norm"):
             mine, theirs = getattr(self.cfg, name), getattr(found, name)
             if mine != theirs:

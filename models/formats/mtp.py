@@ -97,7 +97,8 @@ def read(folder: Path, layers: int) -> Found:
     modules: dict[int, dict[str, Tensor]] = {}
     for key, value in _tensors(folder, {key: files[key] for key in keys}).items():
         number, name = keys[key]
-        value = value + layout.offset if value.ndim == 1 and layout.offset else value
+        if value.ndim == 1 and layout.offset:
+            value = value.float() + layout.offset  # 1 + w in bfloat16 would lose a small w
         modules.setdefault(number, {})[name] = value
     qk_norm = any(f"block.{QK_NORMS[0]}.weight" in module for module in modules.values())
     _refuse_gaps(folder, modules, layout, qk_norm)
