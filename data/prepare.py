@@ -98,18 +98,15 @@ def material(
         limit = None if wish is None else wish.samples
         asked = [(i, a) for i, a in enumerate(store.answers()) if limit is None or a.place < limit]
         places = [i for i, _ in asked]
-        documents = [answer.document() for _, answer in asked]
+        documents = [answer.document() for _, answer in asked][: config.data.max_samples]
         about: dict[str, Any] = {"source": "self", "store": store.about}
         if config.data.given is not None:
-            more, known = _rendered(config.data.given, config.data, loaded.tokenizer, console, rank)
-            documents += more[: _beside(len(documents), config.data.given_share)]
-            about, store = {**about, "given": known["sha256"]}, None  # of it nothing is recorded
+            more, about["given"] = _given(len(documents), config.data, loaded, console, rank)
+            documents, store = documents + more, None  # of it nothing is recorded
     else:
         path = config.data.path or str(CONVERSATIONS)
         documents, about = _rendered(path, config.data, loaded.tokenizer, console, rank)
-        store = None
-    if config.data.max_samples is not None:
-        documents = documents[: config.data.max_samples]
+        documents, store = documents[: config.data.max_samples], None
     documents = [_cut(document, config.data.max_length) for document in documents]
     made = _pack(documents, config.data, loaded.target.vocab, about)
     if store is not None and store.records(taps):
@@ -118,6 +115,18 @@ def material(
         show_samples(console, loaded.tokenizer, documents)
         console.print(_said(made))
     return made
+
+
+def _given(
+    written: int, data: DataConfig, loaded: Loaded, console: Console, rank: int
+) -> tuple[list[Document], str]:
+    """Conversations to be mixed in, and the hash of their file."""
+    assert data.given is not None
+    found, about = _rendered(data.given, data, loaded.tokenizer, console, rank)
+    wanted = _beside(written, data.given_share)
+    if len(found) < wanted:
+        console.print(f"[yellow]note:[/yellow] {data.given} holds {len(found)} of {wanted} wanted")
+    return found[:wanted], about["sha256"]
 
 
 def _beside(written: int, share: float) -> int:

@@ -95,6 +95,7 @@ def compare(paths: list[str]) -> int:
     for left_out in without:
         console.print(f"left out: {left_out.message}", highlight=False)
     console.print(overview(runs))
+    console.print(unequal(runs) or "")
     for kind in dict.fromkeys(map(shape, reports.values())):
         alike = {name: r for name, r in reports.items() if shape(r) == kind}
         console.print(unfair(alike) or "")
@@ -116,6 +117,7 @@ def overview(runs: Sequence[Measured]) -> Group:
     legend = (
         "tokens/s: tokens trained on, evaluations and saves in; start: seconds for first weights; "
         "peak: of the process, target in; alpha@d: held-out, sum of min(p, q) at depth d; "
+        "tau: foreseen for a chain as deep as the drafter's own depths; "
         "foreseen: tau that the measure of training gives for the decoded text"
     )
     training = _table("what it cost, and what held-out text says", runs, _training(runs))
@@ -147,8 +149,8 @@ def _training(runs: Sequence[Measured]) -> list[Row]:
         Row("start", partial(_trained, "start_seconds", 1.0), 0),
         Row("peak MB", partial(_trained, "peak_memory_bytes", MB), 0, -1),
         *(Row(name, partial(_held, name), 3, 1) for name in rates),
-        Row("tau greedy", partial(_held, "accept_length"), 2, 1),
-        Row("tau T=1", partial(_held, "accept_length_sampling"), 2, 1),
+        Row("tau greedy", partial(_held, "accept_length"), 2),
+        Row("tau T=1", partial(_held, "accept_length_sampling"), 2),
     ]
 
 
@@ -174,6 +176,20 @@ def _held(name: str, run: Measured) -> float | None:
 def _decoded(kind: str, name: str, run: Measured) -> float | None:
     found = [report.get(name) for report in run.reports.values() if shape(report) == kind]
     return found[-1] if found else None
+
+
+def unequal(runs: Sequence[Measured]) -> Text | None:
+    """In red, which terms of training were not the same."""
+    budgets = [run.training.get("budget", {}) for run in runs if run.training is not None]
+    names = dict.fromkeys(name for budget in budgets for name in budget)
+    differing = []
+    for name in names:
+        values = dict.fromkeys(str(budget.get(name)) for budget in budgets)
+        if len(values) > 1:
+            differing.append(f"{name} ({' | '.join(values)})")
+    if not differing:
+        return None
+    return Text(f"not trained on equal terms: {'; '.join(differing)}", style="bold red")
 
 
 # ---- reports in full ----

@@ -40,7 +40,8 @@ def sweep(overrides: list[str]) -> int:
         check_files(config, *NEEDED)
     _tell_apart(configs)
     console, codes = Console(), list[int]()
-    _write_texts(combinations, configs)
+    if code := _write_texts(combinations, configs):
+        return code
     for i, job in enumerate(combinations, start=1):
         console.rule(f"run {i} of {len(combinations)}: {' '.join(job)}")
         codes.append(_run("train", job))
@@ -83,14 +84,20 @@ def _tell_apart(configs: list[Config]) -> None:
         raise ConfigError("run.dir", twice, "Several runs of the sweep would write there.", fix)
 
 
-def _write_texts(combinations: list[list[str]], configs: list[Config]) -> None:
-    """Text that the target writes itself is written first, so that no run pays for another's."""
+def _write_texts(combinations: list[list[str]], configs: list[Config]) -> int:
+    """Text that the target writes itself is written first, so that no run pays for another's.
+
+    Returns:
+        0, or the exit code of what did not end well.
+    """
     seen = set()
     for job, config in zip(combinations, configs, strict=True):
         text = repr((config.target, config.data, config.run.seed))
         if config.data.name == "self" and text not in seen:
             seen.add(text)
-            _run("prepare", job)
+            if code := _run("prepare", job):
+                return code
+    return 0
 
 
 def _run(verb: str, job: list[str]) -> int:

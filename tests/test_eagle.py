@@ -130,8 +130,8 @@ def test_the_unroll_is_drafting_from_every_true_prefix(target: Target, bias: boo
 
 def test_the_loss_is_features_plus_a_tenth_of_the_distribution(target: Target) -> None:
     """At depth 1: mean over H of Smooth-L1 to the target's next state, + 0.1 cross-entropy."""
-    drafter, trace = eagle(target, draft_vocab_size=None).eval(), tiny.packed(target)
-    drafter = eagle(target, noise=0.0)
+    drafter = tiny.drafter("eagle", target, tiny.vocab(tiny.VOCAB), noise=0.0)
+    trace = tiny.packed(target)
     cfg = Config()
     objective = Objective(drafter, target, weights=[1.0, 0.0, 0.0], loss=cfg.loss)
     rows = trace.counts(1)

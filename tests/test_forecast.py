@@ -118,6 +118,32 @@ def test_sampled_rounds_are_foreseen_exactly(name: str, monkeypatch: pytest.Monk
     assert decoded == pytest.approx(float(weights @ numbers[:, 2]), rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drafters.names())
+def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) -> None:
+    """Half-trained drafters: text held out from them, then decoding at temperature 1.
+
+    The law of what is decoded is the target's own, so the text need not be the same one.
+    """
+    target, _, drafter = tiny.half_trained(name, "llama")
+    sampling, prompt, count, depth = Sampling(1.0), list(tiny.PROMPTS[0]), 40, 3
+    plain = Decoder(target, None, None, sampling=sampling, seed=1)
+    texts = [plain.generate(prompt, count).ids for _ in range(60)]
+    target.set_taps(drafter.taps)
+    ids = torch.tensor([[*prompt, *text] for text in texts])
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    row = torch.arange(len(ids))[:, None].expand_as(ids)
+    trace = target.trace(ids, positions >= len(prompt), row, positions)
+    objective = Objective(drafter, target, weights=[1.0] * depth)
+    with torch.no_grad():
+        sums = objective(trace, torch.ones(depth), measure=True)[1]
+    fast = Decoder(target, drafter, Chain(depth), sampling=sampling, seed=2)
+    outputs = [fast.generate(prompt, count) for _ in range(60)]
+    tau = sum(len(out.ids) - 1 for out in outputs) / sum(out.rounds for out in outputs)
+    assert tau > 1.1
+    assert sums.means()["accept_length_sampling"] == pytest.approx(tau, rel=0.05)
+
+
 @pytest.mark.parametrize("name", drafters.names())
 def test_greedy_rounds_are_foreseen_exactly(name: str) -> None:
     """On the target's own greedy text, for a drafter that is right now and then."""

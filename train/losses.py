@@ -224,7 +224,10 @@ def likelihood_of_acceptance(rows: Chunk, _: float) -> Float[Tensor, " N"]:
 
 
 def hybrid(rows: Chunk, eta: float) -> Float[Tensor, " N"]:
-    """Lambda KL(p | q) + (1 - lambda)(1 - alpha), lambda = exp(-eta alpha), held fixed."""
+    """A share s = exp(-eta alpha), held fixed, of KL(p | q), and 1 - s of 1 - alpha.
+
+    Without its KL where the target's favourite cannot be drafted.
+    """
     share = torch.exp(-eta * rows.alpha.detach())
     return share * kl(rows, 0.0) * rows.fair + (1 - share) * (1 - rows.alpha)
 

@@ -275,6 +275,14 @@ class Run:
             "peak_memory_bytes": peak_memory(self.target.device),
             "best_step": now.best_step,
             "held_out": best["about"]["held_out"],
+            "budget": {
+                "text": self.material.about["sha256_documents"][:8],
+                "minutes": self.config.train.max_minutes,
+                "steps": self.config.train.max_steps,
+                "batch_tokens": self.config.train.batch_tokens,
+                "precision": self.config.launch.precision,
+                "ranks": self.accelerator.num_processes,
+            },
         }
 
     def save(self) -> None:

@@ -36,10 +36,10 @@ METRICS = {
     "agree": Metric("share", "mean over supervised rows", "drafter's favourite is the target's"),
     "alpha": Metric("share", "mean over supervised rows", "sum of min(p, q) at temperature 1"),
     "accept_length": Metric(
-        "tokens", "emitted / expected rounds", "greedy tau of a chain, exact on greedy text"
+        "tokens", "emitted / expected rounds", "greedy tau of a chain of drafter.depths"
     ),
     "accept_length_sampling": Metric(
-        "tokens", "emitted / expected rounds", "tau at temperature 1, exact on text drawn so"
+        "tokens", "emitted / expected rounds", "the same at temperature 1"
     ),
     "kept": Metric("nats", "mean over answer rows", "cost of the changed target (Medusa-2)"),
     "objective": Metric("nats", "weights x losses, keep x kept", "what is minimised"),

@@ -7,9 +7,9 @@ all depths. What the field added since are switches: a norm on every tap (`fc_no
 state fed back (`feedback=normed`, EAGLE-3.1), more layers, query and key norms, another head size.
 
 Differs: the weight of a row follows the *predicted* token (the reference lags by two); heads and
-losses run over supervised rows only; taps are divided by their typical size (`tap_scale`, folded
-into `fc` on export), so that one learning rate suits every target; training starts from the best
-linear drafter (`models/fit.py`; measured in docs/log.md).
+losses run over supervised rows only; taps are divided by their typical size (`tap_scale`), so that
+one learning rate suits every target; training starts from the best linear drafter (`models/fit.py`;
+measured in docs/log.md).
 """
 
 from collections.abc import Iterable

@@ -8,7 +8,7 @@ arXiv:2408.15766, and its code. Two changes to EAGLE's training, none to its dec
     top-K distillation   the target's K = 10 favourites once more, renormalised on neither side:
                          -sum p(v) log q(v), added to EAGLE's loss with weight w
 
-The paper writes the steps in a frame of positions: forward n reads column r from version n of the
+The authors' code has a frame of positions: forward n + 1 reads column r from version n of the
 features, column r - 1 from version n - 1, .., and all columns up to r - n from the true ones. Seen
 from row t = r - n, where the draft began, that is the unroll of `models/unroll.py` cut between its
 depths; `tests/test_hass.py` holds the two together, masks as literal matrices.
