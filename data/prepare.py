@@ -91,22 +91,12 @@ def material(
     if config.data.max_length > longest:
         why = f"{loaded.target.name} has {longest} positions."
         raise ConfigError("data.max_length", config.data.max_length, why, f"Use at most {longest}.")
-    store: Store | None
     if config.data.name == "self":
-        store = written(config, loaded, console, rank)
-        wish = config.data.generate
-        limit = None if wish is None else wish.samples
-        asked = [(i, a) for i, a in enumerate(store.answers()) if limit is None or a.place < limit]
-        places = [i for i, _ in asked]
-        documents = [answer.document() for _, answer in asked][: config.data.max_samples]
-        about: dict[str, Any] = {"source": "self", "store": store.about}
-        if config.data.given is not None:
-            more, about["given"] = _given(len(documents), config.data, loaded, console, rank)
-            documents, store = documents + more, None  # of it nothing is recorded
+        documents, places, store, about = _own_text(config, loaded, console, rank)
     else:
         path = config.data.path or str(CONVERSATIONS)
         documents, about = _rendered(path, config.data, loaded.tokenizer, console, rank)
-        documents, store = documents[: config.data.max_samples], None
+        documents, places, store = documents[: config.data.max_samples], [], None
     documents = [_cut(document, config.data.max_length) for document in documents]
     made = _pack(documents, config.data, loaded.target.vocab, about)
     if store is not None and store.records(taps):
@@ -115,6 +105,25 @@ def material(
         show_samples(console, loaded.tokenizer, documents)
         console.print(_said(made))
     return made
+
+
+def _own_text(
+    config: Config, loaded: Loaded, console: Console, rank: int
+) -> tuple[list[Document], list[int], Store | None, dict[str, Any]]:
+    """What the target wrote (and what is mixed in): documents, places in the store, origin.
+
+    The store is None where some of the documents are not in it.
+    """
+    store = written(config, loaded, console, rank)
+    wish = config.data.generate
+    limit = None if wish is None else wish.samples
+    asked = [(i, a) for i, a in enumerate(store.answers()) if limit is None or a.place < limit]
+    documents = [answer.document() for _, answer in asked][: config.data.max_samples]
+    about: dict[str, Any] = {"source": "self", "store": store.about}
+    if config.data.given is None:
+        return documents, [i for i, _ in asked], store, about
+    more, about["given"] = _given(len(documents), config.data, loaded, console, rank)
+    return documents + more, [], None, about
 
 
 def _given(

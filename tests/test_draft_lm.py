@@ -19,6 +19,8 @@ from outrider.models.formats import native
 from outrider.models.small_lm import sizes
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
+from outrider.train.compose import compose
+from outrider.train.config import parse
 from outrider.train.errors import ConfigError
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective

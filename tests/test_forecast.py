@@ -34,10 +34,10 @@ def test_an_answer_begins_behind_its_first_token() -> None:
     """Document 0: a prompt, an answer, a turn of the user, an answer. Document 1: one answer."""
     answer = [0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     document = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, -1]
-    assert forecast.runs(trace_of(answer, document)) == [
-        forecast.Run(0, 1, 2),
-        forecast.Run(0, 5, 1),
-        forecast.Run(0, 8, 1),  # x_8 opens the document: nobody guesses before x_9 is there
+    assert forecast.answers(trace_of(answer, document)) == [
+        forecast.Answer(0, 1, 2),
+        forecast.Answer(0, 5, 1),
+        forecast.Answer(0, 8, 1),  # x_8 opens the document: nobody guesses before x_9 is there
     ]
 
 

@@ -64,7 +64,7 @@ def test_drafters_share_the_recorded_text(loaded: Loaded, first: str) -> None:
     for name in (first, *drafters.names()):
         made = prepared(loaded, f"drafter={name}")
         assert made.recorded is not None, name
-    assert made.recorded[0].store.taps == (1, 3, 4)
+        assert made.recorded[0].store.taps == (1, 3, 4)
 
 
 def test_text_that_is_given_anyway_is_not_mixed(given: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.models.base import Trace
 
 
-class Run(NamedTuple):
+class Answer(NamedTuple):
     """An answer without its first token, which the prefill emits: `rows` rounds at most."""
 
     batch: int
@@ -30,25 +30,24 @@ class Run(NamedTuple):
     rows: int
 
 
-def runs(trace: Trace) -> list[Run]:
+def answers(trace: Trace) -> list[Answer]:
     """The answers of a batch, each a run of answer tokens of one document.
 
-    Answer x_3 x_4 x_5 of one document -> Run(batch=0, first=2, rows=2): after x_3, two are left.
+    Answer x_3 x_4 x_5 of one document -> Answer(batch=0, first=2, rows=2): after x_3, two are left.
     """
-    found = []
-    answers = (trace.answer & (trace.document >= 0)).tolist()
-    for b, (answer, document) in enumerate(zip(answers, trace.document.tolist(), strict=True)):
+    found, marked = [], (trace.answer & (trace.document >= 0)).tolist()
+    for b, (answer, document) in enumerate(zip(marked, trace.document.tolist(), strict=True)):
         start = None
         for t in range(len(answer) + 1):
             inside = t < len(answer) and answer[t]
             if start is not None and not (inside and document[t] == document[start]):
                 opens = start == 0 or document[start - 1] != document[start]
                 first = start + opens  # nobody reads anything in front of a document's first token
-                found.append(Run(b, first - 1, t - 1 - first))
+                found.append(Answer(b, first - 1, t - 1 - first))
                 start = None
             if inside and start is None:
                 start = t
-    return [run for run in found if run.rows > 0]
+    return [answer for answer in found if answer.rows > 0]
 
 
 def rounds(chances: Float[Tensor, "D B T"], trace: Trace) -> tuple[float, float]:
@@ -57,16 +56,15 @@ def rounds(chances: Float[Tensor, "D B T"], trace: Trace) -> tuple[float, float]
     Args:
         chances: of acceptance at depth d, row t, given that the shallower ones were accepted.
     """
-    answers = runs(trace)
-    if not answers:
+    found = answers(trace)
+    if not found:
         return 0.0, 0.0
-    depths, longest = len(chances), max(run.rows for run in answers)
-    lanes = torch.zeros(longest, depths, len(answers), dtype=torch.float64)
-    for lane, run in enumerate(answers):
-        part = chances[:, run.batch, run.first : run.first + run.rows]
-        lanes[: run.rows, :, lane] = part.T.double().cpu()
-    rows = torch.tensor([run.rows for run in answers])
-    visits = torch.zeros(longest + depths + 1, len(answers), dtype=torch.float64)
+    depths, longest = len(chances), max(answer.rows for answer in found)
+    lanes = torch.zeros(longest, depths, len(found), dtype=torch.float64)
+    for lane, (batch, first, count) in enumerate(found):
+        lanes[:count, :, lane] = chances[:, batch, first : first + count].T.double().cpu()
+    rows = torch.tensor([answer.rows for answer in found])
+    visits = torch.zeros(longest + depths + 1, len(found), dtype=torch.float64)
     visits[0] = 1.0
     total = 0.0
     for i in range(longest):

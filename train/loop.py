@@ -20,8 +20,8 @@ from outrider.train import checkpoint
 from outrider.train.config import Config, check_files, decodings
 from outrider.train.errors import RunError
 from outrider.train.manifest import write_manifest
-from outrider.train.objective import Sums
 from outrider.train.run import Run, clock
+from outrider.train.sums import Sums
 from outrider.train.tracking import Tracker
 
 

@@ -74,7 +74,8 @@ class Run:
         self.batches = Batches(material.train, self.rows, config.run.seed)
         began = clock()
         self.started_from = self._initialise() if begin else "first weights still to be found"
-        self.start_seconds = clock() - began
+        fresh = not self.started_from.startswith("a checkpoint")
+        self.start_seconds = clock() - began if fresh else None
         self.objective = Objective(
             self.drafter,
             self.target,
