@@ -19,7 +19,7 @@ from outrider.eval.report import FORMAT, describe_policy, number
 from outrider.train.errors import RunError
 from outrider.train.files import read_json
 
-MB = 2**20
+MB = 2.0**20
 FULL = 6  # reports that are shown in full, at most
 
 

@@ -136,3 +136,12 @@ def _alone() -> None:
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+
+
+def leave() -> None:
+    """The ranks part: what comes now is rank 0's alone.
+
+    A rank that ends with its threads of communication still running is aborted now and then.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

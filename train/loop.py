@@ -41,6 +41,7 @@ def train(config: Config) -> int:
     made = material(config, loaded, taps, console, start.rank())
     before = _age(config)
     outcome = fit(config, loaded, made, console)
+    start.leave()
     if outcome is None:
         return 130
     reports = [Path(config.run.dir) / "eval" / f"{out}.json" for out, _ in decodings(config)]
