@@ -95,10 +95,12 @@ def compare(paths: list[str]) -> int:
     for left_out in without:
         console.print(f"left out: {left_out.message}", highlight=False)
     console.print(overview(runs))
-    console.print(unequal(runs) or "")
+    if warning := unequal(runs):
+        console.print(warning)
     for kind in dict.fromkeys(map(shape, reports.values())):
         alike = {name: r for name, r in reports.items() if shape(r) == kind}
-        console.print(unfair(alike) or "")
+        if warning := unfair(alike):
+            console.print(Text(f"{kind}: ", "bold red") + warning)
     if len(reports) <= FULL:
         console.print(side_by_side(reports))
     return 0

@@ -1,11 +1,14 @@
-"""Provenance: what made this run, written into its folder before it starts."""
+"""Provenance: what made this run, written into its folder before it starts; and what it took."""
 
 import importlib.metadata
 import platform
+import resource
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from outrider.train.config import Config, resolved, to_yaml
 from outrider.train.files import write, write_json
@@ -56,3 +59,11 @@ def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
             **facts,
         },
     )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the device's allocator, or on a CPU of the whole process, target included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -5,10 +5,8 @@
 
 import hashlib
 import math
-import resource
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +29,7 @@ from outrider.train.config import Config, resolved, saved_config
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.files import read_json, write_json, write_tensors
 from outrider.train.losses import parse_depth_weights
+from outrider.train.manifest import peak_memory
 from outrider.train.objective import Objective
 from outrider.train.sums import Sums
 
@@ -391,14 +390,6 @@ def count_rows(batch: Batch, depths: int) -> Tensor:
         batch.ids, batch.ids, batch.answer, batch.document, batch.positions, nothing, nothing
     )
     return torch.stack([trace.counts(d).sum() for d in range(1, depths + 1)]).float()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of the device's allocator, or on a CPU of the whole process, target included."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def clock() -> float:
