@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from torch import Tensor
 
 from outrider.data.chat import Document, key_of, prompt_ids, render_all, show_samples
 from outrider.data.generate import Question, Settings, Writer, write_answers
+from outrider.data.loader import gather
 from outrider.data.pack import Rows, pack, split
 from outrider.data.sources import conversations, fingerprint, prompts
 from outrider.data.traces import Recorded, Store
+from outrider.models.base import Trace
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import Loaded, cache_home, stop_ids
-from outrider.models.target import default_taps
+from outrider.models.target import Target, default_taps
 from outrider.models.vocab import DraftVocab
 from outrider.train.config import Config, DataConfig, GenerateConfig
 from outrider.train.errors import ConfigError, RunError
@@ -62,6 +64,20 @@ class Material:
 
     def vocab(self, size: int | None) -> DraftVocab:
         return DraftVocab.from_counts(self.counts, len(self.counts) if size is None else size)
+
+    def held_traces(self, target: Target, rows: int, recorded: bool = True) -> Iterator[Trace]:
+        """Some held-out rows, one by one, with the taps that are set.
+
+        Args:
+            rows: at most so many.
+            recorded: take what was recorded, if it was; for a target that is what it was then.
+        """
+        for index in range(min(rows, len(self.held))):
+            batch = gather(self.held, torch.tensor([index]))
+            if self.recorded is not None and recorded:
+                yield self.recorded[1].trace(batch, target.device)
+            else:
+                yield target.trace(*(field.to(target.device) for field in batch))
 
 
 def prepare(config: Config) -> int:

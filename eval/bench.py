@@ -45,7 +45,7 @@ SIZES: dict[str, int | str] = {
 CHOICES = {"precision": ("fp32", "bf16"), "paths": ("noted", "fast", "reference")}
 
 
-def main(name: str, words: list[str]) -> int:
+def main(words: list[str]) -> int:
     """The verb."""
     options = _options(words)
     if os.environ.get("OUTRIDER_BENCH_CHILD"):
@@ -264,4 +264,4 @@ def machine() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main("train-step", sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

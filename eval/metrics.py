@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.eval import theory
-from outrider.eval.decode.engine import Clock
+from outrider.eval.decode.clock import Clock
 
 RESAMPLES = 2000  # of the bootstrap
 PARTS = ("draft", "target", "verify", "commit")  # what a round's time is booked on

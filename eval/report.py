@@ -91,6 +91,8 @@ class Report:
     def exactness(self) -> str:
         """`exact` in words."""
         count, wrong = self.summary.prompts, len(self.mismatches)
+        if self.setting.get("lossy"):
+            return f"LOSSY by choice ({self.setting['verify']}): not the target's distribution"
         if self.setting["temperature"] > 0:
             return "not compared: sampled answers differ by chance (their law is under test)"
         if self.exact is None:

@@ -27,10 +27,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import outrider
 from outrider.data.chat import Tokenizer, prompt_ids
+from outrider.data.prepare import Material
 from outrider.data.sources import SUITE, Message, Prompt, fingerprint, prompts
-from outrider.eval.decode.engine import Decoder, Output
-from outrider.eval.decode.policy import Chain, DynamicTree, Policy, Sampling
+from outrider.eval.decode.answer import Output, Stops
+from outrider.eval.decode.choose import policy_of, rule_of, sampling_of
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.rules import RULES, default_rule
 from outrider.eval.metrics import Record, middle, predict, ratio, summarise
+from outrider.eval.ranks import read_tables, record_held
 from outrider.eval.report import Mismatch, Report, number, publish
 from outrider.launch import start
 from outrider.models.base import Drafter, Trace
@@ -38,13 +42,17 @@ from outrider.models.formats import native
 from outrider.models.load import Loaded, load, stop_ids
 from outrider.models.target import Target
 from outrider.train import files
-from outrider.train.config import Config, DecodeConfig, decodings
+from outrider.train.config import Config, decodings
 from outrider.train.errors import RunError
 from outrider.train.objective import Objective
 
 WARM_TOKENS = 32  # budget of a warm-up answer: enough to meet every shape of a round
 GENERAL = Path(__file__).parent.parent / "data" / "prompts" / "eval.jsonl"
 QUICK_PROMPTS = 8  # of the report at the end of training
+SHOWN = (  # of `decode`, in every report
+    "width", "nodes", "confidence", "gain", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "banned",
+)  # fmt: skip
 SEEDS_APART = 1_000_003  # run.seed s starts its prompts' seeds at s times this
 
 
@@ -90,14 +98,16 @@ def measurements(config: Config) -> list[Config]:
     ]
 
 
-def quick_report(config: Config, loaded: Loaded, console: Console) -> None:
+def quick_report(config: Config, loaded: Loaded, made: Material, console: Console) -> None:
     """What `train` ends with: the published drafter on a few prompts, printed and written.
 
-    Takes `eval.limit` prompts, 8 where that is null.
+    Takes `eval.limit` prompts, 8 where that is null. What its choices are worth on held-out text
+    is written first (ranks.json).
     """
     folder = Path(config.run.dir)
     drafter, _ = native.load(folder / "drafter", loaded.target)
     _say_change(drafter, loaded.target, console)
+    record_held(folder, drafter, loaded.target, made, config.data.max_length)
     suite = suite_of(config, config.eval.limit or QUICK_PROMPTS)
     for i, part in enumerate(measurements(config)):
         report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
@@ -160,13 +170,6 @@ def measure(
         target.set_taps(taps)
 
 
-def policy_of(decode: DecodeConfig) -> Policy:
-    """The draft's shape, from `decode.name` and its numbers."""
-    if decode.name == "chain":
-        return Chain(decode.depth)
-    return DynamicTree(decode.depth, decode.width, decode.nodes)
-
-
 @dataclass
 class Bench:
     """Both engines and what they have decoded so far."""
@@ -182,15 +185,18 @@ class Bench:
 
     def __post_init__(self) -> None:
         decode = self.config.decode
-        stops = stop_ids(self.tokenizer, self.target)
-        sampling = Sampling(decode.temperature, decode.top_p, decode.top_k)
-        policy = policy_of(decode)
-        self.fast = Decoder(self.target, self.drafter, policy, sampling=sampling, stop_ids=stops)
-        self.plain = Decoder(self.target, None, None, sampling=sampling, stop_ids=stops)
-        self.gauge = Decoder(self.target, None, None, keep_gaps=True)
+        stops = Stops(stop_ids(self.tokenizer, self.target))
+        sampling = sampling_of(decode)
+        policy = policy_of(decode, read_tables(Path(self.config.run.dir)))
+        rule, drafter = rule_of(decode, policy), self.drafter
+        self.rule = default_rule(policy.draft, not policy.branches)
+        self.rule = self.rule if decode.verify == "auto" else decode.verify
+        self.fast = Engine(self.target, drafter, policy, sampling=sampling, stops=stops, rule=rule)
+        self.plain = Engine(self.target, None, None, sampling=sampling, stops=stops)
+        self.gauge = Engine(self.target, None, None, keep_gaps=True)
         measured = [self.plain, self.fast] if self.config.eval.baseline else [self.fast]
         self.engines = measured
-        self.depth = min(decode.depth, self.drafter.reach)  # of the deepest draft there can be
+        self.depth = min(policy.levels, self.drafter.reach)  # of the deepest draft there can be
         self.room = self.target.shape().max_positions - self.config.eval.max_new_tokens
 
     def warm_up(self, suite: Sequence[Prompt]) -> None:
@@ -218,7 +224,7 @@ class Bench:
     def _runs(self, ids: list[int]) -> list[list[Output]]:
         """Per engine, its answers in the order of repetition."""
         place = len(self.records)
-        runs: dict[Decoder, list[Output]] = {engine: [] for engine in self.engines}
+        runs: dict[Engine, list[Output]] = {engine: [] for engine in self.engines}
         for repeat in range(self.config.eval.repeats):
             turned = (place + repeat) % 2 == 1
             for engine in self.engines[::-1] if turned else self.engines:
@@ -237,7 +243,7 @@ class Bench:
             tokens=len(fast.ids),
             accepted=tuple(fast.accepted),
             drafted=tuple(fast.drafted),
-            steps=_steps(fast, self.depth, self.config.eval.max_new_tokens),
+            steps=self._steps(fast),
             clock=_clock(runs[-1]),
             baseline_tokens=0 if plain is None else len(plain.ids),
             baseline=None if plain is None else _clock(runs[0]),
@@ -258,6 +264,18 @@ class Bench:
             self.mismatches.append(self._mismatch(name, ids, fast.ids, plain.ids))
         return record
 
+    def _steps(self, out: Output) -> int:
+        """Drafter steps of an answer: in each round the depth, or what the budget has room for."""
+        decode = self.config.decode
+        if decode.confidence or decode.gain:  # it may stop earlier
+            return sum(out.drafted)
+        steps, written = 0, 1
+        for accepted in out.accepted:
+            room = self.config.eval.max_new_tokens - written - 1  # one token is the bonus
+            steps += min(self.depth, room)
+            written += accepted + 1
+        return steps
+
     def _mismatch(self, name: str, prompt: list[int], ids: list[int], plain: list[int]) -> Mismatch:
         """Where two answers part, and how sure the target is there (one forward, not timed)."""
         shorter = min(len(ids), len(plain))
@@ -268,7 +286,7 @@ class Bench:
 
     def _text(self, ids: list[int]) -> str:
         """An answer as the next turn's history."""
-        kept = [token for token in ids if token not in self.fast.stop_ids]
+        kept = [token for token in ids if token not in self.fast.stops.ids]
         return str(self.tokenizer.decode(kept, skip_special_tokens=True))
 
     def standing(self) -> str:
@@ -296,7 +314,7 @@ class Bench:
             categories={name: summarise(part, depth, seed) for name, part in parts.items()},
             exact=not self.mismatches if compared else None,
             mismatches=self.mismatches,
-            theory=predict(total, depth, chain=self.config.decode.name == "chain"),
+            theory=predict(total, depth, chain=self.config.decode.kind == "chain"),
             setting=self._setting(),
             outputs=self.outputs,
             forecast=self._forecast(),
@@ -306,14 +324,16 @@ class Bench:
     def _forecast(self) -> float | None:
         """What training's measure makes of the text just decoded: do the two still agree?"""
         decode, depths = self.config.decode, self.config.drafter.depths
-        plain_law = decode.temperature in (0, 1) and decode.top_p == 1 and decode.top_k == 0
-        if decode.name != "chain" or self.depth > depths or not plain_law:
+        usual = decode.verify in ("auto", "ratio") and decode.tossing == "drawn"
+        if decode.name != "chain" or self.depth > depths or not decode.plain_law:
+            return None
+        if decode.confidence or (decode.temperature and not usual):
             return None
         objective = Objective(self.drafter, self.target, weights=[1.0] * self.depth)
         self.target.set_taps(self.drafter.taps)
         total = torch.zeros(3, dtype=torch.float64)
         for row in self.outputs:
-            trace = _told(self.target, row["prompt_ids"], row["output_ids"])
+            trace = told(self.target, row["prompt_ids"], row["output_ids"])
             total += objective(trace, torch.ones(self.depth), measure=True)[1].rounds.cpu()
         tokens, greedy, sampled = total.tolist()
         return ratio(tokens, sampled if decode.temperature else greedy)
@@ -327,8 +347,10 @@ class Bench:
             "target": self.target.name,
             "policy": decode.name,
             "depth": self.depth,
-            **{name: getattr(decode, name) for name in ("width", "nodes")},
-            **{name: getattr(decode, name) for name in ("temperature", "top_p", "top_k")},
+            "draft": decode.tossing,
+            "verify": self.rule if decode.temperature else "greedy",
+            "lossy": decode.temperature > 0 and RULES[self.rule].lossy,
+            **{name: getattr(decode, name) for name in SHOWN},
             **{name: getattr(config.eval, name) for name in ("max_new_tokens", "repeats")},
             "warmup": config.eval.warmup,
             "seed": config.run.seed,
@@ -350,20 +372,11 @@ class Bench:
         }
 
 
-def _told(target: Target, prompt: list[int], answer: list[int]) -> Trace:
+def told(target: Target, prompt: list[int], answer: list[int]) -> Trace:
     """The target's view of one answered prompt."""
     ids = torch.tensor([[*prompt, *answer]], device=target.device)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     return target.trace(ids, positions >= len(prompt), torch.zeros_like(ids), positions)
-
-
-def _steps(out: Output, depth: int, budget: int) -> int:
-    """Drafter steps of an answer: in each round `depth`, or what the budget has room for."""
-    steps, written = 0, 1
-    for accepted in out.accepted:
-        steps += min(depth, budget - written - 1)  # one token of the room is the bonus
-        written += accepted + 1
-    return steps
 
 
 def _clock(runs: Sequence[Output]) -> Any:

@@ -1,4 +1,4 @@
-"""What speculation should be worth: expected tokens, wall-clock and operation factors, best gamma.
+"""What speculation should be worth: expected tokens, factors of time, work and traffic, best gamma.
 
 The formulas stand beside the measurements, so that a gap between them is visible. Two ways
 in: from one acceptance rate alpha, taken as independent of depth and context (the papers'
@@ -10,17 +10,37 @@ assumption), or from measured survival per depth and measured times (no assumpti
     accept_at   accept_at[k - 1] is accept@k: share of rounds whose first k drafts all passed
     cond_at     cond_at[k - 1] is cond@k = accept@k / accept@(k - 1)
     c           time of one drafter step / time of one target step
+    B, S        prompts of a batch, and cached tokens of each
 
 All factors are relative to plain decoding; above 1 is a gain for wall-clock factors and a cost
-for the operations factor. Times are in milliseconds.
+for those of operations and traffic. Times are in milliseconds unless a name says seconds.
 
-Source: Leviathan et al. 2023, theorems 3.8, 3.11 and section 3.3-3.5, arXiv:2211.17192.
-Differs: verification may cost more than a plain step (verify_cost), as on a CPU.
+Source: Leviathan et al. 2023, theorems 3.8, 3.11 and section 3.3-3.5, arXiv:2211.17192; long
+contexts and large batches: Chen et al. 2024, "MagicDec", section 3, arXiv:2408.11049.
+Differs: verification may cost more than a plain step (verify_cost), as on a CPU; traffic counts the
+drafter's reads and the rows of the drafted tree, which the paper leaves out.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def acceptance(p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows"]:
+    """Chance that a token drawn from q is accepted: sum of min(p, q) = 1 - TV(p, q).
+
+    alpha is its mean over the rows that drafting visits.
+
+    Args:
+        p: distributions of the target, after temperature and truncation.
+        q: distributions the drafter drew from, after the same.
+    """
+    return torch.minimum(p, q).sum(-1)
 
 
 def survival(cond_at: Sequence[float]) -> list[float]:
@@ -93,6 +113,106 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
     """
     _check_costs(c_hat=c_hat)
     return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a forward of one model asks of a machine.
+
+    A forward takes `tokens` new tokens of each of `batch` prompts, each behind `context` cached
+    ones. The last of the new tokens sees its siblings too, so rows = context + tokens - 1: a
+    plain step reads what is cached, a tree also reads itself.
+
+    Attributes:
+        weights: bytes, read once per forward whatever the batch (W).
+        row: bytes of one cached token of one prompt, keys and values of all layers (kappa).
+        operations: per new token.
+        row_operations: per new token and row that it attends to.
+    """
+
+    weights: int | float
+    row: int | float
+    operations: int | float = 0
+    row_operations: int | float = 0
+
+    def traffic(self, batch: int, tokens: int, context: int) -> int | float:
+        """Bytes read: W + B * rows * kappa."""
+        return self.weights + batch * (context + tokens - 1) * self.row
+
+    def arithmetic(self, batch: int, tokens: int, context: int) -> int | float:
+        """Operations: every new token meets every weight and every row."""
+        rows = context + tokens - 1
+        return batch * tokens * (self.operations + rows * self.row_operations)
+
+    def seconds(
+        self, batch: int, tokens: int, context: int, bandwidth: float, flops: float
+    ) -> float:
+        """The longer of reading and calculating, which overlap.
+
+        Args:
+            bandwidth: bytes per second.
+            flops: operations per second.
+        """
+        _check_positive(bandwidth=bandwidth, flops=flops)
+        reading = self.traffic(batch, tokens, context) / bandwidth
+        return max(reading, self.arithmetic(batch, tokens, context) / flops)
+
+
+NOTHING = Load(0, 0)
+
+
+def traffic_factor(
+    tau: float,
+    nodes: int,
+    target: Load,
+    drafter: Load = NOTHING,
+    steps: int = 0,
+    batch: int = 1,
+    context: int = 0,
+    budget: int | None = None,
+) -> float:
+    """Bytes read per emitted token; below 1 is a saving.
+
+    With a free drafter and no rows of the tree to read it is 1 / tau (section 3.5 of the paper).
+
+    Args:
+        tau: tokens per round, bonus included.
+        nodes: drafted tokens that the target verifies in a round; a chain of gamma has gamma.
+        steps: forwards of the drafter in a round.
+        budget: cached tokens that the drafter reads at most (MagicDec); None: all.
+    """
+    _check_positive(tau=tau, weights=float(target.weights))
+    short = context if budget is None else min(budget, context)
+    drafted = steps * drafter.traffic(batch, 1, short)
+    verified = target.traffic(batch, nodes + 1, context)
+    return (drafted + verified) / (tau * target.traffic(batch, 1, context))
+
+
+def magicdec_factor(
+    alpha: float,
+    gamma: int,
+    target: Load,
+    drafter: Load,
+    *,
+    batch: int,
+    context: int,
+    budget: int,
+    bandwidth: float,
+    flops: float,
+) -> float:
+    """Speedup of a chain for a batch of long prompts: expected tokens / (gamma T_D + T_V) * T_T.
+
+    Where keys and values outweigh the weights, T_V / T_T -> 1, and for a target that drafts for
+    itself T_D / T_T -> budget / context; short prompts make both T_D and T_T the weights'.
+
+    Args:
+        budget: cached tokens that the drafter reads at most.
+    """
+    _check_gamma(gamma)
+    plain = target.seconds(batch, 1, context, bandwidth, flops)
+    draft = drafter.seconds(batch, 1, min(budget, context), bandwidth, flops)
+    verify = target.seconds(batch, gamma + 1, context, bandwidth, flops)
+    return walltime_factor(alpha, gamma, draft / plain, verify / plain)
 
 
 def best_gamma(alpha: float, c: float, limit: int) -> int:

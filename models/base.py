@@ -260,3 +260,40 @@ class Drafter(nn.Module):
             Logits for the children of each node, and the state for the next level.
         """
         raise NotImplementedError
+
+    def absorb_all(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
+        """`absorb` for several prompts, each with a state and a trace (B = 1) of its own length.
+
+        This one asks prompt by prompt. It is right for every drafter, and what a faster one
+        must equal.
+        """
+        pairs = zip(states, traces, strict=True)
+        return [self.absorb(state, trace) for state, trace in pairs]
+
+    def step_all(
+        self,
+        states: Sequence[State],
+        depth: int,
+        ids: Int[Tensor, "B N"],
+        parents: Int[Tensor, "B N"],
+    ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
+        """`step` for several prompts, whose trees have equally many nodes at each level."""
+        prompts = zip(states, ids, parents, strict=True)
+        steps = [self.step(state, depth, tokens, above) for state, tokens, above in prompts]
+        return torch.stack([logits for logits, _ in steps]), [state for _, state in steps]
+
+
+class BatchDrafter(Drafter):
+    """A drafter that is written for a batch of prompts; one prompt is the batch of one.
+
+    A subclass says `absorb_all` and `step_all`. It reads every weight once for all prompts.
+    """
+
+    def absorb(self, state: State | None, trace: Trace) -> State:
+        return self.absorb_all([state], [trace])[0]
+
+    def step(
+        self, state: State, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N Vd"], State]:
+        logits, (state,) = self.step_all([state], depth, ids[None], parents[None])
+        return logits[0], state

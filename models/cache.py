@@ -39,6 +39,11 @@ class RowCache(Cache):
         """Positions of the rows that `update` returns in front of the new ones."""
         return self.positions
 
+    def columns(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B S"]:
+        """Position of every row that new tokens find, their own included."""
+        past = self.past().to(positions.device).expand(len(positions), -1)
+        return torch.cat([past, positions], dim=1)
+
     def reserve(self, count: int) -> None:
         """Refuse loudly before a forward that would not fit."""
         if self.length + count > self.capacity:

@@ -32,12 +32,13 @@ from outrider.models.base import Guess, Lender, Shape, Trace, borrowed_head
 from outrider.models.layers import (
     Block,
     Norm,
+    appended,
     asking,
     branch_attention,
     dense_attention,
-    grouped_attention,
+    each_attention,
 )
-from outrider.models.unroll import SelfFeeding, spread
+from outrider.models.unroll import Rows, SelfFeeding, by_prompt, causal, of_parents, spread
 from outrider.models.vocab import DraftVocab
 
 
@@ -77,27 +78,30 @@ class Stage(nn.Module):
 
     def remember(
         self,
-        read: Float[Tensor, "N H"],
-        at: Int[Tensor, " N"],
-        keys: Float[Tensor, "L A C"],
-        values: Float[Tensor, "L A C"],
-    ) -> tuple[Float[Tensor, "LN A C"], Float[Tensor, "LN A C"]]:
-        """Decoding: the keys and values of these rows behind those there are."""
+        read: Float[Tensor, "R H"],
+        at: Int[Tensor, " R"],
+        keys: Sequence[Float[Tensor, "_ A C"]],
+        values: Sequence[Float[Tensor, "_ A C"]],
+        counts: Sequence[int],
+    ) -> tuple[Rows, Rows]:
+        """Decoding: the keys and values of these rows behind those there are, for every prompt."""
         key, value = self.block.self_attn.key_value(read, at)
-        return torch.cat([keys, key]), torch.cat([values, value])
+        return appended(keys, key, counts), appended(values, value, counts)
 
     def run(
         self,
-        residual: Float[Tensor, "N H"],
-        read: Float[Tensor, "N H"],
-        at: Int[Tensor, " N"],
-        keys: Float[Tensor, "L A C"],
-        values: Float[Tensor, "L A C"],
-        seen: Bool[Tensor, "N M"],
-    ) -> Float[Tensor, "N H"]:
-        """Decoding: the layer's output, before the norm."""
-        query = self.block.self_attn.query(read, at)
-        return self.block.finish(residual, grouped_attention(query, keys, values, seen))
+        residual: Float[Tensor, "R H"],
+        read: Float[Tensor, "R H"],
+        at: Int[Tensor, " R"],
+        keys: Sequence[Float[Tensor, "_ A C"]],
+        values: Sequence[Float[Tensor, "_ A C"]],
+        seen: Sequence[Bool[Tensor, "_ _"] | None],
+        counts: Sequence[int],
+    ) -> tuple[Float[Tensor, "R H"], Rows, Rows]:
+        """Decoding: the layer's output, before the norm, and what `remember` says."""
+        query, key, value = self.block.self_attn.query_key_value(read, at)
+        grown = appended(keys, key, counts), appended(values, value, counts)
+        return self.block.finish(residual, each_attention(query, *grown, seen, counts)), *grown
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Memory:
     keys: tuple[Float[Tensor, "_ A C"], ...]  # of each stage; stage k has k-1 rows fewer
     values: tuple[Float[Tensor, "_ A C"], ...]
     newest: tuple[Float[Tensor, "_ H"], ...]  # output at the last of them; none in short texts
-    position: int  # rotary position of the newest true row
+    position: Int[Tensor, " 1"]  # rotary position of the newest true row
     path: Int[Tensor, "N P"]  # drafted tokens from the root to each node
     branch: Float[Tensor, "N R H"]  # outputs of the stage run last, at the rows drafts reach
 
@@ -146,31 +150,41 @@ class Chain:
     ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:
         return stage.join(self.target.embed(ids).to(state.dtype), state)
 
-    def _logits(self, stage: Stage, hidden: Float[Tensor, "N H"]) -> Float[Tensor, "N Vd"]:
+    def _logits(self, stage: Stage, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows Vd"]:
         return borrowed_head(self.target, self.vocab, stage.norm(hidden))
 
     # ---- decoding ----
 
-    def absorb(self, memory: Memory | None, trace: Trace) -> Memory:
+    def absorb_all(
+        self, memories: Sequence[Memory | None], traces: Sequence[Trace]
+    ) -> list[Memory]:
         """Every stage goes on to the last row whose token is decided: one row less per stage."""
-        memory = memory or self._blank(trace.last.device)
-        keys, values, newest = list(memory.keys), list(memory.values), list(memory.newest)
-        ids, state = trace.next_ids[0], trace.last[0].to(self.dtype)
-        total, position = len(keys[0]) + len(ids), int(trace.positions[0, -1])
+        device = traces[0].ids.device
+        held = [memory or self._blank(device) for memory in memories]
+        ids, places = [t.next_ids[0] for t in traces], [t.positions[0, -1:] for t in traces]
+        totals = [len(m.keys[0]) + len(new) for m, new in zip(held, ids, strict=True)]
+        keys, values = by_prompt(m.keys for m in held), by_prompt(m.values for m in held)
+        newest = by_prompt(m.newest for m in held)
+        states: Rows = tuple(trace.last[0].to(self.dtype) for trace in traces)
         for k, stage in enumerate(self.stages):
-            due = max(0, total - k) - len(keys[k])
-            if not due:
-                break  # the text is too short for this stage and those behind it
-            at = torch.arange(1 - due, 1, device=ids.device) + position - k
-            residual, read = self._join(stage, ids[len(ids) - due :], state[:due])
-            keys[k], values[k] = stage.remember(read, at, keys[k], values[k])
-            if k and stage is self.stages[-1]:
-                break  # no stage reads its outputs, and no guess is made from them
-            out = stage.run(residual, read, at, keys[k], values[k], _causal(due, ids.device))
-            state = torch.cat([newest[k], out])
-            newest[k], state = state[-1:], stage.feed(state)
-        held = (tuple(keys), tuple(values), tuple(newest))
-        return Memory(*held, position, memory.path[:1, :0], memory.branch[:1, :0])
+            due = [max(0, n - k) - len(known) for n, known in zip(totals, keys[k], strict=True)]
+            if not any(due):
+                break  # the texts are too short for this stage and those behind it
+            at = torch.cat([_up_to(place - k, n) for place, n in zip(places, due, strict=True)])
+            tokens = torch.cat([new[len(new) - n :] for new, n in zip(ids, due, strict=True)])
+            given = torch.cat([state[:n] for state, n in zip(states, due, strict=True)])
+            residual, read = self._join(stage, tokens, given)
+            if k and stage is self.stages[-1]:  # no stage reads its outputs, and no guess is made
+                keys[k], values[k] = stage.remember(read, at, keys[k], values[k], due)
+                break
+            masks = [causal(n, device) for n in due]
+            out, keys[k], values[k] = stage.run(residual, read, at, keys[k], values[k], masks, due)
+            states = appended(newest[k], out, due)
+            newest[k] = tuple(state[-1:] for state in states)
+            states = tuple(stage.feed(state) for state in states)
+        lasting = zip(by_prompt(keys), by_prompt(values), by_prompt(newest), places, strict=True)
+        blank = held[0].path[:1, :0], held[0].branch[:1, :0]
+        return [Memory(*rows, *blank) for rows in lasting]
 
     def _blank(self, device: torch.device) -> Memory:
         attn = self.stages[0].block.self_attn
@@ -179,33 +193,59 @@ class Chain:
         row = torch.zeros(0, heads, attn.size, dtype=self.dtype, device=device)
         state = torch.zeros(1, 0, hidden, dtype=self.dtype, device=device)
         rows, path = (row,) * len(self.stages), torch.zeros(1, 0, dtype=torch.long, device=device)
-        return Memory(rows, rows, (state[0],) * len(self.stages), -1, path, state)
+        return Memory(
+            rows, rows, (state[0],) * len(self.stages), path.new_full((1,), -1), path, state
+        )
 
-    def step(
-        self, memory: Memory, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
-    ) -> tuple[Float[Tensor, "N Vd"], Memory]:
+    def step_all(
+        self,
+        memories: Sequence[Memory],
+        depth: int,
+        ids: Int[Tensor, "B N"],
+        parents: Int[Tensor, "B N"],
+    ) -> tuple[Float[Tensor, "B N Vd"], list[Memory]]:
         """Stage `depth` at the rows that drafted tokens have brought within its reach.
 
         Its states there are the output that was waiting and, of the node's own path, those of the
         step before; its tokens are the path's last ones.
         """
         if depth == 1:
-            return self._logits(self.stages[0], memory.newest[0]), memory
-        before, stage = self.stages[depth - 2], self.stages[depth - 1]
-        path = torch.cat([memory.path[parents], ids[:, None]], dim=1)
-        waiting = memory.newest[depth - 2].expand(len(ids), -1, -1)
-        state = before.feed(torch.cat([waiting, memory.branch[parents]], dim=1))
-        count = state.shape[1]
-        at = memory.position + torch.arange(1 - count, 1, device=ids.device).repeat(len(ids))
-        residual, read = self._join(stage, path[:, -count:].flatten(), state.flatten(0, 1))
-        keys, values = stage.remember(read, at, memory.keys[depth - 1], memory.values[depth - 1])
-        seen = torch.block_diag(*[_causal(count, ids.device)] * len(ids))
-        out = stage.run(residual, read, at, keys, values, seen).unflatten(0, (len(ids), count))
-        return self._logits(stage, out[:, -1]), replace(memory, path=path, branch=out)
+            newest = torch.stack([memory.newest[0] for memory in memories])
+            return self._logits(self.stages[0], newest), list(memories)
+        before, stage, nodes = self.stages[depth - 2], self.stages[depth - 1], ids.shape[1]
+        paths = torch.cat([of_parents([m.path for m in memories], parents), ids[..., None]], dim=2)
+        states = [
+            torch.cat([m.newest[depth - 2].expand(nodes, -1, -1), m.branch[above]], dim=1)
+            for m, above in zip(memories, parents, strict=True)
+        ]
+        lengths = [state.shape[1] for state in states]  # a short text has no output waiting
+        counts = [nodes * n for n in lengths]
+        at = [_up_to(m.position, n).repeat(nodes) for m, n in zip(memories, lengths, strict=True)]
+        tokens = [path[:, -n:].flatten() for path, n in zip(paths, lengths, strict=True)]
+        fed = before.feed(torch.cat([state.flatten(0, 1) for state in states]))
+        residual, read = self._join(stage, torch.cat(tokens), fed)
+        rows = [m.keys[depth - 1] for m in memories], [m.values[depth - 1] for m in memories]
+        masks = {n: _paths(nodes, n, ids.device) for n in set(lengths)}
+        seen = [masks[n] for n in lengths]
+        out, *_ = stage.run(residual, read, torch.cat(at), *rows, seen, counts)
+        branches = [x.unflatten(0, (nodes, -1)) for x in out.split_with_sizes(counts)]
+        logits = self._logits(stage, torch.stack([branch[:, -1] for branch in branches]))
+        grown = zip(memories, paths, branches, strict=True)
+        return logits, [replace(m, path=path, branch=branch) for m, path, branch in grown]
 
 
-def _causal(count: int, device: torch.device) -> Bool[Tensor, "count count"]:
-    return torch.ones(count, count, dtype=torch.bool, device=device).tril()
+def _up_to(place: Int[Tensor, " 1"], count: int) -> Int[Tensor, " count"]:
+    """The last `count` positions, `place` the last of them."""
+    return torch.arange(1 - count, 1, device=place.device) + place
+
+
+def _paths(nodes: int, length: int, device: torch.device) -> Bool[Tensor, "NR NR"] | None:
+    """Every node has rows of its own, of which each sees those in front of it."""
+    if nodes == 1:
+        return causal(length, device)
+    one = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    out: Tensor = torch.block_diag(*[one] * nodes)
+    return out
 
 
 class Loop(SelfFeeding):

@@ -109,6 +109,16 @@ class Attention(nn.Module):
         value = self.v_proj(x).unflatten(-1, (-1, self.size))
         return rotate(key, positions, self.theta), value
 
+    def query_key_value(
+        self, x: Float[Tensor, "N X"], positions: Int[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N AG C"], Float[Tensor, "N A C"], Float[Tensor, "N A C"]]:
+        """Both at once, for rows that ask and lend: queries and keys are turned together."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.size)))
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.size)))
+        turned = rotate(torch.cat([q, key], dim=-2), positions, self.theta)
+        value = self.v_proj(x).unflatten(-1, (-1, self.size))
+        return turned[:, : self.heads], turned[:, self.heads :], value
+
 
 class Block(nn.Module):
     """A decoder layer: attention, then a gated MLP, each added to the residual stream.
@@ -147,6 +157,30 @@ def grouped_attention(
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def each_attention(
+    q: Float[Tensor, "R AG C"],
+    keys: Sequence[Float[Tensor, "_ A C"]],
+    values: Sequence[Float[Tensor, "_ A C"]],
+    seen: Sequence[Bool[Tensor, "_ _"] | None],
+    counts: Sequence[int],
+) -> Float[Tensor, "R AG C"]:
+    """Decoding: `grouped_attention` of every prompt over its own keys; prompts lie flat in `q`."""
+    prompts = zip(q.split_with_sizes(counts), keys, values, seen, strict=True)
+    return torch.cat([grouped_attention(*prompt) for prompt in prompts if len(prompt[0])])
+
+
+def appended(
+    old: Sequence[Float[Tensor, "_ *row"]], new: Float[Tensor, "R *row"], counts: Sequence[int]
+) -> tuple[Float[Tensor, "_ *row"], ...]:
+    """Decoding: the new rows of every prompt behind its old ones, in one copy for all.
+
+    The results are views of that copy, which lives as long as one of them.
+    """
+    parts = [part for pair in zip(old, new.split_with_sizes(counts), strict=True) for part in pair]
+    lengths = [len(rows) + count for rows, count in zip(old, counts, strict=True)]
+    return tuple(torch.cat(parts).split_with_sizes(lengths))
 
 
 def random_weights(module: nn.Module) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from outrider.models.base import Shape, Trace
 from outrider.models.cache import RowCache
+from outrider.models.slots import SlotCache
 from outrider.train.errors import ConfigError, RunError
 
 PROBE = 8  # tokens of the probe in `check`
@@ -154,12 +155,16 @@ class Target:
         """A cache for one prompt; `capacity` counts tokens, tree nodes included."""
         return RowCache(capacity)
 
+    def new_slots(self, slots: int, capacity: int) -> SlotCache:
+        """A cache for prompts that come and go; every slot has `capacity` rows."""
+        return SlotCache(slots, capacity, self.depth, self.device)
+
     def forward(
         self,
         ids: Int[Tensor, "B T"],
         positions: Int[Tensor, "B T"],
         seen: Bool[Tensor, "B T S"],
-        cache: RowCache | None = None,
+        cache: RowCache | SlotCache | None = None,
         grad: bool = False,
     ) -> Seen:
         """Run new tokens; with a cache they are appended to it.
@@ -175,16 +180,14 @@ class Target:
             return self._forward(ids, positions, seen, cache)
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, seen: Tensor, cache: RowCache | None
+        self, ids: Tensor, positions: Tensor, seen: Tensor, cache: RowCache | SlotCache | None
     ) -> Seen:
         if cache is not None:
             cache.reserve(ids.shape[1])
-        past = positions[:, :0] if cache is None else cache.past().to(ids.device)
-        at = torch.cat([past.expand(len(ids), -1), positions], dim=1)
         with self._watch() as caught:
             out = self.body(
                 input_ids=ids,
-                attention_mask=self._masks(seen, positions, at),
+                attention_mask=self._masks(seen, positions, cache),
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -228,7 +231,10 @@ class Target:
                 hook.remove()
 
     def _masks(
-        self, seen: Bool[Tensor, "B T S"], positions: Int[Tensor, "B T"], at: Int[Tensor, "B S"]
+        self,
+        seen: Bool[Tensor, "B T S"],
+        positions: Int[Tensor, "B T"],
+        cache: RowCache | SlotCache | None,
     ) -> Any:
         """Additive 4-D masks: one, or one per kind of layer where the family mixes windows."""
         kinds = set(getattr(self.text, "layer_types", None) or ())
@@ -240,6 +246,7 @@ class Target:
         full = self._additive(seen)
         if window is None:
             return full
+        at = positions if cache is None else cache.columns(positions)
         near = self._additive(seen & (positions[:, :, None] - at[:, None, :] < window))
         if len(kinds) > 1:
             return {"full_attention": full, "sliding_attention": near}

@@ -17,22 +17,26 @@ Source: training-time test (EAGLE-3, arXiv:2503.01840). Cut between the depths (
 is the context alignment of HASS (arXiv:2408.15766), in a frame that moves with the row.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Bool, Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from outrider.models.base import Drafter, Guess, Lender, Trace
+from outrider.models.base import BatchDrafter, Guess, Lender, Trace
 from outrider.models.layers import (
     Asking,
     Block,
+    appended,
     asking,
     branch_attention,
     dense_attention,
-    grouped_attention,
+    each_attention,
 )
+
+Rows = tuple[Float[Tensor, "_ *row"], ...]  # of each prompt, or of each layer of one
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class Memory:
     keys: tuple[Float[Tensor, "L A C"], ...]  # of each layer
     values: tuple[Float[Tensor, "L A C"], ...]
     hidden: Float[Tensor, "N D"]  # the last layer's output at the newest rows
-    position: int  # rotary position of the newest true row
+    position: Int[Tensor, " 1"]  # rotary position of the newest true row
     seen: Bool[Tensor, "N M"]  # which nodes of the branch each newest row descends from
 
 
-class SelfFeeding(Drafter):
+class SelfFeeding(BatchDrafter):
     """A subclass says how a row starts, what its layers read, and what is fed back."""
 
     target: Lender
@@ -123,45 +127,101 @@ class SelfFeeding(Drafter):
 
     # ---- decoding ----
 
-    def absorb(self, state: Memory | None, trace: Trace) -> Memory:
-        residual, read = self._input(trace.next_ids[0], self.start(trace))
-        positions, keys, values = trace.positions[0], list[Tensor](), list[Tensor]()
-        count = len(positions)
-        causal = torch.ones(count, count, dtype=torch.bool, device=positions.device).tril()
+    def absorb_all(self, states: Sequence[Memory | None], traces: Sequence[Trace]) -> list[Memory]:
+        rows, counts = beside(traces), [trace.ids.shape[1] for trace in traces]
+        residual, read = self._input(rows.next_ids[0], self.start(rows))
+        at, keys, values = rows.positions[0], list[Rows](), list[Rows]()
+        newest = _newest(counts, at.device)
         for i, block in enumerate(self.blocks):
             read = read if i == 0 else block.input_layernorm(residual)
-            key, value = block.self_attn.key_value(read, positions)
-            if state is not None:
-                key, value = torch.cat([state.keys[i], key]), torch.cat([state.values[i], value])
-            keys.append(key)
-            values.append(value)
-            last = block is self.blocks[-1]  # where only the newest row is of use
-            rows = slice(-1, None) if last else slice(None)
-            query = block.self_attn.query(read[rows], positions[rows])
-            attended = grouped_attention(query, key, value, None if last else causal)
-            residual = block.finish(residual[rows], attended)
-        nobody = torch.zeros(1, 0, dtype=torch.bool, device=residual.device)
-        return Memory(tuple(keys), tuple(values), residual, int(positions[-1]), nobody)
+            query, key, value = block.self_attn.query_key_value(read, at)
+            keys.append(appended([s.keys[i] if s else key[:0] for s in states], key, counts))
+            values.append(appended([s.values[i] if s else key[:0] for s in states], value, counts))
+            if block is self.blocks[-1]:  # where only the newest rows are of use
+                residual, query, at = residual[newest], query[newest], at[newest]
+                counts = [1] * len(counts)
+            masks = [causal(count, at.device) for count in counts]
+            attended = each_attention(query, keys[i], values[i], masks, counts)
+            residual = block.finish(residual, attended)
+        nobody = torch.zeros(1, 0, dtype=torch.bool, device=at.device)
+        lasting = by_prompt(keys), by_prompt(values)
+        prompts = zip(*lasting, residual.split(1), at.split(1), strict=True)
+        return [Memory(*prompt, nobody) for prompt in prompts]
 
-    def step(
-        self, state: Memory, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
-    ) -> tuple[Float[Tensor, "N Vd"], Memory]:
+    def step_all(
+        self,
+        states: Sequence[Memory],
+        depth: int,
+        ids: Int[Tensor, "B N"],
+        parents: Int[Tensor, "B N"],
+    ) -> tuple[Float[Tensor, "B N Vd"], list[Memory]]:
         if depth == 1:
-            return self.head(state.hidden), state
-        residual, read = self._input(ids, self.feed(state.hidden[parents]))
-        at = torch.full_like(ids, state.position + depth - 1)
-        myself = torch.eye(len(ids), dtype=torch.bool, device=ids.device)
-        seen = torch.cat([state.seen[parents], myself], dim=1)
-        keys, values = list[Tensor](), list[Tensor]()
+            return self.head(torch.stack([state.hidden for state in states])), list(states)
+        hidden = of_parents([state.hidden for state in states], parents).flatten(0, 1)
+        residual, read = self._input(ids.flatten(), self.feed(hidden))
+        places = [state.position for state in states]
+        at = (torch.stack(places) + (depth - 1)).expand_as(ids).flatten()
+        seen = descent(of_parents([state.seen for state in states], parents))
+        hides = seen.shape[2] >= depth  # a chain hides nothing
+        masks = [mask if hides else None for mask in seen.unbind()]
+        counts, keys, values = [ids.shape[1]] * len(ids), list[Rows](), list[Rows]()
         for i, block in enumerate(self.blocks):
             read = read if i == 0 else block.input_layernorm(residual)
-            key, value = block.self_attn.key_value(read, at)
-            keys.append(torch.cat([state.keys[i], key]))
-            values.append(torch.cat([state.values[i], value]))
-            query = block.self_attn.query(read, at)
-            residual = block.finish(residual, grouped_attention(query, keys[i], values[i], seen))
-        memory = replace(state, keys=tuple(keys), values=tuple(values), hidden=residual, seen=seen)
-        return self.head(residual), memory
+            query, key, value = block.self_attn.query_key_value(read, at)
+            keys.append(appended([state.keys[i] for state in states], key, counts))
+            values.append(appended([state.values[i] for state in states], value, counts))
+            attended = each_attention(query, keys[i], values[i], masks, counts)
+            residual = block.finish(residual, attended)
+        hidden = residual.unflatten(0, ids.shape)
+        rows = by_prompt(keys), by_prompt(values)
+        prompts = zip(*rows, hidden.unbind(), places, seen.unbind(), strict=True)
+        return self.head(hidden), [Memory(*prompt) for prompt in prompts]
+
+
+def by_prompt(rows: Iterable[Rows]) -> list[Rows]:
+    """Rows of each layer, for every prompt, to rows of each prompt, for every layer; or back."""
+    return list(zip(*rows, strict=True))
+
+
+def of_parents(
+    rows: Sequence[Shaped[Tensor, "M X"]], parents: Int[Tensor, "B N"]
+) -> Shaped[Tensor, "B N X"]:
+    """What every node's parent has, of every prompt's rows of the level above."""
+    above = torch.stack(list(rows))
+    if above.shape[1] == 1:
+        return above.expand(-1, parents.shape[1], -1)
+    return above.take_along_dim(parents[..., None], dim=1)
+
+
+def descent(seen: Bool[Tensor, "B N M"]) -> Bool[Tensor, "B N MN"]:
+    """What a level sees of the branch: what its parents saw, and every node itself."""
+    count = seen.shape[1]
+    if count == 1:
+        return F.pad(seen, (0, 1), value=True)
+    myself = torch.eye(count, dtype=torch.bool, device=seen.device)
+    return torch.cat([seen, myself.expand(len(seen), -1, -1)], dim=2)
+
+
+def beside(traces: Sequence[Trace]) -> Trace:
+    """Rows of several prompts (B = 1 each), one prompt behind the other."""
+    if len(traces) == 1:
+        return traces[0]
+    names = [field.name for field in fields(Trace) if getattr(traces[0], field.name) is not None]
+    return Trace(**{n: torch.cat([getattr(t, n) for t in traces], dim=1) for n in names})
+
+
+def _newest(counts: list[int], device: torch.device) -> slice | Int[Tensor, " B"]:
+    """Where the last row of every prompt lies."""
+    if len(counts) == 1:
+        return slice(-1, None)
+    return torch.tensor(counts, device=device).cumsum(0) - 1
+
+
+def causal(count: int, device: torch.device) -> Bool[Tensor, "count count"] | None:
+    """Which new rows see which; None: a single one hides nothing."""
+    if count == 1:
+        return None
+    return torch.ones(count, count, dtype=torch.bool, device=device).tril()
 
 
 def spread(

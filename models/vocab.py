@@ -73,12 +73,12 @@ class DraftVocab(nn.Module):
         place = torch.searchsorted(self.kept, ids)
         return torch.where(self.t2d[ids], place, -1)
 
-    def expand(self, probs: Float[Tensor, "N Vd"]) -> Float[Tensor, "N V"]:
+    def expand(self, probs: Float[Tensor, "*rows Vd"]) -> Float[Tensor, "*rows V"]:
         """Rows over the target's vocabulary: 0 where the drafter cannot propose."""
         if self.full:
             return probs
-        out = probs.new_zeros(probs.shape[0], self.t2d.numel())
-        out[:, self.kept] = probs
+        out = probs.new_zeros(*probs.shape[:-1], self.t2d.numel())
+        out[..., self.kept] = probs
         return out
 
     def coverage(self, counts: Int[Tensor, " V"]) -> float:

@@ -1,106 +1,121 @@
 """Exact laws of random decoding: coins that visit every branch, and toy models to decode.
 
 The process under test runs as it is; only its coins are exchanged for `Branches`, which replays
-it once for every path through its flips and draws and adds up the exact probabilities.
+it once for every path through its flips and draws and multiplies up the exact probabilities.
+
+One round of the rules is replayed for all contexts and all drafts at once, as one batch, and gives
+the chance to go from any context to any other. Whole texts are the powers of that matrix. A
+context is one number: 1 is the empty text, and a token v behind context c makes c * V + v.
+
+Shape letters: B prompts of a batch, N nodes, V vocabulary, K choices, C contexts.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import power_divergence
 from torch import Tensor
 
-from outrider.eval.decode.sampling import Coins, warp
-from outrider.eval.decode.tree import Tree, rerank
-from outrider.eval.decode.verify import Accepted, verify
+from outrider.eval.decode.sampling import Coins, GeneratorCoins, warp
+from outrider.eval.decode.siblings import draw_siblings
+from outrider.eval.decode.tree import Tree
+from outrider.eval.decode.verify import Accepted
 
 Context = tuple[int, ...]
 Law = dict[Context, float]
 Warp = tuple[float, int, float]  # temperature, top_k, top_p
 PLAIN: Warp = (1.0, 0, 1.0)
-ROOT = 0  # the token already committed before the first round
+PARTS = ("ids", "parents", "depths", "seen", "real")  # of a tree, each with a row per prompt
 
 
 class Branches:
-    """Coins that follow a script of branch numbers, then always the first possible branch."""
+    """Coins that follow a script of branch numbers, then always the first possible branch.
+
+    All prompts of a batch take the same branch, each at its own chance; a branch is possible if
+    it is for one of them.
+    """
 
     def __init__(self, script: list[int]) -> None:
         self.script = script
         self.trail: list[tuple[int, int]] = []  # (branch taken, branches there were)
-        self.chance = 1.0
+        self.chances = torch.ones(1, dtype=torch.float64)
 
-    def flip(self, chance: float) -> bool:
-        return self._choose([chance, 1 - chance]) == 0
+    @property
+    def chance(self) -> float:
+        """Of the path through a batch of one."""
+        return float(self.chances)
 
-    def draw(self, probs: Tensor) -> int:
-        return self._choose(probs.tolist())
+    def flip(self, chances: Tensor) -> Tensor:
+        sides = torch.stack([1 - chances, chances], dim=-1)
+        return self.draw(sides).bool()
 
-    def _choose(self, weights: list[float]) -> int:
-        possible = [branch for branch, weight in enumerate(weights) if weight > 0]
+    def draw(self, rows: Tensor) -> Tensor:
+        return torch.stack([self._choose(weights) for weights in rows.unbind(1)], dim=1)
+
+    def _choose(self, weights: Tensor) -> Tensor:
+        chances = self.chances[:, None] * (weights / weights.sum(-1, keepdim=True))
+        possible = (chances > 0).any(0).nonzero()[:, 0].tolist()
         step = len(self.trail)
         taken = self.script[step] if step < len(self.script) else 0
         self.trail.append((taken, len(possible)))
-        self.chance *= weights[possible[taken]] / sum(weights)
-        return possible[taken]
+        self.chances = chances[:, possible[taken]]
+        return torch.full((len(weights),), possible[taken])
 
 
 class Scripted:
     """Coins whose answers are written down; `asked` is what they were asked."""
 
-    def __init__(self, *answers: int | bool) -> None:
+    def __init__(self, *answers: list[int]) -> None:
         self.answers = list(answers)
-        self.asked: list[float | list[float]] = []
+        self.asked: list[Any] = []  # chances, or rows, of the only prompt
 
-    def flip(self, chance: float) -> bool:
-        self.asked.append(chance)
-        return bool(self.answers.pop(0))
+    def flip(self, chances: Tensor) -> Tensor:
+        self.asked.append(chances[0].tolist())
+        return torch.tensor([self.answers.pop(0)]).bool()
 
-    def draw(self, probs: Tensor) -> int:
-        self.asked.append(probs.tolist())
-        return int(self.answers.pop(0))
-
-
-class Replayed:
-    """Coins with one uniform per level, the same in every round (or renewed, if asked)."""
-
-    def __init__(self, table: list[float], renew: Iterator[list[float]] | None = None) -> None:
-        self.table, self.renew, self.level = table, renew, 0
-
-    def flip(self, chance: float) -> bool:
-        raise AssertionError("matching does not flip")
-
-    def draw(self, probs: Tensor) -> int:
-        self.level += 1
-        return int((probs.cumsum(0) <= self.table[self.level - 1]).sum())
-
-    def next_round(self) -> None:
-        self.level = 0
-        if self.renew is not None:
-            self.table = next(self.renew)
+    def draw(self, rows: Tensor) -> Tensor:
+        self.asked.append(rows[0].tolist())
+        return torch.tensor([self.answers.pop(0)])
 
 
-def enumerate_law(process: Callable[[Coins], Context]) -> Law:
-    """The exact law of a random process: every path through its coins, visited once."""
-    law: defaultdict[Context, float] = defaultdict(float)
+def every_path(process: Callable[[Branches], None]) -> None:
+    """Call the process once for every path through its coins."""
     script: list[int] = []
     while True:
         coins = Branches(script)
-        law[process(coins)] += coins.chance
+        process(coins)
         trail = coins.trail
         while trail and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
         if not trail:
-            return law
+            return
         script = [taken for taken, _ in trail]
         script[-1] += 1
+
+
+def enumerate_law(process: Callable[[Coins], Context]) -> Law:
+    """The exact law of a random process on a batch of one prompt."""
+    law: defaultdict[Context, float] = defaultdict(float)
+
+    def add(coins: Branches) -> None:
+        said = process(coins)
+        law[said] += coins.chance
+
+    every_path(add)
+    return law
 
 
 def distance(law: Law, other: Law) -> float:
     """Total variation: half the sum of absolute differences."""
     return sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in {*law, *other}) / 2
+
+
+# ---- toy models ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,122 +126,315 @@ class Toy:
     vocab: int = 3
     warp: Warp = PLAIN
     likeness: float = 0.5  # 1: the drafter is the target; 0: it knows nothing of it
+    length: int = 3  # tokens of a whole text
+    levels: int = 2  # how far a draft may look beyond
+    sharpness: float = 1.5
 
-    def p(self, context: Context) -> Tensor:
-        """The target's warped row after a context, in float64."""
-        return _row(self, 1.0, context)
+    @cached_property
+    def p(self) -> Tensor:
+        """The target's warped rows after all contexts, [C, V] in float64."""
+        return self._rows(1.0)
 
-    def q(self, context: Context) -> Tensor:
+    @cached_property
+    def q(self) -> Tensor:
         """The drafter's."""
-        return _row(self, self.likeness, context)
+        return self._rows(self.likeness)
 
-    def law(self, length: int) -> Law:
-        """Plain decoding, by the chain rule: the reference, in floats."""
-        law: Law = {(): 1.0}
-        for _ in range(length):
-            law = {
-                (*said, token): chance * p
-                for said, chance in law.items()
-                for token, p in enumerate(self.p((ROOT, *said)).tolist())
-            }
-        return law
+    @property
+    def ends(self) -> Tensor:
+        """The contexts that are whole texts."""
+        first = self.vocab**self.length
+        return torch.arange(first, 2 * first)
 
+    @property
+    def starts(self) -> Tensor:
+        """The contexts at which a round can begin, shortest first."""
+        spans = [torch.arange(self.vocab**n, 2 * self.vocab**n) for n in range(self.length)]
+        return torch.cat(spans)
 
-@cache
-def _row(toy: Toy, likeness: float, context: Context) -> Tensor:
-    target, own = np.random.default_rng([toy.seed, *context]).normal(size=(2, toy.vocab))
-    logits = torch.from_numpy(1.5 * (likeness * target + (1 - likeness) * own))
-    return warp(logits[None], *toy.warp)[0]
+    def law(self) -> Tensor:
+        """Plain decoding, by the chain rule: the reference, [C], on whole texts."""
+        law = torch.zeros(len(self.p), dtype=torch.float64)
+        law[1] = 1.0
+        for said in self.starts.tolist():
+            law[said * self.vocab : (said + 1) * self.vocab] = law[said] * self.p[said]
+        return law[self.ends]
 
-
-Draft = tuple[Tree, Tensor | None]
-Propose = Callable[[Toy, Context, int, Coins], Draft]
-Judge = Callable[[Toy, Context, Tree, Tensor, Tensor | None, Coins], Accepted]
-
-
-def node_context(committed: Context, tree: Tree, node: int) -> Context:
-    return committed + tuple(tree.tokens[step] for step in tree.path(node)[1:])
-
-
-def lossless(
-    toy: Toy, said: Context, tree: Tree, p_rows: Tensor, q_rows: Tensor | None, coins: Coins
-) -> Accepted:
-    return verify(tree, p_rows, q_rows, coins)
+    def _rows(self, likeness: float) -> Tensor:
+        count = 2 * self.vocab ** (self.length + self.levels)
+        target, own = np.random.default_rng(self.seed).normal(size=(2, count, self.vocab))
+        logits = torch.from_numpy(self.sharpness * (likeness * target + (1 - likeness) * own))
+        return warp(logits, *self.warp)
 
 
-def decode(
-    toy: Toy, propose: Propose, length: int, coins: Coins, judge: Judge = lossless
-) -> Context:
-    """Rounds of draft and verify until `length` tokens are out; drafts never overshoot."""
-    said: Context = (ROOT,)
-    while len(said) <= length:
-        tree, q_rows = propose(toy, said, length - len(said), coins)
-        p_rows = torch.stack([toy.p(node_context(said, tree, n)) for n in range(len(tree))])
-        path, next_id = judge(toy, said, tree, p_rows, q_rows, coins)
-        said = (*node_context(said, tree, int(path[-1])), next_id)
-    return said[1:]
+class Draft(NamedTuple):
+    """Trees, the contexts of their nodes, and the rows drawn from."""
+
+    tree: Tree
+    contexts: Tensor  # [B, N]
+    q_rows: Tensor | None
 
 
-def law_of(toy: Toy, propose: Propose, judge: Judge = lossless, length: int = 3) -> Law:
-    return enumerate_law(lambda coins: decode(toy, propose, length, coins, judge))
+Propose = Callable[[Toy, Tensor, Coins], Draft]
+ToyJudge = Callable[[Toy, Draft, Tensor, Coins], Accepted]
 
 
-def bias(toy: Toy, propose: Propose, judge: Judge = lossless, length: int = 3) -> float:
-    return distance(law_of(toy, propose, judge, length), toy.law(length))
+def by(judge: Callable[[Tree, Tensor, Any, Coins], Accepted]) -> ToyJudge:
+    """A rule, in a form in which the tests can also state wrong ones that see the toy."""
+    return lambda toy, draft, p_rows, coins: judge(draft.tree, p_rows, draft.q_rows, coins)
 
 
-def sampled_chain(toy: Toy, said: Context, room: int, coins: Coins) -> Draft:
-    """Up to two tokens, each drawn from the drafter's row, with the rows."""
-    drafted, rows = said, []
-    for _ in range(min(2, room)):
-        rows.append(toy.q(drafted))
-        drafted = (*drafted, coins.draw(rows[-1]))
-    return chain_of(said, drafted), stacked(rows, toy)
+WARPS: list[Warp] = [PLAIN, (0.5, 0, 1.0), (1.5, 2, 1.0), (0.8, 0, 0.7), (1.2, 3, 0.8)]
+TOYS = [Toy(seed, 3, setting) for seed, setting in enumerate(WARPS)] + [
+    Toy(7, 4, (0.8, 3, 0.9)),
+    Toy(8, likeness=0.0),
+    Toy(9, likeness=0.9),
+    Toy(10, likeness=1.0),
+]
 
 
-def argmax_chain(toy: Toy, said: Context, room: int, coins: Coins) -> Draft:
-    """Up to two tokens, each the drafter's favourite: no rows, by R1."""
-    drafted = said
-    for _ in range(min(2, room)):
-        drafted = (*drafted, int(toy.q(drafted).argmax()))
-    return chain_of(said, drafted), None
+# ---- rounds --------------------------------------------------------------------------------------
 
 
-def top_tree(toy: Toy, said: Context, room: int, coins: Coins) -> Draft:
-    """Every node down to depth two has the drafter's two favourites below it."""
-    tree, _ = grow(toy, said, min(2, room))
-    return tree, None
+class Round(NamedTuple):
+    """What one round does.
+
+    Attributes:
+        step: step[c, e] is the chance to be at context e after a round that began at c; whole
+            texts stay, and a text is cut where it is whole.
+        tokens: tokens emitted on average by a round that begins at c, before any cut.
+    """
+
+    step: Tensor
+    tokens: Tensor
 
 
-def dynamic_tree(toy: Toy, said: Context, room: int, coins: Coins) -> Draft:
-    """The four best nodes (root included) of the tree of favourites, chosen as in EAGLE-2."""
-    tree, scores = grow(toy, said, min(2, room))
-    kept = rerank(scores, tree.parents, tree.depths, budget=4)
-    parents = torch.searchsorted(kept, tree.parents[kept])
-    parents[0] = -1
-    return Tree(tree.ids[kept], parents, tree.depths[kept]), None
+def enumerate_round(toy: Toy, propose: Propose, judge: ToyJudge, starts: Tensor) -> Round:
+    """One round from each of these contexts: every draft, and every outcome of every coin."""
+    drafts = list(every_draft(toy, propose, starts))
+    chances = torch.cat([chance for _, chance in drafts])
+    draft = stack([draft for draft, _ in drafts])
+    begun = draft.contexts[:, 0]
+    p_rows = toy.p[draft.contexts]
+    step = torch.zeros(len(toy.p), len(toy.p), dtype=torch.float64)
+    step[toy.ends, toy.ends] = 1.0
+    tokens = torch.zeros(len(toy.p), dtype=torch.float64)
+
+    def add(coins: Branches) -> None:
+        accepted = judge(toy, draft, p_rows, coins)
+        weights = chances * coins.chances
+        step.index_put_((begun, reached(toy, draft, accepted)), weights, accumulate=True)
+        tokens.index_add_(0, begun, weights * (accepted.length + 1))
+
+    every_path(add)
+    return Round(step, tokens)
 
 
-def grow(toy: Toy, said: Context, depth: int) -> tuple[Tree, Tensor]:
-    ids, parents, depths, scores = [said[-1]], [-1], [0], [0.0]
-    contexts, node = [said], 0
-    while node < len(ids):
-        best = toy.q(contexts[node]).topk(2)
-        children = zip(best.indices.tolist(), best.values.log().tolist(), strict=True)
-        for token, score in children if depths[node] < depth else ():
-            ids.append(token)
-            parents.append(node)
-            depths.append(depths[node] + 1)
-            scores.append(scores[node] + score)
-            contexts.append((*contexts[node], token))
-        node += 1
-    tree = Tree(torch.tensor(ids), torch.tensor(parents), torch.tensor(depths))
-    return tree, torch.tensor(scores, dtype=torch.float64)
+def every_draft(toy: Toy, propose: Propose, starts: Tensor) -> Iterator[tuple[Draft, Tensor]]:
+    found: list[tuple[Draft, Tensor]] = []
+
+    def add(coins: Branches) -> None:
+        draft = propose(toy, starts, coins)
+        chances = coins.chances.expand(len(starts))
+        found.append((pick(draft, chances > 0), chances[chances > 0]))
+
+    every_path(add)
+    yield from found
 
 
-def stacked(rows: list[Tensor], toy: Toy) -> Tensor:
-    return torch.stack(rows) if rows else torch.empty(0, toy.vocab, dtype=torch.float64)
+def reached(toy: Toy, draft: Draft, accepted: Accepted) -> Tensor:
+    """The context after the emitted tokens, cut where the text is whole."""
+    after = draft.contexts.gather(1, accepted.path[:, -1:])[:, 0]
+    after = after * toy.vocab + accepted.next_ids
+    for _ in range(toy.levels + 1):
+        after = torch.where(after >= 2 * toy.vocab**toy.length, after // toy.vocab, after)
+    return after
 
 
-def chain_of(said: Context, drafted: Context) -> Tree:
-    return Tree.chain(torch.tensor(drafted[len(said) - 1 :]))
+def law_of(toy: Toy, propose: Propose, judge: ToyJudge) -> Tensor:
+    """The joint law of the whole text, as rounds emit it."""
+    step = enumerate_round(toy, propose, judge, toy.starts).step
+    law = torch.zeros(len(toy.p), dtype=torch.float64)
+    law[1] = 1.0
+    for _ in range(toy.length):
+        law = law @ step
+    return law[toy.ends]
+
+
+def bias(toy: Toy, propose: Propose, judge: ToyJudge) -> float:
+    """Total variation between the law of the rounds and that of plain decoding."""
+    return variation(law_of(toy, propose, judge), toy.law())
+
+
+def worst_bias(propose: Propose, judge: ToyJudge, setting: Warp = PLAIN) -> float:
+    """Of a few random toys: one toy might hide a bias by chance."""
+    return max(bias(Toy(seed, warp=setting), propose, judge) for seed in range(3))
+
+
+def variation(law: Tensor, other: Tensor) -> float:
+    return float((law - other).abs().sum()) / 2
+
+
+def tokens_per_round(toy: Toy, propose: Propose, judge: ToyJudge) -> float:
+    """Emitted by the first round on average, the next token included."""
+    first = torch.ones(1, dtype=torch.long)
+    return float(enumerate_round(toy, propose, judge, first).tokens[1])
+
+
+def pick(draft: Draft, rows: Tensor) -> Draft:
+    """Some of the prompts of a batch."""
+    tree, contexts, q_rows = draft
+    parts: dict[str, Any] = {name: getattr(tree, name)[rows] for name in PARTS}
+    chosen = Tree(**parts, levels=tree.levels)
+    return Draft(chosen, contexts[rows], None if q_rows is None else q_rows[rows])
+
+
+def stack(drafts: list[Draft]) -> Draft:
+    """One batch of trees of one size."""
+    trees = [draft.tree for draft in drafts]
+    parts: dict[str, Any] = {
+        name: torch.cat([getattr(tree, name) for tree in trees]) for name in PARTS
+    }
+    tree = Tree(**parts, levels=max(tree.levels for tree in trees))
+    contexts = torch.cat([draft.contexts for draft in drafts])
+    rows = [draft.q_rows for draft in drafts if draft.q_rows is not None]
+    return Draft(tree, contexts, torch.cat(rows) if rows else None)
+
+
+# ---- drafts --------------------------------------------------------------------------------------
+
+
+def sampled_tree(widths: tuple[int, ...], replacement: bool) -> Propose:
+    """Every node at depth d has widths[d] children, drawn from the drafter's row."""
+
+    def propose(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
+        def below(rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+            return draw_siblings(rows, width, coins, replacement)
+
+        draft = grow(toy, starts, widths, below)
+        return draft._replace(q_rows=toy.q[draft.contexts])
+
+    return propose
+
+
+def favourites(*widths: int) -> Propose:
+    """Every node at depth d has the drafter's widths[d] favourites below it: no rows, by R1."""
+
+    def below(rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        best = rows.topk(width).indices
+        return best, torch.ones_like(best, dtype=torch.bool)
+
+    return lambda toy, starts, coins: grow(toy, starts, widths, below)
+
+
+def sampled_chain(depth: int) -> Propose:
+    return sampled_tree((1,) * depth, replacement=True)
+
+
+def argmax_chain(depth: int) -> Propose:
+    return favourites(*(1,) * depth)
+
+
+Below = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def grow(toy: Toy, starts: Tensor, widths: tuple[int, ...], below: Below) -> Draft:
+    """Level by level; `below` gives the children of each row of the drafter, and which are real."""
+    batch, first = len(starts), 0
+    contexts, real = [starts[:, None]], [torch.ones(batch, 1, dtype=torch.bool)]
+    parents, depths = [torch.tensor([-1])], [torch.tensor([0])]
+    for depth, width in enumerate(widths, start=1):
+        ids, live = below(toy.q[contexts[-1]], width)
+        last = torch.arange(first, first + contexts[-1].shape[1])
+        parents.append(last.repeat_interleave(width))
+        depths.append(torch.full_like(parents[-1], depth))
+        first += len(last)
+        contexts.append((contexts[-1][..., None] * toy.vocab + ids).flatten(1))
+        real.append((real[-1][..., None] & live).flatten(1))
+    nodes = torch.cat(contexts, dim=1)
+    shape = (batch, -1)
+    tree = Tree.grown(
+        nodes % toy.vocab,
+        torch.cat(parents).expand(shape),
+        torch.cat(depths).expand(shape),
+        len(widths),
+        torch.cat(real, dim=1),
+    )
+    return Draft(tree, nodes, None)
+
+
+# ---- whole batches under the coins of a real run -------------------------------------------------
+
+
+def sample(toy: Toy, propose: Propose, judge: ToyJudge, count: int) -> Tensor:
+    """How often each whole text comes out, of `count` prompts decoded side by side."""
+    coins = GeneratorCoins([torch.Generator().manual_seed(seed) for seed in range(count)], 8)
+    said = torch.ones(count, dtype=torch.long)
+    while bool((said < toy.vocab**toy.length).any()):
+        growing = said.clamp(max=toy.vocab**toy.length - 1)  # whole texts decode on, unheard
+        draft = propose(toy, growing, coins)
+        after = reached(toy, draft, judge(toy, draft, toy.p[draft.contexts], coins))
+        said = torch.where(said < toy.vocab**toy.length, after, said)
+    return (said[:, None] == toy.ends).sum(0)
+
+
+def g_test(toy: Toy, propose: Propose, judge: ToyJudge, count: int) -> float:
+    """p-value of the likelihood-ratio test of the joint law of a whole text."""
+    expected = count * toy.law()
+    assert float(expected.min()) > 5, "too few samples for the test to hold"
+    observed = sample(toy, propose, judge, count)
+    return float(power_divergence(observed, expected, lambda_="log-likelihood").pvalue)
+
+
+# ---- batches of unequal trees --------------------------------------------------------------------
+
+
+def padded(draft: Draft, size: int, levels: int) -> Draft:
+    """The same trees among more nodes: what is added hangs below the root, and is not real.
+
+    Its tokens are those of the root's children, and its rows are the root's, so that whoever
+    takes an added node for a sibling is wrong.
+    """
+    tree, contexts, q_rows = draft
+    more = size - tree.size
+    one = min(1, tree.size - 1)
+
+    def filled(part: Tensor, value: Tensor | int) -> Tensor:
+        tail = torch.as_tensor(value, dtype=part.dtype).expand(len(part), more)
+        return torch.cat([part, tail], dim=1)
+
+    grown = Tree.grown(
+        filled(tree.ids, tree.ids[:, one : one + 1]),
+        filled(tree.parents, 0),
+        filled(tree.depths, 1),
+        levels,
+        filled(tree.real, 0),
+    )
+    tail = contexts[:, :1].expand(-1, more)
+    rows = None if q_rows is None else torch.cat([q_rows, q_rows[:, :1].expand(-1, more, -1)], 1)
+    return Draft(grown, torch.cat([contexts, tail], dim=1), rows)
+
+
+def check_ragged(toy: Toy, proposals: list[Propose], judge: ToyJudge) -> None:
+    """Trees of unequal shape in one batch get what each of them gets alone."""
+    starts = toy.starts[:4]
+    coins = GeneratorCoins([torch.Generator().manual_seed(9) for _ in starts], 16)
+    drafts = [propose(toy, starts, coins) for propose in proposals]
+    size = max(draft.tree.size for draft in drafts)
+    levels = max(draft.tree.levels for draft in drafts)
+    batch = stack([padded(draft, size + 1, levels) for draft in drafts])
+    alone = [pick(d, torch.tensor([row])) for d in drafts for row in range(len(starts))]
+    for seed in range(25):
+        every = judged(toy, batch, judge, range(seed, seed + len(alone)))
+        for row, draft in enumerate(alone):
+            one = judged(toy, draft, judge, [seed + row])
+            length = int(one.length)
+            assert every.length[row] == length
+            assert every.next_ids[row] == one.next_ids[0]
+            assert every.path[row, : length + 1].tolist() == one.path[0, : length + 1].tolist()
+            assert bool((every.path[row, length:] == every.path[row, length]).all())
+
+
+def judged(toy: Toy, draft: Draft, judge: ToyJudge, seeds: Iterable[int]) -> Accepted:
+    coins = GeneratorCoins([torch.Generator().manual_seed(seed) for seed in seeds], 16)
+    return judge(toy, draft, toy.p[draft.contexts], coins)

@@ -57,4 +57,4 @@ def test_the_table_is_written_with_its_machine(tmp_path: Path) -> None:
 )
 def test_options_that_mean_nothing_are_refused(word: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        bench.main("train-step", [word])
+        bench.main([word])

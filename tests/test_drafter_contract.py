@@ -14,10 +14,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from outrider.eval.decode import policy as policies
-from outrider.eval.decode.engine import Decoder
-from outrider.eval.decode.policy import Chain, DynamicTree, Policy, Sampling
+from outrider.eval.decode.dynamic import DynamicTree
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.policy import Chain, Policy
+from outrider.eval.decode.processors import Sampling
 from outrider.eval.decode.sampling import Coins
+from outrider.eval.decode.static import StaticTree
 from outrider.models import drafters
 from outrider.models.base import Drafter, State, Trace
 from outrider.models.formats import native
@@ -266,7 +268,7 @@ def test_greedy_output_equals_plain_decoding(name: str, trained: bool, family: s
     if not trained:
         drafter = tiny.drafter(name, target).eval()
     for policy in drafting():
-        decoder, accepted, drafted = Decoder(target, drafter, policy), 0, 0
+        decoder, accepted, drafted = Engine(target, drafter, policy), 0, 0
         for prompt, answer in zip(tiny.PROMPTS, answers, strict=True):
             out = decoder.generate(prompt, tiny.ANSWER)
             assert out.ids == answer
@@ -278,17 +280,17 @@ def test_greedy_output_equals_plain_decoding(name: str, trained: bool, family: s
 
 LAWS: list[tuple[Policy, Sampling]] = [
     (Chain(2), Sampling(0.8, 1.0, 2)),
-    (DynamicTree(depth=2, width=2, budget=4), Sampling(0.8, 1.0, 3)),
+    (DynamicTree(depth=2, width=2, budget=3), Sampling(0.8, 1.0, 2)),
+    (StaticTree(((0,), (1,), (0, 0)), "drawn"), Sampling(0.8, 1.0, 2)),
 ]
 PROMPT, BUDGET = [1, 3, 4, 2], 4  # the first round still has room for two guesses
 
 
-def law_of(decoder: Decoder, patch: pytest.MonkeyPatch) -> Law:
+def law_of(decoder: Engine) -> Law:
     """The exact joint law of what the engine emits: every outcome of every coin, run once."""
 
     def run(coins: Coins) -> Context:
-        decoder.coins = coins
-        patch.setattr(policies, "draw", lambda q, _: torch.tensor([coins.draw(q[0])]))
+        decoder._coins = lambda live: coins  # type: ignore[method-assign, assignment, return-value]
         return tuple(decoder.generate(PROMPT, BUDGET).ids)
 
     return enumerate_law(run)
@@ -317,26 +319,24 @@ def five_token_pair(name: str) -> tuple[Target, Drafter]:
     return target, tiny.drafter(name, target, tiny.vocab(4, 5)).eval()
 
 
-@pytest.mark.parametrize(("policy", "sampling"), LAWS, ids=["chain", "tree"])
+@pytest.mark.parametrize(("policy", "sampling"), LAWS, ids=["chain", "tree", "drawn tree"])
 @each_drafter
 def test_sampling_has_exactly_the_law_of_plain_sampling(
-    name: str, policy: Policy, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    name: str, policy: Policy, sampling: Sampling
 ) -> None:
     """Four tokens jointly, V = 5, four of them draftable; float32 is all that is lost."""
     target, drafter = five_token_pair(name)
-    decoder = Decoder(target, drafter, policy, sampling=sampling)
-    assert distance(law_of(decoder, monkeypatch), plain_law(target, sampling)) < 1e-5
+    decoder = Engine(target, drafter, policy, sampling=sampling)
+    assert distance(law_of(decoder), plain_law(target, sampling)) < 1e-5
 
 
 @each_drafter
-def test_a_bonus_from_unwarped_logits_has_another_law(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bonus_from_unwarped_logits_has_another_law(name: str) -> None:
     """The control of the test above."""
     target, drafter = five_token_pair(name)
     policy, sampling = LAWS[0]
     wrong = tiny.RawBonus(target, drafter, policy, sampling=sampling)
-    assert distance(law_of(wrong, monkeypatch), plain_law(target, sampling)) > 0.01
+    assert distance(law_of(wrong), plain_law(target, sampling)) > 0.01
 
 
 # ---- 6, 7, 8 -------------------------------------------------------------------------------------

@@ -14,10 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.data.chat import prompt_ids
+from outrider.data.pack import Rows
+from outrider.data.prepare import Material
 from outrider.data.sources import Message, Prompt
 from outrider.eval.compare import compare
 from outrider.eval.decode import verify
-from outrider.eval.decode.engine import Decoder, Output
+from outrider.eval.decode.answer import Output
+from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.tree import Tree
 from outrider.eval.report import Report
 from outrider.eval.run import evaluate, measure, quick_report
@@ -181,13 +184,13 @@ def test_the_engines_take_turns_in_going_first(
     place: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    real = Decoder.generate
+    real = Engine.generate
 
-    def noted(self: Decoder, prompt: Sequence[int], budget: int) -> Output:
+    def noted(self: Engine, prompt: Sequence[int], budget: int) -> Output:
         order.append("plain" if self.drafter is None else "fast")
         return real(self, prompt, budget)
 
-    monkeypatch.setattr(Decoder, "generate", noted)
+    monkeypatch.setattr(Engine, "generate", noted)
     measured(place, loaded, limit=1, repeats=2)
     assert order == ["plain", "fast", *("plain", "fast"), *("fast", "plain")]  # warm-up first
     order.clear()
@@ -231,8 +234,9 @@ def test_a_decoder_that_is_not_lossless_is_caught(
     """Take every drafted token: the report names each answer, and the first place that is wrong."""
 
     def credulous(tree: Tree, choice: torch.Tensor) -> verify.Accepted:
-        path = tree.path(len(tree) - 1)
-        return verify.Accepted(torch.tensor(path), int(choice[path[-1]]))
+        last = torch.full_like(choice[:, 0], tree.size - 1)
+        path, length = verify.path_to(tree, last)
+        return verify.Accepted(path, length, choice.gather(1, last[:, None])[:, 0])
 
     monkeypatch.setattr(verify, "greedy", credulous)
     report = measured(place, loaded)
@@ -296,6 +300,15 @@ def test_the_targets_taps_are_left_as_found(place: Path, loaded: Loaded) -> None
     assert loaded.target.taps == (1,)
 
 
+def held_text(loaded: Loaded) -> Material:
+    """Two packed rows of made-up text, as training would have held them back."""
+    ids = torch.arange(48).view(2, 24) % VOCAB
+    places = torch.arange(24).expand(2, 24).clone()
+    rows = Rows(ids.int(), torch.ones(2, 24).bool(), torch.zeros(2, 24).int(), places.int())
+    counts = torch.ones(VOCAB).long()
+    return Material(rows, rows, counts, counts, None, [], {})
+
+
 def test_training_ends_with_a_report_over_the_whole_suite_thinned(
     place: Path, loaded: Loaded
 ) -> None:
@@ -304,7 +317,9 @@ def test_training_ends_with_a_report_over_the_whole_suite_thinned(
     suite = [{"id": str(i), "category": "aaabbb"[i], "turns": [f"w{5 + i}"]} for i in range(6)]
     (place / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in suite))
     wide = dataclasses.replace(config.eval, prompts=str(place / "many.jsonl"))
-    quick_report(dataclasses.replace(config, eval=wide), loaded, Console(quiet=True))
+    quick_report(
+        dataclasses.replace(config, eval=wide), loaded, held_text(loaded), Console(quiet=True)
+    )
     report, outputs = reports(place, "quick")
     assert [row["id"] for row in outputs] == ["0", "3"]
     assert report["prompts"] == 2

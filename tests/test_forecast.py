@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.decode import policy as policies
-from outrider.eval.decode.engine import Decoder
-from outrider.eval.decode.policy import Chain, Sampling
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.policy import Chain
+from outrider.eval.decode.processors import Sampling
 from outrider.eval.decode.sampling import Coins
 from outrider.models import drafters
 from outrider.models.base import Drafter, Trace
@@ -89,19 +89,18 @@ def foreseen(target: Target, drafter: Drafter, answers: list[tuple[int, ...]]) -
 
 
 @pytest.mark.parametrize("name", drafters.names())
-def test_sampled_rounds_are_foreseen_exactly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_rounds_are_foreseen_exactly(name: str) -> None:
     """Training and decoding never part: every text of V = 3, every coin of every round.
 
     E[rounds] of the engine, by enumerating its coins, equals the forecast, by enumerating texts.
     The drafter knows two of the three tokens.
     """
     target, drafter = pair(name)
-    decoder = Decoder(target, drafter, Chain(DEPTH), sampling=Sampling(1.0))
+    decoder = Engine(target, drafter, Chain(DEPTH), sampling=Sampling(1.0))
     spent: list[int] = []
 
     def run(coins: Coins) -> Context:
-        decoder.coins = coins
-        monkeypatch.setattr(policies, "draw", lambda q, _: torch.tensor([coins.draw(q[0])]))
+        decoder._coins = lambda live: coins  # type: ignore[method-assign, assignment, return-value]
         out = decoder.generate(PROMPT, BUDGET)
         return (out.rounds, *out.ids)
 
@@ -127,7 +126,7 @@ def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) 
     """
     target, _, drafter = tiny.half_trained(name, "llama")
     sampling, prompt, count, depth = Sampling(1.0), list(tiny.PROMPTS[0]), 40, 3
-    plain = Decoder(target, None, None, sampling=sampling, seed=1)
+    plain = Engine(target, None, None, sampling=sampling, seed=1)
     texts = [plain.generate(prompt, count).ids for _ in range(60)]
     target.set_taps(drafter.taps)
     ids = torch.tensor([[*prompt, *text] for text in texts])
@@ -137,7 +136,7 @@ def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) 
     objective = Objective(drafter, target, weights=[1.0] * depth)
     with torch.no_grad():
         sums = objective(trace, torch.ones(depth), measure=True)[1]
-    fast = Decoder(target, drafter, Chain(depth), sampling=sampling, seed=2)
+    fast = Engine(target, drafter, Chain(depth), sampling=sampling, seed=2)
     outputs = [fast.generate(prompt, count) for _ in range(60)]
     tau = sum(len(out.ids) - 1 for out in outputs) / sum(out.rounds for out in outputs)
     assert tau > 1.1
@@ -151,7 +150,7 @@ def test_greedy_rounds_are_foreseen_exactly(name: str) -> None:
     depths = 3
     objective = Objective(drafter, target, weights=[1.0] * depths)
     for prompt, answer in zip(tiny.PROMPTS, answers, strict=True):
-        out = Decoder(target, drafter, Chain(depths)).generate(prompt, tiny.ANSWER)
+        out = Engine(target, drafter, Chain(depths)).generate(prompt, tiny.ANSWER)
         target.set_taps(drafter.taps)
         ids = torch.tensor([[*prompt, *answer]])
         mask = torch.arange(ids.shape[1])[None] >= len(prompt)

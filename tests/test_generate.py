@@ -10,7 +10,8 @@ from outrider.data.generate import Question, Settings, Writer, write_answers
 from outrider.data.loader import gather
 from outrider.data.prepare import material
 from outrider.data.traces import Store, Written
-from outrider.eval.decode.engine import Decoder
+from outrider.eval.decode.answer import Stops
+from outrider.eval.decode.engine import Engine
 from outrider.models import load
 from outrider.models.load import Loaded
 from outrider.models.target import Target
@@ -55,7 +56,7 @@ def test_greedy_answers_are_those_of_plain_decoding(family: str, questions: list
     """Slots of unequal prompts, refilled as they end, give what one prompt alone gives."""
     target = Target(small_model(family), taps=TAPS)
     written = answers(target, questions, temperature=0.0)
-    decoder = Decoder(target, None, None, stop_ids=STOP)
+    decoder = Engine(target, None, None, stops=Stops(STOP))
     for question in questions:
         alone = decoder.generate(question.ids, 11).ids
         assert written[question.place].ids == question.ids + alone
@@ -68,7 +69,7 @@ def test_a_late_long_prompt_finds_room(target: Target) -> None:
         target, [Question(i, f"r{i}", [5 + i] * n) for i, n in enumerate(lengths)], batch=1
     )
     assert sorted(written) == list(range(15))
-    decoder = Decoder(target, None, None, stop_ids=STOP)
+    decoder = Engine(target, None, None, stops=Stops(STOP))
     greedy = answers(
         target, [Question(i, f"r{i}", [5 + i] * n) for i, n in enumerate(lengths)], batch=2,
         temperature=0.0,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.decode.engine import Decoder
-from outrider.eval.decode.policy import Chain, DynamicTree, Policy
+from outrider.eval.decode.dynamic import DynamicTree
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.policy import Chain, Policy
 from outrider.models.adapters import Pair, linears
 from outrider.models.base import Trace
 from outrider.models.drafters.medusa import Config, Medusa
@@ -368,7 +369,7 @@ def test_greedy_decoding_is_that_of_the_changed_target(
     wanted = [tiny.plain(merged(target, drafter), prompt) for prompt in tiny.PROMPTS]
     assert wanted != before
     drafter.change(target)
-    fast, plain = Decoder(target, drafter, policy), Decoder(target, None, None)
+    fast, plain = Engine(target, drafter, policy), Engine(target, None, None)
     for prompt, answer in zip(tiny.PROMPTS, wanted, strict=True):
         assert fast.generate(prompt, tiny.ANSWER).ids == answer
         assert plain.generate(prompt, tiny.ANSWER).ids == answer

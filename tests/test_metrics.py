@@ -5,7 +5,7 @@ import math
 import pytest
 
 from outrider.eval import metrics
-from outrider.eval.decode.engine import Clock
+from outrider.eval.decode.clock import Clock
 from outrider.eval.metrics import METRICS, Record, bootstrap, middle, predict, summarise
 
 # Rounds of three drafted tokens: two prompts, times in quarters and eighths so that sums are exact.

@@ -1,19 +1,24 @@
-"""Which guesses are asked: chains as drawn, and EAGLE-2's tree against a literal one."""
+"""Which guesses are asked: chains as drawn, and dynamic trees against literal ones."""
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.eval.decode.policy import Chain, Draft, DynamicTree, Policy, Sampling
+from outrider.eval.decode.dynamic import DynamicTree
+from outrider.eval.decode.policy import Chain, Draft, Policy
+from outrider.eval.decode.processors import Sampling
+from outrider.eval.decode.rules import BEST
+from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree
-from outrider.models.base import Drafter
 from outrider.models.vocab import DraftVocab
 from tests import tiny
-from tests.tiny import Heard, Row, Text, Told
+from tests.enumeration import Law, distance, enumerate_law
+from tests.tiny import TOKENS, Row, Text, Told, Tossing, logits_after, paths, swift
 
 TEXT: Text = (3, 1, 4)
 VOCAB = 7
@@ -21,19 +26,24 @@ GREEDY, WARM = Sampling(), Sampling(0.8, 1.0, 4)
 
 
 def propose(
-    policy: Policy, drafter: Drafter, room: int = 99, sampling: Sampling = GREEDY, seed: int = 0
+    policy: Policy, drafter: Told, room: int = 99, sampling: Sampling = GREEDY, seed: int = 0
 ) -> Draft:
-    generator = torch.Generator().manual_seed(seed)
-    return policy.propose(drafter, Heard(TEXT), TEXT[-1], room, sampling, generator)
+    """For one prompt."""
+    return tiny.propose(policy, drafter, [TEXT], [room], sampling, [seed])
 
 
 def told(seed: int = 0, scale: float = 1.0) -> Told:
     return Told(tiny.by_chance(VOCAB, seed, scale), VOCAB)
 
 
-def texts(tree: Tree) -> set[Text]:
-    """The path of tokens to every drafted node; raises if two nodes have the same one."""
-    found = [tuple(tree.tokens[i] for i in tree.path(node)[1:]) for node in range(1, len(tree))]
+def drafted(tree: Tree, row: int = 0) -> int:
+    """Real nodes, the root left out."""
+    return int(tree.real[row].sum()) - 1
+
+
+def texts(tree: Tree, row: int = 0) -> set[Text]:
+    """The path of tokens to every drafted node; no two nodes have the same one."""
+    found = paths(tree.check(), row)
     assert len(found) == len(set(found))
     return set(found)
 
@@ -41,14 +51,16 @@ def texts(tree: Tree) -> set[Text]:
 # ---- EAGLE-2, written as the paper tells it ------------------------------------------------------
 
 
-def literally(row: Row, depth: int, width: int, budget: int) -> set[Text]:
+def literally(row: Row, depth: int, width: int, budget: int, gain: float = 0.0) -> set[Text]:
     """Expand the `width` best of each level, then keep the `budget` best of all; paths as text.
 
-    Ties go to the shallower node, then to the one that was proposed first.
+    Ties go to the shallower node, then to the one that was proposed first. With a gain, OPT-Tree:
+    no further level once the best tree's sum of path probabilities has risen by no more than it.
     """
     scores: dict[Text, float] = {(): 0.0}
     order: dict[Text, int] = {}
     frontier: list[Text] = [()]
+    worth = 0.0
     for _ in range(depth):
         level: list[Text] = []
         for node in frontier:
@@ -61,7 +73,16 @@ def literally(row: Row, depth: int, width: int, budget: int) -> set[Text]:
                 level.append(child)
         frontier = sorted(level, key=lambda c: (-scores[c], order[c]))[:width]
         frontier.sort(key=lambda c: order[c])
+        before, worth = worth, expected(scores, order, budget)
+        if gain > 0 and worth - before <= gain:
+            break
     return set(sorted(order, key=lambda c: (-scores[c], len(c), order[c]))[:budget])
+
+
+def expected(scores: dict[Text, float], nodes: dict[Text, int], budget: int) -> float:
+    """Tokens that the best `budget` nodes are expected to have accepted, by the drafter."""
+    chances = torch.tensor([scores[node] for node in nodes], dtype=torch.float64).exp()
+    return float(chances.sort(descending=True).values[:budget].sum())
 
 
 @settings(max_examples=80, deadline=None)
@@ -71,14 +92,15 @@ def literally(row: Row, depth: int, width: int, budget: int) -> set[Text]:
     depth=st.integers(1, 5),
     width=st.integers(1, 5),
     budget=st.integers(1, 30),
+    gain=st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.3, 0.7]),
 )
-def test_the_dynamic_tree_is_that_of_the_paper(
-    seed: int, scale: float, depth: int, width: int, budget: int
+def test_the_dynamic_tree_is_that_of_the_papers(
+    seed: int, scale: float, depth: int, width: int, budget: int, gain: float
 ) -> None:
     drafter = told(seed, scale)
-    tree = propose(DynamicTree(depth, width, budget), drafter).tree
-    assert tree.tokens[0] == TEXT[-1]
-    assert texts(tree) == literally(drafter.row, depth, width, budget)
+    tree = propose(DynamicTree(depth, width, budget, gain), drafter).tree
+    assert int(tree.ids[0, 0]) == TEXT[-1]
+    assert texts(tree) == literally(drafter.row, depth, width, budget, gain)
 
 
 def test_a_tree_by_hand() -> None:
@@ -90,9 +112,23 @@ def test_a_tree_by_hand() -> None:
     drafter = Told(lambda _: chances, 3)
     tree = propose(DynamicTree(depth=3, width=2, budget=5), drafter).tree
     assert texts(tree) == {(0,), (1,), (0, 0), (0, 0, 0), (0, 1)}
-    assert tree.tokens == [4, 0, 1, 0, 1, 0]
-    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 3]
-    assert tree.depths.tolist() == [0, 1, 1, 2, 2, 3]
+    assert tree.ids.tolist() == [[4, 0, 1, 0, 1, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 3]]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("gain", "levels"), [(0.0, 4), (0.01, 3), (0.35, 3), (0.37, 2), (0.89, 2), (0.91, 1)]
+)
+def test_growing_ends_when_a_level_adds_too_little(gain: float, levels: int) -> None:
+    """The best three of .6 .3 behind every node.
+
+    Level 1 has .6 + .3, so it adds .9; level 2 makes it .6 + .36 + .3 and adds .36; the best of
+    level 3 is .216, less than any of these, so it adds nothing.
+    """
+    chances = torch.tensor([0.6, 0.3, 0.1]).log()
+    policy = DynamicTree(depth=4, width=2, budget=3, gain=gain)
+    assert propose(policy, Told(lambda _: chances, 3)).tree.levels == levels
 
 
 def test_equal_scores_prefer_shallow_nodes() -> None:
@@ -113,43 +149,45 @@ def test_scores_are_those_of_the_raw_softmax_whatever_the_temperature() -> None:
     assert texts(propose(policy, told(), sampling=WARM).tree) == texts(propose(policy, told()).tree)
 
 
-def test_children_of_a_dynamic_tree_come_without_rows() -> None:
+def test_favourites_come_without_rows() -> None:
     """They are chosen, not drawn (R1)."""
-    assert propose(DynamicTree(3, 3, 9), told(), sampling=WARM).q_rows is None
+    for policy in (DynamicTree(3, 3, 9), Chain(3, BEST)):
+        assert propose(policy, told(), sampling=WARM).q_rows is None
 
 
 # ---- budgets and room ----------------------------------------------------------------------------
 
-POLICIES: list[Callable[[], Policy]] = [
-    lambda: Chain(4),
-    lambda: DynamicTree(4, 3, 10),
-    lambda: DynamicTree(4, 5, 1),
-    lambda: DynamicTree(1, 3, 10),  # fewer candidates than its budget
+POLICIES: list[Policy] = [
+    Chain(4),
+    DynamicTree(4, 3, 10),
+    DynamicTree(4, 5, 1),
+    DynamicTree(1, 3, 10),  # fewer candidates than its budget
+    DynamicTree(4, 3, 10, gain=0.3),
+    Chain(4, confidence=0.2),
 ]
 
 
-@pytest.mark.parametrize("build", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_no_round_drafts_more_nodes_than_promised(
-    build: Callable[[], Policy], sampling: Sampling
-) -> None:
+def test_no_round_drafts_more_nodes_than_promised(policy: Policy, sampling: Sampling) -> None:
     """The cache is as large as `nodes` says."""
     for seed, room in itertools.product(range(5), (1, 2, 99)):
-        policy = build()
-        assert 1 <= len(propose(policy, told(seed), room, sampling).tree) - 1 <= policy.nodes
+        tree = propose(policy, told(seed), room, sampling).tree.check()
+        assert 1 <= drafted(tree) <= tree.size - 1 <= policy.nodes
+        assert int(tree.depths.max()) <= tree.levels <= policy.levels
 
 
 def test_the_budget_is_used_up_when_there_are_candidates() -> None:
     for budget in (1, 5, 12):
-        assert len(propose(DynamicTree(3, 3, budget), told()).tree) == budget + 1
-    assert len(propose(DynamicTree(2, 2, 50), told()).tree) == 1 + 2 + 4
+        assert drafted(propose(DynamicTree(3, 3, budget), told()).tree) == budget
+    assert drafted(propose(DynamicTree(2, 2, 50), told()).tree) == 2 + 4
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("build", POLICIES[:2])
-def test_no_guess_is_deeper_than_the_room(build: Callable[[], Policy], room: int) -> None:
-    tree = propose(build(), told(scale=8.0), room).tree
-    assert int(tree.depths.max()) == min(room, 4)
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
+def test_no_guess_is_deeper_than_the_room(policy: Policy, room: int) -> None:
+    tree = propose(policy, told(scale=8.0), room).tree
+    assert int((tree.depths * tree.real).max()) == min(room, 4)
 
 
 def test_a_vocabulary_smaller_than_the_width_is_no_trouble() -> None:
@@ -157,44 +195,129 @@ def test_a_vocabulary_smaller_than_the_width_is_no_trouble() -> None:
     drafter = Told(tiny.by_chance(2), 2)
     tree = propose(DynamicTree(3, 5, 99), drafter).tree
     assert texts(tree) == literally(drafter.row, 3, 5, 99)
-    assert len(tree) == 1 + 2 + 4 + 8
+    assert drafted(tree) == 2 + 4 + 8
 
 
 # ---- chains --------------------------------------------------------------------------------------
 
 
-def test_a_greedy_chain_is_the_drafters_favourites() -> None:
+@pytest.mark.parametrize(("draft", "sampling"), [("drawn", GREEDY), (BEST, WARM)])
+def test_a_chain_of_favourites(draft: str, sampling: Sampling) -> None:
     drafter, text = told(), TEXT
     for _ in range(4):
         text = (*text, int(drafter.row(text).argmax()))
-    draft = propose(Chain(4), drafter)
-    assert draft.tree.tokens == list(text[2:])
-    assert draft.q_rows is None
+    made = propose(Chain(4, draft), drafter, sampling=sampling)
+    assert made.tree.ids.tolist() == [list(text[2:])]
+    assert made.q_rows is None
 
 
 def test_a_sampled_chain_carries_the_rows_it_was_drawn_from() -> None:
-    """Warped as the target's will be, over the target's vocabulary, one per drafted token."""
+    """Warped as the target's will be, over the target's vocabulary; the leaf's row is empty."""
     drafter = told()
     draft = propose(Chain(4), drafter, sampling=WARM)
     assert draft.q_rows is not None
+    assert draft.q_rows.shape == (1, 5, VOCAB)
     said = list(TEXT)
-    for row, token in zip(draft.q_rows, draft.tree.tokens[1:], strict=True):
+    for row, token in zip(draft.q_rows[0], draft.tree.ids[0, 1:].tolist(), strict=False):
         torch.testing.assert_close(row, WARM.rows(drafter.row(tuple(said))[None])[0])
         assert row[token] > 0
         said.append(token)
+    assert not draft.q_rows[0, -1].any()
 
 
 def test_a_sampled_chain_is_drawn_with_the_chances_of_its_rows() -> None:
     """800 first tokens against their row; four standard errors."""
     drafter, count = told(), 800
     row = WARM.rows(drafter.row(TEXT)[None])[0]
-    generator = torch.Generator().manual_seed(0)
-    drawn = [
-        Chain(1).propose(drafter, Heard(TEXT), 4, 9, WARM, generator).tree.tokens[1]
-        for _ in range(count)
-    ]
-    shares = torch.bincount(torch.tensor(drawn), minlength=VOCAB) / count
+    texts, rooms = [TEXT] * count, [9] * count
+    draft = tiny.propose(Chain(1), drafter, texts, rooms, WARM, range(count))
+    shares = torch.bincount(draft.tree.ids[:, 1], minlength=VOCAB) / count
     assert ((shares - row).abs() <= 4 * (row * (1 - row) / count).sqrt()).all()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "warm"])
+@pytest.mark.parametrize("least", [0.2, 0.35, 0.5])
+def test_a_chain_ends_behind_the_first_unlikely_guess(least: float, sampling: Sampling) -> None:
+    """The guess itself is kept: whether it is verified must not depend on what it is (R2)."""
+    drafter, lengths = told(scale=2.0), set[int]()
+    for seed in range(12):
+        whole = propose(Chain(6), drafter, sampling=sampling, seed=seed).tree.ids[0].tolist()
+        kept = whole[:1]
+        for token in whole[1:]:
+            chance = drafter.row((*TEXT, *kept[1:])).softmax(-1)[token]
+            kept.append(token)
+            if chance < least:
+                break
+        draft = propose(Chain(6, confidence=least), drafter, sampling=sampling, seed=seed)
+        assert paths(draft.tree) == [tuple(kept[1 : n + 1]) for n in range(1, len(kept))]
+        lengths.add(len(kept) - 1)
+    assert sampling.greedy or len(lengths) > 1
+
+
+class Dropped(Chain):
+    """Wrong on purpose: the unlikely guess itself is not verified (R2)."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> Draft:
+        draft = super().propose(*args, **kwargs)
+        assert draft.q_rows is not None
+        rows, ids = draft.q_rows[:, :-1], draft.tree.ids[:, 1:]
+        likely = (rows.gather(2, ids[..., None])[..., 0] >= self.confidence).cumprod(-1)
+        return Draft(Tree.chain(draft.tree.ids, likely.sum(-1)), draft.q_rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"), [(Chain, 0.0, 1e-12), (Dropped, 0.005, 1.0)], ids=["kept", "dropped"]
+)
+def test_a_chain_that_ends_early_keeps_the_law_if_the_unlikely_guess_is_kept(
+    kind: type[Chain], least: float, most: float
+) -> None:
+    """Four tokens jointly, in float64: every outcome of every coin, run once."""
+    sampling, prompt, count = Sampling(1.0, 1.0, 2), [1, 3, 4, 2], 4
+    noise, target = tiny.by_chance(TOKENS, seed=3, scale=1.5), swift(torch.float64)
+    drafter = Told(lambda text: noise(text).double(), TOKENS)
+    decoder = Tossing(target, drafter, kind(2, confidence=0.4), sampling=sampling)
+
+    def run(coins: Coins) -> Text:
+        decoder.coins = coins
+        return tuple(decoder.generate(prompt, count).ids)
+
+    law: Law = {(): 1.0}
+    for _ in range(count):
+        longer: Law = {}
+        for said, chance in law.items():
+            row = sampling.rows(logits_after(target, [*prompt, *said])[None])[0]
+            longer.update({(*said, t): chance * p for t, p in enumerate(row.tolist()) if p > 0})
+        law = longer
+    assert least <= distance(enumerate_law(run), law) < most
+
+
+# ---- a batch -------------------------------------------------------------------------------------
+
+CROWD: list[Text] = [(3, 1, 4), (5,), (6, 2, 0, 1, 1, 3), (2, 2)]
+ROOMS = [99, 2, 3, 1]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(policy: Policy, sampling: Sampling) -> None:
+    """Whatever the rooms of the others; what only fills up is not real."""
+    drafter = told(scale=2.0)
+    draft = tiny.propose(policy, drafter, CROWD, ROOMS, sampling, range(4))
+    draft.tree.check()
+    for row, (text, room) in enumerate(zip(CROWD, ROOMS, strict=True)):
+        alone = tiny.propose(policy, drafter, [text], [room], sampling, [row])
+        assert paths(draft.tree, row) == paths(alone.tree)
+        assert max(map(len, paths(draft.tree, row))) <= room
+        if alone.q_rows is not None:
+            assert draft.q_rows is not None
+            inner = drafted(alone.tree)  # rows of a chain's leaf and of what fills up are not read
+            torch.testing.assert_close(draft.q_rows[row, :inner], alone.q_rows[0, :inner])
+
+
+def test_a_prompt_without_room_gets_no_guess() -> None:
+    for policy in POLICIES:
+        tree = tiny.propose(policy, told(), CROWD, [3, 0, 1, 0], seeds=range(4)).tree.check()
+        assert [drafted(tree, row) > 0 for row in range(4)] == [True, False, True, False]
 
 
 # ---- a reduced draft vocabulary ------------------------------------------------------------------
@@ -207,8 +330,9 @@ def reduced() -> Told:
     return drafter
 
 
-@pytest.mark.parametrize("build", POLICIES[:2])
-def test_drafted_tokens_are_ids_of_the_target(build: Callable[[], Policy]) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
+def test_drafted_tokens_are_ids_of_the_target(policy: Policy, sampling: Sampling) -> None:
     """The drafter is told target ids too: its texts hold no draft id."""
     heard: set[int] = set()
     drafter = reduced()
@@ -219,27 +343,25 @@ def test_drafted_tokens_are_ids_of_the_target(build: Callable[[], Policy]) -> No
         return row(text)
 
     drafter.row = listen
-    tree = propose(build(), drafter).tree
-    assert set(tree.tokens[1:]) <= {1, 4, 6}
+    tree = propose(policy, drafter, sampling=sampling).tree
+    assert set(tree.ids[0, 1:].tolist()) <= {1, 4, 6}
     assert heard <= {1, 4, 6}
     assert heard
 
 
-def test_rows_of_a_reduced_vocabulary_are_zero_elsewhere() -> None:
-    rows = propose(Chain(3), reduced(), sampling=Sampling(1.0)).q_rows
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_of_a_reduced_vocabulary_are_zero_elsewhere(batch: int) -> None:
+    drafter, texts, rooms = reduced(), CROWD[:batch], [9] * batch
+    rows = tiny.propose(Chain(3), drafter, texts, rooms, Sampling(1.0), range(batch)).q_rows
     assert rows is not None
-    assert rows.shape == (3, VOCAB)
-    assert not rows[:, [0, 2, 3, 5]].any()
-    torch.testing.assert_close(rows.sum(-1), torch.ones(3))
+    assert rows.shape == (batch, 4, VOCAB)
+    assert not rows[..., [0, 2, 3, 5]].any()
+    torch.testing.assert_close(rows[:, :3].sum(-1), torch.ones(batch, 3))
 
 
-@pytest.mark.parametrize("build", POLICIES[:2])
+@pytest.mark.parametrize("build", [lambda: Chain(4), lambda: DynamicTree(4, 3, 10)])
 def test_the_state_is_left_as_it_was(build: Callable[[], Policy]) -> None:
     """Asked twice, a policy says the same."""
-    drafter, state = told(), Heard(TEXT)
-    first, second = (
-        build().propose(drafter, state, 4, 9, GREEDY, torch.Generator()).tree.tokens
-        for _ in range(2)
-    )
+    policy, drafter = build(), told()
+    first, second = (propose(policy, drafter).tree.ids.tolist() for _ in range(2))
     assert first == second
-    assert state == Heard(TEXT)

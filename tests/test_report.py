@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from outrider.eval.compare import _measured, compare, overview
-from outrider.eval.decode.engine import Clock
+from outrider.eval.decode.clock import Clock
 from outrider.eval.metrics import METRICS, Record, predict, summarise
 from outrider.eval.report import Mismatch, Report, publish, save, show
 from outrider.train.errors import RunError

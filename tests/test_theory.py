@@ -3,16 +3,22 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.eval.theory import (
+    NOTHING,
+    Load,
+    acceptance,
     best_gamma,
     best_gamma_from_times,
     expected_tokens,
     expected_tokens_from_survival,
+    magicdec_factor,
     operations_factor,
     survival,
+    traffic_factor,
     walltime_factor,
     walltime_from_times,
 )
@@ -145,3 +151,99 @@ def test_shares_outside_zero_to_one_and_negative_times_are_refused() -> None:
         walltime_from_times(2.0, 1.0, 0.0, 0.0, 1.0)
     with pytest.raises(ValueError, match="c=-1"):
         walltime_factor(0.5, 3, -1.0)
+
+
+def test_acceptance_is_the_chance_that_enumeration_finds() -> None:
+    """Draw x from q, accept with min(1, p / q); and it is 1 - TV(p, q)."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 50, 7, generator=generator, dtype=torch.float64)
+    p, q = (2 * rows).softmax(-1)
+    drawn = sum(q[:, x] * (p[:, x] / q[:, x]).clamp(max=1) for x in range(7))
+    distance = (p - q).abs().sum(-1) / 2
+    assert isinstance(drawn, torch.Tensor)
+    assert (acceptance(p, q) - drawn).abs().max() < 1e-12
+    assert (acceptance(p, q) - (1 - distance)).abs().max() < 1e-12
+    assert (acceptance(p, p) - 1).abs().max() < 1e-12
+    warmer = (rows[1]).softmax(-1)  # control: not what the tokens were drawn from
+    assert (acceptance(p, warmer) - drawn).abs().max() > 1e-2
+
+
+# ---- traffic, and MagicDec's regimes -------------------------------------------------------------
+
+LONG = Load(weights=13.5e9, row=524_288, operations=13.5e9, row_operations=524_288)  # a 7B, MHA
+RATES = {"bandwidth": 2e12, "flops": 3e14}
+
+
+@given(alpha=rates, gamma=gammas)
+def test_a_free_drafter_divides_the_reads_of_weights_by_tau(alpha: float, gamma: int) -> None:
+    """Section 3.5 of Leviathan et al."""
+    tau = expected_tokens(alpha, gamma)
+    weights_alone = Load(weights=1e9, row=0.0)
+    assert math.isclose(traffic_factor(tau, gamma, weights_alone), 1 / tau, rel_tol=1e-9)
+
+
+def test_traffic_counts_the_drafter_and_the_tree() -> None:
+    """Target 100 + 2 x 10 x 1; plus 2 x 5 rows of the tree; drafter 3 x (8 + 2 x 4 x 0.5)."""
+    target, drafter = Load(100.0, 1.0), Load(8.0, 0.5)
+    assert traffic_factor(1.0, 0, target, batch=2, context=10) == 1
+    assert traffic_factor(2.0, 5, target, batch=2, context=10) == pytest.approx(130 / 240)
+    bound = traffic_factor(2.0, 5, target, drafter, steps=3, budget=4, batch=2, context=10)
+    assert bound == pytest.approx((130 + 36) / 240)
+    whole = traffic_factor(2.0, 5, target, drafter, steps=3, batch=2, context=10)
+    assert whole == pytest.approx((130 + 54) / 240)
+    assert traffic_factor(1.0, 0, target, NOTHING, steps=7, batch=2, context=10) == 1
+
+
+def test_a_forward_takes_the_longer_of_reading_and_calculating() -> None:
+    """Reading (100 + 2 x 11 x 5) / 10 = 21 s; arithmetic 2 x 2 x (30 + 11 x 1) / flops."""
+    load = Load(weights=100, row=5, operations=30, row_operations=1)
+    assert load.seconds(2, 2, 10, bandwidth=10.0, flops=164.0) == pytest.approx(21)
+    assert load.seconds(2, 2, 10, bandwidth=10.0, flops=4.0) == pytest.approx(41)
+
+
+def _ratios(batch: int, context: int, budget: int, gamma: int) -> tuple[float, float]:
+    """T_D / T_T of self-speculation, and T_V / T_T."""
+    plain = LONG.seconds(batch, 1, context, **RATES)
+    draft = LONG.seconds(batch, 1, min(budget, context), **RATES)
+    return draft / plain, LONG.seconds(batch, gamma + 1, context, **RATES) / plain
+
+
+def test_long_contexts_make_a_short_draft_cheap_and_verification_free() -> None:
+    """S -> large: T_D / T_T -> b / S, T_V / T_T -> 1."""
+    draft, verify = _ratios(batch=256, context=200_000, budget=50_000, gamma=3)
+    assert draft == pytest.approx(1 / 4, rel=0.01)
+    assert verify == pytest.approx(1, rel=0.01)
+
+
+def test_short_contexts_and_small_batches_make_self_drafting_useless() -> None:
+    """Then both forwards read the weights, and only those."""
+    draft, verify = _ratios(batch=1, context=600, budget=512, gamma=3)
+    assert draft == pytest.approx(1, rel=0.01)
+    assert verify == pytest.approx(1, rel=0.01)
+    assert magicdec_factor(0.9, 3, LONG, LONG, batch=1, context=600, budget=512, **RATES) < 1
+
+
+@pytest.mark.parametrize(("context", "grows"), [(32_768, True), (64, False)])
+def test_larger_batches_help_behind_long_contexts_and_hurt_behind_short_ones(
+    context: int, grows: bool
+) -> None:
+    """The paper's claim; a drafter of a fiftieth of the target where the context is short."""
+    small = Load(0.27e9, 10_000, 0.27e9, 10_000)
+    drafter, budget = (LONG, 512) if grows else (small, 1024)
+    speedups = [
+        magicdec_factor(0.8, 4, LONG, drafter, batch=batch, context=context, budget=budget, **RATES)
+        for batch in (1, 8, 64, 256)
+    ]
+    assert speedups == sorted(speedups, reverse=not grows)
+    assert abs(speedups[0] - speedups[-1]) > 0.5
+
+
+def test_a_budget_of_the_whole_context_is_no_budget() -> None:
+    """Self-speculation with all rows: gamma + 1 plain steps for at most gamma + 1 tokens."""
+    whole, short = (
+        magicdec_factor(1.0, 3, LONG, LONG, batch=4, context=8192, budget=budget, **RATES)
+        for budget in (8192, 64)
+    )
+    verify = LONG.seconds(4, 4, 8192, **RATES) / LONG.seconds(4, 1, 8192, **RATES)
+    assert whole == pytest.approx(4 / (3 + verify))
+    assert whole < 1 + 1e-9 < short

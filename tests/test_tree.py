@@ -1,44 +1,57 @@
 """Trees as data, and EAGLE-2's choice of nodes."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
+from torch import Tensor
 
 from outrider.eval.decode.tree import Tree, rerank
 
 
-def tree_of(parents: list[int]) -> Tree:
-    """A tree with these parents; token ids are 10 times the node number."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    nodes = torch.arange(len(parents))
-    return Tree(10 * nodes, torch.tensor(parents), torch.tensor(depths))
+def trees_of(*trees: list[int]) -> Tree:
+    """A batch of trees with these parents; token ids are 10 times the node number."""
+    depths: list[list[int]] = []
+    for parents in trees:
+        depths.append([])
+        for parent in parents:
+            depths[-1].append(0 if parent < 0 else depths[-1][parent] + 1)
+    parents_of = torch.tensor(trees)
+    ids = 10 * torch.arange(parents_of.shape[1]).expand_as(parents_of)
+    return Tree.grown(ids, parents_of, torch.tensor(depths), max(map(max, depths)))
 
 
-def random_parents() -> st.SearchStrategy[list[int]]:
-    """Parents-first trees of 1..12 nodes."""
+def random_parents(size: int) -> st.SearchStrategy[list[int]]:
+    """Parents-first trees."""
+    return st.tuples(st.just(-1), *(st.integers(0, i - 1) for i in range(1, size))).map(list)
+
+
+def random_batches() -> st.SearchStrategy[list[list[int]]]:
+    """One to three trees of one size, 1..12 nodes."""
     return st.integers(1, 12).flatmap(
-        lambda n: st.tuples(st.just(-1), *(st.integers(0, i - 1) for i in range(1, n))).map(list)
+        lambda size: st.lists(random_parents(size), min_size=1, max_size=3)
     )
 
 
-def test_the_mask_of_the_worked_example_is_the_documented_matrix() -> None:
+# ---- trees ---------------------------------------------------------------------------------------
+
+
+def test_who_is_seen_in_the_worked_example_is_the_documented_matrix() -> None:
     expected = [
         [1, 0, 0, 0],
         [1, 1, 0, 0],
         [1, 0, 1, 0],
         [1, 1, 0, 1],
     ]
-    assert tree_of([-1, 0, 0, 1]).mask().int().tolist() == expected
+    assert trees_of([-1, 0, 0, 1]).seen[0].int().tolist() == expected
 
 
-def test_the_mask_of_a_bushy_tree_hides_siblings_cousins_and_descendants() -> None:
-    """Root, children 1 and 2; 3 and 4 below 1; 5 below 2; 6 below 5."""
+def test_siblings_cousins_and_descendants_are_not_seen() -> None:
+    """Root, children 1 and 2; 3 and 4 below 1; 5 below 2; 6 below 5. Beside it, a chain."""
     expected = [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0],
@@ -48,45 +61,57 @@ def test_the_mask_of_a_bushy_tree_hides_siblings_cousins_and_descendants() -> No
         [1, 0, 1, 0, 0, 1, 0],
         [1, 0, 1, 0, 0, 1, 1],
     ]
-    assert tree_of([-1, 0, 0, 1, 1, 2, 5]).mask().int().tolist() == expected
+    tree = trees_of([-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 2, 3, 4, 5])
+    assert tree.seen[0].int().tolist() == expected
+    assert torch.equal(tree.seen[1], torch.ones(7, 7).tril().bool())
 
 
-def test_the_mask_of_a_chain_is_the_causal_mask() -> None:
-    chain = Tree.chain(torch.tensor([7, 8, 9, 7]))
-    assert torch.equal(chain.mask(), torch.ones(4, 4).tril().bool())
-    assert chain.parents.tolist() == [-1, 0, 1, 2]
-    assert chain.depths.tolist() == [0, 1, 2, 3]
-    assert chain.tokens == [7, 8, 9, 7]
-    assert not chain.branches
+def test_a_chain_sees_what_is_before_it() -> None:
+    chain = Tree.chain(torch.tensor([[7, 8, 9, 7], [1, 2, 3, 4]])).check()
+    assert torch.equal(chain.seen, torch.ones(2, 4, 4).tril().bool())
+    assert chain.parents.tolist() == [[-1, 0, 1, 2]] * 2
+    assert chain.depths.tolist() == [[0, 1, 2, 3]] * 2
+    assert chain.ids.tolist() == [[7, 8, 9, 7], [1, 2, 3, 4]]
+    assert bool(chain.real.all())
+    assert (chain.size, chain.levels) == (4, 3)
+
+
+def test_a_chain_is_a_tree_like_any_other() -> None:
+    chain = Tree.chain(torch.tensor([[0, 10, 20, 30]]))
+    grown = trees_of([-1, 0, 1, 2])
+    for name in ("ids", "parents", "depths", "seen", "real"):
+        assert torch.equal(getattr(chain, name), getattr(grown, name))
+    assert chain.levels == grown.levels
+
+
+def test_chains_of_unequal_length_are_filled_up() -> None:
+    """The root is real even where nothing was drafted."""
+    chain = Tree.chain(torch.tensor([[5, 6, 7]] * 3), torch.tensor([2, 0, 1]))
+    assert chain.real.tolist() == [[True, True, True], [True, False, False], [True, True, False]]
 
 
 def test_a_lone_root_is_a_tree() -> None:
-    root = Tree.chain(torch.tensor([5]))
-    assert len(root) == 1
-    assert root.mask().tolist() == [[True]]
-    assert root.paths() == [[0]]
-    assert root.children(0) == []
+    root = Tree.chain(torch.tensor([[5]])).check()
+    assert root.seen.tolist() == [[[True]]]
+    assert (root.size, root.levels) == (1, 0)
 
 
 @settings(deadline=None, max_examples=60)
-@given(parents=random_parents())
-def test_the_mask_holds_exactly_the_nodes_on_the_path_from_the_root(parents: list[int]) -> None:
-    tree = tree_of(parents)
-    for node, row in enumerate(tree.mask().tolist()):
-        climbed = {node}
-        while parents[min(climbed)] >= 0:
-            climbed.add(parents[min(climbed)])
-        assert {j for j, seen in enumerate(row) if seen} == climbed
-        assert tree.path(node) == sorted(climbed)
+@given(batch=random_batches())
+def test_seen_are_exactly_the_nodes_on_the_path_from_the_root(batch: list[list[int]]) -> None:
+    tree = trees_of(*batch).check()
+    for parents, matrix in zip(batch, tree.seen.tolist(), strict=True):
+        for node, row in enumerate(matrix):
+            climbed = {node}
+            while parents[min(climbed)] >= 0:
+                climbed.add(parents[min(climbed)])
+            assert {j for j, seen in enumerate(row) if seen} == climbed
 
 
-def test_children_keep_their_stored_order_and_paths_end_in_the_leaves() -> None:
-    tree = tree_of([-1, 0, 0, 1, 0, 1])
-    assert tree.children(0) == [1, 2, 4]
-    assert tree.children(1) == [3, 5]
-    assert tree.children(5) == []
-    assert tree.paths() == [[0, 2], [0, 1, 3], [0, 4], [0, 1, 5]]
-    assert tree.branches
+def test_more_levels_than_there_are_change_nothing() -> None:
+    tree = trees_of([-1, 0, 0, 1])
+    deeper = Tree.grown(tree.ids, tree.parents, tree.depths, levels=9).check()
+    assert torch.equal(deeper.seen, tree.seen)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +119,6 @@ def test_children_keep_their_stored_order_and_paths_end_in_the_leaves() -> None:
     [
         ([0, 0], [0, 1], "parents[0] = -1"),
         ([-1, 0], [1, 2], "depths[0] = 0"),
-        ([], [], "parents[0] = -1"),
         ([-1, -1], [0, 0], "node 1 has parent -1"),
         ([-1, 2, 0], [0, 2, 1], "node 1 has parent 2"),
         ([-1, 1], [0, 1], "node 1 has parent 1"),
@@ -104,97 +128,111 @@ def test_children_keep_their_stored_order_and_paths_end_in_the_leaves() -> None:
 def test_a_tree_that_is_not_one_is_refused(
     parents: list[int], depths: list[int], message: str
 ) -> None:
-    ids = torch.zeros(len(parents), dtype=torch.long)
-    columns = torch.tensor(parents, dtype=torch.long), torch.tensor(depths, dtype=torch.long)
+    """Wherever it is in the batch: here behind a chain."""
+    line = list(range(len(parents)))
+    tree = Tree.grown(
+        torch.zeros(2, len(parents), dtype=torch.long),
+        torch.tensor([[step - 1 for step in line], parents]),
+        torch.tensor([line, depths]),
+        levels=3,
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
-        Tree(ids, *columns)
+        tree.check()
 
 
-def test_columns_of_unequal_length_are_refused() -> None:
+def test_an_empty_tree_is_refused() -> None:
+    nothing = torch.zeros(1, 0, dtype=torch.long)
+    seen = torch.zeros(1, 0, 0, dtype=torch.bool)
+    with pytest.raises(ValueError, match=re.escape("parents[0] = -1")):
+        Tree(nothing, nothing, nothing, seen, nothing.bool(), 0).check()
+
+
+def test_a_tree_deeper_than_its_levels_is_refused() -> None:
+    with pytest.raises(ValueError, match="depth 3 of a tree of 2 levels"):
+        replace(trees_of([-1, 0, 1, 2]), levels=2).check()
+
+
+def test_parts_of_unequal_shape_are_refused() -> None:
     """By our own check, or before it by the shape checker when the tests run with one."""
+    tree = trees_of([-1, 0, 1])
     with pytest.raises((ValueError, TypeCheckError)):
-        Tree(torch.tensor([1, 2]), torch.tensor([-1]), torch.tensor([0]))
+        replace(tree, parents=tree.parents[:, :2]).check()
+    with pytest.raises((ValueError, TypeCheckError)):
+        replace(tree, seen=tree.seen[:, :2]).check()
+
+
+# ---- the choice of nodes -------------------------------------------------------------------------
+
+
+def kept_of(scores: list[float], budget: int) -> list[int]:
+    kept: list[int] = rerank(torch.tensor([scores]), budget)[0].tolist()
+    return kept
 
 
 def test_a_tie_between_parent_and_child_keeps_the_parent() -> None:
     """A certain child (log 1 = 0) ties with its parent; whoever sorts by score alone may orphan it.
 
-    The pool is level-major, as a drafter makes it: 0 and 1 below the root; 2, 3 below 0; 4 below 1.
+    The pool is level by level, as a drafter makes it: 0, 1 below the root; 2, 3 below 0; 4 below 1.
     """
-    scores = torch.tensor([-2.0, -1.0, -3.0, -4.0, -1.0])
-    parents = torch.tensor([-1, -1, 0, 0, 1])
-    depths = torch.tensor([1, 1, 2, 2, 2])
-    assert rerank(scores, parents, depths, budget=1).tolist() == [1]
-    assert rerank(scores, parents, depths, budget=2).tolist() == [1, 4]
-    assert rerank(scores, parents, depths, budget=3).tolist() == [0, 1, 4]
+    scores = [-2.0, -1.0, -3.0, -4.0, -1.0]
+    assert [kept_of(scores, budget) for budget in (1, 2, 3)] == [[1], [1, 4], [0, 1, 4]]
 
 
-def test_ties_prefer_the_shallow_node_even_when_it_is_stored_later() -> None:
-    """Depth first: 0 -> 1 -> 2 is stored before its equally probable uncle 3."""
-    scores = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    parents = torch.tensor([-1, 0, 1, -1])
-    depths = torch.tensor([1, 2, 3, 1])
-    kept = [rerank(scores, parents, depths, budget).tolist() for budget in (1, 2, 3, 4)]
-    assert kept == [[0], [0, 3], [0, 1, 3], [0, 1, 2, 3]]
+def test_every_prompt_has_its_own_choice() -> None:
+    scores = torch.tensor([[-2.0, -1.0, -3.0], [-1.0, -2.0, -1.0]])
+    assert rerank(scores, 2).tolist() == [[0, 1], [0, 2]]
 
 
-def test_ties_at_one_depth_prefer_the_lower_index() -> None:
-    scores = torch.full((50,), -1.0)
-    kept = rerank(scores, torch.full((50,), -1), torch.ones(50, dtype=torch.long), budget=7)
-    assert kept.tolist() == [0, 1, 2, 3, 4, 5, 6]
+def test_ties_prefer_the_lower_index() -> None:
+    assert kept_of([-1.0] * 50, 7) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_impossible_candidates_still_form_a_tree() -> None:
     """Minus infinity ties with itself."""
     infinite = float("-inf")
-    scores = torch.tensor([infinite, infinite, -1.0, infinite])
-    kept = rerank(scores, torch.tensor([-1, 0, -1, 1]), torch.tensor([1, 2, 1, 3]), budget=3)
-    assert kept.tolist() == [0, 1, 2]
+    assert kept_of([-1.0, infinite, infinite, infinite], 3) == [0, 1, 2]
 
 
 def test_a_large_budget_keeps_everything() -> None:
-    kept = rerank(torch.tensor([0.0, -1.0]), torch.tensor([-1, 0]), torch.tensor([0, 1]), 9)
-    assert kept.tolist() == [0, 1]
+    assert kept_of([0.0, -1.0], 9) == [0, 1]
+
+
+def level_by_level(parents: list[int]) -> list[int]:
+    """The same tree with its nodes renumbered by depth."""
+    depths = trees_of(parents).depths[0].tolist()
+    order = sorted(range(len(parents)), key=lambda node: (depths[node], node))
+    place = {node: index for index, node in enumerate(order)} | {-1: -1}
+    return [place[parents[node]] for node in order]
+
+
+def path_scores(tree: Tree, steps: list[float]) -> Tensor:
+    return (tree.seen[0] * torch.tensor(steps[: tree.size])).sum(-1)
 
 
 @settings(deadline=None, max_examples=150)
-@given(parents=random_parents(), data=st.data())
+@given(
+    parents=st.integers(1, 12).flatmap(random_parents).map(level_by_level),
+    steps=st.lists(st.sampled_from([0.0, -1.0]), min_size=12, max_size=12),
+    budget=st.integers(1, 12),
+)
 def test_the_choice_is_the_sorted_one_and_connected_under_many_ties(
-    parents: list[int], data: st.DataObject
+    parents: list[int], steps: list[float], budget: int
 ) -> None:
     """Steps of 0 or -1 nat make ties everywhere; the reference is a plain sort by three keys."""
-    steps = data.draw(st.lists(st.sampled_from([0.0, -1.0]), min_size=12, max_size=12))
-    budget = data.draw(st.integers(1, 12))
-    tree = tree_of(parents)
-    scores = [sum(steps[node] for node in tree.path(leaf)) for leaf in range(len(parents))]
-    depths = tree.depths.tolist()
-    wanted = sorted(range(len(parents)), key=lambda i: (-scores[i], depths[i], i))[:budget]
-    kept = rerank(torch.tensor(scores), tree.parents, tree.depths, budget)
-    assert kept.tolist() == sorted(wanted)
+    tree = trees_of(parents)
+    scores, depths = path_scores(tree, steps), tree.depths[0].tolist()
+    by_rank = sorted(range(len(parents)), key=lambda i: (-float(scores[i]), depths[i], i))
+    wanted = by_rank[:budget]
+    kept = rerank(scores[None], budget)
+    assert kept[0].tolist() == sorted(wanted)
     assert {parents[node] for node in wanted} <= {-1, *wanted}
-    above = torch.searchsorted(kept, tree.parents[kept]) - (tree.parents[kept] < 0).long()
-    Tree(tree.ids[kept], above, tree.depths[kept])  # refuses whatever is not a tree
-
-
-@pytest.mark.parametrize(
-    ("scores", "parents", "depths", "message"),
-    [
-        ([-2.0, -1.0], [-1, 0], [1, 2], "candidate 1 (score -1, depth 2)"),
-        ([float("nan")], [-1], [1], "candidate 0 (score nan"),
-        ([-1.0, -2.0], [-1, 0], [1, 3], "candidate 1 (score -2, depth 3)"),
-        ([-2.0, -1.0], [1, -1], [2, 1], "candidate 0 (score -2, depth 2)"),
-    ],
-)
-def test_candidates_that_could_be_orphaned_are_refused(
-    scores: list[float], parents: list[int], depths: list[int], message: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        rerank(torch.tensor(scores), torch.tensor(parents), torch.tensor(depths), budget=1)
+    above = torch.searchsorted(kept, tree.parents.gather(1, kept)).masked_fill(kept == 0, -1)
+    chosen = tree.ids.gather(1, kept), above, tree.depths.gather(1, kept)
+    Tree.grown(*chosen, levels=tree.levels).check()  # refuses whatever is not a tree
 
 
 def test_half_precision_scores_and_empty_budgets_are_refused() -> None:
-    parents, depths = torch.tensor([-1]), torch.tensor([1])
     with pytest.raises(ValueError, match="float32"):
-        rerank(torch.tensor([-1.0]).half(), parents, depths, budget=1)
+        rerank(torch.tensor([[-1.0]]).half(), budget=1)
     with pytest.raises(ValueError, match="budget=0"):
-        rerank(torch.tensor([-1.0]), parents, depths, budget=0)
+        rerank(torch.tensor([[-1.0]]), budget=0)

@@ -13,12 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.eval.decode import verify as rules
-from outrider.eval.decode.engine import Decoder
-from outrider.eval.decode.policy import Draft
+from outrider.eval.decode.answer import Live
+from outrider.eval.decode.ask import Ask
+from outrider.eval.decode.clock import Clock, Stopwatch
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.policy import Draft, Policy
+from outrider.eval.decode.processors import History, Sampling
+from outrider.eval.decode.sampling import GeneratorCoins
+from outrider.eval.decode.tree import Tree
+from outrider.eval.decode.verify import Accepted
 from outrider.models import drafters
 from outrider.models.base import Drafter, Trace
-from outrider.models.target import Target
+from outrider.models.cache import RowCache
+from outrider.models.slots import SlotCache
+from outrider.models.target import Seen, Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.objective import Objective
 from tests.families import small_model
@@ -239,11 +247,101 @@ def knowing(text: Sequence[int], size: int, right: Callable[[int], bool]) -> Row
     return row
 
 
-class RawBonus(Decoder):
+# ---- a target without layers ----
+
+TOKENS = 5
+
+
+class Swift(Target):
+    """A target of one rule instead of layers: the mean of all it sees, through tanh and the head.
+
+    Fast enough for thousands of answers. It depends on the mask, the positions and the rows that
+    the cache keeps, as an attention layer does.
+    """
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        cache: RowCache | SlotCache | None = None,
+        grad: bool = False,
+    ) -> Seen:
+        rows = self.embed(ids) * (1 + positions[..., None] % 3)
+        if cache is not None:
+            cache.reserve(ids.shape[1])
+            rows = cache.update(rows[:, None], rows[:, None], 0)[0][:, 0]
+            cache.commit(positions)
+        mean = seen.to(rows.dtype) @ rows / seen.sum(-1, keepdim=True)
+        last = torch.tanh(mean)
+        return Seen(last[..., :0], last)
+
+
+@cache
+def swift(dtype: torch.dtype = torch.float32) -> Target:
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": TOKENS}
+    model = small_model("llama", num_attention_heads=2, num_key_value_heads=1, **small)
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").mul_(40.0)
+    return Swift(model.to(dtype))
+
+
+def logits_after(target: Target, ids: Sequence[int]) -> Tensor:
+    """Of the next token, without a cache."""
+    count = len(ids)
+    causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+    seen = target.forward(torch.tensor([list(ids)]), torch.arange(count)[None], causal)
+    return target.logits(seen.last[0, -1])
+
+
+# ---- policies, asked outside of an engine ----
+
+
+def propose(
+    policy: Policy,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    rooms: Sequence[int] = (99,),
+    sampling: Sampling = Sampling(),  # noqa: B008 - an immutable value
+    seeds: Sequence[int] = (0,),
+) -> Draft:
+    """What is drafted behind these texts in one round; a room and a seed for each of them."""
+    nowhere, history = torch.device("cpu"), None
+    if not sampling.plain:
+        history = History(len(texts), drafter.vocab.t2d.numel(), nowhere)
+        for slot, text in enumerate(texts):
+            history.start(slot, text)
+    states = [Heard(text) for text in texts]
+    ask = Ask(drafter, states, sampling, history, Stopwatch(nowhere), Clock())
+    coins = GeneratorCoins([torch.Generator().manual_seed(s) for s in seeds], policy.nodes + 1)
+    return policy.propose(ask, torch.tensor([t[-1] for t in texts]), rooms, sampling, coins)
+
+
+def paths(tree: Tree, row: int = 0) -> list[Text]:
+    """The tokens below the root down to each real node of a prompt, in the order of the nodes."""
+    ids, parents, real = (part[row].tolist() for part in (tree.ids, tree.parents, tree.real))
+    found: list[Text] = [()]
+    for token, parent in zip(ids[1:], parents[1:], strict=True):
+        found.append((*found[parent], token))
+    return [path for path, there in zip(found, real, strict=True) if there][1:]
+
+
+class Tossing(Engine):
+    """Takes its coins from outside, so that a test can enumerate them."""
+
+    coins: Any
+
+    def _coins(self, live: list[Live]) -> Any:
+        return self.coins
+
+
+class RawBonus(Engine):
     """Wrong on purpose: the token behind the last node comes from unwarped logits."""
 
-    def _accept(self, draft: Draft, logits: Tensor) -> rules.Accepted:
+    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> Accepted:
         rows = self.sampling.rows(logits)
-        if len(rows) > 1:
-            rows[-1] = logits[-1].softmax(-1)
-        return rules.verify(draft.tree, rows, draft.q_rows, self.coins)
+        if draft.tree.size > 1:
+            rows[:, -1] = logits[:, -1].softmax(-1)
+        if draft.tree.size == 1:
+            return super()._judge(live, draft, logits)
+        return self.rule(draft.tree, rows, draft.q_rows, self._coins(live))

@@ -61,7 +61,7 @@ def _dispatch(verb: Verb, name: str, words: list[str]) -> int:
         return _help(verb, name)
     if {"-m", "--multirun"} & set(options):
         return _multirun(verb, overrides, os.environ)
-    takes_cfg = verb.run in (_configured, _eval)
+    takes_cfg = verb.run in (_configured, _eval)  # plan has a group that is no part of a run
     for option in options:
         if not (takes_cfg and option in ("-c", "--cfg")):
             raise ConfigError("option", option, "There is no such option.", "See --help.")
@@ -88,6 +88,15 @@ def _eval(verb: Verb, overrides: list[str]) -> int:
     return verb.call(config)
 
 
+def _plan(verb: Verb, overrides: list[str]) -> int:
+    """plan: as eval, with a group of its own."""
+    from outrider.train.planning import read_plan
+
+    wanted = read_plan([word for word in overrides if word.startswith("plan.")])
+    config = _config(verb, [word for word in overrides if not word.startswith("plan.")])
+    return verb.call(config, wanted)
+
+
 def _compare(verb: Verb, paths: list[str]) -> int:
     if not paths:
         raise ConfigError("RUN", "", "compare needs run folders.", "outrider compare runs/a runs/b")
@@ -99,7 +108,7 @@ def _bench(verb: Verb, words: list[str]) -> int:
     if name not in BENCHES:
         fix = f"Use one of: {', '.join(BENCHES)}."
         raise ConfigError("bench", name, "There is no such benchmark.", fix)
-    return verb.call(name, words[1:])
+    return BENCHES[name].call(words[1:])
 
 
 def _config(verb: Verb, overrides: list[str]) -> Any:
@@ -127,9 +136,10 @@ def _help(verb: Verb, name: str) -> int:
     if verb.run is _compare:
         return _say(f"{name} RUN [RUN ...]: {verb.line}\n\nRUN is the run.dir of a finished run.")
     if verb.run is _bench:
-        lines = "\n".join(f"  {bench:<12}{line}" for bench, line in BENCHES.items())
-        return _say(f"{name} BENCH [key=value ...]: {verb.line}\n\n{lines}")
-    reference(_console(), name, verb.line, verb.root)
+        program = name
+        lines = "\n".join(f"  {name:<12}{bench.line}" for name, bench in BENCHES.items())
+        return _say(f"{program} BENCH [key=value ...]: {verb.line}\n\n{lines}")
+    reference(_console(), name, verb.line, verb.root, "plan" if verb.run is _plan else None)
     return 0
 
 
@@ -192,13 +202,50 @@ VERBS = {
         "print the plan of a run: parameters, memory, disk, time, problems",
         _configured,
     ),
+    "chat": Verb(
+        "outrider.eval.chat:chat",
+        "talk to the target, drafted for: who proposed each token, tau and tokens/s live",
+        _eval,
+        "eval",
+    ),
+    "plan": Verb(
+        "outrider.eval.predict:plan",
+        "foresee the speedup over depth, width, nodes, batch and context, here or on a GPU",
+        _plan,
+        "eval",
+    ),
+    "ranks": Verb(
+        "outrider.eval.ranks:ranks",
+        "measure what the drafter's choices are worth on held-out text (ranks.json)",
+        _eval,
+        "eval",
+    ),
     "compare": Verb(
         "outrider.eval.compare:compare", "put finished runs side by side in one table", _compare
     ),
-    "bench": Verb("outrider.eval.bench:main", "measure this machine", _bench),
+    "bench": Verb("", "measure this machine", _bench),
 }
 BENCHES = {
-    "train-step": "seconds and peak memory of one optimizer step, beside the slow reference",
+    "train-step": Verb(
+        "outrider.eval.bench:main",
+        "seconds and peak memory of one optimizer step, beside the slow reference",
+        _bench,
+    ),
+    "rounds": Verb(
+        "outrider.eval.bench_decode:rounds",
+        "where a decoding round's time goes: models, and all that is not the models",
+        _bench,
+    ),
+    "batch": Verb(
+        "outrider.eval.bench_decode:batch",
+        "tokens per second with several prompts at a time, with the drafter and without",
+        _bench,
+    ),
+    "assisted": Verb(
+        "outrider.eval.against:assisted",
+        "beside transformers' assisted generation: same draft model, same tokens, whose time",
+        _bench,
+    ),
 }
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ everywhere: the meaning and the interval of a key stand beside it and are what h
 
 import dataclasses
 import os
-import re
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from omegaconf import DictConfig, OmegaConf
 
-from outrider.train.compose import choices, compose, drafter_schema, flat, plain
+from outrider.train import decoding as decode_config
+from outrider.train.compose import compose, drafter_schema, flat, plain
+from outrider.train.decoding import DecodeConfig, shaped
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.fields import key, read, unknown
 
@@ -154,19 +155,6 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-    """The shape of a draft, and how tokens are drawn."""
-
-    name: Literal["chain", "dynamic_tree"] = key("chain", "draft shape (choose with decode=...)")
-    depth: int = key(3, "drafted tokens along one path", COUNT)
-    width: int = key(1, "children kept per node and nodes expanded per level", COUNT)
-    nodes: int = key(3, "drafted nodes the target verifies in one forward", COUNT)
-    temperature: float = key(0.0, "0 is greedy, 1 the target's own distribution", "[0, inf)")
-    top_p: float = key(1.0, "nucleus share; 1 keeps all", "(0, 1]")
-    top_k: int = key(0, "most likely tokens kept; 0 keeps all", "[0, inf)")
-
-
-@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole run, checked. `drafter` is the `Config` of models/drafters/<drafter.name>.py."""
 
@@ -212,7 +200,7 @@ def parse(node: DictConfig) -> Config:
         name: read(schema, values.get(name, {}), name) for name, schema in schemas.items()
     }
     config = Config(**parts)
-    for check in (_check_length, _check_data, _check_drafter, _check_decode, _check_names):
+    for check in (_check_length, _check_data, _check_drafter, _check_names):
         check(config)
     return config
 
@@ -350,21 +338,6 @@ def _check_drafter(config: Config) -> None:
             raise ConfigError("drafter.loss", list(cfg.loss), why, fix)
 
 
-def _check_decode(config: Config) -> None:
-    decode = config.decode
-    if decode.name == "chain" and decode.width != 1:
-        why, fix = "A chain has one child per node.", "Take decode=dynamic_tree for a tree."
-        raise ConfigError("decode.width", decode.width, why, fix)
-    if decode.name == "chain" and decode.nodes != decode.depth:
-        why = f"A chain of decode.depth={decode.depth} has exactly {decode.depth} nodes."
-        fix = "Set decode.depth alone, or take decode=dynamic_tree for a tree."
-        raise ConfigError("decode.nodes", decode.nodes, why, fix)
-    if decode.nodes < decode.depth:
-        why = f"A tree of decode.depth={decode.depth} has at least {decode.depth} nodes."
-        fix = f"Use decode.nodes={decode.depth} or more, or a smaller depth."
-        raise ConfigError("decode.nodes", decode.nodes, why, fix)
-
-
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     """What is to be measured: names of reports, and how each decodes.
 
@@ -376,19 +349,12 @@ def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     """
     if not config.eval.grid:
         return [(config.eval.out, config.decode)]
-    found = []
-    for entry in config.eval.grid:
-        policy, _, temperature = entry.partition("@")
-        if policy not in choices("decode") or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", temperature):
-            fix = f"Use policy@temperature, policies: {', '.join(choices('decode'))}."
-            raise ConfigError("eval.grid", entry, "This says not what to measure.", fix)
-        values = plain(compose([f"decode.temperature={temperature}"], f"decode/{policy}"))["decode"]
-        found.append((f"{policy}-t{temperature}", read(DecodeConfig, values, "decode")))
-    return found
+    return [shaped(entry) for entry in config.eval.grid]
 
 
 def _check_names(config: Config) -> None:
-    decodings(config)
+    for _, decode in decodings(config):
+        decode_config.check(decode)
     if not config.run.dir.strip():
         raise ConfigError("run.dir", config.run.dir, "A run needs a folder.", "Use runs/<name>.")
     if config.eval.out in ("", ".", "..") or Path(config.eval.out).name != config.eval.out:

@@ -18,7 +18,9 @@ from rich.text import Text
 from outrider.train.compose import CONF, choices, defaults_of, groups, values_of
 from outrider.train.config import GROUPS, MAY_CHANGE
 from outrider.train.fields import words
+from outrider.train.planning import PlanConfig
 
+OWN: dict[str, type] = {"plan": PlanConfig}  # groups of one verb
 EXAMPLES = {
     "train": (
         ("accelerate launch train.py drafter=eagle3", "the main job, on the embedded target"),
@@ -113,11 +115,18 @@ def overview(console: Console, verbs: Mapping[str, str]) -> None:
     console.print("\noutrider VERB --help shows what a verb takes.", highlight=False)
 
 
-def reference(console: Console, program: str, line: str, root: str) -> None:
-    """`outrider train --help`: every key, its default and meaning; the choices; examples."""
+def reference(console: Console, program: str, line: str, root: str, own: str | None = None) -> None:
+    """`outrider train --help`: every key, its default and meaning; the choices; examples.
+
+    Args:
+        own: a group that belongs to this verb alone; it comes first.
+    """
     console.print(f"{program}: {line}\n", highlight=False, markup=False)
     console.print(f"{program} [group=choice ...] [key=value ...] [--cfg] [--help]", markup=False)
     console.print("--cfg prints the configuration that would run, checked, and stops.\n")
+    if own is not None:
+        console.print(Text(own, style="bold"))
+        console.print(_table(list(schema_keys(OWN[own], own)), defaults(own, "default")))
     known = defaults_of(root)
     if root == "eval":
         known |= {"run.dir": "(needed)", **dict.fromkeys(MAY_CHANGE, "as trained")}

@@ -49,7 +49,7 @@ def train(config: Config) -> int:
     if main and config.train.quick_eval and not known:
         from outrider.eval.run import quick_report
 
-        quick_report(config, loaded, console)
+        quick_report(config, loaded, made, console)
     return 0
 
 

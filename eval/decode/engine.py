@@ -1,67 +1,54 @@
-"""The built-in decoder: draft, verify, commit, until the end token or the budget.
+"""The built-in decoder: draft, verify, commit, for a batch of prompts that come and go.
 
-It knows four nouns: Target, Drafter, Policy, verify. One prompt at a time. The invariant between
-rounds: the target's cache holds every committed token but the newest, the root. A round feeds the
-root and the drafted tree in one forward, keeps the rows of the accepted path and emits one token
-more than was accepted. Without a drafter the tree is the root alone: that is the baseline, the
-same engine and the same cache.
+It knows four nouns: Target, Drafter, Policy, verify. The invariant between rounds: a prompt's slot
+of the target's cache holds every committed token but the newest, the root. A round feeds the root
+and the drafted tree of every prompt in one forward, keeps the rows of the accepted paths and emits
+one token more than was accepted, each prompt as many as it got. A prompt that is over makes room
+for the next at once. Without a drafter the trees are roots alone: that is the baseline, the same
+engine and the same cache.
+
+What a prompt is told does not depend on the batch it is in: it has its own slot, random numbers
+and drafter state, and what fills up the batch is masked.
+
+Shape letters: B prompts, N nodes, P nodes of a path, V tokens, K taps, H hidden size.
 """
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.eval.decode import verify as rules
-from outrider.eval.decode.policy import Draft, Policy, Sampling
-from outrider.eval.decode.sampling import Coins, GeneratorCoins, first_argmax
+from outrider.eval.decode.answer import Live, Memory, News, Output, Request, Stops, check
+from outrider.eval.decode.ask import Ask
+from outrider.eval.decode.clock import Clock, Stopwatch
+from outrider.eval.decode.policy import Draft, Policy
+from outrider.eval.decode.processors import History, Sampling
+from outrider.eval.decode.rules import BEST, Judge, default_rule, judge
+from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.tree import Tree
-from outrider.models.base import Drafter, State, Trace
-from outrider.models.cache import RowCache
+from outrider.eval.decode.verify import Accepted
+from outrider.models.base import Drafter, Trace
 from outrider.models.target import Seen, Target
+from outrider.train.errors import RunError
+
+HINT = "Is the model right, its precision wide enough, its cache what it believes?"
 
 
-@dataclass
-class Clock:
-    """Seconds spent in the parts of the rounds; the whole is measured on its own."""
+class Event(NamedTuple):
+    """News of one request: the tokens that have just come, and all so far."""
 
-    prefill: float = 0.0
-    draft: float = 0.0  # the drafter: its steps, and taking in verified rows
-    target: float = 0.0  # the target's forward and its head
-    verify: float = 0.0
-    commit: float = 0.0  # thinning the cache, bookkeeping
-    rounds: float = 0.0  # all rounds, first to last; what no part claims is overhead too
+    number: int
+    tokens: list[int]
+    out: Output
 
 
-@dataclass
-class Output:
-    """One answer.
-
-    Attributes:
-        ids: new tokens, the end token included if it came.
-        accepted: per round, how many drafted tokens were accepted and emitted.
-        drafted: per round, how deep the draft went.
-        gaps: per new token, the target's lead of the first over the second choice (logits);
-            empty unless asked for.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    clock: Clock = field(default_factory=Clock)
-
-    @property
-    def rounds(self) -> int:
-        """Target forwards behind the prefill."""
-        return len(self.accepted)
-
-
-class Decoder:
-    """Decodes prompts one at a time, with a drafter or, as the baseline, without one."""
+class Engine:
+    """Decodes prompts, with a drafter or, as the baseline, without one."""
 
     def __init__(
         self,
@@ -70,173 +57,310 @@ class Decoder:
         policy: Policy | None,
         *,
         sampling: Sampling = Sampling(),  # noqa: B008 - an immutable value
-        stop_ids: Sequence[int] = (),
+        stops: Stops | None = None,
+        rule: Judge | None = None,
         seed: int = 0,
         keep_gaps: bool = False,
     ) -> None:
         """
         Args:
             drafter: None decodes plainly, one token per forward; policy is None with it.
-            stop_ids: tokens that end an answer.
+            rule: how guesses are verified at temperatures above 0; None takes the best lossless
+                one for the policy's guesses (rules.py). Greedy decoding has one rule.
+            seed: of `generate`, whose answers draw from one stream of numbers.
             keep_gaps: measure the lead of the target's favourite at every token.
+
+        Raises:
+            ValueError: the sampling makes no sense for this target.
         """
         self.target, self.drafter, self.policy = target, drafter, policy
-        self.sampling, self.stop_ids, self.keep_gaps = sampling, set(stop_ids), keep_gaps
-        target.set_taps(drafter.taps if drafter is not None else ())
+        self.sampling = sampling.check(target.vocab)
+        self.stops, self.keep_gaps = stops or Stops(), keep_gaps
+        self.rule = rule or _usual(policy)
         self.generator = torch.Generator().manual_seed(seed)
-        self.coins: Coins = GeneratorCoins(self.generator)
+
+    # ---- from outside ----
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Output:
+        """One answer; its random numbers go on where those of the answer before ended."""
+        events = self.run([Request(prompt, max_new_tokens)], 1, [self.generator])
+        return [event.out for event in events][-1]
+
+    def generate_all(self, requests: Sequence[Request], batch: int) -> list[Output]:
+        """All answers, `batch` prompts at a time, in the order of the requests."""
+        done = {event.number: event.out for event in self.run(requests, batch)}
+        return [done[number] for number in range(len(requests))]
 
     @torch.no_grad()
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Output:
-        """Decode one answer.
+    def run(
+        self,
+        requests: Sequence[Request],
+        batch: int,
+        generators: Sequence[torch.Generator] | None = None,
+        memory: Memory | None = None,
+    ) -> Iterator[Event]:
+        """Decode; say what has come of whom after every round.
 
         Args:
-            prompt: at least one token.
-            max_new_tokens: exact budget; the answer is shorter only if an end token comes.
+            batch: prompts decoded together at most.
+            generators: of each request; None makes them of the requests' seeds.
+            memory: of a dialogue: what it holds of the prompt is not read again. For one request.
+
+        Raises:
+            RunError: a prompt is empty, or too long for the target; the target's logits are NaN.
         """
-        self.target.set_taps(self.drafter.taps if self.drafter is not None else ())
-        out = Output()
-        watch = self.watch = Stopwatch(self.target.device)
-        if max_new_tokens < 1:
-            return out
-        self.cache, state, root = self._prefill(list(prompt), max_new_tokens, out)
-        out.ids.append(root)
-        watch.lap()
-        out.clock = Clock(prefill=watch.then - watch.start)  # its parts are not a round's
-        start = watch.then
-        while len(out.ids) < max_new_tokens and out.ids[-1] not in self.stop_ids:
-            state = self._round(out, state, max_new_tokens - len(out.ids))
-        watch.lap()
-        out.clock.rounds = watch.then - start  # the same stamps as the parts: they never exceed it
-        return out
+        self._start(requests, batch, memory)
+        waiting, live = deque(enumerate(requests)), list[Live]()
+        while waiting or live:
+            while waiting and len(live) < batch:
+                number, request = waiting.popleft()
+                generator = generators[number] if generators else _seeded(request.seed)
+                one = Live(number, request, generator)
+                if request.budget > 0:
+                    live.append(one)
+                    self._prefill(one, len(live) - 1, memory)
+                yield Event(number, list(one.out.ids), one.out)
+                self._release(live)
+            if live:
+                counts = self._round(live)
+                if memory is not None:
+                    memory.go_on([*live[0].request.prompt, *live[0].out.ids], live[0].state)
+                for one, count in zip(live, counts, strict=True):
+                    yield Event(one.number, one.out.ids[-count:], one.out)
+                self._release(live)
 
-    def _prefill(
-        self, prompt: list[int], budget: int, out: Output
-    ) -> tuple[RowCache, State | None, int]:
+    # ---- prompts come and go ----
+
+    def _start(self, requests: Sequence[Request], batch: int, memory: Memory | None) -> None:
+        if batch < 1:
+            raise ValueError(f"batch={batch}: at least one prompt at a time")
+        positions = self.target.shape().max_positions
+        for request in requests:
+            check(request, positions)
         nodes = self.policy.nodes if self.policy is not None else 0
-        length = len(prompt)
-        cache = self.target.new_cache(length + budget + nodes + 1)
-        ids = torch.tensor([prompt], device=self.target.device)
-        positions = torch.arange(length, device=ids.device)[None]
-        causal = torch.ones(1, length, length, dtype=torch.bool, device=ids.device).tril()
-        seen = self.target.forward(ids, positions, causal, cache)
-        logits = self.target.logits(seen.last[0, -1:])
-        self._measure(out, logits, [0])
-        root = self._accept(Draft(Tree.chain(ids[0, -1:]), None), logits).next_id
-        state = self._absorb(None, ids[0], [*prompt[1:], root], positions[0], seen, out.clock)
-        return cache, state, root
+        slots = min(batch, max(1, len(requests)))
+        rows = nodes + 1 + max((len(r.prompt) + max(0, r.budget) for r in requests), default=1)
+        if memory is None or memory.cache is None:
+            self.cache = self.target.new_slots(slots, rows)
+        else:
+            self.cache = memory.cache
+            self.cache.ensure(rows)
+        self.target.set_taps(self.drafter.taps if self.drafter is not None else ())
+        self.watch = Stopwatch(self.target.device)
+        plain, vocab = self.sampling.plain, self.target.vocab
+        self.history = None if plain else History(slots, vocab, self.target.device)
 
-    def _round(self, out: Output, state: State | None, room: int) -> State | None:
-        cache, watch, prefix = self.cache, self.watch, self.cache.length
-        draft = self._draft(state, out.ids[-1], room, out.clock)
-        tree = draft.tree
-        positions = (tree.depths + prefix)[None]
-        visible = _visible(tree, prefix)
+    def _prefill(self, one: Live, slot: int, memory: Memory | None) -> None:
+        """Read the prompt into a slot, and say the first token."""
+        prompt, watch, device = list(one.request.prompt), self.watch, self.target.device
+        known, one.state = memory.known(prompt) if memory is not None else (0, None)
+        watch.lap()
+        began, clock = watch.then, Clock()
+        self.cache.crop(slot, known)
+        self.cache.focus(slot, 1)
+        ids = torch.tensor([prompt[known:]], device=device)
+        positions = torch.arange(known, len(prompt), device=device)[None]
+        visible = torch.arange(len(prompt), device=device) <= positions[..., None]
+        seen = self.target.forward(ids, positions, visible, self.cache)
+        logits = self.target.logits(seen.last[:, -1:])
+        if self.history is not None:
+            self.history.start(slot, prompt)
+        tree = Tree.chain(ids[:, -1:])
+        said = self._judge([one], Draft(tree, None), self._adjusted(logits, tree, slot))
+        root = self._read(tree, said, logits)[0].following
+        one.begin(root, self.stops)
+        self._measure(one, logits[0], [0])
+        self._absorb([one], ids, None, [[*prompt[known + 1 :], root]], positions, seen, clock)
+        if self.history is not None:
+            self.history.add(slot, [root])
+        if memory is not None:
+            memory.begin(self.cache, [*prompt, root], one.state)
+        watch.lap()
+        one.out.clock.prefill += watch.then - began
+
+    def _release(self, live: list[Live]) -> None:
+        """Slots of answers that are over go to the prompts behind them."""
+        for slot in reversed(range(len(live))):
+            one = live[slot]
+            if not one.out.ended:
+                continue
+            last = len(live) - 1
+            if slot != last:
+                self.cache.move(last, slot)
+                if self.history is not None:
+                    self.history.move(last, slot)
+                live[slot] = live[last]
+            live.pop()
+
+    # ---- a round ----
+
+    def _round(self, live: list[Live]) -> list[int]:
+        """One tree per prompt; returns how many tokens each was given."""
+        watch, clock, cache = self.watch, Clock(), self.cache
+        watch.lap()
+        began = watch.then
+        cache.focus(0, len(live))
+        draft = self._draft(live, clock)
+        tree, prefix = draft.tree, cache.active
+        at = torch.tensor(prefix, device=tree.ids.device)[:, None]
+        positions, visible = tree.depths + at, _visible(tree, prefix, at)
         watch.lap()  # choosing the tree and laying it out: nobody's, so it counts as overhead
-        seen = self.target.forward(tree.ids[None], positions, visible, cache)
-        logits = self.target.logits(seen.last[0])
-        out.clock.target += watch.lap()
-        accepted = self._accept(draft, logits)
-        path = accepted.path.tolist()
-        emitted = [tree.tokens[node] for node in path[1:]] + [accepted.next_id]
-        emitted = self._cut(emitted, room)
-        path = path[: len(emitted)]
-        self._measure(out, logits, path)
-        out.clock.verify += watch.lap()
-        rows = torch.tensor(path, device=tree.ids.device)
-        cache.keep(prefix, rows + prefix)
-        kept = Seen(seen.taps[:, rows], seen.last[:, rows])
-        out.ids.extend(emitted)
-        # of a round that was cut, all that was emitted had been drafted or was the next token
-        out.accepted.append(min(len(emitted), len(accepted.path) - 1))
-        out.drafted.append(int(tree.depths[-1]) if len(tree) else 0)
-        out.clock.commit += watch.lap()
-        return self._absorb(state, tree.ids[rows], emitted, positions[0, rows], kept, out.clock)
+        seen = self.target.forward(tree.ids, positions, visible, cache)
+        logits = self.target.logits(seen.last)
+        clock.target += watch.lap()
+        said = self._judge(live, draft, self._adjusted(logits, tree))
+        news = self._read(tree, said, logits)
+        counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
+        for slot, (one, new, count) in enumerate(zip(live, news, counts, strict=True)):
+            self._measure(one, logits[slot], new.path[:count])
+            if self.history is not None:
+                self.history.add(slot, new.tokens[:count])
+        clock.verify += watch.lap()
+        cache.keep([new.path[:count] for new, count in zip(news, counts, strict=True)])
+        clock.commit += watch.lap()
+        following = [new.tokens[:count] for new, count in zip(news, counts, strict=True)]
+        paths = None if tree.straight else said.path  # a chain's rows lie where they belong
+        self._absorb(live, tree.ids, paths, following, positions, seen, clock)
+        clock.rounds = watch.then - began  # the same stamps as the parts: they never exceed it
+        for one in live:
+            one.out.clock.add(clock, 1 / len(live))
+        return counts
 
-    def _draft(self, state: State | None, root: int, room: int, clock: Clock) -> Draft:
-        if self.drafter is None or self.policy is None or room < 2:
-            return Draft(Tree.chain(torch.tensor([root], device=self.target.device)), None)
-        drafter = Clocked(self.drafter, self.watch, clock)
-        return self.policy.propose(drafter, state, root, room - 1, self.sampling, self.generator)
+    def _draft(self, live: list[Live], clock: Clock) -> Draft:
+        roots = torch.tensor([one.out.ids[-1] for one in live], device=self.target.device)
+        rooms = [one.room - 1 for one in live]
+        if self.drafter is None or self.policy is None:
+            return Draft(Tree.chain(roots[:, None]), None)
+        coins = self._coins(live)
+        if max(rooms) < 1:
+            return Draft(Tree.chain(roots[:, None]), None)
+        states = [one.state for one in live]
+        ask = Ask(self.drafter, states, self.sampling, self.history, self.watch, clock)
+        return self.policy.propose(ask, roots, rooms, self.sampling, coins)
 
-    def _accept(self, draft: Draft, logits: Float[Tensor, "N V"]) -> rules.Accepted:
-        if self.sampling.temperature == 0:
-            return rules.greedy(draft.tree, first_argmax(logits))
-        return rules.verify(draft.tree, self.sampling.rows(logits), draft.q_rows, self.coins)
+    def _coins(self, live: list[Live]) -> GeneratorCoins:
+        """Random numbers for drafting, or for verifying: a stream of its own for every prompt.
+
+        However many are used of it, the next stream is the same: what a prompt is told must not
+        depend on how deep the batch around it drafts.
+        """
+        if self.sampling.greedy:
+            return GeneratorCoins([], 0)
+        most = 1 if self.policy is None else self.policy.nodes + 1
+        seeds = [int(torch.randint(2**62, (), generator=one.generator)) for one in live]
+        return GeneratorCoins([_seeded(seed) for seed in seeds], most)
+
+    def _adjusted(self, logits: Float[Tensor, "B N V"], tree: Tree, slot: int = 0) -> Tensor:
+        """Penalties and bans, each node under its own text."""
+        if self.history is None:
+            return logits
+        return self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
+
+    def _judge(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> Accepted:
+        if self.sampling.greedy:
+            return rules.greedy(draft.tree, self.sampling.choice(logits))
+        try:
+            p_rows, coins = self.sampling.rows(logits), self._coins(live)
+            q_rows = draft.q_rows
+            if q_rows is None and draft.tree.size == 1:  # nothing was drafted, from no row
+                q_rows = torch.zeros_like(p_rows)
+            return self.rule(draft.tree, p_rows, q_rows, coins)
+        except ValueError as error:
+            raise RunError(f"A round could not be verified: {error}", HINT) from error
+
+    def _read(self, tree: Tree, said: Accepted, logits: Float[Tensor, "B N V"]) -> list[News]:
+        """What was decided, on the host: the only wait for the device in a round."""
+        sound = logits.amax((1, 2)).isfinite()
+        deep = tree.deepest()
+        leaf = said.length == deep if tree.straight else tree.leaf(said.path)
+        told = torch.stack([said.length, said.next_ids, deep, leaf, sound], dim=1)
+        words = tree.ids if tree.straight else tree.ids.gather(1, said.path)
+        table = torch.cat([told, said.path, words], dim=1).tolist()
+        if not all(row[4] for row in table):
+            raise RunError("The target's logits are not finite (NaN or infinite).", HINT)
+        return [News.of(row, said.path.shape[1]) for row in table]
 
     def _absorb(
         self,
-        state: State | None,
-        ids: Int[Tensor, " T"],
-        following: list[int],
-        positions: Int[Tensor, " T"],
+        live: list[Live],
+        ids: Int[Tensor, "B N"],
+        paths: Int[Tensor, "B P"] | None,
+        following: list[list[int]],
+        positions: Int[Tensor, "B N"],
         seen: Seen,
         clock: Clock,
-    ) -> State | None:
+    ) -> None:
+        """Hand the drafter the rows that were kept, each with the token behind it.
+
+        Args:
+            paths: None where they are the first ones.
+        """
         if self.drafter is None:
-            return None
-        nothing = torch.zeros_like(ids)[None]
-        trace = Trace(
-            ids=ids[None],
-            next_ids=torch.tensor([following], device=ids.device),
-            answer=nothing.bool(),
-            document=nothing,
-            positions=positions[None],
-            taps=seen.taps,
-            last=seen.last,
-        )
-        self.watch.lap()
-        state = self.drafter.absorb(state, trace)
+            self.watch.lap()
+            return
+        last = [len(after) for after in following]
+        kept = [ids, positions, seen.taps, seen.last]
+        if paths is not None:
+            kept = [_row(part, paths) for part in kept]
+        traces = [
+            _trace([part[i : i + 1, :count] for part in kept], following[i])
+            for i, count in enumerate(last)
+        ]
+        self.watch.lap()  # handing over is nobody's work
+        states = self.drafter.absorb_all([one.state for one in live], traces)
+        for one, state in zip(live, states, strict=True):
+            one.state = state
         clock.draft += self.watch.lap()
-        return state
 
-    def _cut(self, emitted: list[int], room: int) -> list[int]:
-        """Up to the first end token and the budget (rule R8: cut before the caches are)."""
-        for i, token in enumerate(emitted[:room]):
-            if token in self.stop_ids:
-                return emitted[: i + 1]
-        return emitted[:room]
-
-    def _measure(self, out: Output, logits: Float[Tensor, "N V"], rows: list[int]) -> None:
+    def _measure(self, one: Live, logits: Float[Tensor, "N V"], rows: list[int]) -> None:
         if self.keep_gaps:
             top = logits[rows].float().topk(2, dim=-1).values
-            out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
+            one.out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
 
 
-class Stopwatch:
-    """Lap times; waits for the device, so that work is booked where it was ordered."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.start = self.then = self._now()
-
-    def lap(self) -> float:
-        now = self._now()
-        seconds, self.then = now - self.then, now
-        return seconds
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+def _usual(policy: Policy | None) -> Judge:
+    """The best lossless rule for a policy's guesses."""
+    draft, chain = (BEST, True) if policy is None else (policy.draft, not policy.branches)
+    return judge(default_rule(draft, chain), draft)
 
 
-class Clocked:
-    """A drafter whose steps are booked as drafting; what the policy does between them is not."""
-
-    def __init__(self, drafter: Drafter, watch: Stopwatch, clock: Clock) -> None:
-        self.drafter, self.watch, self.clock = drafter, watch, clock
-        self.vocab, self.reach = drafter.vocab, drafter.reach
-
-    def step(
-        self, state: State, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
-    ) -> tuple[Float[Tensor, "N Vd"], State]:
-        self.watch.lap()
-        out = self.drafter.step(state, depth, ids, parents)
-        self.clock.draft += self.watch.lap()
-        return out
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
-def _visible(tree: Tree, prefix: int) -> Tensor:
-    """[1, N, prefix + N]: the whole prefix, and of the tree each node's ancestors and itself."""
-    return torch.nn.functional.pad(tree.mask(), (prefix, 0), value=True)[None]
+def _row(part: Tensor, paths: Int[Tensor, "B P"]) -> Tensor:
+    """The rows of the paths: [B, N, ...] -> [B, P, ...]."""
+    return part[torch.arange(len(paths), device=paths.device)[:, None], paths]
+
+
+def _trace(kept: list[Tensor], following: list[int]) -> Trace:
+    """The kept rows of one prompt, as the drafter reads them: ids, positions, taps, last states."""
+    ids, positions, taps, last = kept
+    document, answer = _one_document(len(following), ids.device)
+    return Trace(
+        ids=ids,
+        next_ids=torch.tensor([following], device=ids.device),
+        answer=answer,
+        document=document,
+        positions=positions,
+        taps=taps,
+        last=last,
+    )
+
+
+@lru_cache(maxsize=64)
+def _one_document(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a decoded row belongs to, and that nothing is said of answers."""
+    document = torch.zeros(1, count, dtype=torch.long, device=device)
+    return document, document.bool()
+
+
+def _visible(tree: Tree, prefix: list[int], at: Int[Tensor, "B 1"]) -> Bool[Tensor, "B N S"]:
+    """The whole prefix of the own slot, and of the tree each node's ancestors and itself."""
+    start, size = prefix[0], tree.size
+    if all(length == start for length in prefix):
+        return torch.nn.functional.pad(tree.seen, (start, 0), value=True)
+    columns = torch.arange(max(prefix) + size, device=at.device)
+    visible = (columns < at)[:, None].repeat(1, size, 1)
+    own = (at + columns[:size])[:, None].expand(-1, size, -1)
+    return visible.scatter_(2, own, tree.seen)

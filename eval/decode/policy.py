@@ -1,10 +1,19 @@
-"""Which guesses to ask the target about: a chain, or EAGLE-2's dynamic tree.
+"""Which guesses to ask the target about: what a policy is, and the simplest one, the chain.
 
-A policy asks the drafter level by level and returns a tree. Chains may be sampled, and then carry
-the rows they were drawn from; the children of a dynamic tree are the drafter's favourites, chosen
-without chance, and are verified by `match` (rules R1 and R3 of speculative decoding).
+A policy asks the drafter level by level and returns a tree per prompt. Its guesses are `best`, the
+drafter's favourites, chosen without chance; or they are tossed from its warped rows: `drawn`,
+siblings without replacement, or `independent` ones. The rows go with the tree, because only they
+tell the verifier what a tossed guess is worth (rule R1); favourites need none.
+
+Trees are in `static.py` and `dynamic.py`.
+
+Shape letters: B prompts, N nodes of the tree, V the target's tokens.
+
+Source: chains, Leviathan et al. 2023, arXiv:2211.17192; when to stop a chain early is R2 of the
+rules in `verify.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -12,40 +21,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.eval.decode.sampling import draw, first_argmax, warp
-from outrider.eval.decode.tree import Tree, rerank
-from outrider.models.base import State
-from outrider.models.vocab import DraftVocab
-
-
-class Sampling(NamedTuple):
-    """How tokens are drawn; temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def rows(self, logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-        return warp(logits, self.temperature, self.top_k, self.top_p)
+from outrider.eval.decode.ask import Ask
+from outrider.eval.decode.processors import Sampling
+from outrider.eval.decode.rules import BEST, DRAWN
+from outrider.eval.decode.sampling import Coins
+from outrider.eval.decode.tree import Tree
 
 
 class Draft(NamedTuple):
-    """A tree, and the rows it was sampled from (None: chosen deterministically)."""
+    """A tree per prompt, and the rows its guesses were tossed from (None: none was).
+
+    Row i of q_rows is what the children of node i were drawn from; rows of leaves are not read.
+    """
 
     tree: Tree
-    q_rows: Float[Tensor, "N-1 V"] | None
-
-
-@runtime_checkable
-class Guesser(Protocol):
-    """The part of a drafter that a policy asks (`models.base.Drafter` has it)."""
-
-    vocab: DraftVocab
-    reach: int
-
-    def step(
-        self, state: State, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
-    ) -> tuple[Float[Tensor, "N Vd"], State]: ...
+    q_rows: Float[Tensor, "B N V"] | None
 
 
 @runtime_checkable
@@ -53,129 +43,91 @@ class Policy(Protocol):
     """How a drafter is asked for guesses."""
 
     @property
+    def draft(self) -> str:
+        """How guesses come about at temperatures above 0: best, drawn or independent."""
+        ...
+
+    @property
     def nodes(self) -> int:
-        """Most drafted nodes in one round (the root is not counted)."""
+        """Most drafted nodes per prompt in one round (the root is not counted)."""
+        ...
+
+    @property
+    def levels(self) -> int:
+        """Deepest guess."""
+        ...
+
+    @property
+    def branches(self) -> bool:
+        """Whether a node may have several children."""
         ...
 
     def propose(
         self,
-        drafter: Guesser,
-        state: State,
-        root: int,
-        room: int,
+        ask: Ask,
+        roots: Int[Tensor, " B"],
+        rooms: Sequence[int],
         sampling: Sampling,
-        generator: torch.Generator,
+        coins: Coins,
     ) -> Draft:
         """
         Args:
-            state: what the drafter absorbed; it stays as it is.
-            root: the newest token.
-            room: no guess deeper than this is of use (the token budget ends there).
+            roots: the newest tokens.
+            rooms: no guess of a prompt deeper than this is of use (its budget ends there).
         """
         ...
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One guess per depth: the favourite when greedy, else drawn from the warped draft row."""
+    """One guess per depth: the favourite, or drawn from the warped draft row.
+
+    Attributes:
+        confidence: drafting stops behind a guess that the drafter gives less chance than this. The
+            guess itself is still verified, or the answer's law would change (rule R2).
+    """
 
     depth: int
+    draft: str = DRAWN
+    confidence: float = 0.0
+    branches = False
 
     @property
     def nodes(self) -> int:
         return self.depth
 
-    def propose(
-        self,
-        drafter: Guesser,
-        state: State,
-        root: int,
-        room: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-    ) -> Draft:
-        device = drafter.vocab.d2t.device
-        ids = [torch.tensor([root], device=device)]
-        only = torch.zeros(1, dtype=torch.long, device=device)
-        rows: list[Tensor] = []
-        for depth in range(1, min(self.depth, room, drafter.reach) + 1):
-            logits, state = drafter.step(state, depth, ids[-1], only)
-            if sampling.temperature == 0:
-                guess = first_argmax(logits)
-            else:
-                q = sampling.rows(logits)
-                guess = draw(q, generator).to(device)
-                rows.append(drafter.vocab.expand(q))
-            ids.append(drafter.vocab.to_target(guess))
-        return Draft(Tree.chain(torch.cat(ids)), torch.cat(rows) if rows else None)
-
-
-@dataclass(frozen=True)
-class DynamicTree:
-    """Expand the most probable frontier, then keep the most probable nodes.
-
-    Source: EAGLE-2, arXiv:2406.16858, section 4. Scores are sums of log-probabilities of the
-    drafter's raw softmax, in float32.
-
-    Attributes:
-        depth: levels drafted.
-        width: children per node, and nodes expanded per level.
-        budget: drafted nodes the target verifies.
-    """
-
-    depth: int
-    width: int
-    budget: int
-
     @property
-    def nodes(self) -> int:
-        return self.budget
+    def levels(self) -> int:
+        return self.depth
 
     def propose(
         self,
-        drafter: Guesser,
-        state: State,
-        root: int,
-        room: int,
+        ask: Ask,
+        roots: Int[Tensor, " B"],
+        rooms: Sequence[int],
         sampling: Sampling,
-        generator: torch.Generator,
+        coins: Coins,
     ) -> Draft:
-        device = drafter.vocab.d2t.device
-        frontier = torch.tensor([root], device=device)  # tokens of the level to expand
-        parents = torch.zeros(1, dtype=torch.long, device=device)  # their rows one step before
-        index = torch.full((1,), -1, device=device)  # their numbers among all candidates
-        above = torch.zeros(1, device=device)
-        levels: list[tuple[Tensor, Tensor, Tensor]] = []
-        count = 0
-        for depth in range(1, min(self.depth, room, drafter.reach) + 1):
-            logits, state = drafter.step(state, depth, frontier, parents)
-            width = min(self.width, logits.shape[-1])
-            found = logits.float().log_softmax(-1).topk(width)
-            scores = (above[:, None] + found.values).flatten()
-            ids = drafter.vocab.to_target(found.indices).flatten()
-            levels.append((ids, index.repeat_interleave(width), scores))
-            best = _best(scores, self.width)
-            frontier, parents, above = ids[best], best // width, scores[best]
-            index, count = best + count, count + len(ids)
-        ids, above_of, scores = (torch.cat(part) for part in zip(*levels, strict=True))
-        sizes = torch.tensor([len(level[0]) for level in levels], device=device)
-        depths = torch.repeat_interleave(torch.arange(1, len(levels) + 1, device=device), sizes)
-        return Draft(_tree(root, ids, above_of, depths, scores, self.budget), None)
-
-
-def _best(scores: Float[Tensor, " M"], count: int) -> Tensor:
-    """The `count` best, ties to the lower index, in index order."""
-    return scores.sort(descending=True, stable=True).indices[:count].sort().values
-
-
-def _tree(
-    root: int, ids: Tensor, parents: Tensor, depths: Tensor, scores: Tensor, budget: int
-) -> Tree:
-    kept = rerank(scores, parents, depths, budget)
-    above = torch.searchsorted(kept, parents[kept]) + 1
-    top = ids.new_tensor([root])
-    return Tree(
-        torch.cat([top, ids[kept]]),
-        torch.cat([top.new_tensor([-1]), torch.where(parents[kept] < 0, 0, above)]),
-        torch.cat([top.new_zeros(1), depths[kept]]),
-    )
+        ids, rows = [roots[:, None]], list[Tensor]()
+        only = torch.zeros_like(ids[0])
+        drafted = torch.tensor(rooms, device=roots.device).clamp(max=self.depth)
+        tossed = not sampling.greedy and self.draft != BEST
+        for depth in range(1, min(self.depth, max(rooms), ask.reach) + 1):
+            logits = ask.step(depth, ids[-1], only)
+            if tossed:
+                rows.append(sampling.rows(logits))
+                guess = coins.draw(rows[-1])
+            else:
+                guess = sampling.choice(logits)
+            ids.append(ask.vocab.to_target(guess))
+            if self.confidence > 0:
+                chance = logits.float().softmax(-1).gather(-1, guess[..., None]).flatten()
+                drafted = torch.where(chance < self.confidence, drafted.clamp(max=depth), drafted)
+                if bool((drafted <= depth).all()):
+                    break
+        even = self.confidence == 0 and min(rooms) >= len(ids) - 1
+        tree = Tree.chain(torch.cat(ids, dim=1), None if even else drafted)
+        if not tossed:
+            return Draft(tree, None)
+        known = [ask.vocab.expand(row) for row in rows]
+        return Draft(tree, torch.cat([*known, torch.zeros_like(known[0])], dim=1))

@@ -6,28 +6,34 @@ float32 or wider; the cumulative sums are in float64.
 
 Shape letters: N rows, V vocabulary, K ranked tokens, or weights to choose from.
 
-Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; the order temperature, top-k,
-top-p is that of transformers.
+Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; min-p, Nguyen et al. 2024,
+arXiv:2407.01082; the order temperature, top-k, top-p, min-p is that of transformers.
 Differs from transformers: top-k keeps exactly k tokens, and every tie goes to the lower id, so
 top_k=1, a vanishing top_p and temperature 0 are one and the same distribution.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 BLOCK = 128  # tokens per block of the two-level search in `invert`; divides most vocabularies
 SPAN = 256  # tokens per block of `first_argmax`
+FEW = 2**14  # numbers that are searched faster than they are cut into blocks
 CANDIDATES = 128  # tokens ranked in the first attempt to cover top_p
 
 
 def warp(
-    logits: Float[Tensor, "N V"], temperature: float, top_k: int = 0, top_p: float = 1.0
+    logits: Float[Tensor, "N V"],
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> Float[Tensor, "N V"]:
-    """Probabilities after temperature, then top-k, then top-p.
+    """Probabilities after temperature, then top-k, then top-p, then min-p.
 
     Args:
         logits: any float dtype; computed in float32 (float64 stays float64).
@@ -35,17 +41,18 @@ def warp(
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose mass reaches top_p, the
             token that crosses the threshold included, so never none; 1 keeps all.
+        min_p: keep tokens at least this probable, in shares of the most probable one; 0 keeps all.
 
     Returns:
         Rows that sum to 1; dropped tokens are exactly 0.
 
     Raises:
-        ValueError: temperature < 0, top_k < 0, or top_p outside (0, 1].
+        ValueError: temperature < 0, top_k < 0, top_p outside (0, 1], or min_p outside [0, 1].
     """
-    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
+    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
         raise ValueError(
-            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: "
-            "needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
+            f"temperature={temperature}, top_k={top_k}, top_p={top_p}, min_p={min_p}: "
+            "needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1"
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
@@ -56,8 +63,17 @@ def warp(
     elif top_p < 1:
         leaders, ids = _cover(_soften(logits, temperature), top_p)
     else:
-        return _soften(logits, temperature)
-    return torch.zeros_like(logits).scatter_(-1, ids, _nucleus(leaders, top_p))
+        return _likely(_soften(logits, temperature), min_p)
+    kept = _likely(_nucleus(leaders, top_p), min_p)
+    return torch.zeros_like(logits).scatter_(-1, ids, kept)
+
+
+def _likely(probs: Float[Tensor, "N K"], min_p: float) -> Float[Tensor, "N K"]:
+    """Drop what is less probable than `min_p` times the most probable; renormalise."""
+    if min_p == 0:
+        return probs
+    kept = probs * (probs >= min_p * probs.amax(-1, keepdim=True))
+    return kept / kept.sum(-1, keepdim=True)
 
 
 def _soften(logits: Float[Tensor, "N K"], temperature: float) -> Float[Tensor, "N K"]:
@@ -145,15 +161,27 @@ def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Te
         ValueError: a row holds a NaN, an infinity, or no mass at all.
     """
     probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
+    if probs.numel() < FEW:
+        return _in_one(probs, uniforms)
     blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).reshape(len(probs), -1, BLOCK)
     weights = blocks.sum(-1)
     total = weights.sum(-1)
-    if not bool((total.isfinite() & (total > 0)).all()):
-        raise ValueError("cannot draw from a row without finite, positive mass (NaN logits?)")
+    _check_mass(total)
     block, rest = _slice_holding(weights, uniforms)
     rows = torch.arange(len(probs), device=probs.device)
     token, _ = _slice_holding(blocks[rows, block], rest)
     return block * BLOCK + token
+
+
+def _in_one(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """`invert` in one level, for few numbers."""
+    _check_mass(probs.sum(-1))
+    return _slice_holding(probs, uniforms)[0]
+
+
+def _check_mass(total: Float[Tensor, " N"]) -> None:
+    if not bool((total.isfinite() & (total > 0)).all()):
+        raise ValueError("cannot draw from a row without finite, positive mass (NaN logits?)")
 
 
 def _slice_holding(
@@ -173,7 +201,7 @@ def _slice_holding(
 
 def first_argmax(x: Float[Tensor, "N V"]) -> Int[Tensor, " N"]:
     """`x.argmax(-1)`, ties to the lowest index; block maxima first, many times faster on a CPU."""
-    if x.is_cuda or x.shape[-1] % SPAN:
+    if x.is_cuda or x.shape[-1] % SPAN or x.numel() < FEW:
         return x.argmax(-1)
     blocks = x.view(len(x), x.shape[-1] // SPAN, SPAN)
     best = blocks.amax(-1).float().argmax(-1)
@@ -183,33 +211,47 @@ def first_argmax(x: Float[Tensor, "N V"]) -> Int[Tensor, " N"]:
 
 @runtime_checkable
 class Coins(Protocol):
-    """All the randomness of verification, in one place where a test can enumerate it."""
+    """All the randomness of a round, in one place where a test can enumerate it (B prompts)."""
 
-    def flip(self, chance: float) -> bool:
-        """True with the given chance."""
+    def flip(self, chances: Float[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
+        """True with the given chances, all independent; 0 never, 1 always."""
         ...
 
-    def draw(self, probs: Float[Tensor, " V"]) -> int:
-        """A token with the given probabilities."""
+    def draw(self, rows: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
+        """Tokens with the given probabilities, all independent."""
         ...
 
 
 class GeneratorCoins:
-    """The coins of a real run: every flip and draw takes fresh numbers from one generator (R6).
+    """The coins of a real run: every flip and draw takes fresh numbers (R6).
 
-    Keep one object for the whole run; the numbers come from the generator's own device.
+    Every prompt has a generator of its own and takes the same count of numbers at every call,
+    however many are asked for: what it is told depends neither on the batch it is in nor on the
+    padding there. Keep the generators for the whole answer; they live on the CPU as a rule.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
+    def __init__(self, generators: Sequence[torch.Generator], most: int) -> None:
+        """
+        Args:
+            generators: one per prompt.
+            most: the largest K that will be asked for.
+        """
+        self.generators, self.most = generators, most
 
-    def flip(self, chance: float) -> bool:
-        """True with the given chance; 0 never and 1 always, since uniforms are in [0, 1)."""
-        uniform = torch.rand(
-            (), dtype=torch.float64, generator=self.generator, device=self.generator.device
-        )
-        return uniform.item() < chance
+    def uniforms(self, count: int, device: torch.device) -> Float[Tensor, "B K"]:
+        """Numbers in [0, 1), float64."""
+        if count > self.most:
+            raise ValueError(f"{count} random numbers at once, where {self.most} were foreseen")
+        rows = [
+            torch.rand(self.most, dtype=torch.float64, generator=one, device=one.device)
+            for one in self.generators
+        ]
+        table = rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        return table[:, :count].to(device)
 
-    def draw(self, probs: Float[Tensor, " V"]) -> int:
-        """A token with the given probabilities; waits for the device once or twice."""
-        return int(draw(probs[None], self.generator))
+    def flip(self, chances: Float[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
+        return self.uniforms(chances.shape[1], chances.device) < chances
+
+    def draw(self, rows: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
+        uniforms = self.uniforms(rows.shape[1], rows.device)
+        return invert(rows.flatten(0, 1), uniforms.flatten()).view(rows.shape[:2])

@@ -6,13 +6,17 @@ x_{t+1+d}. A chain is a tree in which nobody has a sibling.
 
 Worked example, "the" with the children "cat" and "dog", and "sat" below "cat":
 
-    node     0    1    2    3             mask   0 1 2 3
+    node     0    1    2    3             seen   0 1 2 3
     token  the  cat  dog  sat                0   1 . . .
     parent  -1    0    0    1                1   1 1 . .
     depth    0    1    1    2                2   1 . 1 .
                                              3   1 1 . 1
 
-Shape letters: N nodes (root included), M candidates of which a tree is chosen, n chosen ones.
+The prompts of a batch have a tree each, filled up to one size: a node that is not `real` hangs
+below the root or below another such node, is asked of the target like any other, and is never
+accepted.
+
+Shape letters: B prompts, N nodes (root included), M candidates of which a tree is chosen, n chosen.
 
 Source: ancestor masks, Miao et al. 2023, "SpecInfer", arXiv:2305.09781; the choice of nodes, Li
 et al. 2024, "EAGLE-2", section 4.2, arXiv:2406.16858.
@@ -21,7 +25,7 @@ child without its parent; here ties go to the shallower node and such scores are
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,91 +36,104 @@ from torch import Tensor
 class Tree:
     """One round's question to the target; nodes are stored parents first.
 
-    Args:
-        ids: token of each node; ids[0] is the last committed token.
-        parents: parents[0] = -1, and parents[i] < i for every other node.
+    Attributes:
+        ids: token of each node; ids[:, 0] are the last committed tokens.
+        parents: parents[:, 0] = -1, and parents[:, i] < i for every other node.
         depths: edges between a node and the root; positions are prefix + depth.
-
-    Raises:
-        ValueError: the three disagree in length, the order is not parents first, a node is
-            not connected to the root, or a depth is not its parent's plus one.
+        seen: seen[b, i, j] iff j is i itself or an ancestor of i: what node i may attend to.
+        real: False for nodes that only fill up; a real node's ancestors are real.
+        levels: the deepest depth there can be, known without asking the device.
+        straight: every tree is a chain, and nodes are real up to some depth.
     """
 
-    ids: Int[Tensor, " N"]
-    parents: Int[Tensor, " N"]
-    depths: Int[Tensor, " N"]
-
-    def __post_init__(self) -> None:
-        if not self.ids.shape == self.parents.shape == self.depths.shape == (self.ids.numel(),):
-            raise ValueError(
-                f"ids {tuple(self.ids.shape)}, parents {tuple(self.parents.shape)} and depths "
-                f"{tuple(self.depths.shape)} must be three vectors of one length"
-            )
-        _check_connected(self._host[1], self._host[2])
+    ids: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    depths: Int[Tensor, "B N"]
+    seen: Bool[Tensor, "B N N"]
+    real: Bool[Tensor, "B N"]
+    levels: int
+    straight: bool = False
 
     @classmethod
-    def chain(cls, ids: Int[Tensor, " N"]) -> "Tree":
-        """The tree without siblings: each token is the only child of the one before."""
-        depths = torch.arange(len(ids), device=ids.device)
-        return cls(ids, depths - 1, depths)
+    def chain(cls, ids: Int[Tensor, "B N"], drafted: Int[Tensor, " B"] | None = None) -> "Tree":
+        """The tree without siblings: each token is the only child of the one before.
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @cached_property
-    def _host(self) -> tuple[list[int], list[int], list[int]]:
-        """Ids, parents and depths as lists: the only wait for the device in a tree's life."""
-        rows = torch.stack([self.ids.long(), self.parents.long(), self.depths.long()])
-        ids, parents, depths = rows.tolist()
-        return ids, parents, depths
-
-    @cached_property
-    def _children(self) -> list[list[int]]:
-        below: list[list[int]] = [[] for _ in range(len(self))]
-        for node, parent in enumerate(self._host[1][1:], start=1):
-            below[parent].append(node)
-        return below
-
-    @property
-    def tokens(self) -> list[int]:
-        """The ids on the host; reading them costs no wait."""
-        return self._host[0]
-
-    @property
-    def branches(self) -> bool:
-        """Whether some node has two children, so that the tree is not a chain."""
-        return any(len(below) > 1 for below in self._children)
-
-    def children(self, node: int) -> list[int]:
-        """Nodes right below a node, in stored order (the order in which they are verified)."""
-        return self._children[node]
-
-    def path(self, node: int) -> list[int]:
-        """Nodes from the root down to a node, both included."""
-        path = [node]
-        while path[-1] != 0:
-            path.append(self._host[1][path[-1]])
-        return path[::-1]
-
-    def paths(self) -> list[list[int]]:
-        """One root-to-leaf path for each leaf, leaves in stored order."""
-        return [self.path(node) for node, below in enumerate(self._children) if not below]
-
-    def mask(self) -> Bool[Tensor, "N N"]:
-        """mask[i, j] is True iff j is i itself or an ancestor of i: what node i may attend to.
-
-        All rows climb to their parents together, so this is O(depth) small kernels.
+        Args:
+            drafted: how many of the tokens behind the root are real; None: all.
         """
-        rows = torch.arange(len(self), device=self.ids.device)
-        mask = torch.zeros(len(self), len(self), dtype=torch.bool, device=self.ids.device)
-        seen = rows
-        for _ in range(max(self._host[2]) + 1):
-            mask[rows, seen] = True
-            seen = self.parents[seen].clamp(min=0)  # the root stays where it is
-        return mask
+        batch, count = ids.shape
+        line = (part.expand(batch, *part.shape) for part in _line(count, ids.device))
+        parents, depths, seen, real = line
+        if drafted is not None:
+            real = depths <= drafted[:, None]
+        return cls(ids, parents, depths, seen, real, count - 1, straight=True)
+
+    @classmethod
+    def grown(
+        cls,
+        ids: Int[Tensor, "B N"],
+        parents: Int[Tensor, "B N"],
+        depths: Int[Tensor, "B N"],
+        levels: int,
+        real: Bool[Tensor, "B N"] | None = None,
+    ) -> "Tree":
+        """Any tree; who sees whom is found by climbing, all nodes together."""
+        seen = torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device).repeat(len(ids), 1, 1)
+        above = parents.clamp(min=0)
+        step = above
+        for _ in range(levels):
+            seen.scatter_(2, step[..., None], True)
+            step = above.gather(1, step)
+        real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+        return cls(ids, parents, depths, seen, real, levels)
+
+    @property
+    def size(self) -> int:
+        """Nodes per prompt, the root and those that fill up included."""
+        return self.ids.shape[1]
+
+    def deepest(self) -> Int[Tensor, " B"]:
+        """Depth of the deepest real node."""
+        if self.straight:
+            return self.real.sum(1) - 1
+        return (self.depths * self.real).amax(1)
+
+    def leaf(self, path: Int[Tensor, "B P"]) -> Bool[Tensor, " B"]:
+        """Whether a path's last node has no real child."""
+        return ~((self.parents == path[:, -1:]) & self.real).any(1)
+
+    def check(self) -> "Tree":
+        """Itself, if it is a tree; waits for the device, so not for every round.
+
+        Raises:
+            ValueError: the parts disagree in shape, the order is not parents first, a node is
+                not connected to the root, or a depth is not its parent's plus one.
+        """
+        shapes = {tuple(part.shape) for part in (self.ids, self.parents, self.depths, self.real)}
+        if len(shapes) > 1 or self.seen.shape != (*self.ids.shape, self.size):
+            raise ValueError(f"ids, parents, depths and real must have one shape, not {shapes}")
+        for parents, depths in zip(self.parents.tolist(), self.depths.tolist(), strict=True):
+            check_connected(parents, depths)
+        deepest = int(self.depths.max())
+        if deepest > self.levels:
+            raise ValueError(f"a node is at depth {deepest} of a tree of {self.levels} levels")
+        return self
 
 
-def _check_connected(parents: list[int], depths: list[int]) -> None:
+@lru_cache(maxsize=64)
+def _line(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parents, depths, ancestors and reality of a chain: the same in every round."""
+    depths = torch.arange(count, device=device)
+    real = torch.ones(count, dtype=torch.bool, device=device)
+    return depths - 1, depths, depths[:, None] >= depths, real
+
+
+def check_connected(parents: list[int], depths: list[int]) -> None:
+    """One tree: parents first, every node below its parent.
+
+    Raises:
+        ValueError: which node is wrong, and how.
+    """
     if not parents or parents[0] != -1 or depths[0] != 0:
         raise ValueError("a tree starts with its root: parents[0] = -1 and depths[0] = 0")
     for node, (parent, depth) in enumerate(zip(parents[1:], depths[1:], strict=True), start=1):
@@ -132,55 +149,25 @@ def _check_connected(parents: list[int], depths: list[int]) -> None:
             )
 
 
-def rerank(
-    scores: Float[Tensor, " M"],
-    parents: Int[Tensor, " M"],
-    depths: Int[Tensor, " M"],
-    budget: int,
-) -> Int[Tensor, " n"]:
+def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
     """EAGLE-2's choice: the `budget` most probable candidates, which always form a tree.
 
-    Equal scores prefer the shallower candidate, then the lower index. A child never scores
-    above its parent and is deeper, so its parent is always chosen before it.
+    Equal scores prefer the lower index. Where candidates are stored level by level, and a child
+    never scores above its parent, its parent is therefore always chosen before it.
 
     Args:
         scores: cumulative log-probability of each candidate, float32 or wider: nats, <= 0.
-        parents: index of the parent among the candidates; -1 for a candidate right below a
-            root that is not among them (or for the root itself, if it is).
-        depths: as in Tree.
         budget: how many candidates to keep, >= 1; fewer candidates are all kept.
 
     Returns:
-        Indices of the kept candidates, ascending (so parents stay first). The parents of
-        the kept, renumbered, are `torch.searchsorted(kept, parents[kept])`.
+        Indices of the kept candidates, ascending (so parents stay first).
 
     Raises:
-        ValueError: budget < 1, half-precision scores, a NaN, or a candidate that is not below
-            its parent in order, depth and score.
+        ValueError: budget < 1, or half-precision scores.
     """
     if budget < 1:
         raise ValueError(f"budget={budget}: a tree keeps at least one candidate")
     if scores.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"scores are {scores.dtype}: sum log-probabilities in float32")
-    _check_below_parents(scores, parents, depths)
-    shallow_first = torch.sort(depths, stable=True).indices
-    best_first = torch.sort(scores[shallow_first], descending=True, stable=True).indices
-    return shallow_first[best_first[:budget]].sort().values
-
-
-def _check_below_parents(
-    scores: Float[Tensor, " M"], parents: Int[Tensor, " M"], depths: Int[Tensor, " M"]
-) -> None:
-    top = parents == -1
-    above = parents.clamp(min=0)
-    earlier = (parents >= 0) & (parents < torch.arange(len(parents), device=parents.device))
-    below = earlier & (depths == depths[above] + 1) & (scores <= scores[above])
-    wrong = scores.isnan() | ~(top | below)
-    if wrong.any():
-        node = int(wrong.nonzero()[0])
-        parent = int(parents[node])
-        raise ValueError(
-            f"candidate {node} (score {scores[node]:.6g}, depth {depths[node]}) does not hang "
-            f"below its parent {parent}: a parent comes earlier, is one level up, and never "
-            "scores lower (NaN counts as wrong)"
-        )
+    best_first = scores.sort(dim=-1, descending=True, stable=True).indices
+    return best_first[:, :budget].sort(dim=-1).values

@@ -1,9 +1,12 @@
 """Which drafted tokens the target keeps, and which token it says next.
 
-Pure functions on a tree and on rows of probabilities; no model, no cache, no state. What they
-emit has exactly the law of plain decoding. The rows come from `sampling.warp`: p row i is the
-target's warped distribution of the token after node i, bonus rows included; q row i is the
-distribution that node i + 1's token was really drawn from.
+Pure functions on a batch of trees and on rows of probabilities; no model, no cache, no state.
+What they emit has exactly the law of plain decoding. The rows come from `sampling.warp`: p row i
+is the target's warped distribution of the token after node i, leaves included; q row i is the
+distribution from which the children of node i were really drawn (rows of leaves are not read).
+The children of a node are stored in the order drawn. Here are the rules for trees chosen
+without chance and for sampled chains; `siblings` and `block` have those for sampled trees and
+whole chains, `lossy` those that change the law, `rules` says which one fits which draft.
 
 The rules that keep this lossless, each broken by some published decoder:
 
@@ -14,7 +17,7 @@ The rules that keep this lossless, each broken by some published decoder:
     R3   sampled siblings must be verified all, in the order drawn: `ratio` takes chains only.
     R4   after a rejection the token comes from the residual, or is the sample that failed to
          match; it is never drawn afresh from p.
-    R5   one coin per node, shared by all paths through it.
+    R5   one coin per context, shared by all paths through it.
     R6   fresh coins in every round.
     R9   a residual without mass falls back to p.
     R10  greedy is the limit of temperature 0.
@@ -22,156 +25,284 @@ The rules that keep this lossless, each broken by some published decoder:
 R7 (processors see each node's own history) and R8 (cut at the first end token and at the
 budget, then crop the caches) are duties of whoever builds the rows and commits the path.
 
-Shape letters: N nodes, root included, V vocabulary, A accepted drafted tokens.
+Every rule that flips asks once, for all nodes, and then draws once per prompt; what a prompt
+gets therefore does not depend on the trees beside it. Rules that read q wait for the device
+once, to refuse rows that the tokens cannot have been drawn from; `greedy` and `match` never do.
+
+Shape letters: B prompts, N nodes, root included, V vocabulary, P nodes of a longest path.
 
 Source: Leviathan et al. 2023, section 2.3, arXiv:2211.17192 (`ratio`); Miao et al. 2023,
 "SpecInfer", arXiv:2305.09781, and EAGLE-2's verification with point masses (`match`).
-Differs from EAGLE-2's code: one draw from p per level decides between all children and the
+Differs from EAGLE-2's code: one draw from p per node decides between all children and the
 emitted token at once; the law is the same as testing child after child.
 """
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree
 
+CHAINS_ONLY = "does not follow the node before it: this rule verifies chains only (R3)"
+
 
 class Accepted(NamedTuple):
-    """A round's result: the nodes to commit, root first, and the token that follows them.
+    """A round's result: the nodes to commit, and the token that follows them.
 
-    The round emits len(path) tokens: the tokens of path[1:], then next_id, which is the next
-    round's root.
+    Attributes:
+        path: accepted nodes, root first; behind the end the last one is repeated.
+        length: how many drafted nodes were accepted, 0..levels; path[:, : length + 1] counts.
+        next_ids: the token that follows: the correction, or the bonus behind a leaf.
     """
 
-    path: Int[Tensor, " A+1"]
-    next_id: int
+    path: Int[Tensor, "B P"]
+    length: Int[Tensor, " B"]
+    next_ids: Int[Tensor, " B"]
 
 
-def verify(
-    tree: Tree,
-    p_rows: Float[Tensor, "N V"],
-    q_rows: Float[Tensor, "N-1 V"] | None,
-    coins: Coins,
-) -> Accepted:
-    """`match` for children chosen deterministically (no q rows), `ratio` for a sampled chain."""
-    if q_rows is None:
-        return match(tree, p_rows, coins)
-    return ratio(tree, p_rows, q_rows, coins)
-
-
-def greedy(tree: Tree, choice: Int[Tensor, " N"]) -> Accepted:
+def greedy(tree: Tree, choice: Int[Tensor, "B N"]) -> Accepted:
     """The longest path whose every token is the target's choice at its parent (R10).
 
     Args:
-        tree: any tree.
         choice: the target's argmax after each node, ties to the lowest id.
 
     Raises:
         ValueError: choice does not have one entry per node.
     """
-    if len(choice) != len(tree):
-        raise ValueError(f"{len(choice)} choices for a tree of {len(tree)} nodes")
-    chosen: list[int] = choice.tolist()
-    agreed = [0]  # all nodes of one level; more than one only where siblings repeat a token
-    while deeper := [
-        node
-        for parent in agreed
-        for node in tree.children(parent)
-        if tree.tokens[node] == chosen[parent]
-    ]:
-        agreed = deeper
-    return _accept(tree, tree.path(agreed[0]), chosen[agreed[0]])
+    fits(tree, choice=choice)
+    path, length = descend(tree, _agreed(tree, choice))
+    return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])
 
 
-def match(tree: Tree, p_rows: Float[Tensor, "N V"], coins: Coins) -> Accepted:
-    """Sample and match: draw y ~ p; a child that carries y is accepted, else y is emitted.
+def match(tree: Tree, p_rows: Float[Tensor, "B N V"], coins: Coins) -> Accepted:
+    """Sample and match: draw y ~ p at every node; a child that carries y is accepted, else y
+    is emitted.
 
-    Exact for every tree that does not depend on the coins of this round: chains of argmax
-    tokens, EAGLE-2 and Medusa trees, looked-up n-grams. The token drawn is the token emitted
-    (R4), and one draw serves all children of a node (R5). At a leaf y is the bonus token.
-    Draws, and waits for the device, once per level.
+    Exact for every tree that does not depend on the coins of this call: chains of argmax
+    tokens, EAGLE-2 and Medusa trees, looked-up n-grams, and sampled trees too (under the name
+    "sampled": less is accepted than by the rules that read q). The token drawn is the token
+    emitted (R4). Of siblings that repeat a token only the first is followed: looking which of
+    them leads deeper would toss a context's coin twice (R5).
 
     Raises:
-        ValueError: p_rows does not have one row per node.
+        ValueError: p_rows does not have one row per node; a row is NaN or has no mass.
     """
-    _check_rows("p_rows", p_rows, len(tree))
-    path = [0]
-    while True:
-        token = coins.draw(p_rows[path[-1]])
-        below = [node for node in tree.children(path[-1]) if tree.tokens[node] == token]
-        if not below:
-            return _accept(tree, path, token)
-        path.append(below[0])
+    fits(tree, p_rows=p_rows)
+    choice = coins.draw(p_rows)
+    path, length = descend(tree, _agreed(tree, choice) & ~repeated(tree))
+    return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])
+
+
+def _agreed(tree: Tree, choice: Int[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
+    return tree.ids == choice.gather(1, tree.parents.clamp(min=0))
 
 
 def ratio(
-    tree: Tree, p_rows: Float[Tensor, "N V"], q_rows: Float[Tensor, "N-1 V"], coins: Coins
+    tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"], coins: Coins
 ) -> Accepted:
     """Speculative sampling of a chain: accept x with chance min(1, p(x) / q(x)), in order.
 
     At the first rejection the token comes from max(p - q, 0), renormalised (R4); after the
     last acceptance the bonus token comes from the warped p of the last node. Waits for the
-    device twice, however long the chain.
+    device once, for the check.
 
     Args:
-        tree: a chain.
-        p_rows: row i is the target's warped distribution of the token after node i.
-        q_rows: row i is the warped draft distribution that token i + 1 was drawn from (R1),
-            over the target's vocabulary (0 outside a reduced draft vocabulary).
+        tree: chains.
+        q_rows: over the target's vocabulary (0 outside a reduced draft vocabulary).
         coins: fresh ones (R6).
 
     Raises:
-        ValueError: the tree branches (R3); p_rows and q_rows do not have N and N - 1 rows of
-            one vocabulary; q gives a drafted token no probability, so it was not drawn from
-            q (R1); or a probability is NaN.
+        ValueError: a tree branches (R3); p_rows and q_rows do not have one row per node of one
+            vocabulary; q gives a drafted token no probability, so it was not drawn from q
+            (R1); or a probability is NaN.
     """
-    if tree.branches:
-        raise ValueError("ratio verifies chains only: siblings chosen by rank take match (R1, R3)")
-    _check_rows("p_rows", p_rows, len(tree))
-    _check_rows("q_rows", q_rows, len(tree) - 1)
-    if p_rows.shape[1] != q_rows.shape[1]:
+    p, q = drafted_chances(tree, p_rows, q_rows)
+    refuse(tree, p, q, branches(tree), CHAINS_ONLY)
+    path, length = descend(tree, coins.flip(chances(tree, p / q)))
+    last = path[:, -1]
+    bonus = at(p_rows, last)
+    correction, _ = residual(bonus, at(q_rows, last))
+    row = torch.where(continued(tree, last)[:, None], correction, bonus)
+    return Accepted(path, length, draw_one(row, coins))
+
+
+# ---- where a path ends ---------------------------------------------------------------------------
+
+
+def descend(
+    tree: Tree, passed: Bool[Tensor, "B N"], likes: Float[Tensor, "B N"] | None = None
+) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
+    """The path to the deepest node that passed together with all its ancestors.
+
+    Args:
+        passed: whether each node itself passed; the root always has, one that is not real never.
+        likes: among equally deep nodes the one that is liked most; None, and ties: the lowest
+            index.
+
+    Returns:
+        Path and length, as in Accepted.
+    """
+    if tree.straight:
+        return _along(tree, passed)
+    stopped = ~passed
+    stopped[:, 0] = False
+    open_ = tree.real & ~(tree.seen & stopped[:, None]).any(-1)
+    depth = tree.depths.masked_fill(~open_, -1)
+    if likes is None:
+        return path_to(tree, depth.argmax(-1))
+    deepest = depth == depth.amax(-1, keepdim=True)
+    return path_to(tree, likes.masked_fill(~deepest, -torch.inf).argmax(-1))
+
+
+def _along(tree: Tree, passed: Bool[Tensor, "B N"]) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
+    """`descend` for chains: up to the first node that did not pass."""
+    length = (passed & tree.real)[:, 1:].long().cumprod(1).sum(1)
+    return torch.minimum(tree.depths, length[:, None]), length
+
+
+def path_to(tree: Tree, last: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
+    """All nodes from the root to these ones: ancestors come first, so sorting orders them."""
+    nodes = torch.arange(tree.size, device=last.device).expand_as(tree.ids)
+    above = nodes.masked_fill(~at(tree.seen, last), tree.size).sort(-1).values
+    steps = torch.arange(tree.levels + 1, device=last.device).clamp(max=tree.size - 1)
+    path = torch.minimum(above[:, steps], last[:, None])
+    return path, tree.depths.gather(1, last[:, None])[:, 0]
+
+
+# ---- families ------------------------------------------------------------------------------------
+
+
+def elders(tree: Tree) -> Bool[Tensor, "B N N"]:
+    """elders[b, i, j]: node j is a sibling of node i, was drawn before it, and both are real."""
+    siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & tree.real[:, None]
+    return siblings.tril(-1) & tree.real[:, :, None]
+
+
+def repeated(tree: Tree) -> Bool[Tensor, "B N"]:
+    """Whether an elder sibling carries the same token."""
+    return (elders(tree) & (tree.ids[:, :, None] == tree.ids[:, None])).any(-1)
+
+
+def continued(tree: Tree, nodes: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """Whether a node has a real child."""
+    return ((tree.parents == nodes[:, None]) & tree.real).any(-1)
+
+
+def drafted(tree: Tree) -> Bool[Tensor, "B N"]:
+    """Real nodes below the root."""
+    return tree.real & (tree.depths > 0)
+
+
+def branches(tree: Tree) -> Bool[Tensor, "B N"]:
+    """Nodes that a chain cannot have: their parent is not the node before them."""
+    before = torch.arange(-1, tree.size - 1, device=tree.ids.device)
+    return drafted(tree) & (tree.parents != before)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def at(rows: Tensor, nodes: Int[Tensor, " B"]) -> Tensor:
+    """The row of one node per prompt: [B, N, ...] and [B] give [B, ...]."""
+    return rows[torch.arange(len(rows), device=rows.device), nodes]
+
+
+def drafted_chances(
+    tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"]
+) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N"]]:
+    """What p and q give every drafted token at its parent; 1 for the root and nodes not real."""
+    fits(tree, p_rows=p_rows, q_rows=q_rows)
+    if p_rows.shape[2] != q_rows.shape[2]:
         raise ValueError(
-            f"p_rows have {p_rows.shape[1]} tokens and q_rows {q_rows.shape[1]}: "
+            f"p_rows have {p_rows.shape[2]} tokens and q_rows {q_rows.shape[2]}: "
             "scatter a reduced draft vocabulary to the target's first"
         )
-    for last, chance in enumerate(_chances(tree, p_rows, q_rows)):
-        if not coins.flip(chance):
-            return _accept(tree, tree.path(last), coins.draw(_residual(p_rows[last], q_rows[last])))
-    return _accept(tree, tree.path(len(tree) - 1), coins.draw(p_rows[-1]))
+    prompt = torch.arange(len(tree.ids), device=tree.ids.device)[:, None]
+    others = ~drafted(tree)
+    where = (prompt, tree.parents.clamp(min=0), tree.ids.long().masked_fill(others, 0))
+    return p_rows[where].masked_fill(others, 1.0), q_rows[where].masked_fill(others, 1.0)
 
 
-def _chances(
-    tree: Tree, p_rows: Float[Tensor, "N V"], q_rows: Float[Tensor, "N-1 V"]
-) -> list[float]:
-    """min(1, p(x) / q(x)) of every drafted token, in one transfer; item i is for node i + 1."""
-    drafted = tree.ids[1:, None].long()
-    pairs = torch.cat(
-        [p_rows[:-1].gather(1, drafted).double(), q_rows.gather(1, drafted).double()], dim=1
-    ).tolist()
-    for node, (p, q) in enumerate(pairs, start=1):
-        if not (p >= 0 and q > 0):
+def chances(tree: Tree, wanted: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+    """At most 1; 1 for the root; 0 for nodes that are not real, so that they never pass."""
+    wanted = wanted.clamp(max=1.0).masked_fill(~tree.real, 0.0)
+    return wanted.masked_fill(tree.depths == 0, 1.0)
+
+
+def residual(
+    p: Float[Tensor, "n V"], q: Float[Tensor, "n V"], share: Float[Tensor, " n"] | None = None
+) -> tuple[Float[Tensor, "n V"], Float[Tensor, " n"]]:
+    """max(share * p - q, 0), renormalised, and its mass; p itself where nothing is left (R9).
+
+    A NaN stays one, for the draw to refuse.
+    """
+    wanted = p if share is None else share[:, None] * p
+    rest = (wanted - q).clamp(min=0)
+    mass = rest.sum(-1, keepdim=True)
+    return torch.where(mass == 0, p, rest / mass), mass[:, 0]
+
+
+def draw_one(rows: Float[Tensor, "B V"], coins: Coins) -> Int[Tensor, " B"]:
+    return coins.draw(rows[:, None])[:, 0]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def fits(tree: Tree, **rows: Tensor) -> None:
+    """
+    Raises:
+        ValueError: something does not have one row per node.
+    """
+    for name, part in rows.items():
+        if part.shape[:2] != tree.ids.shape:
             raise ValueError(
-                f"token {tree.tokens[node]} of node {node} has p = {p} and q = {q}: "
-                "q_rows must be the rows the tokens were drawn from (R1), and p a probability"
+                f"{name} has shape {tuple(part.shape)}, and a batch of {len(tree.ids)} trees of "
+                f"{tree.size} nodes needs as many rows"
             )
-    return [min(1.0, p / q) for p, q in pairs]
 
 
-def _residual(p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
-    """max(p - q, 0), renormalised; p itself where rounding left no mass (R9)."""
-    rest = (p - q).clamp(min=0)
-    mass = rest.sum()
-    return torch.where(mass > 0, rest / mass, p)
+def refuse(
+    tree: Tree,
+    p: Float[Tensor, "B N"],
+    q: Float[Tensor, "B N"],
+    wrong: Bool[Tensor, "B N"],
+    why: str,
+) -> None:
+    """Waits for the device: a biased text is worse than a short wait.
+
+    Raises:
+        ValueError: which node cannot be verified; the tree is `wrong` for a reason, or p is no
+            probability (a NaN is not >= 0), or q says that the token cannot have been drawn.
+    """
+    bad = unfit(tree, p, q, wrong)
+    if bool(bad.any()):
+        raise refusal(tree, p, q, bad, wrong, why)
 
 
-def _accept(tree: Tree, path: list[int], next_id: int) -> Accepted:
-    return Accepted(torch.tensor(path, device=tree.ids.device), next_id)
+def unfit(
+    tree: Tree, p: Float[Tensor, "B N"], q: Float[Tensor, "B N"], wrong: Bool[Tensor, "B N"]
+) -> Bool[Tensor, "B N"]:
+    return drafted(tree) & (wrong | ~((p >= 0) & (q > 0)))
 
 
-def _check_rows(name: str, rows: Float[Tensor, "rows V"], count: int) -> None:
-    if len(rows) != count:
-        raise ValueError(f"{name} has {len(rows)} rows, and this tree needs {count}")
+def refusal(
+    tree: Tree,
+    p: Float[Tensor, "B N"],
+    q: Float[Tensor, "B N"],
+    bad: Bool[Tensor, "B N"],
+    wrong: Bool[Tensor, "B N"],
+    why: str,
+) -> ValueError:
+    """What to say of the first bad node."""
+    prompt, node = (int(index) for index in bad.nonzero()[0])
+    token = f"token {int(tree.ids[prompt, node])} of node {node}"
+    if wrong[prompt, node]:
+        return ValueError(f"{token} {why}")
+    return ValueError(
+        f"{token} has p = {float(p[prompt, node])} and q = {float(q[prompt, node])}: "
+        "q_rows must be the rows the tokens were drawn from (R1), and p a probability"
+    )

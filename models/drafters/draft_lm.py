@@ -18,17 +18,19 @@ others are measured; the vocabulary may be reduced; text of the model's own repl
 document and is cut at the document's old length.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.data.loader import Batch
-from outrider.models.base import Drafter, Guess, Recipe, Trace
+from outrider.models.base import BatchDrafter, Guess, Recipe, Trace
+from outrider.models.cache import RowCache
 from outrider.models.small_lm import (
     Head,
     fresh,
@@ -39,6 +41,7 @@ from outrider.models.small_lm import (
     untrained,
 )
 from outrider.models.target import Target, packed
+from outrider.models.unroll import descent, of_parents
 from outrider.models.vocab import DraftVocab
 
 
@@ -79,11 +82,14 @@ class Config(Recipe):
         return "With drafter.on_policy its ranks would wait for each other for ever." * waits
 
 
+Rows = tuple[tuple[Float[Tensor, "1 A L C"], Float[Tensor, "1 A L C"]], ...]  # of each layer
+
+
 @dataclass(frozen=True)
 class Memory:
     """Keys and values of the text read so far, then of the branch; reading on makes a new one."""
 
-    rows: tuple[tuple[Float[Tensor, "1 A L C"], Float[Tensor, "1 A L C"]], ...]  # of each layer
+    rows: Rows
     positions: Int[Tensor, "1 L"]
     hidden: Float[Tensor, "N D"]  # final states of the newest tokens
     seen: Bool[Tensor, "N M"]  # which nodes of the branch each newest token descends from
@@ -98,7 +104,7 @@ class Place(NamedTuple):
     stop: int  # of the document
 
 
-class DraftLm(Drafter):
+class DraftLm(BatchDrafter):
     """The model's body and its output embedding; `Target` does the reading, masks and all."""
 
     def __init__(
@@ -153,47 +159,105 @@ class DraftLm(Drafter):
 
     # ---- decoding ----
 
-    def absorb(self, state: Memory | None, trace: Trace) -> Memory:
-        ids, positions, past = trace.next_ids, trace.positions + 1, 0
-        if state is None:  # x_0 is nobody's next token
-            ids = torch.cat([trace.ids[:, :1], ids], dim=1)
-            positions = torch.cat([trace.positions[:, :1], positions], dim=1)
-        else:
-            past = state.positions.shape[1]
-        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
-        memory = self._read(state, ids, positions, F.pad(causal, (past, 0), value=True))
-        return replace(memory, hidden=memory.hidden[-1:], seen=causal[:1, :0])
+    def absorb_all(self, states: Sequence[Memory | None], traces: Sequence[Trace]) -> list[Memory]:
+        """Known prompts read on together; a new one reads alone, being of another length."""
+        pairs = list(zip(states, traces, strict=True))
+        old = [(state, trace) for state, trace in pairs if state is not None]
+        longer = iter(
+            self._read_on(
+                [state for state, _ in old],
+                [trace.next_ids[0] for _, trace in old],
+                [trace.positions[0] + 1 for _, trace in old],
+            )
+        )
+        return [self._begun(trace) if state is None else next(longer) for state, trace in pairs]
 
-    def step(
-        self, state: Memory, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
-    ) -> tuple[Float[Tensor, "N Vd"], Memory]:
+    def _begun(self, trace: Trace) -> Memory:
+        """The first rows, and x_0, which is nobody's next token."""
+        ids = torch.cat([trace.ids[0, :1], trace.next_ids[0]])
+        positions = torch.cat([trace.positions[0, :1], trace.positions[0] + 1])
+        return self._read_on([None], [ids], [positions])[0]
+
+    def _read_on(
+        self,
+        states: Sequence[Memory | None],
+        ids: Sequence[Int[Tensor, " _"]],
+        positions: Sequence[Int[Tensor, " _"]],
+    ) -> list[Memory]:
+        """Memories with decided tokens behind them."""
+        if not states:
+            return []
+        count = max(len(tokens) for tokens in ids)
+        causal = torch.ones(1, count, count, dtype=torch.bool, device=ids[0].device).tril()
+        tokens, at = (pad_sequence(list(rows), batch_first=True) for rows in (ids, positions))
+        memories = self._read(states, tokens, at, [len(rows) for rows in ids], causal)
+        ends = zip(memories, ids, strict=True)
+        return [replace(m, hidden=m.hidden[len(t) - 1 : len(t)], seen=m.seen[:1]) for m, t in ends]
+
+    def step_all(
+        self,
+        states: Sequence[Memory],
+        depth: int,
+        ids: Int[Tensor, "B N"],
+        parents: Int[Tensor, "B N"],
+    ) -> tuple[Float[Tensor, "B N Vd"], list[Memory]]:
         if depth == 1:
-            return self.head(state.hidden), state
-        lasting = state.positions.shape[1] - state.seen.shape[1]
-        newest = state.positions[:, lasting - 1 : lasting]
-        myself = torch.eye(len(ids), dtype=torch.bool, device=ids.device)
-        seen = torch.cat([state.seen[parents], myself], dim=1)
-        positions = (newest + depth - 1).expand(1, len(ids))
-        memory = self._read(state, ids[None], positions, F.pad(seen, (lasting, 0), value=True))
-        memory = replace(memory, seen=seen)
-        return self.head(memory.hidden), memory
+            return self.head(torch.stack([state.hidden for state in states])), list(states)
+        lasting = [state.positions.shape[1] - state.seen.shape[1] for state in states]
+        newest = [state.positions[0, n - 1] for state, n in zip(states, lasting, strict=True)]
+        at = (torch.stack(newest)[:, None] + (depth - 1)).expand_as(ids)
+        seen = descent(of_parents([state.seen for state in states], parents))
+        memories = self._read(states, ids, at, [ids.shape[1]] * len(ids), seen)
+        memories = [replace(m, seen=own) for m, own in zip(memories, seen.unbind(), strict=True)]
+        return self.head(torch.stack([memory.hidden for memory in memories])), memories
 
     def _read(
         self,
-        state: Memory | None,
-        ids: Int[Tensor, "1 N"],
-        positions: Int[Tensor, "1 N"],
-        seen: Bool[Tensor, "N S"],
-    ) -> Memory:
-        """Run new tokens behind a memory, on a copy of it."""
-        held = positions[:, :0] if state is None else state.positions
-        cache = self.lm.new_cache(seen.shape[1])
-        for layer, (key, value) in enumerate(() if state is None else state.rows):
-            cache.update(key, value, layer)
-        cache.commit(held)
-        hidden = self.lm.forward(ids, positions, seen[None], cache).last[0]
-        rows = tuple(cache.rows(layer) for layer in range(self.lm.depth))
-        return Memory(rows, cache.past(), hidden, seen[:, :0])
+        states: Sequence[Memory | None],
+        ids: Int[Tensor, "B W"],
+        positions: Int[Tensor, "B W"],
+        counts: Sequence[int],
+        seen: Bool[Tensor, "_ W M"],
+    ) -> list[Memory]:
+        """Run new tokens behind every memory, on a copy of all.
+
+        What was read ends in one column and what is new begins behind it, so that the rows of a
+        prompt stay together; the rest is padding. With memories of two and four rows:
+
+            . . r r n n n
+            r r r r n n .
+
+        Args:
+            counts: how many of the W tokens are a prompt's; the rest is padding.
+            seen: which of the last M columns each new token attends to; of the others, all that
+                are not padding.
+        """
+        width = ids.shape[1]
+        cache = self._copied([state for state in states if state], width)
+        blank = [cache.length - (state.positions.shape[1] if state else 0) for state in states]
+        seen = F.pad(seen, (cache.capacity - seen.shape[2], 0), value=True)
+        if any(blank):
+            columns = torch.arange(cache.capacity, device=seen.device)
+            seen = seen & (columns >= columns.new_tensor(blank)[:, None])[:, None]
+        hidden = self.lm.forward(ids, positions, seen.expand(len(ids), -1, -1), cache).last
+        past = cache.past()
+        places = zip(blank, [cache.length - width + n for n in counts], strict=True)
+        return [
+            Memory(_rows(cache, i, *place), past[i : i + 1, slice(*place)], own, seen[0, :, :0])
+            for i, (place, own) in enumerate(zip(places, hidden, strict=True))
+        ]
+
+    def _copied(self, memories: Sequence[Memory], room: int) -> RowCache:
+        """A cache with their rows, zeros in front of the shorter ones, and room behind them."""
+        longest = max((memory.positions.shape[1] for memory in memories), default=0)
+        cache = self.lm.new_cache(longest + room)
+        for layer in range(self.lm.depth if memories else 0):
+            keys, values = zip(*(memory.rows[layer] for memory in memories), strict=True)
+            cache.update(_flush(keys, longest), _flush(values, longest), layer)
+        if memories:
+            held = [memory.positions[:, None, :, None] for memory in memories]
+            cache.commit(_flush(held, longest)[:, 0, :, 0])
+        return cache
 
     def passes(self, depths: int) -> int:
         return 1
@@ -260,6 +324,25 @@ class DraftLm(Drafter):
         found = getattr(self.lm.text, "eos_token_id", None)
         found = [] if found is None else found if isinstance(found, list) else [found]
         return torch.tensor(found, dtype=torch.long, device=self.lm.device)
+
+
+# ---- memories side by side -----------------------------------------------------------------------
+
+
+def _flush(
+    rows: Sequence[Shaped[Tensor, "1 A _ C"]], length: int
+) -> Shaped[Tensor, "B A {length} C"]:
+    """One below the other, all of them ending in the last column."""
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat([F.pad(part, (0, 0, length - part.shape[2], 0)) for part in rows])
+
+
+def _rows(cache: RowCache, prompt: int, start: int, stop: int) -> Rows:
+    """Keys and values of one prompt: views, which keep the whole cache alive."""
+    layers = [cache.rows(layer) for layer in range(len(cache))]
+    own = (slice(prompt, prompt + 1), slice(None), slice(start, stop))
+    return tuple((key[own], value[own]) for key, value in layers)
 
 
 # ---- where answers lie ---------------------------------------------------------------------------

@@ -29,7 +29,15 @@ from torch import Tensor, nn
 
 from outrider.models import fit
 from outrider.models.adapters import Adapters
-from outrider.models.base import Drafter, Guess, Lender, Recipe, Trace, borrowed_head
+from outrider.models.base import (
+    BatchDrafter,
+    Guess,
+    Lender,
+    Recipe,
+    State,
+    Trace,
+    borrowed_head,
+)
 from outrider.models.target import Target, packed
 from outrider.models.vocab import DraftVocab
 from outrider.train.errors import ConfigError
@@ -83,7 +91,7 @@ class Head(nn.Module):
         return x
 
 
-class Medusa(Drafter):
+class Medusa(BatchDrafter):
     """The drafter: a head per depth, with or without a vocabulary matrix, and perhaps adapters."""
 
     def __init__(
@@ -181,22 +189,27 @@ class Medusa(Drafter):
 
     # ---- decoding ----
 
-    def absorb(self, state: Float[Tensor, "_ _"] | None, trace: Trace) -> Float[Tensor, "1 H"]:
+    def absorb_all(
+        self, states: Sequence[State | None], traces: Sequence[Trace]
+    ) -> list[Float[Tensor, "1 H"]]:
         """The only memory: where the target stands now."""
-        return trace.last[0, -1:]
+        return [trace.last[0, -1:] for trace in traces]
 
-    def step(
+    def step_all(
         self,
-        state: Float[Tensor, "_ _"],
+        states: Sequence[Float[Tensor, "_ _"]],
         depth: int,
-        ids: Int[Tensor, " N"],
-        parents: Int[Tensor, " N"],
-    ) -> tuple[Float[Tensor, "N Vd"], Float[Tensor, "K Vd"]]:
+        ids: Int[Tensor, "B N"],
+        parents: Int[Tensor, "B N"],
+    ) -> tuple[Float[Tensor, "B N Vd"], list[Float[Tensor, "K Vd"]]]:
         """All heads speak at depth 1, a shared matrix being read once; later levels look it up."""
         if depth == 1:
-            said = [block(state) for block in self.blocks]
-            state = self.heads(said, range(1, len(said) + 1))
-        return state[depth - 1].expand(len(ids), -1), state
+            stands = torch.cat(list(states))
+            said = [block(stands) for block in self.blocks]
+            spoken = self.heads(said, range(1, len(said) + 1)).unflatten(0, (len(said), -1))
+            states = spoken.unbind(1)
+        logits = torch.stack([state[depth - 1] for state in states])
+        return logits[:, None].expand(-1, ids.shape[1], -1), list(states)
 
 
 def _ahead(trace: Trace, depth: int) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:

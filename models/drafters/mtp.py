@@ -12,7 +12,7 @@ branch alone, in training as in decoding (FastMTP's code trains with other keys 
 with); training can start from a regression or from the modules in the target's checkpoint.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.models import fit
-from outrider.models.base import Drafter, Guess, Lender, Recipe, State, Trace, borrowed_head
+from outrider.models.base import BatchDrafter, Guess, Lender, Recipe, State, Trace, borrowed_head
 from outrider.models.chain import Chain, Loop, Stage
 from outrider.models.formats import mtp as shipped
 from outrider.models.layers import random_weights
@@ -60,7 +60,7 @@ class Config(Recipe):
             )
 
 
-class Mtp(Drafter):
+class Mtp(BatchDrafter):
     """The modules, and the mode that runs them. States are normed: the target's head reads them."""
 
     in_target_space = True
@@ -95,13 +95,17 @@ class Mtp(Drafter):
             for depth, hidden in way.unroll(trace):
                 yield Guess(depth, way.stage.norm(hidden))
 
-    def absorb(self, state: State | None, trace: Trace) -> State:
-        return self._way[0].absorb(state, trace)
+    def absorb_all(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
+        return self._way[0].absorb_all(states, traces)
 
-    def step(
-        self, state: State, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
-    ) -> tuple[Float[Tensor, "N Vd"], State]:
-        return self._way[0].step(state, depth, ids, parents)
+    def step_all(
+        self,
+        states: Sequence[State],
+        depth: int,
+        ids: Int[Tensor, "B N"],
+        parents: Int[Tensor, "B N"],
+    ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
+        return self._way[0].step_all(states, depth, ids, parents)
 
     def passes(self, depths: int) -> int:
         return 1 if self.cfg.mode == "chained" else depths

@@ -1,0 +1,188 @@
+"""`outrider bench rounds` and `batch`: where a round's time goes, and what a batch brings.
+
+Both decode a finished run's prompts greedily. `rounds` tells the parts of a round apart, for a
+chain and for trees, at temperature 0 and 1: the models' forwards, and all that is not the models'
+(choosing the tree, verifying, thinning caches, bookkeeping), which is the decoder's own cost.
+`batch` decodes the same prompts 1, 4, 16 at a time, with the drafter and without it, by turns.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from outrider.data.chat import prompt_ids
+from outrider.eval.decode.answer import Output, Request, Stops
+from outrider.eval.decode.dynamic import DynamicTree
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.policy import Chain, Policy
+from outrider.eval.decode.processors import Sampling
+from outrider.eval.run import suite_of
+from outrider.launch import start
+from outrider.models.formats import native
+from outrider.models.load import load, stop_ids
+from outrider.train.config import load_run
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.files import write_json
+
+SHAPES: dict[str, Policy] = {
+    "chain of 3": Chain(3),
+    "tree of 8": DynamicTree(4, 4, 8),
+    "tree of 60": DynamicTree(6, 10, 60),
+}
+PARTS = ("draft", "target", "verify", "commit")
+KNOWN = {
+    "run.dir": "",
+    "limit": "8",
+    "tokens": "64",
+    "repeats": "5",
+    "batches": "1,4,16",
+    "out": "",
+}
+
+
+class Scene(NamedTuple):
+    """A run, loaded, and its prompts as requests."""
+
+    engine: Callable[[Policy | None, Sampling], Engine]
+    requests: list[Request]
+    repeats: int
+    batches: list[int]
+    out: str
+    setting: dict[str, Any]
+
+
+def rounds(words: list[str]) -> int:
+    """The bench: milliseconds per round, by part."""
+    scene, console = _scene(words), Console()
+    rows: list[dict[str, Any]] = []
+    table = Table(title="milliseconds per round (medians)")
+    for name in ("draft shape", "T", "tau", *PARTS, "other", "round", "overhead"):
+        table.add_column(name, justify="left" if name == "draft shape" else "right")
+    for temperature in (0.0, 1.0):
+        for name, policy in SHAPES.items():
+            row = _parts(scene, policy, Sampling(temperature))
+            rows.append({"shape": name, "temperature": temperature, **row})
+            cells = [f"{row[part]:.2f}" for part in ("tau", *PARTS, "other", "round")]
+            share = f"{100 * row['overhead']:.1f} %"
+            table.add_row(name, f"{temperature:g}", *cells, share)
+    return _show(scene, console, table, rows)
+
+
+def _parts(scene: Scene, policy: Policy, sampling: Sampling) -> dict[str, float]:
+    engine = scene.engine(policy, sampling)
+    engine.generate_all(scene.requests[:2], 1)  # warm
+    turns = [_mean(engine.generate_all(scene.requests, 1)) for _ in range(scene.repeats)]
+    row = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    row["overhead"] = 1 - (row["draft"] + row["target"]) / row["round"]
+    return row
+
+
+def _mean(outputs: Sequence[Output]) -> dict[str, float]:
+    """Tau, and milliseconds per round."""
+    count = sum(out.rounds for out in outputs)
+    parts = {p: 1000 * sum(getattr(out.clock, p) for out in outputs) / count for p in PARTS}
+    whole = 1000 * sum(out.clock.rounds for out in outputs) / count
+    tau = sum(len(out.ids) - 1 for out in outputs) / count
+    return {"tau": tau, **parts, "other": whole - sum(parts.values()), "round": whole}
+
+
+def batch(words: list[str]) -> int:
+    """The bench: tokens per second, with the drafter and without it, for several batches."""
+    scene, console = _scene(words), Console()
+    rows: list[dict[str, Any]] = []
+    table = Table(title=f"{len(scene.requests)} prompts, greedy (medians)")
+    for name in ("batch", "draft shape", "tau", "tokens/s", "plain tokens/s", "speedup", "same"):
+        table.add_column(name, justify="left" if name == "draft shape" else "right")
+    alone = [out.ids for out in scene.engine(None, Sampling()).generate_all(scene.requests, 1)]
+    for size in scene.batches:
+        for name in ("chain of 3", "tree of 8"):
+            row = _paces(scene, SHAPES[name], size, alone)
+            rows.append({"batch": size, "shape": name, **row})
+            cells = (f"{row['tau']:.2f}", f"{row['pace']:.1f}", f"{row['plain']:.1f}")
+            same = f"{row['same']} of {len(alone)}"
+            table.add_row(str(size), name, *cells, f"{row['speedup']:.2f}x", same)
+    return _show(scene, console, table, rows)
+
+
+def _paces(scene: Scene, policy: Policy, size: int, alone: list[list[int]]) -> dict[str, Any]:
+    """Both engines by turns; the same words are asked for as of one plain prompt at a time."""
+    fast, plain = (scene.engine(how, Sampling()) for how in (policy, None))
+    for engine in (fast, plain):
+        engine.generate_all(scene.requests[:size], size)  # warm
+    turns = []
+    for _ in range(scene.repeats):
+        with_it, without = (e.generate_all(scene.requests, size) for e in (fast, plain))
+        turns.append((_pace(with_it), _pace(without), _pace(with_it) / _pace(without)))
+    pace, slow, speedup = (statistics.median(column) for column in zip(*turns, strict=True))
+    same = sum(out.ids == ids for out, ids in zip(with_it, alone, strict=True))
+    tau = _mean(with_it)["tau"]
+    return {"tau": tau, "pace": pace, "plain": slow, "speedup": speedup, "same": same}
+
+
+def _pace(outputs: Sequence[Output]) -> float:
+    """Tokens per second of rounds."""
+    tokens = sum(len(out.ids) - 1 for out in outputs)
+    return tokens / sum(out.clock.rounds for out in outputs)
+
+
+def _show(scene: Scene, console: Console, table: Table, rows: list[dict[str, Any]]) -> int:
+    console.print(table)
+    if scene.out:
+        write_json(Path(scene.out), {"setting": scene.setting, "rows": rows})
+        console.print(f"written: {scene.out}")
+    return 0
+
+
+def _scene(words: list[str]) -> Scene:
+    options = _options(words)
+    folder = Path(options["run.dir"])
+    config = load_run(folder, [])
+    if not (folder / "drafter").is_dir():
+        message = f"{folder} holds no drafter/: its training has not finished."
+        raise RunError(message, "Give the folder of a finished run.")
+    start.use_cores()
+    target, tokenizer, _ = load(config.target, start.device())
+    drafter, _ = native.load(folder / "drafter", target)
+    drafter.change(target)
+    stops = Stops(stop_ids(tokenizer, target))
+    prompts = suite_of(config, int(options["limit"]))
+    requests = [
+        Request(prompt_ids(tokenizer, prompt.opening()), int(options["tokens"]), number)
+        for number, prompt in enumerate(prompts)
+    ]
+
+    def engine(policy: Policy | None, sampling: Sampling) -> Engine:
+        with_it = None if policy is None else drafter
+        return Engine(target, with_it, policy, sampling=sampling, stops=stops)
+
+    setting = {
+        "drafter": config.drafter.name,
+        "target": target.name,
+        "dtype": str(target.dtype),
+        "device": target.device.type,
+        "threads": torch.get_num_threads(),
+        **options,
+    }
+    batches = [int(size) for size in options["batches"].split(",")]
+    return Scene(engine, requests, int(options["repeats"]), batches, options["out"], setting)
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    options = dict(KNOWN)
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in KNOWN:
+            fix = f"Use: {', '.join(KNOWN)}."
+            raise ConfigError(key, value, "This benchmark has no such option.", fix)
+        numbers = value.split(",") if key == "batches" else [value]
+        if key not in ("run.dir", "out") and not all(n.isdecimal() and int(n) for n in numbers):
+            raise ConfigError(key, value, "Whole numbers from 1.", f"Like {key}={KNOWN[key]}.")
+        options[key] = value
+    if not options["run.dir"]:
+        raise ConfigError("run.dir", "", "A finished run is measured.", "Add run.dir=runs/<name>.")
+    return options

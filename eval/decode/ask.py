@@ -1,0 +1,80 @@
+"""What a policy asks of the drafter: level after level of every prompt's tree, in one round.
+
+The drafter's states go in and stay as they are; logits come out with penalties and bans applied
+to every node's own text; and the time is booked as drafting. A policy sees nothing else.
+
+Shape letters: B prompts, N nodes of a level, P tokens from the root to a node, Vd draft tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.eval.decode.clock import Clock, Stopwatch
+from outrider.eval.decode.processors import History, Sampling
+from outrider.models.base import Drafter, State
+from outrider.models.vocab import DraftVocab
+
+
+class Ask:
+    """One round of a batch."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        states: Sequence[State],
+        sampling: Sampling,
+        history: History | None,
+        watch: Stopwatch,
+        clock: Clock,
+    ) -> None:
+        """
+        Args:
+            states: what the drafter has absorbed, one per prompt.
+            history: the texts so far; needed where `sampling` has penalties or bans.
+        """
+        self.drafter, self.states = drafter, list(states)
+        self.sampling, self.history = sampling, history
+        self.watch, self.clock = watch, clock
+        self._paths: Int[Tensor, "B N P"] | None = None
+
+    @property
+    def vocab(self) -> DraftVocab:
+        return self.drafter.vocab
+
+    @property
+    def reach(self) -> int:
+        """Deepest level the drafter can draft."""
+        return self.drafter.reach
+
+    def step(
+        self, depth: int, ids: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]
+    ) -> Float[Tensor, "B N Vd"]:
+        """Logits for the children of the nodes of level depth - 1.
+
+        Args:
+            ids: tokens of that level; at depth 1 the roots.
+            parents: for each of them, its place in the step before (ignored at depth 1).
+        """
+        self.watch.lap()
+        logits, self.states = self.drafter.step_all(self.states, depth, ids, parents)
+        self.clock.draft += self.watch.lap()
+        if self.sampling.plain or self.history is None:
+            return logits
+        self._paths = _longer(self._paths, ids, parents)
+        kept = None if self.vocab.full else self.vocab.kept
+        allowed = self.sampling.adjust(logits, self.history.along(self._paths), kept)
+        some = (allowed > float("-inf")).any(-1, keepdim=True)
+        return torch.where(some, allowed, logits.float())  # all is banned: the target refuses it
+
+
+def _longer(
+    paths: Int[Tensor, "B M P"] | None, ids: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]
+) -> Int[Tensor, "B N P1"]:
+    """Each node's tokens from the root down, itself included."""
+    if paths is None:
+        return ids[..., None]
+    above = paths.gather(1, parents[..., None].expand(*parents.shape, paths.shape[2]))
+    return torch.cat([above, ids[..., None]], dim=2)

@@ -1,0 +1,72 @@
+"""From settings to a policy and its rule."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from outrider.eval.decode import shapes
+from outrider.eval.decode.dynamic import DynamicTree
+from outrider.eval.decode.policy import Chain, Policy
+from outrider.eval.decode.processors import Sampling
+from outrider.eval.decode.rules import BEST, Judge, default_rule, judge
+from outrider.eval.decode.static import StaticTree
+from outrider.train.decoding import DecodeConfig
+from outrider.train.errors import ConfigError
+
+Tables = Mapping[str, Tensor]  # eval/ranks.py: "best@0", "best@1", "drawn@1" -> chances [D, K]
+
+
+def sampling_of(decode: DecodeConfig) -> Sampling:
+    return Sampling(
+        decode.temperature,
+        decode.top_p,
+        decode.top_k,
+        decode.min_p,
+        decode.repetition_penalty,
+        decode.banned,
+    )
+
+
+def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
+    """The shape of drafts.
+
+    Args:
+        tables: of the checkpoint; needed for a static tree without a file.
+
+    Raises:
+        ConfigError: a static tree cannot be had, or does not suit its drafts.
+    """
+    if decode.kind == "chain":
+        return Chain(decode.depth, decode.tossing, decode.confidence)
+    if decode.kind == "dynamic_tree":
+        return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain)
+    paths = shapes.read(Path(decode.tree)) if decode.tree else searched(decode, tables)
+    if decode.tossing != BEST and not shapes.contiguous(paths):
+        why = "Drawn siblings come one after the other: the ranks below a node must be 0, 1, 2, .."
+        raise ConfigError(
+            "decode.tree", decode.tree, why, "Use decode.draft=best, or fill the gaps."
+        )
+    return StaticTree(paths, decode.tossing)
+
+
+def searched(decode: DecodeConfig, tables: Tables | None) -> shapes.Paths:
+    """The best shape of `decode.nodes` nodes for a checkpoint's chances."""
+    tossed = decode.temperature > 0 and decode.tossing != BEST
+    name = f"{'drawn' if tossed else 'best'}@{1 if decode.temperature > 0 else 0}"
+    if tables is None or name not in tables:
+        why = f"The run has no measured chances ({name} in ranks.json) to search a tree by."
+        fix = "Give decode.tree=FILE, or run: outrider ranks run.dir=..."
+        raise ConfigError("decode.tree", decode.tree, why, fix)
+    table = tables[name][: decode.depth, : decode.width]
+    if tossed:
+        return shapes.sequoia(table, decode.nodes, decode.depth)[0]
+    return shapes.best_first(table, decode.nodes)
+
+
+def rule_of(decode: DecodeConfig, policy: Policy) -> Judge:
+    """How guesses are verified above temperature 0."""
+    name = decode.verify
+    if name == "auto":
+        name = default_rule(policy.draft, not policy.branches)
+    return judge(name, policy.draft, **decode.knobs)

@@ -1,0 +1,151 @@
+"""Which verification rule fits which draft: one table, and a refusal for what would be biased.
+
+A draft is made in one of three ways, and each has rules of its own:
+
+    best          the drafter's favourites, chosen without chance (no q rows)
+    drawn         siblings drawn one after the other, none twice; in a chain, one draw per depth
+    independent   siblings drawn independently from one row, repeats included
+
+Shape letters: B prompts, N nodes, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.eval.decode import block as blocks
+from outrider.eval.decode import lossy, siblings, verify
+from outrider.eval.decode.sampling import Coins
+from outrider.eval.decode.tree import Tree
+from outrider.eval.decode.verify import Accepted
+
+Judge = Callable[[Tree, Tensor, Tensor | None, Coins], Accepted]
+WithRows = Callable[[Tree, Tensor, Tensor, Coins], Accepted]
+BEST, DRAWN, INDEPENDENT = DRAFTS = ("best", "drawn", "independent")
+
+
+class Rule(NamedTuple):
+    """A way to verify.
+
+    Attributes:
+        build: (draft, **knobs) -> judge.
+        drafts: the ways of drafting it is right for.
+        chains_only: whether it refuses trees that branch.
+        lossy: whether what is emitted is not the target's law.
+        knobs: settings, with their usual values; None: must be given.
+    """
+
+    build: Callable[..., Judge]
+    drafts: tuple[str, ...]
+    chains_only: bool = False
+    lossy: bool = False
+    knobs: Mapping[str, float | None] = MappingProxyType({})
+
+
+def judge(name: str, draft: str, **knobs: float) -> Judge:
+    """The rule as a function of tree, p rows, q rows (None for "best" drafts) and coins.
+
+    Raises:
+        ValueError: there is no such rule, draft or knob; a knob is missing or out of range; or
+            the rule is biased for such drafts.
+    """
+    if name not in RULES:
+        raise ValueError(f"there is no rule {name!r}: one of {', '.join(RULES)}")
+    rule = RULES[name]
+    if draft not in DRAFTS:
+        raise ValueError(f"there is no draft {draft!r}: one of {', '.join(DRAFTS)}")
+    if draft not in rule.drafts:
+        raise ValueError(
+            f"rule {name!r} is biased for {draft!r} drafts, {WHY[draft]}: "
+            f"use one of {', '.join(fitting(draft))}"
+        )
+    chosen = {**rule.knobs, **knobs}
+    missing = [knob for knob, value in chosen.items() if value is None]
+    if chosen.keys() != rule.knobs.keys() or missing:
+        raise ValueError(
+            f"rule {name!r} has the knobs {list(rule.knobs)}, was given {list(knobs)}"
+            + (f" and needs {missing}" if missing else "")
+        )
+    return rule.build(draft, **chosen)
+
+
+def fitting(draft: str) -> list[str]:
+    """Names of the lossless rules for a draft."""
+    return [name for name, rule in RULES.items() if draft in rule.drafts and not rule.lossy]
+
+
+def default_rule(draft: str, chain: bool) -> str:
+    """The usual lossless rule.
+
+    Args:
+        chain: nobody has a sibling. `block` would never keep less than `ratio`; but what `ratio`
+            keeps is what training measures (alpha, and the tau it foresees).
+    """
+    if draft == BEST:
+        return "match"
+    if chain:
+        return "ratio"
+    return {DRAWN: "without_replacement", INDEPENDENT: "independent"}[draft]
+
+
+WHY = {
+    BEST: "whose tokens were not drawn from any row (R1)",
+    DRAWN: "whose siblings are no independent draws (R3)",
+    INDEPENDENT: "whose siblings may repeat a token (R3)",
+}
+
+
+def _reading(rule: WithRows) -> Callable[..., Judge]:
+    """A builder for a rule without settings that reads q rows."""
+    return lambda draft: _needing_rows(rule)
+
+
+def _needing_rows(rule: WithRows) -> Judge:
+    def verified(
+        tree: Tree,
+        p_rows: Float[Tensor, "B N V"],
+        q_rows: Float[Tensor, "B N V"] | None,
+        coins: Coins,
+    ) -> Accepted:
+        if q_rows is None:
+            raise ValueError("a sampled draft comes with the rows it was drawn from (R1)")
+        return rule(tree, p_rows, q_rows, coins)
+
+    return verified
+
+
+def _match(draft: str) -> Judge:
+    return lambda tree, p, q, coins: verify.match(tree, p, coins)
+
+
+def _traversal(draft: str) -> Judge:
+    replacement = draft == INDEPENDENT
+    return _needing_rows(lambda tree, p, q, coins: blocks.traversal(tree, p, q, coins, replacement))
+
+
+def _typical(draft: str, epsilon: float, delta: float) -> Judge:
+    lossy.check_typical(epsilon, delta)
+    return lambda tree, p, q, coins: lossy.typical(tree, p, coins, epsilon, delta)
+
+
+def _lenience(draft: str, factor: float) -> Judge:
+    lossy.check_lenience(factor)
+    return _needing_rows(lambda tree, p, q, coins: lossy.lenience(tree, p, q, coins, factor))
+
+
+RULES: dict[str, Rule] = {
+    "match": Rule(_match, (BEST,)),
+    "ratio": Rule(_reading(verify.ratio), (DRAWN, INDEPENDENT), chains_only=True),
+    "independent": Rule(_reading(siblings.independent), (INDEPENDENT,)),
+    "without_replacement": Rule(_reading(siblings.without_replacement), (DRAWN,)),
+    "block": Rule(_reading(blocks.block), (DRAWN, INDEPENDENT), chains_only=True),
+    "traversal": Rule(_traversal, (DRAWN, INDEPENDENT)),
+    "sampled": Rule(_match, DRAFTS),
+    "lossy_typical": Rule(_typical, DRAFTS, lossy=True, knobs={"epsilon": 0.09, "delta": 0.3}),
+    "lossy_lenience": Rule(
+        _lenience, (DRAWN, INDEPENDENT), chains_only=True, lossy=True, knobs={"factor": None}
+    ),
+}

@@ -1,0 +1,370 @@
+"""Which draft to ask for: speedup over depths, widths, nodes, batches and contexts.
+
+A plan joins two things that are measured apart: how likely the k-th child at each depth is the
+accepted one, and what forwards take, measured here (`timing.Timing`) or foreseen for a machine that
+is not here (`machines.Foreseen`). For every shape of a draft it says
+
+    tau       1 + sum over nodes of the chance that the round comes through them
+    round     draft + verify + overhead, ms
+    speedup   tau * ms of a plain step / ms of a round; batches emit batch times as many in both
+
+Worked example, table [[0.6, 0.2], [0.5, 0.1]], 3 nodes, 2 levels, 2 children per node: the paths
+are 0.6 and 0.2 at depth 1, 0.3, 0.06, 0.1 and 0.02 at depth 2; the best tree has 0.6 + 0.3 + 0.2,
+so tau = 2.1, and the chain of two has 0.6 + 0.3, so tau = 1.9.
+
+Source: acceptance by rank and depth, Chen et al. 2024, "Sequoia", section 3, arXiv:2402.12374; the
+choice over measured times, its hardware-aware section.
+Differs: the tree is the best-first one within what a drafter has expanded, as in EAGLE-2
+(arXiv:2406.16858), which is the best tree of that many nodes under the table.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from outrider.eval.machines import Foreseen, Machine, ModelSize
+from outrider.eval.theory import walltime_from_times
+from outrider.train.files import write, write_json
+
+FORMAT = "outrider-plan-1"
+ASSUMPTIONS = (
+    "Whether a node is accepted depends on its depth and its rank among its siblings alone.",
+    "A tree expands the `width` most probable nodes of a level and keeps the `nodes` most probable "
+    "of all, as the table ranks them; a dynamic tree, which asks the drafter, does better as a "
+    "rule.",
+)
+
+
+@runtime_checkable
+class Clock(Protocol):
+    """Where times come from: `timing.Timing` or `machines.Foreseen`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def assumptions(self) -> tuple[str, ...]: ...
+
+    @property
+    def overhead_ms(self) -> float:
+        """Of a round, besides the two models."""
+        ...
+
+    def verify_ms(self, tokens: int, batch: int, context: int) -> float:
+        """The target over so many new tokens per prompt; one is a plain step."""
+        ...
+
+    def draft_ms(self, width: int, depth: int, batch: int, context: int) -> float:
+        """The drafter's part of a round."""
+        ...
+
+    def fields(self) -> dict[str, Any]:
+        """What the times come from, for json."""
+        ...
+
+
+class Grid(NamedTuple):
+    """What is tried. A chain of every depth is, whatever the widths and nodes.
+
+    Attributes:
+        depths: levels drafted.
+        widths: children per node, and nodes expanded per level; 1 is a chain.
+        nodes: drafted nodes that the target verifies, of trees.
+        batches: prompts at once.
+        contexts: cached tokens of each.
+    """
+
+    depths: Sequence[int]
+    widths: Sequence[int] = (1,)
+    nodes: Sequence[int] = ()
+    batches: Sequence[int] = (1,)
+    contexts: Sequence[int] = (256,)
+
+
+class Row(NamedTuple):
+    """One shape in one setting; depth 0 is plain decoding."""
+
+    batch: int
+    context: int
+    depth: int
+    width: int
+    nodes: int
+    tau: float
+    draft_ms: float
+    verify_ms: float
+    round_ms: float
+    plain_ms: float
+    speedup: float
+
+    @property
+    def shape(self) -> str:
+        """`plain`, `chain 4` or `tree 4x8, 16 nodes`."""
+        if self.depth == 0:
+            return "plain"
+        if self.width == 1:
+            return f"chain {self.depth}"
+        return f"tree {self.depth}x{self.width}, {self.nodes} nodes"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole batch."""
+        return 1000 * self.batch * self.tau / self.round_ms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rows, and what they rest on."""
+
+    rows: list[Row]
+    table: list[list[float]]
+    name: str
+    assumptions: tuple[str, ...]
+    times: dict[str, Any]
+
+    @property
+    def recommended(self) -> list[Row]:
+        return recommended(self.rows)
+
+    def fields(self) -> dict[str, Any]:
+        """For json."""
+        return {
+            "format": FORMAT,
+            "machine": self.name,
+            "assumptions": list(self.assumptions),
+            "table": self.table,
+            "times": self.times,
+            "recommended": [_fields(row) for row in self.recommended],
+            "rows": [_fields(row) for row in self.rows],
+        }
+
+
+def make_plan(table: Float[Tensor, "D K"], clock: Clock, grid: Grid) -> Plan:
+    """The whole surface, with its assumptions.
+
+    Args:
+        table: table[d - 1, k] is the chance that the child of rank k at depth d is the accepted
+            one, given that its parent was.
+
+    Raises:
+        ValueError: the table holds no such chances, or the grid goes beyond table or clock.
+    """
+    rows = surface(table, clock, *grid)
+    said = (*ASSUMPTIONS, *clock.assumptions)
+    return Plan(rows, table.double().tolist(), clock.name, said, clock.fields())
+
+
+def predicted(
+    table: Float[Tensor, "D K"],
+    machine: Machine,
+    target: ModelSize,
+    drafter: Sequence[ModelSize],
+    grid: Grid,
+    budget: int | None = None,
+) -> Plan:
+    """The same for a machine that is not here.
+
+    Args:
+        drafter: what its forwards read, as `machines.drafter_sizes` gives it.
+        budget: cached tokens that the drafter reads at most; None: all.
+    """
+    return make_plan(table, Foreseen(machine, target, tuple(drafter), budget), grid)
+
+
+def surface(
+    table: Float[Tensor, "D K"],
+    clock: Clock,
+    depths: Sequence[int],
+    widths: Sequence[int],
+    nodes: Sequence[int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+) -> list[Row]:
+    """A row for every shape in every setting, plain decoding first."""
+    check_table(table)
+    shapes = _shapes(table, depths, widths, nodes)
+    rows = []
+    for batch in sorted(set(batches)):
+        for context in sorted(set(contexts)):
+            plain = clock.verify_ms(1, batch, context)
+            rows.append(Row(batch, context, 0, 0, 0, 1.0, 0.0, plain, plain, plain, 1.0))
+            for (depth, width, count), tau in shapes.items():
+                rows.append(_row(clock, batch, context, depth, width, count, tau, plain))
+    return rows
+
+
+def recommended(rows: Sequence[Row]) -> list[Row]:
+    """The fastest row of every batch and context; of equals the one with fewer nodes.
+
+    That is plain decoding where no draft pays.
+    """
+    best: dict[tuple[int, int], Row] = {}
+    for row in sorted(rows, key=lambda row: (row.batch, row.context, row.nodes, row.depth)):
+        known = best.get((row.batch, row.context))
+        if known is None or row.speedup > known.speedup:
+            best[row.batch, row.context] = row
+    return list(best.values())
+
+
+def _row(
+    clock: Clock,
+    batch: int,
+    context: int,
+    depth: int,
+    width: int,
+    nodes: int,
+    tau: float,
+    plain: float,
+) -> Row:
+    draft = clock.draft_ms(width, depth, batch, context)
+    verify = clock.verify_ms(nodes + 1, batch, context)
+    speedup = walltime_from_times(tau, draft, verify, clock.overhead_ms, plain)
+    whole = draft + verify + clock.overhead_ms
+    return Row(batch, context, depth, width, nodes, tau, draft, verify, whole, plain, speedup)
+
+
+def _shapes(
+    table: Float[Tensor, "D K"],
+    depths: Sequence[int],
+    widths: Sequence[int],
+    nodes: Sequence[int],
+) -> dict[tuple[int, int, int], float]:
+    """(depth, width, nodes) -> tau of every chain, and of every tree that uses its depth.
+
+    A tree of fewer nodes than levels could not use them all; one that is larger than what the
+    drafter has expanded does not exist.
+    """
+    shapes: dict[tuple[int, int, int], float] = {}
+    for depth in sorted(set(depths)):
+        if not 1 <= depth <= len(table):
+            raise ValueError(f"depth {depth}: the table knows depths 1..{len(table)}")
+        shapes[depth, 1, depth] = 1 + sum(path_products(table, depth, 1))
+        for width in sorted(set(widths) - {1}):
+            products = path_products(table, depth, width)
+            for count in sorted(set(nodes)):
+                if depth <= count <= len(products):
+                    shapes[depth, width, count] = 1 + sum(products[:count])
+    return shapes
+
+
+def path_products(table: Float[Tensor, "D K"], depth: int, width: int) -> list[float]:
+    """The chances of all candidates of a draft, largest first; a tree takes the first ones.
+
+    Level by level the `width` most probable nodes are expanded, `width` children each. A child
+    is never more probable than its parent, so that any number of the first form a tree.
+
+    Args:
+        depth: levels, at most D.
+        width: 1..K.
+    """
+    if not 1 <= width <= table.shape[1]:
+        raise ValueError(f"width {width}: the table knows ranks 1..{table.shape[1]}")
+    frontier, found = torch.ones(1, dtype=torch.float64), []
+    for chances in table[:depth].double().cpu():
+        level = torch.outer(frontier, chances[:width]).flatten()
+        found.append(level)
+        frontier = level.sort(descending=True).values[:width]
+    out: list[float] = torch.cat(found).sort(descending=True).values.tolist()
+    return out
+
+
+def check_table(table: Float[Tensor, "D K"]) -> None:
+    """Siblings exclude each other, so a row of chances sums to 1 at most.
+
+    Raises:
+        ValueError: a chance below 0, a row above 1, or no chance at all.
+    """
+    if not table.numel():
+        raise ValueError("the table of acceptance is empty")
+    for depth, row in enumerate(table.double().tolist(), start=1):
+        if not all(chance >= 0 for chance in row) or not sum(row) <= 1 + 1e-6:
+            raise ValueError(f"the table at depth {depth}: {row} are not chances of siblings")
+
+
+# ---- showing ----
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """The best of each setting, the best chain and the best tree there, and the assumptions."""
+    title = f"plan: {plan.name}"
+    table = Table("batch", "context", "", "draft", "tau", title=title, title_justify="left")
+    for name in ("draft ms", "verify ms", "ms/round", "ms/plain", "speedup", "tokens/s"):
+        table.add_column(name, justify="right")
+    for best in plan.recommended:
+        here = [row for row in plan.rows if row[:2] == best[:2]]
+        table.add_row(*_cells(best, "best"), style="bold")
+        for name, trees in (("chain", False), ("tree", True)):
+            rows = [row for row in here if row.depth and (row.width > 1) == trees]
+            if rows and (other := max(rows, key=lambda row: row.speedup)) != best:
+                table.add_row(*_cells(other, name))
+        table.add_section()
+    console.print(table)
+    for sentence in plan.assumptions:
+        console.print(f"- {sentence}", style="dim", highlight=False)
+
+
+def _cells(row: Row, name: str) -> list[str]:
+    times = (row.draft_ms, row.verify_ms, row.round_ms, row.plain_ms)
+    return [
+        str(row.batch), str(row.context), name, row.shape, f"{row.tau:.2f}",
+        *(f"{ms:.3g}" for ms in times), f"{row.speedup:.2f}x", f"{row.tokens_per_second:.4g}",
+    ]  # fmt: skip
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    return {**row._asdict(), "shape": row.shape, "tokens_per_second": row.tokens_per_second}
+
+
+def write_plan(folder: Path, plan: Plan, out: str = "plan") -> None:
+    """`<out>.png`, then `<out>.json`: where the json is, the picture is too.
+
+    Raises:
+        RunError: the disk is full or the folder cannot be written.
+    """
+    write(folder / f"{out}.png", picture(plan))
+    write_json(folder / f"{out}.json", plan.fields())
+
+
+def picture(plan: Plan) -> bytes:
+    """A png: speedup over nodes in the first setting, and the best speedup over batches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"speedup: {plan.name}", fontsize=9)
+    left, right = figure.subplots(1, 2)
+    first = [row for row in plan.rows if row[:2] == plan.rows[0][:2] and row.depth]
+    for width in sorted({row.width for row in first}):
+        curve = _upper(first, width)
+        name = "chain" if width == 1 else f"{width} children"
+        left.plot(list(curve), list(curve.values()), marker="o", ms=3, label=name)
+    batch, context = plan.rows[0][:2]
+    left.set(title=f"batch {batch}, context {context}", xlabel="drafted nodes", ylabel="speedup")
+    for context in sorted({row.context for row in plan.rows}):
+        best = [row for row in plan.recommended if row.context == context]
+        points = [row.batch for row in best], [row.speedup for row in best]
+        right.plot(*points, marker="o", ms=3, label=f"context {context}")
+    right.set(title="best draft", xlabel="batch")
+    right.set_xscale("log", base=2)
+    for axes in (left, right):
+        axes.axhline(1.0, color="tab:gray", lw=0.8)
+        axes.legend(fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def _upper(rows: Sequence[Row], width: int) -> dict[int, float]:
+    """Nodes -> the best speedup of any depth with this width."""
+    curve: dict[int, float] = {}
+    for row in sorted((row for row in rows if row.width == width), key=lambda row: row.nodes):
+        curve[row.nodes] = max(row.speedup, curve.get(row.nodes, 0.0))
+    return curve

@@ -1,0 +1,320 @@
+"""Batches: what a prompt is told does not depend on who is decoded beside it."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.eval.decode import engine as engines
+from outrider.eval.decode.answer import Live, Output, Request, Stops
+from outrider.eval.decode.dynamic import DynamicTree
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.policy import Chain, Policy
+from outrider.eval.decode.processors import Sampling
+from outrider.eval.decode.rules import DRAWN, INDEPENDENT
+from outrider.eval.decode.shapes import parse
+from outrider.eval.decode.static import StaticTree
+from outrider.models.base import Drafter
+from outrider.models.target import Target
+from outrider.train.errors import RunError
+from tests import tiny
+from tests.families import small_model
+from tests.tiny import TOKENS, Row, Told, by_chance, swift
+
+SHAPE = parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
+POLICIES: dict[str, Policy] = {
+    "chain": Chain(3),
+    "early chain": Chain(4, confidence=0.3),
+    "static": StaticTree(SHAPE),
+    "dynamic": DynamicTree(depth=3, width=3, budget=8),
+    "opt-tree": DynamicTree(depth=4, width=3, budget=8, gain=0.3),
+}
+DRAWING: dict[str, Policy] = {
+    **POLICIES,
+    "drawn": StaticTree(SHAPE, DRAWN),
+    "independent": StaticTree(SHAPE, INDEPENDENT),
+}
+FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+# lengths of prompts and budgets, the longest beside the shortest
+SIZES = [(3, 12), (40, 5), (1, 20), (9, 0), (17, 1), (2, 2), (60, 9), (5, 14), (1, 3), (28, 11)]
+
+
+def requests() -> list[Request]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        Request(torch.randint(3, tiny.VOCAB, (length,), generator=generator).tolist(), budget, n)
+        for n, (length, budget) in enumerate(SIZES)
+    ]
+
+
+@cache
+def answers(family: str) -> tuple[list[int], ...]:
+    """The model's own words: one prompt at a time, no cache, no mask."""
+    of = tiny.target(family)
+    return tuple(tiny.plain(of, prompt, budget) for prompt, budget, _ in requests())
+
+
+def choir(family: str) -> Row:
+    """Knows every other token of all the answers."""
+    noise, known = by_chance(tiny.VOCAB, scale=3.0), {}
+    for request, answer in zip(requests(), answers(family), strict=True):
+        text = (*request.prompt, *answer)
+        known.update({text[:i]: text[i] for i in range(len(request.prompt), len(text))})
+
+    def row(said: tuple[int, ...]) -> Tensor:
+        logits = noise(said).clone()
+        if said in known and len(said) % 2:
+            logits[known[said]] = 20.0
+        return logits
+
+    return row
+
+
+def engine(family: str, policy: Policy, kind: type[Engine] = Engine, **how: Any) -> Engine:
+    return kind(tiny.target(family), Told(choir(family), tiny.VOCAB), policy, **how)
+
+
+def words(outs: Sequence[Output]) -> list[list[int]]:
+    return [out.ids for out in outs]
+
+
+# ---- the words -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@each_policy
+@FAMILIES
+def test_greedy_words_are_those_of_plain_decoding(family: str, policy: Policy, batch: int) -> None:
+    outs = engine(family, policy).generate_all(requests(), batch)
+    assert words(outs) == list(answers(family))
+    assert sum(sum(out.accepted) for out in outs) > 10
+
+
+def test_without_a_drafter_too() -> None:
+    outs = Engine(tiny.target("gemma3"), None, None).generate_all(requests(), 4)
+    assert words(outs) == list(answers("gemma3"))
+    assert all(set(out.accepted) <= {0} for out in outs)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "draft_lm", "mtp"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_real_drafters_change_no_word_either(name: str, family: str) -> None:
+    """Half trained: right now and then. Their states are batched or not, as they like."""
+    target, told, drafter = tiny.half_trained(name, family)
+    known = [Request(p, len(a)) for p, a in zip(tiny.PROMPTS, told, strict=True)]
+    for policy in (POLICIES["chain"], POLICIES["static"], POLICIES["dynamic"]):
+        outs = Engine(target, drafter, policy).generate_all([*known, *requests()], 8)
+        assert words(outs) == [*told, *answers(family)]
+        assert sum(sum(out.accepted) for out in outs) > 0
+
+
+def sampled(policy: Policy) -> Engine:
+    """A drafter that is right now and then, at temperature 1."""
+    drafter = Told(by_chance(TOKENS, seed=3, scale=1.5), TOKENS)
+    return Engine(swift(), drafter, policy, sampling=Sampling(1.0))
+
+
+def few_tokens() -> list[Request]:
+    return [request._replace(prompt=[t % TOKENS for t in request.prompt]) for request in requests()]
+
+
+@pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
+@pytest.mark.parametrize("batch", [3, 8])
+def test_samples_do_not_depend_on_the_batch(policy: Policy, batch: int) -> None:
+    """The same seeds, the same tokens: also near the ends of budgets, and beside longer ones."""
+    decoder = sampled(policy)
+    alone = decoder.generate_all(few_tokens(), 1)
+    together = decoder.generate_all(few_tokens(), batch)
+    assert words(together) == words(alone)
+    assert [out.accepted for out in together] == [out.accepted for out in alone]
+    assert sum(sum(out.accepted) for out in alone) > 10
+    other = [request._replace(seed=request.seed + 100) for request in few_tokens()]
+    assert words(decoder.generate_all(other, batch)) != words(alone)
+
+
+@pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
+def test_samples_do_not_depend_on_the_batch_far_from_the_ends_of_budgets(policy: Policy) -> None:
+    long = [request._replace(budget=30) for request in few_tokens()]
+    alone, together = (sampled(policy).generate_all(long, batch) for batch in (1, 8))
+    assert [ids[:20] for ids in words(together)] == [ids[:20] for ids in words(alone)]
+
+
+@FAMILIES
+def test_samples_of_real_targets_do_not_depend_on_the_batch(family: str) -> None:
+    """Without drafts, and with a tree of favourites: one draw of every node a round."""
+    for decoder in (
+        Engine(tiny.target(family), None, None, sampling=Sampling(1.0)),
+        engine(family, POLICIES["static"], sampling=Sampling(1.0)),
+    ):
+        alone, together = (decoder.generate_all(requests(), batch) for batch in (1, 4))
+        assert words(together) == words(alone) != list(answers(family))
+
+
+def test_counts_do_not_depend_on_the_batch() -> None:
+    for policy in POLICIES.values():
+        decoder = engine("llama", policy)
+        alone, together = (decoder.generate_all(requests(), batch) for batch in (1, 8))
+        for mine, theirs in zip(alone, together, strict=True):
+            assert (mine.accepted, mine.origins) == (theirs.accepted, theirs.origins)
+            assert (mine.drafted, mine.ended) == (theirs.drafted, theirs.ended)
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+@each_policy
+def test_every_prompt_ends_at_its_own_end_token(policy: Policy) -> None:
+    """Inside drafts or behind them, while the others go on."""
+    for stop in sorted({ids[len(ids) // 2] for ids in answers("llama") if ids}):
+        outs = engine("llama", policy, stops=Stops([stop])).generate_all(requests(), 4)
+        for out, whole in zip(outs, answers("llama"), strict=True):
+            cut = whole.index(stop) + 1 if stop in whole else len(whole)
+            assert out.ids == whole[:cut]
+            assert out.ended == ("end token" if stop in whole else "budget" if whole else "")
+
+
+class Watched(Engine):
+    """Notes who is decoded in each round, and looks into the slots behind it."""
+
+    rounds: list[list[int]]
+
+    def _round(self, live: list[Live]) -> list[int]:
+        self.rounds.append([one.number for one in live])
+        return super()._round(live)
+
+    def _release(self, live: list[Live]) -> None:
+        self._look(live)
+        super()._release(live)
+        self._look(live)
+
+    def _look(self, live: list[Live]) -> None:
+        """A slot holds what a fresh prefill of its text would, but for the newest token."""
+        for slot, one in enumerate(live):
+            text = [*one.request.prompt, *one.out.ids[:-1]]
+            fresh, count = self.target.new_cache(len(text)), len(text)
+            causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+            self.target.forward(torch.tensor([text]), torch.arange(count)[None], causal, fresh)
+            assert self.cache.lengths[slot] == count
+            assert torch.equal(self.cache.positions(slot), fresh.positions)
+            for layer in range(self.target.depth):
+                held, wanted = self.cache.rows(layer, slot), fresh.rows(layer)
+                for mine, theirs in zip(held, wanted, strict=True):
+                    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@FAMILIES
+@pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
+def test_every_slot_equals_a_fresh_prefill_at_all_times(family: str, name: str) -> None:
+    decoder = engine(family, POLICIES[name], Watched)
+    assert isinstance(decoder, Watched)
+    decoder.rounds = []
+    assert words(decoder.generate_all(requests(), 3)) == list(answers(family))
+
+
+def schedule(rounds: list[int], batch: int) -> list[set[int]]:
+    """Who is decoded in each round, if a slot is given on as soon as it is free."""
+    waiting, left, found = list(range(len(rounds))), dict[int, int](), list[set[int]]()
+    while waiting or left:
+        while waiting and len(left) < batch:
+            if rounds[waiting[0]]:
+                left[waiting[0]] = rounds[waiting[0]]
+            waiting.pop(0)
+        if left:
+            found.append(set(left))
+        left = {number: count - 1 for number, count in left.items() if count > 1}
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 20])
+def test_a_prompt_joins_in_the_round_after_another_has_ended(batch: int) -> None:
+    decoder = engine("llama", Chain(3), Watched)
+    assert isinstance(decoder, Watched)
+    decoder.rounds = []
+    outs = decoder.generate_all(requests(), batch)
+    wanted = schedule([out.rounds for out in outs], batch)
+    assert [set(live) for live in decoder.rounds] == wanted
+    assert max(map(len, wanted)) == min(batch, sum(out.rounds > 0 for out in outs))
+
+
+def test_events_tell_the_answers_piece_by_piece() -> None:
+    pieces: dict[int, list[int]] = {}
+    for event in engine("llama", Chain(3)).run(requests(), 3):
+        pieces.setdefault(event.number, []).extend(event.tokens)
+        assert event.out.ids == pieces[event.number]
+    assert [pieces[n] for n in range(len(SIZES))] == list(answers("llama"))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(RunError, match="prompt is empty"):
+        engine("llama", Chain(3)).generate_all([Request([5], 4), Request([], 4)], 2)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_decoded() -> None:
+    decoder = engine("llama", Chain(3))
+    fits = Request([7] * 120, 8)
+    assert len(decoder.generate_all([fits], 1)[0].ids) == 8
+    with pytest.raises(RunError, match=r"121 tokens and 8 new ones do not fit .* 128 positions"):
+        next(decoder.run([Request([5], 4), Request([7] * 121, 8)], 2))
+
+
+def test_a_batch_of_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch=0"):
+        engine("llama", Chain(3)).generate_all(requests(), 0)
+
+
+class Broken(Target):
+    """Its head says NaN from the n-th call on, to the last prompt of the batch."""
+
+    calls: int
+
+    def logits(self, last: Tensor) -> Tensor:
+        out = super().logits(last).clone()
+        self.calls -= 1
+        if self.calls < 0:
+            out[-1] = float("nan")
+        return out
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "warm"])
+@pytest.mark.parametrize("policy", [None, *DRAWING.values()], ids=["plain", *DRAWING])
+@pytest.mark.parametrize("after", [0, 5])
+def test_logits_that_are_no_numbers_end_the_run(
+    policy: Policy | None, sampling: Sampling, after: int
+) -> None:
+    """In the prompt's forward, or in a round; with a message, not with a token."""
+    target = Broken(small_model("llama"))
+    target.calls = after
+    drafter: Drafter | None = Told(by_chance(tiny.VOCAB), tiny.VOCAB) if policy else None
+    decoder = Engine(target, drafter, policy, sampling=sampling)
+    asked = [Request([9, 4, 5], 12), Request([8, 2], 12), Request([7], 12)]
+    with pytest.raises(RunError, match=r"(?i)\bnan\b"):
+        decoder.generate_all(asked, 3)
+
+
+# ---- the control ---------------------------------------------------------------------------------
+
+
+def see_all(tree: Any, prefix: list[int], at: Tensor) -> Tensor:
+    """Wrong on purpose: every slot looks at as many columns as the longest one."""
+    size, columns = tree.size, torch.arange(max(prefix) + tree.size)
+    visible = (columns < max(prefix)).repeat(len(prefix), size, 1)
+    own = (at + columns[:size])[:, None].expand(-1, size, -1)
+    return visible.scatter(2, own, tree.seen)
+
+
+@pytest.mark.parametrize("build", [lambda: Chain(3), lambda: StaticTree(SHAPE)])
+def test_looking_at_stale_rows_is_noticed(
+    build: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_visible", see_all)
+    decoder = engine("llama", build())
+    assert words(decoder.generate_all(requests(), 1)) == list(answers("llama"))  # one length
+    assert words(decoder.generate_all(requests(), 4)) != list(answers("llama"))

@@ -1,0 +1,591 @@
+"""The decoder for scripts: prompts of every kind, stop strings, seeds, batches, dialogues, folders.
+
+The target is a random model over bytes, so that most tokens are only a part of a character. The
+drafter knows what the target will say (or mostly knows it), and refuses rows that do not continue
+what it has absorbed (tests/tiny.py).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.data.chat import prompt_ids
+from outrider.data.sources import Message
+from outrider.eval.decode.answer import Memory, Request, Stops
+from outrider.eval.decode.dynamic import DynamicTree
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.policy import Chain, Policy
+from outrider.eval.decode.processors import Sampling
+from outrider.eval.decode.rules import judge
+from outrider.eval.decoder import PLAIN as ALONE
+from outrider.eval.decoder import Decoder, Piece, Prompt
+from outrider.models import drafters
+from outrider.models.base import Drafter
+from outrider.models.formats import native
+from outrider.models.load import load, stop_ids
+from outrider.models.target import Seen, Target
+from outrider.models.vocab import DraftVocab
+from outrider.train.compose import compose
+from outrider.train.config import load_run, parse, to_yaml
+from outrider.train.errors import ConfigError, RunError
+from tests.families import small_model
+from tests.test_chat import PLAIN, dialogue, octets
+from tests.tiny import Text, Told
+
+QUESTION = "why?"
+TOLD = dialogue(QUESTION)
+BUDGET = 24
+POSITIONS = 512
+CHAIN, TREE = Chain(5), DynamicTree(depth=4, width=3, budget=9)
+POLICIES = pytest.mark.parametrize("policy", [ALONE, CHAIN, TREE], ids=["plain", "chain", "tree"])
+HEATS = pytest.mark.parametrize("heat", [0.0, 0.8], ids=["greedy", "sampled"])
+# earlier answers are rendered without their last two characters: the history is never what was said
+FORGETFUL = PLAIN.replace(
+    "{{ m.content }}",
+    "{{ m.content if loop.last or m.role == 'user' else m.content[:-2] }}",
+)
+
+
+@cache
+def target() -> Target:
+    coder = octets(PLAIN)
+    changes = {"eos_token_id": coder.eos_token_id, "max_position_embeddings": POSITIONS}
+    return Target(small_model("llama", vocab_size=len(coder), **changes), name="bytes")
+
+
+def oracle(right: Callable[[int], bool]) -> Told:
+    """Knows the target's logits of the n-th token; unless right(n) it says the opposite."""
+
+    @cache
+    def row(text: Text) -> Tensor:
+        logits: Tensor = target().model(input_ids=torch.tensor([text])).logits[0, -1]
+        return logits if right(len(text)) else -logits
+
+    return Told(row, target().vocab)
+
+
+@cache
+def decoder(template: str = PLAIN) -> Decoder:
+    return Decoder(target(), octets(template), oracle(lambda n: n % 3 > 0), CHAIN)
+
+
+@cache
+def perfect() -> Decoder:
+    return Decoder(target(), octets(PLAIN), oracle(lambda n: True), CHAIN)
+
+
+def letters_only() -> dict[str, Any]:
+    """Small letters, none of them too often."""
+    coder = octets(PLAIN)
+    banned = [i for i in range(len(coder)) if coder.decode([i]) not in "abcdefghijklmnopqrstuvwxyz"]
+    return {"banned": banned, "repetition_penalty": 10.0}
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of every forward of the target."""
+    seen: list[list[int]] = []
+    forward = Target.forward
+
+    def noted(self: Target, ids: Tensor, *rest: Any, **more: Any) -> Seen:
+        seen.append(ids[0].tolist())
+        return forward(self, ids, *rest, **more)
+
+    monkeypatch.setattr(Target, "forward", noted)
+    return seen
+
+
+# ---- prompts and answers -------------------------------------------------------------------------
+
+
+def test_tokens_text_and_messages_are_prompts() -> None:
+    """Text is tokenised as it is; messages are rendered by the template, ready to be answered."""
+    asked, coder = decoder(), octets(PLAIN)
+    bare, rendered = coder(QUESTION)["input_ids"], prompt_ids(coder, TOLD)
+    assert bare != rendered
+    prompts: list[Prompt] = [bare, QUESTION, TOLD, [QUESTION]]
+    for prompt, ids in zip(prompts, (bare, bare, rendered, rendered), strict=True):
+        assert asked.ids(prompt) == ids
+        assert asked.generate(prompt, 8).output_ids == asked.generate(ids, 8).output_ids
+    assert asked.generate(bare, 8).output_ids != asked.generate(rendered, 8).output_ids
+
+
+@POLICIES
+@HEATS
+def test_the_answer_is_the_engines(policy: str | Policy, heat: float) -> None:
+    ours = decoder().generate(TOLD, BUDGET, temperature=heat, seed=5, policy=policy)
+    coder, shape = octets(PLAIN), None if isinstance(policy, str) else policy
+    engine = Engine(
+        target(),
+        decoder().drafter if shape is not None else None,
+        shape,
+        sampling=Sampling(heat),
+        stops=Stops(stop_ids(coder, target())),
+    )
+    (out,) = engine.generate_all([Request(prompt_ids(coder, TOLD), BUDGET, 5)], 1)
+    assert (ours.output_ids, ours.origins, ours.accepted) == (out.ids, out.origins, out.accepted)
+    assert (ours.tau, ours.ended) == (out.tau, out.ended)
+    assert len(ours.origins) == len(ours.output_ids) == 1 + sum(n + 1 for n in ours.accepted)
+
+
+@POLICIES
+def test_greedy_answers_are_the_targets_own(policy: str | Policy) -> None:
+    own = decoder().generate(TOLD, BUDGET, policy=ALONE)
+    ours = decoder().generate(TOLD, BUDGET, policy=policy)
+    assert ours.output_ids == own.output_ids
+    assert set(own.origins[1:]) == {"bonus"}
+    assert own.tau == 1
+    assert policy == ALONE or "accepted" in ours.origins
+
+
+@POLICIES
+@HEATS
+def test_the_pieces_of_a_stream_are_the_answer(policy: str | Policy, heat: float) -> None:
+    """Bytes come one by one, so that pieces end within characters; nothing is said twice."""
+    how: dict[str, Any] = {"temperature": heat, "seed": 3, "policy": policy}
+    pieces = list(decoder().stream(TOLD, BUDGET, **how))
+    whole = decoder().generate(TOLD, BUDGET, **how)
+    assert [token for piece in pieces for token in piece.ids] == whole.output_ids
+    assert [origin for piece in pieces for origin in piece.origins] == whole.origins
+    assert "".join(piece.text for piece in pieces) == whole.text == pieces[-1].result.text
+    assert len(pieces) == 1 + len(whole.accepted)
+    assert pieces[-1].result.ended == whole.ended != ""
+    assert all(piece.result.ended == "" for piece in pieces[:-1])
+
+
+def test_a_character_waits_for_its_last_byte() -> None:
+    coder = octets(PLAIN)
+    said = [*coder("n\u00e9\U0001f600.")["input_ids"], coder.eos_token_id]
+
+    def row(text: Text) -> Tensor:
+        return torch.nn.functional.one_hot(torch.tensor(said[len(text)]), len(coder)).float()
+
+    pieces = spelled(row)
+    assert [piece.text for piece in pieces] == [
+        "n",
+        "",
+        "\u00e9",
+        "",
+        "",
+        "",
+        "\U0001f600",
+        ".",
+        "",
+    ]
+    assert (pieces[-1].result.text, pieces[-1].result.ended) == ("n\u00e9\U0001f600.", "end token")
+    assert pieces[-1].result.output_ids == said
+
+
+def spelled(row: Callable[[Text], Tensor]) -> list[Piece]:
+    """What plain decoding makes of a target that says what `row` says; its prompt is not read."""
+
+    class Scripted(Target):
+        said = 0
+
+        def logits(self, last: Tensor) -> Tensor:
+            logits = row(tuple(range(self.said)))
+            self.said += 1
+            return logits.expand(*last.shape[:-1], -1)
+
+    script = Scripted(target().model)
+    return list(Decoder(script, octets(PLAIN), None, ALONE).stream("?", BUDGET))
+
+
+def test_a_budget_of_nothing_says_nothing() -> None:
+    none = decoder().generate(TOLD, 0)
+    assert (none.output_ids, none.text, none.tau, none.tokens_per_second) == ([], "", None, None)
+
+
+# ---- stop strings --------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="text", scope="module")
+def unstopped() -> str:
+    """What is said without a stop string: one token per letter."""
+    whole = perfect().generate(TOLD, BUDGET, **letters_only())
+    assert len(whole.text) == len(whole.output_ids) == BUDGET
+    assert len(set(whole.text)) > 8
+    return whole.text
+
+
+@POLICIES
+@pytest.mark.parametrize("size", [1, 3])
+def test_text_ends_before_a_stop_string(text: str, policy: str | Policy, size: int) -> None:
+    """Wherever it stands: at the start, over the border of a round, inside what was accepted."""
+    for start in range(BUDGET - size):
+        stop = text[start : start + size]
+        first = text.find(stop)
+        pieces = list(perfect().stream(TOLD, BUDGET, stop=[stop], policy=policy, **letters_only()))
+        ours = pieces[-1].result
+        assert (ours.text, ours.ended) == (text[:first], "stop string")
+        assert perfect().text(ours.output_ids) == text[: first + size]
+        assert "".join(piece.text for piece in pieces) == ours.text
+
+
+def test_a_stop_string_inside_a_round_cuts_what_was_accepted(text: str) -> None:
+    """A perfect chain of five: tokens 1..5 are accepted in the first round; the stop ends at 3."""
+    assert text.find(text[1:4]) == 1
+    ours = perfect().generate(TOLD, BUDGET, stop=text[1:4], **letters_only())
+    assert ours.accepted == [3]
+    assert ours.origins == ["first", "accepted", "accepted", "accepted"]
+    assert ours.text == text[:1]
+
+
+def test_the_first_of_several_stop_strings_counts(text: str) -> None:
+    stops = [text[9:12], "not said", text[4:7]]
+    ours = perfect().generate(TOLD, BUDGET, stop=stops, **letters_only())
+    assert ours.text == text[: min(text.find(stops[0]), text.find(stops[2]))]
+
+
+def test_stop_strings_of_the_prompt_and_unsaid_ones_stop_nothing(text: str) -> None:
+    """Half a stop string waits, and is said when it turns out to be none."""
+    assert QUESTION not in text
+    half = text[:-1] + "!"
+    pieces = list(perfect().stream(TOLD, BUDGET, stop=[QUESTION, half], **letters_only()))
+    assert (pieces[-1].result.text, pieces[-1].result.ended) == (text, "budget")
+    assert [piece.text for piece in pieces[:-1]] == [""] * (len(pieces) - 1)
+    assert pieces[-1].text == text
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+@POLICIES
+def test_a_seed_says_which_answer(policy: str | Policy) -> None:
+    def said(seed: int) -> list[int]:
+        how: dict[str, Any] = {"temperature": 1.0, "policy": policy}
+        return decoder().generate(TOLD, BUDGET, seed=seed, **how).output_ids
+
+    answers = [said(seed) for seed in range(4)]
+    assert answers == [said(seed) for seed in range(4)]
+    assert len({tuple(answer) for answer in answers}) > 1
+
+
+@POLICIES
+@HEATS
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_a_batch_says_what_single_prompts_say(
+    policy: str | Policy, heat: float, batch: int
+) -> None:
+    """The n-th answer has the seed raised by n; prompts are of different lengths."""
+    asked = "what is to be said about this?"
+    prompts: list[Prompt] = [TOLD, "a", dialogue("and then?"), [5, 6, 7], asked]
+    how: dict[str, Any] = {"temperature": heat, "policy": policy}
+    batched = decoder().generate_batch(prompts, 12, batch=batch, seed=7, **how)
+    alone = [decoder().generate(p, 12, seed=7 + n, **how) for n, p in enumerate(prompts)]
+    assert [r.output_ids for r in batched] == [r.output_ids for r in alone]
+    assert [(r.text, r.origins, r.ended) for r in batched] == [
+        (r.text, r.origins, r.ended) for r in alone
+    ]
+
+
+def test_a_rule_may_be_chosen() -> None:
+    """With such an epsilon typical acceptance takes every guess."""
+    how: dict[str, Any] = {
+        "temperature": 1.0,
+        "rule": judge("lossy_typical", "drawn", epsilon=1e-9),
+    }
+    assert decoder().generate(TOLD, 13, **how).accepted == [5, 5]
+    assert decoder().generate(TOLD, 13, temperature=1.0).accepted != [5, 5]
+
+
+# ---- dialogues -----------------------------------------------------------------------------------
+
+
+@POLICIES
+@HEATS
+@pytest.mark.parametrize("template", [PLAIN, FORGETFUL], ids=["plain", "forgetful"])
+def test_a_chat_says_what_the_whole_dialogue_read_anew_says(
+    policy: str | Policy, heat: float, template: str
+) -> None:
+    """Also where the template renders history differently from what was said."""
+    ours, how = decoder(template), {"temperature": heat, "policy": policy}
+    chat = ours.chat(seed=11, **how)
+    for turn, question in enumerate(["why?", "and\nthen?", "so"]):
+        said = chat.say(question, 9 + turn)
+        seed = 11 + len(chat.messages) - 1
+        anew = ours.generate(chat.messages[:-1], 9 + turn, seed=seed, **how)
+        assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+        assert chat.messages[-2:] == dialogue(question, said.text)
+
+
+@POLICIES
+def test_a_chat_reads_only_what_is_new(policy: str | Policy, read: list[list[int]]) -> None:
+    """The last token of an answer is in no cache yet; with what follows it, it is read next."""
+    ours = decoder()
+    chat, held = ours.chat(policy=policy, **letters_only()), 0
+    for question in ("why?", "and then?", "so"):
+        read.clear()
+        said = chat.say(question, 10)
+        prompt = ours.ids(chat.messages[:-1])
+        assert read[0] == prompt[held:]
+        assert len(read) == 1 + len(said.accepted)
+        held = len(prompt) + len(said.output_ids) - 1
+    assert held > 60
+
+
+def test_a_plain_chat_reads_every_token_once(read: list[list[int]]) -> None:
+    ours = decoder()
+    chat = ours.chat(policy=ALONE, **letters_only())
+    for question in ("why?", "and then?", "so"):
+        chat.say(question, 10)
+    whole = octets(PLAIN)(chat.messages[-1]["content"])["input_ids"]
+    everything = ours.ids(chat.messages[:-1]) + whole
+    assert [token for ids in read for token in ids] == everything[:-1]
+
+
+def test_a_forgetful_template_costs_the_answer_and_no_more(read: list[list[int]]) -> None:
+    """The caches go on from the end of the prompt, the last place that was not rewritten."""
+    ours = decoder(FORGETFUL)
+    chat = ours.chat(**letters_only())
+    chat.say("why?", 10)
+    before = len(ours.ids(chat.messages[:-1]))
+    read.clear()
+    chat.say("and then?", 10)
+    assert read[0] == ours.ids(chat.messages[:-1])[before:]
+
+
+def test_a_stop_string_in_a_chat_is_not_part_of_the_history(text: str) -> None:
+    chat = perfect().chat(stop=text[3:6], **letters_only())
+    assert chat.say(QUESTION, BUDGET).text == text[:3]
+    said = chat.say("so", BUDGET)
+    dialogue_so_far = dialogue(QUESTION, text[:3], "so")
+    anew = perfect().generate(dialogue_so_far, BUDGET, stop=text[3:6], **letters_only())
+    assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+
+
+def test_a_turn_may_be_decoded_differently(read: list[list[int]]) -> None:
+    """Without the drafter its state stands still: each way of decoding has a cache of its own."""
+    chat = decoder().chat(**letters_only())
+    for policy in (CHAIN, ALONE, ALONE, TREE, CHAIN, ALONE):
+        said = chat.say("and?", 8, policy=policy)
+        anew = decoder().generate(chat.messages[:-1], 8, policy=policy, **letters_only())
+        assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+
+
+def test_a_system_message_comes_first() -> None:
+    chat = decoder().chat()
+    chat.messages.insert(0, Message(role="system", content="brief"))
+    said = chat.say("why?", 8)
+    anew = decoder().generate(dialogue("why?", system="brief"), 8)
+    assert said.output_ids == anew.output_ids != decoder().generate(TOLD, 8).output_ids
+
+
+@POLICIES
+@pytest.mark.parametrize("heard", [1, 2, 4])
+def test_an_answer_not_heard_to_its_end_stays_as_far_as_it_came(
+    policy: str | Policy, heard: int
+) -> None:
+    chat = perfect().chat(policy=policy, **letters_only())
+    stream = chat.stream(QUESTION, BUDGET)
+    pieces = [next(stream) for _ in range(heard)]
+    stream.close()
+    assert chat.messages == dialogue(QUESTION, pieces[-1].result.text)
+    for question in ("so", "and then?"):
+        said = chat.say(question, 8)
+        anew = perfect().generate(chat.messages[:-1], 8, policy=policy, **letters_only())
+        assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+
+
+def test_what_was_heard_of_an_answer_is_not_read_again(read: list[list[int]]) -> None:
+    """The last token that was heard is in no cache yet."""
+    chat = perfect().chat(**letters_only())
+    stream = chat.stream(QUESTION, BUDGET)
+    heard = [token for _ in range(3) for token in next(stream).ids]
+    stream.close()
+    held = len(perfect().ids(TOLD)) + len(heard) - 1
+    read.clear()
+    chat.say("so", 8)
+    assert len(heard) == 13
+    assert read[0] == perfect().ids(chat.messages[:-1])[held:]
+
+
+def test_a_dialogue_that_was_broken_off_and_rewritten_is_read_right() -> None:
+    """A shorter dialogue is broken off, then the longer one before it comes back."""
+    ours = perfect()
+    chat = ours.chat(**letters_only())
+    chat.say(QUESTION, BUDGET)
+    chat.say("and then?", BUDGET)
+    longer = list(chat.messages)
+    chat.messages[:] = dialogue("x")
+    stream = chat.stream("y", BUDGET)
+    next(stream)
+    stream.close()
+    chat.messages[:] = longer
+    said = chat.say("so", 8)
+    anew = ours.generate(chat.messages[:-1], 8, **letters_only())
+    assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_ctrl_c_while_the_drafter_absorbs_leaves_a_memory_that_is_right(
+    monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """The target has read rows then that the drafter's state does not hold."""
+    drafter, memory = oracle(lambda n: True), Memory()
+    engine, prompt = Engine(target(), drafter, CHAIN), decoder().ids(TOLD)
+    absorb, left = drafter.absorb, [calls]
+
+    def pressed(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return absorb(*arguments)
+
+    monkeypatch.setattr(drafter, "absorb", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.run([Request(prompt, BUDGET)], 1, memory=memory))
+    longer = [*prompt, *engine.generate(prompt, BUDGET).ids, 5]
+    said = list(engine.run([Request(longer, 8)], 1, memory=memory))[-1].out
+    assert said.ids == Engine(target(), None, None).generate(longer, 8).ids
+
+
+def test_a_message_that_does_not_fit_is_taken_back() -> None:
+    chat = decoder().chat()
+    chat.say("why?", 8)
+    before = list(chat.messages)
+    with pytest.raises(RunError, match="do not fit"):
+        chat.say("x" * POSITIONS, 8)
+    with pytest.raises(TypeError, match="heat"):
+        chat.say("x", 8, heat=2)
+    assert chat.messages == before
+    said = chat.say("so", 8)
+    assert said.output_ids == decoder().generate(chat.messages[:-1], 8).output_ids
+
+
+# ---- folders -------------------------------------------------------------------------------------
+
+
+def untrained(folder: Path) -> Path:
+    """A run of the embedded target whose drafter has learned nothing."""
+    run = folder / "run"
+    config = parse(compose([f"run.dir={run}"], "train"))
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(config))
+    loaded = load(config.target).target
+    torch.manual_seed(0)
+    drafter = drafters.build(config.drafter, loaded, DraftVocab.whole(loaded.vocab))
+    native.save(drafter, run / "drafter", loaded, config.drafter, {})
+    return run
+
+
+@pytest.fixture(name="run", scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return untrained(tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(name="from_run", scope="module")
+def opened(run: Path) -> Decoder:
+    return Decoder.from_run(run)
+
+
+def test_a_run_and_its_folders_say_the_same(run: Path, from_run: Decoder) -> None:
+    asked = "When should I visit Amberton?"
+    by_parts = Decoder.from_pretrained("tiny", run / "drafter", dtype="float32")
+    alone = Decoder.from_pretrained("tiny", dtype="float32")
+    whole = from_run.generate(dialogue(asked), 16)
+    assert whole.ended == "end token"
+    assert "<" not in whole.text
+    assert len(whole.text) > 8
+    for policy in ("plain", "chain", "dynamic_tree"):
+        assert from_run.generate(dialogue(asked), 16, policy=policy).text == whole.text
+        assert by_parts.generate(dialogue(asked), 16, policy=policy).text == whole.text
+    assert alone.generate(dialogue(asked), 16).text == whole.text
+    assert (from_run.changed, alone.drafter, alone.policy) == (None, None, ALONE)
+
+
+def test_the_weights_are_those_of_the_folder(run: Path, from_run: Decoder) -> None:
+    torch.manual_seed(0)
+    built = drafters.build(load_run(run, []).drafter, from_run.target, whole_vocab(from_run))
+    assert isinstance(from_run.drafter, Drafter)
+    torch.testing.assert_close(from_run.drafter.state_dict(), built.state_dict(), rtol=0, atol=0)
+
+
+def whole_vocab(decoder: Decoder) -> DraftVocab:
+    return DraftVocab.whole(decoder.target.vocab)
+
+
+def test_changes_to_a_run_reach_its_target(run: Path) -> None:
+    config = load_run(run, [f"run.dir={run}", "target.dtype=bfloat16"])
+    changed = Decoder.from_config(config, Chain(2))
+    assert changed.target.dtype == torch.bfloat16
+    assert changed.policy == Chain(2)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["", []], ids=["text", "tokens"])
+def test_an_empty_prompt_is_refused(prompt: str | list[int]) -> None:
+    with pytest.raises(RunError, match="A prompt is empty"):
+        decoder().generate(prompt)
+
+
+def test_a_prompt_that_is_too_long_is_refused() -> None:
+    decoder().generate([7] * (POSITIONS - 4), 4)
+    with pytest.raises(RunError, match=f"the target's {POSITIONS} positions"):
+        decoder().generate([7] * (POSITIONS - 3), 4)
+    with pytest.raises(RunError, match="do not fit"):
+        decoder().generate_batch(["a", [7] * POSITIONS], 4)
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"policy = 'chains'") as caught:
+        decoder().generate("a", 4, policy="chains")
+    assert {"plain", "chain", "dynamic_tree"} <= set(caught.value.fix[:-1].replace(",", "").split())
+
+
+@pytest.mark.parametrize("policy", ["chain", CHAIN], ids=["name", "object"])
+def test_speculation_without_a_drafter_is_refused(policy: str | Policy) -> None:
+    bare = Decoder(target(), octets(PLAIN), None, ALONE)
+    with pytest.raises(RunError, match="no drafter"):
+        bare.generate("a", 4, policy=policy)
+
+
+def test_a_searched_tree_without_chances_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ranks\.json"):
+        decoder().generate("a", 4, policy="static_tree")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ({"heat": 1.0}, TypeError, "heat"),
+        ({"temperature": -1.0, "policy": "chain"}, ValueError, "temperature"),
+        ({"top_p": 0.0}, ValueError, "top_p"),
+        ({"stop": [""]}, ValueError, "empty stop string"),
+        ({"banned": [10**6]}, ValueError, "banned"),
+        ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty"),
+    ],
+)
+def test_settings_out_of_range_are_refused(
+    how: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        decoder().generate("a", 4, **how)
+    with pytest.raises(kind, match=said):
+        list(decoder().stream("a", 4, **how))
+    with pytest.raises(kind, match=said):
+        decoder().generate_batch(["a"], 4, **how)
+    with pytest.raises(kind, match=said):
+        decoder().chat(**how).say("a", 4)
+
+
+def test_a_run_that_has_not_finished_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    with pytest.raises(RunError, match="its training has not finished"):
+        Decoder.from_run(tmp_path)
+    with pytest.raises(RunError, match=r"no config\.yaml"):
+        Decoder.from_run(tmp_path / "nowhere")
+
+
+def test_a_drafter_of_another_target_is_refused(run: Path, tmp_path: Path) -> None:
+    target().model.save_pretrained(tmp_path)
+    octets(PLAIN).save_pretrained(tmp_path)
+    with pytest.raises(RunError):
+        Decoder.from_pretrained(tmp_path, run / "drafter")

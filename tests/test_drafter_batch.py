@@ -1,0 +1,230 @@
+"""Several prompts at once: what every drafter owes, for every name there is.
+
+The reference is the loop of `Drafter`: one prompt after the other. Prompts differ in length, are at
+different points of their texts, join when others are under way, and leave.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.models import drafters
+from outrider.models.base import Drafter, State, Trace
+from outrider.models.small_lm import plain
+from outrider.models.target import Target
+from tests import tiny
+from tests.families import small_model
+
+CLOSE = 1e-5
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "eagle3": [{"layers": 2, "qk_norm": True, "feedback": "normed"}],
+    "mtp": [{"mode": "recurrent"}, {"feed": "normed"}],
+    "medusa": [{"own_heads": False}],
+    "draft_lm": [
+        {"body": plain(small_model(family).config)} for family in ("gemma3", "gpt2", "mistral")
+    ],
+}
+CASES = [(name, changes) for name in drafters.names() for changes in [{}, *VARIANTS.get(name, [])]]
+LABELS = [f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
+# of each document: rows absorbed alone, and rows absorbed together; two join, one has a single row
+STANDS = ((5, 3), (1, 1), (0, 3), (10, 2), (0, 1))
+CHAIN = (1, 1, 1, 1)
+TREE = (1, 3, 2, 4)  # nodes at each level
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target()
+
+
+@pytest.fixture(params=CASES, ids=LABELS)
+def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
+    """Away from its first weights: heads that are still equal would hide a mistake."""
+    name, changes = request.param
+    found = tiny.drafter(name, target, **changes).eval()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for value in found.parameters():
+            value.add_(0.05 * torch.randn_like(value))
+    return found
+
+
+@pytest.fixture
+def trace(drafter: Drafter, target: Target) -> Trace:
+    target.set_taps(drafter.taps)
+    return tiny.packed(target)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def parts(trace: Trace, lengths: Sequence[tuple[int, int]]) -> list[Trace]:
+    """Rows first..stop of every document, as the decoder hands them over."""
+    places = zip(tiny.documents(trace), lengths, strict=True)
+    return [tiny.verified(trace, row, start + a, start + b) for (row, start, _), (a, b) in places]
+
+
+def begun(drafter: Drafter, trace: Trace) -> list[State | None]:
+    """States of the prompts that are under way; None for those that join."""
+    firsts = parts(trace, [(0, before) for before, _ in STANDS])
+    pairs = zip(firsts, STANDS, strict=True)
+    return [drafter.absorb(None, first) if before else None for first, (before, _) in pairs]
+
+
+def arriving(trace: Trace) -> list[Trace]:
+    return parts(trace, [(before, before + more) for before, more in STANDS])
+
+
+def loop(drafter: Drafter, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
+    return Drafter.absorb_all(drafter, states, traces)
+
+
+def drafted(depth: int, count: int, above: int, prompts: int) -> tuple[Tensor, Tensor]:
+    """Tokens and parents of one level, other ones for every prompt."""
+    generator = torch.Generator().manual_seed(depth)
+    ids = torch.randint(3, tiny.VOCAB, (prompts, count), generator=generator)
+    return ids, torch.randint(above, (prompts, count), generator=generator)
+
+
+def walked(
+    drafter: Drafter, states: Sequence[State], levels: Sequence[int], together: bool
+) -> tuple[list[Tensor], list[State]]:
+    """Logits [B, N, Vd] of every level, and the states behind the last."""
+    step = drafter.step_all if together else lambda *level: Drafter.step_all(drafter, *level)
+    found, above, now = [], 1, list(states)
+    for depth, count in enumerate(levels[: drafter.reach], start=1):
+        logits, now = step(now, depth, *drafted(depth, count, above, len(states)))
+        found.append(logits)
+        above = count
+    return found, now
+
+
+def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    assert [x.shape for x in a] == [x.shape for x in b]
+    pairs = zip(a, b, strict=True)
+    return all(torch.allclose(x, y, atol=CLOSE, rtol=CLOSE) for x, y in pairs)
+
+
+def tensors(state: Any) -> list[Tensor]:
+    """Everything that a state holds."""
+    if isinstance(state, Tensor):
+        return [state]
+    if dataclasses.is_dataclass(state):
+        state = [getattr(state, field.name) for field in dataclasses.fields(state)]
+    return [x for part in state for x in tensors(part)] if isinstance(state, list | tuple) else []
+
+
+# ---- together is one by one ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("levels", [CHAIN, TREE], ids=["chain", "tree"])
+def test_prompts_together_are_guessed_as_one_by_one(
+    drafter: Drafter, trace: Trace, levels: tuple[int, ...]
+) -> None:
+    """Old, short and new prompts in one call."""
+    states, news = begun(drafter, trace), arriving(trace)
+    found, _ = walked(drafter, drafter.absorb_all(states, news), levels, together=True)
+    expected, _ = walked(drafter, loop(drafter, states, news), levels, together=False)
+    assert equal(found, expected)
+    assert len(found) == min(len(levels), drafter.reach)
+
+
+def test_states_that_changed_places_are_noticed(drafter: Drafter, trace: Trace) -> None:
+    """The control of the test above: at every level, for every prompt."""
+    states = drafter.absorb_all(begun(drafter, trace), arriving(trace))
+    found, _ = walked(drafter, states, TREE, together=True)
+    wrong, _ = walked(drafter, [states[-1], *states[:-1]], TREE, together=True)
+    for a, b in zip(found, wrong, strict=True):
+        assert not any(torch.allclose(x, y, atol=100 * CLOSE) for x, y in zip(a, b, strict=True))
+
+
+def test_a_prompt_does_not_feel_its_neighbours(drafter: Drafter, trace: Trace) -> None:
+    """Other states and other text of all but the first."""
+    other = tiny.restated(tiny.rewritten(trace, 0, 9, [5] * 15), 0, 9, tiny.LENGTH)
+    other = tiny.restated(tiny.rewritten(other, 1, 0, [6] * tiny.LENGTH), 1, 0, tiny.LENGTH)
+    found = []
+    for text in (trace, other):
+        states = drafter.absorb_all(begun(drafter, text), arriving(text))
+        found.append(walked(drafter, states, TREE, together=True)[0])
+    assert equal([x[:1] for x in found[0]], [x[:1] for x in found[1]])
+    assert not equal([x[1:] for x in found[0]], [x[1:] for x in found[1]])
+
+
+def test_prompts_come_and_go(drafter: Drafter, trace: Trace) -> None:
+    """Four rounds of drafting; in each, others are served, each with its own number of rows."""
+    rounds = [[0, 3], [0, 1, 3], [1, 2, 3, 4], [3]]
+    states: list[State | None] = [None] * 5
+    alone: list[State | None] = [None] * 5
+    read = [0] * 5
+    for number, served in enumerate(rounds):
+        counts = [1 + (number + i) % 3 for i in range(5)]
+        news = parts(trace, [(a, a + n) for a, n in zip(read, counts, strict=True)])
+        chosen = [news[i] for i in served]
+        after = drafter.absorb_all([states[i] for i in served], chosen)
+        expected = loop(drafter, [alone[i] for i in served], chosen)
+        for i, mine, theirs in zip(served, after, expected, strict=True):
+            states[i], alone[i], read[i] = mine, theirs, read[i] + counts[i]
+        assert equal(
+            walked(drafter, after, TREE, together=True)[0],
+            walked(drafter, expected, TREE, together=False)[0],
+        )
+
+
+def test_a_batch_of_one_is_the_prompt_itself(drafter: Drafter, trace: Trace) -> None:
+    """Behind states that were made together, a prompt goes on alone."""
+    states = drafter.absorb_all(begun(drafter, trace), arriving(trace))
+    together, _ = walked(drafter, states, TREE, together=True)
+    for i, state in enumerate(states):
+        above, now = 1, state
+        for depth, logits in enumerate(together, start=1):
+            ids, parents = drafted(depth, logits.shape[1], above, len(states))
+            alone, now = drafter.step(now, depth, ids[i], parents[i])
+            assert equal([logits[i]], [alone])
+            above = logits.shape[1]
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def test_no_state_is_ever_changed(drafter: Drafter, trace: Trace) -> None:
+    """Neither those that were read on from, nor those that were drafted from, at any level."""
+    states, news = begun(drafter, trace), arriving(trace)
+    after = drafter.absorb_all(states, news)
+    _, middle = walked(drafter, after, TREE[:2], together=True)
+    held = [state for state in (*states, *after, *middle) if state is not None]
+    before = [copy.deepcopy(tensors(state)) for state in held]
+    first, _ = walked(drafter, after, TREE, together=True)
+    walked(drafter, list(reversed(after)), CHAIN, together=True)
+    drafter.absorb_all(states, news)
+    drafter.absorb_all(list(after), parts(trace, [(a + b, a + b + 1) for a, b in STANDS]))
+    drafter.step_all(middle[::-1], min(3, drafter.reach), *drafted(3, 4, TREE[1], len(middle)))
+    again, _ = walked(drafter, after, TREE, together=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for state, kept in zip(held, before, strict=True):
+        now = tensors(state)
+        assert now
+        assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
+
+
+def test_a_drafter_that_knows_of_one_prompt_serves_several() -> None:
+    """The loop itself, by a drafter that checks what it is given."""
+    told = tiny.Told(tiny.by_chance(tiny.VOCAB), tiny.VOCAB)
+    trace = tiny.packed(tiny.target())
+    states = told.absorb_all(
+        told.absorb_all([None] * 2, parts(trace, [(0, 4), (0, 2), (0, 0), (0, 0), (0, 0)])[:2]),
+        parts(trace, [(4, 5), (2, 6), (0, 0), (0, 0), (0, 0)])[:2],
+    )
+    texts = [trace.ids[0, :6], trace.ids[0, 9:16]]
+    assert [state.text for state in states] == [tuple(text.tolist()) for text in texts]
+    newest = torch.stack([text[-1:] for text in texts])
+    logits, _ = told.step_all(states, 1, newest, torch.zeros_like(newest))
+    rows = [told.row(tuple(text.tolist())) for text in texts]
+    assert torch.equal(logits, torch.stack(rows)[:, None])

@@ -1,0 +1,96 @@
+"""The table of rules: what it allows is lossless, what is not it refuses, and says why."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.eval.decode.rules import DRAFTS, RULES, default_rule, fitting, judge
+from outrider.eval.decode.sampling import Coins
+from outrider.eval.decode.tree import Tree
+from tests.enumeration import (
+    Propose,
+    Scripted,
+    Toy,
+    argmax_chain,
+    bias,
+    by,
+    enumerate_law,
+    favourites,
+    sampled_chain,
+    sampled_tree,
+)
+
+DRAWING: dict[str, tuple[Propose, Propose]] = {
+    "best": (argmax_chain(2), favourites(2, 1)),
+    "drawn": (sampled_chain(2), sampled_tree((2, 1), replacement=False)),
+    "independent": (sampled_chain(2), sampled_tree((2, 1), replacement=True)),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", RULES)
+def test_the_table_allows_exactly_what_is_lossless(name: str, draft: str) -> None:
+    """What is allowed is exact on chains and trees; the rest is refused, with what to use."""
+    rule = RULES[name]
+    if rule.lossy:
+        assert name.startswith("lossy_")
+    elif draft in rule.drafts:
+        for propose in DRAWING[draft][: 1 if rule.chains_only else 2]:
+            assert bias(Toy(13), propose, by(judge(name, draft))) < 1e-12
+    else:
+        with pytest.raises(ValueError, match=f"use one of {', '.join(fitting(draft))}"):
+            judge(name, draft)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("chain", [True, False])
+def test_the_default_rule_is_lossless_and_fits(draft: str, chain: bool) -> None:
+    rule = RULES[default_rule(draft, chain)]
+    assert draft in rule.drafts
+    assert not rule.lossy
+    assert chain or not rule.chains_only
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "knobs", "message"),
+    [
+        ("matching", "best", {}, "no rule 'matching'"),
+        ("match", "greedy", {}, "no draft 'greedy'"),
+        ("match", "best", {"factor": 0.5}, r"knobs \[\], was given \['factor'\]"),
+        ("lossy_lenience", "drawn", {}, "needs .'factor'"),
+        ("lossy_lenience", "drawn", {"factor": 0.0}, "factor=0.0"),
+        ("lossy_typical", "best", {"epsilon": 1.0}, "epsilon=1.0"),
+    ],
+)
+def test_a_wrong_request_for_a_rule_is_refused(
+    name: str, draft: str, knobs: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        judge(name, draft, **knobs)
+
+
+def test_a_rule_that_reads_rows_refuses_a_draft_without_them() -> None:
+    chain = Tree.chain(torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match="rows it was drawn from"):
+        judge("block", "drawn")(chain, torch.ones(1, 2, 2), None, Scripted())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_where_nothing_was_drafted_the_next_token_is_plain_decoding(name: str) -> None:
+    """A lone root, and a root with nodes that only fill up; the rows of q are never read."""
+    rule = RULES[name]
+    knobs = {knob: 0.5 if value is None else value for knob, value in rule.knobs.items()}
+    verified = judge(name, rule.drafts[0], **knobs)
+    for size in (1, 3):
+        tree = Tree.chain(torch.zeros(1, size, dtype=torch.long), torch.tensor([0]))
+        p = torch.tensor([0.25, 0.5, 0.25]).expand(1, size, 3)
+        nothing = torch.full_like(p, torch.nan)
+
+        def process(
+            coins: Coins, tree: Tree = tree, p: Tensor = p, q: Tensor = nothing
+        ) -> tuple[int, ...]:
+            path, length, next_ids = verified(tree, p, q, coins)
+            return (*path[0].tolist(), int(length), int(next_ids))
+
+        plain = [((0,) * (size + 1) + (token,), p[0, 0, token]) for token in range(3)]
+        assert enumerate_law(process) == pytest.approx({k: float(v) for k, v in plain})
