@@ -53,7 +53,7 @@ class RowCache(Cache):
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S C"]]:
+    ) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S Cv"]]:
         """Called by every attention layer: append rows, return all of them as views."""
         stop = self.length + key.shape[2]
         if layer_idx not in self._keys:
@@ -90,7 +90,7 @@ class RowCache(Cache):
         self.positions = torch.cat([self.positions[:, :start], self.positions[:, rows]], dim=1)
         self.length = stop
 
-    def rows(self, layer: int) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S C"]]:
+    def rows(self, layer: int) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S Cv"]]:
         """What the cache holds for one layer."""
         return self._keys[layer][:, :, : self.length], self._values[layer][:, :, : self.length]
 

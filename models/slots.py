@@ -103,7 +103,7 @@ class SlotCache(Cache):
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S C"]]:
+    ) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S Cv"]]:
         """Called by every attention layer: append rows, return all of them as views."""
         return self._append(key, layer_idx, 0), self._append(value, layer_idx, 1)
 
@@ -167,7 +167,7 @@ class SlotCache(Cache):
 
     def rows(
         self, layer: int, slot: int = 0
-    ) -> tuple[Float[Tensor, "1 A S C"], Float[Tensor, "1 A S C"]]:
+    ) -> tuple[Float[Tensor, "1 A S C"], Float[Tensor, "1 A S Cv"]]:
         """What a slot holds for one layer."""
         key, value = (self._blocks[block][1][i] for block, i in self._both(layer))
         length = self.lengths[slot]

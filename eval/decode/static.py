@@ -71,7 +71,7 @@ class StaticTree:
         tossed = not sampling.greedy and self.draft != BEST
         deepest = min(self.levels, max(rooms), ask.reach)
         ids, real = [roots[:, None]], [torch.ones_like(roots, dtype=torch.bool)[:, None]]
-        rows: list[tuple[Tensor, Float[Tensor, "B n V"]]] = []
+        rows: list[tuple[Tensor, Float[Tensor, "B _ V"]]] = []
         rows_above = torch.zeros_like(roots[:1])
         for depth, level in enumerate(self.plan(roots.device)[:deepest], start=1):
             parents = rows_above[level.expanded].expand(len(roots), -1)
@@ -99,7 +99,7 @@ class StaticTree:
         real: Bool[Tensor, "B N"],
         rooms: Sequence[int],
         deepest: int,
-        rows: list[tuple[Tensor, Float[Tensor, "B n V"]]],
+        rows: list[tuple[Tensor, Float[Tensor, "B _ V"]]],
     ) -> Draft:
         count = ids.shape[1]
         parents, depths, seen = (part.to(ids.device) for part in self._layout)
