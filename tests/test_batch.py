@@ -302,19 +302,20 @@ def test_logits_that_are_no_numbers_end_the_run(
 # ---- the control ---------------------------------------------------------------------------------
 
 
-def see_all(tree: Any, prefix: list[int], at: Tensor) -> Tensor:
+def see_all(tree: Any, prefix: list[int]) -> tuple[Tensor, Tensor]:
     """Wrong on purpose: every slot looks at as many columns as the longest one."""
-    size, columns = tree.size, torch.arange(max(prefix) + tree.size)
+    at, size = torch.tensor(prefix)[:, None], tree.size
+    columns = torch.arange(max(prefix) + size)
     visible = (columns < max(prefix)).repeat(len(prefix), size, 1)
     own = (at + columns[:size])[:, None].expand(-1, size, -1)
-    return visible.scatter(2, own, tree.seen)
+    return tree.depths + at, visible.scatter(2, own, tree.seen)
 
 
 @pytest.mark.parametrize("build", [lambda: Chain(3), lambda: StaticTree(SHAPE)])
 def test_looking_at_stale_rows_is_noticed(
     build: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "_visible", see_all)
+    monkeypatch.setattr(engines, "_laid_out", see_all)
     decoder = engine("llama", build())
     assert words(decoder.generate_all(requests(), 1)) == list(answers("llama"))  # one length
     assert words(decoder.generate_all(requests(), 4)) != list(answers("llama"))

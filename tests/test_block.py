@@ -193,7 +193,8 @@ def loose_block(first_failure: bool = False, tokenwise: bool = False) -> ToyJudg
         heads = coins.flip(torch.stack([torch.ones_like(share[:, 0]), *keep[1:]], dim=1))
         path, length = descend(tree, heads)
         if not first_failure:
-            path, length = path_to(tree, (heads * tree.depths).argmax(-1))
+            last = (heads * tree.depths).argmax(-1)
+            path, length = path_to(tree, last), at(tree.depths, last)
         last = path[:, -1]
         r = torch.ones_like(share[:, :1]) if tokenwise else at(share, last)[:, None]
         rest = (r * at(p_rows, last) - at(q_rows, last)).clamp(min=0)

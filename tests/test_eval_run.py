@@ -235,7 +235,7 @@ def test_a_decoder_that_is_not_lossless_is_caught(
 
     def credulous(tree: Tree, choice: torch.Tensor) -> verify.Accepted:
         last = torch.full_like(choice[:, 0], tree.size - 1)
-        path, length = verify.path_to(tree, last)
+        path, length = verify.path_to(tree, last), verify.at(tree.depths, last)
         return verify.Accepted(path, length, choice.gather(1, last[:, None])[:, 0])
 
     monkeypatch.setattr(verify, "greedy", credulous)

@@ -166,7 +166,7 @@ class Checked(Engine):
     compared = 0
     row: Row
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> Accepted:
+    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> tuple[Accepted, Tensor]:
         rows = self.sampling.rows(logits)
         for i, one in enumerate(live):
             text = (*one.request.prompt, *one.out.ids)
@@ -220,7 +220,7 @@ class Listening(Engine):
 
     drafted: set[int]
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> Accepted:
+    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> tuple[Accepted, Tensor]:
         for i in range(len(live)):
             self.drafted |= {path[-1] for path in tiny.paths(draft.tree, i)}
         return super()._judge(live, draft, logits)

@@ -121,7 +121,7 @@ def unlikely(draft: Draft) -> Tensor:
 def shortened(draft: Draft, gone: Tensor) -> Draft:
     """Chains without these nodes and what is below them."""
     real = ~(draft.tree.seen & gone[:, None]).any(-1)
-    return draft._replace(tree=replace(draft.tree, real=real))
+    return draft._replace(tree=replace(draft.tree, real=real, whole=False))
 
 
 def test_stopping_after_an_unlikely_token_is_exact() -> None:
@@ -325,7 +325,7 @@ def test_descending_prefers_the_deepest_then_the_liked_then_the_first() -> None:
     assert descend(tree, passed, likes)[0].tolist() == [[0, 2, 5, 5, 5, 5, 5]]
     passed[0, [1, 5]] = False
     assert descend(tree, passed)[0].tolist() == [[0, 2, 2, 2, 2, 2, 2]]
-    nothing = replace(tree, real=tree.depths == 0)
+    nothing = replace(tree, real=tree.depths == 0, whole=False)
     assert descend(nothing, torch.ones_like(passed))[1].tolist() == [0]
 
 

@@ -338,10 +338,11 @@ class Tossing(Engine):
 class RawBonus(Engine):
     """Wrong on purpose: the token behind the last node comes from unwarped logits."""
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> Accepted:
+    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> tuple[Accepted, Tensor]:
         rows = self.sampling.rows(logits)
         if draft.tree.size > 1:
             rows[:, -1] = logits[:, -1].softmax(-1)
         if draft.tree.size == 1:
             return super()._judge(live, draft, logits)
-        return self.rule(draft.tree, rows, draft.q_rows, self._coins(live))
+        said = self.rule(draft.tree, rows, draft.q_rows, self._coins(live))
+        return said, torch.ones(len(live), dtype=torch.bool)

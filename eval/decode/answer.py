@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from outrider.eval.decode.clock import Clock
 from outrider.models.base import State
@@ -126,9 +128,15 @@ class News(NamedTuple):
         return self.tokens[-1]
 
     @classmethod
-    def of(cls, row: list[int], levels: int) -> "News":
-        """From the engine's table: length, next token, depth, leaf, soundness, path, its tokens."""
-        length, following, deep, leaf, _ = row[:5]
+    def of_chain(cls, row: list[int]) -> "News":
+        """From the engine's table: length, next token, depth, soundness, the chain's tokens."""
+        length, following, deep = row[:3]
+        return cls([*row[5 : length + 5], following], list(range(length + 1)), length == deep, deep)
+
+    @classmethod
+    def of_tree(cls, row: list[int], levels: int) -> "News":
+        """The same, leaf or not, the path and its tokens."""
+        length, following, deep, _, leaf = row[:5]
         path, tokens = row[5 : 5 + levels], row[5 + levels :]
         guesses = tokens[1 : length + 1]
         return cls([*guesses, following], path[: length + 1], bool(leaf), deep)
@@ -140,12 +148,14 @@ class Live:
 
     Attributes:
         number: of the request.
+        newest: the last token, where the target lives.
         state: what the drafter has absorbed.
     """
 
     number: int
     request: Request
     generator: torch.Generator
+    newest: Int[Tensor, ""] | None = None
     state: State | None = None
     out: Output = field(default_factory=Output)
 
@@ -154,8 +164,9 @@ class Live:
         """Tokens that may still come."""
         return self.request.budget - len(self.out.ids)
 
-    def begin(self, token: int, stops: Stops) -> None:
+    def begin(self, token: int, newest: Int[Tensor, ""], stops: Stops) -> None:
         """The first token, by the prompt's own forward."""
+        self.newest = newest
         self.out.ended = stops.cut([], [token])[1]
         self.out.ids, self.out.origins = [token], [FIRST]
         self._end()

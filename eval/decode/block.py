@@ -68,7 +68,7 @@ def block(
     bonus = at(p_rows, last)
     correction, _ = residual(bonus, at(q_rows, last), at(share, last))
     row = torch.where(continued(tree, last)[:, None], correction, bonus)
-    return Accepted(*path_to(tree, last), draw_one(row, coins))
+    return Accepted(path_to(tree, last), at(tree.depths, last), draw_one(row, coins))
 
 
 def _shares(ratios: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
@@ -117,7 +117,7 @@ def traversal(
     heads = coins.flip(chances(tree, sieve.share.view_as(tree.ids)))
     last = leaves_first(tree).masked_fill(~heads, tree.size).argmin(-1)
     row = at(sieve.rest.view_as(p_rows), last)
-    return Accepted(*path_to(tree, last), draw_one(row, coins))
+    return Accepted(path_to(tree, last), at(tree.depths, last), draw_one(row, coins))
 
 
 def leaves_first(tree: Tree) -> Int[Tensor, "B N"]:

@@ -13,6 +13,7 @@ adds too little to it).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -63,11 +64,12 @@ class DynamicTree:
     ) -> Draft:
         frontier = roots[:, None]  # tokens of the level to expand
         parents = torch.zeros_like(frontier)  # their places in the step before
-        number = parents - 1  # their numbers among all candidates
+        number = parents  # their numbers among all candidates
         above = torch.zeros(frontier.shape, device=roots.device)
-        grown = _Grown(self.budget)
+        grown = _Grown(frontier, above, self.budget)
         allowed = torch.tensor(rooms, device=roots.device) if min(rooms) < self.depth else None
-        for depth in range(1, min(self.depth, max(rooms), ask.reach) + 1):
+        deepest = min(self.depth, max(rooms), ask.reach)
+        for depth in range(1, deepest + 1):
             logits = ask.step(depth, frontier, parents)
             width = min(self.width, logits.shape[-1])
             found = logits.float().log_softmax(-1).topk(width)
@@ -75,16 +77,18 @@ class DynamicTree:
             if allowed is not None:
                 scores = scores.masked_fill((allowed < depth)[:, None], float("-inf"))
             ids = ask.vocab.to_target(found.indices).flatten(1)
-            best = _best(scores, self.width)
-            number, fresh = best + grown.count, number.repeat_interleave(width, dim=1)
-            grown.add(ids, fresh, scores)
-            frontier, above = ids.gather(1, best), scores.gather(1, best)
-            parents = best.div(width, rounding_mode="floor")
+            grown.add(ids, number, scores)
             if self.gain > 0:
                 allowed = self._stop(grown, depth, allowed)
                 if bool((allowed <= depth).all()):
                     break
-        return Draft(grown.tree(roots), None)
+            if depth < deepest:
+                # of equal ones topk may take any: whom to ask is free, whom to keep (rerank) is not
+                above, best = scores.topk(min(self.width, scores.shape[1]))
+                number = best + (grown.count - scores.shape[1])
+                frontier = ids.gather(1, best)
+                parents = best.div(width, rounding_mode="floor")
+        return Draft(grown.tree(whole=allowed is None), None)
 
     def _stop(self, grown: "_Grown", depth: int, allowed: Tensor | None) -> Int[Tensor, " B"]:
         """Deepest level of each prompt: this one, where it has added too little."""
@@ -94,46 +98,55 @@ class DynamicTree:
         return torch.where(now - before <= self.gain, allowed.clamp(max=depth), allowed)
 
 
-def _best(scores: Float[Tensor, "B M"], count: int) -> Int[Tensor, "B n"]:
-    """The `count` best, ties to the lower index, in index order."""
-    ranked = scores.sort(dim=-1, descending=True, stable=True).indices
-    return ranked[:, :count].sort(dim=-1).values
-
-
 class _Grown:
-    """All candidates of a round, level by level."""
+    """All candidates of a round, level by level; the root is the first, and certain."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, roots: Int[Tensor, "B 1"], certain: Float[Tensor, "B 1"], budget: int):
         self.budget, self.count = budget, 0
         self.levels: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, parents' numbers, scores
+        self.add(roots, torch.full_like(roots, -1), certain)
 
-    def add(self, ids: Tensor, parents: Tensor, scores: Tensor) -> None:
+    def add(
+        self, ids: Int[Tensor, "B M"], parents: Int[Tensor, "B n"], scores: Float[Tensor, "B M"]
+    ) -> None:
+        """A level: as many children of every parent, one parent's after the other's."""
         self.levels.append((ids, parents, scores))
         self.count += ids.shape[1]
 
     def length(self, depth: int) -> Float[Tensor, " B"]:
         """Expected accepted tokens of the best tree of so many levels."""
-        if depth == 0:
-            return self.levels[0][2].new_zeros(len(self.levels[0][2]))
-        chances = torch.cat([scores for _, _, scores in self.levels[:depth]], dim=1).exp()
-        return chances.topk(min(self.budget, chances.shape[1])).values.sum(-1)
+        found = [scores for _, _, scores in self.levels[: depth + 1]]
+        chances = torch.cat(found, dim=1).exp()
+        return chances.topk(min(self.budget + 1, chances.shape[1])).values.sum(-1) - 1
 
-    def tree(self, roots: Int[Tensor, " B"]) -> Tree:
-        """The root and the best candidates; those of no use hang below it and are not real."""
-        parts = zip(*self.levels, strict=True)
-        ids, above, scores = (torch.cat(part, dim=1) for part in parts)
-        sizes = torch.tensor([level[0].shape[1] for level in self.levels], device=ids.device)
-        levels = torch.arange(1, len(sizes) + 1, device=ids.device).repeat_interleave(sizes)
-        kept = rerank(scores, self.budget)
-        above, real = above.gather(1, kept), scores.gather(1, kept) > float("-inf")
-        parents = torch.searchsorted(kept, above) + 1
-        parents = torch.where(real & (above >= 0), parents, 0)
-        depths = torch.where(real, levels[kept], 1)
-        top = roots[:, None]
-        return Tree.grown(
-            torch.cat([top, ids.gather(1, kept)], dim=1),
-            torch.cat([torch.full_like(top, -1), parents], dim=1),
-            torch.cat([torch.zeros_like(top), depths], dim=1),
-            len(self.levels),
-            torch.cat([torch.ones_like(top, dtype=torch.bool), real], dim=1),
-        )
+    def tree(self, whole: bool) -> Tree:
+        """The root and the best candidates; those of no use hang below it and are not real.
+
+        Args:
+            whole: all are of use.
+        """
+        ids, above, scores = (torch.cat(part, dim=1) for part in zip(*self.levels, strict=True))
+        kept = rerank(scores, self.budget + 1)
+        shape = tuple((parents.shape[1], ids.shape[1]) for ids, parents, _ in self.levels)
+        depths, owner = (part[kept] for part in _layout(shape, ids.device))
+        parents, real = torch.searchsorted(kept, above.gather(1, owner)), None
+        if not whole:
+            real = scores.gather(1, kept) > float("-inf")
+            parents, depths = torch.where(real, parents, 0), torch.where(real, depths, 1)
+        parents[:, 0] = -1
+        return Tree.grown(ids.gather(1, kept), parents, depths, len(self.levels) - 1, real)
+
+
+@lru_cache(maxsize=64)
+def _layout(
+    levels: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"]]:
+    """Of every candidate: its depth, and its parent's place in the row of all parents.
+
+    Args:
+        levels: parents and candidates of each, the root's included.
+    """
+    parents, children = torch.tensor(levels, device=device).unbind(1)
+    depths = torch.arange(len(levels), device=device).repeat_interleave(children)
+    each = (children // parents).repeat_interleave(parents)
+    return depths, torch.arange(len(each), device=device).repeat_interleave(each)

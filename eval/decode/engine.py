@@ -166,11 +166,11 @@ class Engine:
         if self.history is not None:
             self.history.start(slot, prompt)
         tree = Tree.chain(ids[:, -1:])
-        said = self._judge([one], Draft(tree, None), self._adjusted(logits, tree, slot))
-        root = self._read(tree, said, logits)[0].following
-        one.begin(root, self.stops)
+        said, sound = self._judge([one], Draft(tree, None), self._adjusted(logits, tree, slot))
+        root = self._read(tree, said, sound)[0].following
+        one.begin(root, said.next_ids[0], self.stops)
         self._measure(one, logits[0], [0])
-        self._absorb([one], ids, None, [[*prompt[known + 1 :], root]], positions, seen, clock)
+        self._absorb([one], [known], [[*prompt[known:], root]], seen, None, clock)
         if self.history is not None:
             self.history.add(slot, [root])
         if memory is not None:
@@ -202,32 +202,32 @@ class Engine:
         cache.focus(0, len(live))
         draft = self._draft(live, clock)
         tree, prefix = draft.tree, cache.active
-        at = torch.tensor(prefix, device=tree.ids.device)[:, None]
-        positions, visible = tree.depths + at, _visible(tree, prefix, at)
+        positions, visible = _laid_out(tree, prefix)
         watch.lap()  # choosing the tree and laying it out: nobody's, so it counts as overhead
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
-        said = self._judge(live, draft, self._adjusted(logits, tree))
-        news = self._read(tree, said, logits)
+        said, sound = self._judge(live, draft, self._adjusted(logits, tree))
+        news = self._read(tree, said, sound)
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
         for slot, (one, new, count) in enumerate(zip(live, news, counts, strict=True)):
+            one.newest = said.next_ids[slot]
             self._measure(one, logits[slot], new.path[:count])
             if self.history is not None:
                 self.history.add(slot, new.tokens[:count])
         clock.verify += watch.lap()
         cache.keep([new.path[:count] for new, count in zip(news, counts, strict=True)])
         clock.commit += watch.lap()
-        following = [new.tokens[:count] for new, count in zip(news, counts, strict=True)]
+        texts = [one.out.ids[-count - 1 :] for one, count in zip(live, counts, strict=True)]
         paths = None if tree.straight else said.path  # a chain's rows lie where they belong
-        self._absorb(live, tree.ids, paths, following, positions, seen, clock)
+        self._absorb(live, prefix, texts, seen, paths, clock)
         clock.rounds = watch.then - began  # the same stamps as the parts: they never exceed it
         for one in live:
             one.out.clock.add(clock, 1 / len(live))
         return counts
 
     def _draft(self, live: list[Live], clock: Clock) -> Draft:
-        roots = torch.tensor([one.out.ids[-1] for one in live], device=self.target.device)
+        roots = torch.stack([one.newest for one in live if one.newest is not None])
         rooms = [one.room - 1 for one in live]
         if self.drafter is None or self.policy is None:
             return Draft(Tree.chain(roots[:, None]), None)
@@ -256,55 +256,61 @@ class Engine:
             return logits
         return self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> Accepted:
+    def _judge(
+        self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
+    ) -> tuple[Accepted, Bool[Tensor, " B"]]:
+        """What is kept and said, and whether the logits are numbers."""
         if self.sampling.greedy:
-            return rules.greedy(draft.tree, self.sampling.choice(logits))
+            choice, most = self.sampling.favourite(logits)
+            return rules.greedy(draft.tree, choice), _finite(most)
         try:
             p_rows, coins = self.sampling.rows(logits), self._coins(live)
             q_rows = draft.q_rows
             if q_rows is None and draft.tree.size == 1:  # nothing was drafted, from no row
                 q_rows = torch.zeros_like(p_rows)
-            return self.rule(draft.tree, p_rows, q_rows, coins)
+            return self.rule(draft.tree, p_rows, q_rows, coins), _finite(logits.amax(2))
         except ValueError as error:
             raise RunError(f"A round could not be verified: {error}", HINT) from error
 
-    def _read(self, tree: Tree, said: Accepted, logits: Float[Tensor, "B N V"]) -> list[News]:
+    def _read(self, tree: Tree, said: Accepted, sound: Bool[Tensor, " B"]) -> list[News]:
         """What was decided, on the host: the only wait for the device in a round."""
-        sound = logits.amax((1, 2)).isfinite()
-        deep = tree.deepest()
-        leaf = said.length == deep if tree.straight else tree.leaf(said.path)
-        told = torch.stack([said.length, said.next_ids, deep, leaf, sound], dim=1)
-        words = tree.ids if tree.straight else tree.ids.gather(1, said.path)
-        table = torch.cat([told, said.path, words], dim=1).tolist()
-        if not all(row[4] for row in table):
+        facts = [said.length, said.next_ids, tree.deepest(), sound]
+        words = [tree.ids]
+        if not tree.straight:
+            facts.append(tree.leaf(said.path))
+            words = [said.path, tree.ids.gather(1, said.path)]
+        table = torch.cat([*(fact[:, None] for fact in facts), *words], dim=1).tolist()
+        if not all(row[3] for row in table):
             raise RunError("The target's logits are not finite (NaN or infinite).", HINT)
-        return [News.of(row, said.path.shape[1]) for row in table]
+        if tree.straight:
+            return [News.of_chain(row) for row in table]
+        return [News.of_tree(row, said.path.shape[1]) for row in table]
 
     def _absorb(
         self,
         live: list[Live],
-        ids: Int[Tensor, "B N"],
-        paths: Int[Tensor, "B P"] | None,
-        following: list[list[int]],
-        positions: Int[Tensor, "B N"],
+        starts: list[int],
+        texts: list[list[int]],
         seen: Seen,
+        paths: Int[Tensor, "B P"] | None,
         clock: Clock,
     ) -> None:
         """Hand the drafter the rows that were kept, each with the token behind it.
 
         Args:
-            paths: None where they are the first ones.
+            starts: position of the first row, per prompt.
+            texts: the rows' tokens and the one behind the last.
+            paths: where the rows lie; None: they are the first ones.
         """
         if self.drafter is None:
             self.watch.lap()
             return
-        last = [len(after) for after in following]
-        kept = [ids, positions, seen.taps, seen.last]
+        taps, last = seen.taps, seen.last
         if paths is not None:
-            kept = [_row(part, paths) for part in kept]
+            taps, last = _rows(taps, paths), _rows(last, paths)
         traces = [
-            _trace([part[i : i + 1, :count] for part in kept], following[i])
-            for i, count in enumerate(last)
+            _trace(text, start, taps[i : i + 1], last[i : i + 1])
+            for i, (text, start) in enumerate(zip(texts, starts, strict=True))
         ]
         self.watch.lap()  # handing over is nobody's work
         states = self.drafter.absorb_all([one.state for one in live], traces)
@@ -328,23 +334,34 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _row(part: Tensor, paths: Int[Tensor, "B P"]) -> Tensor:
+def _finite(most: Float[Tensor, "B N"]) -> Bool[Tensor, " B"]:
+    return most.sum(1).abs() < torch.inf
+
+
+def _rows(part: Float[Tensor, "B N ..."], paths: Int[Tensor, "B P"]) -> Tensor:
     """The rows of the paths: [B, N, ...] -> [B, P, ...]."""
-    return part[torch.arange(len(paths), device=paths.device)[:, None], paths]
+    shape = (*paths.shape, *part.shape[2:])
+    return part.gather(1, paths.view(*paths.shape, *[1] * (part.dim() - 2)).expand(shape))
 
 
-def _trace(kept: list[Tensor], following: list[int]) -> Trace:
-    """The kept rows of one prompt, as the drafter reads them: ids, positions, taps, last states."""
-    ids, positions, taps, last = kept
-    document, answer = _one_document(len(following), ids.device)
+def _trace(
+    text: list[int],
+    start: int,
+    taps: Float[Tensor, "1 N KH"],
+    last: Float[Tensor, "1 N H"],
+) -> Trace:
+    """The kept rows of one prompt, as the drafter reads them."""
+    count = len(text) - 1
+    row = torch.tensor([[*text, *range(start, start + count)]], device=last.device)
+    document, answer = _one_document(count, last.device)
     return Trace(
-        ids=ids,
-        next_ids=torch.tensor([following], device=ids.device),
+        ids=row[:, :count],
+        next_ids=row[:, 1 : count + 1],
         answer=answer,
         document=document,
-        positions=positions,
-        taps=taps,
-        last=last,
+        positions=row[:, count + 1 :],
+        taps=taps[:, :count],
+        last=last[:, :count],
     )
 
 
@@ -355,12 +372,13 @@ def _one_document(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return document, document.bool()
 
 
-def _visible(tree: Tree, prefix: list[int], at: Int[Tensor, "B 1"]) -> Bool[Tensor, "B N S"]:
-    """The whole prefix of the own slot, and of the tree each node's ancestors and itself."""
+def _laid_out(tree: Tree, prefix: list[int]) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N S"]]:
+    """Where every node stands, and what it sees: its slot's prefix, its ancestors and itself."""
     start, size = prefix[0], tree.size
     if all(length == start for length in prefix):
-        return torch.nn.functional.pad(tree.seen, (start, 0), value=True)
+        return tree.depths + start, torch.nn.functional.pad(tree.seen, (start, 0), value=True)
+    at = torch.tensor(prefix, device=tree.ids.device)[:, None]
     columns = torch.arange(max(prefix) + size, device=at.device)
     visible = (columns < at)[:, None].repeat(1, size, 1)
     own = (at + columns[:size])[:, None].expand(-1, size, -1)
-    return visible.scatter_(2, own, tree.seen)
+    return tree.depths + at, visible.scatter_(2, own, tree.seen)

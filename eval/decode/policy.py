@@ -110,9 +110,12 @@ class Chain:
     ) -> Draft:
         ids, rows = [roots[:, None]], list[Tensor]()
         only = torch.zeros_like(ids[0])
-        drafted = torch.tensor(rooms, device=roots.device).clamp(max=self.depth)
+        deepest = min(self.depth, max(rooms), ask.reach)
+        drafted = None  # all of it
+        if self.confidence > 0 or min(rooms) < deepest:
+            drafted = torch.tensor(rooms, device=roots.device).clamp(max=self.depth)
         tossed = not sampling.greedy and self.draft != BEST
-        for depth in range(1, min(self.depth, max(rooms), ask.reach) + 1):
+        for depth in range(1, deepest + 1):
             logits = ask.step(depth, ids[-1], only)
             if tossed:
                 rows.append(sampling.rows(logits))
@@ -120,13 +123,12 @@ class Chain:
             else:
                 guess = sampling.choice(logits)
             ids.append(ask.vocab.to_target(guess))
-            if self.confidence > 0:
+            if drafted is not None and self.confidence > 0:
                 chance = logits.float().softmax(-1).gather(-1, guess[..., None]).flatten()
                 drafted = torch.where(chance < self.confidence, drafted.clamp(max=depth), drafted)
                 if bool((drafted <= depth).all()):
                     break
-        even = self.confidence == 0 and min(rooms) >= len(ids) - 1
-        tree = Tree.chain(torch.cat(ids, dim=1), None if even else drafted)
+        tree = Tree.chain(torch.cat(ids, dim=1), drafted)
         if not tossed:
             return Draft(tree, None)
         known = [ask.vocab.expand(row) for row in rows]

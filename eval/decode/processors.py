@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.eval.decode.sampling import FEW, first_argmax, warp
+from outrider.eval.decode.sampling import LONG, first_argmax, warp
 from outrider.eval.decode.tree import Tree
 
 
@@ -71,9 +71,16 @@ class Sampling(NamedTuple):
 
     def choice(self, logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
         """The greedy token."""
-        if logits.numel() < FEW:
+        if logits.shape[-1] < LONG:
             return logits.argmax(-1)
         return first_argmax(logits.reshape(-1, logits.shape[-1])).view(logits.shape[:-1])
+
+    def favourite(
+        self, logits: Float[Tensor, "B N V"]
+    ) -> tuple[Int[Tensor, "B N"], Float[Tensor, "B N"]]:
+        """The greedy token and its logit; a NaN counts as the largest."""
+        choice = self.choice(logits)
+        return choice, logits.gather(2, choice[..., None])[..., 0]
 
     def adjust(
         self,

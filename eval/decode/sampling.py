@@ -22,7 +22,8 @@ from torch import Tensor
 
 BLOCK = 128  # tokens per block of the two-level search in `invert`; divides most vocabularies
 SPAN = 256  # tokens per block of `first_argmax`
-FEW = 2**14  # numbers that are searched faster than they are cut into blocks
+FEW = 2**14  # numbers that are summed faster than they are cut into blocks
+LONG = 2**13  # tokens of a row from which on its argmax is found faster in blocks
 CANDIDATES = 128  # tokens ranked in the first attempt to cover top_p
 
 
@@ -161,7 +162,9 @@ def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Te
         ValueError: a row holds a NaN, an infinity, or no mass at all.
     """
     probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
-    if probs.numel() < FEW:
+    if (
+        probs.numel() < FEW and not probs.is_cuda
+    ):  # there a long sum is not monotone to the last bit
         return _in_one(probs, uniforms)
     blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).reshape(len(probs), -1, BLOCK)
     weights = blocks.sum(-1)
@@ -175,8 +178,11 @@ def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Te
 
 def _in_one(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
     """`invert` in one level, for few numbers."""
-    _check_mass(probs.sum(-1))
-    return _slice_holding(probs, uniforms)[0]
+    ends = probs.cumsum(-1, dtype=torch.float64)
+    total = ends[:, -1]
+    _check_mass(total)
+    mark = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(ends, mark[:, None], right=True)[:, 0]
 
 
 def _check_mass(total: Float[Tensor, " N"]) -> None:
@@ -201,7 +207,7 @@ def _slice_holding(
 
 def first_argmax(x: Float[Tensor, "N V"]) -> Int[Tensor, " N"]:
     """`x.argmax(-1)`, ties to the lowest index; block maxima first, many times faster on a CPU."""
-    if x.is_cuda or x.shape[-1] % SPAN or x.numel() < FEW:
+    if x.is_cuda or x.shape[-1] % SPAN:
         return x.argmax(-1)
     blocks = x.view(len(x), x.shape[-1] // SPAN, SPAN)
     best = blocks.amax(-1).float().argmax(-1)

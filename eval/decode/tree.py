@@ -44,6 +44,7 @@ class Tree:
         real: False for nodes that only fill up; a real node's ancestors are real.
         levels: the deepest depth there can be, known without asking the device.
         straight: every tree is a chain, and nodes are real up to some depth.
+        whole: all nodes are real, known without asking the device.
     """
 
     ids: Int[Tensor, "B N"]
@@ -53,6 +54,7 @@ class Tree:
     real: Bool[Tensor, "B N"]
     levels: int
     straight: bool = False
+    whole: bool = False
 
     @classmethod
     def chain(cls, ids: Int[Tensor, "B N"], drafted: Int[Tensor, " B"] | None = None) -> "Tree":
@@ -62,11 +64,10 @@ class Tree:
             drafted: how many of the tokens behind the root are real; None: all.
         """
         batch, count = ids.shape
-        line = (part.expand(batch, *part.shape) for part in _line(count, ids.device))
-        parents, depths, seen, real = line
+        parents, depths, seen, real = _line(batch, count, ids.device)
         if drafted is not None:
             real = depths <= drafted[:, None]
-        return cls(ids, parents, depths, seen, real, count - 1, straight=True)
+        return cls(ids, parents, depths, seen, real, count - 1, True, drafted is None)
 
     @classmethod
     def grown(
@@ -78,29 +79,37 @@ class Tree:
         real: Bool[Tensor, "B N"] | None = None,
     ) -> "Tree":
         """Any tree; who sees whom is found by climbing, all nodes together."""
-        seen = torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device).repeat(len(ids), 1, 1)
-        above = parents.clamp(min=0)
+        itself, everyone, _ = _alone(*ids.shape, ids.device)
+        seen, above = itself.clone(), parents.clamp(min=0)
         step = above
         for _ in range(levels):
             seen.scatter_(2, step[..., None], True)
             step = above.gather(1, step)
-        real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
-        return cls(ids, parents, depths, seen, real, levels)
+        whole = real is None
+        return cls(
+            ids, parents, depths, seen, everyone if real is None else real, levels, whole=whole
+        )
 
     @property
     def size(self) -> int:
         """Nodes per prompt, the root and those that fill up included."""
         return self.ids.shape[1]
 
+    @property
+    def nodes(self) -> Int[Tensor, "B N"]:
+        """Their numbers, 0..N-1."""
+        return _alone(*self.ids.shape, self.ids.device)[2]
+
     def deepest(self) -> Int[Tensor, " B"]:
         """Depth of the deepest real node."""
         if self.straight:
-            return self.real.sum(1) - 1
-        return (self.depths * self.real).amax(1)
+            return self.depths[:, -1] if self.whole else self.real.sum(1) - 1
+        return (self.depths if self.whole else self.depths * self.real).amax(1)
 
     def leaf(self, path: Int[Tensor, "B P"]) -> Bool[Tensor, " B"]:
         """Whether a path's last node has no real child."""
-        return ~((self.parents == path[:, -1:]) & self.real).any(1)
+        below = self.parents == path[:, -1:]
+        return ~(below if self.whole else below & self.real).any(1)
 
     def check(self) -> "Tree":
         """Itself, if it is a tree; waits for the device, so not for every round.
@@ -121,11 +130,21 @@ class Tree:
 
 
 @lru_cache(maxsize=64)
-def _line(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parents, depths, ancestors and reality of a chain: the same in every round."""
+def _line(batch: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parents, depths, ancestors and reality of chains: the same in every round."""
     depths = torch.arange(count, device=device)
     real = torch.ones(count, dtype=torch.bool, device=device)
-    return depths - 1, depths, depths[:, None] >= depths, real
+    one = (depths - 1, depths, depths[:, None] >= depths, real)
+    parents, depths, seen, real = (part.expand(batch, *part.shape) for part in one)
+    return parents, depths, seen, real
+
+
+@lru_cache(maxsize=64)
+def _alone(batch: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Every node sees itself; all are real; their numbers."""
+    itself = torch.eye(count, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+    everyone = torch.ones(batch, count, dtype=torch.bool, device=device)
+    return itself, everyone, torch.arange(count, device=device).expand(batch, -1)
 
 
 def check_connected(parents: list[int], depths: list[int]) -> None:

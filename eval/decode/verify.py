@@ -73,6 +73,9 @@ def greedy(tree: Tree, choice: Int[Tensor, "B N"]) -> Accepted:
         ValueError: choice does not have one entry per node.
     """
     fits(tree, choice=choice)
+    if tree.straight:  # the commonest round of all: few operations
+        path, length = _along(tree, tree.ids[:, 1:] == choice[:, :-1])
+        return Accepted(path, length, choice.gather(1, length[:, None])[:, 0])
     path, length = descend(tree, _agreed(tree, choice))
     return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])
 
@@ -146,30 +149,29 @@ def descend(
         Path and length, as in Accepted.
     """
     if tree.straight:
-        return _along(tree, passed)
-    stopped = ~passed
-    stopped[:, 0] = False
-    open_ = tree.real & ~(tree.seen & stopped[:, None]).any(-1)
-    depth = tree.depths.masked_fill(~open_, -1)
-    if likes is None:
-        return path_to(tree, depth.argmax(-1))
-    deepest = depth == depth.amax(-1, keepdim=True)
-    return path_to(tree, likes.masked_fill(~deepest, -torch.inf).argmax(-1))
+        return _along(tree, passed[:, 1:])
+    closed = (tree.seen[:, :, 1:] > passed[:, None, 1:]).any(-1)  # below one that did not pass
+    depth = tree.depths.masked_fill(closed if tree.whole else closed | ~tree.real, -1)
+    length, last = depth.max(-1)
+    if likes is not None:
+        last = likes.masked_fill(depth != length[:, None], -torch.inf).argmax(-1)
+    return path_to(tree, last), length
 
 
-def _along(tree: Tree, passed: Bool[Tensor, "B N"]) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
-    """`descend` for chains: up to the first node that did not pass."""
-    length = (passed & tree.real)[:, 1:].long().cumprod(1).sum(1)
+def _along(
+    tree: Tree, passed: Bool[Tensor, "B drafted"]
+) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
+    """`descend` for chains: up to the first node behind the root that did not pass."""
+    passed = passed if tree.whole else passed & tree.real[:, 1:]
+    length = passed.cumprod(1).sum(1)
     return torch.minimum(tree.depths, length[:, None]), length
 
 
-def path_to(tree: Tree, last: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
-    """All nodes from the root to these ones: ancestors come first, so sorting orders them."""
-    nodes = torch.arange(tree.size, device=last.device).expand_as(tree.ids)
-    above = nodes.masked_fill(~at(tree.seen, last), tree.size).sort(-1).values
-    steps = torch.arange(tree.levels + 1, device=last.device).clamp(max=tree.size - 1)
-    path = torch.minimum(above[:, steps], last[:, None])
-    return path, tree.depths.gather(1, last[:, None])[:, 0]
+def path_to(tree: Tree, last: Int[Tensor, " B"]) -> Int[Tensor, "B P"]:
+    """All nodes from the root to these ones, each at the place of its depth."""
+    others = tree.levels + 1  # a place behind the path for all that are not on it
+    place = tree.depths.masked_fill(~at(tree.seen, last), others)
+    return last[:, None].expand(-1, others + 1).scatter(1, place, tree.nodes)[:, :-1]
 
 
 # ---- families ------------------------------------------------------------------------------------
@@ -207,7 +209,8 @@ def branches(tree: Tree) -> Bool[Tensor, "B N"]:
 
 def at(rows: Tensor, nodes: Int[Tensor, " B"]) -> Tensor:
     """The row of one node per prompt: [B, N, ...] and [B] give [B, ...]."""
-    return rows[torch.arange(len(rows), device=rows.device), nodes]
+    where = nodes.view(-1, *[1] * (rows.dim() - 1))
+    return rows.gather(1, where.expand(-1, 1, *rows.shape[2:]))[:, 0]
 
 
 def drafted_chances(
