@@ -39,6 +39,7 @@ class SlotCache(Cache):
         self._fresh = self._positions[:, :0]  # columns of the new rows
         self._count = self._start = self._wide = 0  # of the forward under way
         self._level = True  # all slots in focus have one length
+        self._views: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # of that forward
 
     def __len__(self) -> int:
         return len({layer for layer, _ in self._place})
@@ -94,6 +95,7 @@ class SlotCache(Cache):
         device = self._positions.device
         fresh = torch.arange(count, device=device)
         self._fresh = torch.tensor(active, device=device)[:, None] + fresh
+        self._views = []
 
     def columns(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B S"]:
         """Position of every column that the new tokens find, their own included."""
@@ -108,19 +110,28 @@ class SlotCache(Cache):
         return self._append(key, layer_idx, 0), self._append(value, layer_idx, 1)
 
     def _append(self, rows: Tensor, layer: int, kind: int) -> Tensor:
-        first, stop = self._window
-        held = self._held(rows, layer, kind)[first:stop]
-        if self._level:
-            held[:, :, self._start : self._start + self._count] = rows
-        else:
-            held.scatter_(2, self._fresh[:, None, :, None].expand(rows.shape), rows)
-        return held[:, :, : self._wide]
-
-    def _held(self, rows: Tensor, layer: int, kind: int) -> Float[Tensor, "slots A capacity C"]:
         place = self._place.get((layer, kind))
         if place is None:
             place = self._place[layer, kind] = self._allocate(rows)
-        return self._blocks[place[0]][1][place[1]]
+            self._views = []
+        if not self._views:
+            self._views = [self._cut(block, used) for _, block, used in self._blocks]
+        held, goal = (part[place[1]] for part in self._views[place[0]])
+        if self._level:
+            goal.copy_(rows)
+        else:
+            held.scatter_(2, self._fresh[:, None, :, None].expand(rows.shape), rows)
+        return held
+
+    def _cut(self, block: Tensor, used: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Of every layer what attention sees, and where new rows go if all go to one place.
+
+        All views of a forward are cut at once: one by one they would cost as much as its copies.
+        """
+        first, stop = self._window
+        held = block[:used, first:stop, :, : self._wide]
+        goal = block[:used, first:stop, :, self._start : self._start + self._count]
+        return held.unbind(), goal.unbind()
 
     def _allocate(self, rows: Tensor) -> tuple[int, int]:
         """A place in the block of this shape: one for keys and values of all layers, as a rule."""
