@@ -122,14 +122,49 @@ def test_resume_must_wants_a_checkpoint(loaded: Loaded, made: Material, tmp_path
         loop.fit(config(tmp_path, "train.resume=must"), loaded, made, QUIET)
 
 
-def test_a_truncated_checkpoint_is_refused_by_name(
+def cut_short(folder: Path) -> None:
+    file = folder / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def test_behind_a_truncated_checkpoint_the_one_before_goes_on(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    """It says so, keeps the damaged one out of the way, and ends where an undisturbed run does."""
+    console = Console(record=True, width=200)
+    words = ("train.save_every=2", "train.schedule=constant")  # the rate forgets the steps planned
+    loop.fit(config(tmp_path / "whole", *words, "train.max_steps=8"), loaded, made, QUIET)
+    loop.fit(config(tmp_path / "torn", *words), loaded, made, QUIET)
+    place = tmp_path / "torn" / "checkpoints"
+    cut_short(place / "step-00000006")
+    loop.fit(config(tmp_path / "torn", *words, "train.max_steps=8"), loaded, made, console)
+    assert "step-00000006" in (said := console.export_text())
+    assert "Continuing from step 4" in said
+    assert (place / "damaged-step-00000006").is_dir()
+    ends = [
+        load_file(tmp_path / name / "checkpoints" / "step-00000008" / "state.safetensors")
+        for name in ("whole", "torn")
+    ]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_where_all_checkpoints_are_truncated_the_newest_is_named(
     loaded: Loaded, made: Material, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path), loaded, made, QUIET)
-    file = tmp_path / "checkpoints" / "step-00000006" / "state.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+    for folder in (tmp_path / "checkpoints").glob("step-*"):
+        cut_short(folder)
     with pytest.raises(RunError, match=r"step-00000006.*damaged"):
         loop.fit(config(tmp_path, "train.max_steps=8"), loaded, made, QUIET)
+    assert (tmp_path / "checkpoints" / "step-00000006").is_dir()  # nothing was touched
+
+
+def test_milestones_stay_beside_the_newest(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+    words = ("train.save_every=1", "train.keep_last=1", "train.keep_every=3")
+    loop.fit(config(tmp_path, *words, "train.max_steps=7"), loaded, made, QUIET)
+    kept = sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000003", "step-00000006", "step-00000007"]
 
 
 def test_a_loss_that_is_no_number_keeps_its_batch(

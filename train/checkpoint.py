@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.train.errors import RunError
+from outrider.train.errors import Damaged, RunError
 from outrider.train.files import read_json, read_tensors, sync_folder, write_json, write_tensors
 
 FIX = "Continue from an older checkpoint (remove this folder), or start with train.resume=never."
@@ -41,10 +41,27 @@ class Progress:
     finished: bool = False
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay.
+
+    Attributes:
+        last: so many of the newest.
+        every: and those of every so many steps; None: no others.
+    """
+
+    last: int
+    every: int | None = None
+
+    def superfluous(self, known: list[Path]) -> list[Path]:
+        """Of these, oldest first, what may go."""
+        return [old for old in known[: -self.last] if not self.every or _step(old) % self.every]
+
+
 def save(
-    folder: Path, model: nn.Module, optimizer: Any, progress: Progress, keep: int, main: bool
+    folder: Path, model: nn.Module, optimizer: Any, progress: Progress, keep: Keep, main: bool
 ) -> None:
-    """Write `folder/step-N` and remove all but the newest `keep`. Every rank calls it.
+    """Write `folder/step-N` and remove those that need not stay. Every rank calls it.
 
     Args:
         model: the unwrapped module (its own parameter names).
@@ -65,7 +82,7 @@ def save(
     write_json(partial / "state.json", {"progress": vars(progress), "sha256": sha256})
     partial.rename(final)
     sync_folder(folder)
-    for old in found(folder)[:-keep]:
+    for old in keep.superfluous(found(folder)):
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -74,11 +91,45 @@ def found(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def newest(known: list[Path], model: nn.Module, optimizer: Any) -> tuple[Progress, list[Damaged]]:
+    """`load` the newest checkpoint that is whole; every rank finds the same one.
+
+    Args:
+        known: oldest first, at least one.
+
+    Returns:
+        Its progress, and what is wrong with the newer ones.
+
+    Raises:
+        RunError: it belongs to another configuration.
+        Damaged: all are damaged.
+    """
+    wrong: list[Damaged] = []
+    for folder in reversed(known):
+        try:
+            return load(folder, model, optimizer), wrong
+        except Damaged as error:
+            wrong.append(error)
+    raise wrong[0]
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that nobody takes it for one."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
 def load(folder: Path, model: nn.Module, optimizer: Any) -> Progress:
     """Put a checkpoint into model and optimizer. Every rank calls it.
 
     Raises:
-        RunError: it is damaged, or belongs to another configuration.
+        Damaged: it cannot be read.
+        RunError: it belongs to another configuration.
     """
     about = read_json(folder / "state.json", FIX)
     tensors = read_tensors(folder / "state.safetensors", about.get("sha256"), FIX)

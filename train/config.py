@@ -119,6 +119,7 @@ class TrainConfig:
     eval_every: int = key(100, "steps between held-out evaluations", COUNT)
     save_every: int = key(100, "steps between checkpoints", COUNT)
     keep_last: int = key(2, "checkpoints kept beside the best one", COUNT)
+    keep_every: int | None = key(None, "checkpoints of every so many steps stay too", COUNT)
     resume: Literal["auto", "never", "must"] = key(
         "auto", "continue from run.dir: if it has a checkpoint, never, or refuse to start afresh"
     )

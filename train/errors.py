@@ -34,6 +34,10 @@ class RunError(RuntimeError):
         self.fix = fix
 
 
+class Damaged(RunError):
+    """A file is missing, cut off, or not what was written."""
+
+
 @contextmanager
 def exit_on_error(program: str) -> Iterator[None]:
     """End the process as a user expects it: a message and exit 2, never a traceback.

@@ -17,7 +17,7 @@ from safetensors.torch import load as tensors_from
 from safetensors.torch import save as bytes_of
 from torch import Tensor
 
-from outrider.train.errors import RunError
+from outrider.train.errors import Damaged, RunError
 
 
 def write(file: Path, data: bytes) -> None:
@@ -56,14 +56,14 @@ def write_json(file: Path, value: object) -> None:
 def read_json(file: Path, fix: str) -> dict[str, Any]:
     """
     Raises:
-        RunError: missing, not json, or not an object.
+        Damaged: missing, not json, or not an object.
     """
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {error}", fix) from None
+        raise Damaged(f"{file} cannot be read: {error}", fix) from None
     if not isinstance(value, dict):
-        raise RunError(f"{file} does not hold a json object.", fix)
+        raise Damaged(f"{file} does not hold a json object.", fix)
     return value
 
 
@@ -80,19 +80,19 @@ def read_tensors(file: Path, sha256: str | None, fix: str) -> dict[str, Tensor]:
         sha256: what the bytes must hash to; None skips the check.
 
     Raises:
-        RunError: missing, truncated, or not the bytes that were written.
+        Damaged: missing, truncated, or not the bytes that were written.
     """
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise RunError(f"{file} cannot be read: {error}", fix) from None
+        raise Damaged(f"{file} cannot be read: {error}", fix) from None
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-        raise RunError(f"{file} is damaged: its bytes are not the ones that were written.", fix)
+        raise Damaged(f"{file} is damaged: its bytes are not the ones that were written.", fix)
     try:
         tensors: dict[str, Tensor] = tensors_from(data)
         return tensors
     except SafetensorError as error:
-        raise RunError(f"{file} is damaged or truncated: {error}", fix) from None
+        raise Damaged(f"{file} is damaged or truncated: {error}", fix) from None
 
 
 def sha256_of(file: Path) -> str:

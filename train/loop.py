@@ -73,6 +73,8 @@ def fit(config: Config, loaded: Loaded, made: Material, console: Console) -> Pat
     with console.status("finding first weights and preparing the ranks"):
         run = Run(config, loaded, made)
     resumed = run.resume()
+    for note in run.notes:
+        console.print(note, style="yellow", soft_wrap=True)
     if resumed and run.progress.finished and run.done() >= 1:
         console.print(f"{run.folder} is finished: {run.progress.step} steps.")
         done = run.folder / "drafter"

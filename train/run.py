@@ -37,7 +37,8 @@ from outrider.train.sums import Sums
 # text of the drafter's own, are then drawn anew)
 FREE = (
     "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
-    "train.keep_last", "train.resume", "train.log_every", "train.quick_eval", "train.wandb.",
+    "train.keep_last", "train.keep_every", "train.resume", "train.log_every", "train.quick_eval",
+    "train.wandb.",
     "eval.", "decode.", "launch.name", "launch.accumulation", "data.generate.minutes",
 )  # fmt: skip
 
@@ -91,6 +92,7 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(self.objective, self._optimizer())
         self.progress = checkpoint.Progress()
         self.stop_signal: int | None = None
+        self.notes: list[str] = []  # to be said once there is somebody to say it to
 
     def _initialise(self) -> str:
         """First weights from the training text; a run that continues has its own already."""
@@ -288,7 +290,7 @@ class Run:
     def save(self) -> None:
         checkpoint.save(
             self.folder / "checkpoints", self.objective, self.optimizer, self.progress,
-            self.config.train.keep_last, self.main,
+            checkpoint.Keep(self.config.train.keep_last, self.config.train.keep_every), self.main,
         )  # fmt: skip
         if self.main:
             self._forget_bests()
@@ -320,7 +322,12 @@ class Run:
         self._same_run()
         if self.config.launch.name.startswith("zero"):
             self._touch_optimizer()
-        self.progress = checkpoint.load(known[-1], self.objective, self.optimizer)
+        self.progress, wrong = checkpoint.newest(known, self.objective, self.optimizer)
+        self.accelerator.wait_for_everyone()  # all ranks have read
+        for error, spoiled in zip(wrong, reversed(known), strict=False):
+            if self.main:
+                checkpoint.set_aside(spoiled)
+            self.notes.append(f"{error.message} Continuing from step {self.progress.step}.")
         return True
 
     def _touch_optimizer(self) -> None:
