@@ -64,7 +64,7 @@ class Slot:
     open: bool = False
 
 
-class SlotCache(RowCache):
+class ColumnCache(RowCache):
     """A cache whose rows (slots) begin at columns of their own, with room reclaimed in front."""
 
     first = 0  # no slot needs a column before this one
@@ -134,7 +134,7 @@ class Writer:
             return
         waiting = deque(_alike(questions))
         self.longest = max(len(q.ids) for q in questions)
-        self.cache = SlotCache(2 * (self.longest + self.settings.max_new_tokens) + 1)
+        self.cache = ColumnCache(2 * (self.longest + self.settings.max_new_tokens) + 1)
         self.slots = [Slot() for _ in range(min(self.settings.batch, len(waiting)))]
         while waiting or any(slot.open for slot in self.slots):
             self._fill(waiting)

@@ -1,19 +1,26 @@
 """What a drafter is worth: decoding, metrics, theory and the report."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outrider.eval.decode.dynamic import DynamicTree as DynamicTree
+    from outrider.eval.decode.policy import Chain as Chain
+    from outrider.eval.decode.rules import judge as judge
+    from outrider.eval.decode.static import StaticTree as StaticTree
     from outrider.eval.decoder import Chat as Chat
     from outrider.eval.decoder import Decoder as Decoder
     from outrider.eval.decoder import Result as Result
 
-__all__ = ["Chat", "Decoder", "Result"]
+__all__ = ["Chain", "Chat", "Decoder", "DynamicTree", "Result", "StaticTree", "judge"]
+PLACES = {
+    "Chain": "decode.policy", "DynamicTree": "decode.dynamic", "StaticTree": "decode.static",
+    "judge": "decode.rules",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """`from outrider.eval import Decoder`, loaded only when it is asked for."""
     if name not in __all__:
         raise AttributeError(f"outrider.eval has no {name}")
-    from outrider.eval import decoder
-
-    return getattr(decoder, name)
+    return getattr(import_module(f"outrider.eval.{PLACES.get(name, 'decoder')}"), name)

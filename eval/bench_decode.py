@@ -21,7 +21,7 @@ from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.run import suite_of
+from outrider.eval.suite import suite_of
 from outrider.launch import start
 from outrider.models.formats import native
 from outrider.models.load import load, stop_ids
@@ -37,7 +37,7 @@ SHAPES: dict[str, Policy] = {
 PARTS = ("draft", "target", "verify", "commit")
 KNOWN = {
     "run.dir": "",
-    "limit": "8",
+    "limit": "16",
     "tokens": "64",
     "repeats": "5",
     "batches": "1,4,16",
@@ -94,6 +94,9 @@ def _mean(outputs: Sequence[Output]) -> dict[str, float]:
 def batch(words: list[str]) -> int:
     """The bench: tokens per second, with the drafter and without it, for several batches."""
     scene, console = _scene(words), Console()
+    if max(scene.batches) > len(scene.requests):
+        why = f"There are {len(scene.requests)} prompts; a batch that is never full says nothing."
+        raise ConfigError("batches", scene.batches, why, "Use smaller ones, or a larger limit.")
     rows: list[dict[str, Any]] = []
     table = Table(title=f"{len(scene.requests)} prompts, greedy (medians)")
     for name in ("batch", "draft shape", "tau", "tokens/s", "plain tokens/s", "speedup", "same"):

@@ -13,6 +13,7 @@ A token whose bytes are only a part of a character is shown with the token that 
 
 import sys
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ from rich.live import Live
 from rich.text import Text
 
 from outrider.eval.decode.answer import ACCEPTED, BONUS, CORRECTION, FIRST
-from outrider.eval.decode.choose import policy_of, rule_of, sampling_of
+from outrider.eval.decode.choose import policy_of, rule_of, sampling_of, shortfall
+from outrider.eval.decode.policy import Policy
 from outrider.eval.decode.rules import RULES
 from outrider.eval.decoder import PLAIN, Decoder, Piece, Result
 from outrider.eval.decoder import Chat as Dialogue
@@ -73,11 +75,15 @@ def chat(
     talk = Talk(
         console, lambda: decoder.chat(seed=config.run.seed, **how), config.eval.max_new_tokens
     )
-    _greet(console, decoder, config)
-    for line in _lines(console, ask or (lambda: _read(console))):
-        if line == "/quit":
-            break
-        talk.take(line)
+    _greet(console, decoder, policy, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # what there is to say was said in the greeting
+        for line in _lines(console, ask or (lambda: _read(console))):
+            if line == "/quit":
+                break
+            talk.take(line)
     return 0
 
 
@@ -287,12 +293,13 @@ def _page(console: Console) -> Page:
 # ---- lines ----
 
 
-def _greet(console: Console, decoder: Decoder, config: Config) -> None:
+def _greet(console: Console, decoder: Decoder, policy: Policy, config: Config) -> None:
     """Who talks, how, and what the colours mean."""
     decode = config.decode
     shape = f"{decode.name} of depth {decode.depth}, temperature {decode.temperature:g}"
     _say(console, f"{decoder.target.name} with {config.drafter.name}, {shape}")
-    for warning in (decoder.changed, _loss(decode)):
+    assert decoder.drafter is not None, "of a run"
+    for warning in (decoder.changed, shortfall(policy, decoder.drafter), _loss(decode)):
         if warning:
             console.print(Text(warning, "yellow"), soft_wrap=True)
     if _coloured(console):

@@ -20,6 +20,8 @@ from outrider.train.errors import RunError
 from outrider.train.files import read_json
 
 MB = 2.0**20
+# above temperature 0: how guesses come about and are verified unless something else was asked for
+USUAL = {"chain": ("drawn", "ratio"), "sampled_tree": ("drawn", "without_replacement")}
 FULL = 6  # reports that are shown in full, at most
 
 
@@ -50,6 +52,8 @@ ROWS = (
 SAME = (
     Row("policy", describe_policy),
     Row("temperature", lambda r: r["temperature"]),
+    Row("guesses", lambda r: r.get("draft", "-")),
+    Row("verified by", lambda r: r.get("verify", "-")),
     Row("target weights", lambda r: r["fingerprints"]["target"][:8]),
     Row("target changed", lambda r: r.get("target_changed") or "no"),
     Row("dtype", lambda r: r["dtype"]),
@@ -110,8 +114,20 @@ def compare(paths: list[str]) -> int:
 
 
 def shape(report: dict[str, Any]) -> str:
-    """`chain@0`: how a report drafted, and at which temperature."""
-    return f"{report['policy']}@{report['temperature']:g}"
+    """`chain@0`: how a report drafted, and at which temperature; `chain@1 (block)`: how verified.
+
+    What is usual for a policy is not said: columns of one name hold numbers of one kind.
+    """
+    name = f"{report['policy']}@{report['temperature']:g}"
+    draft, verify = USUAL.get(report["policy"], ("best", "match"))
+    if not report["temperature"]:
+        return name
+    unusual = [
+        report[key]
+        for key, usual in (("draft", draft), ("verify", verify))
+        if report.get(key, usual) != usual
+    ]
+    return f"{name} ({', '.join(unusual)})" if unusual else name
 
 
 def overview(runs: Sequence[Measured]) -> Group:

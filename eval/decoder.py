@@ -12,19 +12,21 @@ same text. The policy is a name of conf/decode/ ("chain", "dynamic_tree", ...), 
 "plain" for no speculation.
 """
 
+import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from outrider.data.chat import prompt_ids
 from outrider.data.sources import Message
 from outrider.eval.decode.answer import Memory, Output, Request, Stops
-from outrider.eval.decode.choose import Tables, policy_of
+from outrider.eval.decode.choose import Tables, policy_of, shortfall
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import Judge
+from outrider.eval.decode.rules import Fitted, Judge
 from outrider.eval.ranks import read_tables
 from outrider.launch import start
 from outrider.models.base import Drafter
@@ -33,7 +35,7 @@ from outrider.models.load import load, stop_ids
 from outrider.models.target import Target
 from outrider.train.compose import choices
 from outrider.train.config import Config, TargetConfig, load_run
-from outrider.train.decoding import check, shaped
+from outrider.train.decoding import DecodeConfig, check, shaped
 from outrider.train.errors import ConfigError, RunError
 
 Prompt = Sequence[int] | str | Sequence[Message] | Sequence[str]
@@ -51,7 +53,8 @@ class Result:
         origins: who proposed each token: first, accepted, correction or bonus.
         tau: tokens per forward of the target behind the prompt's; None without a round.
         seconds: of the rounds; the prompt's own time is `prefill_seconds`.
-        ended: "budget", "end token" or "stop string".
+        ended: "budget", "end token" or "stop string"; "" where no token was asked for.
+        lossy: the rule was one that changes what the target says.
     """
 
     output_ids: list[int]
@@ -62,6 +65,7 @@ class Result:
     seconds: float
     prefill_seconds: float
     ended: str
+    lossy: bool = False
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -149,7 +153,11 @@ class Decoder:
         known = str(target) in ("tiny", "smollm2")
         names = {"name": str(target)} if known else {"name": "hf", "path": str(target)}
         settings = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
-        return cls._loaded(settings, None if drafter is None else Path(drafter), policy, None)
+        if drafter is None:
+            return cls._loaded(settings, None, policy, None)
+        folder = Path(drafter)
+        tables = read_tables(folder) or read_tables(folder.parent)  # of a run's own drafter/
+        return cls._loaded(settings, folder, policy, tables)
 
     @classmethod
     def _loaded(
@@ -246,8 +254,9 @@ class Decoder:
         stops = Stops(stop_ids(self.tokenizer, self.target), setting.strings, self.text)
         drafter = self.drafter if policy is not None else None
         return Engine(
-            self.target, drafter, policy, sampling=sampling, stops=stops, rule=setting.rule
-        )
+            self.target, drafter, policy, sampling=sampling, stops=stops, rule=setting.rule,
+            timed=False,
+        )  # fmt: skip
 
     def _policy(self, setting: "_Setting") -> Policy | None:
         chosen = self.policy if setting.policy is None else setting.policy
@@ -258,11 +267,11 @@ class Decoder:
             raise ConfigError("policy", chosen, "There is no such policy.", f"Use one of: {names}.")
         if self.drafter is None:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
-        if not isinstance(chosen, str):
-            return chosen
-        _, decode = shaped(f"{chosen}@{setting.sampling.temperature:f}")
-        check(decode)
-        return policy_of(decode, self.tables)
+        if isinstance(chosen, str):
+            chosen = policy_of(_named(chosen, setting.sampling.temperature), self.tables)
+        if short := shortfall(chosen, self.drafter):
+            warnings.warn(short, stacklevel=6)
+        return chosen
 
     def text(self, ids: list[int]) -> str:
         """Tokens as text, without special ones."""
@@ -280,6 +289,7 @@ class Decoder:
             out.clock.rounds,
             out.clock.prefill,
             out.ended,
+            setting.lossy and (setting.policy or self.policy) != PLAIN,
         )
 
 
@@ -345,6 +355,10 @@ class _Setting:
     rule: Judge | None = None
 
     @property
+    def lossy(self) -> bool:
+        return self.temperature > 0 and isinstance(self.rule, Fitted) and self.rule.lossy
+
+    @property
     def strings(self) -> tuple[str, ...]:
         """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -359,6 +373,14 @@ class _Setting:
             float(self.repetition_penalty),
             tuple(self.banned),
         )
+
+
+@lru_cache(maxsize=64)
+def _named(policy: str, temperature: float) -> DecodeConfig:
+    """conf/decode/<policy>.yaml; composing it takes longer than many an answer."""
+    _, decode = shaped(f"{policy}@{temperature:f}")
+    check(decode)
+    return decode
 
 
 def _settled(text: str, stops: Sequence[str]) -> str:

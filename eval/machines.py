@@ -138,7 +138,7 @@ def drafter_sizes(drafter: Drafter, target: Target, depth: int) -> tuple[ModelSi
     with torch.no_grad():
         state = drafter.absorb(None, play.rows(0, PROBE))
         with _watched() as used:
-            longer = drafter.absorb(state, play.rows(PROBE, 2 * PROBE))
+            longer = drafter.absorb_all([state], [play.rows(PROBE, 2 * PROBE)])
             seen = [_weights(used)]
             for now in range(1, min(depth, drafter.reach) + 1):
                 used.clear()
@@ -225,8 +225,7 @@ class Foreseen:
         first = f"{m.name}: {rates}, {m.fixed * 1e6:g} microseconds fixed per forward."
         return (first, *ASSUMPTIONS)
 
-    @property
-    def overhead_ms(self) -> float:
+    def overhead_ms(self, width: int, batch: int) -> float:
         return 0.0
 
     def fields(self) -> dict[str, Any]:

@@ -40,6 +40,8 @@ ASSUMPTIONS = (
     "A tree expands the `width` most probable nodes of a level and keeps the `nodes` most probable "
     "of all, as the table ranks them; a dynamic tree, which asks the drafter, does better as a "
     "rule.",
+    "Guesses are the drafter's favourites, verified by `match` above temperature 0 "
+    "(decode.draft=best).",
 )
 
 
@@ -53,17 +55,16 @@ class Clock(Protocol):
     @property
     def assumptions(self) -> tuple[str, ...]: ...
 
-    @property
-    def overhead_ms(self) -> float:
-        """Of a round, besides the two models."""
-        ...
-
     def verify_ms(self, tokens: int, batch: int, context: int) -> float:
         """The target over so many new tokens per prompt; one is a plain step."""
         ...
 
     def draft_ms(self, width: int, depth: int, batch: int, context: int) -> float:
         """The drafter's part of a round."""
+        ...
+
+    def overhead_ms(self, width: int, batch: int) -> float:
+        """Of a round, besides the two models; width 0 is plain decoding, 1 a chain."""
         ...
 
     def fields(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def surface(
     rows = []
     for batch in sorted(set(batches)):
         for context in sorted(set(contexts)):
-            plain = clock.verify_ms(1, batch, context)
+            plain = clock.verify_ms(1, batch, context) + clock.overhead_ms(0, batch)
             rows.append(Row(batch, context, 0, 0, 0, 1.0, 0.0, plain, plain, plain, 1.0))
             for (depth, width, count), tau in shapes.items():
                 rows.append(_row(clock, batch, context, depth, width, count, tau, plain))
@@ -225,8 +226,9 @@ def _row(
 ) -> Row:
     draft = clock.draft_ms(width, depth, batch, context)
     verify = clock.verify_ms(nodes + 1, batch, context)
-    speedup = walltime_from_times(tau, draft, verify, clock.overhead_ms, plain)
-    whole = draft + verify + clock.overhead_ms
+    overhead = clock.overhead_ms(width, batch)
+    speedup = walltime_from_times(tau, draft, verify, overhead, plain)
+    whole = draft + verify + overhead
     return Row(batch, context, depth, width, nodes, tau, draft, verify, whole, plain, speedup)
 
 
@@ -322,14 +324,19 @@ def _fields(row: Row) -> dict[str, Any]:
     return {**row._asdict(), "shape": row.shape, "tokens_per_second": row.tokens_per_second}
 
 
-def write_plan(folder: Path, plan: Plan, out: str = "plan") -> None:
+def write_plan(
+    folder: Path, plan: Plan, out: str = "plan", checks: Sequence[dict[str, Any]] = ()
+) -> None:
     """`<out>.png`, then `<out>.json`: where the json is, the picture is too.
+
+    Args:
+        checks: what decoding made of some rows.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.
     """
     write(folder / f"{out}.png", picture(plan))
-    write_json(folder / f"{out}.json", plan.fields())
+    write_json(folder / f"{out}.json", {**plan.fields(), "checks": list(checks)})
 
 
 def picture(plan: Plan) -> bytes:

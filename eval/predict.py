@@ -9,8 +9,10 @@ arithmetic instead, and nothing is decoded.
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,8 +29,9 @@ from outrider.eval.decode.static import StaticTree
 from outrider.eval.machines import MACHINES, Machine, ModelSize, drafter_sizes
 from outrider.eval.plan import Grid, Plan, Row, make_plan, predicted, print_plan, write_plan
 from outrider.eval.ranks import rank_table
-from outrider.eval.run import suite_of, told
-from outrider.eval.timing import measure
+from outrider.eval.run import told
+from outrider.eval.suite import suite_of
+from outrider.eval.timing import CHAIN, PLAIN, TREE, Measured, Timing, measure
 from outrider.launch import start
 from outrider.models.base import Drafter
 from outrider.models.formats import native
@@ -39,6 +42,8 @@ from outrider.train.planning import PlanConfig
 
 CLOSE = 0.10  # how near a prediction should be
 RANKS = 10
+FULL = 3  # prompts per place of a batch
+TURNS = 5  # of both engines, where a prediction is held against decoding
 
 
 def plan(config: Config, wanted: PlanConfig) -> int:
@@ -62,12 +67,33 @@ def plan(config: Config, wanted: PlanConfig) -> int:
     with console.status("timing forwards" if study.machine is None else "counting bytes"):
         made = study.plan()
     print_plan(console, made)
-    write_plan(folder / "eval", made, wanted.out)
-    if study.machine is None and wanted.check:
-        checks = study.check(made, console)
+    deepest = max(row.depth for row in made.rows)
+    if left_out := [depth for depth in wanted.depths if depth > deepest]:
+        said = f"depths {left_out} left out: this checkpoint drafts {deepest} deep"
+        console.print(said, style="yellow", highlight=False)
+    checks = study.check(made, console) if study.machine is None and wanted.check else []
+    if checks:
         console.print(shown(checks))
-    console.print(f"plan: {folder / 'eval' / wanted.out}.json, .png", highlight=False)
+    write_plan(folder / "plan", made, wanted.out, [check.fields() for check in checks])
+    console.print(f"plan: {folder / 'plan' / wanted.out}.json, .png", highlight=False)
     return 0
+
+
+class Parts(NamedTuple):
+    """Milliseconds of a round of the batch, and tokens per prompt."""
+
+    draft: float
+    target: float
+    rest: float
+    tau: float
+
+    @property
+    def whole(self) -> float:
+        return self.draft + self.target + self.rest
+
+    def times(self, factor: float) -> "Parts":
+        """On a machine that is so much slower."""
+        return Parts(factor * self.draft, factor * self.target, factor * self.rest, self.tau)
 
 
 @dataclass(frozen=True)
@@ -83,6 +109,15 @@ class Check:
         """Relative error of the predicted speedup."""
         return self.row.speedup / self.speedup - 1
 
+    def fields(self) -> dict[str, float | str | int]:
+        """For json."""
+        row = self.row
+        return {
+            "shape": row.shape, "batch": row.batch, "context": row.context,
+            "tau_foreseen": row.tau, "tau": self.tau,
+            "speedup_foreseen": row.speedup, "speedup": self.speedup, "off": self.off,
+        }  # fmt: skip
+
 
 class Study:
     """One checkpoint, some prompts, and what is found out about them."""
@@ -93,11 +128,14 @@ class Study:
         self.config, self.wanted, self.drafter = config, wanted, drafter
         self.target, self.tokenizer = loaded.target, loaded.tokenizer
         self.machine = _machine(wanted)
+        if self.machine is None and (_sizes(wanted) or wanted.budget):
+            why = "Models that are not here are foreseen for a machine that is not here."
+            fix = "Add plan.machine=h100, or plan.bandwidth and plan.flops."
+            raise ConfigError("plan.machine", None, why, fix)
         self.sampling = sampling_of(config.decode)
         self.stops = Stops(stop_ids(self.tokenizer, self.target))
         suite = suite_of(config, wanted.prompts)
         self.prompts = [prompt_ids(self.tokenizer, prompt.opening()) for prompt in suite]
-        self.overhead_ms = 0.0
 
     def answer(self) -> None:
         """The target's own words to the prompts, and how often each guess is among them."""
@@ -116,14 +154,12 @@ class Study:
         """The surface, for this machine or the other one."""
         grid = self._grid()
         if self.machine is not None:
-            size = self.wanted.bytes
-            target = ModelSize.of(self.target).stored(size)
-            sizes = [
-                part.stored(size)
-                for part in drafter_sizes(self.drafter, self.target, max(grid.depths))
-            ]
-            return predicted(self.table, self.machine, target, sizes, grid)
-        self.overhead_ms = self._overhead()
+            found = _sizes(self.wanted) or self._own_sizes(max(grid.depths))
+            return predicted(self.table, self.machine, *found, grid, self.wanted.budget)
+        kinds = self._kinds(grid)
+        rounds: dict[tuple[int, int], Parts] = {}
+        for batch in sorted(set(grid.batches)):
+            rounds |= {(kind, batch): parts for kind, parts in self._rounds(kinds, batch).items()}
         timing = measure(
             self.target,
             self.drafter,
@@ -134,9 +170,44 @@ class Study:
             batches=grid.batches,
             contexts=grid.contexts,
             repeats=self.wanted.repeats,
-            overhead_ms=self.overhead_ms,
         )
-        return make_plan(self.table, timing, grid)
+        return make_plan(self.table, self._in_decoding(timing, kinds, rounds, grid), grid)
+
+    def _in_decoding(
+        self,
+        timing: Timing,
+        kinds: dict[int, Policy | None],
+        rounds: dict[tuple[int, int], Parts],
+        grid: Grid,
+    ) -> Timing:
+        """Times of forwards alone, brought to what they were in some rounds of decoding."""
+        batches = tuple(sorted(set(grid.batches)))
+        context = min(max(round(self._context()), min(grid.contexts)), max(grid.contexts))
+        width, depth = max(grid.widths), max(grid.depths)
+        target: dict[tuple[int, ...], float] = {}
+        draft: dict[tuple[int, ...], float] = {}
+        for (kind, batch), parts in rounds.items():
+            policy = kinds[kind]
+            tokens = 1 if policy is None else 1 + policy.nodes
+            target[tokens, batch] = parts.target / timing.verify_ms(tokens, batch, context)
+            if policy is not None:
+                size = width if kind == TREE else 1
+                alone = timing.draft_ms(size, min(depth, policy.levels), batch, context)
+                draft[size, batch] = parts.draft / alone
+        return replace(
+            timing,
+            overhead=Measured(
+                {"kind": tuple(kinds), "batch": batches}, {at: p.rest for at, p in rounds.items()}
+            ),
+            target_factor=_factors(target),
+            draft_factor=_factors(draft),
+        )
+
+    def _own_sizes(self, depth: int) -> tuple[ModelSize, list[ModelSize]]:
+        """Of the models at hand."""
+        size = self.wanted.bytes
+        parts = drafter_sizes(self.drafter, self.target, depth)
+        return ModelSize.of(self.target).stored(size), [part.stored(size) for part in parts]
 
     def check(self, made: Plan, console: Console) -> list[Check]:
         """Decode some of the settings, each beside plain decoding in the same minutes."""
@@ -150,11 +221,11 @@ class Study:
 
     def _checked(self, row: Row) -> Check:
         taus, ratios = [], []
-        for _ in range(3):
-            plain, fast = (_pace(self._decode(how, row.batch)) for how in (None, self._policy(row)))
-            taus.append(fast[1])
-            ratios.append(plain[0] / fast[0])
-        return Check(row, sorted(taus)[1], sorted(ratios)[1])
+        for _ in range(TURNS):
+            plain, fast = (self._round(how, row.batch) for how in (None, self._policy(row)))
+            taus.append(fast.tau)
+            ratios.append(fast.tau * plain.whole / fast.whole)  # of a batch that stays full
+        return Check(row, median(taus), median(ratios))
 
     def _policy(self, row: Row) -> Policy:
         if row.width == 1:
@@ -163,20 +234,53 @@ class Study:
         return StaticTree(shapes.best_first(table, row.nodes))
 
     def _decode(self, policy: Policy | None, batch: int) -> list[Output]:
-        drafter = None if policy is None else self.drafter
-        engine = Engine(self.target, drafter, policy, sampling=self.sampling, stops=self.stops)
-        prompts = self.prompts * -(-batch // len(self.prompts))
-        count, seed = self.wanted.new_tokens, self.config.run.seed
-        requests = [Request(ids, count, seed + n) for n, ids in enumerate(prompts)]
-        return engine.generate_all(requests, batch)
+        return self._engine(policy).generate_all(self._requests(batch), batch)
 
-    def _overhead(self) -> float:
-        """Milliseconds of a round besides the two models."""
-        outputs = self._decode(Chain(max(self._grid().depths), BEST), 1)
-        clocks = [out.clock for out in outputs]
-        models = sum(clock.draft + clock.target for clock in clocks)
-        rounds = sum(out.rounds for out in outputs)
-        return 1000 * (sum(clock.rounds for clock in clocks) - models) / max(1, rounds)
+    def _engine(self, policy: Policy | None) -> Engine:
+        drafter = None if policy is None else self.drafter
+        return Engine(self.target, drafter, policy, sampling=self.sampling, stops=self.stops)
+
+    def _requests(self, batch: int) -> list[Request]:
+        """Enough of them that the batch is full most of the time."""
+        wanted = FULL * batch if batch > 1 else 1
+        prompts = self.prompts * -(-wanted // len(self.prompts))
+        count, seed = self.wanted.new_tokens, self.config.run.seed
+        return [Request(ids, count, seed + n) for n, ids in enumerate(prompts)]
+
+    def _kinds(self, grid: Grid) -> dict[int, Policy | None]:
+        """Some rounds of every kind."""
+        table = self.table[: max(grid.depths), : max(grid.widths)]
+        nodes = sorted(grid.nodes)[len(grid.nodes) // 2] if grid.nodes else 1
+        tree = StaticTree(shapes.best_first(table, nodes))
+        return {PLAIN: None, CHAIN: Chain(max(grid.depths), BEST), TREE: tree}
+
+    def _rounds(self, kinds: dict[int, Policy | None], batch: int) -> dict[int, Parts]:
+        """Medians over turns, each beside the plain rounds of its turn, so that drift cancels."""
+        turns = [
+            {kind: self._round(policy, batch) for kind, policy in kinds.items()}
+            for _ in range(TURNS)
+        ]
+        usual = median(turn[PLAIN].whole for turn in turns)
+        level = [
+            {kind: parts.times(usual / turn[PLAIN].whole) for kind, parts in turn.items()}
+            for turn in turns
+        ]
+        return {
+            kind: Parts(*map(median, zip(*(turn[kind] for turn in level), strict=True)))
+            for kind in kinds
+        }
+
+    def _round(self, policy: Policy | None, batch: int) -> Parts:
+        """The parts of a round, decoded."""
+        engine = self._engine(policy)
+        outputs = engine.generate_all(self._requests(batch), batch)
+        draft, target, whole = (
+            1000 * sum(getattr(out.clock, part) for out in outputs) / max(1, engine.rounds)
+            for part in ("draft", "target", "rounds")
+        )
+        tokens = sum(len(out.ids) - 1 for out in outputs)
+        tau = tokens / max(1, sum(out.rounds for out in outputs))
+        return Parts(draft, target, whole - draft - target, tau)
 
     def _context(self) -> float:
         """Tokens in front of a round, on average."""
@@ -218,11 +322,27 @@ def _machine(wanted: PlanConfig) -> Machine | None:
     )
 
 
-def _pace(outputs: Sequence[Output]) -> tuple[float, float]:
-    """Seconds per token behind the first one, and tau."""
-    tokens = sum(len(out.ids) - 1 for out in outputs)
-    rounds = sum(out.rounds for out in outputs)
-    return sum(out.clock.rounds for out in outputs) / max(1, tokens), tokens / max(1, rounds)
+def _factors(found: dict[tuple[int, ...], float]) -> Measured:
+    sizes, batches = (tuple(sorted(set(axis))) for axis in zip(*found, strict=True))
+    return Measured({"size": sizes, "batch": batches}, found)
+
+
+def _sizes(wanted: PlanConfig) -> tuple[ModelSize, list[ModelSize]] | None:
+    """Target and drafter that are not here either; None: those of the run."""
+    params, layers = wanted.target_params, wanted.target_layers
+    width, kv, drafter = wanted.target_width, wanted.target_kv_width, wanted.drafter_params
+    given = (params, layers, width, kv, drafter)
+    if all(value is None for value in given):
+        return None
+    if params is None or layers is None or width is None or kv is None or drafter is None:
+        why = "Other models need all of target_params, _layers, _width, _kv_width, drafter_params."
+        raise ConfigError("plan.target_params", params, why, "Give all five, or none.")
+
+    def size(billions: float, depth: int) -> ModelSize:
+        rows = 2 * kv * depth * wanted.bytes
+        return ModelSize(1e9 * billions, 1e9 * billions * wanted.bytes, rows, width, depth)
+
+    return size(params, layers), [size(drafter, wanted.drafter_layers)]
 
 
 def _spread(rows: Sequence[Row], count: int) -> list[Row]:

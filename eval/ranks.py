@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from outrider.eval.decode import shapes
 from outrider.eval.decode.sampling import draw, warp
 from outrider.models.base import Drafter, Guess, Trace
 from outrider.models.target import Target
@@ -52,6 +53,7 @@ TINY = 1e-30  # keeps a row whose chance is used up from becoming 0 / 0
 FILE, FORMAT = "ranks.json", "outrider-ranks-1"
 RANKS = 10  # columns of the tables that go with a run
 TOKENS = 8192  # of held-out text they are measured on
+TREE = 8  # nodes of the trees that `outrider ranks` shows and writes, for decode.tree
 TABLES: dict[str, tuple[float, Literal["best", "drawn"]]] = {
     "best@0": (0.0, "best"),
     "best@1": (1.0, "best"),
@@ -246,8 +248,21 @@ def ranks(config: Config) -> int:
     tables = read_tables(folder) or {}
     for name, table in tables.items():
         console.print(picture(name, table))
-    console.print(f"written: {folder / FILE}")
+        best = best_tree(name, table, TREE)
+        shapes.write(best, folder / f"tree-{name}.json")
+        console.print(
+            f"its best tree of {TREE} nodes, {shapes.expected(best, table):.2f} tokens a round:"
+        )
+        console.print(shapes.picture(best), highlight=False)
+    console.print(f"written: {folder / FILE}, {folder}/tree-*.json", highlight=False)
     return 0
+
+
+def best_tree(name: str, table: Float[Tensor, "D K"], nodes: int) -> shapes.Paths:
+    """The shape with the most expected tokens, for favourites or for drawn siblings."""
+    if name.startswith("drawn"):
+        return shapes.sequoia(table, nodes, len(table))[0]
+    return shapes.best_first(table, nodes)
 
 
 def record_held(

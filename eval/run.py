@@ -14,7 +14,6 @@ import hashlib
 import json
 import platform
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,14 +27,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import outrider
 from outrider.data.chat import Tokenizer, prompt_ids
 from outrider.data.prepare import Material
-from outrider.data.sources import SUITE, Message, Prompt, fingerprint, prompts
+from outrider.data.sources import Message, Prompt, fingerprint
 from outrider.eval.decode.answer import Output, Stops
-from outrider.eval.decode.choose import policy_of, rule_of, sampling_of
+from outrider.eval.decode.choose import policy_of, rule_of, sampling_of, shortfall
 from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.rules import RULES, default_rule
+from outrider.eval.decode.rules import RULES
 from outrider.eval.metrics import Record, middle, predict, ratio, summarise
 from outrider.eval.ranks import read_tables, record_held
 from outrider.eval.report import Mismatch, Report, number, publish
+from outrider.eval.suite import suite_file, suite_of
 from outrider.launch import start
 from outrider.models.base import Drafter, Trace
 from outrider.models.formats import native
@@ -47,11 +47,10 @@ from outrider.train.errors import RunError
 from outrider.train.objective import Objective
 
 WARM_TOKENS = 32  # budget of a warm-up answer: enough to meet every shape of a round
-GENERAL = Path(__file__).parent.parent / "data" / "prompts" / "eval.jsonl"
 QUICK_PROMPTS = 8  # of the report at the end of training
 SHOWN = (  # of `decode`, in every report
     "width", "nodes", "confidence", "gain", "temperature", "top_p", "top_k", "min_p",
-    "repetition_penalty", "banned",
+    "repetition_penalty", "banned", "lenience", "epsilon", "delta",
 )  # fmt: skip
 SEEDS_APART = 1_000_003  # run.seed s starts its prompts' seeds at s times this
 
@@ -114,27 +113,6 @@ def quick_report(config: Config, loaded: Loaded, made: Material, console: Consol
         publish(report, folder / "eval", part.eval.out, console, legend=i == 0)
 
 
-def suite_file(config: Config) -> Path:
-    """The prompts' file; null is the embedded suite that suits the target."""
-    if config.eval.prompts is not None:
-        return Path(config.eval.prompts)
-    return SUITE if config.target.name == "tiny" else GENERAL
-
-
-def suite_of(config: Config, limit: int | None) -> list[Prompt]:
-    """`limit` prompts, the categories in turn, however the file is sorted."""
-    suite = prompts(suite_file(config))
-    if limit is None or limit >= len(suite):
-        return suite
-    rank: Counter[str] = Counter()
-    places: list[int] = []  # of each prompt within its category
-    for prompt in suite:
-        places.append(rank[prompt.category])
-        rank[prompt.category] += 1
-    chosen = sorted(range(len(suite)), key=lambda i: (places[i], i))[:limit]
-    return [suite[i] for i in sorted(chosen)]
-
-
 def measure(
     target: Target,
     tokenizer: Tokenizer,
@@ -156,6 +134,8 @@ def measure(
     taps = target.taps
     try:
         bench = Bench(target, tokenizer, drafter, config)
+        if short := shortfall(bench.policy, drafter):
+            console.print(short, style="yellow")
         bench.warm_up(suite[: config.eval.warmup])
         with _progress(console) as progress:
             task = progress.add_task("decoding", total=sum(len(p.turns) for p in suite), now="")
@@ -187,10 +167,9 @@ class Bench:
         decode = self.config.decode
         stops = Stops(stop_ids(self.tokenizer, self.target))
         sampling = sampling_of(decode)
-        policy = policy_of(decode, read_tables(Path(self.config.run.dir)))
+        self.policy = policy = policy_of(decode, read_tables(Path(self.config.run.dir)))
         rule, drafter = rule_of(decode, policy), self.drafter
-        self.rule = default_rule(policy.draft, not policy.branches)
-        self.rule = self.rule if decode.verify == "auto" else decode.verify
+        self.rule = rule.name
         self.fast = Engine(self.target, drafter, policy, sampling=sampling, stops=stops, rule=rule)
         self.plain = Engine(self.target, None, None, sampling=sampling, stops=stops)
         self.gauge = Engine(self.target, None, None, keep_gaps=True)
@@ -347,10 +326,12 @@ class Bench:
             "target": self.target.name,
             "policy": decode.name,
             "depth": self.depth,
-            "draft": decode.tossing,
+            "draft": self.policy.draft,
             "verify": self.rule if decode.temperature else "greedy",
             "lossy": decode.temperature > 0 and RULES[self.rule].lossy,
             **{name: getattr(decode, name) for name in SHOWN},
+            "nodes": self.policy.nodes,
+            "tree": getattr(self.policy, "paths", None),
             **{name: getattr(config.eval, name) for name in ("max_new_tokens", "repeats")},
             "warmup": config.eval.warmup,
             "seed": config.run.seed,

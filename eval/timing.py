@@ -4,13 +4,14 @@ Few forwards are timed, on a grid, and the rest is read off piecewise linearly; 
 nothing is known, and asking is an error. The runs that are compared take turns behind one warm-up
 each, so that drift strikes all alike, and of each the median counts.
 
-    target_ms   new tokens x prompts of a batch x cached rows    the head included
-    draft_ms    nodes per step x steps x cached rows             taking in `ROWS` rows included
+    target_ms   new tokens x prompts x cached rows                  the head included
+    draft_ms    nodes per step x steps x prompts x cached rows      taking in `ROWS` rows included
 
 What the tokens are changes no time, so they are drawn at random, and so are the target's states
-that the drafter is given. What ran before does: in front of every draft the target runs, as it does
-in decoding, and leaves the processor's caches without the drafter's weights. Times are milliseconds
-of a forward, whatever the batch.
+that the drafter is given. What ran before does change it, because the processor's caches are then
+full of something else: as in decoding, the target runs in front of every draft, the drafter in
+front of every forward that verifies, and a plain step in front of a plain step. Times are
+milliseconds of the whole batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from outrider.eval.decode.clock import Stopwatch
 from outrider.models.base import Drafter, State, Trace
-from outrider.models.cache import RowCache
+from outrider.models.slots import SlotCache
 from outrider.models.target import Target
 
 ROWS = 3  # verified rows that the drafter takes in per round: about what a round emits
@@ -62,6 +63,14 @@ class Measured:
         """
         return self._between([wanted[name] for name in self.axes], ())
 
+    def near(self, **wanted: int) -> float:
+        """The time at one point, or at the nearest one that lies within what was measured."""
+        clamped = {
+            name: min(max(wanted[name], points[0]), points[-1])
+            for name, points in self.axes.items()
+        }
+        return self.at(**clamped)
+
     def _between(self, wanted: list[int], known: tuple[int, ...]) -> float:
         """The axes of `known` are settled; the next one is settled here."""
         if len(known) == len(wanted):
@@ -83,6 +92,11 @@ class Measured:
         return [dict(zip((*self.axes, "ms"), (*p, v), strict=True)) for p, v in self.ms.items()]
 
 
+PLAIN, CHAIN, TREE = 0, 1, 2  # kinds of rounds, as `Timing.overhead` has them
+FREE = Measured({"kind": (PLAIN,), "batch": (1,)}, {(PLAIN, 1): 0.0})
+AS_TIMED = Measured({"size": (1,), "batch": (1,)}, {(1, 1): 1.0})
+
+
 @dataclass(frozen=True)
 class Timing:
     """Times of this machine, as `plan.make_plan` asks for them.
@@ -90,38 +104,44 @@ class Timing:
     Attributes:
         name: the machine in words.
         target: axes tokens, batch, context.
-        draft: axes nodes, depth, context.
-        overhead_ms: of a round, besides both models: choosing the tree, verifying, bookkeeping.
+        draft: axes width, depth, batch, context.
+        overhead: axes kind, batch: of a round, besides both models.
+        target_factor: axes size (new tokens), batch: how much longer forwards take in decoding
+            than alone; beyond its axes the nearest point counts, as for `overhead`.
+        draft_factor: axes size (width), batch: the same of the drafter.
     """
 
     name: str
     target: Measured
     draft: Measured
-    overhead_ms: float = 0.0
+    overhead: Measured = FREE
+    target_factor: Measured = AS_TIMED
+    draft_factor: Measured = AS_TIMED
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         return (
             f"Forwards were timed on {self.name}; between measured points time is linear.",
-            f"A round costs {self.overhead_ms:g} ms besides the two models, whatever its shape.",
+            "How much longer they take in decoding, and what a round costs besides, was measured "
+            "on plain decoding, the deepest chain and one tree, which stand for all shapes.",
             f"The drafter takes in {ROWS} verified rows per round, however many there are.",
-            "A batch is drafted like one prompt with batch x width nodes from its second step on: "
-            "weights are read once, keys and values those of a single prompt.",
         )
 
     def verify_ms(self, tokens: int, batch: int, context: int) -> float:
-        return self.target.at(tokens=tokens, batch=batch, context=context)
+        factor = self.target_factor.near(size=tokens, batch=batch)
+        return factor * self.target.at(tokens=tokens, batch=batch, context=context)
 
     def draft_ms(self, width: int, depth: int, batch: int, context: int) -> float:
-        return self.draft.at(nodes=batch * width, depth=depth, context=context)
+        factor = self.draft_factor.near(size=width, batch=batch)
+        return factor * self.draft.at(width=width, depth=depth, batch=batch, context=context)
+
+    def overhead_ms(self, width: int, batch: int) -> float:
+        return self.overhead.near(kind=min(width, TREE), batch=batch)
 
     def fields(self) -> dict[str, Any]:
         """For json."""
-        return {
-            "target": self.target.fields(),
-            "draft": self.draft.fields(),
-            "overhead_ms": self.overhead_ms,
-        }
+        parts = ("target", "draft", "overhead", "target_factor", "draft_factor")
+        return {name: getattr(self, name).fields() for name in parts}
 
 
 def measure(
@@ -135,47 +155,50 @@ def measure(
     batches: Sequence[int],
     contexts: Sequence[int],
     repeats: int = 7,
-    overhead_ms: float = 0.0,
+    overhead: Measured = FREE,
 ) -> Timing:
     """Fill both grids.
 
     Args:
         name: the machine in words, printed with the figures.
         tokens: new tokens per prompt, nodes of the tree and its root; 1 is added.
-        widths: nodes per drafter step; what the largest batch makes of the widest is added.
+        widths: nodes per drafter step; 1 is added.
     """
-    counts = tuple(sorted({1, *tokens}))
-    nodes = tuple(sorted({*widths, *(max(widths) * batch for batch in batches)}))
-    prompts, rows = tuple(sorted(set(batches))), tuple(sorted(set(contexts)))
-    levels = tuple(sorted(set(depths)))
+    counts, wide = tuple(sorted({1, *tokens})), tuple(sorted({1, *widths}))
+    levels, prompts, rows = (tuple(sorted(set(axis))) for axis in (depths, batches, contexts))
     verified: dict[tuple[int, ...], float] = {}
     drafted: dict[tuple[int, ...], float] = {}
     taps = target.taps
     target.set_taps(drafter.taps)  # a round's forward keeps them
     try:
         for batch, context in product(prompts, rows):
-            found = target_ms(target, counts, batch, context, repeats)
+            found = target_ms(target, drafter, counts, batch, context, repeats)
             verified |= {(n, batch, context): ms for n, ms in found.items()}
-        for context in rows:
-            times = draft_ms(drafter, target, nodes, levels, context, repeats)
-            drafted |= {(*shape, context): ms for shape, ms in times.items()}
+            times = draft_ms(drafter, target, wide, levels, batch, context, repeats)
+            drafted |= {(*shape, batch, context): ms for shape, ms in times.items()}
     finally:
         target.set_taps(taps)
     axes = {"tokens": counts, "batch": prompts, "context": rows}
     return Timing(
         name,
         Measured(axes, verified),
-        Measured({"nodes": nodes, "depth": levels, "context": rows}, drafted),
-        overhead_ms,
+        Measured({"width": wide, "depth": levels, "batch": prompts, "context": rows}, drafted),
+        overhead,
     )
 
 
 def target_ms(
-    target: Target, tokens: Sequence[int], batch: int, context: int, repeats: int = 7
+    target: Target,
+    drafter: Drafter,
+    tokens: Sequence[int],
+    batch: int,
+    context: int,
+    repeats: int = 7,
 ) -> dict[int, float]:
     """Median milliseconds of one forward, head included, per number of new tokens.
 
     Args:
+        drafter: drafts in front of every forward of more than one token.
         tokens: new tokens of each prompt.
         batch: prompts.
         context: rows that the cache holds of each.
@@ -183,17 +206,22 @@ def target_ms(
     _check_room(target, context + max(tokens))
     with torch.no_grad():
         cache = _filled(target, batch, context, context + max(tokens))
+        draft = rehearsal(drafter, target).drafts(drafter, batch, 1)
 
         def forward(count: int) -> Callable[[], object]:
             ids, places, seen = _new(target, batch, context, count)
 
             def run() -> object:
-                cache.crop(context)
+                for slot in range(batch):
+                    cache.crop(slot, context)
                 return target.logits(target.forward(ids, places, seen, cache).last)
 
             return run
 
-        times = medians([forward(count) for count in tokens], repeats, target.device)
+        runs = [forward(count) for count in tokens]
+        drafted = draft(1, 1)
+        before = [run if n == 1 else drafted for n, run in zip(tokens, runs, strict=True)]
+        times = medians(runs, repeats, target.device, before)
     return dict(zip(tokens, times, strict=True))
 
 
@@ -202,6 +230,7 @@ def draft_ms(
     target: Target,
     widths: Sequence[int],
     depths: Sequence[int],
+    batch: int,
     context: int,
     repeats: int = 7,
 ) -> dict[tuple[int, int], float]:
@@ -210,30 +239,21 @@ def draft_ms(
     Args:
         widths: nodes per step, from the second one on; the first step knows the root alone.
         depths: steps, at most the drafter's reach.
-        context: rows it has taken in before, at least 1.
+        batch: prompts.
+        context: rows it has taken in before of each, at least 1.
     """
     _check_room(target, context + ROWS + max(depths))
     if max(depths) > drafter.reach:
         raise ValueError(f"depth {max(depths)}: this drafter reaches {drafter.reach}")
-    play = rehearsal(drafter, target)
     with torch.no_grad():
-        state = drafter.absorb(None, play.rows(0, context))
-        fresh = play.rows(context, context + ROWS)
-
-        def draft(width: int, depth: int) -> Callable[[], object]:
-            def run() -> object:
-                now = drafter.absorb(state, fresh)
-                for level in range(1, depth + 1):
-                    now = play.step(drafter, now, level, width)
-                return now
-
-            return run
+        draft = rehearsal(drafter, target).drafts(drafter, batch, context)
 
         def verify() -> object:
-            return target.logits(target.forward(*_new(target, 1, 0, 1)).last)
+            return target.logits(target.forward(*_new(target, batch, 0, 1)).last)
 
         shapes = list(product(widths, depths))
-        times = medians([draft(*shape) for shape in shapes], repeats, target.device, verify)
+        runs = [draft(*shape) for shape in shapes]
+        times = medians(runs, repeats, target.device, [verify] * len(runs))
     return dict(zip(shapes, times, strict=True))
 
 
@@ -241,7 +261,7 @@ def medians(
     runs: Sequence[Callable[[], object]],
     repeats: int,
     device: torch.device,
-    before: Callable[[], object] | None = None,
+    before: Sequence[Callable[[], object] | None] | None = None,
 ) -> list[float]:
     """Median milliseconds of each run; they take turns, behind one warm-up of each.
 
@@ -250,12 +270,13 @@ def medians(
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: at least one")
+    first = before or [None] * len(runs)
     spent: list[list[float]] = [[] for _ in runs]
     watch = Stopwatch(device)
     for turn in range(repeats + 1):
-        for run, times in zip(runs, spent, strict=True):
-            if before is not None:
-                before()
+        for prepare, run, times in zip(first, runs, spent, strict=True):
+            if prepare is not None:
+                prepare()
             watch.lap()
             run()
             if turn:
@@ -285,12 +306,33 @@ class Rehearsal:
         places = torch.arange(start, stop, device=device)[None]
         return Trace(ids[:, :-1], ids[:, 1:], nothing.bool(), nothing, places, taps, last)
 
-    def step(self, drafter: Drafter, state: State, depth: int, width: int) -> State:
-        """One level: the root at depth 1, its children at 2, then a child of each node."""
+    def drafts(
+        self, drafter: Drafter, batch: int, context: int
+    ) -> Callable[[int, int], Callable[[], object]]:
+        """(width, depth) -> a draft of that shape behind so many rows of every prompt."""
+        before = [drafter.absorb(None, self.rows(0, context)) for _ in range(batch)]
+        fresh = [self.rows(context, context + ROWS) for _ in range(batch)]
+
+        def shaped(width: int, depth: int) -> Callable[[], object]:
+            def run() -> object:
+                now = drafter.absorb_all(before, fresh)
+                for level in range(1, depth + 1):
+                    now = self.step(drafter, now, level, width)
+                return now
+
+            return run
+
+        return shaped
+
+    def step(
+        self, drafter: Drafter, states: Sequence[State], depth: int, width: int
+    ) -> list[State]:
+        """One level: the roots at depth 1, their children at 2, then a child of each node."""
         count = 1 if depth == 1 else width
         ids = self.words[torch.arange(count, device=self.words.device) % len(self.words)]
         parents = torch.arange(count, device=ids.device) * (depth > 2)
-        return drafter.step(state, depth, ids, parents)[1]
+        both = (part.expand(len(states), -1) for part in (ids, parents))
+        return drafter.step_all(states, depth, *both)[1]
 
 
 def rehearsal(drafter: Drafter, target: Target) -> Rehearsal:
@@ -298,12 +340,11 @@ def rehearsal(drafter: Drafter, target: Target) -> Rehearsal:
     return Rehearsal(target, len(drafter.taps), drafter.vocab.kept.to(target.device))
 
 
-def _filled(target: Target, batch: int, context: int, capacity: int) -> RowCache:
+def _filled(target: Target, batch: int, context: int, capacity: int) -> SlotCache:
     """A cache that holds `context` rows of every prompt."""
-    cache = target.new_cache(capacity)
-    while cache.length < context:
-        count = min(CHUNK, context - cache.length)
-        ids, places, seen = _new(target, batch, cache.length, count)
+    cache = target.new_slots(batch, capacity)
+    for start in range(0, context, CHUNK):
+        ids, places, seen = _new(target, batch, start, min(CHUNK, context - start))
         target.forward(ids, places, seen, cache)
     return cache
 

@@ -285,7 +285,7 @@ def pick(draft: Draft, rows: Tensor) -> Draft:
     """Some of the prompts of a batch."""
     tree, contexts, q_rows = draft
     parts: dict[str, Any] = {name: getattr(tree, name)[rows] for name in PARTS}
-    chosen = Tree(**parts, levels=tree.levels)
+    chosen = Tree(**parts, levels=tree.levels, straight=tree.straight, whole=tree.whole)
     return Draft(chosen, contexts[rows], None if q_rows is None else q_rows[rows])
 
 
@@ -295,7 +295,10 @@ def stack(drafts: list[Draft]) -> Draft:
     parts: dict[str, Any] = {
         name: torch.cat([getattr(tree, name) for tree in trees]) for name in PARTS
     }
-    tree = Tree(**parts, levels=max(tree.levels for tree in trees))
+    straight, whole = (
+        all(flags) for flags in zip(*((t.straight, t.whole) for t in trees), strict=True)
+    )
+    tree = Tree(**parts, levels=max(tree.levels for tree in trees), straight=straight, whole=whole)
     contexts = torch.cat([draft.contexts for draft in drafts])
     rows = [draft.q_rows for draft in drafts if draft.q_rows is not None]
     return Draft(tree, contexts, torch.cat(rows) if rows else None)
@@ -353,6 +356,8 @@ def grow(toy: Toy, starts: Tensor, widths: tuple[int, ...], below: Below) -> Dra
         real.append((real[-1][..., None] & live).flatten(1))
     nodes = torch.cat(contexts, dim=1)
     shape = (batch, -1)
+    if set(widths) == {1} and bool(torch.cat(real, dim=1).all()):  # as the engine draws chains
+        return Draft(Tree.chain(nodes % toy.vocab), nodes, None)
     tree = Tree.grown(
         nodes % toy.vocab,
         torch.cat(parents).expand(shape),

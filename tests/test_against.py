@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.eval import against
+from outrider.eval import against, bench_assisted
 from outrider.eval.against import ASSISTED, LOOKUP, OURS, PLAIN, THEIR_PLAIN, Answer, Case, Sides
 from outrider.eval.report import Mismatch
 from outrider.models import drafters
@@ -49,7 +49,7 @@ def sides(
 ) -> Sides:
     target = tiny.target(family)
     noisy(family, HALF[family] if noise is None else noise).save_pretrained(room)
-    drafter, assistant = against.draft_models(str(room), target)
+    drafter, assistant = bench_assisted.draft_models(str(room), target)
     return Sides(target, drafter, assistant, stops, gamma, lookup=4)
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_word_is_found_and_the_targets_lead_is_told(tmp_path: Path) -> N
     text = torch.tensor([[*PROMPTS[0], *plain[:4]]])
     top = both.target.model(text).logits[0, -1].topk(2).values
     assert miss.gap == pytest.approx(float(top[0] - top[1]), rel=1e-4)
-    assert [row["same_answers"] for row in against.rows([case])] == [0, 1, 1, 1, 1]
+    assert [row["same_answers"] for row in bench_assisted.rows([case])] == [0, 1, 1, 1, 1]
 
 
 def test_forwards_are_counted_inside_the_context_alone(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_forwards_are_counted_inside_the_context_alone(tmp_path: Path) -> None:
 
 
 def timed(tokens: int, *seconds: float) -> list[Answer]:
-    return [Answer(list(range(tokens)), tokens // 2, second) for second in seconds]
+    return [Answer(list(range(tokens)), tokens // 2, second, second / 2) for second in seconds]
 
 
 def test_rows_are_ratios_of_sums_of_medians() -> None:
@@ -160,11 +160,12 @@ def test_rows_are_ratios_of_sums_of_medians() -> None:
     ]
     for case in cases:
         case.answers[THEIR_PLAIN] = case.answers[ASSISTED]
-    ours, theirs, _ = against.rows(cases)
+    ours, theirs, _ = bench_assisted.rows(cases)
     assert (ours["tokens"], ours["tokens_per_second"], ours["forwards"]) == (60, 20.0, 30)
     assert (ours["against_assisted"], theirs["against_assisted"]) == (2.0, 1.0)
     assert ours["against_assisted_95"] == pytest.approx((2.0, 2.0))
     assert (ours["tokens_per_forward"], ours["same_rounds"]) == (2.0, 1)
+    assert ours["in_models"] == 0.5
 
 
 def test_the_interval_covers_what_prompts_differ_by() -> None:
@@ -175,10 +176,20 @@ def test_the_interval_covers_what_prompts_differ_by() -> None:
     ]
     for case in cases:
         case.answers[THEIR_PLAIN] = case.answers[ASSISTED]
-    ours = against.rows(cases)[0]
+    ours = bench_assisted.rows(cases)[0]
     assert ours["against_assisted"] == pytest.approx(2.0)
     assert ours["against_assisted_95"] == pytest.approx((1.0, 3.0))
-    assert against.rows(cases[:1])[0]["against_assisted_95"] is None
+    assert bench_assisted.rows(cases[:1])[0]["against_assisted_95"] is None
+
+
+def test_bodies_and_heads_of_both_sides_are_watched(tmp_path: Path) -> None:
+    """All of them run, and each is seen: what is left is the decoders' own time."""
+    both, called = sides(tmp_path, 3), list[int]()
+    for number, part in enumerate(both.parts()):
+        part.register_forward_hook(lambda *_, number=number: called.append(number))
+    said = answers(both, PROMPTS[0])
+    assert set(called) == set(range(6))
+    assert all(0 < answer.inside < answer.seconds for answer in said.values())
 
 
 # ---- the verb ------------------------------------------------------------------------------------
@@ -201,7 +212,7 @@ def test_the_verb_prints_and_writes_a_row_per_system(
 ) -> None:
     draft, out = shallow(tmp_path / "draft"), tmp_path / "out.json"
     words = [f"draft={draft}", "prompts=2", "new_tokens=8", "repeats=2", "gamma=2", f"out={out}"]
-    assert against.assisted(words) == 0
+    assert bench_assisted.assisted(words) == 0
     printed, written = capsys.readouterr().out, json.loads(out.read_text())
     assert [row["system"] for row in written["results"]] == SYSTEMS
     assert all(name in printed for name in SYSTEMS)
@@ -210,17 +221,19 @@ def test_the_verb_prints_and_writes_a_row_per_system(
     assert written["results"][0]["same_rounds"] == 2
     assert [len(case["output_ids"]) for case in written["prompts"]] == [8, 8]
     assert written["mismatches"] == written["left_out"] == []
+    assert all(0.1 < row["in_models"] < 1 for row in written["results"])
     assert "same rounds on both sides: 2 of 2 prompts" in printed
 
 
 def test_mismatches_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [Case("a", [1], {name: timed(4, 1.0) for name in SYSTEMS}, True)]
     result = {
-        "machine": "a machine", "options": against.OPTIONS, "results": against.rows(cases),
+        "machine": "a machine", "options": bench_assisted.OPTIONS,
+        "results": bench_assisted.rows(cases),
         "mismatches": [Mismatch("a: outrider", 3, 7, None, 0.25)._asdict()],
         "left_out": ["z"],
     }  # fmt: skip
-    against.show(result, Console(width=120))
+    bench_assisted.show(result, Console(width=120))
     printed = capsys.readouterr().out
     assert "a: outrider: 7 for None at 3, lead 0.25" in printed
     assert "too long, left out: z" in printed
@@ -231,7 +244,7 @@ def test_a_trained_draft_model_is_the_same_on_both_sides(tmp_path: Path) -> None
     target = tiny.target()
     trained = tiny.drafter("draft_lm", target)
     native.save(trained, tmp_path / "drafter", target, None, {})
-    drafter, assistant = against.draft_models(str(tmp_path), target)
+    drafter, assistant = bench_assisted.draft_models(str(tmp_path), target)
     assert drafter.vocab.full
     text = torch.tensor([PROMPTS[0]])
     places = torch.arange(text.shape[1])[None]
@@ -245,7 +258,7 @@ def test_a_trained_draft_model_is_the_same_on_both_sides(tmp_path: Path) -> None
 def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
     small_model("llama", vocab_size=59).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^draft = .*\n.*59 tokens and the target 61"):
-        against.draft_models(str(tmp_path), tiny.target())
+        bench_assisted.draft_models(str(tmp_path), tiny.target())
 
 
 def test_a_drafter_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
@@ -253,12 +266,12 @@ def test_a_drafter_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
     heads = drafters.build(medusa.Config(), target, DraftVocab.whole(target.vocab))
     native.save(heads, tmp_path / "drafter", target, medusa.Config(), {})
     with pytest.raises(ConfigError, match=r"^draft = .*\n.*kind medusa"):
-        against.draft_models(str(tmp_path), target)
+        bench_assisted.draft_models(str(tmp_path), target)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^draft = .*\n.*could not be loaded"):
-        against.draft_models(str(tmp_path), tiny.target())
+        bench_assisted.draft_models(str(tmp_path), tiny.target())
 
 
 @pytest.mark.parametrize(
@@ -272,10 +285,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 )
 def test_options_that_mean_nothing_are_refused(words: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        against.assisted(words)
+        bench_assisted.assisted(words)
 
 
 def test_prompts_that_do_not_fit_are_said(tmp_path: Path) -> None:
     draft = shallow(tmp_path / "draft")
     with pytest.raises(ConfigError, match="No prompt fits"):
-        against.assisted([f"draft={draft}", "new_tokens=2048", "prompts=1"])
+        bench_assisted.assisted([f"draft={draft}", "new_tokens=2048", "prompts=1"])

@@ -21,6 +21,7 @@ from outrider.models.base import Drafter
 from outrider.models.target import Target
 from outrider.train.errors import RunError
 from tests import tiny
+from tests.families import FAMILIES as EVERY
 from tests.families import small_model
 from tests.tiny import TOKENS, Row, Told, by_chance, swift
 
@@ -93,6 +94,24 @@ def test_greedy_words_are_those_of_plain_decoding(family: str, policy: Policy, b
     outs = engine(family, policy).generate_all(requests(), batch)
     assert words(outs) == list(answers(family))
     assert sum(sum(out.accepted) for out in outs) > 10
+
+
+@pytest.mark.parametrize("family", sorted(EVERY.keys() - {"llama", "gemma3", "gpt2"}))
+def test_and_so_they_are_for_every_family(family: str) -> None:
+    """What the slots hold suits every kind of attention: windows, shared keys, experts."""
+    for batch in (1, 8):
+        outs = engine(family, POLICIES["dynamic"]).generate_all(requests(), batch)
+        assert words(outs) == list(answers(family))
+
+
+@pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
+def test_a_prompt_may_end_where_the_targets_positions_do(name: str) -> None:
+    """Its neighbour drafts deeper than it has room; learned positions have nothing beyond 127."""
+    full, short = Request([7] * 120, 8), Request([5], 40)
+    target = tiny.target("gpt2")
+    wrong = Told(by_chance(tiny.VOCAB), tiny.VOCAB)
+    outs = Engine(target, wrong, POLICIES[name]).generate_all([full, short], 2)
+    assert words(outs) == [tiny.plain(target, r.prompt, r.budget) for r in (full, short)]
 
 
 def test_without_a_drafter_too() -> None:
@@ -181,10 +200,10 @@ def test_every_prompt_ends_at_its_own_end_token(policy: Policy) -> None:
 class Watched(Engine):
     """Notes who is decoded in each round, and looks into the slots behind it."""
 
-    rounds: list[list[int]]
+    who: list[list[int]]
 
     def _round(self, live: list[Live]) -> list[int]:
-        self.rounds.append([one.number for one in live])
+        self.who.append([one.number for one in live])
         return super()._round(live)
 
     def _release(self, live: list[Live]) -> None:
@@ -212,7 +231,7 @@ class Watched(Engine):
 def test_every_slot_equals_a_fresh_prefill_at_all_times(family: str, name: str) -> None:
     decoder = engine(family, POLICIES[name], Watched)
     assert isinstance(decoder, Watched)
-    decoder.rounds = []
+    decoder.who = []
     assert words(decoder.generate_all(requests(), 3)) == list(answers(family))
 
 
@@ -234,10 +253,10 @@ def schedule(rounds: list[int], batch: int) -> list[set[int]]:
 def test_a_prompt_joins_in_the_round_after_another_has_ended(batch: int) -> None:
     decoder = engine("llama", Chain(3), Watched)
     assert isinstance(decoder, Watched)
-    decoder.rounds = []
+    decoder.who = []
     outs = decoder.generate_all(requests(), batch)
     wanted = schedule([out.rounds for out in outs], batch)
-    assert [set(live) for live in decoder.rounds] == wanted
+    assert [set(live) for live in decoder.who] == wanted
     assert max(map(len, wanted)) == min(batch, sum(out.rounds > 0 for out in outs))
 
 

@@ -26,7 +26,18 @@ from outrider.eval.plan import (
     surface,
     write_plan,
 )
-from outrider.eval.timing import ROWS, Measured, Timing, draft_ms, measure, medians, target_ms
+from outrider.eval.timing import (
+    CHAIN,
+    PLAIN,
+    ROWS,
+    TREE,
+    Measured,
+    Timing,
+    draft_ms,
+    measure,
+    medians,
+    target_ms,
+)
 from tests import tiny
 
 TABLE = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
@@ -38,7 +49,7 @@ SMALL = ModelSize(0.4e9, 0.8e9, 4096, 4096, 1)
 class Invented:
     """A plain step takes 10 ms, each token more adds 1 per prompt, each draft step takes 2."""
 
-    overhead_ms: float = 0.5
+    besides: float = 0.5
     name: str = "nowhere"
     assumptions: tuple[str, ...] = ("Nothing is real.",)
 
@@ -47,6 +58,9 @@ class Invented:
 
     def draft_ms(self, width: int, depth: int, batch: int, context: int) -> float:
         return 2.0 * depth
+
+    def overhead_ms(self, width: int, batch: int) -> float:
+        return self.besides if width else 0.0
 
     def fields(self) -> dict[str, Any]:
         return {"invented": True}
@@ -254,13 +268,26 @@ def test_nothing_is_said_beyond_the_measured_points() -> None:
         Measured({"tokens": (5, 1)}, {(1,): 1.0, (5,): 1.0})
 
 
-def test_a_batch_is_drafted_as_more_nodes() -> None:
-    draft = Measured({"nodes": (1, 8), "depth": (2,), "context": (8, 16)}, {
-        (1, 2, 8): 1.0, (8, 2, 8): 8.0, (1, 2, 16): 1.0, (8, 2, 16): 8.0,
-    })  # fmt: skip
-    timing = Timing("here", MEASURED, draft, overhead_ms=0.25)
-    assert timing.draft_ms(width=2, depth=2, batch=3, context=8) == pytest.approx(6)
-    assert any("0.25 ms" in sentence for sentence in timing.assumptions)
+def test_a_round_costs_besides_the_models_what_its_kind_does() -> None:
+    axes = {"kind": (PLAIN, CHAIN, TREE), "batch": (1, 4)}
+    besides = Measured(axes, {(k, b): 0.1 * k + 0.01 * b for k in range(3) for b in (1, 4)})
+    timing = Timing("here", MEASURED, MEASURED, besides)
+    assert timing.overhead_ms(width=0, batch=1) == pytest.approx(0.01)
+    assert timing.overhead_ms(width=1, batch=4) == pytest.approx(0.14)
+    assert timing.overhead_ms(width=2, batch=2) == timing.overhead_ms(width=9, batch=2)
+    assert timing.overhead_ms(width=2, batch=99) == timing.overhead_ms(width=2, batch=4)  # nearest
+    assert Timing("here", MEASURED, MEASURED).overhead_ms(1, 64) == 0
+
+
+def test_forwards_are_brought_to_what_they_take_in_decoding() -> None:
+    alone = Measured(
+        {"tokens": (1, 5), "batch": (1,), "context": (8,)}, {(1, 1, 8): 10.0, (5, 1, 8): 20.0}
+    )
+    slower = Measured({"size": (1, 3), "batch": (1,)}, {(1, 1): 1.0, (3, 1): 1.5})
+    timing = Timing("here", alone, alone, target_factor=slower)
+    assert timing.verify_ms(1, 1, 8) == 10
+    assert timing.verify_ms(5, 1, 8) == pytest.approx(30)  # beyond 3 new tokens as at 3
+    assert timing.verify_ms(2, 1, 8) == pytest.approx(1.25 * 12.5)
 
 
 def test_runs_take_turns_behind_one_warm_up_and_the_median_counts() -> None:
@@ -275,8 +302,8 @@ def test_runs_take_turns_behind_one_warm_up_and_the_median_counts() -> None:
         order.append("-")
         time.sleep(0.05)
 
-    alone = medians(runs, 3, torch.device("cpu"), before=pause)
-    assert order == ["-", "a", "-", "b"] * 4
+    alone = medians(runs, 3, torch.device("cpu"), before=[pause, None])
+    assert order == ["-", "a", "b"] * 4
     assert max(alone) < 50  # what ran before is not counted
     with pytest.raises(ValueError, match="repeats=0"):
         medians(runs, 0, torch.device("cpu"))
@@ -290,22 +317,25 @@ def test_the_target_is_timed_behind_the_rows_it_was_asked_for(
     real, seen = target.forward, list[tuple[int, int, int]]()
 
     def forward(ids: Tensor, positions: Tensor, visible: Tensor, cache: Any) -> Any:
-        seen.append((len(ids), ids.shape[1], cache.length))
-        assert visible.shape[-1] == cache.length + ids.shape[1]
+        (held,) = set(cache.active)
+        seen.append((len(ids), ids.shape[1], held))
+        assert visible.shape[-1] == held + ids.shape[1]
         return real(ids, positions, visible, cache)
 
     monkeypatch.setattr(target, "forward", forward)
-    times = target_ms(target, [1, 16], batch=2, context=20, repeats=5)
-    assert seen == [(2, 20, 0), *[(2, 1, 20), (2, 16, 20)] * 6]
+    drafter = tiny.drafter("eagle3", target).eval()
+    times = target_ms(target, drafter, [1, 16], batch=2, context=20, repeats=5)
+    assert seen == [(2, 20, 0), *[(2, 1, 20), (2, 1, 20), (2, 16, 20)] * 6]
     assert times[1] > 0
     assert times[16] > times[1] / 10
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "hass", "mtp", "medusa", "draft_lm"])
-def test_every_drafter_is_timed_on_its_own_steps(name: str) -> None:
+def test_every_drafter_is_timed_on_its_own_steps(name: str, batch: int) -> None:
     target = tiny.target()
     drafter = tiny.drafter(name, target).eval()
-    times = draft_ms(drafter, target, [1, 4], [1, 3], context=12, repeats=5)
+    times = draft_ms(drafter, target, [1, 4], [1, 3], batch, context=12, repeats=5)
     assert set(times) == {(1, 1), (1, 3), (4, 1), (4, 3)}
     assert all(ms > 0 for ms in times.values())
     assert times[4, 3] > times[1, 1] / 10
@@ -315,11 +345,11 @@ def test_what_does_not_fit_is_refused() -> None:
     target = tiny.target()
     medusa = tiny.drafter("medusa", target).eval()
     with pytest.raises(ValueError, match="reaches 3"):
-        draft_ms(medusa, target, [1], [4], context=4)
+        draft_ms(medusa, target, [1], [4], 1, context=4)
     with pytest.raises(ValueError, match="reads 128 tokens; 132 would"):
-        target_ms(target, [4], batch=1, context=128)
+        target_ms(target, medusa, [4], batch=1, context=128)
     with pytest.raises(ValueError, match=f"reads 128 tokens; {128 + ROWS}"):
-        draft_ms(medusa, target, [1], [3], context=125)
+        draft_ms(medusa, target, [1], [3], 1, context=125)
 
 
 def test_a_measured_grid_serves_a_whole_plan() -> None:
@@ -329,12 +359,13 @@ def test_a_measured_grid_serves_a_whole_plan() -> None:
     target.set_taps([2])
     timing = measure(
         target, drafter, name="here", tokens=[8], widths=[1, 2], depths=[1, 2], batches=[1, 2],
-        contexts=[8, 16], repeats=1, overhead_ms=0.1,
+        contexts=[8, 16], repeats=1,
     )  # fmt: skip
     assert target.taps == (2,)
     assert timing.target.axes == {"tokens": (1, 8), "batch": (1, 2), "context": (8, 16)}
-    assert timing.draft.axes["nodes"] == (1, 2, 4)
+    assert timing.draft.axes["width"] == (1, 2)
     plan = make_plan(TABLE, timing, Grid([1, 2], [2], [3, 6], [1, 2], [8, 12]))
     assert len(plan.rows) == 4 * (1 + 2 + 2)
     assert all(row.round_ms > row.verify_ms > 0 for row in plan.rows if row.depth)
-    assert json.loads(json.dumps(plan.fields()))["times"]["overhead_ms"] == 0.1
+    times = json.loads(json.dumps(plan.fields()))["times"]
+    assert set(times) == {"target", "draft", "overhead", "target_factor", "draft_factor"}

@@ -589,3 +589,56 @@ def test_a_drafter_of_another_target_is_refused(run: Path, tmp_path: Path) -> No
     octets(PLAIN).save_pretrained(tmp_path)
     with pytest.raises(RunError):
         Decoder.from_pretrained(tmp_path, run / "drafter")
+
+
+def test_drafts_that_end_where_the_drafter_does_are_pointed_out() -> None:
+    """The answer is the same, and nobody believes to have measured depth 5."""
+    short = oracle(lambda n: n % 3 > 0)
+    short.reach = 2
+    asked = Decoder(target(), octets(PLAIN), short, CHAIN)
+    with pytest.warns(UserWarning, match="depth 5 are wished, and this drafter reaches 2"):
+        result = asked.generate(QUESTION, BUDGET)
+    assert result.output_ids == decoder().generate(QUESTION, BUDGET).output_ids
+    assert max(result.accepted) <= 2
+
+
+# ---- several at once, and what is refused --------------------------------------------------------
+
+
+def test_streams_may_take_turns() -> None:
+    """Another answer with other taps comes between two rounds of this one."""
+
+    class Tapped(Told):
+        def absorb(self, state: Any, trace: Any) -> Any:
+            assert trace.taps.shape[-1] == trace.last.shape[-1], "the taps are another engine's"
+            return super().absorb(state, trace)
+
+    knowing = oracle(lambda n: n % 3 > 0)
+    tapped = Decoder(target(), octets(PLAIN), Tapped(knowing.row, target().vocab, (1,)), CHAIN)
+    alone = tapped.generate(QUESTION, BUDGET)
+    pieces = tapped.stream(QUESTION, BUDGET)
+    last = next(pieces)
+    tapped.generate("another", 3, policy=ALONE)
+    for piece in pieces:
+        last = piece
+        tapped.generate("another", 2, policy=ALONE)
+    assert last.result.output_ids == alone.output_ids
+
+
+def test_a_rule_made_for_other_drafts_is_refused() -> None:
+    with pytest.raises(ValueError, match="made for 'independent' drafts"):
+        decoder().generate(
+            QUESTION, 4, temperature=1.0, policy=Chain(2), rule=judge("ratio", "independent")
+        )
+    greedy = decoder().generate(QUESTION, 4, policy=Chain(2), rule=judge("ratio", "independent"))
+    assert greedy.output_ids == decoder().generate(QUESTION, 4).output_ids  # it has no say
+
+
+def test_a_lossy_answer_says_so() -> None:
+    typical = {"rule": judge("lossy_typical", "drawn"), "policy": Chain(2)}
+    assert decoder().generate(QUESTION, 4, temperature=1.0, **typical).lossy
+    assert not decoder().generate(QUESTION, 4, **typical).lossy  # greedily the rule has no say
+    assert (
+        not decoder().generate(QUESTION, 4, temperature=1.0, **{**typical, "policy": ALONE}).lossy
+    )
+    assert not decoder().generate(QUESTION, 4, temperature=1.0).lossy

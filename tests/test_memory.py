@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 import pytest
 from torch import Tensor
 
-from outrider.eval.decode.answer import Memory, Output, Request
+from outrider.eval.decode.answer import MARKS, Memory, Output, Request
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
@@ -154,3 +154,16 @@ def test_the_drafter_goes_on_from_its_own_memory(family: str) -> None:
     second = talk.say(text)
     assert list(drafter.texts[before]) == [*text, second.ids[0]]
     assert list(drafter.texts[-1]) == [*text, *second.ids]
+
+
+def test_a_long_dialogue_keeps_few_marks() -> None:
+    """Each holds all rows that the drafter had absorbed; the first and the newest are enough."""
+    talk, text = Dialogue("llama", Chain(3)), list(PROMPT)
+    for turn in range(7):
+        out = talk.say(text, 5)
+        assert talk.right(text, out)
+        text += [*out.ids, 3 + turn]
+    assert len(talk.memory.marks) <= 1 + MARKS
+    again = [*PROMPT, *text[len(PROMPT) : len(PROMPT) + 1], 50]
+    assert talk.right(again, talk.say(again))
+    assert talk.rows_read == 2  # the first mark is still there

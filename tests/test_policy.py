@@ -14,6 +14,7 @@ from outrider.eval.decode.policy import Chain, Draft, Policy
 from outrider.eval.decode.processors import Sampling
 from outrider.eval.decode.rules import BEST
 from outrider.eval.decode.sampling import Coins
+from outrider.eval.decode.static import StaticTree
 from outrider.eval.decode.tree import Tree
 from outrider.models.vocab import DraftVocab
 from tests import tiny
@@ -365,3 +366,25 @@ def test_the_state_is_left_as_it_was(build: Callable[[], Policy]) -> None:
     policy, drafter = build(), told()
     first, second = (propose(policy, drafter).tree.ids.tolist() for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Chain(0), "depth is at least 1"),
+        (lambda: Chain(2, "sometimes"), "no draft 'sometimes'"),
+        (lambda: Chain(2, confidence=1.5), "confidence between 0 and 1"),
+        (lambda: DynamicTree(2, 2, 0), "at least 1"),
+        (lambda: DynamicTree(2, 2, 4, gain=-1.0), "gain at least 0"),
+        (lambda: StaticTree(()), "at least one node"),
+        (lambda: StaticTree(((0,), (1, 0))), "has no parent"),
+        (lambda: StaticTree(((1,),), "drawn"), "0, 1, 2"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(make: Callable[[], Policy], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_paths_are_put_in_order() -> None:
+    assert StaticTree(((0, 0), (1,), (0,))).paths == ((0,), (1,), (0, 0))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from outrider.eval import ranks as module
 from outrider.eval.decode.sampling import Coins
+from outrider.eval.decode.shapes import contiguous
 from outrider.eval.ranks import Ranks, rank_table, sibling_chances
 from outrider.models import drafters
 from outrider.models.base import Drafter, Guess, Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
+from outrider.train.errors import RunError
 from outrider.train.objective import Teacher
 from tests import tiny
 from tests.enumeration import Context, Law, distance, enumerate_law
@@ -409,3 +412,30 @@ def test_what_cannot_be_measured_is_refused(
 
 def test_a_mirror_is_a_teacher() -> None:
     assert isinstance(Mirror(), Teacher)
+
+
+# ---- with a run ----------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_its_tables(tmp_path: Path) -> None:
+    assert module.read_tables(tmp_path) is None
+    of = tiny.target()
+    drafter = tiny.drafter("eagle3", of).eval()
+    of.set_taps(drafter.taps)
+    told = tiny.packed(of)
+    module.record(tmp_path, drafter, of, [told])
+    found = module.read_tables(tmp_path)
+    assert found is not None
+    assert set(found) == {"best@0", "best@1", "drawn@1"}
+    again = rank_table(drafter, of, [told], tiny.DEPTHS, 10, 1.0, "best").table
+    assert torch.equal(found["best@1"], again)
+    (tmp_path / module.FILE).write_text('{"format": "another"}')
+    with pytest.raises(RunError, match="holds no table"):
+        module.read_tables(tmp_path)
+
+
+def test_the_best_tree_suits_how_siblings_come_about() -> None:
+    """Drawn siblings come in their order; of favourites any ranks may be taken."""
+    table = torch.tensor([[0.5, 0.05, 0.2], [0.5, 0.05, 0.2]], dtype=torch.float64)
+    assert module.best_tree("best@1", table, 3) == ((0,), (2,), (0, 0))
+    assert contiguous(module.best_tree("drawn@1", table, 4))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.eval.compare import _measured, compare, overview
+from outrider.eval.compare import _measured, compare, overview, shape
 from outrider.eval.decode.clock import Clock
 from outrider.eval.metrics import METRICS, Record, predict, summarise
 from outrider.eval.report import Mismatch, Report, publish, save, show
@@ -281,3 +281,24 @@ def test_a_damaged_report_is_refused(tmp_path: Path) -> None:
     file.write_text('{"tau": 1}')
     with pytest.raises(RunError, match="not a report of this format"):
         compare([run])
+
+
+def test_compare_keeps_ways_of_verifying_apart(tmp_path: Path) -> None:
+    """One shape and temperature, three rules: three columns, and the lossy one says so."""
+    warm = {"policy": "chain", "temperature": 1.0, "draft": "drawn"}
+    kinds = {"usual": "ratio", "block": "block", "typical": "lossy_typical"}
+    for name, verify in kinds.items():
+        folder = measured(tmp_path / "run", name, 2.0, verify=verify, **warm)
+    run = _measured(Path(folder))
+    names = {shape(found) for found in run.reports.values()}
+    assert names == {"chain@1", "chain@1 (block)", "chain@1 (lossy_typical)"}
+    favourites = {**warm, "draft": "best", "verify": "match"}
+    assert shape({**run.reports["usual"], **favourites}) == "chain@1 (best, match)"
+    assert (
+        shape({**run.reports["usual"], **favourites, "policy": "dynamic_tree"}) == "dynamic_tree@1"
+    )
+
+
+def test_a_lossy_report_says_so() -> None:
+    made = report(2.0, temperature=1.0, lossy=True, verify="lossy_typical")
+    assert "LOSSY by choice (lossy_typical)" in made.verdict()

@@ -50,6 +50,7 @@ from tests.enumeration import (
 MATCH = by(judge("match", "best"))
 SAMPLED = by(judge("sampled", "independent"))
 RATIO = by(judge("ratio", "drawn"))
+BLOCK = by(judge("block", "drawn"))
 
 # ---- exactness -----------------------------------------------------------------------------------
 
@@ -124,15 +125,18 @@ def shortened(draft: Draft, gone: Tensor) -> Draft:
     return draft._replace(tree=replace(draft.tree, real=real, whole=False))
 
 
-def test_stopping_after_an_unlikely_token_is_exact() -> None:
+@pytest.mark.parametrize("rule", [RATIO, BLOCK, SAMPLED], ids=["ratio", "block", "sampled"])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_stopping_after_an_unlikely_token_is_exact(rule: ToyJudge, depth: int) -> None:
     """R2: the length may depend on the tokens before, so the unlikely one is still verified."""
 
     def stopping(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        draft = sampled_chain(2)(toy, starts, coins)
+        draft = sampled_chain(depth)(toy, starts, coins)
+        assert draft.tree.straight
         behind = unlikely(draft).gather(1, draft.tree.parents.clamp(min=0))
         return shortened(draft, behind)
 
-    assert bias(Toy(5), stopping, RATIO) < 1e-12
+    assert bias(Toy(5, levels=depth), stopping, rule) < 1e-12
 
 
 # ---- negative controls: each breaks one rule, and is caught --------------------------------------

@@ -242,7 +242,7 @@ BENCHES = {
         _bench,
     ),
     "assisted": Verb(
-        "outrider.eval.against:assisted",
+        "outrider.eval.bench_assisted:assisted",
         "beside transformers' assisted generation: same draft model, same tokens, whose time",
         _bench,
     ),

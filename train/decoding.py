@@ -29,7 +29,7 @@ class DecodeConfig:
     draft: Literal["auto", "best", "drawn", "independent"] = key(
         "auto",
         "guesses above temperature 0: the drafter's favourites, or drawn from its rows without "
-        "replacement, or independently; auto: chains drawn, trees best",
+        "replacement, or independently; auto: chain and sampled_tree drawn, the other trees best",
     )
     verify: str = key(
         "auto",
@@ -37,13 +37,14 @@ class DecodeConfig:
         "traversal, sampled, lossy_typical, lossy_lenience; auto: the usual lossless one",
     )
     tree: str | None = key(
-        None, "static_tree: json file with its paths of ranks; null: the best for this checkpoint"
+        None,
+        "static_tree, sampled_tree: json file of paths of ranks; null: the best known",
     )
     confidence: float = key(
         0.0, "chain: stop behind a guess of less chance (the guess is still verified)", CHANCE
     )
     gain: float = key(
-        0.0, "dynamic_tree: grow until a level adds no more expected tokens than this", "[0, inf)"
+        0.0, "dynamic_tree, opt_tree: grow until a level adds no more tokens than this", "[0, inf)"
     )
     lenience: float = key(0.5, "lossy_lenience: accept with min(1, p / (lenience q))", "(0, 1]")
     epsilon: float = key(

@@ -13,6 +13,7 @@ from outrider.models.base import State
 from outrider.models.slots import SlotCache
 from outrider.train.errors import RunError
 
+MARKS = 3  # newest places of a dialogue that are kept beside the first: each holds a drafter's rows
 FIRST, ACCEPTED, CORRECTION, BONUS = "first", "accepted", "correction", "bonus"
 
 
@@ -62,7 +63,7 @@ class Output:
     @property
     def tau(self) -> float | None:
         """Tokens per target forward behind the prefill; None without a round."""
-        return 1 + sum(self.accepted) / len(self.accepted) if self.accepted else None
+        return (len(self.ids) - 1) / len(self.accepted) if self.accepted else None
 
 
 class Stops:
@@ -226,7 +227,7 @@ class Memory:
     def begin(self, cache: SlotCache, text: list[int], state: State | None) -> None:
         """A prompt has been read and its first token said: a place to come back to."""
         self.cache, self.text = cache, text
-        self.marks.append((len(text) - 1, state))
+        self.marks = [*self.marks[:1], *self.marks[1:][1 - MARKS :], (len(text) - 1, state)]
 
     def go_on(self, text: list[int], state: State | None) -> None:
         """A round is over; an answer that is broken off later is known this far."""

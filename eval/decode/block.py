@@ -73,10 +73,9 @@ def block(
 
 def _shares(ratios: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
     """The share of every node of a chain, from the p / q of its token."""
-    shares = [torch.ones_like(ratios[:, 0])]
-    for ratio in ratios.unbind(1)[1:]:
-        shares.append((shares[-1] * ratio).clamp(max=1.0))
-    return torch.stack(shares, dim=1)
+    total = ratios[:, 1:].log().cumsum(1)  # min(1, share * ratio), again and again, is a sum that
+    luck = total.cummax(1).values.clamp(min=0)  # starts anew wherever it rises above 0
+    return torch.nn.functional.pad((total - luck).exp(), (1, 0), value=1.0)
 
 
 def kept_share(share: Float[Tensor, "..."], left: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

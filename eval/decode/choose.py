@@ -9,8 +9,10 @@ from outrider.eval.decode import shapes
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST, Judge, default_rule, judge
+from outrider.eval.decode.rules import BEST, Fitted, default_rule, judge
 from outrider.eval.decode.static import StaticTree
+from outrider.eval.ranks import best_tree
+from outrider.models.base import Drafter
 from outrider.train.decoding import DecodeConfig
 from outrider.train.errors import ConfigError
 
@@ -37,17 +39,18 @@ def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
     Raises:
         ConfigError: a static tree cannot be had, or does not suit its drafts.
     """
+    draft = decode.tossing if decode.temperature > 0 else BEST  # greedily nothing is drawn
     if decode.kind == "chain":
-        return Chain(decode.depth, decode.tossing, decode.confidence)
+        return Chain(decode.depth, draft, decode.confidence)
     if decode.kind == "dynamic_tree":
         return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain)
     paths = shapes.read(Path(decode.tree)) if decode.tree else searched(decode, tables)
-    if decode.tossing != BEST and not shapes.contiguous(paths):
+    if draft != BEST and not shapes.contiguous(paths):
         why = "Drawn siblings come one after the other: the ranks below a node must be 0, 1, 2, .."
         raise ConfigError(
             "decode.tree", decode.tree, why, "Use decode.draft=best, or fill the gaps."
         )
-    return StaticTree(paths, decode.tossing)
+    return StaticTree(paths, draft)
 
 
 def searched(decode: DecodeConfig, tables: Tables | None) -> shapes.Paths:
@@ -59,14 +62,22 @@ def searched(decode: DecodeConfig, tables: Tables | None) -> shapes.Paths:
         fix = "Give decode.tree=FILE, or run: outrider ranks run.dir=..."
         raise ConfigError("decode.tree", decode.tree, why, fix)
     table = tables[name][: decode.depth, : decode.width]
-    if tossed:
-        return shapes.sequoia(table, decode.nodes, decode.depth)[0]
-    return shapes.best_first(table, decode.nodes)
+    return best_tree(name, table, decode.nodes)
 
 
-def rule_of(decode: DecodeConfig, policy: Policy) -> Judge:
+def shortfall(policy: Policy, drafter: Drafter) -> str:
+    """What to say where drafts are wished deeper than the drafter can go; "" where they are not."""
+    if policy.levels <= drafter.reach:
+        return ""
+    return (
+        f"drafts of depth {policy.levels} are wished, and this drafter reaches {drafter.reach}: "
+        "they end there"
+    )
+
+
+def rule_of(decode: DecodeConfig, policy: Policy) -> Fitted:
     """How guesses are verified above temperature 0."""
     name = decode.verify
-    if name == "auto":
-        name = default_rule(policy.draft, not policy.branches)
+    if name == "auto" or decode.temperature == 0:
+        return judge(default_rule(policy.draft, not policy.branches), policy.draft)
     return judge(name, policy.draft, **decode.knobs)

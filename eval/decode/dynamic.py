@@ -46,6 +46,10 @@ class DynamicTree:
     draft = BEST
     branches = True
 
+    def __post_init__(self) -> None:
+        if min(self.depth, self.width, self.budget) < 1 or not self.gain >= 0:
+            raise ValueError(f"{self}: depth, width and budget are at least 1, gain at least 0")
+
     @property
     def nodes(self) -> int:
         return self.budget

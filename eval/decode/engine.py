@@ -28,7 +28,7 @@ from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
 from outrider.eval.decode.policy import Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
-from outrider.eval.decode.rules import BEST, Judge, default_rule, judge
+from outrider.eval.decode.rules import BEST, Fitted, Judge, default_rule, judge
 from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import Accepted
@@ -48,7 +48,11 @@ class Event(NamedTuple):
 
 
 class Engine:
-    """Decodes prompts, with a drafter or, as the baseline, without one."""
+    """Decodes prompts, with a drafter or, as the baseline, without one.
+
+    Attributes:
+        rounds: of the batch, since `run` was called last.
+    """
 
     def __init__(
         self,
@@ -61,22 +65,27 @@ class Engine:
         rule: Judge | None = None,
         seed: int = 0,
         keep_gaps: bool = False,
+        timed: bool = True,
     ) -> None:
         """
         Args:
             drafter: None decodes plainly, one token per forward; policy is None with it.
-            rule: how guesses are verified at temperatures above 0; None takes the best lossless
+            rule: how guesses are verified at temperatures above 0; None takes the usual lossless
                 one for the policy's guesses (rules.py). Greedy decoding has one rule.
             seed: of `generate`, whose answers draw from one stream of numbers.
             keep_gaps: measure the lead of the target's favourite at every token.
+            timed: book time where it is spent, which waits for a GPU at every part of a round.
 
         Raises:
-            ValueError: the sampling makes no sense for this target.
+            ValueError: the sampling makes no sense for this target, or the rule was made for
+                other drafts than the policy's.
         """
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling = sampling.check(target.vocab)
-        self.stops, self.keep_gaps = stops or Stops(), keep_gaps
+        self.stops, self.keep_gaps, self.timed = stops or Stops(), keep_gaps, timed
         self.rule = rule or _usual(policy)
+        if policy is not None and not self.sampling.greedy:
+            _check_fit(self.rule, policy)
         self.generator = torch.Generator().manual_seed(seed)
 
     # ---- from outside ----
@@ -109,6 +118,7 @@ class Engine:
         Raises:
             RunError: a prompt is empty, or too long for the target; the target's logits are NaN.
         """
+        self.rounds = 0
         self._start(requests, batch, memory)
         waiting, live = deque(enumerate(requests)), list[Live]()
         while waiting or live:
@@ -123,6 +133,7 @@ class Engine:
                 self._release(live)
             if live:
                 counts = self._round(live)
+                self.rounds += 1
                 if memory is not None:
                     memory.go_on([*live[0].request.prompt, *live[0].out.ids], live[0].state)
                 for one, count in zip(live, counts, strict=True):
@@ -145,15 +156,19 @@ class Engine:
         else:
             self.cache = memory.cache
             self.cache.ensure(rows)
-        self.target.set_taps(self.drafter.taps if self.drafter is not None else ())
-        self.watch = Stopwatch(self.target.device)
+        self.watch = Stopwatch(self.target.device, self.timed)
         plain, vocab = self.sampling.plain, self.target.vocab
         self.history = None if plain else History(slots, vocab, self.target.device)
+
+    def _set_taps(self) -> None:
+        """Between two rounds another engine may have used the target."""
+        self.target.set_taps(self.drafter.taps if self.drafter is not None else ())
 
     def _prefill(self, one: Live, slot: int, memory: Memory | None) -> None:
         """Read the prompt into a slot, and say the first token."""
         prompt, watch, device = list(one.request.prompt), self.watch, self.target.device
         known, one.state = memory.known(prompt) if memory is not None else (0, None)
+        self._set_taps()
         watch.lap()
         began, clock = watch.then, Clock()
         self.cache.crop(slot, known)
@@ -197,6 +212,7 @@ class Engine:
     def _round(self, live: list[Live]) -> list[int]:
         """One tree per prompt; returns how many tokens each was given."""
         watch, clock, cache = self.watch, Clock(), self.cache
+        self._set_taps()
         watch.lap()
         began = watch.then
         cache.focus(0, len(live))
@@ -273,7 +289,7 @@ class Engine:
             raise RunError(f"A round could not be verified: {error}", HINT) from error
 
     def _read(self, tree: Tree, said: Accepted, sound: Bool[Tensor, " B"]) -> list[News]:
-        """What was decided, on the host: the only wait for the device in a round."""
+        """What was decided, on the host: one wait for the device, whatever the batch."""
         facts = [said.length, said.next_ids, tree.deepest(), sound]
         words = [tree.ids]
         if not tree.straight:
@@ -325,9 +341,17 @@ class Engine:
 
 
 def _usual(policy: Policy | None) -> Judge:
-    """The best lossless rule for a policy's guesses."""
+    """The usual lossless rule for a policy's guesses."""
     draft, chain = (BEST, True) if policy is None else (policy.draft, not policy.branches)
     return judge(default_rule(draft, chain), draft)
+
+
+def _check_fit(rule: Judge, policy: Policy) -> None:
+    if isinstance(rule, Fitted) and rule.draft != policy.draft:
+        raise ValueError(
+            f"rule {rule.name!r} was made for {rule.draft!r} drafts, and the policy's are "
+            f"{policy.draft!r}: it would be biased"
+        )
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -375,10 +399,12 @@ def _one_document(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def _laid_out(tree: Tree, prefix: list[int]) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N S"]]:
     """Where every node stands, and what it sees: its slot's prefix, its ancestors and itself."""
     start, size = prefix[0], tree.size
+    depths = tree.depths  # what is not real stands at the root: there may be no positions beyond it
+    depths = depths if tree.whole else depths.masked_fill(~tree.real, 0)
     if all(length == start for length in prefix):
-        return tree.depths + start, torch.nn.functional.pad(tree.seen, (start, 0), value=True)
+        return depths + start, torch.nn.functional.pad(tree.seen, (start, 0), value=True)
     at = torch.tensor(prefix, device=tree.ids.device)[:, None]
     columns = torch.arange(max(prefix) + size, device=at.device)
     visible = (columns < at)[:, None].repeat(1, size, 1)
     own = (at + columns[:size])[:, None].expand(-1, size, -1)
-    return tree.depths + at, visible.scatter_(2, own, tree.seen)
+    return depths + at, visible.scatter_(2, own, tree.seen)

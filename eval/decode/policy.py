@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST, DRAWN
+from outrider.eval.decode.rules import BEST, DRAWN, known
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree
 
@@ -92,6 +92,11 @@ class Chain:
     confidence: float = 0.0
     branches = False
 
+    def __post_init__(self) -> None:
+        if self.depth < 1 or not 0 <= self.confidence <= 1:
+            raise ValueError(f"{self}: depth is at least 1, confidence between 0 and 1")
+        known(self.draft)
+
     @property
     def nodes(self) -> int:
         return self.depth
@@ -131,5 +136,5 @@ class Chain:
         tree = Tree.chain(torch.cat(ids, dim=1), drafted)
         if not tossed:
             return Draft(tree, None)
-        known = [ask.vocab.expand(row) for row in rows]
-        return Draft(tree, torch.cat([*known, torch.zeros_like(known[0])], dim=1))
+        whole = [ask.vocab.expand(row) for row in rows]
+        return Draft(tree, torch.cat([*whole, torch.zeros_like(whole[0])], dim=1))

@@ -10,6 +10,7 @@ Shape letters: B prompts, N nodes, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -45,8 +46,43 @@ class Rule(NamedTuple):
     knobs: Mapping[str, float | None] = MappingProxyType({})
 
 
-def judge(name: str, draft: str, **knobs: float) -> Judge:
-    """The rule as a function of tree, p rows, q rows (None for "best" drafts) and coins.
+@dataclass(frozen=True)
+class Fitted:
+    """A rule for one way of drafting, to be called with tree, p rows, q rows (None for "best"
+    drafts) and coins.
+    """
+
+    name: str
+    draft: str
+    verify: Judge
+
+    @property
+    def lossy(self) -> bool:
+        return RULES[self.name].lossy
+
+    def __call__(
+        self,
+        tree: Tree,
+        p_rows: Float[Tensor, "B N V"],
+        q_rows: Float[Tensor, "B N V"] | None,
+        coins: Coins,
+    ) -> Accepted:
+        return self.verify(tree, p_rows, q_rows, coins)
+
+
+def known(draft: str) -> str:
+    """Itself.
+
+    Raises:
+        ValueError: there is no such way of drafting.
+    """
+    if draft not in DRAFTS:
+        raise ValueError(f"there is no draft {draft!r}: one of {', '.join(DRAFTS)}")
+    return draft
+
+
+def judge(name: str, draft: str, **knobs: float) -> Fitted:
+    """A rule for such drafts.
 
     Raises:
         ValueError: there is no such rule, draft or knob; a knob is missing or out of range; or
@@ -55,9 +91,7 @@ def judge(name: str, draft: str, **knobs: float) -> Judge:
     if name not in RULES:
         raise ValueError(f"there is no rule {name!r}: one of {', '.join(RULES)}")
     rule = RULES[name]
-    if draft not in DRAFTS:
-        raise ValueError(f"there is no draft {draft!r}: one of {', '.join(DRAFTS)}")
-    if draft not in rule.drafts:
+    if known(draft) not in rule.drafts:
         raise ValueError(
             f"rule {name!r} is biased for {draft!r} drafts, {WHY[draft]}: "
             f"use one of {', '.join(fitting(draft))}"
@@ -69,7 +103,7 @@ def judge(name: str, draft: str, **knobs: float) -> Judge:
             f"rule {name!r} has the knobs {list(rule.knobs)}, was given {list(knobs)}"
             + (f" and needs {missing}" if missing else "")
         )
-    return rule.build(draft, **chosen)
+    return Fitted(name, draft, rule.build(draft, **chosen))
 
 
 def fitting(draft: str) -> list[str]:

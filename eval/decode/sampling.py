@@ -22,8 +22,7 @@ from torch import Tensor
 
 BLOCK = 128  # tokens per block of the two-level search in `invert`; divides most vocabularies
 SPAN = 256  # tokens per block of `first_argmax`
-FEW = 2**14  # numbers that are summed faster than they are cut into blocks
-LONG = 2**13  # tokens of a row from which on its argmax is found faster in blocks
+LONG = 2**13  # tokens of a row from which on blocks are faster than the whole
 CANDIDATES = 128  # tokens ranked in the first attempt to cover top_p
 
 
@@ -79,6 +78,8 @@ def _likely(probs: Float[Tensor, "N K"], min_p: float) -> Float[Tensor, "N K"]:
 
 def _soften(logits: Float[Tensor, "N K"], temperature: float) -> Float[Tensor, "N K"]:
     """Softmax of logits / temperature; the shift keeps a tiny temperature from overflowing."""
+    if temperature == 1:
+        return logits.softmax(-1)
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
 
 
@@ -162,9 +163,7 @@ def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Te
         ValueError: a row holds a NaN, an infinity, or no mass at all.
     """
     probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
-    if (
-        probs.numel() < FEW and not probs.is_cuda
-    ):  # there a long sum is not monotone to the last bit
+    if probs.shape[-1] < LONG and not probs.is_cuda:  # there sums are not monotone to the last bit
         return _in_one(probs, uniforms)
     blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).reshape(len(probs), -1, BLOCK)
     weights = blocks.sum(-1)
@@ -186,7 +185,7 @@ def _in_one(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[T
 
 
 def _check_mass(total: Float[Tensor, " N"]) -> None:
-    if not bool((total.isfinite() & (total > 0)).all()):
+    if not bool(((total > 0) & (total < torch.inf)).all()):
         raise ValueError("cannot draw from a row without finite, positive mass (NaN logits?)")
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.policy import Draft
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST, INDEPENDENT
+from outrider.eval.decode.rules import BEST, INDEPENDENT, known
 from outrider.eval.decode.sampling import Coins
-from outrider.eval.decode.shapes import Paths
+from outrider.eval.decode.shapes import Paths, contiguous, parse
 from outrider.eval.decode.siblings import draw_siblings
 from outrider.eval.decode.tree import Tree
 
@@ -41,6 +41,14 @@ class StaticTree:
     paths: Paths
     draft: str = BEST
     branches = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", parse(self.paths))
+        if known(self.draft) != BEST and not contiguous(self.paths):
+            raise ValueError(
+                f"{self}: drawn siblings come one after the other, so the ranks below a node "
+                "are 0, 1, 2, .."
+            )
 
     @property
     def nodes(self) -> int:

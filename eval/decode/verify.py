@@ -26,8 +26,9 @@ R7 (processors see each node's own history) and R8 (cut at the first end token a
 budget, then crop the caches) are duties of whoever builds the rows and commits the path.
 
 Every rule that flips asks once, for all nodes, and then draws once per prompt; what a prompt
-gets therefore does not depend on the trees beside it. Rules that read q wait for the device
-once, to refuse rows that the tokens cannot have been drawn from; `greedy` and `match` never do.
+gets therefore does not depend on the trees beside it. A draw waits for the device, to refuse rows
+without mass, and rules that read q wait once more, to refuse rows that the tokens cannot have been
+drawn from; `greedy` never does.
 
 Shape letters: B prompts, N nodes, root included, V vocabulary, P nodes of a longest path.
 
@@ -190,6 +191,8 @@ def repeated(tree: Tree) -> Bool[Tensor, "B N"]:
 
 def continued(tree: Tree, nodes: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
     """Whether a node has a real child."""
+    if tree.straight:
+        return nodes < tree.deepest()
     return ((tree.parents == nodes[:, None]) & tree.real).any(-1)
 
 
@@ -198,8 +201,10 @@ def drafted(tree: Tree) -> Bool[Tensor, "B N"]:
     return tree.real & (tree.depths > 0)
 
 
-def branches(tree: Tree) -> Bool[Tensor, "B N"]:
-    """Nodes that a chain cannot have: their parent is not the node before them."""
+def branches(tree: Tree) -> Bool[Tensor, "B N"] | None:
+    """Nodes that a chain cannot have: their parent is not the node before them. None: none is."""
+    if tree.straight:
+        return None
     before = torch.arange(-1, tree.size - 1, device=tree.ids.device)
     return drafted(tree) & (tree.parents != before)
 
@@ -223,15 +228,25 @@ def drafted_chances(
             f"p_rows have {p_rows.shape[2]} tokens and q_rows {q_rows.shape[2]}: "
             "scatter a reduced draft vocabulary to the target's first"
         )
+    if tree.straight:
+        return _along_rows(tree, p_rows), _along_rows(tree, q_rows)
     prompt = torch.arange(len(tree.ids), device=tree.ids.device)[:, None]
     others = ~drafted(tree)
     where = (prompt, tree.parents.clamp(min=0), tree.ids.long().masked_fill(others, 0))
     return p_rows[where].masked_fill(others, 1.0), q_rows[where].masked_fill(others, 1.0)
 
 
+def _along_rows(tree: Tree, rows: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
+    """`drafted_chances` of chains: every node's parent is the one before it."""
+    found = rows[:, :-1].gather(2, tree.ids[:, 1:, None].long())[..., 0]
+    found = torch.nn.functional.pad(found, (1, 0), value=1.0)
+    return found if tree.whole else found.masked_fill(~tree.real, 1.0)
+
+
 def chances(tree: Tree, wanted: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
     """At most 1; 1 for the root; 0 for nodes that are not real, so that they never pass."""
-    wanted = wanted.clamp(max=1.0).masked_fill(~tree.real, 0.0)
+    wanted = wanted.clamp(max=1.0)
+    wanted = wanted if tree.whole else wanted.masked_fill(~tree.real, 0.0)
     return wanted.masked_fill(tree.depths == 0, 1.0)
 
 
@@ -272,10 +287,13 @@ def refuse(
     tree: Tree,
     p: Float[Tensor, "B N"],
     q: Float[Tensor, "B N"],
-    wrong: Bool[Tensor, "B N"],
+    wrong: Bool[Tensor, "B N"] | None,
     why: str,
 ) -> None:
     """Waits for the device: a biased text is worse than a short wait.
+
+    Args:
+        wrong: nodes that must not be there; None: none is.
 
     Raises:
         ValueError: which node cannot be verified; the tree is `wrong` for a reason, or p is no
@@ -287,9 +305,10 @@ def refuse(
 
 
 def unfit(
-    tree: Tree, p: Float[Tensor, "B N"], q: Float[Tensor, "B N"], wrong: Bool[Tensor, "B N"]
+    tree: Tree, p: Float[Tensor, "B N"], q: Float[Tensor, "B N"], wrong: Bool[Tensor, "B N"] | None
 ) -> Bool[Tensor, "B N"]:
-    return drafted(tree) & (wrong | ~((p >= 0) & (q > 0)))
+    bad = ~((p >= 0) & (q > 0))  # the root and nodes not real have 1 in both
+    return bad if wrong is None else bad | (drafted(tree) & wrong)
 
 
 def refusal(
@@ -297,13 +316,13 @@ def refusal(
     p: Float[Tensor, "B N"],
     q: Float[Tensor, "B N"],
     bad: Bool[Tensor, "B N"],
-    wrong: Bool[Tensor, "B N"],
+    wrong: Bool[Tensor, "B N"] | None,
     why: str,
 ) -> ValueError:
     """What to say of the first bad node."""
     prompt, node = (int(index) for index in bad.nonzero()[0])
     token = f"token {int(tree.ids[prompt, node])} of node {node}"
-    if wrong[prompt, node]:
+    if wrong is not None and wrong[prompt, node]:
         return ValueError(f"{token} {why}")
     return ValueError(
         f"{token} has p = {float(p[prompt, node])} and q = {float(q[prompt, node])}: "

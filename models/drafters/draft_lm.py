@@ -205,7 +205,8 @@ class DraftLm(BatchDrafter):
             return self.head(torch.stack([state.hidden for state in states])), list(states)
         lasting = [state.positions.shape[1] - state.seen.shape[1] for state in states]
         newest = [state.positions[0, n - 1] for state, n in zip(states, lasting, strict=True)]
-        at = (torch.stack(newest)[:, None] + (depth - 1)).expand_as(ids)
+        last = self.lm.shape().max_positions - 1  # guesses that nobody wants may lie beyond it
+        at = (torch.stack(newest)[:, None] + (depth - 1)).clamp(max=last).expand_as(ids)
         seen = descent(of_parents([state.seen for state in states], parents))
         memories = self._read(states, ids, at, [ids.shape[1]] * len(ids), seen)
         memories = [replace(m, seen=own) for m, own in zip(memories, seen.unbind(), strict=True)]

@@ -1,0 +1,154 @@
+"""`outrider plan`, `bench rounds` and `bench batch`, on a folder as runs leave it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.eval import bench_decode, predict
+from outrider.eval.compare import compare
+from outrider.eval.decode.policy import Chain, Policy
+from outrider.eval.plan import surface
+from outrider.eval.predict import Check, Parts, Study
+from outrider.eval.run import evaluate
+from outrider.train.compose import compose
+from outrider.train.config import Config, parse, to_yaml
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.planning import PlanConfig, read_plan
+from tests.test_decode_plan import TABLE, Invented
+from tests.test_eval_run import configured, place  # noqa: F401 - a fixture
+
+SMALL = [
+    "plan.depths=[1,2,9]", "plan.widths=[1,2]", "plan.nodes=[3]", "plan.batches=[1,2]",
+    "plan.contexts=[8,24]", "plan.prompts=2", "plan.new_tokens=8", "plan.repeats=1", "plan.check=2",
+]  # fmt: skip
+LARGE = [
+    "plan.machine=h100", "plan.target_params=8", "plan.target_layers=32", "plan.target_width=4096",
+    "plan.target_kv_width=1024", "plan.drafter_params=0.4",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(place: Path) -> Config:  # noqa: F811
+    """The run, with prompts that its small target can read."""
+    config = configured(place)
+    written = parse(compose([
+        "target=hf", f"target.path={place / 'target'}", "target.dtype=float32",
+        f"run.dir={place / 'run'}", f"eval.prompts={place / 'suite.jsonl'}",
+    ], "train"))  # fmt: skip
+    (place / "run" / "config.yaml").write_text(to_yaml(written))
+    return config
+
+
+def planned(run: Config, *words: str) -> dict[str, object]:
+    assert predict.plan(run, read_plan([*SMALL, *words])) == 0
+    found: dict[str, object] = json.loads((Path(run.run.dir) / "plan" / "plan.json").read_text())
+    return found
+
+
+def test_a_plan_is_held_against_decoding_and_written(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = planned(run)
+    printed = capsys.readouterr().out
+    assert "depths [9] left out" in printed
+    assert "held against decoding" in printed
+    checks = said["checks"]
+    assert isinstance(checks, list)
+    assert len(checks) == 2
+    for check in checks:
+        assert check["off"] == pytest.approx(check["speedup_foreseen"] / check["speedup"] - 1)
+        assert check["tau"] >= 1
+    assert {"target", "draft", "overhead"} < set(said["times"])  # type: ignore[call-overload]
+
+
+def test_runs_with_a_plan_can_still_be_compared(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned(run, "plan.check=0")
+    evaluate(run)
+    assert compare([run.run.dir]) == 0
+    assert "chain@0" in capsys.readouterr().out
+
+
+def test_other_machines_and_other_models_are_foreseen(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = planned(run, "plan.machine=h100"), planned(run, *LARGE)
+    assert own["times"]["target"]["parameters"] < 1e6  # type: ignore[index]
+    assert other["times"]["target"]["parameters"] == 8e9  # type: ignore[index]
+    assert other["times"]["target"]["kv"] == 2 * 1024 * 32 * 2  # type: ignore[index]
+    assert other["checks"] == []
+    short = planned(run, *LARGE, "plan.contexts=[1024]", "plan.budget=16")
+    assert short["times"]["budget"] == 16  # type: ignore[index]
+    assert "H100" in capsys.readouterr().out
+
+
+def test_half_a_model_or_half_a_machine_is_refused(run: Config) -> None:
+    with pytest.raises(ConfigError, match="need all of"):
+        planned(run, "plan.machine=h100", "plan.target_params=8")
+    with pytest.raises(ConfigError, match="needs both"):
+        planned(run, "plan.bandwidth=2")
+    for words in (LARGE[1:], ["plan.budget=16"]):
+        with pytest.raises(ConfigError, match="a machine that is not here"):
+            planned(run, *words)
+
+
+def test_drift_cancels_where_turns_are_set_beside_their_plain_rounds(
+    run: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns on a machine that is once three times slower: the ratios stay."""
+    slow = iter([1.0, 1.0, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0])
+
+    def timed(_study: object, policy: object, _batch: int) -> Parts:
+        own = Parts(0.0, 2.0, 0.1, 1.0) if policy is None else Parts(1.0, 3.0, 0.2, 3.0)
+        return own.times(next(slow))
+
+    monkeypatch.setattr(Study, "_round", timed)
+    kinds: dict[int, Policy | None] = {0: None, 1: Chain(2, "best")}
+    found = Study._rounds(object.__new__(Study), kinds, 1)
+    assert found[0] == pytest.approx((0.0, 2.0, 0.1, 1.0))
+    assert found[1] == pytest.approx((1.0, 3.0, 0.2, 3.0))
+
+
+def test_how_far_off_a_prediction_was() -> None:
+    (row,) = (row for row in surface(TABLE, Invented(), [1], [1], [], [1], [64]) if row.depth)
+    assert Check(row, tau=1.5, speedup=row.speedup / 1.1).off == pytest.approx(0.1)
+
+
+def test_an_unfinished_run_is_refused(run: Config, tmp_path: Path) -> None:
+    empty = dataclasses.replace(run, run=dataclasses.replace(run.run, dir=str(tmp_path)))
+    with pytest.raises(RunError, match="not finished"):
+        predict.plan(empty, PlanConfig())
+
+
+# ---- benches -------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_round_are_its_whole(run: Config, tmp_path: Path) -> None:
+    out = tmp_path / "rounds.json"
+    words = [f"run.dir={run.run.dir}", "limit=1", "tokens=6", "repeats=1", f"out={out}"]
+    assert bench_decode.rounds(words) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["shape"], row["temperature"]) for row in rows] == [
+        (shape, heat) for heat in (0.0, 1.0) for shape in bench_decode.SHAPES
+    ]
+    for row in rows:
+        parts = sum(row[part] for part in (*bench_decode.PARTS, "other"))
+        assert parts == pytest.approx(row["round"])
+        assert 0 < row["overhead"] < 1
+
+
+def test_a_batch_says_what_its_prompts_say_alone(run: Config, tmp_path: Path) -> None:
+    out = tmp_path / "batch.json"
+    words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", "batches=1,3"]
+    assert bench_decode.batch([*words, f"out={out}"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["batch"] for row in rows] == [1, 1, 3, 3]
+    assert all(row["same"] == 3 for row in rows)
+
+
+def test_a_batch_that_is_never_full_is_refused(run: Config) -> None:
+    with pytest.raises(ConfigError, match="never full"):
+        bench_decode.batch([f"run.dir={run.run.dir}", "limit=2", "batches=1,3"])
