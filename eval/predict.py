@@ -20,7 +20,7 @@ from rich.table import Table
 
 from outrider.data.chat import prompt_ids
 from outrider.eval.decode import shapes
-from outrider.eval.decode.answer import Output, Request, Stops
+from outrider.eval.decode.answer import Request, Stops
 from outrider.eval.decode.choose import sampling_of
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
@@ -140,7 +140,7 @@ class Study:
     def answer(self) -> None:
         """The target's own words to the prompts, and how often each guess is among them."""
         temperature, cfg = self.config.decode.temperature, self.config.drafter
-        outputs = self._decode(None, 1)
+        outputs = self._engine(None).generate_all(self._requests(1), 1)
         self.target.set_taps(self.drafter.taps)
         pairs = zip(self.prompts, outputs, strict=True)
         traces = [told(self.target, prompt, out.ids) for prompt, out in pairs if len(out.ids) > 1]
@@ -212,12 +212,19 @@ class Study:
     def check(self, made: Plan, console: Console) -> list[Check]:
         """Decode some of the settings, each beside plain decoding in the same minutes."""
         near = min(made.rows, key=lambda row: abs(row.context - self._context())).context
-        rows = [row for row in made.rows if row.context == near and row.depth]
+        rows = [r for r in made.rows if r.context == near and r.depth and not self._fitted(r)]
         checks = []
         for row in _spread(rows, self.wanted.check):
             with console.status(f"decoding: {row.shape}, batch {row.batch}"):
                 checks.append(self._checked(row))
         return checks
+
+    def _fitted(self, row: Row) -> bool:
+        """Whether this is what the times were brought in line with: it would prove nothing."""
+        grid = self._grid()
+        if row.depth != max(grid.depths):
+            return False
+        return row.width == 1 or (row.width, row.nodes) == (max(grid.widths), _usual(grid.nodes))
 
     def _checked(self, row: Row) -> Check:
         taus, ratios = [], []
@@ -233,9 +240,6 @@ class Study:
         table = self.table[: row.depth, : row.width]
         return StaticTree(shapes.best_first(table, row.nodes))
 
-    def _decode(self, policy: Policy | None, batch: int) -> list[Output]:
-        return self._engine(policy).generate_all(self._requests(batch), batch)
-
     def _engine(self, policy: Policy | None) -> Engine:
         drafter = None if policy is None else self.drafter
         return Engine(self.target, drafter, policy, sampling=self.sampling, stops=self.stops)
@@ -250,8 +254,7 @@ class Study:
     def _kinds(self, grid: Grid) -> dict[int, Policy | None]:
         """Some rounds of every kind."""
         table = self.table[: max(grid.depths), : max(grid.widths)]
-        nodes = sorted(grid.nodes)[len(grid.nodes) // 2] if grid.nodes else 1
-        tree = StaticTree(shapes.best_first(table, nodes))
+        tree = StaticTree(shapes.best_first(table, _usual(grid.nodes)))
         return {PLAIN: None, CHAIN: Chain(max(grid.depths), BEST), TREE: tree}
 
     def _rounds(self, kinds: dict[int, Policy | None], batch: int) -> dict[int, Parts]:
@@ -320,6 +323,11 @@ def _machine(wanted: PlanConfig) -> Machine | None:
         1e12 * wanted.bandwidth if wanted.bandwidth else bandwidth,
         1e12 * wanted.flops if wanted.flops else flops,
     )
+
+
+def _usual(nodes: Sequence[int]) -> int:
+    """A tree in the middle of those that are tried."""
+    return sorted(nodes)[len(nodes) // 2] if nodes else 1
 
 
 def _factors(found: dict[tuple[int, ...], float]) -> Measured:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.decode import engine as engines
+from outrider.eval.decode import layout
 from outrider.eval.decode.answer import Live, Output, Request, Stops
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
@@ -334,7 +334,7 @@ def see_all(tree: Any, prefix: list[int]) -> tuple[Tensor, Tensor]:
 def test_looking_at_stale_rows_is_noticed(
     build: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "_laid_out", see_all)
+    monkeypatch.setattr(layout, "laid_out", see_all)
     decoder = engine("llama", build())
     assert words(decoder.generate_all(requests(), 1)) == list(answers("llama"))  # one length
     assert words(decoder.generate_all(requests(), 4)) != list(answers("llama"))

@@ -15,13 +15,13 @@ Shape letters: B prompts, N nodes, P nodes of a path, V tokens, K taps, H hidden
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.eval.decode import layout
 from outrider.eval.decode import verify as rules
 from outrider.eval.decode.answer import Live, Memory, News, Output, Request, Stops, check
 from outrider.eval.decode.ask import Ask
@@ -32,7 +32,7 @@ from outrider.eval.decode.rules import BEST, Fitted, Judge, default_rule, judge
 from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import Accepted
-from outrider.models.base import Drafter, Trace
+from outrider.models.base import Drafter
 from outrider.models.target import Seen, Target
 from outrider.train.errors import RunError
 
@@ -218,7 +218,7 @@ class Engine:
         cache.focus(0, len(live))
         draft = self._draft(live, clock)
         tree, prefix = draft.tree, cache.active
-        positions, visible = _laid_out(tree, prefix)
+        positions, visible = layout.laid_out(tree, prefix)
         watch.lap()  # choosing the tree and laying it out: nobody's, so it counts as overhead
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
@@ -323,9 +323,9 @@ class Engine:
             return
         taps, last = seen.taps, seen.last
         if paths is not None:
-            taps, last = _rows(taps, paths), _rows(last, paths)
+            taps, last = layout.rows_of(taps, paths), layout.rows_of(last, paths)
         traces = [
-            _trace(text, start, taps[i : i + 1], last[i : i + 1])
+            layout.trace_of(text, start, taps[i : i + 1], last[i : i + 1])
             for i, (text, start) in enumerate(zip(texts, starts, strict=True))
         ]
         self.watch.lap()  # handing over is nobody's work
@@ -360,51 +360,3 @@ def _seeded(seed: int) -> torch.Generator:
 
 def _finite(most: Float[Tensor, "B N"]) -> Bool[Tensor, " B"]:
     return most.sum(1).abs() < torch.inf
-
-
-def _rows(part: Float[Tensor, "B N ..."], paths: Int[Tensor, "B P"]) -> Tensor:
-    """The rows of the paths: [B, N, ...] -> [B, P, ...]."""
-    shape = (*paths.shape, *part.shape[2:])
-    return part.gather(1, paths.view(*paths.shape, *[1] * (part.dim() - 2)).expand(shape))
-
-
-def _trace(
-    text: list[int],
-    start: int,
-    taps: Float[Tensor, "1 N KH"],
-    last: Float[Tensor, "1 N H"],
-) -> Trace:
-    """The kept rows of one prompt, as the drafter reads them."""
-    count = len(text) - 1
-    row = torch.tensor([[*text, *range(start, start + count)]], device=last.device)
-    document, answer = _one_document(count, last.device)
-    return Trace(
-        ids=row[:, :count],
-        next_ids=row[:, 1 : count + 1],
-        answer=answer,
-        document=document,
-        positions=row[:, count + 1 :],
-        taps=taps[:, :count],
-        last=last[:, :count],
-    )
-
-
-@lru_cache(maxsize=64)
-def _one_document(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a decoded row belongs to, and that nothing is said of answers."""
-    document = torch.zeros(1, count, dtype=torch.long, device=device)
-    return document, document.bool()
-
-
-def _laid_out(tree: Tree, prefix: list[int]) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N S"]]:
-    """Where every node stands, and what it sees: its slot's prefix, its ancestors and itself."""
-    start, size = prefix[0], tree.size
-    depths = tree.depths  # what is not real stands at the root: there may be no positions beyond it
-    depths = depths if tree.whole else depths.masked_fill(~tree.real, 0)
-    if all(length == start for length in prefix):
-        return depths + start, torch.nn.functional.pad(tree.seen, (start, 0), value=True)
-    at = torch.tensor(prefix, device=tree.ids.device)[:, None]
-    columns = torch.arange(max(prefix) + size, device=at.device)
-    visible = (columns < at)[:, None].repeat(1, size, 1)
-    own = (at + columns[:size])[:, None].expand(-1, size, -1)
-    return depths + at, visible.scatter_(2, own, tree.seen)
