@@ -101,7 +101,8 @@ class Sides:
         self.drafter, self.forwards, self.inside, self._since = drafter, 0, 0.0, 0.0
 
     def __enter__(self) -> "Sides":
-        self._hooks = [self.target.body.register_forward_pre_hook(self._count)]
+        bodies = [self.target.body, *_lean(self.target)]
+        self._hooks = [body.register_forward_pre_hook(self._count) for body in bodies]
         for part in self.parts() if self.target.device.type == "cpu" else ():
             self._hooks.append(part.register_forward_pre_hook(self._begin))
             self._hooks.append(part.register_forward_hook(self._end))
@@ -112,8 +113,8 @@ class Sides:
         models = (self.target.model, self.assistant)
         found = [part for lm in models for part in (lm.base_model, lm.get_output_embeddings())]
         if isinstance(self.drafter, DraftLm):
-            found += [self.drafter.lm.body, self.drafter.lm_head]
-        return found
+            found += [self.drafter.lm.body, self.drafter.lm_head, *_lean(self.drafter.lm)]
+        return [*found, *_lean(self.target)]
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -165,6 +166,10 @@ class Sides:
                 tokens = [answer[at] if at < len(answer) else None for answer in (said, plain)]
                 found.append(Mismatch(f"{case.id}: {name}", at, tokens[0], tokens[1], gap))
         return found
+
+
+def _lean(lm: Target) -> list[torch.nn.Module]:
+    return [] if lm.lean is None else [lm.lean]
 
 
 def _parting(one: list[int], other: list[int]) -> int:

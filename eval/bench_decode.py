@@ -41,8 +41,10 @@ KNOWN = {
     "tokens": "64",
     "repeats": "5",
     "batches": "1,4,16",
+    "forward": "lean",
     "out": "",
 }
+TEXTS = ("run.dir", "forward", "out")  # all other options are numbers
 
 
 class Scene(NamedTuple):
@@ -150,6 +152,8 @@ def _scene(words: list[str]) -> Scene:
         raise RunError(message, "Give the folder of a finished run.")
     start.use_cores()
     target, tokenizer, _ = load(config.target, start.device())
+    if options["forward"] == "modules":
+        target.lean = None
     drafter, _ = native.load(folder / "drafter", target)
     drafter.change(target)
     stops = Stops(stop_ids(tokenizer, target))
@@ -183,7 +187,10 @@ def _options(words: list[str]) -> dict[str, str]:
             fix = f"Use: {', '.join(KNOWN)}."
             raise ConfigError(key, value, "This benchmark has no such option.", fix)
         numbers = value.split(",") if key == "batches" else [value]
-        if key not in ("run.dir", "out") and not all(n.isdecimal() and int(n) for n in numbers):
+        if key == "forward" and value not in ("lean", "modules"):
+            fix = "lean: our own where the family has one; modules: transformers' modules."
+            raise ConfigError(key, value, "There is no such forward.", fix)
+        if key not in TEXTS and not all(n.isdecimal() and int(n) for n in numbers):
             raise ConfigError(key, value, "Whole numbers from 1.", f"Like {key}={KNOWN[key]}.")
         options[key] = value
     if not options["run.dir"]:

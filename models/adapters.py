@@ -77,6 +77,11 @@ class Adapters(nn.Module):
 _ACTING: WeakKeyDictionary[nn.Module, tuple[Adapters, list[RemovableHandle]]] = WeakKeyDictionary()
 
 
+def adapted(layers: nn.Module) -> bool:
+    """Whether pairs act in these layers now."""
+    return layers in _ACTING
+
+
 def release(layers: nn.Module) -> None:
     """The layers are what their own weights say."""
     _, hooks = _ACTING.pop(layers, (None, []))

@@ -19,6 +19,7 @@ Legend: B rows of a batch, T tokens, N asking rows, G heads per key head, C head
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,10 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*any D"]) -> Float[Tensor, "*any D"]:
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+        weight = self.weight
+        if x.dtype == weight.dtype == torch.float32:  # nothing to turn into anything else
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.rms_norm(x.float(), weight.shape, weight.float(), self.eps).to(x.dtype)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -70,11 +74,18 @@ def rotate(
 ) -> Float[Tensor, "*rows A C"]:
     """Rotary embedding, halves convention (arXiv:2104.09864; the layout of Llama checkpoints)."""
     half = x.shape[-1] // 2
-    powers = torch.arange(half, device=x.device, dtype=torch.float32) / half
-    angle = positions[..., None].float() * theta**-powers
-    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
-    a, b = x[..., :half].float(), x[..., half:].float()
+    angle = positions[..., None, None] * _frequencies(half, theta, x.device)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.float().split(half, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+@lru_cache(maxsize=16)
+def _frequencies(half: int, theta: float, device: torch.device) -> Float[Tensor, " half"]:
+    """Turns per position of the rotary pairs, in radians."""
+    with torch.inference_mode(False):  # they serve training too, whoever asks first
+        powers = torch.arange(half, device=device, dtype=torch.float32) / half
+        return theta**-powers
 
 
 class Attention(nn.Module):

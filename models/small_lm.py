@@ -141,7 +141,7 @@ def reader(model: Any, key: str, target: Target) -> Target:
     """What runs the model; a target is read in the same way."""
     name = str(model.config.name_or_path or model.config.model_type)
     try:
-        lm = Target(model, name=name)
+        lm = Target(model, name=name, fuse=False)
     except ConfigError as error:
         fix = "Use a model whose layers are all attention layers."
         raise ConfigError(key, name, error.why, fix) from None

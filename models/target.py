@@ -15,12 +15,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.models.adapters import adapted
 from outrider.models.base import Shape, Trace
 from outrider.models.cache import RowCache
+from outrider.models.lean import Lean, suits
 from outrider.models.slots import SlotCache
 from outrider.train.errors import ConfigError, RunError
 
 PROBE = 8  # tokens of the probe in `check`
+WRONG = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)  # a model misread
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")
 
 
@@ -34,12 +37,15 @@ class Seen(NamedTuple):
 class Target:
     """A frozen model with taps, a head and a cache that can take tokens back."""
 
-    def __init__(self, model: Any, taps: Sequence[int] = (), name: str = "target") -> None:
+    def __init__(
+        self, model: Any, taps: Sequence[int] = (), name: str = "target", fuse: bool = True
+    ) -> None:
         """
         Args:
             model: an `AutoModelForCausalLM`; put into eval mode and frozen.
             taps: decoder layers whose output is kept.
             name: shown in messages.
+            fuse: nobody will change its weights, so that they may be laid out for speed.
 
         Raises:
             ConfigError: the family cannot be used, or a tap does not exist.
@@ -51,6 +57,7 @@ class Target:
         self._refuse_recurrent()
         self.body: nn.Module = self.model.base_model
         self.layers = _decoder_layers(self.body, self.text.num_hidden_layers, name)
+        self.lean = Lean(model, self.layers, fuse) if suits(model, self.layers) else None
         self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.set_taps(taps)
 
@@ -182,8 +189,21 @@ class Target:
     def _forward(
         self, ids: Tensor, positions: Tensor, seen: Tensor, cache: RowCache | SlotCache | None
     ) -> Seen:
-        if cache is not None:
-            cache.reserve(ids.shape[1])
+        if cache is None:
+            return _seen(*self._by_its_modules(ids, positions, seen, None))
+        cache.reserve(ids.shape[1])
+        if self.lean is None or torch.is_grad_enabled() or adapted(self.layers):
+            out = self._by_its_modules(ids, positions, seen, cache)
+        else:
+            masks = self._masks(seen, positions, cache)
+            out = self.lean(ids, positions, masks, cache, self.taps)
+        cache.commit(positions)
+        return _seen(*out)
+
+    def _by_its_modules(
+        self, ids: Tensor, positions: Tensor, seen: Tensor, cache: RowCache | SlotCache | None
+    ) -> tuple[list[Tensor], Tensor]:
+        """The outputs of the tapped layers and the last one, as transformers computes them."""
         with self._watch() as caught:
             out = self.body(
                 input_ids=ids,
@@ -192,10 +212,7 @@ class Target:
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-        if cache is not None:
-            cache.commit(positions)
-        last: Tensor = out.last_hidden_state
-        return Seen(torch.cat(caught, dim=-1) if caught else last[..., :0], last)
+        return caught, out.last_hidden_state
 
     def trace(
         self,
@@ -283,8 +300,8 @@ class Target:
         before = self.taps
         try:
             self.set_taps(range(self.depth))
-            self._probe()
-        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            self._probe_both()
+        except WRONG as error:
             if isinstance(error, RunError):
                 raise
             raise RunError(
@@ -292,6 +309,16 @@ class Target:
             ) from error
         finally:
             self.set_taps(before)
+
+    def _probe_both(self) -> None:
+        """Its modules count; a lean forward that says something else is set aside."""
+        try:
+            self._probe()
+        except WRONG:
+            if self.lean is None:
+                raise
+            self.lean = None
+            self._probe()
 
     @torch.no_grad()
     def _probe(self) -> None:
@@ -332,6 +359,10 @@ class Target:
                 f"{self.name}: read as a tree, its logits differ from its own by {gap:.3g}.",
                 "This family does something that Outrider does not know; it cannot be a target.",
             )
+
+
+def _seen(caught: list[Tensor], last: Tensor) -> Seen:
+    return Seen(torch.cat(caught, dim=-1) if caught else last[..., :0], last)
 
 
 def _decoder_layers(body: nn.Module, count: int, name: str) -> nn.ModuleList:

@@ -64,7 +64,7 @@ class DraftVocab(nn.Module):
         return self._kept
 
     def to_target(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-        return ids if self.full else ids + self.d2t[ids]
+        return ids if self.full else self.kept[ids]
 
     def to_draft(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
         """Draft ids of target ids, -1 for those that cannot be drafted."""

@@ -345,4 +345,4 @@ class RawBonus(Engine):
         if draft.tree.size == 1:
             return super()._judge(live, draft, logits)
         said = self.rule(draft.tree, rows, draft.q_rows, self._coins(live))
-        return said, torch.ones(len(live), dtype=torch.bool)
+        return said, torch.zeros(len(live))

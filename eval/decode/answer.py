@@ -130,15 +130,15 @@ class News(NamedTuple):
 
     @classmethod
     def of_chain(cls, row: list[int]) -> "News":
-        """From the engine's table: length, next token, depth, soundness, the chain's tokens."""
+        """From the engine's table: length, next token, depth, the chain's tokens."""
         length, following, deep = row[:3]
-        return cls([*row[5 : length + 5], following], list(range(length + 1)), length == deep, deep)
+        return cls([*row[4 : length + 4], following], list(range(length + 1)), length == deep, deep)
 
     @classmethod
     def of_tree(cls, row: list[int], levels: int) -> "News":
         """The same, leaf or not, the path and its tokens."""
-        length, following, deep, _, leaf = row[:5]
-        path, tokens = row[5 : 5 + levels], row[5 + levels :]
+        length, following, deep, leaf = row[:4]
+        path, tokens = row[4 : 4 + levels], row[4 + levels :]
         guesses = tokens[1 : length + 1]
         return cls([*guesses, following], path[: length + 1], bool(leaf), deep)
 
@@ -156,7 +156,7 @@ class Live:
     number: int
     request: Request
     generator: torch.Generator
-    newest: Int[Tensor, ""] | None = None
+    newest: Int[Tensor, " 1"] | None = None
     state: State | None = None
     out: Output = field(default_factory=Output)
 
@@ -165,7 +165,7 @@ class Live:
         """Tokens that may still come."""
         return self.request.budget - len(self.out.ids)
 
-    def begin(self, token: int, newest: Int[Tensor, ""], stops: Stops) -> None:
+    def begin(self, token: int, newest: Int[Tensor, " 1"], stops: Stops) -> None:
         """The first token, by the prompt's own forward."""
         self.newest = newest
         self.out.ended = stops.cut([], [token])[1]

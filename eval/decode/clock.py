@@ -19,9 +19,9 @@ class Clock:
 
     def add(self, other: "Clock", share: float = 1.0) -> None:
         """The time of a round; of a batch's round each prompt bears its share."""
-        mine, theirs = vars(self), vars(other)
-        for name in mine:
-            mine[name] += share * theirs[name]
+        mine = self.__dict__
+        for name, seconds in other.__dict__.items():
+            mine[name] += share * seconds
 
 
 class Stopwatch:

@@ -13,12 +13,13 @@ and drafter state, and what fills up the batch is masked.
 Shape letters: B prompts, N nodes, P nodes of a path, V tokens, K taps, H hidden size.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.eval.decode import layout
@@ -100,7 +101,7 @@ class Engine:
         done = {event.number: event.out for event in self.run(requests, batch)}
         return [done[number] for number in range(len(requests))]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(
         self,
         requests: Sequence[Request],
@@ -181,9 +182,9 @@ class Engine:
         if self.history is not None:
             self.history.start(slot, prompt)
         tree = Tree.chain(ids[:, -1:])
-        said, sound = self._judge([one], Draft(tree, None), self._adjusted(logits, tree, slot))
-        root = self._read(tree, said, sound)[0].following
-        one.begin(root, said.next_ids[0], self.stops)
+        said, sums = self._judge([one], Draft(tree, None), self._adjusted(logits, tree, slot))
+        root = self._read(tree, said, sums)[0].following
+        one.begin(root, said.next_ids, self.stops)
         self._measure(one, logits[0], [0])
         self._absorb([one], [known], [[*prompt[known:], root]], seen, None, clock)
         if self.history is not None:
@@ -223,11 +224,12 @@ class Engine:
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
-        said, sound = self._judge(live, draft, self._adjusted(logits, tree))
-        news = self._read(tree, said, sound)
+        said, sums = self._judge(live, draft, self._adjusted(logits, tree))
+        news = self._read(tree, said, sums)
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
+        newest = said.next_ids.split(1)
         for slot, (one, new, count) in enumerate(zip(live, news, counts, strict=True)):
-            one.newest = said.next_ids[slot]
+            one.newest = newest[slot]
             self._measure(one, logits[slot], new.path[:count])
             if self.history is not None:
                 self.history.add(slot, new.tokens[:count])
@@ -243,7 +245,8 @@ class Engine:
         return counts
 
     def _draft(self, live: list[Live], clock: Clock) -> Draft:
-        roots = torch.stack([one.newest for one in live if one.newest is not None])
+        newest = [one.newest for one in live if one.newest is not None]
+        roots = newest[0] if len(newest) == 1 else torch.cat(newest)
         rooms = [one.room - 1 for one in live]
         if self.drafter is None or self.policy is None:
             return Draft(Tree.chain(roots[:, None]), None)
@@ -274,29 +277,29 @@ class Engine:
 
     def _judge(
         self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
-    ) -> tuple[Accepted, Bool[Tensor, " B"]]:
-        """What is kept and said, and whether the logits are numbers."""
+    ) -> tuple[Accepted, Float[Tensor, " B"]]:
+        """What is kept and said, and a sum that is finite if the logits are numbers."""
         if self.sampling.greedy:
             choice, most = self.sampling.favourite(logits)
-            return rules.greedy(draft.tree, choice), _finite(most)
+            return rules.greedy(draft.tree, choice), most.sum(1)
         try:
             p_rows, coins = self.sampling.rows(logits), self._coins(live)
             q_rows = draft.q_rows
             if q_rows is None and draft.tree.size == 1:  # nothing was drafted, from no row
                 q_rows = torch.zeros_like(p_rows)
-            return self.rule(draft.tree, p_rows, q_rows, coins), _finite(logits.amax(2))
+            return self.rule(draft.tree, p_rows, q_rows, coins), logits.amax(2).sum(1)
         except ValueError as error:
             raise RunError(f"A round could not be verified: {error}", HINT) from error
 
-    def _read(self, tree: Tree, said: Accepted, sound: Bool[Tensor, " B"]) -> list[News]:
+    def _read(self, tree: Tree, said: Accepted, sums: Float[Tensor, " B"]) -> list[News]:
         """What was decided, on the host: one wait for the device, whatever the batch."""
-        facts = [said.length, said.next_ids, tree.deepest(), sound]
+        facts = [said.length, said.next_ids, tree.deepest()]
         words = [tree.ids]
         if not tree.straight:
-            facts.append(tree.leaf(said.path))
+            facts.append(tree.leaf(said.path).long())
             words = [said.path, tree.ids.gather(1, said.path)]
-        table = torch.cat([*(fact[:, None] for fact in facts), *words], dim=1).tolist()
-        if not all(row[3] for row in table):
+        table = torch.cat([torch.stack(facts, dim=1), *words], dim=1).tolist()
+        if not all(map(math.isfinite, sums.tolist())):
             raise RunError("The target's logits are not finite (NaN or infinite).", HINT)
         if tree.straight:
             return [News.of_chain(row) for row in table]
@@ -325,8 +328,8 @@ class Engine:
         if paths is not None:
             taps, last = layout.rows_of(taps, paths), layout.rows_of(last, paths)
         traces = [
-            layout.trace_of(text, start, taps[i : i + 1], last[i : i + 1])
-            for i, (text, start) in enumerate(zip(texts, starts, strict=True))
+            layout.trace_of(*what)
+            for what in zip(texts, starts, taps.split(1), last.split(1), strict=True)
         ]
         self.watch.lap()  # handing over is nobody's work
         states = self.drafter.absorb_all([one.state for one in live], traces)
@@ -356,7 +359,3 @@ def _check_fit(rule: Judge, policy: Policy) -> None:
 
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def _finite(most: Float[Tensor, "B N"]) -> Bool[Tensor, " B"]:
-    return most.sum(1).abs() < torch.inf

@@ -79,6 +79,9 @@ class Sampling(NamedTuple):
         self, logits: Float[Tensor, "B N V"]
     ) -> tuple[Int[Tensor, "B N"], Float[Tensor, "B N"]]:
         """The greedy token and its logit; a NaN counts as the largest."""
+        if logits.shape[-1] < LONG:
+            most, choice = logits.max(-1)
+            return choice, most
         choice = self.choice(logits)
         return choice, logits.gather(2, choice[..., None])[..., 0]
 

@@ -12,6 +12,7 @@ Differs from transformers: top-k keeps exactly k tokens, and every tie goes to t
 top_k=1, a vanishing top_p and temperature 0 are one and the same distribution.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -23,6 +24,8 @@ from torch import Tensor
 BLOCK = 128  # tokens per block of the two-level search in `invert`; divides most vocabularies
 SPAN = 256  # tokens per block of `first_argmax`
 LONG = 2**13  # tokens of a row from which on blocks are faster than the whole
+BELOW_ONE = 1 - 2**-52  # times any total (not denormal) is below it
+MASSLESS = "cannot draw from a row without finite, positive mass (NaN logits?)"
 CANDIDATES = 128  # tokens ranked in the first attempt to cover top_p
 
 
@@ -178,15 +181,16 @@ def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Te
 def _in_one(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
     """`invert` in one level, for few numbers."""
     ends = probs.cumsum(-1, dtype=torch.float64)
-    total = ends[:, -1]
-    _check_mass(total)
-    mark = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(ends, mark[:, None], right=True)[:, 0]
+    total = ends[:, -1:]
+    if not all(0 < mass < math.inf for (mass,) in total.tolist()):
+        raise ValueError(MASSLESS)
+    mark = uniforms.clamp(max=BELOW_ONE)[:, None] * total  # below the total, whatever the rounding
+    return torch.searchsorted(ends, mark, right=True)[:, 0]
 
 
 def _check_mass(total: Float[Tensor, " N"]) -> None:
     if not bool(((total > 0) & (total < torch.inf)).all()):
-        raise ValueError("cannot draw from a row without finite, positive mass (NaN logits?)")
+        raise ValueError(MASSLESS)
 
 
 def _slice_holding(
