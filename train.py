@@ -5,7 +5,7 @@ accelerate launch train.py drafter=eagle3
 
 import sys
 
-from outrider.train.cli import main
+from outrider.train.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]], program="train.py"))
+    command(["train", *sys.argv[1:]], program="train.py")

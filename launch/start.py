@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from outrider.launch.jobs import THREADS
 from outrider.train.config import LaunchConfig
 from outrider.train.errors import ConfigError
 
@@ -21,7 +22,6 @@ REFUSED = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "to offload the optimizer",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "to offload parameters",
 }
-WAIT = timedelta(minutes=30)  # longest wait of one rank for another
 
 
 def world_size() -> int:
@@ -45,6 +45,9 @@ def use_cores() -> int:
     Launchers set OMP_NUM_THREADS=1 when nothing is said, which halves a two-core machine. Another
     value, or one set without a launcher, is the user's wish and stays.
     """
+    if told := os.environ.get(THREADS):
+        torch.set_num_threads(int(told))
+        return torch.get_num_threads()
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if launched and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -101,8 +104,9 @@ def accelerator(launch: LaunchConfig, clip: float, micro_batch: int) -> Any:
         "mixed_precision": launch.precision,
     }
     if world_size() > 1 or launch.name.startswith("zero"):
+        wait = timedelta(minutes=launch.wait)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=backend, timeout=WAIT)]
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=backend, timeout=wait)]
     if launch.name.startswith("zero"):
         _alone()
         options["deepspeed_plugin"] = DeepSpeedPlugin(
@@ -139,9 +143,6 @@ def _alone() -> None:
 
 
 def leave() -> None:
-    """The ranks part: what comes now is rank 0's alone.
-
-    A rank that ends with its threads of communication still running is aborted now and then.
-    """
+    """The ranks part: what comes now is rank 0's alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

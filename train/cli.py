@@ -5,11 +5,12 @@ which is imported only then. Every exit of the program is decided here and in `e
 0 success, 2 a mistake of the user (message, no traceback), 130 Ctrl-C.
 """
 
+import atexit
 import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from outrider.train.errors import ConfigError, exit_on_error
 
@@ -25,6 +26,30 @@ class Verb(NamedTuple):
     def call(self, *arguments: Any) -> int:
         module, _, function = self.place.partition(":")
         return int(getattr(importlib.import_module(module), function)(*arguments))
+
+
+def command(argv: Sequence[str] | None = None, program: str = "outrider") -> NoReturn:
+    """`main` as a whole process: run one command, then end."""
+    try:
+        code: Any = main(argv, program)
+    except SystemExit as stop:
+        code = stop.code
+    end(code)
+
+
+def end(code: Any) -> NoReturn:
+    """End this process; as one of several ranks, without taking the interpreter apart.
+
+    Gloo's threads drop their last tensors when they please, and whoever asks a closing interpreter
+    for its lock is aborted. DeepSpeed's parameters keep the process group, and so its threads,
+    alive beyond `destroy_process_group` (pytorch/pytorch#179291, #190489).
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not isinstance(code, int | None):
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
@@ -58,8 +83,12 @@ def _dispatch(verb: Verb, name: str, words: list[str]) -> int:
     options = [word for word in words if word.startswith("-")]
     overrides = [word for word in words if not word.startswith("-")]
     if {"-h", "--help"} & set(options):
-        return _help(verb, name)
+        return _help(verb, name, bool({"-m", "--multirun"} & set(options)))
     if {"-m", "--multirun"} & set(options):
+        for option in set(options) - {"-m", "--multirun"}:
+            raise ConfigError(
+                "option", option, "There is no such option of a sweep.", "See --help."
+            )
         return _multirun(verb, overrides, os.environ)
     takes_cfg = verb.run in (_configured, _eval)  # plan has a group that is no part of a run
     for option in options:
@@ -97,6 +126,11 @@ def _plan(verb: Verb, overrides: list[str]) -> int:
     return verb.call(config, wanted)
 
 
+def _launch(verb: Verb, overrides: list[str]) -> int:
+    """launch: a run, for ranks that are not here yet."""
+    return verb.call(overrides)
+
+
 def _compare(verb: Verb, paths: list[str]) -> int:
     if not paths:
         raise ConfigError("RUN", "", "compare needs run folders.", "outrider compare runs/a runs/b")
@@ -130,7 +164,7 @@ def _print_config(verb: Verb, overrides: list[str]) -> int:
     return _say(to_yaml(_config(verb, overrides)).rstrip())
 
 
-def _help(verb: Verb, name: str) -> int:
+def _help(verb: Verb, name: str, swept: bool) -> int:
     from outrider.train.help import reference
 
     if verb.run is _compare:
@@ -139,7 +173,9 @@ def _help(verb: Verb, name: str) -> int:
         program = name
         lines = "\n".join(f"  {name:<12}{bench.line}" for name, bench in BENCHES.items())
         return _say(f"{program} BENCH [key=value ...]: {verb.line}\n\n{lines}")
-    reference(_console(), name, verb.line, verb.root, "plan" if verb.run is _plan else None)
+    groups: dict[Any, str] = {_plan: "plan", _launch: "cluster"}
+    own = "sweep" if swept else groups.get(verb.run)
+    reference(_console(), name, verb.line, verb.root, own)
     return 0
 
 
@@ -192,6 +228,11 @@ VERBS = {
         _eval,
         "eval",
     ),
+    "launch": Verb(
+        "outrider.launch.cluster:launch",
+        "say what to type on which machine of a cluster, or why it cannot work",
+        _launch,
+    ),
     "prepare": Verb(
         "outrider.data.prepare:prepare",
         "let the target write the text to train on (data=self), without training",
@@ -241,6 +282,16 @@ BENCHES = {
         "tokens per second with several prompts at a time, with the drafter and without",
         _bench,
     ),
+    "launches": Verb(
+        "outrider.launch.equal:launches",
+        "one recipe under every launch: 1, 2, 4 ranks, DDP and ZeRO, and how far they are apart",
+        _bench,
+    ),
+    "soak": Verb(
+        "outrider.launch.soak:soak",
+        "a run of several ranks, hurt again and again: what is left must be bit-equal",
+        _bench,
+    ),
     "assisted": Verb(
         "outrider.eval.bench_assisted:assisted",
         "beside transformers' assisted generation: same draft model, same tokens, whose time",
@@ -249,4 +300,4 @@ BENCHES = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
