@@ -22,6 +22,7 @@ from outrider.train.files import read_json
 MB = 2.0**20
 # above temperature 0: how guesses come about and are verified unless something else was asked for
 USUAL = {"chain": ("drawn", "ratio"), "sampled_tree": ("drawn", "without_replacement")}
+STUDY = "study.db"  # in the folder of a search (launch/searched.py)
 FULL = 6  # reports that are shown in full, at most
 
 
@@ -80,14 +81,22 @@ def compare(paths: list[str]) -> int:
     Raises:
         RunError: a run has no report, or one that cannot be read.
     """
-    runs, without = list[Measured](), list[RunError]()
+    runs, without, searches = list[Measured](), list[RunError](), list[Path]()
     for path in map(Path, paths):
-        if list((path / "eval").glob("*.json")):
+        if (path / STUDY).is_file():
+            searches.append(path)
+        elif list((path / "eval").glob("*.json")):
             runs.append(_measured(path))
         elif path.is_dir():
             without.append(_no_report(path))
         else:
             raise _no_report(path)
+    for path in searches:
+        from outrider.launch.searched import show
+
+        show(path, Console(width=None if sys.stdout.isatty() else 160))
+    if searches and not runs:
+        return 0
     if not runs:
         raise without[0]
     reports = {

@@ -1,32 +1,31 @@
-"""`train -m`: one run per combination of values, one process each, then one table.
+"""`train -m`: one run per combination of values, one process each, then one table; or a search.
 
     python train.py -m drafter=eagle,medusa train.lr=1e-3,3e-4
+    python train.py -m sweep=search drafter=eagle3
 
 Hydra's grammar for the lists; all runs are validated, and their folders told apart, before the
-first one starts. A run that fails does not stop the others.
+first one starts. A run that fails does not stop the others. The same command goes on where a sweep
+was stopped: runs that are finished say so and end, the others continue.
 """
 
 import itertools
-import os
-import signal
-import subprocess
-import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from rich.console import Console
 
-import outrider
+from outrider.launch.jobs import INTERRUPTED, Crew
 from outrider.train.compose import compose
 from outrider.train.config import NEEDED, Config, check_files, parse
 from outrider.train.errors import ConfigError
-
-INTERRUPTED = 130
+from outrider.train.sweeping import RANGE, SweepConfig, read_sweep, word
 
 
 def sweep(overrides: list[str]) -> int:
-    """Train every combination and compare the runs.
+    """Train every combination and compare the runs, or search.
 
     Returns:
         0 when all runs ended well, 130 after Ctrl-C, else the first failure's exit code.
@@ -34,29 +33,84 @@ def sweep(overrides: list[str]) -> int:
     Raises:
         ConfigError: a combination is no valid run, or two of them share a folder.
     """
-    combinations = jobs(overrides)
+    settings, rest = read_sweep(overrides)
+    if settings.trials is not None:
+        from outrider.launch.search import search
+
+        return search(rest, settings)
+    return every(rest, settings)
+
+
+def every(overrides: list[str], settings: SweepConfig) -> int:
+    """Every combination of the lists on the command line and under `sweep.over`."""
+    combinations = [
+        [*job, *more] for job in jobs(overrides) for more in itertools.product(*_over(settings))
+    ]
     configs = [parse(compose(job)) for job in combinations]
     for config in configs:
         check_files(config, *NEEDED)
     _tell_apart(configs)
-    console, codes = Console(), list[int]()
-    if code := _write_texts(combinations, configs):
-        return code
-    for i, job in enumerate(combinations, start=1):
-        console.rule(f"run {i} of {len(combinations)}: {' '.join(job)}")
-        codes.append(_run("train", job))
-        if codes[-1] == INTERRUPTED:
-            return INTERRUPTED
+    console = Console()
+    with Crew(settings) as crew:
+        if code := write_texts(crew, combinations, configs):
+            return code
+        codes = _run_all(crew, combinations, configs, console)
+    if INTERRUPTED in codes:
+        return INTERRUPTED
     done = [config.run.dir for config, code in zip(configs, codes, strict=True) if code == 0]
     measured = [folder for folder in done if list((Path(folder) / "eval").glob("*.json"))]
     if measured:
         from outrider.eval.compare import compare
 
         compare(measured)
-    for job, code in zip(combinations, codes, strict=True):
+    for job, config, code in zip(combinations, configs, codes, strict=True):
         if code:
-            console.print(f"[red]failed with exit code {code}:[/red] {' '.join(job)}")
+            where = f" ({config.run.dir}/output.txt)" if settings.jobs > 1 else ""
+            console.print(f"[red]failed with exit code {code}:[/red] {' '.join(job)}{where}")
     return next((code for code in codes if code), 0)
+
+
+def _run_all(
+    crew: Crew, combinations: list[list[str]], configs: list[Config], console: Console
+) -> list[int]:
+    """Exit codes. One run at a time speaks to the terminal, several into `output.txt` each."""
+
+    def one(number: int) -> int:
+        job, config = combinations[number], configs[number]
+        if crew.stopped:
+            return INTERRUPTED
+        head = f"run {number + 1} of {len(combinations)}: {' '.join(job)}"
+        if crew.sweep.jobs == 1:
+            console.rule(head)
+            return crew.run("train", job)
+        console.print(f"{head}  [dim]{config.run.dir}/output.txt[/dim]", highlight=False)
+        code = crew.run("train", job, Path(config.run.dir) / "output.txt")
+        ended = "done" if code == 0 else f"[red]exit code {code}[/red]"
+        console.print(f"run {number + 1}: {ended}", highlight=False)
+        return code
+
+    if crew.sweep.jobs == 1:
+        codes = list[int]()
+        while len(codes) < len(combinations) and INTERRUPTED not in codes:
+            codes.append(one(len(codes)))
+        return codes
+    with ThreadPoolExecutor(crew.sweep.jobs) as threads:
+        try:
+            return list(threads.map(one, range(len(combinations))))
+        except KeyboardInterrupt:
+            crew.stop()
+            return [INTERRUPTED]
+
+
+def _over(settings: SweepConfig) -> list[list[str]]:
+    """`sweep.over` as overrides, a list per key."""
+    lists = []
+    for name, values in (settings.over or {}).items():
+        if isinstance(values, Mapping):
+            why = "A range has no end of values; without sweep.trials every value is tried."
+            raise ConfigError(f"sweep.over.{name}", dict(values), why, RANGE)
+        lists.append([word(name, value) for value in values])
+    return lists
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
@@ -84,7 +138,7 @@ def _tell_apart(configs: list[Config]) -> None:
         raise ConfigError("run.dir", twice, "Several runs of the sweep would write there.", fix)
 
 
-def _write_texts(combinations: list[list[str]], configs: list[Config]) -> int:
+def write_texts(crew: Crew, combinations: list[list[str]], configs: list[Config]) -> int:
     """Text that the target writes itself is written first, so that no run pays for another's.
 
     Returns:
@@ -95,22 +149,6 @@ def _write_texts(combinations: list[list[str]], configs: list[Config]) -> int:
         text = repr((config.target, config.data, config.run.seed))
         if config.data.name == "self" and text not in seen:
             seen.add(text)
-            if code := _run("prepare", job):
+            if code := crew.run("prepare", job):
                 return code
     return 0
-
-
-def _run(verb: str, job: list[str]) -> int:
-    """A process of its own, so that memory and settings of one run never touch the next."""
-    root = str(Path(outrider.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "outrider.train.cli", verb, *job]
-    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
-    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    try:
-        return child.wait()
-    except KeyboardInterrupt:  # the run was told too, and saves; a second one ends the waiting
-        child.wait()
-        return INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -74,7 +74,7 @@ def test_every_experiment_makes_a_valid_run(name: str) -> None:
 def test_every_yaml_opens_with_what_it_is_and_the_command_that_uses_it() -> None:
     for path in CONF.rglob("*.yaml"):
         comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
-        commands = ("accelerate launch ", "python eval.py ", "python train.py ", "outrider plan ")
+        commands = ("accelerate launch ", "python eval.py ", "python train.py ", "outrider ")
         assert any(command in line for line in comment for command in commands), path.name
 
 

@@ -16,31 +16,11 @@ from outrider.models.formats import native
 from outrider.models.load import Loaded
 from outrider.train import loop
 from outrider.train.compose import compose
-from outrider.train.config import Config, parse
+from outrider.train.config import parse
 from outrider.train.errors import ConfigError, RunError
+from outrider.train.files import claimed
 from outrider.train.run import Run
-
-QUIET = Console(quiet=True)
-SMALL = [
-    "target=tiny", "data.max_length=128", "data.max_samples=60", "train.batch_tokens=512",
-    "train.max_steps=6", "train.eval_every=3", "train.save_every=2", "train.log_every=1",
-    "drafter.depths=2", "train.quick_eval=false",
-]  # fmt: skip
-
-
-def config(folder: Path, *words: str) -> Config:
-    return parse(compose([*SMALL, f"run.dir={folder}", *words]))
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    torch.set_num_threads(1)
-    return load.load(parse(compose(["target=tiny"])).target)
-
-
-@pytest.fixture(scope="module")
-def made(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return material(config(tmp_path_factory.mktemp("m")), loaded, (1, 3, 4), QUIET, rank=0)
+from tests.runs import QUIET, config
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,7 +36,7 @@ def test_a_run_leaves_a_drafter_logs_and_provenance(
     drafter, cfg = native.load(final, loaded.target)
     assert cfg.depths == 2
     assert next(drafter.parameters()).dtype == torch.float32
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines if x["kind"] == "train"] == [0, 1, 2, 3, 4, 5]
     assert [x["step"] for x in lines if x["kind"] == "held"] == [0, 3, 6]
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -86,7 +66,7 @@ def test_a_stopped_run_continues_bit_equal(loaded: Loaded, made: Material, tmp_p
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
-    files = [tmp_path / name / "log.jsonl" for name in ("whole", "stopped")]
+    files = [tmp_path / name / "metrics.jsonl" for name in ("whole", "stopped")]
     logs = [file.read_text().splitlines() for file in files]
     losses = [[json.loads(x).get("loss@1") for x in log] for log in logs]
     assert losses[0] == losses[1]
@@ -106,6 +86,17 @@ def test_the_best_drafter_is_the_longest_accepted_not_the_last(
         loop.fit(config(tmp_path), loaded, made, QUIET)
     about = json.loads((tmp_path / "drafter" / "config.json").read_text())["about"]
     assert (about["step"], about["held_out"]["accept_length"]) == (3, 1.7)
+
+
+def test_time_is_booked_to_what_was_done(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+    """Over both parts of a run that was continued."""
+    words = ("train.schedule=constant",)
+    loop.fit(config(tmp_path, *words), loaded, made, QUIET)
+    before = json.loads((tmp_path / "training.json").read_text())["phases"]
+    loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
+    after = json.loads((tmp_path / "training.json").read_text())["phases"]
+    assert before.keys() == after.keys() == {"steps", "held out", "saving"}
+    assert all(0 < before[name] < after[name] for name in before)
 
 
 def test_other_settings_do_not_continue_a_run(
@@ -160,6 +151,34 @@ def test_where_all_checkpoints_are_truncated_the_newest_is_named(
     assert (tmp_path / "checkpoints" / "step-00000006").is_dir()  # nothing was touched
 
 
+def test_a_folder_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
+    """And to the next one afterwards."""
+    with (
+        claimed(tmp_path),
+        pytest.raises(RunError, match="Another process is at work"),
+        claimed(tmp_path),
+    ):
+        pass
+    with claimed(tmp_path):
+        pass
+
+
+def test_a_run_killed_before_its_result_publishes_when_continued(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    """The old result of a run that was continued is not taken for the new one."""
+    words = ("train.schedule=constant",)
+    loop.fit(config(tmp_path, *words), loaded, made, QUIET)
+    before = weights(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "publish", lambda run: run.folder / "drafter")  # it does not come to it
+        loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
+    assert all(torch.equal(before[name], now) for name, now in weights(tmp_path).items())
+    loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
+    assert any(not torch.equal(before[name], now) for name, now in weights(tmp_path).items())
+    assert json.loads((tmp_path / "training.json").read_text())["steps"] == 12
+
+
 def test_milestones_stay_beside_the_newest(loaded: Loaded, made: Material, tmp_path: Path) -> None:
     words = ("train.save_every=1", "train.keep_last=1", "train.keep_every=3")
     loop.fit(config(tmp_path, *words, "train.max_steps=7"), loaded, made, QUIET)
@@ -172,7 +191,7 @@ def test_a_loss_that_is_no_number_keeps_its_batch(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "learning_rate", lambda run, done: float("inf"))
-        with pytest.raises(RunError, match="not a number at step 1; its batch is in"):
+        with pytest.raises(RunError, match="Step 1 is bad: its loss is nan; its batch is in"):
             loop.fit(config(tmp_path), loaded, made, QUIET)
     (file,) = tmp_path.glob("bad-batch-*.safetensors")
     assert load_file(file)["ids"].shape == (4, 128)
@@ -242,7 +261,7 @@ def test_a_log_that_a_crash_cut_off_is_mended(
     loaded: Loaded, made: Material, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path, "train.max_steps=4"), loaded, made, QUIET)
-    log = tmp_path / "log.jsonl"
+    log = tmp_path / "metrics.jsonl"
     log.write_text(log.read_text() + '{"step": 4, "ki')
     loop.fit(config(tmp_path, "train.max_steps=6"), loaded, made, QUIET)
     lines = [json.loads(line) for line in log.read_text().splitlines()]

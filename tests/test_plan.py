@@ -46,6 +46,7 @@ def test_the_disk_estimate_is_what_a_run_writes(run: Run) -> None:
     """Two checkpoints of 12 bytes per parameter are most of it."""
     run.progress.step = 1
     run.save()
+    run.behind.wait()
     file = next((run.folder / "checkpoints").rglob("state.safetensors"))
     size = sum(p.numel() for p in run.drafter.parameters())
     assert 4 * size <= file.stat().st_size <= 13 * size  # no moments before the first step

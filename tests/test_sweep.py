@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outrider.launch import sweep as module
+from outrider.launch.jobs import INTERRUPTED, Crew
 from outrider.launch.sweep import jobs, sweep
 from outrider.train.errors import ConfigError
 
@@ -34,7 +34,7 @@ def test_runs_that_would_share_a_folder_are_refused_before_the_first(tmp_path: P
 
 
 def test_a_mistake_in_the_last_run_stops_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(Crew, "run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(ConfigError, match="egle3"):
         sweep(["drafter=eagle,egle3"])
 
@@ -43,11 +43,11 @@ def started(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]) -> list[str]
     """Runs end with the code of their drafter; returns the drafters that were started."""
     names: list[str] = []
 
-    def run(verb: str, job: list[str]) -> int:
+    def run(_crew: Crew, verb: str, job: list[str], *_: object) -> int:
         names.append(job[0].partition("=")[2])
         return codes.get(names[-1], 0)
 
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(Crew, "run", run)
     return names
 
 
@@ -61,8 +61,8 @@ def test_a_failed_run_does_not_stop_the_others(
 
 
 def test_ctrl_c_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = started(monkeypatch, {"eagle": module.INTERRUPTED})
-    assert sweep([DRAFTERS, DISTINCT.format(folder=tmp_path)]) == module.INTERRUPTED
+    names = started(monkeypatch, {"eagle": INTERRUPTED})
+    assert sweep([DRAFTERS, DISTINCT.format(folder=tmp_path)]) == INTERRUPTED
     assert names == ["eagle"]
 
 

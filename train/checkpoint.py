@@ -10,7 +10,7 @@ step; of a run bounded by minutes, of the step and the seconds, which are saved 
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class Progress:
         step: optimizer steps done.
         seconds: training time so far, for train.max_minutes.
         best: longest held-out acceptance so far, and the step it was measured at.
+        skipped: bad steps that were left out.
+        recent: losses of the last steps that were not (train/guard.py).
+        phases: seconds by what was done.
+        joules: energy so far; None where it cannot be read.
     """
 
     step: int = 0
@@ -39,6 +43,10 @@ class Progress:
     best: float = 0.0
     best_step: int = 0
     finished: bool = False
+    skipped: int = 0
+    recent: list[float] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    joules: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,18 +66,12 @@ class Keep:
         return [old for old in known[: -self.last] if not self.every or _step(old) % self.every]
 
 
-def save(
-    folder: Path, model: nn.Module, optimizer: Any, progress: Progress, keep: Keep, main: bool
-) -> None:
-    """Write `folder/step-N` and remove those that need not stay. Every rank calls it.
+def save(folder: Path, tensors: dict[str, Tensor], progress: Progress, keep: Keep) -> None:
+    """Write `folder/step-N` and remove those that need not stay. One rank calls it.
 
     Args:
-        model: the unwrapped module (its own parameter names).
-        main: this rank writes; the others only help to gather.
+        tensors: what `gather` has returned, on every rank.
     """
-    tensors = gather(model, optimizer if progress.step > 0 else None)
-    if not main:
-        return
     final = folder / f"step-{progress.step:08d}"
     if final.is_dir():  # reached again right after it was loaded: only the progress is news
         known = read_json(final / "state.json", FIX)
@@ -135,15 +137,18 @@ def load(folder: Path, model: nn.Module, optimizer: Any) -> Progress:
     tensors = read_tensors(folder / "state.safetensors", about.get("sha256"), FIX)
     try:
         progress = Progress(**about["progress"])
-        scatter(model, optimizer, tensors, progress.step)
+        scatter(model, optimizer, tensors, progress.step - progress.skipped)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunError(f"{folder} does not fit this configuration: {error}", FIX) from None
     return progress
 
 
 def gather(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
-    """fp32 parameters, their moments (when an optimizer is given) and the buffers, by name."""
-    out = {f"buffer.{name}": value for name, value in model.named_buffers()}
+    """fp32 parameters, their moments (when an optimizer is given) and the buffers, by name.
+
+    All are copies: they are written while training goes on.
+    """
+    out = {f"buffer.{n}": value.to("cpu", copy=True) for n, value in model.named_buffers()}
     for name, parameter in _trained(model):
         out[f"parameter.{name}"] = _master(parameter).to("cpu", copy=True)
         for moment in MOMENTS if optimizer is not None else ():
@@ -155,6 +160,9 @@ def gather(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
 
 def scatter(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: int) -> None:
     """The reverse of `gather`.
+
+    Args:
+        step: steps that the optimizer took, for AdamW's correction of its first moments.
 
     Raises:
         KeyError, ValueError: names or shapes differ.

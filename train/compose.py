@@ -66,7 +66,8 @@ def plain(node: DictConfig) -> dict[str, Any]:
 def groups(root: str = "train") -> dict[str, str | None]:
     """The groups of a root and the choice each starts with, as in {"target": "tiny", ...}."""
     found: dict[str, str | None] = {}
-    for entry in OmegaConf.load(CONF / f"{root}.yaml").defaults:
+    node: Any = OmegaConf.load(CONF / f"{root}.yaml")
+    for entry in node.get("defaults", []):
         if isinstance(entry, DictConfig):
             ((name, choice),) = _raw(entry).items()
             if not name.startswith("override "):
@@ -152,7 +153,7 @@ def _translated(error: Exception, overrides: Sequence[str], root: str) -> Config
     name = next((name for name in quoted if name in typed), None)
     if name is None:
         return ConfigError("overrides", " ".join(overrides), said, "--help shows four examples.")
-    if re.search("multirun|sweep|ambiguous", said, re.IGNORECASE):
+    if re.search(r"multirun|sweep(?![./])|ambiguous", said, re.IGNORECASE):
         fix = f"One run takes one value; a list is written {name}=[{typed[name]}]."
         return ConfigError(name, typed[name], "Several values ask for several runs.", fix)
     return _misplaced(name, typed[name], said, root)

@@ -116,6 +116,10 @@ class TrainConfig:
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW: decay of both moments", "[0, 1)")
     weight_decay: float = key(0.0, "AdamW: decoupled, on matrices only", "[0, 1]")
     clip: float = key(1.0, "largest norm of the gradient", "(0, inf)")
+    skip_bad: int = key(0, "bad steps to leave out before the run stops", "[0, inf)")
+    spike: float | None = key(
+        None, "a loss so many times the median of the last 64 is bad; null: only NaN is", "(1, inf)"
+    )
     eval_every: int = key(100, "steps between held-out evaluations", COUNT)
     save_every: int = key(100, "steps between checkpoints", COUNT)
     keep_last: int = key(2, "checkpoints kept beside the best one", COUNT)
@@ -125,6 +129,7 @@ class TrainConfig:
     )
     log_every: int = key(10, "steps between log lines", COUNT)
     quick_eval: bool = key(True, "decode with the finished drafter and report its speed")
+    tensorboard: bool = key(False, "event files for TensorBoard in <run.dir>/tensorboard")
     wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
 
 
@@ -137,6 +142,7 @@ class LaunchConfig:
     )
     precision: Literal["no", "bf16"] = key("no", "autocast of the drafter; its masters stay fp32")
     accumulation: int = key(1, "forward passes per optimizer step and rank", COUNT)
+    wait: float = key(30.0, "minutes that a rank waits for another before it gives up", "(0, inf)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,6 +307,9 @@ def _check_length(config: Config) -> None:
         why = f"{rows} rows of a step cannot be shared evenly by {pieces} forward passes."
         fix = f"Use a multiple of {least}."
         raise ConfigError("train.batch_tokens", train.batch_tokens, why, fix)
+    if train.skip_bad and launch.accumulation > 1 and launch.name.startswith("zero"):
+        why = "DeepSpeed cannot forget the gradients of a step's first forward passes."
+        raise ConfigError("train.skip_bad", train.skip_bad, why, "Use launch.accumulation=1.")
     if train.max_steps is None and isinstance(train.warmup, int) and train.warmup > 0:
         why = "A run in minutes has no number of steps to warm up for."
         raise ConfigError("train.warmup", train.warmup, why, "Give a share: train.warmup=0.04.")

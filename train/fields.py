@@ -39,7 +39,7 @@ def read(schema: type[T], values: Mapping[str, Any], prefix: str) -> T:
     Args:
         schema: a dataclass, possibly with dataclasses as fields.
         values: plain python values (dict, list, str, int, float, bool, None).
-        prefix: the group's key, for messages: "train" makes "train.lr".
+        prefix: the group's key, for messages: "train" makes "train.lr", "" makes "lr".
 
     Raises:
         ConfigError: a key the schema lacks, a value of the wrong type or outside its interval.
@@ -48,9 +48,9 @@ def read(schema: type[T], values: Mapping[str, Any], prefix: str) -> T:
     fields = {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
     taken = {}
     for name, value in values.items():
-        where = f"{prefix}.{name}"
+        where = f"{prefix}.{name}".lstrip(".")
         if name not in fields:
-            raise unknown(where, value, [f"{prefix}.{field}" for field in fields])
+            raise unknown(where, value, [f"{prefix}.{field}".lstrip(".") for field in fields])
         taken[name] = convert(hints[name], value, where)
         check_interval(fields[name].metadata.get("within", ""), taken[name], where)
     return _build(schema, taken, prefix)

@@ -4,10 +4,12 @@ Everything a run keeps goes through `write`: a temporary name, fsync, rename, fs
 A crash at any moment leaves the old file or the new one.
 """
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,25 @@ def write(file: Path, data: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RunError(f"{file} could not be written: {error}", "Free some space.") from error
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Nobody else writes there meanwhile.
+
+    Raises:
+        RunError: another process does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"Another process is at work in {folder}."
+            raise RunError(message, "Wait for it or stop it, or choose another folder.") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,12 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from outrider.train.clusters import ClusterConfig
 from outrider.train.compose import CONF, choices, defaults_of, groups, values_of
 from outrider.train.config import GROUPS, MAY_CHANGE
 from outrider.train.fields import words
 from outrider.train.planning import PlanConfig
+from outrider.train.sweeping import SweepConfig
 
-OWN: dict[str, type] = {"plan": PlanConfig}  # groups of one verb
+# groups of one verb (of `train -m`, sweep)
+OWN: dict[str, type] = {"plan": PlanConfig, "cluster": ClusterConfig, "sweep": SweepConfig}
 EXAMPLES = {
     "train": (
         ("accelerate launch train.py drafter=eagle3", "the main job, on the embedded target"),

@@ -5,22 +5,24 @@ of its arguments: a test calls it with a tiny target and looks at the folder.
 """
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.nn.utils import get_total_norm
 
-from outrider.data.loader import Batch
 from outrider.data.prepare import Material, material
 from outrider.launch import plan, start
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
 from outrider.models.target import default_taps, usual_taps
-from outrider.train import checkpoint
+from outrider.train import checkpoint, trackers
 from outrider.train.config import Config, check_files, decodings
 from outrider.train.errors import RunError
+from outrider.train.files import claimed
 from outrider.train.manifest import write_manifest
-from outrider.train.run import Run, clock
+from outrider.train.run import Piece, Run, clock
 from outrider.train.sums import Sums
 from outrider.train.tracking import Tracker
 
@@ -28,6 +30,7 @@ from outrider.train.tracking import Tracker
 def train(config: Config) -> int:
     """The verb: load, prepare, train, measure. Returns the exit code."""
     start.check(config.launch)
+    trackers.check(config)
     if not checkpoint.found(Path(config.run.dir) / "checkpoints"):
         check_files(config, "drafter.warm_start")
     start.use_cores()
@@ -39,24 +42,25 @@ def train(config: Config) -> int:
     if taps == default_taps(loaded.target.depth) != usual_taps(loaded.target.depth):
         console.print(f"target has {loaded.target.depth} layers: taps adapted to {list(taps)}")
     made = material(config, loaded, taps, console, start.rank())
-    before = _age(config)
-    outcome = fit(config, loaded, made, console)
-    start.leave()
-    if outcome is None:
-        return 130
-    reports = [Path(config.run.dir) / "eval" / f"{out}.json" for out, _ in decodings(config)]
-    known = all(report.is_file() for report in reports) and before == _age(config)
-    if main and config.train.quick_eval and not known:
-        from outrider.eval.run import quick_report
+    with claimed(Path(config.run.dir)) if main else nullcontext():  # mistakes leave no folder
+        outcome = fit(config, loaded, made, console)
+        start.leave()
+        if outcome is None:
+            return 130
+        if main and config.train.quick_eval and not _measured(config):
+            from outrider.eval.run import quick_report
 
-        quick_report(config, loaded, made, console)
+            quick_report(config, loaded, made, console)
     return 0
 
 
-def _age(config: Config) -> int | None:
-    """When the run's drafter was written; a report of the same drafter is not made twice."""
-    file = Path(config.run.dir) / "drafter" / "model.safetensors"
-    return file.stat().st_mtime_ns if file.is_file() else None
+def _measured(config: Config) -> bool:
+    """Whether all reports are of the drafter that is there now."""
+    folder = Path(config.run.dir)
+    drafter = folder / "drafter" / "model.safetensors"
+    reports = [folder / "eval" / f"{out}.json" for out, _ in decodings(config)]
+    when = drafter.stat().st_mtime_ns
+    return all(report.is_file() and report.stat().st_mtime_ns > when for report in reports)
 
 
 def fit(config: Config, loaded: Loaded, made: Material, console: Console) -> Path | None:
@@ -77,15 +81,14 @@ def fit(config: Config, loaded: Loaded, made: Material, console: Console) -> Pat
         console.print(note, style="yellow", soft_wrap=True)
     if resumed and run.progress.finished and run.done() >= 1:
         console.print(f"{run.folder} is finished: {run.progress.step} steps.")
-        done = run.folder / "drafter"
-        return done if done.is_dir() else run.publish()
+        return run.folder / "drafter" if run.published() else run.publish()
     if run.main:
         write_manifest(run.folder, config, {"data": made.about, "target": loaded.source})
         plan.show(console, run)
     began, first = clock() - run.progress.seconds, run.progress.step
     unheard = run.listen()
     try:
-        with Tracker(run.folder, config.train.wandb, console, run.main) as tracker:
+        with Tracker(config, console, run.main) as tracker:
             tracker.rewind(first if resumed else -1)
             while True:
                 stop = run.agree()
@@ -93,60 +96,107 @@ def fit(config: Config, loaded: Loaded, made: Material, console: Console) -> Pat
                 if (over or step % config.train.eval_every == 0) and not (
                     resumed and step == first
                 ):
-                    _evaluate(run, tracker)
+                    with run.phase("held out"):
+                        _evaluate(run, tracker)
                 if over or stop or (step % config.train.save_every == 0 and step > first):
                     run.progress.finished = over
-                    run.save()
+                    with run.phase("saving"):
+                        run.save()
                 if over:
                     return run.publish()
                 if stop:
                     tracker.say(f"stopped at step {step}, saved; the same command continues")
                     return None
-                _advance(run, tracker)
+                run.roll.here(step)
+                with run.phase("steps"):
+                    _advance(run, tracker)
                 run.progress.step += 1
                 run.progress.seconds = clock() - began
+    except RuntimeError as error:
+        said = "" if isinstance(error, RunError) else run.roll.missing(error)
+        if not said:
+            raise
+        fix = "Look at that rank's machine; the same command continues from the last checkpoint."
+        raise RunError(said, fix) from error
     finally:
         unheard()
+        run.roll.close()
+        run.behind.wait()
 
 
 def _advance(run: Run, tracker: Tracker) -> None:
-    """One optimizer step: all micro-batches of this rank, then AdamW."""
+    """One optimizer step, or a bad one that is left out."""
     config, step = run.config.train, run.progress.step
     run.sow(step)
     rate = run.learning_rate(run.done())
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group.get("pace", 1.0)
     pieces = run.micro_batches(step)
-    divide = run.divisors(pieces)
     speaking = step % config.log_every == 0
-    sums = run.objective.zero(run.target.device)
+    before = run.weights() if speaking else []
+    sums, norm, wrong = _work(run, pieces, speaking)
+    if wrong:
+        tracker.say(run.leave_out(pieces, wrong))
+        tracker.log(step, "skipped", {"skipped": float(run.progress.skipped)})
+    elif speaking:
+        moved = _moved(before, run.weights())
+        _speak(run, tracker, sums, {"lr": rate, "grad_norm": norm, **moved})
+
+
+def _work(run: Run, pieces: list[Piece], speaking: bool) -> tuple[Sums, float, str]:
+    """All micro-batches of this rank, then AdamW; what was counted, the gradient's norm before
+    clipping, and what is wrong with the step ("": it was taken).
+    """
+    sums, norm = run.objective.zero(run.target.device), 0.0
+    divide = run.divisors(pieces)
     share = run.accelerator.num_processes * run.config.launch.accumulation  # undoes the averaging
+    spent = torch.zeros((), dtype=torch.float64)
     for batch, noted in pieces:
         trace = run.trace(batch, False, noted)
         with run.accelerator.accumulate(run.model):
             loss, part = run.model(trace, divide, speaking)
-            _refuse_nan(run, loss, batch)
+            spent += loss.detach().cpu()
+            if wrong := _wrong(run, spent):
+                return sums, norm, wrong
             run.accelerator.backward(loss * share)
-            norm = None
             if run.accelerator.sync_gradients:
-                norm = run.accelerator.clip_grad_norm_(run.model.parameters(), config.clip)
-                if norm is not None and not math.isfinite(float(norm)):
-                    raise run.save_bad_batch(*(piece.batch for piece in pieces))
+                parameters = run.model.parameters()
+                norm = float(
+                    run.accelerator.clip_grad_norm_(parameters, run.config.train.clip) or 0
+                )
+                if not 0 <= norm < math.inf:  # DeepSpeed says -1 where it masks one
+                    return sums, norm, f"the norm of its gradient is {norm}"
             run.optimizer.step()
             run.optimizer.zero_grad()
         sums.add(part)
-    if speaking:
-        _speak(run, tracker, sums, rate, norm)
+    return sums, norm, ""
 
 
-def _refuse_nan(run: Run, loss: torch.Tensor, batch: Batch) -> None:
-    if not torch.isfinite(loss):
-        raise run.save_bad_batch(batch)
+def _clipped(run: Run) -> float:
+    """The gradient's norm before clipping; 0 where DeepSpeed keeps it to itself."""
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.train.clip)
+    return 0.0 if norm is None else float(norm)
 
 
-def _speak(
-    run: Run, tracker: Tracker, sums: Sums, rate: float, norm: torch.Tensor | float | None
-) -> None:
+def _wrong(run: Run, spent: torch.Tensor) -> str:
+    """What is wrong with the step so far; judged as a whole where steps may be left out."""
+    if run.guard.on and run.accelerator.sync_gradients:
+        return run.guard.wrong(float(run.reduce(spent)))
+    if run.guard.on or math.isfinite(float(spent)):
+        return ""
+    return f"its loss is {float(spent)}"
+
+
+def _moved(before: list[torch.Tensor], after: list[torch.Tensor]) -> dict[str, float]:
+    """How far the step went, in norms of what it went from."""
+    if not before:
+        return {}
+    steps = [new.float() - old.float() for old, new in zip(before, after, strict=True)]
+    ratio = get_total_norm(steps) / get_total_norm([old.float() for old in before])
+    return {"update_ratio": float(ratio)}
+
+
+def _speak(run: Run, tracker: Tracker, sums: Sums, facts: dict[str, float]) -> None:
     means = run.over_ranks(sums).means()
     step, seconds = run.progress.step, max(run.progress.seconds, 1e-9)
     speed = step * run.rows * run.config.data.max_length / seconds
@@ -154,8 +204,7 @@ def _speak(
         w * means.get(f"loss@{d}", 0.0) for d, w in enumerate(run.objective.weights, start=1)
     )
     means["objective"] += run.drafter.keep * means.get("kept", 0.0)
-    extra = {"lr": rate, "grad_norm": float(norm or 0.0), "tokens_per_second": speed}
-    tracker.log(step, "train", {**means, **extra})
+    tracker.log(step, "train", {**means, **facts, "tokens_per_second": speed})
     tracker.show(
         run.done(),
         f"step {step}  loss {means['loss@1']:.3f}  agree {means['agree@1']:.1%}  "

@@ -1,6 +1,7 @@
 """Provenance: what made this run, written into its folder before it starts; and what it took."""
 
 import importlib.metadata
+import os
 import platform
 import resource
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from outrider.train.config import Config, resolved, to_yaml
@@ -45,6 +47,29 @@ def git_state() -> dict[str, Any]:
         return {}
 
 
+def machine() -> dict[str, Any]:
+    """Processors, memory and GPUs, in the words of the system."""
+    memory = psutil.virtual_memory().total
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": memory,
+        "gpus": gpus,
+    }
+
+
+def _processor() -> str:
+    """Its name, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
     """`config.yaml` (what `eval` reads back) and `manifest.json`."""
     write(folder / "config.yaml", to_yaml(config).encode())
@@ -55,7 +80,7 @@ def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
             "config": resolved(config),
             "versions": versions(),
             "git": git_state(),
-            "machine": {"system": platform.platform(), "processor": platform.machine()},
+            "machine": machine(),
             **facts,
         },
     )

@@ -3,12 +3,15 @@
 `loop.py` is the narrative; this is the room it happens in.
 """
 
+import copy
 import hashlib
 import math
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -19,15 +22,19 @@ from torch import Tensor, nn
 from outrider.data.loader import Batch, Batches, gather, permutation
 from outrider.data.prepare import Material
 from outrider.launch import start
+from outrider.launch.roll import Roll
 from outrider.models import drafters
 from outrider.models.base import Trace
 from outrider.models.formats import native
 from outrider.models.load import Loaded
 from outrider.train import checkpoint
+from outrider.train.behind import Behind
 from outrider.train.compose import flat, plain
 from outrider.train.config import Config, resolved, saved_config
+from outrider.train.energy import Meter
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.files import read_json, write_json, write_tensors
+from outrider.train.guard import Guard
 from outrider.train.losses import parse_depth_weights
 from outrider.train.manifest import peak_memory
 from outrider.train.objective import Objective
@@ -38,8 +45,9 @@ from outrider.train.sums import Sums
 FREE = (
     "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
     "train.keep_last", "train.keep_every", "train.resume", "train.log_every", "train.quick_eval",
-    "train.wandb.",
-    "eval.", "decode.", "launch.name", "launch.accumulation", "data.generate.minutes",
+    "train.wandb.", "train.tensorboard", "train.skip_bad", "train.spike",
+    "eval.", "decode.", "launch.name", "launch.accumulation", "launch.wait",
+    "data.generate.minutes",
 )  # fmt: skip
 
 
@@ -89,9 +97,13 @@ class Run:
             config.launch, config.train.clip, max(1, self.rows // pieces)
         )
         self.main = bool(self.accelerator.is_main_process)
+        self.roll = Roll(self.accelerator.process_index, self.accelerator.num_processes)
         self.model, self.optimizer = self.accelerator.prepare(self.objective, self._optimizer())
         self.progress = checkpoint.Progress()
+        self.guard = Guard(self.progress, config.train.skip_bad, config.train.spike)
         self.stop_signal: int | None = None
+        self._meter, self._metered = Meter(), 0.0
+        self.behind = Behind()
         self.notes: list[str] = []  # to be said once there is somebody to say it to
 
     def _initialise(self) -> str:
@@ -189,18 +201,52 @@ class Run:
         name = f"{self.config.run.seed} {step} {rank}".encode()
         torch.manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:7], "big"))
 
-    def save_bad_batch(self, *batches: Batch) -> RunError:
-        """Keep the rows of this rank that ended in something that is not a number."""
+    def leave_out(self, pieces: list[Piece], wrong: str) -> str:
+        """Keep the rows of a bad step and forget its gradients; returns what to say of it.
+
+        Raises:
+            RunError: no more steps may be left out.
+        """
+        self.optimizer.zero_grad()
+        step, file = self.progress.step, self._keep(pieces)
+        said = f"Step {step} is bad: {wrong}; its batch is in {file}."
+        if not self.guard.may_skip():
+            fix = "Look at the batch, lower train.lr, or allow more with train.skip_bad."
+            raise RunError(said, fix)
+        return f"{said} Left out ({self.progress.skipped} of {self.config.train.skip_bad})."
+
+    def _keep(self, pieces: list[Piece]) -> Path:
+        """Rows of this rank, for somebody to look at."""
         step, rank = self.progress.step, self.accelerator.process_index
         file = self.folder / f"bad-batch-step-{step:08d}-rank-{rank}.safetensors"
-        rows = Batch(*(torch.cat(field) for field in zip(*batches, strict=True)))
+        fields = zip(*(piece.batch for piece in pieces), strict=True)
+        rows = Batch(*(torch.cat(field) for field in fields))
         write_tensors(file, rows._asdict(), {})
-        return RunError(
-            f"The loss is not a number at step {self.progress.step}; its batch is in {file}.",
-            "Look at the batch, or lower train.lr and continue from the last checkpoint.",
-        )
+        return file
+
+    def weights(self) -> list[Tensor]:
+        """Copies of what is trained, to measure a step by; none where ranks hold slices."""
+        if self.config.launch.name == "zero3":
+            return []
+        return [p.detach().clone() for p in self.objective.parameters() if p.requires_grad]
 
     # ---- held-out evaluation, saving ----
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book time and energy."""
+        began = clock()
+        try:
+            yield
+        finally:
+            phases = self.progress.phases
+            phases[name] = phases.get(name, 0.0) + clock() - began
+            self._book_energy()
+
+    def _book_energy(self) -> None:
+        if (now := self._meter.joules()) is not None:
+            self.progress.joules = (self.progress.joules or 0.0) + now - self._metered
+            self._metered = now
 
     @torch.no_grad()
     def held_out(self) -> dict[str, float]:
@@ -252,16 +298,24 @@ class Run:
         """The best drafter becomes the run's result, `drafter/`."""
         final = self.folder / "drafter"
         if self.main:
-            partial = self.folder / ".drafter"
-            shutil.rmtree(partial, ignore_errors=True)
+            unfinished = self.folder / ".drafter"
+            shutil.rmtree(unfinished, ignore_errors=True)
             if not self.best_folder.is_dir():
                 raise RunError(f"{self.best_folder} is missing.", "Train with train.resume=never.")
-            shutil.copytree(self.best_folder, partial)
+            shutil.copytree(self.best_folder, unfinished)
             shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            unfinished.rename(final)
             write_json(self.folder / "training.json", self.account())
         self.accelerator.wait_for_everyone()
         return final
+
+    def published(self) -> bool:
+        """Whether `drafter/` is what these steps have led to; all ranks are told the same."""
+        here = False
+        if self.main and (self.folder / "drafter").is_dir():
+            file = self.folder / "training.json"
+            here = file.is_file() and read_json(file, checkpoint.FIX)["steps"] == self.progress.step
+        return bool(self.reduce(torch.tensor(float(here))) > 0)
 
     def account(self) -> dict[str, Any]:
         """What the training cost and led to, for `outrider compare`."""
@@ -272,6 +326,8 @@ class Run:
             "steps": now.step,
             "seconds": now.seconds,
             "start_seconds": self.start_seconds,
+            "phases": now.phases,
+            "joules": now.joules,
             "tokens": tokens,
             "tokens_per_second": tokens / max(now.seconds, 1e-9),
             "peak_memory_bytes": peak_memory(self.target.device),
@@ -288,20 +344,25 @@ class Run:
         }
 
     def save(self) -> None:
-        checkpoint.save(
-            self.folder / "checkpoints", self.objective, self.optimizer, self.progress,
-            checkpoint.Keep(self.config.train.keep_last, self.config.train.keep_every), self.main,
-        )  # fmt: skip
+        """Copy what a checkpoint needs; it is written behind the steps that follow."""
+        now = copy.deepcopy(self.progress)
+        tensors = checkpoint.gather(self.objective, self.optimizer if now.step > 0 else None)
         if self.main:
-            self._forget_bests()
-        self.accelerator.wait_for_everyone()
+            self.behind.begin(partial(self._write, tensors, now))
 
-    def _forget_bests(self) -> None:
-        """Keep the best drafters that some checkpoint refers to."""
+    def _write(self, tensors: dict[str, Tensor], progress: checkpoint.Progress) -> None:
+        train = self.config.train
+        keep = checkpoint.Keep(train.keep_last, train.keep_every)
+        checkpoint.save(self.folder / "checkpoints", tensors, progress, keep)
+        self._forget_bests(progress.best_step)
+
+    def _forget_bests(self, newest: int) -> None:
+        """Keep the best drafters that some checkpoint refers to, or will."""
         files = [f / "state.json" for f in checkpoint.found(self.folder / "checkpoints")]
         steps = {read_json(f, checkpoint.FIX)["progress"]["best_step"] for f in files}
         for old in (self.folder / "best").glob("step-*"):
-            if int(old.name.removeprefix("step-")) not in steps:
+            step = int(old.name.removeprefix("step-"))
+            if step < newest and step not in steps:
                 shutil.rmtree(old, ignore_errors=True)
 
     def resume(self) -> bool:
@@ -313,7 +374,7 @@ class Run:
             if self.main:
                 for old in (place, self.folder / "best", self.folder / "drafter"):
                     shutil.rmtree(old, ignore_errors=True)
-                (self.folder / "log.jsonl").unlink(missing_ok=True)
+                (self.folder / "metrics.jsonl").unlink(missing_ok=True)
             return False
         if not known:
             if how == "must":
@@ -323,6 +384,7 @@ class Run:
         if self.config.launch.name.startswith("zero"):
             self._touch_optimizer()
         self.progress, wrong = checkpoint.newest(known, self.objective, self.optimizer)
+        self.guard.progress = self.progress
         self.accelerator.wait_for_everyone()  # all ranks have read
         for error, spoiled in zip(wrong, reversed(known), strict=False):
             if self.main:

@@ -1,4 +1,4 @@
-"""Where numbers go: a jsonl file in the run folder, a progress bar, and wandb if asked.
+"""Where numbers go: `metrics.jsonl` in the run folder, a progress bar, services if asked.
 
 Every metric has one definition, in `METRICS`; a name `x@d` is x at depth d.
 """
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.train.config import WandbConfig
+from outrider.train.config import Config
 from outrider.train.files import write
+from outrider.train.trackers import services
 
 LINE = 60.0  # seconds between lines of progress where there is no terminal
 
@@ -44,6 +45,10 @@ METRICS = {
     "kept": Metric("nats", "mean over answer rows", "cost of the changed target (Medusa-2)"),
     "objective": Metric("nats", "weights x losses, keep x kept", "what is minimised"),
     "grad_norm": Metric("1", "of the last step", "norm of the gradient before clipping"),
+    "update_ratio": Metric(
+        "1", "of the last step", "norm of the step / norm of the weights (not under zero3)"
+    ),
+    "skipped": Metric("steps", "since the start", "bad steps that were left out"),
     "lr": Metric("1", "of the last step", "learning rate"),
     "tokens_per_second": Metric(
         "1/s", "average since the start", "tokens trained on, all ranks, evaluations included"
@@ -54,21 +59,15 @@ METRICS = {
 class Tracker:
     """Rank 0 writes; on other ranks nothing happens."""
 
-    def __init__(self, folder: Path, wandb: WandbConfig, console: Console, main: bool) -> None:
-        self.file, self.console, self.main = folder / "log.jsonl", console, main
-        self.spoke = time.monotonic()
+    def __init__(self, config: Config, console: Console, main: bool) -> None:
+        self.file, self.console = Path(config.run.dir) / "metrics.jsonl", console
+        self.main, self.spoke = main, time.monotonic()
         self.bar = Progress(
             TextColumn("training"), BarColumn(), TextColumn("{task.fields[said]}"),
             TimeRemainingColumn(), console=console, disable=not main,
         )  # fmt: skip
         self.task = self.bar.add_task("training", total=1.0, said="")
-        self.wandb: Any = None
-        if main and wandb.mode != "disabled":
-            import wandb as library
-
-            self.wandb = library.init(
-                project=wandb.project, mode=wandb.mode, dir=str(folder), name=folder.name
-            )
+        self.services = services(config, self.say) if main else []
 
     def __enter__(self) -> "Tracker":
         self.bar.start()
@@ -81,8 +80,8 @@ class Tracker:
         _at: TracebackType | None,
     ) -> None:
         self.bar.stop()
-        if self.wandb is not None:
-            self.wandb.finish()
+        for service in self.services:
+            service.close()
 
     def rewind(self, step: int) -> None:
         """Forget lines behind a step that training continues from; it logs that step again."""
@@ -94,13 +93,13 @@ class Tracker:
             write(self.file, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
-        """One line: {"step": .., "kind": "train" | "held", ...}."""
+        """One line: {"step": .., "kind": "train" | "held" | "skipped", ...}."""
         if not self.main:
             return
         with self.file.open("a") as stream:
             stream.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
-        if self.wandb is not None:
-            self.wandb.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+        for service in self.services:
+            service.log(step, kind, values)
 
     def show(self, done: float, said: str) -> None:
         """Move the bar; where there is no terminal, print a line a minute."""

@@ -1,0 +1,161 @@
+"""`outrider bench launches`: one recipe under every launch, and how far the results are apart.
+
+    outrider bench launches steps=12
+
+The same run on 1, 2 and 4 ranks, by DDP and every stage of ZeRO, and with accumulation in place of
+ranks. Losses of every step and the final weights are compared with those of the first. Each rank
+computes with its part of the batch, so sums are taken in another order: equal means to rounding.
+"""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from outrider.launch.jobs import ROOT, bare
+from outrider.train.compose import plain
+from outrider.train.errors import RunError
+from outrider.train.fields import key, read
+from outrider.train.files import read_json, read_tensors, write_json
+
+LOSS, WEIGHT = 1e-4, 1e-3  # aims: absolute for losses, relative for weights
+RUN = [
+    "target=tiny", "data.max_length=128", "data.max_samples=60", "train.batch_tokens=512",
+    "train.log_every=1", "train.eval_every=100", "train.save_every=100", "drafter.depths=2",
+    "train.quick_eval=false",
+]  # fmt: skip
+
+
+class Way(NamedTuple):
+    """Who shares the work."""
+
+    launch: str
+    ranks: int
+    accumulation: int = 1
+
+
+class Row(NamedTuple):
+    """One line of the table: a `Way`, how far from the first one it ended, and its speed."""
+
+    launch: str
+    ranks: int
+    accumulation: int
+    losses: float  # largest difference of a step's loss
+    weights: float  # largest difference of a tensor, as a share of its norm
+    pace: float  # tokens per second of steps
+    seconds: float  # of the whole command
+
+
+class Result(NamedTuple):
+    """What a run has left."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    pace: float
+
+    @classmethod
+    def of(cls, place: Path) -> "Result":
+        lines = map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
+        losses = [line["loss@1"] for line in lines if line["kind"] == "train"]
+        weights = read_tensors(place / "drafter" / "model.safetensors", None, "")
+        account = read_json(place / "training.json", "")
+        return cls(losses, weights, account["tokens"] / account["phases"]["steps"])
+
+    def apart(self, first: "Result") -> tuple[float, float]:
+        """Largest differences of losses and weights."""
+        pairs = zip(self.losses, first.losses, strict=True)
+        weights = [
+            float((self.weights[name] - old).norm() / old.norm().clamp(min=1e-9))
+            for name, old in first.weights.items()
+            if old.is_floating_point()
+        ]
+        return max(abs(a - b) for a, b in pairs), max(weights)
+
+
+WAYS = [
+    Way("single", 1), Way("single", 1, 2), Way("single", 1, 4),
+    *(Way(name, ranks) for ranks in (2, 4) for name in ("ddp", "zero1", "zero2", "zero3")),
+    Way("ddp", 2, 2), Way("zero2", 2, 2),
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `outrider bench launches` takes."""
+
+    drafter: str = key("eagle3", "what is trained")
+    steps: int = key(12, "optimizer steps of each run", "[1, inf)")
+    dir: str = key("runs/launches", "the runs lie there; what is there is removed")
+    out: str = key("", "json file for the result")
+
+
+def launches(words: list[str]) -> int:
+    """The bench. Returns 0 if all agree."""
+    options = read(Options, plain(OmegaConf.from_dotlist(list(words))), "")
+    folder, console = Path(options.dir), Console()
+    shutil.rmtree(folder, ignore_errors=True)
+    table = Table(title=f"{options.drafter}, {options.steps} steps of 512 tokens, float32")
+    for head in (
+        "launch",
+        "ranks",
+        "accumulation",
+        "losses apart",
+        "weights apart",
+        "tokens/s",
+        "s",
+    ):
+        table.add_column(head, justify="left" if head == "launch" else "right")
+    rows, first = list[Row](), None
+    for way in WAYS:
+        began = time.monotonic()
+        place = _trained(way, options, folder)
+        found = Result.of(place)
+        first = first or found
+        rows.append(Row(*way, *found.apart(first), found.pace, time.monotonic() - began))
+        row = rows[-1]
+        cells = (f"{row.losses:.1e}", f"{row.weights:.1e}", f"{row.pace:.0f}", f"{row.seconds:.0f}")
+        table.add_row(row.launch, str(row.ranks), str(row.accumulation), *cells)
+    console.print(table)
+    equal = all(row.losses < LOSS and row.weights < WEIGHT for row in rows)
+    said = "equal" if equal else "[red]NOT EQUAL[/red]"
+    console.print(f"{said} (losses within {LOSS:g}, weights within {WEIGHT:g} of their norm)")
+    if options.out:
+        write_json(
+            Path(options.out),
+            {
+                "options": dataclasses.asdict(options),
+                "rows": [row._asdict() for row in rows],
+                "equal": equal,
+            },
+        )
+    return int(not equal)
+
+
+def _trained(way: Way, options: Options, folder: Path) -> Path:
+    """The folder of its run."""
+    place = folder / f"{way.launch}-{way.ranks}-{way.accumulation}"
+    words = [
+        *RUN, f"drafter={options.drafter}", f"train.max_steps={options.steps}",
+        f"launch={way.launch}", f"launch.accumulation={way.accumulation}", f"run.dir={place}",
+    ]  # fmt: skip
+    start = [] if way.ranks == 1 else [
+        "-m", "torch.distributed.run", f"--nproc_per_node={way.ranks}", "--master_port=0",
+        "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *start, str(ROOT / "train.py"), *words], capture_output=True, text=True,
+        env={**bare(), "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        message = f"{way} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        raise RunError(message, "Run it alone to see more.")
+    return place

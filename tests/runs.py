@@ -1,0 +1,19 @@
+"""A run of six small steps on the embedded target: what tests of the loop are built from."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.train.compose import compose
+from outrider.train.config import Config, parse
+
+QUIET = Console(quiet=True)
+SMALL = [
+    "target=tiny", "data.max_length=128", "data.max_samples=60", "train.batch_tokens=512",
+    "train.max_steps=6", "train.eval_every=3", "train.save_every=2", "train.log_every=1",
+    "drafter.depths=2", "train.quick_eval=false",
+]  # fmt: skip
+
+
+def config(folder: Path, *words: str) -> Config:
+    return parse(compose([*SMALL, f"run.dir={folder}", *words]))

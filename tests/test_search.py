@@ -1,0 +1,302 @@
+"""A search: what is tried, what is stopped, what goes on after a kill, and what it says in the end.
+
+Runs are played: a fake crew writes what a run would have written.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from rich.console import Console
+
+from outrider.launch import searched
+from outrider.launch.jobs import INTERRUPTED, Crew
+from outrider.launch.search import search
+from outrider.train.cli import main
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.sweeping import read_sweep
+
+Run = Callable[[dict[str, str], Path, Any], int]
+OVER = "+sweep.over={train.lr: {low: 1e-4, high: 1e-2, log: true}, drafter.loss: [[soft_ce], [tv]]}"
+
+
+def words_of(words: list[str]) -> dict[str, str]:
+    return dict(word.partition("=")[::2] for word in words)
+
+
+def finish(folder: Path, value: float, seconds: float = 60.0) -> int:
+    """What a run that ended well leaves behind."""
+    account = {
+        "seconds": seconds, "steps": 300, "parameters": 10, "tokens_per_second": 5.0,
+        "held_out": {"accept_length": value},
+    }  # fmt: skip
+    (folder / "training.json").write_text(json.dumps(account))
+    return 0
+
+
+def hold(folder: Path, *values: float) -> None:
+    """Held-out evaluations so far, one every hundred steps."""
+    lines = [
+        {"step": 100 * i, "kind": "held", "accept_length": value} for i, value in enumerate(values)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], list[dict[str, str]]]:
+    """Runs are this function; returns the words of every run that is started."""
+
+    def with_runs(run: Run) -> list[dict[str, str]]:
+        started: list[dict[str, str]] = []
+
+        def played(_crew: Crew, verb: str, words: list[str], log: Path, watch: Any) -> int:
+            assert verb == "train"
+            started.append(words_of(words))
+            folder = Path(started[-1]["run.dir"])
+            folder.mkdir(parents=True, exist_ok=True)
+            assert log == folder / "output.txt"
+            return run(started[-1], folder, watch)
+
+        monkeypatch.setattr(Crew, "run", played)
+        return started
+
+    return with_runs
+
+
+def go(folder: Path, trials: int, *words: str) -> int:
+    settings, rest = read_sweep(
+        [f"sweep.dir={folder}", f"sweep.trials={trials}", OVER, "drafter=eagle3", *words]
+    )
+    return search(rest, settings)
+
+
+def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
+    found: list[optuna.trial.FrozenTrial] = searched.load(folder).get_trials()
+    return found
+
+
+def by_rate(words: dict[str, str], folder: Path, _watch: Any) -> int:
+    """The nearer to 1e-3, the better."""
+    away = abs(float(words["train.lr"]) / 1e-3 - 1)
+    return finish(folder, 3 - away)
+
+
+def test_the_recipe_as_it_is_comes_first_and_the_best_is_named(
+    tmp_path: Path, play: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = play(by_rate)
+    assert go(tmp_path, 12) == 0
+    assert len(started) == 12
+    assert (started[0]["train.lr"], started[0]["drafter.loss"]) == ("0.001", '["soft_ce"]')
+    assert all(1e-4 <= float(words["train.lr"]) <= 1e-2 for words in started)
+    assert {words["drafter.loss"] for words in started} == {'["soft_ce"]', '["tv"]'}
+    assert len({words["run.dir"] for words in started}) == 12
+    said = capsys.readouterr().out
+    best = "best: python train.py drafter=eagle3 train.lr=0.001 'drafter.loss=[\"soft_ce\"]'"
+    assert best in said
+    found = json.loads((tmp_path / "search.json").read_text())
+    assert found["best"] == 0
+    assert found["trials"][0]["value"] == 3
+    assert found["importance"]["train.lr"] > found["importance"]["drafter.loss"]
+    assert (tmp_path / "search.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_compare_shows_a_search(
+    tmp_path: Path, play: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(by_rate)
+    go(tmp_path, 4)
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 whole trials, 0 stopped, 0 failed; the best by accept_length" in said
+
+
+def test_who_falls_behind_the_others_is_stopped(tmp_path: Path, play: Any) -> None:
+    """At the same evaluation, below the median; the first evaluation is nobody's last."""
+    number = [0]
+
+    def run(_words: dict[str, str], folder: Path, watch: Any) -> int:
+        number[0] += 1
+        bad = number[0] == 6
+        hold(folder, 1.0)
+        assert not watch(), "nothing has been learned yet"
+        hold(folder, 1.0, 1.1 if bad else 2.0 + number[0] / 100)
+        if watch():
+            assert bad
+            return INTERRUPTED
+        return finish(folder, 3.0)
+
+    play(run)
+    assert go(tmp_path, 7) == 0
+    states = [trial.state.name for trial in trials(tmp_path)]
+    assert states == ["COMPLETE"] * 5 + ["PRUNED"] + ["COMPLETE"]
+
+
+def test_without_pruning_nobody_is(tmp_path: Path, play: Any) -> None:
+    def run(_words: dict[str, str], folder: Path, watch: Any) -> int:
+        hold(folder, 1.0, 0.1)
+        assert not watch()
+        return finish(folder, 3.0)
+
+    play(run)
+    go(tmp_path, 7, "sweep.prune=false")
+
+
+def test_a_trial_that_fails_is_noted_and_the_search_goes_on(tmp_path: Path, play: Any) -> None:
+    codes = iter([0, 1, 0])
+
+    def run(_words: dict[str, str], folder: Path, _watch: Any) -> int:
+        return next(codes) or finish(folder, 2.0)
+
+    play(run)
+    assert go(tmp_path, 3) == 0
+    found = trials(tmp_path)
+    assert [trial.state.name for trial in found] == ["COMPLETE", "FAIL", "COMPLETE"]
+    assert found[1].user_attrs["exit code"] == 1
+
+
+def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path, play: Any) -> None:
+    """The trial under way continues in its folder, with its values; no trial is run twice."""
+    first = play(lambda words, folder, watch: INTERRUPTED if folder.name == "trial-0002" else 0)
+
+    def until_the_third(words: dict[str, str], folder: Path, watch: Any) -> int:
+        if len(first) == 3:
+            module_crew[0].stop()
+            return INTERRUPTED
+        return finish(folder, 2.0)
+
+    module_crew: list[Crew] = []
+    before = Crew.__enter__
+
+    def entered(crew: Crew) -> Crew:
+        module_crew.append(crew)
+        return before(crew)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Crew, "__enter__", entered)
+        first = play(until_the_third)
+        assert go(tmp_path, 5) == INTERRUPTED
+    assert len(first) == 3
+    again = play(lambda words, folder, watch: finish(folder, 2.0))
+    assert go(tmp_path, 5) == 0
+    assert again[0] == first[2]
+    assert len(again) == 3
+    assert go(tmp_path, 5) == 0, "there is nothing left to do"
+    assert len(again) == 3
+
+
+def test_a_trial_that_was_stopped_by_itself_is_tried_again(tmp_path: Path, play: Any) -> None:
+    """Somebody told one run to end; the search goes on and comes back to it."""
+    codes = iter([0, INTERRUPTED, 0, 0])
+
+    def run(_words: dict[str, str], folder: Path, _watch: Any) -> int:
+        code = next(codes)
+        return code or finish(folder, 2.0)
+
+    started = play(run)
+    assert go(tmp_path, 3) == 0
+    assert started[2] == started[1]
+    assert [t.state.name for t in trials(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+def test_what_is_not_among_the_choices_joins_them(tmp_path: Path, play: Any) -> None:
+    """The recipe has loss soft_ce and depth weights geometric:0.8."""
+    started = play(by_rate)
+    assert (
+        go(tmp_path, 1, "+sweep.over={train.lr: {low: 1e-4, high: 1e-2}, drafter.loss: [[tv]]}")
+        == 0
+    )
+    assert started[0]["drafter.loss"] == '["soft_ce"]'
+
+
+def test_another_seed_follows_a_stop(tmp_path: Path, play: Any) -> None:
+    started = play(by_rate)
+    go(tmp_path, 4)
+    go(tmp_path, 8)
+    rates = [words["train.lr"] for words in started]
+    assert len(set(rates)) == len(rates) == 8
+
+
+def test_what_is_varied_replaces_what_the_file_varies() -> None:
+    settings, _ = read_sweep(["sweep=search", "sweep.over={train.lr: [1e-3, 1e-4]}"])
+    assert settings.over == {"train.lr": [1e-3, 1e-4]}
+    assert settings.trials == 24
+
+
+def test_another_search_in_the_folder_is_refused(tmp_path: Path, play: Any) -> None:
+    play(by_rate)
+    go(tmp_path, 1)
+    with pytest.raises(ConfigError, match="holds a search with overrides"):
+        go(tmp_path, 1, "train.max_steps=10")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["sweep.trials=2"], "needs something to vary"),
+        (["sweep=search", "run.dir=here"], "a folder of its own"),
+        (["sweep=search", "train.lr=1,2"], "is a grid"),
+        (["sweep.trials=2", "+sweep.over={train.rate: [1]}"], "train.lr"),
+        (["sweep.trials=2", "+sweep.over={train.lr: [3]}"], "train.lr = 3"),
+        (["sweep.trials=2", "+sweep.over={train.lr: {low: 1, high: 0}}"], "ascends"),
+        (["sweep.trials=2", "+sweep.over={train.lr: {low: 1}}"], "no range"),
+        (
+            ["sweep.trials=2", "+sweep.over={train.lr: {low: 0.1, high: 1.0, log: true, step: 2}}"],
+            "of no use on a log scale",
+        ),
+        (["sweep=search", "sweep.metric=tau", "train.quick_eval=false"], "quick_eval=true"),
+        (["sweep=search", "sweep.metric=speedup", "eval.baseline=false"], "baseline=true"),
+        (["sweep.trials=2", "+sweep.over={train.lr: 1}"], "nothing to choose from"),
+        (["sweep.jobs=2", "sweep.devices=['0']"], "one entry per job"),
+        (["+sweep.over={train.lr: {low: 1e-4, high: 1e-3}}"], "no end of values"),
+    ],
+)
+def test_what_makes_no_search_is_refused(words: list[str], what: str, tmp_path: Path) -> None:
+    from outrider.launch.sweep import sweep
+
+    with pytest.raises(ConfigError) as caught:
+        sweep([*words, f"sweep.dir={tmp_path}"])
+    assert what in str(caught.value)
+
+
+def test_a_metric_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
+    finish(tmp_path, 2.0)
+    with pytest.raises(RunError, match="has no speedup"):
+        searched.value_of(tmp_path, "speedup", "eval")
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "eval.json").write_text(json.dumps({"speedup": 1.5, "tau": 2.5}))
+    assert searched.value_of(tmp_path, "speedup", "eval") == 1.5
+    assert searched.facts(tmp_path, "eval")["decoded tau"] == 2.5
+
+
+def test_the_front_is_whom_nobody_beats_in_both() -> None:
+    assert searched.front([1.0, 2.0, 3.0, 3.0], [5.0, 4.0, 6.0, 7.0]) == [0, 3]
+    assert searched.front([2.0, 1.0], [1.0, 1.0]) == [1]
+
+
+def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    assert searched.held(log, "accept_length") == []
+    log.write_text('{"step": 0, "kind": "held", "accept_length": 1.5}\n{"step": 100, "ki')
+    assert searched.held(log, "accept_length") == [(0, 1.5)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_real_trials_two_at_a_time(tmp_path: Path) -> None:
+    """Real runs: every one trains, is measured, and leaves nothing but its result."""
+    short = [
+        "train.max_steps=6", "train.eval_every=3", "data.max_samples=60", "data.max_length=128",
+        "train.batch_tokens=512", "train.quick_eval=false", "drafter.depths=2",
+    ]  # fmt: skip
+    assert go(tmp_path, 4, "sweep.jobs=2", *short) == 0
+    found = trials(tmp_path)
+    assert {trial.state.name for trial in found} <= {"COMPLETE", "PRUNED"}
+    best = max(trial.value or 0 for trial in found)
+    assert best > 1
+    assert not list(tmp_path.glob("trial-*/checkpoints"))
+    searched.show(tmp_path, Console(quiet=True))
