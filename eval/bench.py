@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,14 +55,29 @@ def main(words: list[str]) -> int:
 
 
 def _options(words: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = dict(SIZES)
+    return read_options(words, SIZES, _read)
+
+
+def read_options(
+    words: list[str], known: Mapping[str, Any], convert: Callable[[str, str, Any], Any]
+) -> dict[str, Any]:
+    """Options of a benchmark, `key=value` each; `threads` is obeyed at once.
+
+    Args:
+        known: all options with their defaults.
+        convert: (key, word, default) -> value; refuses what makes no sense.
+
+    Raises:
+        ConfigError: there is no such option.
+    """
+    options = dict(known)
     for word in words:
         key, _, value = word.partition("=")
-        if key not in options:
-            fix = f"Use: {', '.join(options)}."
+        if key not in known:
+            fix = f"Use: {', '.join(known)}."
             raise ConfigError(key, value, "This benchmark has no such option.", fix)
-        options[key] = _read(key, value, options[key])
-    if options["threads"]:
+        options[key] = convert(key, value, known[key])
+    if options.get("threads"):
         torch.set_num_threads(options["threads"])
     return options
 

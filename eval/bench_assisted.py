@@ -64,23 +64,17 @@ def assisted(words: list[str]) -> int:
 
 
 def _options(words: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = dict(OPTIONS)
-    for word in words:
-        key, _, value = word.partition("=")
-        if key not in options:
-            fix = f"Use: {', '.join(options)}."
-            raise ConfigError(key, value, "This benchmark has no such option.", fix)
-        options[key] = _whole(key, value) if isinstance(OPTIONS[key], int) else value
+    options = bench.read_options(words, OPTIONS, _read)
     if not options["draft"]:
         why = "Both sides draft with one language model, and none was named."
         fix = "Give a run folder of a trained draft_lm, or a folder or hub id of a language model."
         raise ConfigError("draft", "", why, fix)
-    if options["threads"]:
-        torch.set_num_threads(options["threads"])
     return options
 
 
-def _whole(key: str, value: str) -> int:
+def _read(key: str, value: str, default: Any) -> Any:
+    if not isinstance(default, int):
+        return value
     least = 0 if key == "threads" else 1
     if not value.isdecimal() or int(value) < least:
         why = f"A whole number from {least} on is expected."

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.data.chat import prompt_ids
+from outrider.eval.bench import read_options
 from outrider.eval.decode.answer import Output, Request, Stops
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
@@ -180,19 +181,17 @@ def _scene(words: list[str]) -> Scene:
 
 
 def _options(words: list[str]) -> dict[str, str]:
-    options = dict(KNOWN)
-    for word in words:
-        key, _, value = word.partition("=")
-        if key not in KNOWN:
-            fix = f"Use: {', '.join(KNOWN)}."
-            raise ConfigError(key, value, "This benchmark has no such option.", fix)
-        numbers = value.split(",") if key == "batches" else [value]
-        if key == "forward" and value not in ("lean", "modules"):
-            fix = "lean: our own where the family has one; modules: transformers' modules."
-            raise ConfigError(key, value, "There is no such forward.", fix)
-        if key not in TEXTS and not all(n.isdecimal() and int(n) for n in numbers):
-            raise ConfigError(key, value, "Whole numbers from 1.", f"Like {key}={KNOWN[key]}.")
-        options[key] = value
+    options = read_options(words, KNOWN, _checked)
     if not options["run.dir"]:
         raise ConfigError("run.dir", "", "A finished run is measured.", "Add run.dir=runs/<name>.")
     return options
+
+
+def _checked(key: str, value: str, default: str) -> str:
+    if key == "forward" and value not in ("lean", "modules"):
+        fix = "lean: our own where the family has one; modules: transformers' modules."
+        raise ConfigError(key, value, "There is no such forward.", fix)
+    numbers = value.split(",") if key == "batches" else [value]
+    if key not in TEXTS and not all(n.isdecimal() and int(n) for n in numbers):
+        raise ConfigError(key, value, "Whole numbers from 1.", f"Like {key}={default}.")
+    return value

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from outrider.launch.jobs import ROOT, bare
+from outrider.launch.jobs import bare, train_on
 from outrider.train.compose import plain
 from outrider.train.errors import RunError
 from outrider.train.fields import key, read
@@ -147,12 +146,8 @@ def _trained(way: Way, options: Options, folder: Path) -> Path:
         *RUN, f"drafter={options.drafter}", f"train.max_steps={options.steps}",
         f"launch={way.launch}", f"launch.accumulation={way.accumulation}", f"run.dir={place}",
     ]  # fmt: skip
-    start = [] if way.ranks == 1 else [
-        "-m", "torch.distributed.run", f"--nproc_per_node={way.ranks}", "--master_port=0",
-        "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0",
-    ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *start, str(ROOT / "train.py"), *words], capture_output=True, text=True,
+        [*train_on(way.ranks), *words], capture_output=True, text=True,
         env={**bare(), "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -122,11 +122,7 @@ class Crew:
         """One process, or a launcher of several."""
         if self.sweep.processes == 1 or verb != "train":
             return [sys.executable, "-m", "outrider.train.cli", verb, *words]
-        return [
-            sys.executable, "-m", "torch.distributed.run",
-            f"--nproc_per_node={self.sweep.processes}", "--master_port=0",
-            "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(ROOT / "train.py"), *words,
-        ]  # fmt: skip
+        return [*train_on(self.sweep.processes), *words]
 
     def environment(self, place: int) -> dict[str, str]:
         """Its GPUs, and where several runs share the cores, its share of them."""
@@ -152,6 +148,17 @@ def _opened(log: Path | None) -> Iterator[IO[bytes] | None]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         yield file
+
+
+def train_on(ranks: int) -> list[str]:
+    """The command that trains here, on so many ranks; overrides follow."""
+    entry = str(ROOT / "train.py")
+    if ranks == 1:
+        return [sys.executable, entry]
+    return [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
+        "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", entry,
+    ]  # fmt: skip
 
 
 def bare() -> dict[str, str]:

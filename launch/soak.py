@@ -22,7 +22,6 @@ import random
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,7 +33,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from outrider.launch.jobs import ROOT, bare
+from outrider.launch.jobs import bare, train_on
 from outrider.train.compose import plain
 from outrider.train.errors import RunError
 from outrider.train.fields import key, read
@@ -138,10 +137,8 @@ class Hurt:
         self.folder, self.log = folder, folder.with_suffix(".txt")
         self.chance = random.Random(f"{options.seed} moments")
         self.command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.ranks}",
-            "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0",
-            str(ROOT / "train.py"), *RUN, f"train.max_steps={steps}", f"launch={options.launch}",
-            f"run.dir={folder}",
+            *train_on(options.ranks), *RUN, f"train.max_steps={steps}",
+            f"launch={options.launch}", f"run.dir={folder}",
         ]  # fmt: skip
 
     def start(self) -> "subprocess.Popen[bytes]":

@@ -4,7 +4,6 @@ Real launchers on CPU ranks with gloo. Each test starts programs, so all of them
 """
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -17,17 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.launch.jobs import bare, train_on
+
 ROOT = Path(__file__).parent.parent
 SMALL = [
     "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
     "train.batch_tokens=512", "train.max_steps=6", "train.eval_every=6", "train.save_every=2",
     "train.log_every=1", "drafter.depths=2", "train.quick_eval=false",
 ]  # fmt: skip
-ONE = [sys.executable, "train.py"]
-TWO = [
-    sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0",
-    "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py",
-]  # fmt: skip
+ONE, TWO = train_on(1), train_on(2)
 LAUNCH = [
     sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1",
     "--mixed_precision=no", "--dynamo_backend=no", "train.py",
@@ -36,9 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def environment() -> dict[str, str]:
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {k: v for k, v in os.environ.items() if k not in launched}
-    return {**env, "OMP_NUM_THREADS": "1"}
+    return {**bare(), "OMP_NUM_THREADS": "1"}
 
 
 def run(command: list[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

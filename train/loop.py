@@ -160,10 +160,7 @@ def _work(run: Run, pieces: list[Piece], speaking: bool) -> tuple[Sums, float, s
                 return sums, norm, wrong
             run.accelerator.backward(loss * share)
             if run.accelerator.sync_gradients:
-                parameters = run.model.parameters()
-                norm = float(
-                    run.accelerator.clip_grad_norm_(parameters, run.config.train.clip) or 0
-                )
+                norm = _clipped(run)
                 if not 0 <= norm < math.inf:  # DeepSpeed says -1 where it masks one
                     return sums, norm, f"the norm of its gradient is {norm}"
             run.optimizer.step()
