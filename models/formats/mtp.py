@@ -1,27 +1,28 @@
 """MTP modules inside a target's checkpoint folder: reads them, so that training can begin there.
 
-Two layouts, told apart by their keys; n is the target's number of decoder layers:
+The layouts, told apart by their keys; n is the target's number of decoder layers:
 
     DeepSeek-V3    model.layers.{n+k-1}.{enorm,hnorm,eh_proj,shared_head.norm} beside the layer's
                    own keys; copies of the shared embedding and head may lie there and are left
     Qwen3-Next     mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}, mtp.layers.0.*; a norm
                    multiplies by 1 + weight there, so 1 is added on reading
+    speculators    mtp_layers.0.{token_layernorm,hidden_layernorm,input_proj,final_layernorm} and
+                   the layer's own keys; never in a target's folder (`modules.py`)
 
-Both join [embedding; state]. A module is ordinary attention without bias and a gated MLP; whatever
+All join [embedding; state]. A module is ordinary attention without bias and a gated MLP; whatever
 else its keys name (latent attention, experts, biases, scales of quantised weights) is an error:
-a module read in part would be another one. Modules are never written here.
+a module read in part would be another one. `modules.py` writes them.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider.models.formats.folder import Folder
 from outrider.train.errors import RunError
-from outrider.train.files import read_json
 
 FIX = "Use drafter.init=linear with drafter.warm_start=null: a start that needs no such weights."
 LAYER = (
@@ -35,6 +36,7 @@ class Layout(NamedTuple):
     """How a family names a module.
 
     Attributes:
+        prefix: what stands before a part, {} being the number of the layer.
         pattern: of a key: the number of a layer, if it has one, and the part inside the module.
         ends: part -> name in `chain.Stage`, of all but the decoder layer.
         layer: what stands before the decoder layer's own names.
@@ -42,6 +44,7 @@ class Layout(NamedTuple):
         offset: what is added to the weights of norms.
     """
 
+    prefix: str
     pattern: str
     ends: Mapping[str, str]
     layer: str = ""
@@ -56,11 +59,13 @@ class Layout(NamedTuple):
 
 
 DEEPSEEK = Layout(
+    prefix="model.layers.{}.",
     pattern=r"model\.layers\.(\d+)\.(.+)",
     ends={"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"},
     shared=("embed_tokens.weight", "shared_head.head.weight"),
 )
 QWEN3_NEXT = Layout(
+    prefix="mtp.",
     pattern=r"mtp\.()(.+)",
     ends={
         "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj",
@@ -68,6 +73,14 @@ QWEN3_NEXT = Layout(
     },
     layer="layers.0.",
     offset=1.0,
+)  # fmt: skip
+SPECULATORS = Layout(
+    prefix="mtp_layers.0.",
+    pattern=r"mtp_layers\.(0)\.(.+)",
+    ends={
+        "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
+        "final_layernorm": "norm",
+    },
 )  # fmt: skip
 
 
@@ -87,15 +100,15 @@ def read(folder: Path, layers: int) -> Found:
     Raises:
         RunError: there are no modules, or one holds what cannot be read here or lacks something.
     """
-    files = _files(folder)
-    _refuse_partial_rotary(folder)
+    opened = Folder(folder, FIX)
+    _refuse_partial_rotary(opened)
     for layout in (DEEPSEEK, QWEN3_NEXT):
-        if keys := dict(_keys(files, layout, layers)):
+        if keys := dict(_keys(opened.shapes, layout, layers)):
             break
     else:
         raise RunError(f"{folder} holds no MTP modules behind {layers} decoder layers.", FIX)
     modules: dict[int, dict[str, Tensor]] = {}
-    for key, value in _tensors(folder, {key: files[key] for key in keys}).items():
+    for key, value in opened.read(keys).items():
         number, name = keys[key]
         if value.ndim == 1 and layout.offset:
             value = value.float() + layout.offset  # 1 + w in bfloat16 would lose a small w
@@ -106,7 +119,7 @@ def read(folder: Path, layers: int) -> Found:
 
 
 def _keys(
-    files: Mapping[str, str], layout: Layout, layers: int
+    files: Iterable[str], layout: Layout, layers: int
 ) -> Iterator[tuple[str, tuple[int, str]]]:
     """Of every weight of the modules: key, number of its module, name in `chain.Stage`."""
     names = layout.names()
@@ -133,43 +146,10 @@ def _refuse_gaps(
                 raise RunError(f"{folder}: MTP module {number + 1} lacks {part}.", FIX)
 
 
-def _refuse_partial_rotary(folder: Path) -> None:
+def _refuse_partial_rotary(folder: Folder) -> None:
     """Heads that are turned only in part: the weights would be read, and mean something else."""
-    config: dict[str, Any] = read_json(folder / "config.json", FIX)
-    config = config.get("text_config") or config
+    config: dict[str, Any] = folder.config.get("text_config") or folder.config
     rope = config.get("rope_parameters") or {}
     factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if factor != 1.0:
-        raise RunError(f"{folder}: its heads have rotary positions in part ({factor}) only.", FIX)
-
-
-# ---- files ----
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """Key -> name of the safetensors file that holds it."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if index.exists():
-        files = read_json(index, FIX).get("weight_map")
-        if isinstance(files, dict) and all(Path(str(name)).name == name for name in files.values()):
-            return files
-        raise RunError(f"{index} does not say which file beside it holds which weight.", FIX)
-    if not single.exists():
-        why = "neither model.safetensors nor its index"
-        raise RunError(f"{folder} holds {why}, so no MTP modules can be read.", FIX)
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single.name)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{single} is damaged: {error}", FIX) from None
-
-
-def _tensors(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for name in sorted(set(files.values())):
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                out.update({k: file.get_tensor(k) for k, at in files.items() if at == name})
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{folder / name} cannot be read: {error}", FIX) from None
-    return out
+        raise folder.wrong(f"its heads have rotary positions in part ({factor}) only.")

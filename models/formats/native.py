@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
-from outrider.models.base import Drafter
+from outrider.models.base import Drafter, Shape
+from outrider.models.formats.folder import Folder
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.errors import ConfigError, RunError
@@ -26,10 +27,34 @@ TARGET_PARTS = {"name", "fingerprint", "vocab", "hidden", "layers"}
 FIX = "Train again, or copy the folder again from where it is whole."
 
 
+class Native:
+    """Our folder among the other formats; it holds every drafter."""
+
+    words: tuple[str, ...] = ("native",)
+    drafters: tuple[str, ...] = ()
+    served = "Outrider"
+
+    def refuses(self, drafter: Drafter, target: Target) -> str:
+        return ""
+
+    def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        if taken and read_json(folder / "config.json", FIX).get("format") != FORMAT:
+            message = f"{folder} exists and was not written by Outrider."
+            raise RunError(message, "Choose another folder.")
+        save(drafter, folder, target, cfg, {})
+
+    def knows(self, folder: Folder) -> bool:
+        return folder.config.get("format") == FORMAT
+
+    def read(self, folder: Path, target: Target) -> tuple[Drafter, Any]:
+        drafter, cfg = _stored(folder, target)
+        return drafter.eval(), cfg
+
+
 def target_fingerprint(target: Target) -> str:
     """Names the target's weights by its embedding and head: what a drafter is tied to."""
-    embedding = target.model.get_input_embeddings().weight
-    return fingerprint({"embedding": embedding, "head": target.head_weight})
+    return fingerprint({"embedding": target.embedding.weight, "head": target.head_weight})
 
 
 def save(
@@ -47,7 +72,7 @@ def save(
         about: provenance that travels along (step, metrics, data).
         weights: its parameters, when the module itself holds only a slice or a rounded copy.
     """
-    tensors = {**drafter.state_dict(), **(weights or {})}
+    tensors, shape = {**drafter.state_dict(), **(weights or {})}, drafters.own_shape(drafter)
     sha256 = write_tensors(folder / "model.safetensors", tensors, {"format": FORMAT})
     write_json(
         folder / "config.json",
@@ -61,6 +86,7 @@ def save(
                 **target.shape()._asdict(),
             },
             "draft_vocab_size": len(drafter.vocab),
+            **({} if shape is None else {"shape": shape._asdict()}),
             "sha256": sha256,
             "about": about,
         },
@@ -91,21 +117,30 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tupl
     Raises:
         RunError: the folder is damaged or incomplete, or was made for another target.
     """
-    config, tensors = read(folder, target)
-    cfg = _settings(config["drafter"])
-    vocab = DraftVocab(tensors["vocab.d2t"] + torch.arange(len(tensors["vocab.d2t"])), target.vocab)
-    if hasattr(cfg, "taps"):
-        cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
-    drafter = drafters.build(cfg, target, vocab)
-    try:
-        drafter.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise RunError(f"{folder}: {error}", FIX) from None
+    drafter, cfg = _stored(folder, target)
     drafter.to(target.device, dtype or target.dtype).eval().requires_grad_(False)
     return drafter, cfg
 
 
-def _settings(fields: dict[str, Any]) -> Any:
+def _stored(folder: Path, target: Target) -> tuple[Drafter, Any]:
+    """The drafter as it is stored."""
+    config, tensors = read(folder, target)
+    cfg = settings(config["drafter"])
+    vocab = DraftVocab(tensors["vocab.d2t"] + torch.arange(len(tensors["vocab.d2t"])), target.vocab)
+    if hasattr(cfg, "taps"):
+        cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
+    try:
+        shape = Shape(**config["shape"]) if "shape" in config else None
+        drafter = drafters.build(cfg, target, vocab, shape)
+        for name, value in drafter.state_dict(keep_vars=True).items():
+            value.data = value.data.to(tensors[name].dtype if name in tensors else value.dtype)
+        drafter.load_state_dict(tensors)
+    except (RuntimeError, TypeError) as error:
+        raise RunError(f"{folder}: {error}", FIX) from None
+    return drafter, cfg
+
+
+def settings(fields: dict[str, Any]) -> Any:
     """The drafter's `Config` from json, refusing fields it does not know."""
     try:
         kind = drafters.module(str(fields["name"])).Config
@@ -130,3 +165,6 @@ def _same_target(folder: Path, made_for: dict[str, Any], target: Target) -> None
             f"(fingerprint {made_for['fingerprint']}).",
             f"Use the target it was trained for: {made_for['name']}.",
         )
+
+
+FORMATS = (Native(),)

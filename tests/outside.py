@@ -1,0 +1,155 @@
+"""Drafters of every kind that some format can hold, and what is the same about two of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.models import formats
+from outrider.models.base import Drafter
+from outrider.models.formats.outside import Format
+from outrider.models.target import Target
+from tests import tiny
+
+EAGLE3: list[dict[str, Any]] = [
+    {},
+    {"layers": 3, "head_dim": 12},
+    {"fc_norm": True, "feedback": "normed"},
+    {"taps": (0, 2)},
+]
+NORMED: dict[str, Any] = {"residual": "normed", "init": "random"}
+QK: dict[str, Any] = {"qk_norm": True}
+
+
+class Case(NamedTuple):
+    """A drafter as it is configured, and the format that it is written in."""
+
+    name: str
+    word: str
+    changes: dict[str, Any]
+    whole: bool  # it can propose every token
+
+    def drafter(self, target: Target) -> Drafter:
+        return scrambled(tiny.drafter(self.name, target, vocab(self.whole), **self.changes))
+
+    @property
+    def format(self) -> Format:
+        return formats.find(self.word, self.name)
+
+    def __str__(self) -> str:
+        changes = ",".join(f"{k}={v}" for k, v in self.changes.items())
+        return f"{self.name}-{self.word}-{changes}{'-whole' * self.whole}"
+
+
+def vocab(whole: bool) -> Any:
+    return tiny.vocab(tiny.VOCAB if whole else tiny.DRAFTED)
+
+
+def _cases() -> list[Case]:
+    found = [Case("eagle3", w, c, False) for w in ("sglang", "vllm", "speculators") for c in EAGLE3]
+    found += [Case("eagle3", w, {}, True) for w in ("sglang", "vllm", "speculators")]
+    found += [Case("eagle3", w, NORMED, False) for w in ("vllm", "speculators")]
+    found += [Case("eagle3", "speculators", {**QK, "taps": (1,)}, False)]
+    for name in ("eagle", "hass"):
+        found += [Case(name, word, {"bias": False}, True) for word in ("eagle", "sglang", "vllm")]
+        found += [Case(name, word, {}, True) for word in ("eagle", "sglang")]
+    found += [Case("medusa", "medusa", {"own_heads": own}, True) for own in (True, False)]
+    for own in (True, False):
+        changes = {"own_heads": own, "res_layers": 2}
+        found += [Case("medusa", "vllm", changes, whole) for whole in (True, False)]
+    found += [Case("mtp", "deepseek", c, True) for c in ({}, {**QK, "depths": 1})]
+    state_first = {"mode": "recurrent", "order": "state_first", "feed": "normed", **QK}
+    found += [Case("mtp", w, state_first, True) for w in ("qwen3_next", "speculators")]
+    found += [Case("mtp", w, {"depths": 1}, True) for w in ("qwen3_next", "speculators")]
+    found += [Case("draft_lm", "transformers", {}, True)]
+    every = ("draft_lm", "eagle", "eagle3", "hass", "medusa", "mtp")
+    return found + [Case(name, "native", {}, False) for name in every]
+
+
+CASES = _cases()
+
+
+def scrambled(drafter: Drafter) -> Drafter:
+    """No weight is what it was set to at first; norms stay where subtracting 1 is exact."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, value in drafter.named_parameters():
+            if value.ndim == 1 and "norm" in name:
+                value.copy_(0.5 + torch.rand(value.shape, generator=generator))
+            elif not value.any():
+                value.copy_(0.3 * torch.randn(value.shape, generator=generator))
+    return drafter.eval()
+
+
+@torch.no_grad()
+def logits(drafter: Drafter, target: Target) -> list[Tensor]:
+    """Of every depth where it counts, on `tiny`'s packed rows; then of two steps of decoding."""
+    target.set_taps(drafter.taps)
+    trace, found = tiny.packed(target), []
+    for depth, hidden in drafter.unroll(trace):
+        said = drafter.heads([hidden[trace.counts(depth)]], [depth])
+        found.append(said)
+    state = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+    for depth, token in ((1, 3), (2, 7)):
+        if depth <= min(drafter.reach, len(found)):
+            said, state = drafter.step(state, depth, torch.tensor([token]), torch.tensor([0]))
+            found.append(said)
+    return found
+
+
+def same(one: Drafter, other: Drafter) -> None:
+    """Every tensor of both, bit for bit."""
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert value.dtype == theirs[key].dtype, key
+        assert torch.equal(value, theirs[key]), key
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, whatever its files."""
+    return {
+        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the weights of a folder of one file, and forget what Outrider wrote beside them."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    file.unlink()
+    save_file(tensors, file, {"format": "pt"})
+    (folder / "outrider.json").unlink(missing_ok=True)
+
+
+def published(
+    drafter: Drafter, target: Target, path: Path, word: str = "sglang", **changes: object
+) -> Path:
+    """As it lies on a hub: config.json with some fields changed (None: gone), and weights."""
+    name = str(vars(drafter)["cfg"].name)
+    formats.find(word, name).write(drafter, target, None, path)
+    (path / "outrider.json").unlink()
+    return edit(path, **changes)
+
+
+def edit(path: Path, **changes: object) -> Path:
+    """Change fields of config.json; None takes them out."""
+    config = {**json.loads((path / "config.json").read_text()), **changes}
+    gone = {k for k, v in changes.items() if v is None}
+    kept = {k: v for k, v in config.items() if k not in gone}
+    (path / "config.json").write_text(json.dumps(kept))
+    return path
+
+
+def renamed(path: Path, name: Callable[[str], str]) -> Path:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for key in list(tensors):
+            tensors[name(key)] = tensors.pop(key)
+
+    rewrite(path, change)
+    return path

@@ -1,0 +1,408 @@
+"""Every format and every drafter: what is written is recognised, read, written again, exactly."""
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider.eval.decode.dynamic import DynamicTree
+from outrider.eval.decode.engine import Engine
+from outrider.models import drafters, formats
+from outrider.models.base import Drafter
+from outrider.models.formats import writing
+from outrider.models.formats.folder import Folder
+from outrider.models.formats.writing import write_folder
+from outrider.models.target import Target
+from outrider.train.errors import ConfigError, RunError
+from tests import outside, tiny
+from tests.outside import CASES, Case
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+TABLE = {
+    "draft_lm": {"native", "sglang", "transformers", "vllm"},
+    "eagle": {"eagle", "native", "sglang", "vllm"},
+    "eagle3": {"native", "sglang", "specforge", "speculators", "vllm"},
+    "hass": {"eagle", "native", "sglang", "vllm"},
+    "medusa": {"medusa", "native", "vllm"},
+    "mtp": {"deepseek", "native", "qwen3_next", "speculators"},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target()
+
+
+# ---- there and back ------------------------------------------------------------------------------
+
+
+@each_case
+def test_a_written_drafter_is_recognised_and_read_exactly(
+    case: Case, target: Target, tmp_path: Path
+) -> None:
+    drafter = case.drafter(target)
+    cfg = getattr(drafter, "cfg", None) or tiny.config(case.name, **case.changes)
+    case.format.write(drafter, target, cfg, tmp_path / "out")
+    assert formats.recognise(tmp_path / "out") is case.format
+    read, read_cfg = case.format.read(tmp_path / "out", target)
+    outside.same(drafter, read)
+    if hasattr(cfg, "taps"):
+        cfg = dataclasses.replace(cfg, taps=drafter.taps)
+    if case.name == "draft_lm":  # transformers adds the name of the class
+        cfg, read_cfg = (dataclasses.replace(c, body=None) for c in (cfg, read_cfg))
+    assert read_cfg == cfg
+    pairs = zip(outside.logits(drafter, target), outside.logits(read, target), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@each_case
+def test_what_was_read_is_written_with_equal_bytes(
+    case: Case, target: Target, tmp_path: Path
+) -> None:
+    drafter = case.drafter(target).to(torch.bfloat16)
+    first, second = tmp_path / "first", tmp_path / "second"
+    case.format.write(drafter, target, getattr(drafter, "cfg", None), first)
+    read, cfg = case.format.read(first, target)
+    case.format.write(read, target, cfg, second)
+    files = sorted(f.name for f in first.iterdir())
+    assert files == sorted(f.name for f in second.iterdir())
+    for name in files:
+        if name.endswith(".safetensors"):
+            assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.word != "native"], ids=str)
+def test_a_folder_without_our_own_file_is_read_where_it_leaves_nothing_open(
+    case: Case, target: Target, tmp_path: Path
+) -> None:
+    """As a published one: weights and logits alike; the recipe is then the defaults'."""
+    drafter = case.drafter(target)
+    case.format.write(drafter, target, getattr(drafter, "cfg", None), tmp_path / "out")
+    (tmp_path / "out" / "outrider.json").unlink()
+    if case.word == "sglang" and (case.changes.get("layers") or case.changes.get("feedback")):
+        with pytest.raises(RunError, match=r"names suit both|does not say which"):
+            formats.load(tmp_path / "out", target)
+        return
+    read, cfg = formats.load(tmp_path / "out", target)
+    assert cfg.name == ("eagle" if case.name == "hass" else case.name)
+    assert not read.training
+    assert not any(p.requires_grad for p in read.parameters())
+    ours, theirs = outside.logits(drafter, target), outside.logits(read, target)
+    for a, b in zip(ours[:1], theirs[:1], strict=True):  # depth 1: deeper ones ask the recipe
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", drafters.names())
+def test_a_drafter_that_travelled_decodes_round_for_round_as_before(
+    name: str, tmp_path: Path
+) -> None:
+    """Half trained, through every format that holds it."""
+    of, answers, drafter = tiny.half_trained(name, "llama")
+    wanted = rounds(of, drafter)
+    assert any(kept for _, accepted in wanted for kept in accepted)
+    held = [word for word, why in formats.fitting(drafter, name, of).items() if not why]
+    assert len(held) > 1
+    for word in held:
+        cfg = getattr(drafter, "cfg", None)
+        formats.find(word, name).write(drafter, of, cfg, tmp_path / word)
+        found = rounds(of, formats.load(tmp_path / word, of)[0])
+        assert found == wanted
+        assert [ids for ids, _ in found] == [list(answer) for answer in answers]
+
+
+def rounds(of: Target, drafter: Drafter) -> list[tuple[list[int], list[int]]]:
+    """Of every prompt: what was said, and how many guesses each round kept."""
+    engine = Engine(of, drafter, DynamicTree(depth=3, width=4, budget=12))
+    outs = [engine.generate(prompt, tiny.ANSWER) for prompt in tiny.PROMPTS]
+    return [(list(out.ids), list(out.accepted)) for out in outs]
+
+
+def test_a_run_can_be_loaded_in_another_precision(target: Target, tmp_path: Path) -> None:
+    drafter = tiny.drafter("eagle3", target)
+    formats.find("sglang", "eagle3").write(drafter, target, None, tmp_path / "out")
+    read, _ = formats.load(tmp_path / "out", target, torch.bfloat16)
+    assert {p.dtype for p in read.parameters()} == {torch.bfloat16}
+    assert target.taps == read.taps
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("word", formats.words())
+def test_every_pair_is_a_format_or_a_reason(name: str, word: str) -> None:
+    if word in TABLE[name]:
+        form = formats.find(word, name)
+        assert word in form.words
+        assert form.served
+        return
+    with pytest.raises(ConfigError, match=f"format = '{word}'") as caught:
+        formats.find(word, name)
+    assert "native" in caught.value.fix
+    assert "no such format" not in caught.value.why
+
+
+def test_the_cases_walk_every_format() -> None:
+    """Of the tests above, by name and drafter."""
+    walked = {(case.format, case.name) for case in CASES}
+    there = {(f, n) for f in formats.every() for n in (f.drafters or drafters.names())}
+    assert walked == there
+
+
+def test_an_engine_that_cannot_serve_a_drafter_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="no Medusa heads; vLLM has"):
+        formats.find("sglang", "medusa")
+    with pytest.raises(ConfigError, match="inside a copy of their target"):
+        formats.find("vllm", "mtp")
+    with pytest.raises(ConfigError, match=r"no such format[\s\S]*specforge"):
+        formats.find("gguf", "eagle3")
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], bool, str]] = [
+    ("eagle3", "sglang", {"qk_norm": True}, False, "without norms on queries"),
+    ("eagle3", "vllm", {"qk_norm": True}, False, "speculators names the body"),
+    ("eagle3", "sglang", {"taps": (1,)}, False, "one layer is tapped"),
+    ("eagle3", "sglang", outside.NORMED, False, "adds to the bare state"),
+    *[("eagle3", w, {"taps": (0, 3)}, False, "last decoder layer") for w in ("sglang", "vllm")],
+    ("eagle3", "speculators", {"taps": (3,)}, False, "last decoder layer"),
+    ("eagle3", "speculators", {"taps": (2, 0)}, False, "in ascending order"),
+    *[("eagle", w, {}, False, "no place for one") for w in ("eagle", "sglang")],
+    ("eagle", "vllm", {"bias": False}, False, "no place for one"),
+    ("eagle", "vllm", {}, True, "leaves it out"),
+    ("hass", "vllm", {}, True, "leaves it out"),
+    ("medusa", "medusa", {}, False, "token_map"),
+    ("medusa", "medusa", {"res_layers": 2}, True, "layers differ"),
+    ("medusa", "vllm", {"adapter_rank": 2, "draft_vocab_size": None}, True, "changes its target"),
+    ("mtp", "deepseek", {"feed": "normed"}, True, "before its norm"),
+    ("mtp", "qwen3_next", {}, True, "a place for one"),
+    ("mtp", "speculators", {"depths": 1}, False, "whole head"),
+    ("draft_lm", "transformers", {}, False, "no place for one"),
+]
+
+
+@pytest.mark.parametrize(("name", "word", "changes", "whole", "why"), REFUSED, ids=str)
+def test_what_an_engine_would_serve_as_another_drafter_is_not_written(
+    target: Target,
+    tmp_path: Path,
+    name: str,
+    word: str,
+    changes: dict[str, Any],
+    whole: bool,
+    why: str,
+) -> None:
+    drafter = Case(name, word, changes, whole).drafter(target)
+    form = formats.find(word, name)
+    with pytest.raises(ConfigError, match=why):
+        form.write(drafter, target, getattr(drafter, "cfg", None), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert why in formats.fitting(drafter, name, target)[form.words[0]]
+
+
+def test_modules_of_a_target_with_scaled_positions_are_not_written(tmp_path: Path) -> None:
+    """They would be served with the target's own; a drafter of its own config keeps plain ones."""
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    scaled = tiny.target(rope_parameters=rope)
+    for case in (Case("mtp", "deepseek", {}, True), Case("eagle3", "sglang", {}, False)):
+        drafter = case.drafter(scaled)
+        assert ("trained with plain ones" in case.format.refuses(drafter, scaled)) == (
+            case.name == "mtp"
+        )
+    case.format.write(drafter, scaled, None, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_scaling"] is None
+    assert config["rope_parameters"]["rope_type"] == "default"
+
+
+# ---- what is in no format ------------------------------------------------------------------------
+
+
+def stored(path: Path, config: dict[str, Any], keys: dict[str, tuple[int, ...]]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({k: torch.ones(shape) for k, shape in keys.items()}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "is a DFlash drafter"),
+        ({"speculators_model_type": "peagle"}, "speculators folder of type peagle"),
+        ({}, r"no format that Outrider reads; its weights begin with fc\.weight"),
+    ],
+)
+def test_a_folder_of_another_kind_is_named(
+    tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    folder = stored(tmp_path / "f", config, {"fc.weight": (32, 160), "hidden_norm.weight": (32,)})
+    with pytest.raises(RunError, match=says):
+        formats.recognise(folder)
+
+
+# ---- pickles -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt", "x.pth"])
+def test_a_pickle_is_refused_unopened_with_the_way_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(pickle.dumps(_Bomb()))
+    with pytest.raises(RunError, match=r"is a pickle[\s\S]*weights_only=True"):
+        formats.recognise(tmp_path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_in_disguise_is_refused_unopened(tmp_path: Path, zipped: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    if zipped:
+        torch.save({"fc.weight": torch.ones(2)}, file)
+    else:
+        file.write_bytes(pickle.dumps(_Bomb()))
+    with pytest.raises(RunError, match="pickle in disguise"):
+        formats.recognise(tmp_path)
+
+
+def test_headers_of_every_length_are_told_from_pickles(tmp_path: Path) -> None:
+    """A header of 640 bytes begins as a pickle does."""
+    (tmp_path / "config.json").write_text("{}")
+    for size in range(400, 1300, 8):
+        about = {"note": "x" * size}
+        save_file({"fc.weight": torch.ones(2)}, tmp_path / "model.safetensors", about)
+        assert Folder(tmp_path).shapes == {"fc.weight": (2,)}
+
+
+class _Bomb:
+    """Fails the test that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("a pickle was opened",))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Three files and an index."""
+    tensors = {f"part.{i}": torch.full((8, 8), float(i)) for i in range(6)}
+    write_folder(tmp_path / "out", {}, tensors, {"format": "x"}, shard=600)
+    return tmp_path / "out"
+
+
+def test_shards_are_written_with_an_index_and_read_back(shards: Path) -> None:
+    assert len(list(shards.glob("*.safetensors"))) == 3
+    opened = Folder(shards)
+    assert set(opened.shapes) == {f"part.{i}" for i in range(6)}
+    read = opened.read(["part.4", "part.1"])
+    assert torch.equal(read["part.4"], torch.full((8, 8), 4.0))
+    opened.verify(json.loads((shards / "outrider.json").read_text())["sha256"])
+
+
+def index_of(shards: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((shards / "model.safetensors.index.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "moved", "unlisted", "short", "outside", "bit"])
+def test_a_damaged_shard_is_refused_and_named(shards: Path, damage: str) -> None:
+    index, names = index_of(shards), sorted(f.name for f in shards.glob("*.safetensors"))
+    file = shards / names[1]
+    says = names[1]
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-40])
+        says += " cannot be read.*truncated"
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "moved":
+        index["weight_map"]["part.0"], says = names[1], r"disagree about part\.0"
+    elif damage == "unlisted":
+        del index["weight_map"]["part.5"]
+        says = r"disagree about part\.5"
+    elif damage == "short":
+        index["metadata"]["total_size"], says = 10**9, "promises 1,000,000,000 bytes"
+    elif damage == "outside":
+        index["weight_map"]["part.0"], says = "../x.safetensors", "which file beside it"
+    else:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(bytes(data))
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RunError, match=says):
+        Folder(shards).verify(json.loads((shards / "outrider.json").read_text())["sha256"])
+
+
+def test_a_folder_appears_whole_or_not_at_all(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, drafter = formats.find("sglang", "eagle3"), tiny.drafter("eagle3", target)
+    form.write(drafter, target, None, tmp_path / "out")
+    before = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+
+    def full(*_: object) -> None:
+        raise RunError("the disk is full", "Free some space.")
+
+    monkeypatch.setattr(writing, "write_json", full)
+    for name in ("out", "new"):
+        with pytest.raises(RunError, match="disk is full"):
+            form.write(tiny.drafter("eagle3", target, seed=9), target, None, tmp_path / name)
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+    assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("word", ["sglang", "native"])
+def test_nothing_that_we_did_not_write_is_replaced(
+    target: Target, tmp_path: Path, word: str
+) -> None:
+    form, drafter = formats.find(word, "eagle3"), tiny.drafter("eagle3", target)
+    form.write(drafter, target, tiny.config("eagle3"), tmp_path / "out")
+    form.write(drafter, target, tiny.config("eagle3"), tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text('{"precious": 1}')
+    with pytest.raises(RunError, match="not written by Outrider"):
+        form.write(drafter, target, tiny.config("eagle3"), tmp_path / "mine")
+    assert (tmp_path / "mine" / "config.json").read_text() == '{"precious": 1}'
+
+
+# ---- outrider.json -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "vllm"}, "says it is of the format vllm"),
+        ({"taps": [0, 1, 3]}, "a tap is shifted"),
+        ({"joins": ["state", "embedding"]}, "the halves are swapped"),
+        ({"drafter": {"feedback": "normed"}}, "says feedback: normed, and the files say raw"),
+        ({"drafter": {"turbo": 1}}, "turbo"),
+        ({"drafter": [1]}, "a part is missing"),
+        ({"turbo": 1}, "not one of Outrider's: .*turbo"),
+        ({"target": {"name": "other", "fingerprint": "0"}}, "trained for other"),
+        ({"sha256": {"model.safetensors": "0"}}, "not the ones that were written"),
+    ],
+)
+def test_what_lies_beside_the_weights_must_agree_with_them(
+    target: Target, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    form, drafter = formats.find("sglang", "eagle3"), tiny.drafter("eagle3", target)
+    form.write(drafter, target, None, tmp_path / "out")
+    file = tmp_path / "out" / "outrider.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(RunError, match=says) as caught:
+        formats.load(tmp_path / "out", target)
+    assert caught.value.fix
+
+
+def test_a_drafter_of_another_target_is_refused(target: Target, tmp_path: Path) -> None:
+    form, drafter = formats.find("sglang", "eagle3"), tiny.drafter("eagle3", target)
+    form.write(drafter, target, None, tmp_path / "out")
+    with pytest.raises(RunError, match="trained for llama, and this target has other weights"):
+        form.read(tmp_path / "out", tiny.target(seed=1))
+    (tmp_path / "out" / "outrider.json").unlink()
+    with pytest.raises(RunError, match="made for 61 tokens, and the target knows 64"):
+        form.read(tmp_path / "out", tiny.target(vocab_size=64))

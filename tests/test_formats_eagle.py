@@ -1,0 +1,152 @@
+"""EAGLE-1 folders that somebody else wrote: the bias, the flavours, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.models import formats
+from outrider.models.base import Drafter
+from outrider.models.target import Target
+from outrider.train.errors import RunError
+from tests import outside, tiny
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target()
+
+
+def built(target: Target, **changes: Any) -> Drafter:
+    return outside.scrambled(tiny.drafter("eagle", target, outside.vocab(whole=True), **changes))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+# ---- the bias ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_each_flavour_says_the_bias_in_its_own_way(
+    target: Target, tmp_path: Path, bias: bool
+) -> None:
+    """SGLang's fc has one in any case, and `bias` would give its attention one too."""
+    drafter = built(target, bias=bias)
+    official = outside.published(drafter, target, tmp_path / "e", "eagle")
+    assert config_of(official)["bias"] is bias
+    assert ("fc.bias" in outside.weights(official)) is bias
+    sglang = outside.published(drafter, target, tmp_path / "s", "sglang")
+    assert "bias" not in config_of(sglang)
+    assert bool(outside.weights(sglang)["fc.bias"].any()) is bias
+
+
+@torch.no_grad()
+def test_vllm_takes_a_bias_that_is_zero_alone(target: Target, tmp_path: Path) -> None:
+    drafter = built(target)
+    drafter.get_parameter("fc.bias").zero_()
+    folder = outside.published(drafter, target, tmp_path / "v", "vllm")
+    assert config_of(folder)["eagle_fc_bias"] is True
+    outside.same(drafter, formats.load(folder, target)[0])
+
+
+def test_a_folder_is_of_one_flavour_by_what_it_says(target: Target, tmp_path: Path) -> None:
+    drafter = built(target, bias=False)
+    for word in ("eagle", "sglang", "vllm"):
+        folder = outside.published(drafter, target, tmp_path / word, word)
+        assert formats.recognise(folder) is formats.find(word, "eagle")
+
+
+def test_flavours_can_be_turned_into_each_other(target: Target, tmp_path: Path) -> None:
+    drafter = built(target)
+    here, form = tmp_path / "start", formats.find("eagle", "eagle")
+    form.write(drafter, target, None, here)
+    first = (here / "model.safetensors").read_bytes()
+    for i, word in enumerate(("sglang", "native", "eagle")):
+        read, cfg = formats.load(here, target)
+        here = tmp_path / str(i)
+        formats.find(word, "eagle").write(read, target, cfg, here)
+    assert (here / "model.safetensors").read_bytes() == first
+
+
+def test_a_hass_drafter_keeps_its_name(target: Target, tmp_path: Path) -> None:
+    """By our own file; without it, it is the eagle that it decodes as."""
+    drafter = tiny.drafter("hass", target, outside.vocab(whole=True))
+    formats.find("eagle", "hass").write(drafter, target, None, tmp_path / "f")
+    assert formats.load(tmp_path / "f", target)[1].name == "hass"
+    (tmp_path / "f" / "outrider.json").write_text('{"drafter": {"name": "medusa"}}')
+    with pytest.raises(RunError, match="drafter 'medusa'"):
+        formats.load(tmp_path / "f", target)
+    (tmp_path / "f" / "outrider.json").unlink()
+    assert formats.load(tmp_path / "f", target)[1].name == "eagle"
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("eagle", {"bias": False}, "fc.bias says otherwise"),
+    ("eagle", {"num_hidden_layers": 2}, "it has 2 layers"),
+    ("eagle", {"add_para_norm": True}, "HASS's two norms"),
+    ("eagle", {"rope_parameters": LINEAR}, "of type linear"),
+    ("eagle", {"vocab_size": 7}, "made for 7 tokens"),
+    ("vllm", {"eagle_fc_bias": False}, "disagree about fc.bias"),
+    ("vllm", {"truncated_vocab_size": 7}, "cut to 7"),
+    ("vllm", {"model": None}, "no object model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "changes", "says"), CONFIGS, ids=str)
+@torch.no_grad()
+def test_a_config_that_our_drafter_cannot_be_is_refused_with_the_cause(
+    target: Target, tmp_path: Path, word: str, changes: dict[str, Any], says: str
+) -> None:
+    drafter = built(target)
+    if word == "vllm":
+        drafter.get_parameter("fc.bias").zero_()
+    folder = outside.published(drafter, target, tmp_path / "f", word, **changes)
+    with pytest.raises(RunError, match=says) as caught:
+        formats.load(folder, target)
+    assert caught.value.fix
+
+
+ONES = torch.ones(32)
+WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "para norms": (lambda t: t.update({"embedding_layernorm.weight": ONES}), "HASS's two norms"),
+    "a norm": (lambda t: t.update({"layers.0.input_layernorm.weight": ONES}), "does not know"),
+    "a head": (lambda t: t.update({"lm_head.weight": ONES}), r"holds lm_head\.weight"),
+    "lost": (lambda t: t.pop("layers.0.mlp.down_proj.weight"), r"lacks layers\.0\.mlp\.down_proj"),
+    "embedding": (lambda t: t["embed_tokens.weight"].add_(1), "is not the target's"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_that_our_drafter_cannot_have_are_refused_with_the_cause(
+    target: Target, tmp_path: Path, name: str
+) -> None:
+    change, says = WEIGHTS[name]
+    folder = outside.published(built(target), target, tmp_path / "f", "eagle")
+    outside.rewrite(folder, change)
+    with pytest.raises(RunError, match=says) as caught:
+        formats.load(folder, target)
+    assert caught.value.fix
+
+
+# ---- training goes on ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["eagle", "hass"])
+def test_a_published_drafter_can_be_trained_on(target: Target, tmp_path: Path, name: str) -> None:
+    theirs = built(target).to(torch.float16)
+    folder = outside.published(theirs, target, tmp_path / "f", "eagle")
+    ours = tiny.drafter(name, target, outside.vocab(whole=True), warm_start=str(folder))
+    assert str(folder) in ours.initialise(target, [])
+    for key, value in ours.named_parameters():
+        assert torch.equal(value, theirs.get_parameter(key).float())
+        assert value.requires_grad

@@ -1,0 +1,334 @@
+"""EAGLE-3 folders that somebody else wrote: what they leave open, and every way to be refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.models import formats
+from outrider.models.base import Drafter
+from outrider.models.drafters.eagle3 import Eagle3
+from outrider.models.formats import native
+from outrider.models.target import Target
+from outrider.train.errors import RunError
+from tests import outside, tiny
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+N, USUAL = 8, (1, 3, 4)  # layers of the target, and its low, middle and high ones
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target(num_hidden_layers=N)
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target) -> Drafter:
+    return outside.scrambled(tiny.drafter("eagle3", target))
+
+
+# ---- conventions that the files resolve ----------------------------------------------------------
+
+
+def test_usual_layers_need_not_be_named(drafter: Drafter, target: Target, tmp_path: Path) -> None:
+    """Engines agree on which they are: outputs 1, n/2 - 1, n - 4."""
+    folder = outside.published(drafter, target, tmp_path / "f", eagle_config=None)
+    read, cfg = formats.load(folder, target)
+    assert read.taps == cfg.taps == drafter.taps == USUAL
+    outside.same(drafter, read)
+
+
+@pytest.mark.parametrize(("word", "first"), [("sglang", 0), ("vllm", 1), ("speculators", 1)])
+def test_layer_numbers_mean_outputs_for_sglang_and_inputs_for_vllm(
+    target: Target, tmp_path: Path, word: str, first: int
+) -> None:
+    drafter = tiny.drafter("eagle3", target, taps=(0, 2, 5))
+    folder = outside.published(drafter, target, tmp_path / "f", word)
+    config = json.loads((folder / "config.json").read_text())
+    told = config.get(IDS) or config["eagle_config"][IDS]
+    assert told == [tap + first for tap in (0, 2, 5)]
+    assert formats.load(folder, target)[0].taps == (0, 2, 5)
+
+
+def test_vllms_usual_numbers_may_be_meant_as_outputs_if_it_is_said(
+    target: Target, tmp_path: Path
+) -> None:
+    drafter = tiny.drafter("eagle3", target, taps=(2, 4, 5))
+    form = formats.find("sglang", "eagle3")
+    form.write(drafter, target, None, tmp_path / "f")
+    assert form.read(tmp_path / "f", target)[0].taps == (2, 4, 5)
+
+
+@pytest.mark.parametrize("wrapped", ["model.", "module.", "draft_model.model."])
+def test_what_a_drafter_was_wrapped_in_is_taken_off(
+    drafter: Drafter, target: Target, tmp_path: Path, wrapped: str
+) -> None:
+    folder = outside.renamed(
+        outside.published(drafter, target, tmp_path / "f"), lambda key: wrapped + key
+    )
+    outside.same(drafter, formats.load(folder, target)[0])
+
+
+def test_other_names_of_the_same_parts_are_known(target: Target, tmp_path: Path) -> None:
+    """SGLang's aux_norm_*, and layers.0 for midlayer, as ModelOpt writes it."""
+    drafter = outside.scrambled(tiny.drafter("eagle3", target, fc_norm=True))
+    folder = outside.published(drafter, target, tmp_path / "f", eagle_config=None)
+    other = {f"fc_norm.{i}": f"aux_norm_{n}" for i, n in enumerate(("low", "mid", "high"))}
+
+    def name(key: str) -> str:
+        for ours, theirs in other.items():
+            key = key.replace(ours, theirs)
+        return key.replace("midlayer.", "layers.0.")
+
+    outside.same(drafter, formats.load(outside.renamed(folder, name), target)[0])
+
+
+def test_a_copy_of_the_targets_embedding_may_lie_beside(
+    drafter: Drafter, target: Target, tmp_path: Path
+) -> None:
+    folder = outside.published(drafter, target, tmp_path / "f")
+    mine = target.model.get_input_embeddings().weight.detach()
+    outside.rewrite(folder, lambda t: t.update({"embed_tokens.weight": mine.half()}))
+    outside.same(drafter, formats.load(folder, target)[0])
+    outside.rewrite(folder, lambda t: t["embed_tokens.weight"].mul_(1.1))
+    with pytest.raises(RunError, match=r"embed_tokens\.weight is not the target's"):
+        formats.load(folder, target)
+
+
+def test_sizes_that_are_not_the_targets_are_kept(target: Target, tmp_path: Path) -> None:
+    """Heads, MLP, base of the rotary embedding; also through our own folder, and out again."""
+    other = tiny.target(
+        num_hidden_layers=N, intermediate_size=20, num_key_value_heads=4, head_dim=6,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rms_norm_eps=1e-4,
+    )  # fmt: skip
+    drafter = outside.scrambled(tiny.drafter("eagle3", other))
+    folder = outside.published(drafter, other, tmp_path / "f")
+    read, cfg = formats.load(folder, target)
+    assert isinstance(read, Eagle3)
+    assert read.shape == other.shape()._replace(layers=N)
+    outside.same(drafter, read)
+    native.save(read, tmp_path / "own", target, cfg, {})
+    again, _ = formats.load(tmp_path / "own", target)
+    assert isinstance(again, Eagle3)
+    assert again.shape == read.shape
+    one, two = (outside.logits(d, target) for d in (read, again))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    formats.find("sglang", "eagle3").write(again, target, None, tmp_path / "out")
+    before, after = (
+        json.loads((p / "config.json").read_text()) for p in (folder, tmp_path / "out")
+    )
+    assert before == after
+    file = "model.safetensors"
+    assert (folder / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
+
+
+def test_maps_may_be_of_any_whole_type(drafter: Drafter, target: Target, tmp_path: Path) -> None:
+    folder = outside.published(drafter, target, tmp_path / "f")
+    outside.rewrite(folder, lambda t: t.update(d2t=t["d2t"].int(), t2d=t["t2d"].byte()))
+    outside.same(drafter, formats.load(folder, target)[0])
+
+
+def test_a_config_that_says_no_base_has_llamas(
+    drafter: Drafter, target: Target, tmp_path: Path
+) -> None:
+    gone: dict[str, Any] = {"rope_theta": None, "rope_parameters": None, "rms_norm_eps": None}
+    folder = outside.published(drafter, target, tmp_path / "f", **gone)
+    read, _ = formats.load(folder, target)
+    assert isinstance(read, Eagle3)
+    assert (read.shape.rope_theta, read.shape.eps) == (10000.0, 1e-6)
+
+
+def test_every_flavour_can_be_turned_into_every_other(
+    drafter: Drafter, target: Target, tmp_path: Path
+) -> None:
+    here = tmp_path / "start"
+    formats.find("sglang", "eagle3").write(drafter, target, None, here)
+    first = (here / "model.safetensors").read_bytes()
+    for i, word in enumerate(("vllm", "native", "speculators", "vllm", "sglang")):
+        read, cfg = formats.load(here, target)
+        here = tmp_path / str(i)
+        formats.find(word, "eagle3").write(read, target, cfg, here)
+    assert (here / "model.safetensors").read_bytes() == first
+
+
+@torch.no_grad()
+def test_the_sizes_of_the_taps_go_into_the_matrix_that_reads_them(
+    target: Target, tmp_path: Path
+) -> None:
+    """Files have no place for them. Bit for bit where they are powers of two."""
+    for sizes, exact in (((0.5, 4.0, 2.0), True), ((0.3, 1.7, 0.9), False)):
+        drafter = outside.scrambled(tiny.drafter("eagle3", target))
+        assert isinstance(drafter, Eagle3)
+        drafter.tap_scale.copy_(torch.tensor(sizes))
+        folder = outside.published(drafter, target, tmp_path / str(exact))
+        (folder / "outrider.json").write_text('{"drafter": {"depths": 3}}')
+        read, _ = formats.load(folder, target)
+        assert isinstance(read, Eagle3)
+        assert read.tap_scale.tolist() == [1.0] * 3
+        pairs = zip(outside.logits(drafter, target), outside.logits(read, target), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs)
+            assert torch.equal(ours, theirs) or not exact
+
+
+@torch.no_grad()
+def test_a_normed_residual_is_what_the_first_layer_adds_to(target: Target) -> None:
+    drafter = tiny.drafter("eagle3", target, **outside.NORMED)
+    assert isinstance(drafter, Eagle3)
+    embedding, state = torch.randn(3, 32), torch.randn(3, 32)
+    residual, read = drafter.join(embedding, state)
+    assert torch.equal(residual, drafter.midlayer.hidden_norm(state))
+    assert torch.equal(read, drafter.midlayer.wide(embedding, state))
+
+
+# ---- what they leave open ------------------------------------------------------------------------
+
+
+def test_a_doubt_is_refused_and_ended_by_hand(
+    drafter: Drafter, target: Target, tmp_path: Path
+) -> None:
+    """Layers under names that suit both engines; `norm_output`, which two projects mean."""
+    told = {"use_aux_hidden_state": True, IDS: [0, 2, 5]}
+    folder = outside.published(drafter, target, tmp_path / "f", eagle_config=told, norm_output=True)
+    outside.renamed(folder, lambda key: key.replace("midlayer.", "layers.0."))
+    with pytest.raises(
+        RunError, match=r"inputs for vLLM and outputs for SGLang[\s\S]*outrider\.json"
+    ):
+        formats.load(folder, target)
+    (folder / "outrider.json").write_text(json.dumps({"taps": [1, 3, 6]}))
+    with pytest.raises(RunError, match=r"norm_output is [\s\S]*outrider\.json"):
+        formats.load(folder, target)
+    said = {"taps": [1, 3, 6], "drafter": {"feedback": "raw", "depths": 7}}
+    (folder / "outrider.json").write_text(json.dumps(said))
+    read, cfg = formats.load(folder, target)
+    assert (read.taps, cfg.feedback, cfg.depths) == ((1, 3, 6), "raw", 7)
+    outside.same(drafter, read)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("sglang", {"eagle_config": {IDS: [2, 4, 5]}}, "vLLM's usual ones.*a shifted tap"),
+    ("sglang", {"eagle_config": None, IDS: [2, 4, 5]}, "stand where vLLM reads them"),
+    ("sglang", {"eagle_config": {IDS: [1, 3]}}, "fc.weight reads 3"),
+    ("sglang", {"eagle_config": {IDS: [4, 3, 1]}}, r"as \[4, 3, 1\]; engines .* ascending"),
+    ("vllm", {IDS: [0, 4, 5]}, r"taps layers \[-1, 3, 4\] of 8"),
+    ("vllm", {IDS: [2, 4, 9]}, r"taps layers \[1, 3, 8\] of 8"),
+    ("sglang", {"eagle_config": {IDS: "1,3,4"}}, "must be a list of numbers"),
+    ("sglang", {"eagle_config": 3}, "no object eagle_config"),
+    ("sglang", {"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step: 4"),
+    ("sglang", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm: True"),
+    ("vllm", {"norm_before_fc": True}, "norm_before_fc: true"),
+    ("vllm", {"fc_norm": True}, "disagree about fc_norm"),
+    ("sglang", {"rope_parameters": LLAMA3}, "rotary embedding is of type llama3"),
+    ("sglang", {"rope_parameters": None, "rope_scaling": LLAMA3}, "rotary embedding is of type"),
+    ("sglang", {"rope_scaling": LLAMA3}, "two rotary embeddings"),
+    ("sglang", {"rope_theta": 500000.0}, "two rotary embeddings"),
+    ("sglang", {"rope_scaling": [1]}, "not a llama config.*rope_parameters"),
+    ("sglang", {"tie_word_embeddings": True}, "its head is its embedding"),
+    (
+        "sglang",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        "in part",
+    ),
+    ("sglang", {"rope_parameters": None, "partial_rotary_factor": 0.25}, "in part"),
+    ("sglang", {"hidden_size": 64}, "64 wide and the target 32"),
+    ("sglang", {"vocab_size": 64}, "made for 64 tokens"),
+    ("sglang", {"draft_vocab_size": 41}, "d2t names 40 tokens"),
+    ("sglang", {"intermediate_size": 56}, r"mlp.* is \[48, 32\], and config.json .* \[56, 32\]"),
+    ("sglang", {"hidden_act": "relu"}, "activation is relu"),
+    ("sglang", {"attention_bias": True}, "attention_bias: True"),
+    ("sglang", {"sliding_window": 64}, "through a window"),
+    ("sglang", {"layer_types": ["sliding_attention"]}, "through a window"),
+    ("sglang", {"model_type": "kimi_k2"}, "layers are of type kimi_k2"),
+    ("sglang", {"num_hidden_layers": "two"}, "not a llama config.*num_hidden_layers"),
+    ("sglang", {"num_hidden_layers": 2}, "lacks layers.0"),
+    ("sglang", {"num_attention_heads": "x"}, "not a llama config"),
+    ("speculators", {"norm_before_residual": None}, "norm_before_residual is not said"),
+    ("speculators", {"target_hidden_size": 64}, "target is wider"),
+    ("speculators", {"transformer_layer_config": None}, "no object transformer_layer_config"),
+]
+
+
+@pytest.mark.parametrize(("word", "changes", "says"), CONFIGS, ids=str)
+def test_a_config_that_our_drafter_cannot_be_is_refused_with_the_cause(
+    drafter: Drafter, target: Target, tmp_path: Path, word: str, changes: dict[str, Any], says: str
+) -> None:
+    folder = outside.published(drafter, target, tmp_path / "f", word, **changes)
+    with pytest.raises(RunError, match=says) as caught:
+        formats.load(folder, target)
+    assert caught.value.fix
+
+
+def other_key(tensors: dict[str, Tensor]) -> None:
+    tensors["midlayer.self_attn.q_prj.weight"] = tensors.pop("midlayer.self_attn.q_proj.weight")
+
+
+def wide_again(tensors: dict[str, Tensor]) -> None:
+    """The first layer reads twice the width; here it was cut to one."""
+    key = "midlayer.self_attn.k_proj.weight"
+    tensors[key] = tensors[key][:, :32].contiguous()
+
+
+WEIGHTS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
+    ("renamed", other_key, r"lacks midlayer.*q_proj.*holds .*q_prj.*is it .*q_proj"),
+    ("missing", lambda t: t.pop("norm.weight"), r"lacks norm\.weight"),
+    ("unknown", lambda t: t.update({"fc.bias": torch.ones(32)}), r"holds fc\.bias"),
+    ("no d2t", lambda t: t.pop("d2t"), "d2t is missing"),
+    ("no t2d", lambda t: t.pop("t2d"), "t2d is missing"),
+    (
+        "neither",
+        lambda t: (t.pop("d2t"), t.pop("t2d")),
+        "d2t is missing, and its head has 40 of 61",
+    ),
+    ("ids", lambda t: t["d2t"].add_(torch.arange(40)), "do not name the same ascending tokens"),
+    ("shifted", lambda t: t["d2t"].add_(1), "do not name the same"),
+    ("flipped", lambda t: t["t2d"].logical_not_(), "do not name the same"),
+    (
+        "short head",
+        lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:39].clone()}),
+        "d2t names",
+    ),
+    ("int8", lambda t: t.update({"fc.weight": t["fc.weight"].char()}), r"fc.weight is quantised"),
+    ("cut", wide_again, r"k_proj.weight is \[16, 32\], and .* for \[16, 64\]"),
+    (
+        "twice",
+        lambda t: t.update({"layers.0.hidden_norm.weight": torch.ones(32)}),
+        "one and the same",
+    ),
+    ("wrapped twice", lambda t: t.update({"model.norm.weight": torch.ones(32)}), "weight twice"),
+    ("fc", lambda t: t.update({"fc.weight": torch.ones(32, 97)}), "no states of 32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"), WEIGHTS, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_weights_that_our_drafter_cannot_have_are_refused_with_the_cause(
+    drafter: Drafter,
+    target: Target,
+    tmp_path: Path,
+    name: str,
+    change: Callable[[dict[str, Tensor]], object],
+    says: str,
+) -> None:
+    folder = outside.published(drafter, target, tmp_path / name)
+    outside.rewrite(folder, change)
+    with pytest.raises(RunError, match=says) as caught:
+        formats.load(folder, target)
+    assert caught.value.fix
+
+
+def test_layers_that_are_not_usual_must_be_named(target: Target, tmp_path: Path) -> None:
+    drafter = tiny.drafter("eagle3", target, taps=(0, 2))
+    folder = outside.published(drafter, target, tmp_path / "f", eagle_config=None)
+    with pytest.raises(RunError, match=r"does not say which 2 layers[\s\S]*outrider\.json"):
+        formats.load(folder, target)

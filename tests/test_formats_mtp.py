@@ -1,0 +1,242 @@
+"""MTP modules as a drafter's folder: the halves, the norms, a copy of the target around them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from outrider.models import formats
+from outrider.models.base import Drafter
+from outrider.models.formats import mtp, stitching
+from outrider.models.target import Target
+from outrider.train.errors import RunError
+from tests import outside, tiny
+from tests.test_mtp_format import DEEPSEEK, Module, expected, part
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target()
+
+
+@pytest.fixture(scope="module")
+def home(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's own folder, in three shards, with a tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("target") / "llama"
+    target.model.save_pretrained(folder, max_shard_size="30KB")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    return folder
+
+
+def built(target: Target, **changes: Any) -> Drafter:
+    return outside.scrambled(tiny.drafter("mtp", target, outside.vocab(whole=True), **changes))
+
+
+# ---- what the layouts mean -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_modules_in_the_file_guess_what_ours_guess(target: Target, tmp_path: Path) -> None:
+    """A second reading of the paper on the file's tensors; [state; embedding] was turned round."""
+    for order in ("embedding_first", "state_first"):
+        drafter = built(target, order=order)
+        folder = outside.published(drafter, target, tmp_path / order, "deepseek")
+        raw = outside.weights(folder)
+        stages = [part(raw, f"model.layers.{4 + k}.") for k in range(3)]
+        assert all(
+            torch.equal(s["embed_tokens.weight"], target.embed(torch.arange(61))) for s in stages
+        )
+        assert all(torch.equal(s["shared_head.head.weight"], target.head_weight) for s in stages)
+        ids = torch.randint(3, 61, (1, 12), generator=torch.Generator().manual_seed(4))
+        row = torch.arange(12)[None]
+        trace = target.trace(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids), row)
+        wanted = expected(
+            target, [Module(target, s, DEEPSEEK, "") for s in stages], ids[0], trace.last[0]
+        )
+        for guess, want in zip(drafter.unroll(trace), wanted, strict=True):
+            said = drafter.head(guess.hidden)[0, : len(want)]
+            torch.testing.assert_close(said, want, atol=1e-4, rtol=1e-4)
+
+
+def test_norms_of_the_qwen_layout_lack_one(target: Target, tmp_path: Path) -> None:
+    drafter = built(target, depths=1)
+    folder = outside.published(drafter, target, tmp_path / "f", "qwen3_next")
+    stored = outside.weights(folder)["mtp.norm.weight"]
+    assert torch.equal(stored, drafter.get_parameter("stages.0.norm.weight") - 1)
+
+
+@torch.no_grad()
+def test_norms_far_from_one_come_back_within_a_rounding(target: Target, tmp_path: Path) -> None:
+    drafter = built(target, depths=1)
+    weight = drafter.get_parameter("stages.0.norm.weight")
+    weight.copy_(torch.logspace(-3, 2, 32))
+    folder = outside.published(drafter, target, tmp_path / "f", "qwen3_next")
+    read = formats.load(folder, target)[0].get_parameter("stages.0.norm.weight")
+    assert float((read - weight).abs().max()) < 1e-5
+    assert float((read - weight)[weight < 1].abs().max()) <= 2**-24
+
+
+def test_the_reader_of_targets_finds_the_same_modules(target: Target, tmp_path: Path) -> None:
+    """`drafter.init=target` can begin with what was written."""
+    drafter = built(target)
+    found = mtp.read(outside.published(drafter, target, tmp_path / "f", "deepseek"), target.depth)
+    for k, module in enumerate(found.modules):
+        for key, value in module.items():
+            assert torch.equal(value, drafter.state_dict()[f"stages.{k}.{key}"])
+
+
+# ---- into a copy of the target -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["deepseek", "qwen3_next"])
+def test_a_stitched_copy_is_the_target_and_the_drafter(
+    target: Target, home: Path, tmp_path: Path, word: str
+) -> None:
+    drafter = built(target, **({"depths": 1} if word == "qwen3_next" else {}))
+    form = formats.find(word, "mtp")
+    form.write(drafter, target, None, tmp_path / "alone")
+    stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+    names = {file.name for file in (tmp_path / "both").iterdir()}
+    assert "tokenizer.json" in names
+    assert "pytorch_model.bin" not in names
+    assert formats.recognise(tmp_path / "both") is form
+    read, cfg = form.read(tmp_path / "both", target)
+    outside.same(drafter, read)
+    assert cfg == vars(drafter)["cfg"]
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "both", use_safetensors=True)
+    ours, theirs = target.model.state_dict(), again.state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+def test_modules_that_the_target_came_with_are_replaced(
+    target: Target, home: Path, tmp_path: Path
+) -> None:
+    for seed, into in ((2, home), (8, tmp_path / "2")):
+        drafter = tiny.drafter("mtp", target, outside.vocab(whole=True), seed=seed)
+        formats.find("deepseek", "mtp").write(drafter, target, None, tmp_path / f"alone{seed}")
+        stitching.stitch(tmp_path / f"alone{seed}", into, tmp_path / str(seed))
+    outside.same(drafter, formats.load(tmp_path / "8", target)[0])
+    size = {n: sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in "28"}
+    assert size["2"] == size["8"]
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "llama_tied"])
+def test_targets_of_other_families_can_be_stitched(tmp_path: Path, family: str) -> None:
+    """Their folder says another type of layer; the modules' own are plain ones of their sizes."""
+    other = tiny.target(family)
+    other.model.save_pretrained(tmp_path / "whole")
+    drafter = built(other)
+    formats.find("deepseek", "mtp").write(drafter, other, None, tmp_path / "alone")
+    stitching.stitch(tmp_path / "alone", tmp_path / "whole", tmp_path / "both")
+    (tmp_path / "both" / "outrider.json").unlink()
+    outside.same(drafter, formats.load(tmp_path / "both", other)[0])
+
+
+def test_modules_in_a_target_with_scaled_positions_are_refused(
+    target: Target, home: Path, tmp_path: Path
+) -> None:
+    formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "alone")
+    stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+    (tmp_path / "both" / "outrider.json").unlink()
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    with pytest.raises(RunError, match="by scaled or partial frequencies"):
+        formats.load(tmp_path / "both", tiny.target(rope_parameters=rope))
+
+
+def test_modules_of_other_sizes_are_read_and_not_written_behind_a_target(
+    target: Target, tmp_path: Path
+) -> None:
+    other = tiny.target(intermediate_size=20, rms_norm_eps=1e-4)
+    folder = outside.published(built(other, depths=1), other, tmp_path / "f", "qwen3_next")
+    read, _ = formats.load(folder, target)
+    assert "of other sizes" in formats.find("qwen3_next", "mtp").refuses(read, target)
+
+
+def test_a_target_in_one_file_can_be_stitched(target: Target, tmp_path: Path) -> None:
+    """A lone model.safetensors would be read in the place of the index."""
+    target.model.save_pretrained(tmp_path / "whole")
+    drafter = built(target, depths=1)
+    formats.find("deepseek", "mtp").write(drafter, target, None, tmp_path / "alone")
+    stitching.stitch(tmp_path / "alone", tmp_path / "whole", tmp_path / "both")
+    assert not (tmp_path / "both" / "model.safetensors").exists()
+    outside.same(drafter, formats.load(tmp_path / "both", target)[0])
+
+
+def test_modules_of_another_target_are_not_stitched(
+    target: Target, home: Path, tmp_path: Path
+) -> None:
+    other = tiny.target(num_hidden_layers=6)
+    formats.find("deepseek", "mtp").write(built(other, depths=1), other, None, tmp_path / "alone")
+    with pytest.raises(RunError, match="num_hidden_layers is 6 there and 4 in"):
+        stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+    assert not (tmp_path / "both").exists()
+    (tmp_path / "alone" / "outrider.json").unlink()
+    with pytest.raises(RunError, match="stands behind 6 layers, the target has 4"):
+        formats.load(tmp_path / "alone", target)
+
+
+def test_a_speculator_is_not_stitched(target: Target, home: Path, tmp_path: Path) -> None:
+    form = formats.find("speculators", "mtp")
+    form.write(built(target, depths=1), target, None, tmp_path / "alone")
+    with pytest.raises(RunError, match="format=deepseek or qwen3_next"):
+        stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+
+
+def test_damage_inside_a_stitched_copy_is_found(target: Target, home: Path, tmp_path: Path) -> None:
+    formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "alone")
+    stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "both", cut)
+    file = cut / stitching.MODULES
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(RunError, match="truncated"):
+        formats.load(cut, target)
+    file = tmp_path / "both" / "config.json"
+    config = json.loads(file.read_text())
+    assert config["num_nextn_predict_layers"] == 3
+    file.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    with pytest.raises(RunError, match="promises 1 modules, and 3 are there"):
+        formats.load(tmp_path / "both", target)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "says"),
+    [
+        ("deepseek", "model.layers.4.self_attn.kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa"),
+        ("qwen3_next", "mtp.layers.0.mlp.experts.0.gate_proj.weight", "experts.0.gate_proj"),
+        ("speculators", "mtp_layers.0.input_proj.bias", "input_proj.bias"),
+    ],
+)
+def test_parts_that_our_modules_have_not_are_named(
+    target: Target, tmp_path: Path, word: str, name: str, says: str
+) -> None:
+    folder = outside.published(built(target, depths=1), target, tmp_path / "f", word)
+    outside.rewrite(folder, lambda t: t.update({name: torch.ones(3)}))
+    with pytest.raises(RunError, match=f"holds .*{says}.* does not know"):
+        formats.load(folder, target)
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "shared_head.head"])
+def test_ends_that_are_not_the_targets_are_refused(
+    target: Target, tmp_path: Path, end: str
+) -> None:
+    folder = outside.published(built(target, depths=1), target, tmp_path / "f", "deepseek")
+    outside.rewrite(folder, lambda t: t[f"model.layers.4.{end}.weight"].add_(1))
+    with pytest.raises(RunError, match=f"{end}.weight is not the target's"):
+        formats.load(folder, target)
+
+
+def test_a_module_may_be_run_in_a_loop_if_it_is_said(target: Target, tmp_path: Path) -> None:
+    folder = outside.published(built(target, depths=1), target, tmp_path / "f", "deepseek")
+    said = {"drafter": {"mode": "recurrent", "depths": 5}}
+    (folder / "outrider.json").write_text(json.dumps(said))
+    cfg = formats.load(folder, target)[1]
+    assert (cfg.mode, cfg.depths) == ("recurrent", 5)
