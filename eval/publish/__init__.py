@@ -1,0 +1,1 @@
+"""`outrider publish`: a drafter in somebody else's format, proved, described, uploaded."""

@@ -1,0 +1,1 @@
+"""The parts of verify.py, the checker that lies beside a published drafter."""

@@ -1,0 +1,192 @@
+"""A model hub in miniature, on this machine: what huggingface_hub asks of the real one.
+
+Repositories are made; files that are not text go by git-LFS's batch calls, the others inside the
+commit; what was uploaded can be listed and fetched. Not here: Xet, which the real hub prefers.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+TOKEN = "hf_aVerySecretTokenOfATest"
+LFS = (".safetensors",)
+
+
+class Hub:
+    """What the hub holds, and what was asked of it.
+
+    Attributes:
+        repos: name -> private, files by name.
+        blobs: bytes by sha256.
+        sent: names of objects that were uploaded, in order.
+        refuse: an object whose upload is refused, once.
+        open: whether tokens are taken.
+    """
+
+    def __init__(self) -> None:
+        self.repos: dict[str, dict[str, Any]] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.sent: list[str] = []
+        self.asked: list[str] = []
+        self.commits = 0
+        self.refuse_after: int | None = None
+        self.open = True
+        self.url = ""
+
+
+@contextmanager
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that huggingface_hub of this process speaks to, with a token."""
+    from huggingface_hub import constants
+
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    place = "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + place)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *words: object) -> None:
+        """Nothing on the terminal."""
+
+    def do_POST(self) -> None:
+        body = self._body()
+        if not self._known():
+            return
+        if self.path == "/api/validate-yaml":
+            self._say({"errors": [], "warnings": []})
+        elif self.path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            self._say({"files": [self._mode(file["path"]) for file in files]})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            self._say({"objects": [self._batch(one) for one in json.loads(body)["objects"]]})
+        elif match := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
+            self._commit(match[1], [json.loads(line) for line in body.splitlines()])
+        else:
+            self._say({"error": "unknown"}, 404)
+
+    def do_PUT(self) -> None:
+        body, oid = self._body(), self.path.rpartition("/")[2]
+        if self.hub.refuse_after is not None and len(self.hub.sent) >= self.hub.refuse_after:
+            self._say({"error": f"go away, {TOKEN}"}, 403)
+            return
+        assert hashlib.sha256(body).hexdigest() == oid, "the bytes are not the ones announced"
+        self.hub.blobs[oid] = body
+        self.hub.sent.append(oid)
+        self._say({})
+
+    def do_GET(self) -> None:
+        if not self._known():
+            return
+        if match := re.match(r"/api/models/(.+)/tree/", self.path):
+            files = self.hub.repos[match[1]]["files"]
+            self._say([self._entry(name, data) for name, data in files.items()])
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/main)?", self.path):
+            self._info(match[1])
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", self.path):
+            data = self.hub.repos[match[1]]["files"].get(match[2])
+            self._send(b"" if data is None else data, 404 if data is None else 200)
+        else:
+            self._say({"error": "unknown"}, 404)
+
+    do_HEAD = do_GET
+
+    # ---- what is asked ----
+
+    def _known(self) -> bool:
+        self.hub.asked.append(f"{self.command} {self.path}")
+        good = self.hub.open and self.headers.get("authorization") == f"Bearer {TOKEN}"
+        if not good:
+            self._say({"error": f"no such token: {TOKEN}"}, 401)
+        return good
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        private = asked.get("private", asked.get("visibility") == "private")
+        known = name in self.hub.repos
+        self.hub.repos.setdefault(name, {"private": private, "files": {}})
+        self._say({"url": f"{self.hub.url}/{name}"}, 409 if known else 200)
+
+    def _mode(self, path: str) -> dict[str, Any]:
+        mode = "lfs" if path.endswith(LFS) else "regular"
+        return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None}
+
+    def _batch(self, one: dict[str, Any]) -> dict[str, Any]:
+        out = {"oid": one["oid"], "size": one["size"]}
+        if one["oid"] in self.hub.blobs:
+            return out
+        return {**out, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}}
+
+    def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+        files = self.hub.repos[repo]["files"]
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.blobs[value["oid"]]
+        self.hub.commits += 1
+        oid = f"{self.hub.commits:040x}"
+        self._say({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repo}"})
+
+    def _info(self, repo: str) -> None:
+        if repo not in self.hub.repos:
+            self._say({"error": "Repository not found"}, 404)
+            return
+        held = self.hub.repos[repo]
+        siblings = [{"rfilename": name} for name in held["files"]]
+        sha = f"{self.hub.commits:040x}"
+        about = {"id": repo, "sha": sha, "private": held["private"], "siblings": siblings}
+        self._say(about)
+
+    def _entry(self, name: str, data: bytes) -> dict[str, Any]:
+        oid = hashlib.sha256(data).hexdigest()[:40]
+        return {"type": "file", "path": name, "size": len(data), "oid": oid}
+
+    # ---- what is answered ----
+
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("transfer-encoding", ""):
+            return self.rfile.read(int(self.headers.get("content-length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _say(self, value: object, code: int = 200) -> None:
+        self._send(json.dumps(value).encode(), code)
+
+    def _send(self, data: bytes, code: int) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", f"{self.hub.commits:040x}")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)

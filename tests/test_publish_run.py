@@ -1,0 +1,356 @@
+"""`outrider publish` and `outrider eval drafter=...` on a run: folder, card, hub, refusals."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file, save_file
+
+from outrider.eval.publish import card
+from outrider.models import drafters
+from outrider.models.formats import native
+from outrider.models.formats.sglang import SGLang
+from outrider.models.load import TINY, Loaded
+from outrider.models.vocab import DraftVocab
+from outrider.train.cli import main
+from outrider.train.compose import compose
+from outrider.train.config import parse, to_yaml
+from outrider.train.files import fingerprint
+from outrider.train.publishing import read_publish
+from tests import fake_hub
+from tests.runs import config
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of its client
+SHORT = ["publish.prompts=1", "publish.new_tokens=16"]
+METRICS = {
+    "tau": 2.5, "tau_95": [2.25, 2.75], "speedup": 1.5, "speedup_95": None, "prompts": 3,
+    "accept_at": [0.75, 0.5], "cond_at": [0.75, 0.67],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a drafter, its manifest, two reports and a plan."""
+    run = tmp_path_factory.mktemp("run")
+    made = config(run, "drafter.depths=3")
+    (run / "config.yaml").write_text(to_yaml(made))
+    torch.manual_seed(0)
+    vocab = DraftVocab.whole(loaded.target.vocab)
+    drafter = drafters.build(made.drafter, loaded.target, vocab)
+    native.save(drafter, run / "drafter", loaded.target, made.drafter, {})
+    about = {
+        "format": "outrider-report-1", "policy": "chain", "depth": 2, "nodes": 2,
+        "temperature": 0.0, "dtype": "float32", "device": "cpu", "threads": 1,
+        "exact_note": "all 3 answers equal plain decoding", **METRICS,
+        "categories": {"story": METRICS},
+    }  # fmt: skip
+    (run / "eval").mkdir()
+    for name, whose in (("mine", fingerprint(drafter.state_dict())), ("stale", "other")):
+        report = {**about, "fingerprints": {"drafter": whose}}
+        (run / "eval" / f"{name}.json").write_text(json.dumps(report))
+    (run / "plan").mkdir()
+    row = {"batch": 4, "context": 256, "shape": "chain 3", "tau": 2.25, "speedup": 1.75}
+    plan = {"machine": "H100 SXM 80GB", "recommended": [row]}
+    (run / "plan" / "plan.json").write_text(json.dumps(plan))
+    argv = ["/somewhere/cli.py", "train", "drafter=eagle3", "train.lr=1e-3", f"run.dir={run}"]
+    (run / "manifest.json").write_text(json.dumps({"argv": argv, "data": {"source": "tiny"}}))
+    return run
+
+
+def publish(run: Path, *words: str) -> int:
+    return main(["publish", f"run.dir={run}", *SHORT, *words])
+
+
+def parts(page: Path) -> tuple[dict[str, Any], str]:
+    """Metadata and text."""
+    found = ModelCard(page.read_text())
+    return found.data.to_dict(), found.text  # type: ignore[no-untyped-call]
+
+
+# ---- folder and card -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def published(run: Path) -> Path:
+    """In every format that holds the drafter."""
+    assert publish(run) == 0
+    return run / "published"
+
+
+def test_all_means_every_format_that_holds_the_drafter(published: Path) -> None:
+    assert {f.name for f in published.iterdir()} == {"native", "sglang", "vllm", "speculators"}
+    for folder in published.iterdir():
+        files = {"README.md", "config.json", "golden.json", "golden.safetensors", "verify.py"}
+        assert {f.name for f in folder.iterdir()} == {*files, "model.safetensors", "outrider.json"}
+
+
+def test_no_path_of_this_machine_is_published(published: Path) -> None:
+    """Of the target there is the name alone, and the run's folder is not in the command."""
+    for file in published.rglob("*"):
+        if file.suffix in (".json", ".md", ".py"):
+            text = file.read_text()
+            assert str(published.parent) not in text, file
+            assert str(TINY) not in text, file
+    config = json.loads((published / "speculators" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "tiny"
+
+
+def test_a_card_says_what_the_runs_files_say(published: Path) -> None:
+    data, text = parts(published / "vllm" / "README.md")
+    assert data["license"] == "apache-2.0"
+    assert data["library_name"] == "outrider"
+    assert {"speculative-decoding", "eagle3", "vllm"} <= set(data["tags"])
+    (result,) = data["model-index"][0]["results"]
+    assert {m["type"]: m["value"] for m in result["metrics"]} == {"tau": 2.5, "speedup": 1.5}
+    assert "| chain, depth 2 | 0.0 | 3 | 2.50 (2.25-2.75) | 1.50x | float32" in text
+    assert "| accept@k | 0.75 | 0.50 |" in text
+    assert "| story | 3 | 2.50 | 1.50x |" in text
+    assert "left out: stale" in text
+    assert "| 4 | 256 | chain 3 | 2.25 | 1.75x |" in text
+    assert "H100 SXM 80GB" in text
+    assert "outrider train drafter=eagle3 train.lr=1e-3\n" in text
+    assert '"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 3}' in text
+
+
+def test_a_folder_of_ours_is_replaced_and_no_other(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["format=native", f"publish.out={tmp_path / 'out'}", "publish.license=mit"]
+    assert publish(run, *words) == 0
+    assert publish(run, *words) == 0
+    assert parts(tmp_path / "out" / "README.md")[0]["license"] == "mit"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(SystemExit) as stop:
+        publish(run, "format=native", f"publish.out={tmp_path / 'mine'}")
+    assert stop.value.code == 2
+    assert "was not written by Outrider" in capsys.readouterr().err
+    assert [f.name for f in (tmp_path / "mine").iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize("harm", ["a weight", "a tap"])
+def test_a_drafter_that_did_not_travel_whole_is_not_published(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    harm: str,
+) -> None:
+    """An exporter with a fault: of all the formats none appears."""
+    honest = SGLang.tensors
+
+    def faulty(self: SGLang, *given: Any) -> Any:
+        out = honest(self, *given)
+        if harm == "a weight":
+            out["midlayer.mlp.down_proj.weight"] = -9 * out["midlayer.mlp.down_proj.weight"]
+        return out
+
+    monkeypatch.setattr(SGLang, "tensors", faulty)
+    if harm == "a tap":
+        monkeypatch.setattr(SGLang, "told_taps", lambda self, *given: (0, 3, 4))
+    with pytest.raises(SystemExit) as stop:
+        publish(run, f"publish.out={tmp_path / 'out'}")
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "Nothing was published" in said
+    cause = {"a tap": "files say (0, 3, 4)", "a weight": "verify.py does not agree"}
+    assert cause[harm] in said
+    assert not any((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["format=medusa"], "It holds medusa, and this is eagle3"),
+        (["format=gguf"], "There is no such format"),
+        (["publish.typo=1"], "There is no such key"),
+        (["publish.repo=noslash"], "has an owner and a name"),
+        (["publish.prompts=0"], "must be >= 1"),
+        (["train.lr=1"], "The run folder fixes what was trained"),
+        (["publish.new_tokens=99999"], "No prompt fits"),
+    ],
+)
+def test_mistakes_end_with_a_message(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        publish(run, *words)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_lists_the_groups_own_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["publish", "--help"])
+    assert "publish.dry_run" in capsys.readouterr().out
+
+
+# ---- the licence ---------------------------------------------------------------------------------
+
+
+def licence(*words: str, **wanted: str) -> dict[str, Any]:
+    settings = read_publish([f"publish.{key}={value}" for key, value in wanted.items()])
+    return card.licence(parse(compose(list(words))), settings)
+
+
+def test_the_licence_is_the_targets(tmp_path: Path) -> None:
+    folder = ["target=hf", f"target.path={tmp_path}"]
+    assert licence(*folder) == {"license": "unknown"}
+    assert licence("target=hf", "target.path=nobody/nothing") == {"license": "unknown"}
+    (tmp_path / "README.md").write_text("no block")
+    assert licence(*folder) == {"license": "unknown"}
+    block = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\n---\n"
+    (tmp_path / "README.md").write_text(block)
+    said = {"license": "other", "license_name": "own", "license_link": "LICENSE"}
+    assert licence(*folder) == said
+    assert licence(*folder, license="mit") == {"license": "mit"}
+    assert licence("target=smollm2") == {"license": "apache-2.0"}
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["target=tiny"], None),
+        (["target=smollm2"], "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        (["target=hf", "target.path=Qwen/Qwen3-8B"], "Qwen/Qwen3-8B"),
+        (["target=hf", "target.path=/models/qwen"], None),
+    ],
+)
+def test_the_base_model_is_a_hub_id_or_nothing(words: list[str], name: str | None) -> None:
+    target = parse(compose(words))
+    assert card.base_model(target, read_publish([])) == name
+    assert card.base_model(target, read_publish(["publish.base_model=a/b"])) == "a/b"
+
+
+# ---- the hub -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hub]:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with fake_hub.running(monkeypatch) as hub:
+        yield hub
+
+
+def sending(run: Path, tmp_path: Path, *words: str) -> int:
+    place = ["format=sglang", f"publish.out={tmp_path / 'out'}", "publish.repo=me/draft"]
+    return publish(run, *place, *words)
+
+
+def test_a_dry_run_shows_the_files_and_asks_the_hub_nothing(
+    run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sending(run, tmp_path, "publish.dry_run=true") == 0
+    said = capsys.readouterr().out
+    assert "golden.safetensors" in said
+    assert "not uploaded to me/draft" in said
+    assert hub.asked == []
+
+
+def test_a_folder_goes_up_privately_and_comes_down_to_be_measured(
+    run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sending(run, tmp_path) == 0
+    held = hub.repos["me/draft"]
+    assert held["private"]
+    local = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+    assert held["files"] == local
+    assert b"me/draft" in held["files"]["README.md"]
+    words = ["target=tiny", f"run.dir={tmp_path / 'report'}", "eval.limit=1", "eval.warmup=0"]
+    assert main(["eval", "drafter=me/draft", *words, "eval.max_new_tokens=8"]) == 0
+    report = json.loads((tmp_path / "report" / "eval" / "eval.json").read_text())
+    assert report["drafter"] == "eagle3"
+    assert report["published"]["format"] == "sglang"
+    golden = json.loads(local["golden.json"])
+    weights = report["published"]["files"]["model.safetensors"]
+    assert weights == golden["sha256"]["model.safetensors"]
+    said = capsys.readouterr()
+    assert "drafter: me/draft, format sglang: config.json" in said.out
+    assert fake_hub.TOKEN not in said.out + said.err
+
+
+def test_an_upload_that_was_cut_off_goes_on(
+    run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.refuse_after = 1
+    with pytest.raises(SystemExit):
+        sending(run, tmp_path)
+    said = capsys.readouterr()
+    assert "me/draft was not uploaded" in said.err
+    assert fake_hub.TOKEN not in said.out + said.err
+    assert len(hub.sent) == 1
+    assert hub.commits == 0, "half a drafter is not seen"
+    hub.refuse_after = None
+    assert sending(run, tmp_path) == 0
+    assert len(hub.sent) == len(set(hub.sent)) == 2, "what was there was not sent again"
+    assert hub.commits == 1
+
+
+def test_a_token_that_the_hub_refuses_is_not_repeated(
+    run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.open = False
+    with pytest.raises(SystemExit) as stop:
+        sending(run, tmp_path)
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    assert "me/draft was not uploaded" in said.err
+    assert fake_hub.TOKEN not in said.out + said.err
+
+
+def test_what_should_be_private_does_not_go_into_a_public_repository(
+    run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.repos["me/draft"] = {"private": False, "files": {}}
+    with pytest.raises(SystemExit):
+        sending(run, tmp_path)
+    assert "is public on the hub" in capsys.readouterr().err
+    assert hub.repos["me/draft"]["files"] == {}
+
+
+# ---- measuring without a run ---------------------------------------------------------------------
+
+
+def measure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", *words])
+    assert stop.value.code == 2
+    return str(capsys.readouterr().err)
+
+
+def test_a_lone_drafter_needs_a_target_and_a_place(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter, place = f"drafter={published / 'vllm'}", f"run.dir={tmp_path}"
+    assert "no run folder says which" in measure(capsys, drafter, place)
+    assert "a folder of its own" in measure(capsys, drafter, "target=tiny")
+    run = f"run.dir={published.parent}"
+    assert "not a training run's" in measure(capsys, drafter, "target=tiny", run)
+    wrong = ["target=tiny", place, "train.lr=1"]
+    assert "train.lr" in measure(capsys, drafter, *wrong)
+    assert "no folder" in measure(capsys, "drafter=a b c", "target=tiny", place)
+
+
+def test_only_eval_takes_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["chat", "target=tiny", f"run.dir={tmp_path}"], ["train"]):
+        with pytest.raises(SystemExit):
+            main([*words, "eval.drafter=x"])
+        assert "drafter of its own run" in capsys.readouterr().err
+
+
+def test_a_published_folder_that_was_changed_is_not_measured(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for file in (published / "vllm").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights["fc.weight"] += 1
+    save_file(weights, folder / "model.safetensors")
+    words = [f"drafter={folder}", "target=tiny", f"run.dir={tmp_path / 'report'}"]
+    assert "its bytes are not the ones that were written" in measure(capsys, *words)
