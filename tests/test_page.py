@@ -1,0 +1,459 @@
+"""The page of `outrider report`: whole in itself, safe with any text, true to its files."""
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.eval.compare import compare
+from outrider.eval.decode.clock import Clock
+from outrider.eval.metrics import Record, predict, summarise
+from outrider.eval.page import folder as folders
+from outrider.eval.page.answers import answers_of
+from outrider.eval.page.figures import curves, draw
+from outrider.eval.page.folder import Run, read_run, rounds_of
+from outrider.eval.page.make import report
+from outrider.eval.page.parts import Figure, Fold, Page, Section, table
+from outrider.eval.page.write import as_html, as_markdown, code, markdown
+from outrider.eval.plan import FORMAT as PLAN
+from outrider.eval.report import Report, load, save
+from outrider.train.cli import main
+from outrider.train.compose import compose
+from outrider.train.config import parse, to_yaml
+from outrider.train.errors import ConfigError, RunError
+from outrider.train.files import write_json
+from outrider.train.reporting import ReportConfig, read_report
+from tests.runs import SMALL
+
+EVIL = "<script>alert('x')</script>|`$\x00&amp;"
+VOID = {"meta", "img", "source"}
+SETTING = {
+    "drafter": "eagle3", "target": "tiny", "policy": "chain", "depth": 3, "width": 1, "nodes": 3,
+    "temperature": 0.0, "verify": "greedy", "draft": "best", "max_new_tokens": 8, "seed": 3,
+    "dtype": "float32", "device": "cpu", "threads": 1, "left_out": [],
+    "fingerprints": {"target": "t", "drafter": "d", "template": "c" * 64, "prompts": "p" * 64},
+}  # fmt: skip
+ANSWERS: list[tuple[str, str, tuple[int, ...]]] = [
+    ("one", "story", (3, 1)), ("two", EVIL, (0, 2, 3)), ("talk", "story", (2, 2)),
+    ("talk/2", "story", (3, 3, 3, 0)),
+]  # fmt: skip
+
+
+def measured(**setting: Any) -> Report:
+    """Four prompts, two of them one dialogue; a round takes half a second, a token a third."""
+    records, outputs = [], []
+    for name, category, accepted in ANSWERS:
+        origins = ["first"]
+        for a in accepted:
+            origins += ["accepted"] * a + ["bonus" if a == 3 else "correction"]
+        count, rounds = len(origins), len(accepted)
+        spent = rounds / 2
+        clock = Clock(0.1, spent / 4, spent / 2, spent / 8, spent / 16, spent)
+        plain = Clock(prefill=0.1, rounds=(count - 1) / 3)
+        records.append(
+            Record(name, name.partition("/")[0], category, count, accepted, (3,) * rounds,
+                   3 * rounds, clock, count, plain)
+        )  # fmt: skip
+        outputs.append(
+            {"id": name, "category": category, "prompt": EVIL, "prompt_ids": [5] * 20,
+             "output_ids": list(range(10, 10 + count)), "baseline_ids": [], "origins": origins,
+             "accepted": list(accepted), "rejected": [None if a == 3 else 9 for a in accepted]}
+        )  # fmt: skip
+    total = summarise(records, 3, seed=3)
+    kinds = dict.fromkeys(record.category for record in records)
+    parts = {k: summarise([r for r in records if r.category == k], 3, 3) for k in kinds}
+    chosen = {**SETTING, **setting}
+    exact = None if chosen["temperature"] else True
+    return Report(total, parts, exact, [], predict(total, 3, True), chosen, outputs, total.tau)
+
+
+def fill(run: Path) -> Path:
+    """A finished run with every file that a page reads."""
+    config = parse(compose(["target=tiny"]))
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(config))
+    log = [
+        {"step": step, "kind": kind, "objective": 9.0 - step, "loss@1": 3.0 - step, "alpha@1": 0.5,
+         "agree@1": 0.5, "accept_length": 1.0 + step, "accept_length_sampling": 1.5}
+        for step in (0, 1, 2)
+        for kind in ("train", "held")
+    ]  # fmt: skip
+    lines = "".join(json.dumps(line) + "\n" for line in log)
+    (run / "metrics.jsonl").write_text(lines + '{"step": 3, "ki')  # cut off by a crash
+    write_json(run / "training.json", {
+        "parameters": 2_000_000, "steps": 3, "seconds": 61.5, "tokens": 4096, "best_step": 2,
+        "phases": {"steps": 50.0, EVIL: 11.5}, "held_out": {"alpha@1": 0.875}, "joules": None,
+    })  # fmt: skip
+    write_json(run / "manifest.json", {"argv": ["train.py", EVIL], "config": {}, "git": {}})
+    save(measured(), run / "eval", "chain-t0")
+    save(measured(temperature=1.0, verify="ratio", draft="drawn"), run / "eval", "chain-t1")
+    row = {"batch": 1, "context": 64, "depth": 0, "width": 0, "nodes": 0, "shape": EVIL, "tau": 1.0}
+    times = {"draft_ms": 0.0, "verify_ms": 1.0, "round_ms": 1.0, "plain_ms": 1.0, "speedup": 1.0}
+    rows = [row | times, row | times | {"depth": 2, "width": 1, "tau": 2.5, "speedup": 1.625}]
+    check = {"shape": "chain 2", "batch": 1, "context": 64, "tau": 2.0, "tau_foreseen": 2.5,
+             "speedup": 1.5, "speedup_foreseen": 1.625, "off": 0.0833}  # fmt: skip
+    write_json(run / "plan" / "plan.json", {
+        "format": PLAN, "machine": EVIL, "assumptions": [EVIL], "rows": rows,
+        "recommended": rows[1:], "checks": [check],
+    })  # fmt: skip
+    bins = [{"from": 0.5, "guesses": 4, "confidence": 0.55, "right": 0.5}]
+    write_json(run / "calibration.json", {
+        "format": "outrider-calibration-1", "report": "chain-t0", "drafter": "d",
+        "depths": [{"depth": 1, "guesses": 4, "error": 0.05, "bins": bins}],
+    })  # fmt: skip
+    return run
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in a folder of a hostile name, and its page."""
+    run = fill(tmp_path_factory.mktemp("runs") / "<i>run")
+    assert main(["report", f"run.dir='{run}'", "report.examples=2"]) == 0
+    return run
+
+
+class Reader(HTMLParser):
+    """Checks that tags are closed in order; keeps attributes, texts and what is told of figures."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.told = "", list[str]()
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if dict(attrs).get("class") == "definition":
+            self.told.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] == "span" and "figcaption" in self.open:
+            self.told[-1] += data
+
+
+# ---- the page as a page --------------------------------------------------------------------------
+
+
+def test_the_page_parses_and_every_figure_says_what_it_shows(written: Path) -> None:
+    page = Reader((written / "report.html").read_text())
+    figures = [attrs for tag, attrs in page.tags if tag == "figure"]
+    assert len(figures) == len(page.told) > 15
+    assert all(len(told) > 10 for told in page.told)
+    assert len([tag for tag, _ in page.tags if tag == "img"]) >= 12
+
+
+def test_the_page_fetches_nothing_and_runs_nothing(written: Path) -> None:
+    text = (written / "report.html").read_text()
+    page = Reader(text)
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed", "form", "base", "i"}
+    for tag, attrs in page.tags:
+        assert not [name for name in attrs if name.startswith("on") or name == "style"]
+        for name in ("src", "srcset", "href"):
+            if (value := attrs.get(name)) is not None:
+                assert value.startswith("data:image/svg+xml;base64," if tag != "a" else "#")
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+
+
+def test_hostile_text_is_text(written: Path) -> None:
+    """It stands on the page as it was, less what no page can hold."""
+    page = Reader((written / "report.html").read_text())
+    seen = EVIL.replace("\x00", "\ufffd")
+    assert page.text.count(seen) >= 8  # categories, prompts, machine, phase, arguments
+    assert "<i>run" in page.text
+    tables = (written / "report.md").read_text()
+    assert "<" not in re.sub(r"(?<!\\)`[^`\n]*`", "", tables)
+    assert "&lt;script&gt;" in tables
+
+
+def test_hostile_drawings_are_whole(written: Path) -> None:
+    """Labels come from files too, and a broken SVG is an empty place."""
+    from xml.etree import ElementTree
+
+    page = Reader((written / "report.html").read_text())
+    for tag, attrs in page.tags:
+        if tag in ("img", "source"):
+            data = attrs["src" if tag == "img" else "srcset"] or ""
+            drawing = ElementTree.fromstring(base64.b64decode(data.partition(",")[2]))
+            assert not [part for part in drawing.iter() if part.tag.endswith("}script")]
+
+
+def test_a_hostile_tokenizer_says_nothing_but_text(tmp_path: Path) -> None:
+    class Words:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            return "".join(f"{EVIL}{token}" for token in token_ids)
+
+    run = read_run(fill(tmp_path / "run"))
+    text = as_html(Page("\ud800", [EVIL], [answers_of(run, Words(), 4)], EVIL))
+    page = Reader(text)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert "alert('x')</script>|`$\ufffd&amp;11" in page.text
+    assert "\ufffd\n" in page.text
+    origins = {attrs.get("class") for tag, attrs in page.tags if tag == "span"}
+    assert {"first", "accepted", "correction", "bonus", "rejected"} <= origins
+
+
+def test_the_same_files_give_the_same_bytes(written: Path) -> None:
+    before = (written / "report.html").read_bytes()
+    assert report(written, ReportConfig(examples=2), [f"run.dir='{written}'"]) == 0
+    assert (written / "report.html").read_bytes() == before
+
+
+def test_light_and_dark_differ_in_ink_alone() -> None:
+    figure = draw("a", "b", curves({"x$\x00": [(0.0, 1.0), (1.0, 2.0)]}, "<step>", "y"))
+    light, dark = (
+        base64.b64decode(uri.partition(",")[2]).decode() for uri in (figure.light, figure.dark)
+    )
+    assert light != dark
+    blank = [re.sub(r"#[0-9a-f]{6}|\bp[0-9a-f]{10}|m[0-9a-f]{10}", "", x) for x in (light, dark)]
+    assert blank[0] == blank[1]
+    assert "&lt;step&gt;" in light
+
+
+def test_text_cannot_leave_its_cell_in_markdown() -> None:
+    assert markdown("a|b\n# _c_ d_e") == r"a\|b \# \_c\_ d_e"
+    assert code("x ` y") == "`` x ` y ``"
+
+
+# ---- true to the files ---------------------------------------------------------------------------
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = measured()
+    save(made, tmp_path, "eval")
+    found = load(tmp_path, "eval")
+    definitions = found.setting.pop("definitions")
+    assert "bootstrap" in definitions["tau_95"]
+    outputs = json.loads(json.dumps(made.outputs))
+    assert (found.summary, found.categories, found.setting) == (
+        made.summary, made.categories, made.setting,
+    )  # fmt: skip
+    assert (found.outputs, found.verdict()) == (outputs, made.verdict())
+
+
+def test_intervals_from_the_outputs_are_those_of_the_report(tmp_path: Path) -> None:
+    """The same dialogues, drawn by the same seed: tau's interval comes out as it was written."""
+    run = read_run(fill(tmp_path / "run"))
+    found = run.reports["chain-t0"]
+    rounds = rounds_of(found)
+    assert [one.dialogue for one in rounds] == ["one", "two", "talk", "talk"]
+    everywhere = folders.emitted_behind(0, 10**9)
+    assert folders.interval(found, rounds, everywhere) == found.summary.tau_95
+    assert folders.share(rounds, everywhere) == found.summary.tau
+    assert folders.share(rounds, folders.accepted_first(2, 1)) == found.summary.cond_at[1]
+
+
+def test_rounds_know_what_was_in_front_of_them(tmp_path: Path) -> None:
+    """A prompt of 20 and the first token, then 3 + 1; the last round has no bonus."""
+    row = measured().outputs[0] | {"output_ids": [1] * 6, "accepted": [3, 1], "id": "x/7"}
+    found = measured()
+    (one,) = rounds_of(Report(**{**vars(found), "outputs": [row]}))
+    assert (one.dialogue, one.behind, one.emitted) == ("x/7", [21, 25], [4, 1])
+
+
+def test_the_page_shows_what_was_measured(written: Path) -> None:
+    total = load(written / "eval", "chain-t0").summary
+    text = Reader((written / "report.html").read_text()).text
+    low, high = total.tau_95 or (0, 0)
+    assert f"{total.tau:.2f}" in text
+    assert f"{low:.2f}-{high:.2f}" in text
+    for shown in ("2.00", "61.5", "0.875", "1.62x", "+8.3%", "chain, depth 3, temperature 1"):
+        assert shown in text
+    tables = (written / "report.md").read_text()
+    assert f"{total.tau:.2f} ({low:.2f}-{high:.2f})" in tables
+    assert "data:" not in tables
+
+
+# ---- what is missing, what is damaged ------------------------------------------------------------
+
+
+def test_what_was_not_measured_is_named_with_its_command(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(parse(compose([f"run.dir={run}"]))))
+    assert report(run, ReportConfig(), [f"run.dir={run}"]) == 0
+    text = Reader((run / "report.html").read_text()).text
+    for command in ("outrider eval", "outrider plan", "outrider report"):
+        assert f"{command} run.dir={run}" in text
+    for file in ("metrics.jsonl", "training.json", "manifest.json"):
+        assert file in text
+
+
+def test_a_report_without_outputs_has_no_intervals(tmp_path: Path) -> None:
+    run = fill(tmp_path / "run")
+    (run / "eval" / "chain-t0.outputs.jsonl").unlink()
+    assert report(run, ReportConfig(), [f"run.dir={run}"]) == 0
+    assert "chain-t0 has no file of outputs" in (run / "report.md").read_text()
+
+
+def cut(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def of_another_kind(_: str) -> str:
+    return '{"tau": 1}'
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("metrics.jsonl", lambda text: "nonsense\n" + text),
+        ("training.json", cut),
+        ("training.json", lambda _: '{"seconds": "long"}'),
+        ("manifest.json", cut),
+        ("eval/chain-t0.json", cut),
+        ("eval/chain-t0.json", of_another_kind),
+        ("eval/chain-t0.json", lambda text: text.replace('"alpha"', '"beta"')),
+        ("eval/chain-t0.outputs.jsonl", cut),
+        ("eval/chain-t0.outputs.jsonl", of_another_kind),
+        ("eval/chain-t0.outputs.jsonl", lambda text: "".join(text.splitlines(True)[:2])),
+        ("plan/plan.json", cut),
+        ("plan/plan.json", of_another_kind),
+        ("plan/plan.json", lambda _: json.dumps({"format": PLAN})),
+        ("calibration.json", cut),
+        ("calibration.json", of_another_kind),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[str], str]) -> None:
+    run = fill(tmp_path / "run")
+    file = run / name
+    file.write_text(damage(file.read_text(errors="surrogateescape")), errors="surrogateescape")
+    with pytest.raises(RunError) as caught:
+        report(run, ReportConfig(), [f"run.dir={run}"])
+    stem = name.rpartition("/")[2].partition(".")[0].replace("plan", "*")
+    assert stem in str(caught.value) or name in str(caught.value)
+    assert not (run / "report.html").exists()
+
+
+# ---- several runs, searches, the command line ----------------------------------------------------
+
+
+def test_a_folder_of_runs_is_compared(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        fill(tmp_path / "sweep" / name)
+    place = tmp_path / "sweep"
+    assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
+    page = Reader((place / "report.html").read_text())
+    assert "sweep: 2 runs compared" in page.text
+    assert "chain@1 speedup" in page.text
+    assert "1.62" not in page.text, "plans belong to one run"
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 3  # speedup, tau, curves
+
+
+def test_compare_writes_a_page_where_it_is_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(fill(tmp_path / name)) for name in ("one", "two")]
+    assert compare([*runs, f"to={tmp_path / 'both'}"]) == 0
+    assert "written:" in capsys.readouterr().out
+    assert "2 runs compared" in (tmp_path / "both" / "report.md").read_text()
+
+
+def searched(place: Path) -> Path:
+    trial = {"params": {"train.lr": 1e-3}, "words": ["train.lr=0.001"], "seconds": 120.0}
+    write_json(place / "search.json", {
+        "format": "outrider-search-1", "metric": "accept_length", "overrides": ["drafter=eagle3"],
+        "importance": {"train.lr": 0.75, EVIL: 0.25}, "best": 1,
+        "trials": [
+            trial | {"number": 0, "state": "COMPLETE", "value": 2.5},
+            trial | {"number": 1, "state": "COMPLETE", "value": 3.25, "decoded tau": 3.0},
+            trial | {"number": 2, "state": "PRUNED", "value": None},
+        ],
+    })  # fmt: skip
+    return place
+
+
+def test_a_search_shows_its_trials_best_first(tmp_path: Path) -> None:
+    place = searched(tmp_path / "search")
+    assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
+    text = (place / "report.md").read_text()
+    assert "`python train.py drafter=eagle3 train.lr=0.001`" in text
+    rows = re.findall(r"^\| (\d) \| (\w+) \|", text, re.MULTILINE)
+    assert rows == [("1", "complete"), ("0", "complete"), ("2", "pruned")]
+    assert "75.0%" in text
+    Reader((place / "report.html").read_text())
+    (place / "search.json").write_text('{"format": "outrider-search-1"}')
+    with pytest.raises(RunError, match=r"search\.json"):
+        report(place, ReportConfig(), [f"run.dir={place}"])
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no run"):
+        report(tmp_path, ReportConfig(), [f"run.dir={tmp_path}"])
+    place = searched(tmp_path / "search")
+    with pytest.raises(ConfigError, match=r"report\.measure"):
+        report(place, ReportConfig(measure=True), [])
+    with pytest.raises(ConfigError, match=r"target\.path"):
+        report(place, ReportConfig(), ["run.dir=x", "target.path=y"])
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["run.dir=x", "report.measur=true"], ["run.dir=x", "eval.limit=3"],
+              ["run.dir=x", "report.examples=0"], ["run.dir=x", "report.measure=often"]],
+)  # fmt: skip
+def test_only_keys_of_a_report_are_read(words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        read_report(words)
+
+
+def test_every_part_of_a_page_is_defined(tmp_path: Path) -> None:
+    """Figures and tables of every section, folded ones too."""
+    from outrider.eval.page import acceptance, foreseen, speed, training
+
+    run: Run = read_run(fill(tmp_path / "run"))
+    makers: list[Callable[[Run], Section]] = [
+        speed.measured_of, acceptance.acceptance_of, speed.times_of, acceptance.contexts_of,
+        acceptance.temperatures_of, foreseen.plans_of, foreseen.calibration_of, training.curves_of,
+        training.cost_of, training.origin_of,
+    ]  # fmt: skip
+    for maker in makers:
+        parts = list(maker(run).parts)
+        assert parts
+        for part in parts:
+            if isinstance(part, Fold):
+                parts += part.parts
+            elif isinstance(part, Figure) or part.kind == "table":
+                assert part.definition  # type: ignore[union-attr]
+                assert part.title  # type: ignore[union-attr]
+
+
+def test_markdown_has_tables_alone_and_defines_them_once() -> None:
+    """A figure's definition is not there to be referred to."""
+    figure = draw("f", "What it is.", curves({"a": [(0.0, 1.0)]}, "x", "y"))
+    numbers = table("n", ["a"], [["1"]], "What it is.")
+    sections = [Section("s", "Drawn", [figure]), Section("t", "Told", [figure, numbers, numbers])]
+    page = Page("t", [], sections, "")
+    text = as_markdown(page)
+    assert re.findall(r"^## (\w+)", text, re.MULTILINE) == ["Told"]
+    assert (text.count("What it is."), text.count("Defined above.")) == (1, 1)
+    assert (as_html(page).count("What it is."), as_html(page).count("Defined above.")) == (2, 2)
+
+
+@pytest.mark.slow
+def test_a_real_run_has_a_page_with_nothing_missing(tmp_path: Path) -> None:
+    """Six steps of training, two prompts decoded, the calibration measured."""
+    run = tmp_path / "run"
+    few = ["eval.limit=2", "eval.max_new_tokens=48", "eval.grid=[chain@0,chain@1]", "eval.warmup=0"]
+    assert main(["train", *SMALL, "train.quick_eval=true", *few, f"run.dir={run}"]) == 0
+    assert main(["report", f"run.dir={run}", "report.measure=true"]) == 0
+    text = Reader((run / "report.html").read_text()).text
+    assert text.count("outrider ") == text.count("outrider plan") + 1, "only a plan is missing"
+    for shown in ("chain-t0", "time by phase", "confidence against truth", "rejected"):
+        assert shown in text
+    assert len(read_run(run).calibration["depths"]) == 2  # type: ignore[index]
