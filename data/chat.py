@@ -23,8 +23,8 @@ neither is a token that straddles the start (at decoding the prompt ends there).
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -72,6 +72,7 @@ def render(
     *,
     max_length: int,
     template_args: dict[str, Any] | None = None,
+    last_only: bool = False,
 ) -> Document:
     """The conversation in tokens, cut to its first `max_length`, with its answers flagged.
 
@@ -82,6 +83,7 @@ def render(
         messages: turns as `sources.conversation` returns them.
         max_length: in tokens, at least 1.
         template_args: what the template takes besides the turns (`enable_thinking`, ...).
+        last_only: the last answer alone counts as one.
 
     Raises:
         RunError: no token is an answer, the template refuses the conversation, or the answers
@@ -92,6 +94,7 @@ def render(
         ids, spans = chat.answers(list(messages))
     else:
         ids, spans = _plain(tokenizer, messages)
+    spans = spans[-1:] if last_only else spans
     answer = [False] * len(ids)
     for start, end in spans:
         answer[start:end] = [True] * (end - start)
@@ -108,18 +111,49 @@ def render_all(
     max_length: int,
     template_args: dict[str, Any] | None = None,
     summary: Summary | None = None,
+    limit: int | None = None,
+    supervise: str = "all",
+    cut: bool = True,
 ) -> list[Document]:
-    """`render` for each; the cut ones are counted, those cut before any answer also dropped."""
+    """`render` for each; the cut ones are counted, those cut before any answer also dropped.
+
+    Args:
+        limit: stop reading when so many are kept; None renders all.
+        supervise: all answers, the last one, or each in a row of its own, in which nothing comes
+            after it (a template may show earlier turns differently then).
+        cut: keep the head of what is too long, instead of leaving it out.
+    """
     summary, kept = Summary() if summary is None else summary, list[Document]()
     for messages in conversations:
-        document = render(tokenizer, messages, max_length=max_length, template_args=template_args)
-        if document.cut:
-            summary.add("cut")
-        if any(document.answer):
-            kept.append(document)
-        else:
-            summary.add("answers cut off")
-    return kept
+        if limit is not None and len(kept) >= limit:
+            break
+        for part in _parts(messages, supervise, summary):
+            document = render(
+                tokenizer, part, max_length=max_length, template_args=template_args,
+                last_only=supervise != "all",
+            )  # fmt: skip
+            if document.cut:
+                summary.add("cut" if cut else "too long")
+            if document.cut and not cut:
+                continue
+            if any(document.answer):  # rows of one conversation stay on one side of the split
+                kept.append(replace(document, key=key_of(messages)))
+            else:
+                summary.add("answers cut off")
+    return kept[:limit]
+
+
+def _parts(
+    messages: Sequence[Message], supervise: str, summary: Summary
+) -> Iterator[Sequence[Message]]:
+    """The conversation, or, for rows of one answer, what it was after every answer."""
+    if supervise != "each":
+        yield messages
+        return
+    for place, turn in enumerate(messages):
+        if turn["role"] == "assistant":
+            summary.add("rows of one answer")
+            yield messages[: place + 1]
 
 
 def prompt_ids(
@@ -141,6 +175,22 @@ def prompt_ids(
         chat = _Chat(tokenizer, template_args or {})
         return chat.ids(chat.text(turns, prompt=True))
     return [token for piece, _ in _pieces(tokenizer, turns) for token in piece]
+
+
+def turn_edges(tokenizer: Tokenizer, turn: Message) -> tuple[list[int], list[int]] | None:
+    """The tokens that a template puts before and behind the content of a first turn.
+
+    Args:
+        turn: with MARK as its content.
+
+    Returns:
+        None without a template, or with one that does not show the content as it is.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    chat = _Chat(tokenizer, {})
+    sides = chat.around([turn], 0)
+    return None if sides is None else (chat.ids(sides[0]), chat.ids(sides[1]))
 
 
 def _turn(place: int, turn: Message | str) -> Message:

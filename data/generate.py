@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -48,6 +48,15 @@ class Settings:
     top_p: float = 1.0
     seed: int = 0
     record: bool = True
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """Whoever answers questions: a target in this process (`Writer`), or one on a server."""
+
+    wrote: int  # answer tokens so far
+
+    def run(self, questions: Sequence[Question], done: Callable[[Written], bool]) -> None: ...
 
 
 @dataclass
@@ -272,7 +281,7 @@ def _written(slot: Slot) -> Written:
 
 
 def write_answers(
-    writer: Writer,
+    writer: Answering,
     questions: Sequence[Question],
     store: Store,
     *,
@@ -281,9 +290,11 @@ def write_answers(
 ) -> None:
     """Answer what the store does not hold yet; every `SHARD` answers become one shard.
 
+    Whatever ends the writing, an error or Ctrl-C too, what is finished by then is kept.
+
     Args:
         minutes: stop when the store holds so many minutes of writing, those of earlier, killed or
-            shorter calls included; what is finished by then is kept.
+            shorter calls included.
         tick: called after each answer with (answers, answer tokens, answer tokens per second).
     """
     known = {answer.place for answer in store.answers()}
@@ -305,6 +316,8 @@ def write_answers(
             keep()
         return minutes is None or before + elapsed < 60 * minutes
 
-    writer.run([q for q in questions if q.place not in known], done)
-    if batch:
-        keep()
+    try:
+        writer.run([q for q in questions if q.place not in known], done)
+    finally:
+        if batch:
+            keep()

@@ -1,45 +1,35 @@
 """From settings to training material: documents, rows, draft vocabulary, recorded traces.
 
 `data=tiny` and `data=jsonl` read conversations; `data=self` lets the target answer prompts first
-(`generate.py`), into a folder named after everything the text depends on, so that a second run,
-or another drafter for the same target, finds it there.
+(`own_text.py`). Questions that are prompts of the suite are found in either (`overlap.py`).
 """
 
 import hashlib
 import json
-import shutil
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from outrider.data.chat import Document, key_of, prompt_ids, render_all, show_samples
-from outrider.data.generate import Question, Settings, Writer, write_answers
+from outrider.data.chat import Document, key_of, render_all, show_samples
 from outrider.data.loader import gather
+from outrider.data.overlap import Guard
+from outrider.data.own_text import CONVERSATIONS, is_written, questions_for, source_of, written
 from outrider.data.pack import Rows, pack, split
-from outrider.data.sources import conversations, fingerprint, prompts
+from outrider.data.places import Source, data_source
+from outrider.data.sources import Prompt, Summary, conversations
 from outrider.data.traces import Recorded, Store
+from outrider.eval.suite import suite_of
 from outrider.models.base import Trace
-from outrider.models.formats.native import target_fingerprint
-from outrider.models.load import Loaded, cache_home, stop_ids
-from outrider.models.target import Target, default_taps
+from outrider.models.load import Loaded
+from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.config import Config, DataConfig, GenerateConfig
+from outrider.train.config import Config, DataConfig
 from outrider.train.errors import ConfigError, RunError
-
-CONVERSATIONS = Path(__file__).parent / "tiny" / "conversations.jsonl"
-PROMPTS = Path(__file__).parent / "prompts" / "general.jsonl"
-LINE = 60.0  # seconds between lines of progress where there is no terminal
-GB = 2**30
-BYTES_OF_AN_ID = 8  # and of the favourite beside it
-POLL = 2.0  # seconds between looks at the folder that rank 0 is filling
 
 
 @dataclass
@@ -107,13 +97,17 @@ def material(
     if config.data.max_length > longest:
         why = f"{loaded.target.name} has {longest} positions."
         raise ConfigError("data.max_length", config.data.max_length, why, f"Use at most {longest}.")
+    guard = _guard(config)
     if config.data.name == "self":
-        documents, places, store, about = _own_text(config, loaded, console, rank)
+        documents, places, store, about = _own_text(config, loaded, guard, console, rank)
     else:
-        path = config.data.path or str(CONVERSATIONS)
-        documents, about = _rendered(path, config.data, loaded.tokenizer, console, rank)
-        documents, places, store = documents[: config.data.max_samples], [], None
+        source, limit = source_of(config.data, str(CONVERSATIONS)), config.data.max_samples
+        places, store = [], None
+        documents, about = _rendered(
+            source, limit, config.data, loaded.tokenizer, guard, console, rank
+        )
     documents = [_cut(document, config.data.max_length) for document in documents]
+    documents, places = _long_enough(documents, places, config.data.shortest, console, rank)
     made = _pack(documents, config.data, loaded.target.vocab, about)
     if store is not None and store.records(taps):
         made.recorded = _recorded(store, documents, places, config.data.holdout, taps)
@@ -123,35 +117,70 @@ def material(
     return made
 
 
+def _guard(config: Config) -> Guard:
+    """Against training on the prompts that the drafter will be measured on.
+
+    Prompts that the target wrote itself are nobody's loss: they are left out, not refused.
+    """
+    wish, own = config.data.overlap, config.data.generate
+    if own is not None and own.self_prompted and wish == "refuse":
+        wish = "drop"
+    return Guard([] if wish == "keep" else suite_of(config, None), wish)
+
+
 def _own_text(
-    config: Config, loaded: Loaded, console: Console, rank: int
+    config: Config, loaded: Loaded, guard: Guard, console: Console, rank: int
 ) -> tuple[list[Document], list[int], Store | None, dict[str, Any]]:
     """What the target wrote (and what is mixed in): documents, places in the store, origin.
 
     The store is None where some of the documents are not in it.
     """
-    store = written(config, loaded, console, rank)
+    by_server = config.data.generate is not None and config.data.generate.endpoint is not None
+    if loaded.target.elsewhere and not by_server and not is_written(config, loaded):
+        why = f"With target.place={config.target.place} no rank can write the target's text alone."
+        fix = "Run `outrider prepare` with the same settings and target.place=replicated first."
+        raise RunError(why, fix)
     wish = config.data.generate
     limit = None if wish is None else wish.samples
-    asked = [(i, a) for i, a in enumerate(store.answers()) if limit is None or a.place < limit]
+    asked_of = questions_for(config, loaded, limit, console, rank)
+    known = _known_prompts(asked_of, guard, console, rank)
+    store = written(config, loaded, asked_of, console, rank)
+    asked = [
+        (i, a)
+        for i, a in enumerate(store.answers())
+        if (limit is None or a.place < limit) and a.key not in known
+    ]
     documents = [answer.document() for _, answer in asked][: config.data.max_samples]
     about: dict[str, Any] = {"source": "self", "store": store.about}
     if config.data.given is None:
         return documents, [i for i, _ in asked], store, about
-    more, about["given"] = _given(len(documents), config.data, loaded, console, rank)
+    more, about["given"] = _given(len(documents), config.data, loaded, guard, console, rank)
     return documents + more, [], None, about
 
 
+def _known_prompts(asked: Sequence[Prompt], guard: Guard, console: Console, rank: int) -> set[str]:
+    """Keys of the prompts that are in the suite; their answers are written, but not used.
+
+    The text does not depend on the suite, so that runs measured on different ones share it.
+    """
+    known = {key_of(prompt.opening()) for prompt in asked if guard.meets(prompt.turns[:1])}
+    guard.settle()
+    if known and rank == 0:
+        console.print(f"{len(known)} prompts are in the suite and left out")
+    return known
+
+
 def _given(
-    written: int, data: DataConfig, loaded: Loaded, console: Console, rank: int
+    written: int, data: DataConfig, loaded: Loaded, guard: Guard, console: Console, rank: int
 ) -> tuple[list[Document], str]:
     """Conversations to be mixed in, and the hash of their file."""
     assert data.given is not None
-    found, about = _rendered(data.given, data, loaded.tokenizer, console, rank)
     wanted = _beside(written, data.given_share)
+    source = data_source(data.given, "data.given", skip_bad=data.skip_bad)
+    found, about = _rendered(source, wanted, data, loaded.tokenizer, guard, console, rank)
     if len(found) < wanted:
         console.print(f"[yellow]note:[/yellow] {data.given} holds {len(found)} of {wanted} wanted")
-    return found[:wanted], about["sha256"]
+    return found, about["sha256"]
 
 
 def _beside(written: int, share: float) -> int:
@@ -159,18 +188,45 @@ def _beside(written: int, share: float) -> int:
     return round(written * share / (1 - share))
 
 
+def _long_enough(
+    documents: list[Document], places: list[int], shortest: int, console: Console, rank: int
+) -> tuple[list[Document], list[int]]:
+    """The documents with so many answer tokens, and their places in the store, if they have any."""
+    keep = [i for i, document in enumerate(documents) if sum(document.answer) >= shortest]
+    if rank == 0 and len(keep) < len(documents):
+        left_out = len(documents) - len(keep)
+        console.print(
+            f"{left_out} conversations have fewer than {shortest} answer tokens: left out"
+        )
+    return [documents[i] for i in keep], [places[i] for i in keep if i < len(places)]
+
+
 def _cut(document: Document, length: int) -> Document:
     return Document(document.ids[:length], document.answer[:length], document.key, document.cut)
 
 
 def _rendered(
-    path: str, data: DataConfig, tokenizer: Any, console: Console, rank: int
+    source: Source,
+    limit: int | None,
+    data: DataConfig,
+    tokenizer: Any,
+    guard: Guard,
+    console: Console,
+    rank: int,
 ) -> tuple[list[Document], dict[str, Any]]:
-    found, summary = conversations(path)
-    documents = render_all(tokenizer, found, max_length=data.max_length, summary=summary)
+    """The first `limit` conversations of a source in tokens, and which source it was."""
+    summary = Summary()
+    if rank == 0 and source.said():
+        console.print(source.said(), highlight=False)
+    found = guard.apart(conversations(source, summary), summary)
+    documents = render_all(
+        tokenizer, found, max_length=data.max_length, summary=summary, limit=limit,
+        supervise=data.supervise, cut=data.long == "cut",
+    )  # fmt: skip
+    guard.settle()
     if rank == 0 and summary.counts:
         console.print(summary)
-    return documents, {"source": data.name, "sha256": fingerprint(path)}
+    return documents, {"source": data.name, "sha256": source.fingerprint()}
 
 
 def _pack(
@@ -231,141 +287,3 @@ def _said(made: Material) -> str:
         f"{made.train.supervised:.1%} supervised), {len(made.held)} held-out rows"
         + (", recorded features" if made.recorded else "")
     )
-
-
-# ---- the target's own text ----
-
-
-def is_written(config: Config, loaded: Loaded) -> bool:
-    """Whether the text that this configuration asks for is there already."""
-    store, request, _ = _asked(config, loaded)
-    return request in store.fulfilled
-
-
-def _asked(config: Config, loaded: Loaded) -> tuple[Store, str, Settings]:
-    """The folder for this configuration's text, what is asked of it, and how to write it."""
-    data, wish = config.data, config.data.generate
-    assert wish is not None, "data=self has its settings"
-    settings = Settings(
-        batch=wish.batch, max_new_tokens=wish.max_new_tokens, temperature=wish.temperature,
-        top_p=wish.top_p, seed=config.run.seed, record=wish.record,
-    )  # fmt: skip
-    about = {
-        "target": target_fingerprint(loaded.target), "dtype": str(loaded.target.dtype),
-        "prompts": fingerprint(_prompt_file(config)), "template": _template(loaded.tokenizer),
-        "max_length": data.max_length,
-        **{k: v for k, v in asdict(settings).items() if k != "batch"},
-    }  # fmt: skip
-    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    usual = default_taps(loaded.target.depth)  # recorded for everybody, so that drafters share
-    store = Store(cache_home() / "self" / name, about, sorted({*loaded.target.taps, *usual}))
-    return store, json.dumps([wish.minutes, wish.samples]), settings
-
-
-def _prompt_file(config: Config) -> str:
-    """What the target is asked: data.path, or the embedded prompts that suit it."""
-    return config.data.path or str(CONVERSATIONS if config.target.name == "tiny" else PROMPTS)
-
-
-def written(config: Config, loaded: Loaded, console: Console, rank: int) -> Store:
-    """The store of answers this configuration asks for, complete."""
-    store, request, settings = _asked(config, loaded)
-    data, wish, folder = config.data, config.data.generate, store.folder
-    assert wish is not None
-    source = _prompt_file(config)
-    if request in store.fulfilled:
-        console.print(f"the target's own text is in {folder}", highlight=False)
-        return store.only(request)
-    if rank > 0:
-        return _wait(store, request, loaded)
-    questions = _questions(source, loaded, data, wish.samples, wish.max_new_tokens, console)
-    stops = stop_ids(loaded.tokenizer, loaded.target)
-    writer = Writer(loaded.target, stops, settings)
-    loaded.target.set_taps(store.taps)
-    console.print(f"the target writes its own text into {folder}")
-    console.print(_intended(questions, wish, loaded, folder, len(store.taps)), highlight=False)
-    with _progress(console, len(questions)) as tick:
-        write_answers(writer, questions, store, minutes=wish.minutes, tick=tick)
-    if not store.shards:
-        raise RunError("No answer was finished in time.", "Raise data.generate.minutes.")
-    store.finish(request)
-    return store.only(request)
-
-
-def _intended(
-    questions: Sequence[Question], wish: GenerateConfig, loaded: Loaded, folder: Path, taps: int
-) -> str:
-    """How much will be written at most, and whether there is room for it."""
-    rows = sum(len(q.ids) for q in questions) + len(questions) * wish.max_new_tokens
-    wide = (taps + 1) * loaded.target.shape().hidden
-    size = rows * (wide * loaded.target.dtype.itemsize * wish.record + BYTES_OF_AN_ID) / GB
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free / GB
-    time_limit = "" if wish.minutes is None else f" in {wish.minutes:g} minutes"
-    said = f"up to {len(questions):,} answers{time_limit}, at most {size:.1f} GB of {free:.0f} free"
-    return said + (": the disk may fill up" if size > free else "")
-
-
-def _wait(store: Store, request: str, loaded: Loaded) -> Store:
-    """Until rank 0 is done; when it fails, its launcher ends all ranks."""
-    while request not in store.fulfilled:
-        time.sleep(POLL)
-        store = Store(store.folder, store.about, store.taps)
-    return store.only(request)
-
-
-def _template(tokenizer: Any) -> str:
-    return hashlib.sha256(str(getattr(tokenizer, "chat_template", "")).encode()).hexdigest()[:16]
-
-
-def _questions(
-    source: str, loaded: Loaded, data: DataConfig, samples: int | None, room: int, console: Console
-) -> list[Question]:
-    """The prompts in tokens; those that leave no room for an answer are counted and dropped."""
-    out, long = list[Question](), 0
-    for place, prompt in enumerate(prompts(source, samples, key="data.path")):
-        opening = prompt.opening()
-        ids = prompt_ids(loaded.tokenizer, opening)
-        if len(ids) + min(room, 32) > data.max_length:
-            long += 1
-            continue
-        out.append(Question(place, key_of(opening), ids))
-    if not out:
-        raise RunError(
-            f"All {long} prompts of {source} are too long for data.max_length={data.max_length}.",
-            "Raise it; prompts and answers share a row.",
-        )
-    if long:
-        console.print(f"{long} prompts were too long for data.max_length={data.max_length}")
-    return out
-
-
-class _progress:
-    """A bar over answers, with answer tokens per second; a line now and then in a log file."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.spoke = console, total, time.monotonic()
-        self.said = "no answer was missing"
-        self.bar = Progress(
-            TextColumn("writing"), BarColumn(), TextColumn("{task.completed}/{task.total} answers"),
-            TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]:.0f}/s"),
-            TimeElapsedColumn(), console=console,
-        )  # fmt: skip
-        self.task = self.bar.add_task("writing", total=total, tokens=0, rate=0.0)
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        return self._tick
-
-    def _tick(self, done: int, tokens: int, rate: float) -> None:
-        self.said = f"wrote {done} answers, {tokens:,} tokens, {rate:.0f} tokens/s"
-        self.bar.update(self.task, completed=done, tokens=tokens, rate=rate)
-        if not self.console.is_terminal and time.monotonic() - self.spoke > LINE:
-            self.spoke = time.monotonic()
-            self.console.print(
-                f"writing: {done}/{self.total} answers, {tokens} tokens, {rate:.0f}/s"
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-        self.console.print(self.said, highlight=False)

@@ -15,20 +15,17 @@ counted in a `Summary`; nothing disappears unseen.
 A record may also carry `system` (text), `id` or `question_id`, and `category`.
 """
 
-import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, TypedDict
 
 from rich.table import Table
 
-from outrider.train.errors import ConfigError, RunError
+from outrider.data.places import Source
+from outrider.train.errors import RunError
 
-SUITE = Path(__file__).parent / "tiny" / "prompts.jsonl"
 SHOWN = 300  # characters of a record in a message
 SHAPES = "messages, conversations, prompt (+ completion), turns, question (+ answer), instruction"
 ROLES = {
@@ -38,6 +35,8 @@ ROLES = {
 }
 RULES = {
     "used": "conversations that go on",
+    "bad row": "left out: it cannot be read (data.skip_bad)",
+    "in the suite": "left out: a question of eval.prompts, word for word or nearly",
     "unknown shape": "record left out: none of the known keys holds turns",
     "no turns": "record left out: nothing remains to render",
     "leading answer": "dropped: a conversation starts with a question",
@@ -49,7 +48,9 @@ RULES = {
     "late system turn": "the conversation ends before it: templates refuse it",
     "unanswered question": "a last question without an answer: dropped",
     "no answer": "questions only: a prompt, but no training text",
+    "rows of one answer": "each answer became a row, with what came before it",
     "cut": "longer than data.max_length: the head is kept",
+    "too long": "longer than data.max_length: left out",
     "answers cut off": "every answer lies behind data.max_length: left out",
 }
 
@@ -95,85 +96,6 @@ class Prompt:
         return [*system, Message(role="user", content=self.turns[0])]
 
 
-def records(path: str | Path, *, key: str = "data.path") -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file (one per line) or a .json file (one array), streamed.
-
-    Args:
-        path: the file. A .json file that does not start with `[` is read line by line too.
-        key: the setting that named the file, for the message when it is not there.
-
-    Raises:
-        ConfigError: no such file, or another kind of file. Raised by the call itself.
-        RunError: a line (or an array element) is not a JSON object; names file and line.
-    """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(key, str(path), "There is no such file.", "Give a .jsonl or .json file.")
-    if file.suffix not in {".jsonl", ".json"}:
-        why = f"A file that ends in {file.suffix or 'no suffix'} is not read."
-        raise ConfigError(key, str(path), why, "Give a .jsonl or .json file.")
-    if file.suffix == ".json":
-        with file.open("rb") as stream:
-            if stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                return _elements(file)
-    return _lines(file)
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip(b" \t\r\n\xef\xbb\xbf"):
-                yield _object(_parsed(line, file, number), file, number)
-
-
-def _parsed(line: bytes, file: Path, number: int) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
-        raise _unreadable(file, number, error) from None
-
-
-def _elements(file: Path, chunk: int = 1 << 20) -> Iterator[dict[str, Any]]:
-    """The elements of one array; no more than a chunk (or one element) is in memory."""
-    decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,\[]*")
-    text, at, line = "", 0, 1
-    with file.open(encoding="utf-8-sig") as stream:
-        while True:
-            gap = len(between.match(text, at)[0])  # type: ignore[index]  # matches anywhere
-            line += text.count("\n", at, at + gap)
-            at += gap
-            try:
-                value, end = decode(text, at)
-            except ValueError as error:  # half an element, the end of the array, or nonsense
-                more = _more(stream, max(chunk, len(text) - at), file, line)
-                if not more and text[at:].strip() == "]":
-                    return
-                if not more:
-                    raise _unreadable(file, line, error) from None
-                text, at = text[at:] + more, 0
-                continue
-            yield _object(value, file, line)
-            line += text.count("\n", at, end)
-            at = end
-
-
-def _more(stream: TextIO, size: int, file: Path, line: int) -> str:
-    try:
-        return stream.read(size)
-    except UnicodeDecodeError as error:
-        raise _unreadable(file, line, error) from None
-
-
-def _object(value: Any, file: Path, line: int) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _unreadable(file, line, f"a JSON object is needed, not {type(value).__name__}")
-    return value
-
-
-def _unreadable(file: Path, line: int, reason: object) -> RunError:
-    return RunError(f"{file}, line {line}: {reason}", "Repair or remove that record.")
-
-
 def conversation(record: dict[str, Any], summary: Summary | None = None) -> list[Message]:
     """The turns of a record, mended by `RULES`; empty when nothing usable is in it.
 
@@ -191,55 +113,44 @@ def conversation(record: dict[str, Any], summary: Summary | None = None) -> list
     return turns
 
 
-def conversations(
-    path: str | Path, limit: int | None = None
-) -> tuple[list[list[Message]], Summary]:
-    """The answered conversations of a file, at most `limit` of them, and what was done to them.
+def conversations(source: Source, summary: Summary) -> Iterator[list[Message]]:
+    """The answered conversations of a source, streamed; what was done to them is counted.
 
     Raises:
-        ConfigError, RunError: as `records`; also when no record holds an answer.
+        ConfigError, RunError: as the source; also when no record holds an answer.
     """
-    summary, found, first = Summary(), list[list[Message]](), ""
-    for number, record in enumerate(records(path)):
-        if limit is not None and len(found) >= limit:
-            break
+    first = ""
+    for number, record in enumerate(source.rows(lambda: summary.add("bad row"))):
         if number == 0:
-            first = f"The first: {json.dumps(record, ensure_ascii=False)[:SHOWN]}"
+            first = f"The first: {json.dumps(record, ensure_ascii=False, default=str)[:SHOWN]}"
         turns = conversation(record, summary)
         if any(turn["role"] == "assistant" for turn in turns):
             summary.add("used")
-            found.append(turns)
-    if not found:
+            yield turns
+    if not summary.counts["used"]:
         counts = ", ".join(f"{reason}: {count}" for reason, count in summary.counts.items())
-        message = f"{path} holds no answered conversation ({counts or 'empty file'}). {first}"
+        message = f"{source.place} holds no answered conversation ({counts or 'empty'}). {first}"
         raise RunError(message.strip(), f"Known shapes: {SHAPES}. Prompts alone are for data=self.")
-    return found, summary
 
 
 def prompts(
-    path: str | Path | None = None,
-    limit: int | None = None,
-    *,
-    key: str = "eval.prompts",
-    summary: Summary | None = None,
+    source: Source, limit: int | None = None, summary: Summary | None = None
 ) -> list[Prompt]:
-    """The first `limit` prompts of a file, for evaluation and for self-generation.
+    """The first `limit` prompts of a source, for evaluation and for self-generation.
 
-    Answers in the file are not used. A record without an id is named by its place (from 1);
-    an id seen before gets `#2`, `#3`, ... so that ids are unique.
+    Answers in it are not used. A record without an id is named by its place (from 1); an id seen
+    before gets `#2`, `#3`, ... so that ids are unique.
 
     Args:
-        path: a file in any shape of the module docstring; None is the embedded suite.
         limit: None takes all.
-        key: the setting that named the file.
         summary: counts what was mended, when the caller wants to print it.
 
     Raises:
-        ConfigError, RunError: as `records`; also when the file holds no question.
+        ConfigError, RunError: as the source; also when it holds no question.
     """
-    file = SUITE if path is None else path
-    summary, found, seen = summary or Summary(), list[Prompt](), Counter[str]()
-    for place, record in enumerate(records(file, key=key), start=1):
+    summary = Summary() if summary is None else summary
+    found, seen = list[Prompt](), Counter[str]()
+    for place, record in enumerate(source.rows(lambda: summary.add("bad row")), start=1):
         if limit is not None and len(found) >= limit:
             break
         turns = _mended(record, summary)
@@ -251,17 +162,8 @@ def prompts(
             system = turns[0]["content"] if turns[0]["role"] == "system" else None
             found.append(Prompt(name, str(record.get("category") or "all"), asked, system))
     if not found and limit != 0:
-        raise RunError(f"{file} holds no question", f"Known shapes: {SHAPES}.")
+        raise RunError(f"{source.place} holds no question", f"Known shapes: {SHAPES}.")
     return found
-
-
-def fingerprint(path: str | Path) -> str:
-    """sha256 of the file's bytes, in hex: which data a run has seen."""
-    digest = hashlib.sha256()
-    with Path(path).expanduser().open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _mended(record: dict[str, Any], summary: Summary) -> list[Message]:

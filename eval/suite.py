@@ -1,24 +1,22 @@
-"""Which prompts are measured: a file of the user, or the embedded one that suits the target."""
+"""Which prompts are measured: those that `eval.prompts` names, or the embedded ones."""
 
 from collections import Counter
-from pathlib import Path
 
-from outrider.data.sources import SUITE, Prompt, prompts
+from outrider.data.places import Source, suite_source
+from outrider.data.sources import Prompt, prompts
 from outrider.train.config import Config
 
-GENERAL = Path(__file__).parent.parent / "data" / "prompts" / "eval.jsonl"
 
-
-def suite_file(config: Config) -> Path:
-    """The prompts' file; null is the embedded suite that suits the target."""
-    if config.eval.prompts is not None:
-        return Path(config.eval.prompts)
-    return SUITE if config.target.name == "tiny" else GENERAL
+def suite_place(config: Config) -> Source:
+    """Where the prompts are; null is the embedded suite that suits the target."""
+    usual = "tiny" if config.target.name == "tiny" else "outrider"
+    return suite_source(config.eval.prompts or usual)
 
 
 def suite_of(config: Config, limit: int | None) -> list[Prompt]:
-    """`limit` prompts, the categories in turn, however the file is sorted."""
-    suite = prompts(suite_file(config))
+    """`limit` prompts, the categories in turn, however the rows are sorted."""
+    place = suite_place(config)
+    suite = prompts(place, limit if place.uniform else None)
     if limit is None or limit >= len(suite):
         return suite
     rank: Counter[str] = Counter()

@@ -170,7 +170,7 @@ def test_training_from_recorded_traces_is_training_online(
     words = [
         "target=tiny", "data=self", "data.max_length=200", "data.generate.samples=12",
         "data.generate.max_new_tokens=24", "data.generate.batch=4", "data.holdout=0.3",
-        "data.path=data/tiny/prompts.jsonl",
+        "data.path=data/tiny/prompts.jsonl", "data.overlap=keep",
     ]  # fmt: skip
     config = parse(compose(words))
     made = material(config, loaded, (1, 3, 4), Console(quiet=True), rank=0)

@@ -1,6 +1,5 @@
-"""Records to turns: each shape, each rule of RULES with its count, and files that are broken."""
+"""Records to turns: each shape, and each rule of RULES with its count."""
 
-import hashlib
 import json
 from io import StringIO
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.data import sources
+from outrider.data.places import data_source, suite_source
 from outrider.data.sources import (
     RULES,
     Message,
@@ -17,11 +16,9 @@ from outrider.data.sources import (
     Summary,
     conversation,
     conversations,
-    fingerprint,
     prompts,
-    records,
 )
-from outrider.train.errors import ConfigError, RunError
+from outrider.train.errors import RunError
 
 
 def user(text: str) -> Message:
@@ -139,62 +136,18 @@ def test_the_summary_prints_each_used_rule_with_its_count() -> None:
 
 def test_a_file_gives_its_answered_conversations_and_counts_the_rest(tmp_path: Path) -> None:
     rows = [{"messages": DIALOGUE}, {"prompt": "2+2?"}, {"text": "x"}, {"messages": DIALOGUE}]
-    found, summary = conversations(write(tmp_path / "a.jsonl", *rows))
-    assert found == [DIALOGUE, DIALOGUE]
+    source, summary = data_source(str(write(tmp_path / "a.jsonl", *rows))), Summary()
+    assert list(conversations(source, summary)) == [DIALOGUE, DIALOGUE]
     assert summary.counts == {"used": 2, "no answer": 1, "unknown shape": 1}
-    assert conversations(tmp_path / "a.jsonl", limit=1)[0] == [DIALOGUE]
+    assert next(conversations(source, Summary())) == DIALOGUE
+
+
+ROW = {"text": "x", "source": "y"}
 
 
 def test_a_file_without_any_answer_is_refused_and_its_first_record_shown(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r'The first: \{"text": "x", "source": "y"\}'):
-        conversations(write(tmp_path / "a.jsonl", {"text": "x", "source": "y"}))
-
-
-def test_lines_and_arrays_give_the_same_records(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n} [a, b] ] \u00e9", "deep": [[{"n": n}], "]"]} for n in range(50)]
-    write(tmp_path / "a.jsonl", *rows)
-    (tmp_path / "b.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False))
-    write(tmp_path / "lines.json", *rows)
-    (tmp_path / "bom.json").write_text("\ufeff" + json.dumps(rows))
-    for name in ("a.jsonl", "b.json", "lines.json", "bom.json"):
-        assert list(records(tmp_path / name)) == rows
-    for chunk in (1, 7, 64):  # an element may be cut anywhere
-        assert list(sources._elements(tmp_path / "b.json", chunk)) == rows
-
-
-def test_blank_lines_and_an_empty_array_hold_no_record(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('\n{"prompt": "x"}\n\n')
-    (tmp_path / "b.json").write_text("[ ]\n")
-    assert list(records(tmp_path / "a.jsonl")) == [{"prompt": "x"}]
-    assert list(records(tmp_path / "b.json")) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "line"),
-    [
-        ("a.jsonl", b'{"a": 1}\n\n{"a": \n', 3),
-        ("a.jsonl", b'{"a": 1}\n[1]\n', 2),
-        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', 2),
-        ("a.json", b'[{"a": 1},\n {"b": 2},\n {"c": }]', 3),
-        ("a.json", b'[{"a": 1},\n 7]', 2),
-        ("a.json", b'[\n{"a":\n 1},\n\n {"b": 2}', 5),
-        ("a.json", b'[{"a": "\xff"}]', 1),
-    ],
-)
-def test_a_bad_record_names_file_and_line(
-    tmp_path: Path, name: str, content: bytes, line: int
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(RunError, match=rf"{name}, line {line}:"):
-        list(records(tmp_path / name))
-
-
-def test_a_missing_file_or_another_kind_is_an_error_of_its_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval\.prompts = .*nowhere"):
-        prompts(tmp_path / "nowhere.jsonl")
-    (tmp_path / "a.parquet").touch()
-    with pytest.raises(ConfigError, match=r"data\.path = .*\n.*\.parquet is not read"):
-        records(tmp_path / "a.parquet")
+        list(conversations(data_source(str(write(tmp_path / "a.jsonl", ROW))), Summary()))
 
 
 def test_prompts_are_the_questions_alone(tmp_path: Path) -> None:
@@ -213,24 +166,12 @@ def test_prompts_are_the_questions_alone(tmp_path: Path) -> None:
         Prompt("m#2", "all", ["the same name twice"]),
     ]
     summary = Summary()
-    assert prompts(path, summary=summary) == expected
+    assert prompts(suite_source(str(path)), summary=summary) == expected
     assert summary.counts == {"unknown shape": 1}
-    assert prompts(path, limit=2) == expected[:2]
+    assert prompts(suite_source(str(path)), limit=2) == expected[:2]
     assert expected[2].opening() == [system("S"), user("2+2?")]
 
 
 def test_a_file_without_a_question_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no question"):
-        prompts(write(tmp_path / "a.jsonl", {"text": "x"}))
-
-
-def test_the_embedded_suite_is_read_when_no_path_is_given() -> None:
-    suite = prompts(None, limit=3)
-    assert len(suite) == 3
-    first = json.loads(sources.SUITE.read_text().splitlines()[0])
-    assert (suite[0].id, suite[0].turns) == (str(first["id"]), first["turns"])
-
-
-def test_the_fingerprint_is_the_sha256_of_the_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc" * 500_000)
-    assert fingerprint(tmp_path / "a") == hashlib.sha256(b"abc" * 500_000).hexdigest()
+        prompts(suite_source(str(write(tmp_path / "a.jsonl", {"text": "x"}))))

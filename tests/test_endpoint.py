@@ -1,0 +1,383 @@
+"""Answers by a server: exact tokens or none, whatever goes wrong, nothing lost or doubled.
+
+One server is real (`transformers serve` with the embedded target), the other is made of errors.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from outrider.data.chat import key_of, prompt_ids
+from outrider.data.endpoint import Link, Served
+from outrider.data.generate import Question, Settings, Writer, write_answers
+from outrider.data.prepare import material
+from outrider.data.sources import Message
+from outrider.data.traces import Store, Written
+from outrider.models.load import TINY, Loaded, load, stop_ids
+from outrider.train.compose import compose
+from outrider.train.config import parse
+from outrider.train.errors import ConfigError, RunError
+
+pytest.importorskip("openai")
+ANSWER = " It is best in spring."
+DOWN = b'{"error": {"message": "down"}}'
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(parse(compose(["target=tiny"])).target)
+
+
+def questions(loaded: Loaded, count: int) -> list[Question]:
+    texts = [f"Write a story about {i} boats and a kite." for i in range(count)]
+    turns = [[Message(role="user", content=text)] for text in texts]
+    return [
+        Question(i, key_of(said), prompt_ids(loaded.tokenizer, said))
+        for i, said in enumerate(turns)
+    ]
+
+
+Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
+
+
+class Fake:
+    """A server that answers ANSWER, as vLLM or as plainer ones do, but for its troubles.
+
+    Attributes:
+        troubles: for the n-th completion asked for (from 0), what happens instead.
+    """
+
+    def __init__(self, loaded: Loaded, *, vllm: bool, count_off: int = 0) -> None:
+        self.loaded, self.vllm, self.count_off = loaded, vllm, count_off
+        self.models = ["tiny"]
+        self.troubles: dict[int, Callable[[], Reply | None]] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.lock = Lock()
+
+    def completion(self, body: dict[str, Any]) -> Reply | None:
+        with self.lock:
+            number = len(self.asked)
+            self.asked.append(body)
+        if number in self.troubles:
+            return self.troubles[number]()
+        if body["model"] not in self.models:
+            return 404, {}, b'{"error": {"message": "no such model"}}'
+        if not self.vllm and not isinstance(body["prompt"], str):
+            return 400, {}, b'{"detail": "prompt must be a string"}'
+        if not self.vllm and "return_token_ids" in body:
+            return 422, {}, b'{"detail": "Unexpected fields"}'
+        return 200, {}, json.dumps(self.answer(body)).encode()
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        tokenizer, prompt = self.loaded.tokenizer, body["prompt"]
+        asked = prompt if self.vllm else tokenizer(prompt)["input_ids"]
+        ids = self.tokens()
+        choice = {"index": 0, "text": ANSWER, "finish_reason": "stop", "logprobs": None}
+        if self.vllm:
+            choice |= {"token_ids": ids, "prompt_token_ids": asked, "stop_reason": None}
+        usage = {"prompt_tokens": len(asked), "completion_tokens": len(ids) + self.count_off}
+        return {
+            "id": "x", "object": "text_completion", "created": 0, "model": body["model"],
+            "choices": [choice], "usage": usage | {"total_tokens": 0},
+        }  # fmt: skip
+
+    def tokens(self) -> list[int]:
+        """VLLM's are not those that the text would be tokenised to: a model may write so."""
+        tokenizer = self.loaded.tokenizer
+        if not self.vllm:
+            ids = tokenizer(ANSWER)["input_ids"]
+        else:
+            ids = [i for letter in ANSWER for i in tokenizer(letter)["input_ids"]]
+        return [*ids, tokenizer.eos_token_id]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fake], str]]:
+    """Starts a fake; the client's waits between attempts are made short."""
+    from openai import _base_client
+
+    monkeypatch.setattr(_base_client, "INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(fake: Fake) -> str:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(fake))
+        servers.append(server)
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}/v1"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+        def do_GET(self) -> None:
+            listed = [{"id": name, "object": "model"} for name in fake.models]
+            self.send((200, {}, json.dumps({"object": "list", "data": listed}).encode()))
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if reply := fake.completion(json.loads(body)):
+                self.send(reply)
+            else:
+                self.close_connection = True  # hangs up without a word
+
+        def send(self, reply: Reply) -> None:
+            status, headers, body = reply
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler
+
+
+def answered(
+    loaded: Loaded, link: Link, count: int = 6, *, target: bool = False, **settings: Any
+) -> tuple[dict[int, list[int]], Served]:
+    """The answers' own tokens by place, and the one who got them."""
+    chosen = Settings(**{"batch": 3, "max_new_tokens": 40, "record": False, **settings})
+    judge = loaded.target if target else None
+    stops = stop_ids(loaded.tokenizer, loaded.target)
+    served, found = Served(link, loaded.tokenizer, stops, chosen, judge), dict[int, list[int]]()
+
+    def done(answer: Written) -> bool:
+        assert answer.place not in found
+        found[answer.place] = answer.ids[answer.prompt :]
+        return True
+
+    served.run(questions(loaded, count), done)
+    return found, served
+
+
+def test_returned_tokens_are_kept_as_they_are(loaded: Loaded, serve: Callable[[Fake], str]) -> None:
+    fake = Fake(loaded, vllm=True)
+    found, served = answered(loaded, Link(serve(fake)), top_p=0.9, temperature=0.7)
+    assert found == {place: fake.tokens() for place in range(6)}
+    assert fake.tokens() != [*loaded.tokenizer(ANSWER)["input_ids"], 1]  # a text would lose them
+    assert "returned" in served.said()
+    asked = fake.asked[1:]
+    assert sorted(a["prompt"] for a in asked) == sorted(q.ids for q in questions(loaded, 6))
+    assert {(a["model"], a["temperature"], a["top_p"]) for a in asked} == {("tiny", 0.7, 0.9)}
+    assert len({a["seed"] for a in asked}) == 6
+
+
+def test_text_is_kept_when_its_tokens_are_proved(
+    loaded: Loaded, serve: Callable[[Fake], str]
+) -> None:
+    fake = Fake(loaded, vllm=False)
+    found, served = answered(loaded, Link(serve(fake)))
+    assert found == {place: fake.tokens() for place in range(6)}
+    assert "proved by its counts: 6 answers kept" in served.said()
+    assert all(isinstance(body["prompt"], str) for body in fake.asked[3:])
+
+
+def test_text_whose_tokens_are_not_certain_is_counted_and_left_out(
+    loaded: Loaded, serve: Callable[[Fake], str]
+) -> None:
+    """The server wrote one token more than the text has: another way to write the same words."""
+    fake = Fake(loaded, vllm=False, count_off=1)
+    found, served = answered(loaded, Link(serve(fake)))
+    assert found == {}
+    assert served.counts == {"left out: tokens not certain": 6}
+
+
+def _late() -> None:
+    time.sleep(0.6)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        lambda: (429, {"Retry-After": "0.05"}, b"{}"),
+        lambda: (500, {}, b"out of memory"),
+        lambda: (503, {}, b""),
+        lambda: (200, {}, b'{"id": "x", "choices": [{"te'),
+        lambda: (200, {}, b'{"id": "x", "choices": []}'),
+        lambda: (200, {"Content-Length": "999"}, b'{"id": "x", "choices": [{"te'),
+        lambda: None,
+        _late,
+    ],
+    ids=["429", "500", "503", "cut json", "no choice", "cut body", "hangs up", "late"],
+)
+def test_trouble_that_passes_costs_nothing_but_time(
+    loaded: Loaded, serve: Callable[[Fake], str], trouble: Callable[[], Reply | None]
+) -> None:
+    fake = Fake(loaded, vllm=True)
+    fake.troubles = {0: trouble, 3: trouble}
+    found, _ = answered(loaded, Link(serve(fake), timeout=0.4))
+    assert found == {place: fake.tokens() for place in range(6)}
+    assert len(fake.asked) == 1 + 6 + 2
+
+
+def test_the_server_says_how_long_to_wait(loaded: Loaded, serve: Callable[[Fake], str]) -> None:
+    fake = Fake(loaded, vllm=True)
+    fake.troubles[0] = lambda: (429, {"Retry-After": "0.7"}, b"{}")
+    started = time.monotonic()
+    answered(loaded, Link(serve(fake)), 1)
+    assert time.monotonic() - started > 0.7
+
+
+def test_a_question_that_the_server_refuses_is_counted(
+    loaded: Loaded, serve: Callable[[Fake], str]
+) -> None:
+    fake = Fake(loaded, vllm=True)
+    fake.troubles[3] = lambda: (400, {}, b'{"error": {"message": "too long"}}')
+    found, served = answered(loaded, Link(serve(fake)))
+    assert len(found) == 5
+    assert served.counts["refused by the server"] == 1
+
+
+def test_a_server_that_stays_down_ends_the_run_and_what_was_answered_is_kept(
+    loaded: Loaded, serve: Callable[[Fake], str], tmp_path: Path
+) -> None:
+    fake = Fake(loaded, vllm=True)
+    fake.troubles = dict.fromkeys(range(5, 50), lambda: (500, {}, DOWN))
+    asked, about = questions(loaded, 6), {"a": 1}
+    stops, settings = [1], Settings(batch=1, max_new_tokens=40, record=False)
+    link = Link(serve(fake), retries=2)
+
+    def go_on() -> None:
+        served = Served(link, loaded.tokenizer, stops, settings)
+        write_answers(served, asked, Store(tmp_path, about, ()))
+
+    with pytest.raises(RunError, match=r"down(.|\n)*What was answered is kept"):
+        go_on()
+    assert [a.place for a in Store(tmp_path, about, ()).answers()] == [0, 1, 2, 3]
+    fake.troubles = {}
+    go_on()
+    assert [a.place for a in Store(tmp_path, about, ()).answers()] == list(range(6))
+
+
+def test_a_wrong_model_is_an_error_of_its_setting(
+    loaded: Loaded, serve: Callable[[Fake], str]
+) -> None:
+    fake = Fake(loaded, vllm=True)
+    url = serve(fake)
+    with pytest.raises(ConfigError, match=r"data\.generate\.model = 'gpt'.*\n.*no such model"):
+        answered(loaded, Link(url, "gpt"))
+    fake.models = []
+    with pytest.raises(ConfigError, match="lists no model"):
+        answered(loaded, Link(url))
+    fake.models = ["one", "two"]
+    with pytest.raises(ConfigError, match="lists one, two"):
+        answered(loaded, Link(url))
+    with pytest.raises(RunError, match="another model than the target"):
+        answered(loaded, Link(url, "one"), target=True)
+    with pytest.raises(ConfigError, match=r"data\.generate\.endpoint"):
+        parse(compose(["data=self", "data.generate.endpoint=localhost:8000"]))
+
+
+def test_a_server_that_reads_other_tokens_is_refused(
+    loaded: Loaded, serve: Callable[[Fake], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(loaded, vllm=False)
+    usual = fake.answer
+    more = {"prompt_tokens": 99, "completion_tokens": 1, "total_tokens": 100}
+    monkeypatch.setattr(fake, "answer", lambda body: usual(body) | {"usage": more})
+    with pytest.raises(RunError, match="reads our prompts as other tokens: 99 tokens"):
+        answered(loaded, Link(serve(fake)))
+
+
+class Real:
+    """`transformers serve` with the embedded target on a port of its own."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.start()
+
+    def start(self) -> None:
+        words = ["serve", str(TINY), "--host", "127.0.0.1", "--port", str(self.port)]
+        words += ["--device", "cpu", "--dtype", "float32"]
+        code = "from transformers.cli.transformers import main; main()"
+        environ = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *words], env=environ,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.slow
+def test_a_real_server_killed_in_the_middle_loses_and_doubles_nothing(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and in float32 the answers are token for token those that we write ourselves."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    pytest.importorskip("uvicorn")
+    asked, about = questions(loaded, 24), {"a": 1}
+    settings = Settings(batch=4, max_new_tokens=24, temperature=0.0, record=False)
+    stops = stop_ids(loaded.tokenizer, loaded.target)
+    server = Real()
+    link = Link(server.url, str(TINY), timeout=60.0, retries=30)
+    try:
+        served = Served(link, loaded.tokenizer, stops, settings, loaded.target)
+        deaths = Counter[str]()
+
+        def tick(done: int, tokens: int, rate: float) -> None:
+            if done == 9 and not deaths:
+                deaths["server"] += 1
+                server.kill()
+                server.start()
+
+        # the client gives up halfway, and a new one goes on
+        write_answers(served, asked[:16], Store(tmp_path, about, ()), tick=tick)
+        again = Served(link, loaded.tokenizer, stops, settings, loaded.target)
+        write_answers(again, asked, Store(tmp_path, about, ()))
+    finally:
+        server.kill()
+    assert deaths["server"] == 1
+    found = Store(tmp_path, about, ()).answers()
+    lost = sum(served.counts.values()) + sum(again.counts.values()) - len(found)
+    assert len({a.place for a in found}) == len(found) == 24 - lost
+    assert lost <= 4  # at the edge of the budget an end cannot be told from a merged token
+    ours: dict[int, list[int]] = {}
+    writer = Writer(loaded.target, stops, settings)
+    writer.run(asked, lambda answer: ours.update({answer.place: answer.ids}) is None)
+    assert all(answer.ids == ours[answer.place] for answer in found)
+
+
+@pytest.mark.slow
+def test_training_text_by_a_server_needs_nothing_but_its_address(
+    loaded: Loaded, serve: Callable[[Fake], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From settings to packed rows; without recorded features, since nobody saw them."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    fake = Fake(loaded, vllm=True)
+    monkeypatch.setattr(Served, "_same_target", lambda *_: None)  # the fake is not the target
+    words = [
+        "target=tiny", "data=self", f"data.generate.endpoint={serve(fake)}",
+        "data.generate.samples=12", "data.generate.max_new_tokens=40", "data.holdout=0.3",
+    ]  # fmt: skip
+    made = material(parse(compose(words)), loaded, (1,), Console(quiet=True), rank=0)
+    assert len(made.documents) == 12
+    assert made.recorded is None
+    assert {tuple(d.ids[d.answer.index(True) :]) for d in made.documents} == {tuple(fake.tokens())}
+    count = len(fake.asked)
+    material(parse(compose(words)), loaded, (1,), Console(quiet=True), rank=0)
+    assert len(fake.asked) == count
