@@ -1,7 +1,8 @@
 """Runs as processes of their own: several at a time, on devices of their own, again if they fail.
 
-A process of its own, so that memory and settings of one run never touch the next. Whoever stops a
-sweep stops its runs: they are told, they save, and the same command continues them.
+A process of its own, so that memory and settings of one run never touch the next. It is started
+here, or on a machine that Slurm chooses (slurm.py). Whoever stops a sweep stops its runs: they are
+told, they save, and the same command continues them.
 """
 
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import IO, Any, Protocol, runtime_checkable
 
 import outrider
 from outrider.train.sweeping import SweepConfig
@@ -29,15 +30,31 @@ GRACE = 300  # seconds that torchrun gives ranks to save
 Watch = Callable[[], bool]  # whether a run is to be stopped now
 
 
+@runtime_checkable
+class Started(Protocol):
+    """A run under way: a process here, or a job in a queue."""
+
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def wait(self) -> int: ...
+
+
 class Crew:
     """Places for runs, and the runs in them. As a context it passes SIGTERM on to them."""
 
     def __init__(self, sweep: SweepConfig) -> None:
         self.sweep, self.stopped = sweep, False
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[Started] = set()
         self._places: queue.Queue[int] = queue.Queue()
         for place in range(sweep.jobs):
             self._places.put(place)
+
+    @property
+    def alone(self) -> bool:
+        """One run at a time, here: what it says may go to the terminal."""
+        return self.sweep.jobs == 1 and self.sweep.by == "local"
 
     def __enter__(self) -> "Crew":
         def told(_number: int, _frame: FrameType | None) -> None:
@@ -88,20 +105,28 @@ class Crew:
     def _once(
         self, verb: str, words: list[str], place: int, log: Path | None, watch: Watch | None
     ) -> int:
-        with _opened(log) as output:
-            process = subprocess.Popen(
-                self.command(verb, words), env=self.environment(place),
+        process = self._start(verb, words, place, log)
+        self._running.add(process)
+        if self.stopped:  # meanwhile
+            process.terminate()
+        try:
+            return self._awaited(process, watch)
+        finally:
+            self._running.discard(process)
+
+    def _start(self, verb: str, words: list[str], place: int, log: Path | None) -> Started:
+        command, told = self.command(verb, words), self.told(place)
+        if self.sweep.by == "slurm":
+            from outrider.launch.slurm import submit
+
+            return submit(self.sweep, command, told, log)
+        with opened(log) as output:
+            return subprocess.Popen(
+                command, env={**os.environ, **told},
                 stdout=output, stderr=None if output is None else subprocess.STDOUT,
             )  # fmt: skip
-            self._running.add(process)
-            if self.stopped:  # meanwhile
-                process.terminate()
-            try:
-                return self._awaited(process, watch)
-            finally:
-                self._running.discard(process)
 
-    def _awaited(self, process: "subprocess.Popen[bytes]", watch: Watch | None) -> int:
+    def _awaited(self, process: Started, watch: Watch | None) -> int:
         told = False
         try:
             while process.poll() is None:
@@ -116,7 +141,8 @@ class Crew:
             process.terminate()
             process.wait()
             raise
-        return INTERRUPTED if told or self.stopped else process.returncode
+        code = process.returncode
+        return INTERRUPTED if told or self.stopped or code is None else code
 
     def command(self, verb: str, words: list[str]) -> list[str]:
         """One process, or a launcher of several."""
@@ -124,23 +150,32 @@ class Crew:
             return [sys.executable, "-m", "outrider.train.cli", verb, *words]
         return [*train_on(self.sweep.processes), *words]
 
-    def environment(self, place: int) -> dict[str, str]:
-        """Its GPUs, and where several runs share the cores, its share of them."""
+    def told(self, place: int) -> dict[str, str]:
+        """What a run finds in its environment beside the rest: its GPUs, its share of the cores."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         group = os.environ.get("WANDB_RUN_GROUP", Path(self.sweep.dir).name)
-        env = {**os.environ, "PYTHONPATH": path, "WANDB_RUN_GROUP": group}
+        told = {"PYTHONPATH": path, "WANDB_RUN_GROUP": group}
+        told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE)
+        )
         if self.sweep.devices:
-            env["CUDA_VISIBLE_DEVICES"] = self.sweep.devices[place]
-        env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
-        if self.sweep.jobs > 1:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-            share = max(1, cores // (self.sweep.jobs * self.sweep.processes))
-            env["OMP_NUM_THREADS"] = env[THREADS] = str(share)
-        return env
+            told["CUDA_VISIBLE_DEVICES"] = self.sweep.devices[place]
+        if (share := self._threads()) is not None:
+            told["OMP_NUM_THREADS"] = told[THREADS] = str(share)
+        return told
+
+    def _threads(self) -> int | None:
+        """Of each rank, where it shares cores with others; None where it need not be told."""
+        if self.sweep.by == "slurm":
+            return max(1, self.sweep.cores // self.sweep.processes)
+        if self.sweep.jobs == 1:
+            return None
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        return max(1, cores // (self.sweep.jobs * self.sweep.processes))
 
 
 @contextmanager
-def _opened(log: Path | None) -> Iterator[IO[bytes] | None]:
+def opened(log: Path | None) -> Iterator[IO[bytes] | None]:
     """A file to append to, or nothing."""
     if log is None:
         yield None

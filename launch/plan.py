@@ -9,12 +9,13 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from outrider.launch import memory
 from outrider.train.objective import chunk_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MB, GB = 2**20, 2**30
 SAMPLE = 16  # answers that `doctor` lets the target write
+WIDE, FAST = 512, 2e-3  # states from this size on, and a learning rate that is too much for them
 EFFICIENCY = 0.5  # of that rate; softmax, norms and copies take the rest of the time
 SQUARE = 512  # side of the matrices whose product is timed
 
@@ -41,7 +43,8 @@ def doctor(config: "Config") -> int:
 
     Text that the target has yet to write is judged by a short sample of it.
     """
-    from outrider.data.prepare import is_written, material
+    from outrider.data.own_text import is_written
+    from outrider.data.prepare import material
     from outrider.launch import start
     from outrider.models import drafters, load
     from outrider.train.manifest import versions
@@ -124,6 +127,11 @@ def warnings(run: "Run", cost: Cost) -> list[str]:
     if free < 2 * cost.disk:
         out.append(f"only {free / GB:.1f} GB are free where {run.folder} will lie")
     config = run.config.train
+    if run.target.shape().hidden >= WIDE and config.lr > FAST:
+        out.append(
+            f"train.lr={config.lr:g} suits the embedded target; for one of "
+            f"{run.target.shape().hidden} numbers per state begin near 5e-4, or 5e-5 (EAGLE-3)"
+        )
     if config.max_steps and config.max_steps * run.rows > 20 * len(run.material.train):
         out.append("every row will be seen more than 20 times: more data would do more good")
     return out
@@ -138,25 +146,19 @@ def _existing(folder: Path) -> Path:
 
 def estimate(run: "Run") -> Cost:
     """Memory, disk and time of this run on this machine."""
-    cfg: Any = run.config.drafter
     trained = [p for p in run.objective.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)
     tokens = run.config.train.batch_tokens
-    pieces = run.accelerator.num_processes * run.config.launch.accumulation
     bytes_of = 2 if run.config.launch.precision == "bf16" else 4
-    shape = run.target.shape()
     supervised = run.material.train.supervised
-    kept = 2 * shape.hidden + 3 * shape.intermediate + 2 * shape.heads * shape.head_dim
-    activations = tokens / pieces * bytes_of * cfg.depths * supervised * 2 * kept
-    features = tokens / pieces * (len(run.drafter.taps) + 1) * shape.hidden * (4 + bytes_of)
-    weights = run.target.parameters() * run.target.dtype.itemsize
-    memory = weights + 16 * size + activations + features + 6 * 4 * chunk_of(run.target.device)
-    if run.objective.path == "kept":  # the slope of every logit waits for the backward pass
-        memory += 4.0 * tokens / pieces * supervised * cfg.depths * len(run.drafter.vocab)
+    found = memory.parts(
+        run.config, memory.Sizes.of(run.target.model), run.target.shape(), run.drafter,
+        run.accelerator.num_processes, chunk_of(run.target.device), supervised,
+    )  # fmt: skip
     disk = (run.config.train.keep_last + 1) * 12 * size + 3 * 4 * size
     rate = EFFICIENCY * pieces_rate(bytes_of)
     flops = _flops(run, size, supervised * tokens, tokens)
-    return Cost(memory, disk, flops, flops / rate / run.accelerator.num_processes)
+    return Cost(sum(found.values()), disk, flops, flops / rate / run.accelerator.num_processes)
 
 
 def _flops(run: "Run", size: int, rows: float, tokens: int) -> float:

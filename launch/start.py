@@ -19,9 +19,21 @@ REFUSED = {
     "ACCELERATE_USE_FSDP": "to use FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "to use Megatron-LM",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "to read DeepSpeed's settings from a file",
+    "ACCELERATE_GRADIENT_CLIPPING": "to clip gradients, which train.clip says",
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "to offload the optimizer",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "to offload parameters",
 }
+
+# what accelerate's file says of DeepSpeed: compared by `check`, and no rival of our settings
+FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+OFFLOADED = {  # what DeepSpeed calls the parts of launch.offload
+    "none": (),
+    "optimizer": ("offload_optimizer",),
+    "parameters": ("offload_optimizer", "offload_param"),
+}
+
+
+BUCKET = 2**26  # gradients that are reduced together, at most
 
 
 def world_size() -> int:
@@ -79,6 +91,13 @@ def check(launch: LaunchConfig) -> None:
                 "launch", launch.name, f"The launcher was told {told} ({name}={value}).",
                 "Everything about ranks is said by launch=...; drop it from the launcher.",
             )  # fmt: skip
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if steps not in ("", str(launch.accumulation)):
+        raise ConfigError(
+            "launch.accumulation", launch.accumulation,
+            f"The launcher was told gradient_accumulation_steps {steps}, and accelerate obeys it.",
+            "Set launch.accumulation alone; drop it from the launcher.",
+        )  # fmt: skip
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed not in ("no", launch.precision):
         raise ConfigError(
@@ -88,12 +107,13 @@ def check(launch: LaunchConfig) -> None:
         )  # fmt: skip
 
 
-def accelerator(launch: LaunchConfig, clip: float, micro_batch: int) -> Any:
+def accelerator(launch: LaunchConfig, clip: float, micro_batch: int, count: int) -> Any:
     """The Accelerator of this rank.
 
     Args:
         clip: largest gradient norm (DeepSpeed clips by itself).
         micro_batch: rows per forward, which DeepSpeed wants to know.
+        count: parameters that are trained.
     """
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -105,25 +125,46 @@ def accelerator(launch: LaunchConfig, clip: float, micro_batch: int) -> Any:
     }
     if world_size() > 1 or launch.name.startswith("zero"):
         wait = timedelta(minutes=launch.wait)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=backend, timeout=wait)]
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=_backend(), timeout=wait)]
     if launch.name.startswith("zero"):
         _alone()
+        os.environ.pop(FIELDS, None)
         options["deepspeed_plugin"] = DeepSpeedPlugin(
-            hf_ds_config=deepspeed_settings(launch, clip, micro_batch)
+            hf_ds_config=deepspeed_settings(launch, clip, micro_batch, count)
         )
     elif not torch.cuda.is_available():
         options["cpu"] = True
     return Accelerator(**options)
 
 
-def deepspeed_settings(launch: LaunchConfig, clip: float, micro_batch: int) -> dict[str, Any]:
+def join(launch: LaunchConfig) -> None:
+    """Meet the other ranks before accelerate does, to share the target with them."""
+    if world_size() == 1 or torch.distributed.is_initialized():
+        return
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+    torch.distributed.init_process_group(_backend(), timeout=timedelta(minutes=launch.wait))
+
+
+def _backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def deepspeed_settings(
+    launch: LaunchConfig, clip: float, micro_batch: int, count: int
+) -> dict[str, Any]:
     """DeepSpeed's json for this launch; what it would choose by itself is left out."""
+    pinned = torch.cuda.is_available()  # memory that a GPU can read by itself
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": launch.accumulation,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": int(launch.name.removeprefix("zero"))},
+        "zero_optimization": {
+            "stage": int(launch.name.removeprefix("zero")),
+            "reduce_bucket_size": min(BUCKET, count),  # allocated whole, by ZeRO-3
+            **{part: {"device": "cpu", "pin_memory": pinned} for part in OFFLOADED[launch.offload]},
+        },
+        "zero_force_ds_cpu_optimizer": False,  # torch's own AdamW steps there (Run._optimizer)
         "bf16": {"enabled": launch.precision == "bf16"},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

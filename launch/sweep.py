@@ -2,6 +2,7 @@
 
     python train.py -m drafter=eagle,medusa train.lr=1e-3,3e-4
     python train.py -m sweep=search drafter=eagle3
+    python train.py -m drafter=eagle,medusa sweep.by=slurm sweep.jobs=8
 
 Hydra's grammar for the lists; all runs are validated, and their folders told apart, before the
 first one starts. A run that fails does not stop the others. The same command goes on where a sweep
@@ -31,9 +32,14 @@ def sweep(overrides: list[str]) -> int:
         0 when all runs ended well, 130 after Ctrl-C, else the first failure's exit code.
 
     Raises:
-        ConfigError: a combination is no valid run, or two of them share a folder.
+        ConfigError: a combination is no valid run, two of them share a folder, or there is no
+            Slurm to start them.
     """
     settings, rest = read_sweep(overrides)
+    if settings.by == "slurm":
+        from outrider.launch import slurm
+
+        slurm.check(settings)
     if settings.trials is not None:
         from outrider.launch.search import search
 
@@ -65,7 +71,7 @@ def every(overrides: list[str], settings: SweepConfig) -> int:
         compare(measured)
     for job, config, code in zip(combinations, configs, codes, strict=True):
         if code:
-            where = f" ({config.run.dir}/output.txt)" if settings.jobs > 1 else ""
+            where = "" if crew.alone else f" ({config.run.dir}/output.txt)"
             console.print(f"[red]failed with exit code {code}:[/red] {' '.join(job)}{where}")
     return next((code for code in codes if code), 0)
 
@@ -73,14 +79,14 @@ def every(overrides: list[str], settings: SweepConfig) -> int:
 def _run_all(
     crew: Crew, combinations: list[list[str]], configs: list[Config], console: Console
 ) -> list[int]:
-    """Exit codes. One run at a time speaks to the terminal, several into `output.txt` each."""
+    """Exit codes. A run alone speaks to the terminal, others into `output.txt` each."""
 
     def one(number: int) -> int:
         job, config = combinations[number], configs[number]
         if crew.stopped:
             return INTERRUPTED
         head = f"run {number + 1} of {len(combinations)}: {' '.join(job)}"
-        if crew.sweep.jobs == 1:
+        if crew.alone:
             console.rule(head)
             return crew.run("train", job)
         console.print(f"{head}  [dim]{config.run.dir}/output.txt[/dim]", highlight=False)

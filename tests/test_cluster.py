@@ -1,18 +1,21 @@
 """`outrider launch`: what is typed where, and what is refused before anybody waits in a queue."""
 
 import os
+import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.launch.cluster import commands, environment, launch, run_here
-from outrider.launch.jobs import ROOT
+from outrider.launch.jobs import ROOT, bare
 from outrider.train.cli import main
 from outrider.train.clusters import ClusterConfig, read_cluster
 from outrider.train.errors import ConfigError
-from tests.runs import SMALL
+from tests.runs import SMALL, free_port
 
 SIXTEEN = ["train.batch_tokens=8192", "launch=zero2"]
 
@@ -37,8 +40,8 @@ def test_accelerate_has_a_command_for_every_machine() -> None:
 
 
 def test_cores_are_shared() -> None:
-    assert environment(ClusterConfig(gpus=8, cores=96))["OMP_NUM_THREADS"] == "12"
-    assert environment(ClusterConfig(gpus=8, cores=4))["OMP_NUM_THREADS"] == "1"
+    assert environment(ClusterConfig(cores=96), 8)["OMP_NUM_THREADS"] == "12"
+    assert environment(ClusterConfig(cores=4), 8)["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_slurm_script_is_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +78,93 @@ def test_what_cannot_work_is_refused(words: list[str], key: str) -> None:
         launch(words)
     assert caught.value.key == key
     assert dict(os.environ) == before
+
+
+def hostfile(folder: Path, text: str) -> Path:
+    path = folder / "hostfile"
+    path.write_text(text)
+    return path
+
+
+def test_a_hostfile_is_a_command_for_every_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = hostfile(tmp_path, "# the cluster\nnode-0 slots=4\n\n10.0.0.7  slots = 2 max_slots=4\n")
+    words = [f"cluster.hosts={path}", "cluster.port=29600", "train.batch_tokens=6144", "launch=ddp"]
+    assert launch(words) == 0
+    said = capsys.readouterr().out
+    assert "6 ranks (ddp)" in said
+    first, second = said.split("# on node-0\n")[1].split("# on 10.0.0.7\n")
+    assert "OMP_NUM_THREADS=2\n" in first
+    assert "OMP_NUM_THREADS=4\n" in second
+    for text, slots in ((first, 4), (second, 2)):
+        assert f"--nnodes=2 --nproc_per_node={slots} " in text
+        assert '--rdzv_endpoint="node-0:29600" train.py train.batch_tokens=6144 launch=ddp' in text
+
+
+def test_accelerate_takes_a_hostfile_of_equal_machines(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, "a slots=8\nb slots=8\n")
+    first, second = commands(ClusterConfig(by="accelerate", hosts=str(path)), [])
+    assert "--num_processes=16 --multi_gpu --machine_rank=0 --main_process_ip=a" in first
+    assert first.replace("machine_rank=0", "machine_rank=1") == second
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("", [], "names no host"),
+        ("# nobody\n", [], "names no host"),
+        ("a slots=2\na slots=2\n", [], "a is there twice; the second time in line 2"),
+        ("a\n", [], "Line 1 is 'a'"),
+        ("a:8\n", [], "Line 1 is 'a:8'"),
+        ("a slots=0\n", [], "Line 1 is 'a slots=0'"),
+        ("$(reboot) slots=1\n", [], "Line 1"),
+        ("a slots=2\nb slots=1\n", ["cluster.by=accelerate"], "slots differ: a 2, b 1"),
+        ("a slots=2\n", ["cluster.by=slurm"], "Slurm chooses the machines"),
+    ],
+)
+def test_a_hostfile_that_cannot_work_is_refused(
+    text: str, words: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        launch([f"cluster.hosts={hostfile(tmp_path, text)}", "launch=ddp", *words])
+    assert caught.value.key == "cluster.hosts"
+
+
+@pytest.mark.parametrize("word", ["cluster.nodes=2", "cluster.gpus=4", "cluster.host=b"])
+def test_a_hostfile_and_its_like_are_not_both_said(word: str, tmp_path: Path) -> None:
+    path = hostfile(tmp_path, "a slots=2\n")
+    with pytest.raises(ConfigError, match="says it too") as caught:
+        launch([f"cluster.hosts={path}", word, "launch=ddp"])
+    assert caught.value.key == word.partition("=")[0]
+
+
+COUNTS = """
+import os, pathlib, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+place = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
+place.write_text(" ".join(os.environ[name] for name in names))
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_numbers_the_processes_of_unequal_machines(tmp_path: Path) -> None:
+    """The commands as they are printed, both typed here: two launchers meet at one address."""
+    entry = tmp_path / "train.py"
+    entry.write_text(COUNTS)
+    path = hostfile(tmp_path, "127.0.0.1 slots=2\nlocalhost slots=1\n")
+    typed = commands(ClusterConfig(hosts=str(path), port=free_port()), [str(tmp_path)])
+    started = [
+        subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *shlex.split(line)[1:]],
+                         cwd=tmp_path, env={**bare(), "OMP_NUM_THREADS": "1"})
+        for line in typed
+    ]  # fmt: skip
+    assert [process.wait(timeout=100) for process in started] == [0, 0]
+    told = sorted((tmp_path / str(rank)).read_text().split() for rank in range(3))
+    assert [[rank, world] for rank, _, world, _ in told] == [["0", "3"], ["1", "3"], ["2", "3"]]
+    assert sorted((here, local) for _, local, _, here in told) == [
+        ("1", "0"), ("2", "0"), ("2", "1"),
+    ]  # fmt: skip
 
 
 def test_only_the_clusters_own_words_are_taken() -> None:

@@ -16,11 +16,14 @@ from outrider.launch import searched
 from outrider.launch.jobs import INTERRUPTED, Crew
 from outrider.launch.search import search
 from outrider.train.cli import main
+from outrider.train.config import TrainConfig
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.sweeping import read_sweep
 
 Run = Callable[[dict[str, str], Path, Any], int]
 OVER = "+sweep.over={train.lr: {low: 1e-4, high: 1e-2, log: true}, drafter.loss: [[soft_ce], [tv]]}"
+
+RATE = TrainConfig().lr  # of the recipe as it is
 
 
 def words_of(words: list[str]) -> dict[str, str]:
@@ -79,8 +82,8 @@ def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 
 def by_rate(words: dict[str, str], folder: Path, _watch: Any) -> int:
-    """The nearer to 1e-3, the better."""
-    away = abs(float(words["train.lr"]) / 1e-3 - 1)
+    """The nearer to the recipe's, the better."""
+    away = abs(float(words["train.lr"]) / RATE - 1)
     return finish(folder, 3 - away)
 
 
@@ -90,12 +93,12 @@ def test_the_recipe_as_it_is_comes_first_and_the_best_is_named(
     started = play(by_rate)
     assert go(tmp_path, 12) == 0
     assert len(started) == 12
-    assert (started[0]["train.lr"], started[0]["drafter.loss"]) == ("0.001", '["soft_ce"]')
+    assert (started[0]["train.lr"], started[0]["drafter.loss"]) == (str(RATE), '["soft_ce"]')
     assert all(1e-4 <= float(words["train.lr"]) <= 1e-2 for words in started)
     assert {words["drafter.loss"] for words in started} == {'["soft_ce"]', '["tv"]'}
     assert len({words["run.dir"] for words in started}) == 12
     said = capsys.readouterr().out
-    best = "best: python train.py drafter=eagle3 train.lr=0.001 'drafter.loss=[\"soft_ce\"]'"
+    best = f"best: python train.py drafter=eagle3 train.lr={RATE} 'drafter.loss=[\"soft_ce\"]'"
     assert best in said
     found = json.loads((tmp_path / "search.json").read_text())
     assert found["best"] == 0

@@ -17,11 +17,19 @@ RANGE = "Give a list of values, or a range: {low: 1e-4, high: 1e-2, log: true}."
 class SweepConfig:
     """Every combination, or a search."""
 
-    dir: str = key("runs/sweep", "of a search: where its study and its runs lie")
-    jobs: int = key(1, "runs at a time", COUNT)
+    dir: str = key("runs/sweep", "of a search: its study and its runs; of Slurm: its jobs' papers")
+    by: Literal["local", "slurm"] = key("local", "where runs are started: here, or as Slurm jobs")
+    jobs: int = key(1, "runs at a time; with Slurm, jobs in the queue at a time", COUNT)
     devices: tuple[str, ...] = key((), "GPUs of each job: ['0,1','2,3']; empty: all see all")
     processes: int = key(1, "ranks of each run (choose launch=ddp or zero*)", COUNT)
     retries: int = key(0, "times a run that failed is started again", "[0, inf)")
+    partition: str | None = key(None, "slurm: partition; null: the cluster's default")
+    hours: float = key(
+        24.0, "slurm: time limit of a job; behind it the run is queued again", "(0, inf)"
+    )
+    gpus: int = key(1, "slurm: GPUs of each job, one per rank; 0: it has none", "[0, inf)")
+    cores: int = key(8, "slurm: CPU cores of each job", COUNT)
+    grace: int = key(120, "slurm: seconds before the limit in which a run saves and leaves", COUNT)
     trials: int | None = key(None, "runs of a search; null: no search, every combination", COUNT)
     minutes: float | None = key(None, "no run of a search begins after this", "(0, inf)")
     metric: Literal["accept_length", "accept_length_sampling", "tau", "speedup"] = key(
@@ -34,6 +42,10 @@ class SweepConfig:
     def __post_init__(self) -> None:
         if self.devices and len(self.devices) < self.jobs:
             raise ValueError(f"devices = {list(self.devices)}: needs one entry per job")
+        if self.devices and self.by == "slurm":
+            raise ValueError(f"devices = {list(self.devices)}: Slurm deals the GPUs out itself")
+        if self.by == "slurm" and self.gpus not in (0, self.processes):
+            raise ValueError(f"gpus = {self.gpus}: with sweep.processes={self.processes}, as many")
         if self.over is not None and not isinstance(self.over, Mapping):
             raise ValueError(f"over = {self.over}: needs keys with values")
         for name, values in (self.over or {}).items():
