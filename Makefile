@@ -3,13 +3,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test check clean
+.PHONY: help train test lint check clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0# any torch >= 2.6, for instance a CUDA build you have
 BIN := .venv/bin
 # two workers, one thread each: threads that fight for a core are slower than none
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A virtual environment around this shell must not reach into ours.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
@@ -25,10 +25,12 @@ train: .venv/.stamp ## train EAGLE-3 on the embedded target and report its speed
 test: .venv/.stamp ## all tests, with every array's shape and type checked at run time
 	$(PYTEST) --jaxtyping-packages=outrider,beartype.beartype $(ARGS)
 
-check: .venv/.stamp ## lint, format, strict types and the fast tests
+lint: .venv/.stamp ## lint, format and strict types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: lint ## the same, and the fast tests
 	$(PYTEST) -m "not slow" -x -q
 
 clean: ## forget the virtual environment and the tools' caches; runs/ stays

@@ -15,11 +15,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from outrider.data.chat import prompt_ids
-from outrider.data.sources import SUITE, prompts
+from outrider.data.places import suite_source
+from outrider.data.sources import prompts
 from outrider.eval import bench
 from outrider.eval.against import ASSISTED, OURS, THEIR_PLAIN, Asked, Case, Sides, compare
 from outrider.eval.metrics import RESAMPLES
-from outrider.eval.suite import GENERAL
 from outrider.launch import start
 from outrider.models import drafters
 from outrider.models.drafters.draft_lm import Config, DraftLm
@@ -103,7 +103,7 @@ def _prepared(options: dict[str, Any]) -> tuple[Sides, Asked, list[str]]:
     drafter, assistant = draft_models(options["draft"], target)
     sides = Sides(target, drafter, assistant, stops, options["gamma"], options["lookup"])
     room = min(one.shape().max_positions for one in (target, drafter.lm)) - options["new_tokens"]
-    suite = prompts(SUITE if wanted == "tiny" else GENERAL, key="prompts")
+    suite = prompts(suite_source("tiny" if wanted == "tiny" else "outrider", "prompts"))
     count = min(options["prompts"], len(suite))
     chosen = [suite[i * len(suite) // count] for i in range(count)]  # of all categories
     read = [(prompt.id, prompt_ids(tokenizer, prompt.opening())) for prompt in chosen]

@@ -75,14 +75,35 @@ class Measured(NamedTuple):
     reports: dict[str, dict[str, Any]]
 
 
-def compare(paths: list[str]) -> int:
-    """`outrider compare RUN...`
+def compare(words: list[str]) -> int:
+    """`outrider compare RUN... [to=FOLDER]`: tables, and a page of them in a folder.
 
     Raises:
         RunError: a run has no report, or one that cannot be read.
     """
+    paths = [Path(word) for word in words if not word.startswith("to=")]
+    runs, without, searches = found(paths)
+    for path in searches:
+        from outrider.launch.searched import show
+
+        show(path, Console(width=None if sys.stdout.isatty() else 160))
+    if runs:
+        _show(runs, without)
+    for folder in (word.removeprefix("to=") for word in words if word.startswith("to=")):
+        from outrider.eval.page.make import write_compared
+
+        write_compared(runs, without, searches, Path(folder))
+    return 0
+
+
+def found(paths: Sequence[Path]) -> tuple[list[Measured], list[RunError], list[Path]]:
+    """Runs with reports, what is wrong with those without, and searches.
+
+    Raises:
+        RunError: there is nothing to compare, a path does not exist, or a report is damaged.
+    """
     runs, without, searches = list[Measured](), list[RunError](), list[Path]()
-    for path in map(Path, paths):
+    for path in paths:
         if (path / STUDY).is_file():
             searches.append(path)
         elif list((path / "eval").glob("*.json")):
@@ -91,32 +112,41 @@ def compare(paths: list[str]) -> int:
             without.append(_no_report(path))
         else:
             raise _no_report(path)
-    for path in searches:
-        from outrider.launch.searched import show
-
-        show(path, Console(width=None if sys.stdout.isatty() else 160))
-    if searches and not runs:
-        return 0
-    if not runs:
+    if not runs and not searches:
         raise without[0]
-    reports = {
+    return runs, without, searches
+
+
+def all_reports(runs: Sequence[Measured]) -> dict[str, dict[str, Any]]:
+    """Those of all runs, by the run's folder and, where it has several, the report's name."""
+    return {
         str(run.folder) if len(run.reports) == 1 else f"{run.folder} {name}": report
         for run in runs
         for name, report in run.reports.items()
     }
+
+
+def _show(runs: Sequence[Measured], without: Sequence[RunError]) -> None:
+    reports = all_reports(runs)
     console = Console(width=None if sys.stdout.isatty() else max(180, 20 + 18 * len(reports)))
     for left_out in without:
         console.print(f"left out: {left_out.message}", highlight=False)
     console.print(overview(runs))
-    if warning := unequal(runs):
+    for warning in warnings(runs):
         console.print(warning)
+    if len(reports) <= FULL:
+        console.print(side_by_side(reports))
+
+
+def warnings(runs: Sequence[Measured]) -> list[Text]:
+    """What makes the comparison unfair: terms of training, and of reports of one shape."""
+    unlike, reports = unequal(runs), all_reports(runs)
+    said = [unlike] if unlike else []
     for kind in dict.fromkeys(map(shape, reports.values())):
         alike = {name: r for name, r in reports.items() if shape(r) == kind}
         if warning := unfair(alike):
-            console.print(Text(f"{kind}: ", "bold red") + warning)
-    if len(reports) <= FULL:
-        console.print(side_by_side(reports))
-    return 0
+            said.append(Text(f"{kind}: ", "bold red") + warning)
+    return said
 
 
 # ---- one line per run ----
@@ -235,7 +265,13 @@ def unfair(reports: dict[str, dict[str, Any]]) -> Text | None:
 
 
 def side_by_side(reports: dict[str, dict[str, Any]]) -> RenderableType:
-    """One table: a row per metric, a column per report; and what makes it unfair."""
+    """One table, and what makes it unfair."""
+    table, warning = table_of(reports), unfair(reports)
+    return table if warning is None else Group(table, warning)
+
+
+def table_of(reports: dict[str, dict[str, Any]]) -> Table:
+    """A row per metric, a column per report."""
     table = Table("", *reports, title="reports side by side; the best of a row is green")
     every = list(reports.values())
     for row in ROWS:
@@ -247,8 +283,7 @@ def side_by_side(reports: dict[str, dict[str, Any]]) -> RenderableType:
     table.add_section()
     for row in SAME:
         table.add_row(row.name, *(str(row.read(report)) for report in every))
-    warning = unfair(reports)
-    return table if warning is None else Group(table, warning)
+    return table
 
 
 def _accept_at(k: int, report: dict[str, Any]) -> float | None:

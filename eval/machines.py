@@ -9,6 +9,7 @@ Source: the roofline model, Williams et al. 2009, "Roofline", CACM 52(4); its us
 decoding, Chen et al. 2024, "MagicDec", section 3, arXiv:2408.11049.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -34,22 +35,28 @@ class Machine:
         bandwidth: of its memory, bytes per second.
         flops: dense bfloat16 operations per second, sums in float32.
         fixed: seconds that any forward takes besides: launching, sampling. An assumption.
+        memory: bytes.
     """
 
     name: str
     bandwidth: float
     flops: float
     fixed: float = 5e-5
+    memory: float = math.inf
 
 
 # Vendors' data sheets. Where only a rate "with sparsity" is printed, this is half of it.
 MACHINES = {
-    "h100": Machine("H100 SXM 80GB", 3.35e12, 989.4e12),  # NVIDIA H100 data sheet
-    "h200": Machine("H200 SXM 141GB", 4.8e12, 989.4e12),  # NVIDIA H200 data sheet
-    "a100": Machine("A100 SXM 80GB", 2.039e12, 312e12),  # NVIDIA A100 80GB data sheet
-    "b200": Machine("B200", 8e12, 2250e12),  # NVIDIA DGX B200 data sheet, an eighth of it
-    "rtx4090": Machine("RTX 4090", 1.008e12, 165.2e12),  # NVIDIA Ada architecture white paper
-    "mi300x": Machine("MI300X", 5.3e12, 1307.4e12),  # AMD Instinct MI300X data sheet
+    "h100": Machine("H100 SXM 80GB", 3.35e12, 989.4e12, memory=80e9),  # NVIDIA H100 data sheet
+    "h200": Machine("H200 SXM 141GB", 4.8e12, 989.4e12, memory=141e9),  # NVIDIA H200 data sheet
+    "a100": Machine("A100 SXM 80GB", 2.039e12, 312e12, memory=80e9),  # NVIDIA A100 80GB data sheet
+    "b200": Machine(
+        "B200", 8e12, 2250e12, memory=180e9
+    ),  # NVIDIA DGX B200 data sheet, an eighth of it
+    "rtx4090": Machine(
+        "RTX 4090", 1.008e12, 165.2e12, memory=24e9
+    ),  # NVIDIA Ada architecture white paper
+    "mi300x": Machine("MI300X", 5.3e12, 1307.4e12, memory=192e9),  # AMD Instinct MI300X data sheet
 }
 
 ASSUMPTIONS = (

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,17 @@ from outrider.eval.decode.clock import Clock
 
 RESAMPLES = 2000  # of the bootstrap
 PARTS = ("draft", "target", "verify", "commit")  # what a round's time is booked on
+
+
+@runtime_checkable
+class Resampled(Protocol):
+    """What is drawn with replacement: all that belongs to one dialogue together."""
+
+    @property
+    def dialogue(self) -> str: ...
+
+
+R = TypeVar("R", bound=Resampled)
 
 
 class Metric(NamedTuple):
@@ -218,7 +229,7 @@ def middle(clocks: Sequence[Clock]) -> Clock:
 
 
 def bootstrap(
-    records: Sequence[Record], terms: Callable[[Record], tuple[int | float, ...]], seed: int
+    records: Sequence[R], terms: Callable[[R], tuple[int | float, ...]], seed: int
 ) -> tuple[float, float] | None:
     """95 % percentile interval of a ratio of sums, dialogues drawn with replacement.
 

@@ -97,8 +97,8 @@ def rank_table(
     table = torch.zeros(depths, ranks, dtype=torch.float64)
     counted = torch.zeros(depths, dtype=torch.long)
     for trace in traces:
-        guesses = _guesses(drafter, trace, depths)
-        for guess, p, logits in _pairs(drafter, target, trace, guesses, temperature):
+        guesses = guesses_of(drafter, trace, depths)
+        for guess, p, logits in pairs(drafter, target, trace, guesses, temperature):
             if draft == "best":
                 favourites = drafter.vocab.to_target(logits.topk(ranks).indices)
                 chances = p.gather(1, favourites)
@@ -121,7 +121,7 @@ def _check(drafter: Drafter, depths: int, ranks: int, temperature: float, draft:
         raise ValueError("temperature = 0: nothing is drawn there, use draft = 'best'")
 
 
-def _guesses(drafter: Drafter, trace: Trace, depths: int) -> list[Guess]:
+def guesses_of(drafter: Drafter, trace: Trace, depths: int) -> list[Guess]:
     """Of depths 1, 2, ..; what a changed target says itself (depth 0) is left out."""
     found: list[Guess] = []
     for guess in drafter.unroll(trace):
@@ -132,7 +132,7 @@ def _guesses(drafter: Drafter, trace: Trace, depths: int) -> list[Guess]:
     raise ValueError(f"depths = {depths}: the drafter unrolls {len(found)}")
 
 
-def _pairs(
+def pairs(
     drafter: Drafter,
     target: Teacher,
     trace: Trace,

@@ -1,8 +1,9 @@
 """The report of a measurement: tables for people, json for scripts, runs side by side.
 
 Three files per measurement in `<run.dir>/eval/`: `<out>.json` (every number, and what it was
-measured on), `<out>.outputs.jsonl` (one line per prompt, the token ids of both engines) and
-`<out>.png`. The json is written last, so that where it is, the others are.
+measured on), `<out>.outputs.jsonl` (one line per prompt: the token ids of both engines, who
+proposed each token, which guesses were rejected) and `<out>.png`. The json is written last, so that
+where it is, the others are.
 
 An acceptance length says nothing about speed alone: wherever tau is printed, the milliseconds per
 round and the speedup stand beside it.
@@ -10,7 +11,7 @@ round and the speedup stand beside it.
 
 import io
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.eval.metrics import METRICS, Summary
-from outrider.train.files import write, write_json
+from outrider.train.errors import Damaged
+from outrider.train.files import read_json, read_lines, write, write_json
 
 # top-2 gaps of logits that rounding can bridge: about four units in the last place at 16 to 32
 ROUNDING = {"bfloat16": 0.5, "float16": 0.0625}
 FORMAT = "outrider-report-1"
+OF_AN_ANSWER = ("id", "category", "prompt", "prompt_ids", "output_ids", "accepted")
+AGAIN = "Measure that run again: outrider eval run.dir=..."
 
 
 class Mismatch(NamedTuple):
@@ -144,11 +148,52 @@ def save(report: Report, folder: Path, out: str) -> None:
     write_json(folder / f"{out}.json", report.fields())
 
 
+def load(folder: Path, out: str) -> Report:
+    """What `save` wrote. Without the file of outputs there are none.
+
+    Raises:
+        Damaged: a file cannot be read, or is not a report of this format.
+    """
+    file, lines = folder / f"{out}.json", folder / f"{out}.outputs.jsonl"
+    content = read_json(file, AGAIN)
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{file} is not a report of this format ({FORMAT}).", AGAIN)
+    outputs = read_lines(lines, AGAIN) if lines.is_file() else []
+    for number, row in enumerate(outputs, start=1):
+        if lacking := [name for name in OF_AN_ANSWER if name not in row]:
+            raise Damaged(f"{lines}: line {number} lacks {', '.join(lacking)}.", AGAIN)
+    try:
+        return _report(content, outputs)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise Damaged(f"{file} lacks what a report has: {error}", AGAIN) from None
+
+
+def _report(content: dict[str, Any], outputs: list[dict[str, Any]]) -> Report:
+    """The inverse of `Report.fields`."""
+    own = {f.name for f in (*fields(Summary), *fields(Report))} | {"format", "exact_note"}
+    return Report(
+        summary=_summary(content),
+        categories={name: _summary(part) for name, part in content["categories"].items()},
+        exact=content["exact"],
+        mismatches=[Mismatch(**found) for found in content["mismatches"]],
+        theory=content["theory"],
+        setting={name: value for name, value in content.items() if name not in own},
+        outputs=outputs,
+        forecast=content["forecast"],
+    )
+
+
+def _summary(content: dict[str, Any]) -> Summary:
+    values = {f.name: content[f.name] for f in fields(Summary)}
+    spans = {k: tuple(v) for k, v in values.items() if k.endswith("_95") and v is not None}
+    return Summary(**{**values, **spans})
+
+
 def show(report: Report, console: Console, legend: bool = True) -> None:
     """Tables, legend, verdict."""
     setting, total = report.setting, report.summary
     console.print(_headline(setting), style="bold", highlight=False)
-    console.print(_speed_table(report))
+    console.print(speed_table(report))
     console.print(_acceptance_table(total))
     console.print(_time_table(total))
     if report.theory is not None:
@@ -181,7 +226,7 @@ def _headline(setting: dict[str, Any]) -> str:
     return f"{setting['drafter']} on {setting['target']}: {how}"
 
 
-def _speed_table(report: Report) -> Table:
+def speed_table(report: Report) -> Table:
     table = Table("prompts of", "n", "tokens", "tau", "ms/round", "ms/plain", "speedup", "95 %")
     for name in ("tokens/s", "plain tokens/s"):
         table.add_column(name)

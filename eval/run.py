@@ -27,15 +27,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import outrider
 from outrider.data.chat import Tokenizer, prompt_ids
 from outrider.data.prepare import Material
-from outrider.data.sources import Message, Prompt, fingerprint
+from outrider.data.sources import Message, Prompt
+from outrider.data.template import change
 from outrider.eval.decode.answer import Output, Stops
 from outrider.eval.decode.choose import policy_of, rule_of, sampling_of, shortfall
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.rules import RULES
 from outrider.eval.metrics import Record, middle, predict, ratio, summarise
+from outrider.eval.origins import told_of
+from outrider.eval.publish.measured import find_drafter, open_drafter
 from outrider.eval.ranks import read_tables, record_held
 from outrider.eval.report import Mismatch, Report, number, publish
-from outrider.eval.suite import suite_file, suite_of
+from outrider.eval.seen import unseen
+from outrider.eval.suite import suite_of, suite_place
 from outrider.launch import start
 from outrider.models.base import Drafter, Trace
 from outrider.models.formats import native
@@ -45,6 +49,7 @@ from outrider.train import files
 from outrider.train.config import Config, decodings
 from outrider.train.errors import RunError
 from outrider.train.objective import Objective
+from outrider.train.trackers import Background
 
 WARM_TOKENS = 32  # budget of a warm-up answer: enough to meet every shape of a round
 QUICK_PROMPTS = 8  # of the report at the end of training
@@ -56,18 +61,16 @@ SEEDS_APART = 1_000_003  # run.seed s starts its prompts' seeds at s times this
 
 
 def evaluate(config: Config) -> int:
-    """`outrider eval`: measure the drafter of a run folder, print and write the report.
+    """`outrider eval`: measure a run's drafter, or a published one; print and write the report.
 
     Args:
-        config: as `load_run` gives it.
+        config: as `load_run` or `load_alone` gives it.
 
     Raises:
         ConfigError, RunError: the target, the drafter or the prompts cannot be used.
     """
     folder = Path(config.run.dir)
-    if not (folder / "drafter").is_dir():
-        message = f"{folder} holds no drafter/: its training has not finished."
-        raise RunError(message, "Finish it (train.resume=auto continues), or give another run.dir.")
+    place = find_drafter(config)
     console = Console(width=None if sys.stdout.isatty() else 120)
     if start.world_size() > 1:
         message = f"eval was started by {start.world_size()} processes; one measures."
@@ -75,10 +78,19 @@ def evaluate(config: Config) -> int:
     start.use_cores()
     target, tokenizer, source = load(config.target, start.device())
     console.print(f"target: {source}", highlight=False)
-    drafter, _ = native.load(folder / "drafter", target)
+    opened = open_drafter(place, config, target)
+    drafter, config = opened.drafter, opened.config
+    if opened.said:
+        console.print(opened.said, highlight=False)
+    suite = suite_of(config, config.eval.limit)
+    if config.eval.drafter is None:  # of a published one nobody knows the training
+        if said := change(folder, config.target, tokenizer):
+            console.print(said, style="red")
+        suite = unseen(config, suite, console)
     _say_change(drafter, target, console)
     for i, part in enumerate(measurements(config)):
-        report = measure(target, tokenizer, drafter, part, console)
+        report = measure(target, tokenizer, drafter, part, console, suite)
+        report = replace(report, setting={**report.setting, **opened.about})
         publish(report, folder / "eval", part.eval.out, console, legend=i == 0)
     return 0
 
@@ -97,11 +109,20 @@ def measurements(config: Config) -> list[Config]:
     ]
 
 
-def quick_report(config: Config, loaded: Loaded, made: Material, console: Console) -> None:
+def quick_report(
+    config: Config,
+    loaded: Loaded,
+    made: Material,
+    console: Console,
+    services: Sequence[Background] = (),
+) -> None:
     """What `train` ends with: the published drafter on a few prompts, printed and written.
 
     Takes `eval.limit` prompts, 8 where that is null. What its choices are worth on held-out text
     is written first (ranks.json).
+
+    Args:
+        services: are told of every report once it is written.
     """
     folder = Path(config.run.dir)
     drafter, _ = native.load(folder / "drafter", loaded.target)
@@ -111,6 +132,8 @@ def quick_report(config: Config, loaded: Loaded, made: Material, console: Consol
     for i, part in enumerate(measurements(config)):
         report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
         publish(report, folder / "eval", part.eval.out, console, legend=i == 0)
+        for service in services:
+            service.report(told_of(report, folder / "eval", part.eval.out, loaded.tokenizer))
 
 
 def measure(
@@ -237,6 +260,8 @@ class Bench:
                 "output_ids": fast.ids,
                 "baseline_ids": None if plain is None else plain.ids,
                 "accepted": fast.accepted,
+                "origins": fast.origins,
+                "rejected": fast.rejected,
             }
         )
         if plain is not None and self.config.decode.temperature == 0 and fast.ids != plain.ids:
@@ -349,7 +374,7 @@ class Bench:
             "target": native.target_fingerprint(self.target),
             "drafter": files.fingerprint(self.drafter.state_dict()),
             "template": hashlib.sha256(template.encode()).hexdigest(),
-            "prompts": fingerprint(suite_file(self.config)),
+            "prompts": suite_place(self.config).fingerprint(),
         }
 
 

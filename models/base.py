@@ -188,6 +188,7 @@ class Drafter(nn.Module):
     in_target_space: ClassVar[bool] = False  # its states stand where the target's last ones stand
     reach: int = 2**31  # deepest level it can draft
     keep: float = 0.0  # price of changing the target, for one that does (`change`)
+    recompute: bool = False  # training: unroll with less memory and more time (recompute.py)
 
     def initialise(self, target: "Target", traces: Iterable[Trace]) -> str:
         """Better first weights than chance, where there are any; says what was done.
@@ -204,6 +205,13 @@ class Drafter(nn.Module):
     def passes(self, depths: int) -> int:
         """How often a row meets every weight when so many depths are trained; for estimates."""
         return depths
+
+    def kept(self, depths: int) -> float:
+        """Numbers per row that wait for the backward pass when so many depths are trained; for
+        estimates. This one takes every linear map to keep what it reads and what it says.
+        """
+        maps = [m for m in self.modules() if isinstance(m, nn.Linear)]
+        return float(sum(m.in_features + m.out_features for m in maps) * self.passes(depths))
 
     def rewrite(self, batch: Batch) -> Batch | None:
         """Training text of the drafter's own for these rows, which the target then judges.

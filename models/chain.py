@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from outrider.models.base import Guess, Lender, Shape, Trace, borrowed_head
 from outrider.models.layers import (
+    Asking,
     Block,
     Norm,
     appended,
@@ -38,6 +39,7 @@ from outrider.models.layers import (
     dense_attention,
     each_attention,
 )
+from outrider.models.recompute import again
 from outrider.models.unroll import Rows, SelfFeeding, by_prompt, causal, of_parents, spread
 from outrider.models.vocab import DraftVocab
 
@@ -119,6 +121,8 @@ class Memory:
 class Chain:
     """Stages one behind the other, one for every depth."""
 
+    recompute = False  # of the drafter, while it unrolls
+
     def __init__(
         self, stages: Sequence[Stage], target: Lender, vocab: DraftVocab, attention: str
     ) -> None:
@@ -137,13 +141,25 @@ class Chain:
         for depth, stage in enumerate(self.stages, start=1):
             wanted = trace.counts(depth) if depth == len(self.stages) else everyone
             plan = asking(wanted, trace.document, heads)
-            residual, read = self._join(stage, trace.ahead(depth).flatten(), state)
-            key, value = stage.block.self_attn.key_value(read, at)
-            query = stage.block.self_attn.query(read[plan.rows], at[plan.rows])
-            attended = self.attend(query, key, value, [], [], plan)
-            state = stage.block.finish(residual[plan.rows], attended)
+            ids = trace.ahead(depth).flatten()
+            state = again(self.recompute, self._stage, stage, ids, state, at, plan)
             yield Guess(depth, spread(stage.norm(state), plan, wanted))
             state = stage.feed(state)
+
+    def _stage(
+        self,
+        stage: Stage,
+        ids: Int[Tensor, " BT"],
+        state: Float[Tensor, "BT H"],
+        at: Int[Tensor, " BT"],
+        plan: Asking,
+    ) -> Float[Tensor, "N H"]:
+        """The output of the asking rows, before the norm."""
+        residual, read = self._join(stage, ids, state)
+        key, value = stage.block.self_attn.key_value(read, at)
+        query = stage.block.self_attn.query(read[plan.rows], at[plan.rows])
+        attended = self.attend(query, key, value, [], [], plan)
+        return stage.block.finish(residual[plan.rows], attended)
 
     def _join(
         self, stage: Stage, ids: Int[Tensor, " N"], state: Float[Tensor, "N H"]

@@ -199,7 +199,7 @@ def suits(model: Any, layers: nn.ModuleList) -> bool:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """A decoder layer of the known parts, its linear maps neither packed nor wrapped."""
+    """A decoder layer of the known parts, its linear maps neither packed, shared nor wrapped."""
     for place, wanted in PARTS.items():
         part = layer.get_submodule(place)
         names = {name for name, _ in part.named_children()}
@@ -208,4 +208,4 @@ def _plain(layer: nn.Module) -> bool:
         if names != wanted:
             return False
     maps = [module for name, module in layer.named_modules() if name.endswith("_proj")]
-    return all(type(module) is nn.Linear for module in maps)
+    return all(type(m) is nn.Linear and type(m.weight.data) is Tensor for m in maps)

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
+from outrider.data.template import read_args, tell
+from outrider.models.place import Shared, apart, check_shares, quantised, sharded
 from outrider.models.target import Target
 from outrider.train.errors import ConfigError, RunError
 
@@ -36,6 +39,16 @@ class TargetSettings(Protocol):
     def dtype(self) -> str: ...
     @property
     def trust_remote_code(self) -> bool: ...
+    @property
+    def place(self) -> str: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+    @property
+    def quantise(self) -> str | None: ...
+    @property
+    def thinking(self) -> bool | None: ...
+    @property
+    def template_args(self) -> tuple[str, ...]: ...
 
 
 class Loaded(NamedTuple):
@@ -64,14 +77,43 @@ def cache_home() -> Path:
 
 def load(settings: TargetSettings, device: torch.device | str = "cpu") -> Loaded:
     """
+    Args:
+        device: of the drafter; the target's too unless `settings.place` says otherwise.
+
     Raises:
         ConfigError: nothing is found under target.path, or it is not a causal language model.
     """
     place, source = locate(settings)
-    model, tokenizer = _pretrained(place, settings)
-    target = Target(model.to(device), name=str(settings.path or settings.name))
+    target = _placed(place, settings, torch.device(device))
+    tokenizer = tokenizer_of(settings)
     target.check()
     return Loaded(target, tokenizer, source)
+
+
+def tokenizer_of(settings: TargetSettings) -> Any:
+    """The tokenizer alone, its template told what the settings say.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    tokenizer = _read("AutoTokenizer", locate(settings)[0], settings)
+    tell(tokenizer, read_args(settings.thinking, settings.template_args))
+    return tokenizer
+
+
+def _placed(place: str, settings: TargetSettings, device: torch.device) -> Target:
+    """Shares are for ranks that have met; a process alone holds all of it."""
+    name, several = str(settings.path or settings.name), dist.is_initialized()
+    if several and settings.place == "tensor":
+        model = check_shares(_model(place, settings, tp_plan="auto"))
+        return Shared(model, name=name, home=device)
+    if several and settings.place == "sharded":
+        model = _model(place, settings) if dist.get_rank() == 0 else None
+        return Target(sharded(model, _empty(place, settings), device), name=name, home=device)
+    model = _model(place, settings)
+    if settings.place == "apart":
+        return Target(apart(model, settings.devices), name=name, home=device)
+    return Target(model.to(device), name=name)
 
 
 def locate(settings: TargetSettings) -> tuple[str, str]:
@@ -145,19 +187,50 @@ def _unpacked() -> dict[str, Any]:
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
-def _pretrained(place: str, settings: TargetSettings) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where: dict[str, Any] = {
-        "revision": settings.revision,
-        "trust_remote_code": settings.trust_remote_code,
-    }
+def _model(place: str, settings: TargetSettings, **how: Any) -> Any:
+    """The model with its weights, in the precision that the settings name."""
+    if settings.quantise is not None:
+        how["quantization_config"] = quantised(settings.quantise)
     dtype = DTYPES.get(settings.dtype, settings.dtype)
+    how |= {"dtype": dtype, "use_safetensors": True}
+    return _read("AutoModelForCausalLM", place, settings, **how)
+
+
+def bare_model(settings: TargetSettings, fields: dict[str, Any] | None = None) -> Any:
+    """The model without weights, on the meta device.
+
+    Args:
+        fields: of a configuration, instead of the one that the settings name.
+    """
+    if fields is None:
+        return _empty(locate(settings)[0], settings)
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**fields)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def _empty(place: str, settings: TargetSettings) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = _read("AutoConfig", place, settings)
+    dtype = DTYPES.get(settings.dtype, getattr(config, "dtype", None) or torch.float32)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _read(kind: str, place: str, settings: TargetSettings, **how: Any) -> Any:
+    """What one of transformers' `Auto` classes makes of a folder or a hub id.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    import transformers
+
+    how |= {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, use_safetensors=True, **where
-        )
-        tokenizer = AutoTokenizer.from_pretrained(place, **where)
+        return getattr(transformers, kind).from_pretrained(place, **how)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             "target.path",
@@ -165,4 +238,3 @@ def _pretrained(place: str, settings: TargetSettings) -> tuple[Any, Any]:
             f"It could not be loaded: {str(error).strip().splitlines()[0]}",
             "Give a folder or hub id of a causal language model with safetensors and a tokenizer.",
         ) from error
-    return model, tokenizer

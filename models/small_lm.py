@@ -119,15 +119,17 @@ def untrained(body: dict[str, Any]) -> Any:
 
 
 def pretrained(path: str) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
+    wrong = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
     folder = Path(path).expanduser()
     try:
         return AutoModelForCausalLM.from_pretrained(
             str(folder) if folder.is_dir() else path,
             dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (*wrong, StrictDataclassError) as error:
         why = f"It could not be loaded: {_first(error)}"
         raise ConfigError("drafter.path", path, why, MODEL) from error
 

@@ -7,6 +7,8 @@ once, every layer writes the cache. A family with recurrent state (linear attent
 take back drafted tokens and is refused.
 """
 
+import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,15 +17,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.models import probe
 from outrider.models.adapters import adapted
 from outrider.models.base import Shape, Trace
 from outrider.models.cache import RowCache
 from outrider.models.lean import Lean, suits
 from outrider.models.slots import SlotCache
-from outrider.train.errors import ConfigError, RunError
+from outrider.train.errors import ConfigError
 
-PROBE = 8  # tokens of the probe in `check`
-WRONG = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)  # a model misread
+PAIRS = 2**26  # of tokens in one mask: 256 MB in float32
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")
 
 
@@ -38,7 +40,12 @@ class Target:
     """A frozen model with taps, a head and a cache that can take tokens back."""
 
     def __init__(
-        self, model: Any, taps: Sequence[int] = (), name: str = "target", fuse: bool = True
+        self,
+        model: Any,
+        taps: Sequence[int] = (),
+        name: str = "target",
+        fuse: bool = True,
+        home: torch.device | None = None,
     ) -> None:
         """
         Args:
@@ -46,6 +53,8 @@ class Target:
             taps: decoder layers whose output is kept.
             name: shown in messages.
             fuse: nobody will change its weights, so that they may be laid out for speed.
+            home: where its ends are and what it says is handed over, if that is not where it
+                lies: the device of the drafter.
 
         Raises:
             ConfigError: the family cannot be used, or a tap does not exist.
@@ -56,8 +65,11 @@ class Target:
         self.name = name
         self._refuse_recurrent()
         self.body: nn.Module = self.model.base_model
-        self.layers = _decoder_layers(self.body, self.text.num_hidden_layers, name)
+        self.layers = decoder_layers(model, name)
         self.lean = Lean(model, self.layers, fuse) if suits(model, self.layers) else None
+        self._home = home
+        self.embedding: Any = whole(model.get_input_embeddings(), home)
+        self.head: Any = whole(model.get_output_embeddings(), home)
         self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.set_taps(taps)
 
@@ -65,12 +77,26 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        out: torch.device = next(self.model.parameters()).device
+        """Where the drafter finds its ends, and its traces."""
+        out: torch.device = self._home or self.embedding.weight.device
+        return out
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it lies in shares or on devices of its own: nothing for one rank alone."""
+        return self._home is not None
+
+    @property
+    def lies(self) -> torch.device:
+        """Where its first layers are."""
+        if self._home is None:
+            return self.device
+        out: torch.device = next(self.layers[0].parameters()).device
         return out
 
     @property
     def dtype(self) -> torch.dtype:
-        out: torch.dtype = next(self.model.parameters()).dtype
+        out: torch.dtype = self.embedding.weight.dtype
         return out
 
     @property
@@ -84,7 +110,7 @@ class Target:
 
     @property
     def head_weight(self) -> Float[Tensor, "V H"]:
-        out: Tensor = self.model.get_output_embeddings().weight
+        out: Tensor = self.head.weight
         return out
 
     def parameters(self) -> int:
@@ -124,12 +150,12 @@ class Target:
     # ---- looking up ----
 
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
-        out: Tensor = self.model.get_input_embeddings()(ids)
+        out: Tensor = self.embedding(ids)
         return out
 
     def logits(self, last: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The head, with the scaling or soft-capping that some families put behind it."""
-        out: Tensor = self.model.get_output_embeddings()(last.to(self.head_weight.dtype))
+        out: Tensor = self.head(last.to(self.head_weight.dtype))
         return self.shape_logits(out)
 
     def logits_of(
@@ -143,7 +169,7 @@ class Target:
         """Kept for the next call, which as a rule asks for the same: a copy costs a draft step."""
         known = self._head_rows
         if known is None or known[0] is not ids:
-            bias = getattr(self.model.get_output_embeddings(), "bias", None)
+            bias = getattr(self.head, "bias", None)
             known = (ids, self.head_weight[ids], None if bias is None else bias[ids])
             self._head_rows = known
         return known[1], known[2]
@@ -189,6 +215,8 @@ class Target:
     def _forward(
         self, ids: Tensor, positions: Tensor, seen: Tensor, cache: RowCache | SlotCache | None
     ) -> Seen:
+        if self._home is not None:
+            ids, positions, seen = (x.to(self.lies) for x in (ids, positions, seen))
         if cache is None:
             return _seen(*self._by_its_modules(ids, positions, seen, None))
         cache.reserve(ids.shape[1])
@@ -212,7 +240,7 @@ class Target:
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-        return caught, out.last_hidden_state
+        return [tap.to(self.device) for tap in caught], out.last_hidden_state.to(self.device)
 
     def trace(
         self,
@@ -222,10 +250,23 @@ class Target:
         positions: Int[Tensor, "B T"],
     ) -> Trace:
         """Training: packed rows, no document sees another, no [B,T,V] logits."""
-        seen = self.forward(ids, positions, packed(document))
+        seen = self._read(ids, positions, document)
         following = torch.zeros_like(ids)
         following[:, :-1] = ids[:, 1:]
         return Trace(ids, following, answer, document, positions, seen.taps, seen.last)
+
+    def _read(self, ids: Tensor, positions: Tensor, document: Tensor) -> Seen:
+        """Whole; or, where masks would be large, piece by piece over a cache."""
+        batch, length = ids.shape
+        if batch * length**2 <= PAIRS:
+            return self.forward(ids, positions, packed(document))
+        cache, size = self.new_cache(length), max(1, PAIRS // (batch * length))
+        pieces = []
+        for start in range(0, length, size):
+            new = slice(start, min(start + size, length))
+            mask = packed(document, new)
+            pieces.append(self.forward(ids[:, new], positions[:, new], mask, cache))
+        return Seen(*(torch.cat(part, dim=1) for part in zip(*pieces, strict=True)))
 
     @contextmanager
     def _watch(self) -> Iterator[list[Tensor]]:
@@ -289,85 +330,42 @@ class Target:
             )
 
     def check(self) -> None:
-        """Compare this reading of the model with the model's own words on a short probe.
-
-        The probe is a prefix in the cache and a small tree behind it: the root, two guesses, and
-        one below the first. Each node must say what the model says of its path alone.
+        """Compare this reading of the model with the model's own words (probe.py).
 
         Raises:
             RunError: the logits, the taps or the cache are not what this class believes.
         """
-        before = self.taps
-        try:
-            self.set_taps(range(self.depth))
-            self._probe_both()
-        except WRONG as error:
-            if isinstance(error, RunError):
-                raise
-            raise RunError(
-                f"{self.name} cannot be read as a target: {error}", "Its family is not supported."
-            ) from error
-        finally:
-            self.set_taps(before)
-
-    def _probe_both(self) -> None:
-        """Its modules count; a lean forward that says something else is set aside."""
-        try:
-            self._probe()
-        except WRONG:
-            if self.lean is None:
-                raise
-            self.lean = None
-            self._probe()
-
-    @torch.no_grad()
-    def _probe(self) -> None:
-        prefix = torch.arange(1, PROBE + 1, device=self.device) % self.vocab
-        tree = (prefix[-1:] + torch.arange(1, 5, device=self.device)) % self.vocab
-        paths = ([0], [0, 1], [0, 2], [0, 1, 3])
-        cache = self.new_cache(PROBE + len(tree))
-        causal = torch.ones(1, PROBE, PROBE, dtype=torch.bool, device=self.device).tril()
-        places = torch.arange(PROBE, device=self.device)[None]
-        self.forward(prefix[None], places, causal, cache)
-        if cache.layers_written != self.depth:
-            raise RunError(
-                f"{self.name}: {cache.layers_written} of {self.depth} layers wrote the cache.",
-                "Its layers keep something else than keys and values; it cannot be a target here.",
-            )
-        seen = torch.zeros(1, len(tree), PROBE + len(tree), dtype=torch.bool, device=self.device)
-        seen[..., :PROBE] = True
-        for path in paths:
-            seen[0, path[-1], [PROBE + node for node in path]] = True
-        depths = torch.tensor([len(path) - 1 for path in paths], device=self.device)
-        said = self.forward(tree[None], depths[None] + PROBE, seen, cache)
-        if said.taps.shape[-1] != self.depth * said.last.shape[-1]:
-            raise RunError(
-                f"{self.name}: its decoder layers do not hand on one state each.",
-                "It cannot be a target here.",
-            )
-        logits = self.logits(said.last[0]).float()
-        for path in paths:
-            ids = torch.cat([prefix, tree[path]])[None]
-            own = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-            self._same(logits[path[-1]], own)
-
-    def _same(self, ours: Float[Tensor, " V"], own: Float[Tensor, " V"]) -> None:
-        gap = (ours - own).abs().max().item()
-        limit = (1e-3 if self.dtype == torch.float32 else 0.1) * max(1.0, own.abs().max().item())
-        if not gap <= limit:
-            raise RunError(
-                f"{self.name}: read as a tree, its logits differ from its own by {gap:.3g}.",
-                "This family does something that Outrider does not know; it cannot be a target.",
-            )
+        probe.check(self)
 
 
 def _seen(caught: list[Tensor], last: Tensor) -> Seen:
     return Seen(torch.cat(caught, dim=-1) if caught else last[..., :0], last)
 
 
-def _decoder_layers(body: nn.Module, count: int, name: str) -> nn.ModuleList:
-    """The ModuleList with one entry per decoder layer: the outermost of that length."""
-    found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+def whole(module: Any, home: torch.device | None) -> Any:
+    """An embedding or a head, all of it, at `home`: itself where it is so, else a copy."""
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    full = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in own.items()}
+    if home is None or all(full[name] is p and p.device == home for name, p in own.items()):
+        return module
+    out = copy.copy(module)  # without what was hung on it to bring its shares together
+    out._forward_hooks, out._forward_pre_hooks = OrderedDict(), OrderedDict()
+    vars(out).pop("forward", None)
+    there = {name: p.detach().to(home) for name, p in full.items()}
+    frozen = {name: nn.Parameter(p, requires_grad=False) for name, p in there.items()}
+    out._parameters = {**module._parameters, **frozen}
+    return out
+
+
+def decoder_layers(model: Any, name: str = "target") -> nn.ModuleList:
+    """The ModuleList with one entry per decoder layer: the outermost of that length.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
+    found = [m for m in lists if len(m) == count]
     if not found:
         raise ConfigError(
             "target", name, f"No list of {count} decoder layers was found in it.",
@@ -385,11 +383,15 @@ def _rope_theta(config: Any) -> float:
     return float(value or getattr(config, "rope_theta", None) or 10000.0)
 
 
-def packed(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
-    """Causal within each document; padding sees itself, so that no row of the softmax is empty."""
-    length = document.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
-    same = document[:, :, None] == document[:, None, :]
+def packed(document: Int[Tensor, "B T"], new: slice = slice(None)) -> Bool[Tensor, "B N S"]:
+    """Causal within each document; padding sees itself, so that no row of the softmax is empty.
+
+    Args:
+        new: which rows ask; they see no column behind the last of them.
+    """
+    start, stop, _ = new.indices(document.shape[1])
+    causal = torch.ones(stop - start, stop, dtype=torch.bool, device=document.device).tril(start)
+    same = document[:, start:stop, None] == document[:, None, :stop]
     return causal & same
 
 

@@ -35,6 +35,7 @@ from outrider.models.layers import (
     dense_attention,
     each_attention,
 )
+from outrider.models.recompute import again
 
 Rows = tuple[Float[Tensor, "_ *row"], ...]  # of each prompt, or of each layer of one
 
@@ -81,20 +82,18 @@ class SelfFeeding(BatchDrafter):
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         wanted = torch.stack([trace.counts(d) for d in range(1, self.depths + 1)]).any(0)
         plan = asking(wanted, trace.document, self.blocks[0].self_attn.heads)
-        hidden, keys, values = self._first(trace, plan)
+        hidden, keys, values = again(self.recompute, self._first, trace, plan)
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.blocks]
         yield Guess(1, spread(hidden, plan, wanted))
         positions = trace.positions.flatten()[plan.rows]
         for depth in range(2, self.depths + 1):
             ids, at = trace.ahead(depth).flatten()[plan.rows], positions + depth - 1
-            residual, read = self._input(ids, self.feed(hidden))
-            for i, block in enumerate(self.blocks):
-                read = read if i == 0 else block.input_layernorm(residual)
-                own[i].append(block.self_attn.key_value(read, at))
-                query = block.self_attn.query(read, at)
-                attended = self._attend(query, keys[i], values[i], own[i], plan)
-                residual = block.finish(residual, attended)
-            hidden = residual
+            before = [tuple(mine) for mine in own]
+            hidden, made = again(
+                self.recompute, self._deeper, hidden, ids, at, keys, values, before, plan
+            )
+            for mine, pair in zip(own, made, strict=True):
+                mine.append(pair)
             yield Guess(depth, spread(hidden, plan, wanted))
 
     def _first(self, trace: Trace, plan: Asking) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -116,6 +115,31 @@ class SelfFeeding(BatchDrafter):
             residual = block.finish(residual, attended)
         return residual, keys, values
 
+    def _deeper(
+        self,
+        hidden: Float[Tensor, "N D"],
+        ids: Int[Tensor, " N"],
+        at: Int[Tensor, " N"],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        own: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        plan: Asking,
+    ) -> tuple[Float[Tensor, "N D"], list[tuple[Tensor, Tensor]]]:
+        """The next depth: outputs of the asking rows, and every layer's keys and values of them.
+
+        Args:
+            own: of each layer, the keys and values of the depths from 2 on.
+        """
+        made = list[tuple[Tensor, Tensor]]()
+        residual, read = self._input(ids, self.feed(hidden))
+        for i, block in enumerate(self.blocks):
+            read = read if i == 0 else block.input_layernorm(residual)
+            made.append(block.self_attn.key_value(read, at))
+            query = block.self_attn.query(read, at)
+            attended = self._attend(query, keys[i], values[i], [*own[i], made[i]], plan)
+            residual = block.finish(residual, attended)
+        return residual, made
+
     def _attend(
         self, q: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]], plan: Asking
     ) -> Float[Tensor, "N AG C"]:
@@ -124,6 +148,10 @@ class SelfFeeding(BatchDrafter):
 
     def _input(self, ids: Int[Tensor, " N"], state: Float[Tensor, "N D"]) -> tuple[Tensor, Tensor]:
         return self.join(self.target.embed(ids).to(state.dtype), state)
+
+    def kept(self, depths: int) -> float:
+        hidden = self.target.shape().hidden
+        return depths * sum(block.kept for block in self.blocks) + (1 + 2 * len(self.taps)) * hidden
 
     # ---- decoding ----
 

@@ -1,4 +1,6 @@
-"""Fixtures that several files share."""
+"""Fixtures that several files share, and the order of the files."""
+
+from collections import Counter
 
 import pytest
 import torch
@@ -22,3 +24,9 @@ def loaded() -> Loaded:
 def made(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Material:
     """Its data, for the runs of `tests/runs.py`."""
     return material(config(tmp_path_factory.mktemp("m")), loaded, (1, 3, 4), QUIET, rank=0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests come first: a worker that takes one last keeps all waiting."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])

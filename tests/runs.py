@@ -1,5 +1,6 @@
 """A run of six small steps on the embedded target: what tests of the loop are built from."""
 
+import socket
 from pathlib import Path
 
 from rich.console import Console
@@ -11,9 +12,16 @@ QUIET = Console(quiet=True)
 SMALL = [
     "target=tiny", "data.max_length=128", "data.max_samples=60", "train.batch_tokens=512",
     "train.max_steps=6", "train.eval_every=3", "train.save_every=2", "train.log_every=1",
-    "drafter.depths=2", "train.quick_eval=false",
+    "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false",
 ]  # fmt: skip
 
 
 def config(folder: Path, *words: str) -> Config:
     return parse(compose([*SMALL, f"run.dir={folder}", *words]))
+
+
+def free_port() -> int:
+    """Where ranks of a test may meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,6 +1,6 @@
 """Which tokens are answers: written out by hand for each kind of template, then as a property."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from io import StringIO
 from typing import Any
@@ -384,3 +384,35 @@ def test_samples_show_how_much_is_supervised() -> None:
     document = render(tokenizer, dialogue("hi", "4"), max_length=100)
     show_samples(console, tokenizer, [document] * 5, n=3)
     assert console.export_text().count("2 of 10 tokens are supervised") == 3
+
+
+def test_rows_may_teach_the_last_answer_or_each_on_its_own() -> None:
+    """What is supervised is the same text; who comes last decides how often it is seen."""
+    tokenizer, talk = words(PLAIN), dialogue("hi", "4 why", "so", "five")
+    every = render_all(tokenizer, [talk], max_length=99)
+    summary = Summary()
+    each = render_all(tokenizer, [talk], max_length=99, supervise="each", summary=summary)
+    last = render_all(tokenizer, [talk], max_length=99, supervise="last")
+    assert [len(group) for group in (every, each, last)] == [1, 2, 1]
+    assert summary.counts["rows of one answer"] == 2
+    assert last[0].ids == every[0].ids
+    assert each[1] == last[0]
+    assert every[0].answer[: len(each[0].ids)] == each[0].answer
+    assert sum(every[0].answer) == sum(sum(row.answer) for row in each)
+    assert {row.key for row in (*every, *each, *last)} == {every[0].key}
+
+
+def test_long_conversations_are_cut_or_left_out_and_the_reading_ends_with_the_limit() -> None:
+    tokenizer = words(PLAIN)
+    talks = [dialogue("hi", "4"), dialogue("hi", "4 " * 50), dialogue("so", "five")]
+    summary = Summary()
+    kept = render_all(tokenizer, talks, max_length=30, cut=False, summary=summary)
+    assert len(kept) == 2
+    assert summary.counts == {"too long": 1}
+    assert len(render_all(tokenizer, talks, max_length=30)) == 3
+
+    def endless() -> Iterator[list[Message]]:
+        while True:
+            yield talks[0]
+
+    assert len(render_all(tokenizer, endless(), max_length=30, limit=5)) == 5

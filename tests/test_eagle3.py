@@ -314,6 +314,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"head_dim": 12},
     {"fc_norm": True},
     {"feedback": "normed"},
+    {"residual": "normed", "init": "random"},
     {"layers": 2, "qk_norm": True, "head_dim": 6, "fc_norm": True, "feedback": "normed"},
 ]
 

@@ -144,6 +144,15 @@ def test_evaluate_writes_a_whole_and_consistent_report(
     parts = sum(report["ms"][part] for part in ("draft", "target", "verify", "commit", "other"))
     assert parts == pytest.approx(report["ms"]["round"])
     assert report["theory"]["from_times"] == pytest.approx(report["speedup"])
+    for row in outputs:
+        assert len(row["origins"]) == len(row["output_ids"])
+        assert len(row["rejected"]) == len(row["accepted"])
+        assert row["origins"].count("accepted") == sum(row["accepted"])
+        wrong = [guess for guess in row["rejected"] if guess is not None]
+        said = zip(row["output_ids"], row["origins"], strict=True)
+        right = [token for token, origin in said if origin == "correction"]
+        assert len(wrong) == (len(right) if policy == "chain" else 0)
+        assert all(guess != token for guess, token in zip(wrong, right, strict=False))
     printed = " ".join(capsys.readouterr().out.split())
     assert "all 5 answers equal plain decoding" in printed
     assert f"{report['tau']:.2f}" in printed

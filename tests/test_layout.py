@@ -89,7 +89,8 @@ def test_a_wheel_installs_one_name(wheel: Path) -> None:
 @pytest.mark.slow
 def test_a_wheel_holds_the_data_that_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for pattern in ("conf/**/*.yaml", "data/**/*.jsonl", "models/tiny/*.json"):
+    yaml = ("conf/**/*.yaml", "launch/**/*.yaml")
+    for pattern in (*yaml, "data/**/*.jsonl", "models/tiny/*.json", "eval/**/*.jinja"):
         for path in ROOT.glob(pattern):
             assert f"outrider/{path.relative_to(ROOT).as_posix()}" in names
     assert "outrider/py.typed" in names

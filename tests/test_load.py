@@ -14,7 +14,8 @@ from tests.families import small_model
 def settings(**changes: object) -> SimpleNamespace:
     fields = {
         "name": "hf", "path": None, "revision": None, "dtype": "float32",
-        "trust_remote_code": False,
+        "trust_remote_code": False, "place": "replicated", "devices": (), "quantise": None,
+        "thinking": None, "template_args": (),
     }  # fmt: skip
     return SimpleNamespace(**{**fields, **changes})
 

@@ -14,7 +14,7 @@ from outrider.data.prepare import Material, material
 from outrider.models import load
 from outrider.models.formats import native
 from outrider.models.load import Loaded
-from outrider.train import loop
+from outrider.train import best, loop
 from outrider.train.compose import compose
 from outrider.train.config import parse
 from outrider.train.errors import ConfigError, RunError
@@ -171,7 +171,7 @@ def test_a_run_killed_before_its_result_publishes_when_continued(
     loop.fit(config(tmp_path, *words), loaded, made, QUIET)
     before = weights(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "publish", lambda run: run.folder / "drafter")  # it does not come to it
+        patch.setattr(best, "publish", lambda run: run.folder / "drafter")  # it does not come to it
         loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
     assert all(torch.equal(before[name], now) for name, now in weights(tmp_path).items())
     loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)

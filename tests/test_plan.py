@@ -61,7 +61,8 @@ def test_doctor_prints_the_plan_and_leaves_no_run(
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     words = [f"data={data}", "train.max_steps=9"]
     if data == "self":
-        words += ["data.path=data/tiny/prompts.jsonl", "data.generate.max_new_tokens=12"]
+        words += ["data.path=data/tiny/prompts.jsonl", "data.overlap=keep"]
+        words += ["data.generate.max_new_tokens=12"]
     assert plan.doctor(config(tmp_path / "run", *words)) == 0
     said = capsys.readouterr().out
     for row in ("trained", "supervised", "draft vocabulary", "memory", "disk", "time"):
@@ -86,6 +87,8 @@ def test_doctor_prints_the_plan_and_leaves_no_run(
             "ZeRO stage 3",
         ),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, LaunchConfig("ddp"), "--mixed_precision fp16"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, LaunchConfig("zero2"), "steps 4"),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, LaunchConfig("zero2"), "train.clip"),
         ({"ACCELERATE_USE_FSDP": "true"}, LaunchConfig("ddp"), "use FSDP"),
         (
             {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "/a/ds.json"},

@@ -1,16 +1,20 @@
 """Services that follow a run: they get every number, and nothing they do reaches the run."""
 
+import json
+import struct
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outrider.train import trackers
+from outrider.train import cli, trackers
 from outrider.train.config import Config
 from outrider.train.errors import ConfigError
-from outrider.train.trackers import ROOM, Background, services
-from tests.runs import config
+from outrider.train.trackers import IDENTITY, ROOM, Answer, Background, Told, following, services
+from tests.runs import SMALL, config
 
 
 class Fake:
@@ -18,6 +22,7 @@ class Fake:
 
     def __init__(self, fails: str = "", waits: threading.Event | None = None) -> None:
         self.fails, self.waits, self.lines, self.closed = fails, waits, list[int](), False
+        self.told = list[Told]()
 
     def open(self) -> "Fake":
         if self.fails == "open":
@@ -30,6 +35,9 @@ class Fake:
         if self.fails == "log" and step == 3:
             raise ConnectionError("gone away")
         self.lines.append(step)
+
+    def report(self, told: Told) -> None:
+        self.told.append(told)
 
     def close(self) -> None:
         self.closed = True
@@ -74,6 +82,17 @@ def test_a_service_that_hangs_costs_no_time() -> None:
     never.set()
 
 
+def test_a_service_that_ends_badly_when_it_was_given_up_is_silent() -> None:
+    gate, said = threading.Event(), list[str]()
+    background = Background("fake", Fake("log", waits=gate).open, said.append, patience=0.1)
+    background.log(3, "train", {})
+    background.close()
+    gate.set()
+    background._thread.join()
+    (line,) = said
+    assert "did not take" in line
+
+
 def test_what_is_logged_later_does_not_change_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     values, seen = {"loss": 1.0}, list[float]()
 
@@ -106,21 +125,161 @@ def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
     assert [e.value for e in events.Scalars("held/accept_length")] == [1.5]
 
 
-def test_wandb_offline_has_settings_and_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A real run of the library, into a folder; no key is asked for."""
+KEY = "0123456789abcdef0123456789abcdef01234567"  # the shape of a real one
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's shell with a key in it."""
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_RUN_GROUP", "a-sweep")
+
+
+def records(folder: Path) -> list[Any]:
+    """What the library has written down, one start after the other, in its own messages.
+
+    Its process may still be at the last lines when a run is closed; the last one says "exit".
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = list[Any]()
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        late, lines = time.monotonic() + 20, list[Any]()
+        while not any(line.WhichOneof("record_type") == "exit" for line in lines):
+            assert time.monotonic() < late, f"{file} never ends"
+            lines = [Record.FromString(data) for data in entries(file.read_bytes())]
+            time.sleep(0.05)
+        found += lines
+    return found
+
+
+def entries(log: bytes) -> Iterator[bytes]:
+    """LevelDB's log format: blocks of 32 KB; pieces with crc, length, and full/first/middle/last.
+
+    Source: github.com/google/leveldb, doc/log_format.md. Differs: seven bytes stand before it.
+    """
+    at, whole = 7, b""
+    while at + 7 <= len(log):
+        if (left := 2**15 - at % 2**15) < 7:  # too little for a head: padding
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", log[at + 4 : at + 7])
+        if at + 7 + size > len(log):
+            return
+        whole += log[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+def values(items: Iterable[Any]) -> dict[str, Any]:
+    """Of a history line or a summary."""
+    return {"/".join(x.nested_key) or x.key: json.loads(x.value_json) for x in items}
+
+
+def without_secrets(folder: Path) -> bool:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return bool(files) and not [file for file in files if KEY.encode() in file.read_bytes()]
+
+
+def a_report(folder: Path) -> Told:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "eval.json", folder / "eval.outputs.jsonl"]
+    for file in files:
+        file.write_text("{}\n")
+    counts = {"accepted": 3, "correction": 1, "bonus": 1}
+    answer = Answer("p1", "talk", "When?", 2.5, counts, "The[ best time]~ to~ is", "<div>x</div>")
+    return Told("eval", {"tau": 2.5, "accept@1": 0.75, "speedup": 1.25}, [answer], files)
+
+
+def test_wandb_offline_has_numbers_table_and_artifact(tmp_path: Path, offline: None) -> None:
+    """A real run of the library, into a folder; then the same run once more, continued."""
     asked: Config = config(tmp_path, "train.wandb.mode=offline")
-    (service,) = services(asked, pytest.fail)
-    service.log(0, "train", {"loss@1": 1.0})
-    service.close()
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    content = file.read_bytes()
-    assert b"accept" not in content
-    assert b"loss@1" in content
-    assert b"a" * 40 not in content, "secrets stay out"
+    with following(asked, pytest.fail, True) as (service,):
+        service.log(0, "train", {"loss@1": 1.0})
+    with following(asked, pytest.fail, True) as (service,):
+        service.log(1, "train", {"loss@1": 0.5})
+        service.report(a_report(tmp_path / "eval"))
+    found = records(tmp_path)
+    runs = [r.run for r in found if r.WhichOneof("record_type") == "run"]
+    assert {run.run_id for run in runs} == {(tmp_path / IDENTITY).read_text().strip()}
+    assert {run.run_group for run in runs} == {"a-sweep"}
+    lines = [values(r.history.item) for r in found if r.WhichOneof("record_type") == "history"]
+    assert [x["train/loss@1"] for x in lines if "train/loss@1" in x] == [1.0, 0.5]
+    (table,) = tmp_path.glob("wandb/offline-*/files/media/table/eval/*.table.json")
+    shown = json.loads(table.read_text())
+    assert shown["columns"][:7] == ["id", "category", "prompt", "tau", "accepted", "correction",
+                                    "bonus"]  # fmt: skip
+    assert shown["data"][0][:8] == ["p1", "talk", "When?", 2.5, 3, 1, 1, "The[ best time]~ to~ is"]
+    summary: dict[str, Any] = {}
+    for record in found:
+        if record.WhichOneof("record_type") == "summary":
+            summary |= values(record.summary.update)
+    assert summary["eval/tau"] == 2.5
+    assert summary["eval/accept@1"] == 0.75
+    artifacts = [
+        r.request.log_artifact.artifact if r.WhichOneof("record_type") == "request" else r.artifact
+        for r in found
+        if "artifact" in str(r.WhichOneof("record_type"))
+    ]
+    (report,) = [a for a in artifacts if a.type == "report"]
+    assert {e.path for e in report.manifest.contents} == {"eval.json", "eval.outputs.jsonl"}
+    assert without_secrets(tmp_path)
+
+
+def test_tensorboard_has_the_headline_and_a_text(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    asked = config(tmp_path, "train.tensorboard=true")
+    with following(asked, pytest.fail, True) as (service,):
+        service.report(a_report(tmp_path / "eval"))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("eval/tau")] == [2.5]
+    (text,) = events.Tensors("eval/answers/text_summary")
+    assert b"The[ best time]~ to~ is" in text.tensor_proto.string_val[0]
+
+
+def test_a_run_that_is_no_longer_followed_has_no_identity(tmp_path: Path) -> None:
+    """Nothing is opened for a run that has nothing to tell, and not on other ranks."""
+    with following(config(tmp_path, "train.wandb.mode=offline"), pytest.fail, True):
+        pass
+    with following(config(tmp_path, "train.wandb.mode=offline"), pytest.fail, False) as none:
+        assert none == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_whole_run_is_told_to_the_end(
+    tmp_path: Path, offline: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the command: numbers while it trains, the report when it is measured, and no secret."""
+    run = tmp_path / "run"
+    words = [
+        "train", *SMALL, f"run.dir={run}", "train.quick_eval=true", "eval.limit=2",
+        "eval.max_new_tokens=16", "train.wandb.mode=offline", "train.tensorboard=true",
+    ]  # fmt: skip
+    assert cli.main(words) == 0
+    assert "not available" not in capfd.readouterr().out
+    report = json.loads((run / "eval" / "eval.json").read_text())
+    summary: dict[str, Any] = {}
+    for record in records(run):
+        if record.WhichOneof("record_type") == "summary":
+            summary |= values(record.summary.update)
+    assert summary["eval/tau"] == report["tau"]
+    assert summary["eval/accept@1"] == report["accept_at"][0]
+    (table,) = run.glob("wandb/offline-*/files/media/table/eval/*.table.json")
+    rows = json.loads(table.read_text())["data"]
+    outputs = [json.loads(x) for x in (run / "eval/eval.outputs.jsonl").read_text().splitlines()]
+    assert [row[0] for row in rows] == [output["id"] for output in outputs]
+    for row, output in zip(rows, outputs, strict=True):
+        assert row[4] == output["origins"].count("accepted") == sum(output["accepted"])
+    assert without_secrets(run)
+    phases = json.loads((run / "training.json").read_text())["phases"]
+    assert phases.keys() == {"loading", "steps", "held out", "saving", "report"}
+    assert all(seconds > 0 for seconds in phases.values())
 
 
 def test_a_missing_package_is_said_before_the_run(

@@ -2,10 +2,11 @@
 
 A checkpoint is a folder `step-00000100` with `state.safetensors` (fp32 masters and both moments of
 AdamW, by parameter name) and `state.json` (step, best so far, hashes). It is built under another
-name and renamed, so a folder with this name is whole. Ranks of ZeRO hold slices; the full tensors
-are gathered for saving and dealt out again on loading, so the layout on disk knows no rank count.
-Everything else a run depends on (data order, random numbers, learning rate) is a function of the
-step; of a run bounded by minutes, of the step and the seconds, which are saved too.
+name and renamed, and renamed again before it is removed, so a folder with this name is whole. Ranks
+of ZeRO hold slices; the full tensors are gathered for saving and dealt out again on loading, so the
+layout on disk knows no rank count. Everything else a run depends on (data order, random numbers,
+learning rate) is a function of the step; of a run bounded by minutes, of the step and the seconds,
+which are saved too.
 """
 
 import os
@@ -18,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from outrider.train.errors import Damaged, RunError
-from outrider.train.files import read_json, read_tensors, sync_folder, write_json, write_tensors
+from outrider.train.files import (
+    read_json,
+    read_tensors,
+    remove,
+    sync_folder,
+    write_json,
+    write_tensors,
+)
 
 FIX = "Continue from an older checkpoint (remove this folder), or start with train.resume=never."
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,6 +79,9 @@ def save(folder: Path, tensors: dict[str, Tensor], progress: Progress, keep: Kee
 
     Args:
         tensors: what `gather` has returned, on every rank.
+
+    Raises:
+        NoRoom, RunError: it could not be written; those that were there still are.
     """
     final = folder / f"step-{progress.step:08d}"
     if final.is_dir():  # reached again right after it was loaded: only the progress is news
@@ -80,12 +91,16 @@ def save(folder: Path, tensors: dict[str, Tensor], progress: Progress, keep: Kee
     partial = folder / f".{final.name}.{os.getpid()}"
     for left in folder.glob(".step-*"):  # of a process that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
-    sha256 = write_tensors(partial / "state.safetensors", tensors, {})
-    write_json(partial / "state.json", {"progress": vars(progress), "sha256": sha256})
+    try:
+        sha256 = write_tensors(partial / "state.safetensors", tensors, {})
+        write_json(partial / "state.json", {"progress": vars(progress), "sha256": sha256})
+    except RunError:
+        shutil.rmtree(partial, ignore_errors=True)  # give its room back
+        raise
     partial.rename(final)
     sync_folder(folder)
     for old in keep.superfluous(found(folder)):
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
 
 
 def found(folder: Path) -> list[Path]:

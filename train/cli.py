@@ -126,15 +126,40 @@ def _plan(verb: Verb, overrides: list[str]) -> int:
     return verb.call(config, wanted)
 
 
+def _publish(verb: Verb, overrides: list[str]) -> int:
+    """publish: as eval, with a group of its own; `format=` is short for `publish.format=`."""
+    from outrider.train.publishing import read_publish
+
+    words = [f"publish.{word}" if word.startswith("format=") else word for word in overrides]
+    wanted = read_publish([word for word in words if word.startswith("publish.")])
+    config = _config(verb, [word for word in words if not word.startswith("publish.")])
+    return verb.call(config, wanted)
+
+
 def _launch(verb: Verb, overrides: list[str]) -> int:
     """launch: a run, for ranks that are not here yet."""
     return verb.call(overrides)
 
 
-def _compare(verb: Verb, paths: list[str]) -> int:
-    if not paths:
+def _memory(verb: Verb, overrides: list[str]) -> int:
+    """memory: a run, for GPUs that are not here."""
+    return verb.call(overrides)
+
+
+def _report(verb: Verb, overrides: list[str]) -> int:
+    """report: a run folder, and what its page shows."""
+    from pathlib import Path
+
+    from outrider.train.reporting import read_report
+
+    folder, wanted, words = read_report(overrides)
+    return verb.call(Path(folder), wanted, words)
+
+
+def _compare(verb: Verb, words: list[str]) -> int:
+    if all(word.startswith("to=") for word in words):
         raise ConfigError("RUN", "", "compare needs run folders.", "outrider compare runs/a runs/b")
-    return verb.call(paths)
+    return verb.call(words)
 
 
 def _bench(verb: Verb, words: list[str]) -> int:
@@ -150,12 +175,25 @@ def _config(verb: Verb, overrides: list[str]) -> Any:
     from outrider.train.config import load_run, parse
 
     if verb.root != "eval":
-        return parse(compose(overrides, verb.root))
+        return _own_drafter(verb, parse(compose(overrides, verb.root)))
+    words = [f"eval.{word}" if word.startswith("drafter=") else word for word in overrides]
+    if any(word.startswith("eval.drafter=") for word in words):
+        from outrider.train.alone import load_alone
+
+        return _own_drafter(verb, load_alone(words))
     folder = compose(overrides, "eval").run.dir
     if not folder:
         why, fix = "eval measures a finished run.", "Add run.dir=runs/<name>."
         raise ConfigError("run.dir", folder, why, fix)
     return load_run(str(folder), overrides)
+
+
+def _own_drafter(verb: Verb, config: Any) -> Any:
+    """Only eval measures a drafter that no run made."""
+    if config.eval.drafter is not None and verb is not VERBS["eval"]:
+        why, fix = "This verb works on the drafter of its own run.", "Only outrider eval takes it."
+        raise ConfigError("eval.drafter", config.eval.drafter, why, fix)
+    return config
 
 
 def _print_config(verb: Verb, overrides: list[str]) -> int:
@@ -168,12 +206,18 @@ def _help(verb: Verb, name: str, swept: bool) -> int:
     from outrider.train.help import reference
 
     if verb.run is _compare:
-        return _say(f"{name} RUN [RUN ...]: {verb.line}\n\nRUN is the run.dir of a finished run.")
+        meant = "RUN is the run.dir of a finished run; to=FOLDER writes report.html and .md there."
+        return _say(f"{name} RUN [RUN ...] [to=FOLDER]: {verb.line}\n\n{meant}")
     if verb.run is _bench:
         program = name
         lines = "\n".join(f"  {name:<12}{bench.line}" for name, bench in BENCHES.items())
         return _say(f"{program} BENCH [key=value ...]: {verb.line}\n\n{lines}")
-    groups: dict[Any, str] = {_plan: "plan", _launch: "cluster"}
+    groups: dict[Any, str] = {
+        _plan: "plan",
+        _launch: "cluster",
+        _memory: "memory",
+        _publish: "publish",
+    }
     own = "sweep" if swept else groups.get(verb.run)
     reference(_console(), name, verb.line, verb.root, own)
     return 0
@@ -233,6 +277,11 @@ VERBS = {
         "say what to type on which machine of a cluster, or why it cannot work",
         _launch,
     ),
+    "memory": Verb(
+        "outrider.launch.memory:memory",
+        "what a run takes of every GPU, and where its target can lie so that it fits",
+        _memory,
+    ),
     "prepare": Verb(
         "outrider.data.prepare:prepare",
         "let the target write the text to train on (data=self), without training",
@@ -255,11 +304,23 @@ VERBS = {
         _plan,
         "eval",
     ),
+    "publish": Verb(
+        "outrider.eval.publish.run:publish",
+        "a drafter in an engine's format: exported, proved, described, uploaded",
+        _publish,
+        "eval",
+    ),
     "ranks": Verb(
         "outrider.eval.ranks:ranks",
         "measure what the drafter's choices are worth on held-out text (ranks.json)",
         _eval,
         "eval",
+    ),
+    "report": Verb(
+        "outrider.eval.page.make:report",
+        "write one page on a run, a search or a folder of runs: report.html, report.md",
+        _report,
+        "report",
     ),
     "compare": Verb(
         "outrider.eval.compare:compare", "put finished runs side by side in one table", _compare
@@ -270,6 +331,11 @@ BENCHES = {
     "train-step": Verb(
         "outrider.eval.bench:main",
         "seconds and peak memory of one optimizer step, beside the slow reference",
+        _bench,
+    ),
+    "lengths": Verb(
+        "outrider.eval.bench_lengths:lengths",
+        "memory and time of a training step as rows grow to 32k, with gradient checkpointing",
         _bench,
     ),
     "rounds": Verb(

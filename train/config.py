@@ -6,22 +6,25 @@ everywhere: the meaning and the interval of a key stand beside it and are what h
 """
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from omegaconf import DictConfig, OmegaConf
 
-from outrider.train import decoding as decode_config
+from outrider.data.template import read_args
 from outrider.train.compose import compose, drafter_schema, flat, plain
 from outrider.train.decoding import DecodeConfig, shaped
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.fields import key, read, unknown
 
 COUNT = "[1, inf)"
+COUNT0 = "[0, inf)"
 NEEDED = ("data.path", "data.given", "eval.prompts")  # files that a run cannot do without
 # between training and measuring
-MAY_CHANGE = ("run.seed", "target.path", "target.dtype", "target.trust_remote_code")
+MAY_CHANGE = (
+    "run.seed", "target.path", "target.dtype", "target.trust_remote_code", "target.place",
+    "target.devices", "target.thinking", "target.template_args", "data.overlap",
+)  # fmt: skip
 
 
 @runtime_checkable
@@ -64,6 +67,20 @@ class TargetConfig:
         "float32", "precision the target runs in; auto: as stored"
     )
     trust_remote_code: bool = key(False, "run code that comes with the model")
+    place: Literal["replicated", "sharded", "tensor", "apart"] = key(
+        "replicated", "whole on every rank, in shares over the ranks, or on devices of its own"
+    )
+    devices: tuple[str, ...] = key((), "its own, with place=apart: [cuda:1]")
+    quantise: Literal["int8", "nf4"] | None = key(
+        None, "read its linear maps in 8 bits (torchao) or 4 (bitsandbytes)"
+    )
+    thinking: bool | None = key(
+        None, "the template's enable_thinking; null: as the template has it"
+    )
+    template_args: tuple[str, ...] = key((), "what else the template asks for: [date_string=...]")
+
+    def __post_init__(self) -> None:
+        read_args(self.thinking, self.template_args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +89,20 @@ class GenerateConfig:
 
     minutes: float | None = key(None, "minutes of writing; null: no limit", "(0, inf)")
     samples: int | None = key(None, "answers to write; null: one per prompt", COUNT)
+    self_prompted: bool = key(False, "the target writes `samples` prompts too, from nothing")
     max_new_tokens: int = key(256, "longest answer, tokens", COUNT)
     temperature: float = key(0.5, "of the answers; 0 is greedy", "[0, inf)")
     top_p: float = key(1.0, "of the answers: nucleus share", "(0, 1]")
     batch: int = key(64, "answers written at once", COUNT)
     record: bool = key(True, "keep the target's features with the text; else it runs again")
+    endpoint: str | None = key(
+        None, "http://HOST:PORT/v1 of a server with the target, which writes then; records nothing"
+    )
+    model: str | None = key(None, "the target's name there; null: the only one it lists")
+    timeout: float = key(600.0, "seconds that the server may take for an answer", "(0, inf)")
+    retries: int = key(
+        8, "further attempts where the server fails, further and further apart", COUNT0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +110,27 @@ class DataConfig:
     """The text that is learned from."""
 
     name: Literal["tiny", "jsonl", "self"] = key("tiny", "which data (choose with data=...)")
-    path: str | None = key(None, "jsonl of conversations, or of prompts for data=self")
+    path: str | None = key(
+        None, "conversations (data=self: prompts): file, folder, hub id or name (ultrachat, ...)"
+    )
+    subset: str | None = key(None, "of a data set that has several; null: its default")
+    split: str | None = key(None, "part of a data set; null: train")
+    revision: str | None = key(None, "of a data set on the hub: branch, tag or commit")
+    skip_bad: int = key(0, "rows that cannot be read to leave out before a file is refused", COUNT0)
+    overlap: Literal["refuse", "drop", "keep"] = key(
+        "refuse", "training questions that are eval.prompts, nearly: refused, left out, or kept"
+    )
     max_length: int = key(256, "longest row, tokens; conversations are cut there", "[8, inf)")
+    long: Literal["cut", "drop"] = key(
+        "cut", "longer conversations: keep their head, or none of it"
+    )
+    shortest: int = key(1, "answer tokens that a conversation must have", COUNT)
+    supervise: Literal["all", "last", "each"] = key(
+        "all", "all answers, the last one alone, or each in a row that ends with it"
+    )
     holdout: float = key(0.05, "share of conversations held out, by hash", "(0, 0.5]")
     max_samples: int | None = key(None, "conversations to use; null: all", "[2, inf)")
-    given: str | None = key(None, "jsonl of conversations mixed into data=self as they are")
+    given: str | None = key(None, "conversations mixed into data=self as they are: as data.path")
     given_share: float = key(0.5, "their share of all conversations", "(0, 1)")
     generate: GenerateConfig | None = key(None, "how the target writes its own text (data=self)")
 
@@ -108,7 +150,7 @@ class TrainConfig:
     max_steps: int | None = key(300, "optimizer steps; null: until max_minutes", COUNT)
     max_minutes: float | None = key(None, "minutes of training; null: until max_steps", "(0, inf)")
     batch_tokens: int = key(2048, "tokens per optimizer step, over ranks and accumulation", COUNT)
-    lr: float = key(1e-3, "peak learning rate", "(0, 1]")
+    lr: float = key(3.5e-3, "peak learning rate", "(0, 1]")
     warmup: int | float = key(0.04, "steps (30) or a share of them (0.04)", "[0, inf)")
     schedule: Literal["cosine", "linear", "constant"] = key(
         "cosine", "learning rate after the warm-up; cosine and linear end at zero"
@@ -116,6 +158,9 @@ class TrainConfig:
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW: decay of both moments", "[0, 1)")
     weight_decay: float = key(0.0, "AdamW: decoupled, on matrices only", "[0, 1]")
     clip: float = key(1.0, "largest norm of the gradient", "(0, inf)")
+    gradient_checkpointing: bool = key(
+        False, "compute the unroll twice instead of remembering it: less memory, more time"
+    )
     skip_bad: int = key(0, "bad steps to leave out before the run stops", "[0, inf)")
     spike: float | None = key(
         None, "a loss so many times the median of the last 64 is bad; null: only NaN is", "(1, inf)"
@@ -142,14 +187,30 @@ class LaunchConfig:
     )
     precision: Literal["no", "bf16"] = key("no", "autocast of the drafter; its masters stay fp32")
     accumulation: int = key(1, "forward passes per optimizer step and rank", COUNT)
+    offload: Literal["none", "optimizer", "parameters"] = key(
+        "none", "what waits in the CPU's memory: AdamW's part (zero2, zero3), all (zero3)"
+    )
     wait: float = key(30.0, "minutes that a rank waits for another before it gives up", "(0, inf)")
+
+    def __post_init__(self) -> None:
+        needed = {"optimizer": ("zero2", "zero3"), "parameters": ("zero3",)}.get(self.offload)
+        if needed and self.name not in needed:
+            raise ValueError(
+                f"offload = {self.offload}: launch={self.name} keeps them where they are; "
+                f"use launch={' or '.join(needed)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
     """What is measured, and on how much."""
 
-    prompts: str | None = key(None, "jsonl of prompts; null: the embedded suite")
+    drafter: str | None = key(
+        None, "a published drafter, folder or hub id, instead of a run's; drafter=... for short"
+    )
+    prompts: str | None = key(
+        None, "file, folder, hub id or name (mt_bench, ...) of prompts; null: the embedded suite"
+    )
     max_new_tokens: int = key(128, "answer budget per prompt, tokens", COUNT)
     limit: int | None = key(None, "prompts to use; null: all", COUNT)
     out: str = key("eval", "reports are <run.dir>/eval/<out>.json and <out>.outputs.jsonl")
@@ -196,6 +257,8 @@ def parse(node: DictConfig) -> Config:
         ConfigError: unknown key, wrong type, value out of range, or keys that contradict
             each other. The first one found is raised.
     """
+    from outrider.train.checks import CHECKS
+
     values = plain(node)
     schemas = {**GROUPS, "drafter": drafter_schema(values.get("drafter"))}
     for group, content in values.items():
@@ -207,7 +270,7 @@ def parse(node: DictConfig) -> Config:
         name: read(schema, values.get(name, {}), name) for name, schema in schemas.items()
     }
     config = Config(**parts)
-    for check in (_check_length, _check_data, _check_drafter, _check_names):
+    for check in CHECKS:
         check(config)
     return config
 
@@ -234,7 +297,7 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
         ConfigError: an override that does not exist or that would change what was trained.
     """
     asked = compose(overrides, "eval")
-    _only_measures(asked)
+    only_measures(asked)
     saved = saved_config(Path(folder))
     saved.eval, saved.decode = asked.eval, asked.decode
     saved.run.dir = str(folder)
@@ -250,11 +313,16 @@ def check_files(config: Config, *names: str) -> None:
     Raises:
         ConfigError: the key is set and nothing lies at its path.
     """
+    from outrider.data.places import data_source, suite_source
+
     values = resolved(config)
+    kinds = {"data.path": data_source, "data.given": data_source, "eval.prompts": suite_source}
     for name in names:
         group, _, field = name.partition(".")
         path = values[group].get(field)
-        if path is not None and not Path(path).expanduser().exists():
+        if path is not None and name in kinds:
+            kinds[name](path, name)
+        elif path is not None and not Path(path).expanduser().exists():
             fix = f"Paths start at the current folder, {Path.cwd()}."
             raise ConfigError(name, path, "There is no such file or folder.", fix)
 
@@ -275,7 +343,7 @@ def saved_config(folder: Path) -> DictConfig:
     return saved
 
 
-def _only_measures(asked: DictConfig) -> None:
+def only_measures(asked: DictConfig) -> None:
     """Refuse `+train.lr=1` and its like: eval would have to ignore it silently."""
     for name, value in flat(plain(asked)):
         free = name.startswith(("eval.", "decode.")) or name in ("run.dir", *MAY_CHANGE)
@@ -283,69 +351,6 @@ def _only_measures(asked: DictConfig) -> None:
             why = "The run folder fixes what was trained; eval only measures it."
             fix = "outrider eval --help lists what may be set here."
             raise ConfigError(name, value, why, fix)
-
-
-def _check_length(config: Config) -> None:
-    train, launch = config.train, config.launch
-    if train.max_steps is None and train.max_minutes is None:
-        why = "With train.max_minutes = null too, training would never end."
-        raise ConfigError("train.max_steps", None, why, "Set at least one of the two.")
-    if isinstance(train.warmup, float) and train.warmup >= 1:
-        why = "A warm-up with a decimal point is a share of the steps, below 1."
-        raise ConfigError("train.warmup", train.warmup, why, "Write whole steps: train.warmup=30.")
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    least = config.data.max_length * launch.accumulation * ranks
-    if train.batch_tokens < least:
-        why = (
-            f"{ranks} rank(s) with launch.accumulation={launch.accumulation} and rows of "
-            f"data.max_length={config.data.max_length} tokens take at least {least} per step."
-        )
-        fix = f"Use train.batch_tokens={least}, shorter rows, or less accumulation."
-        raise ConfigError("train.batch_tokens", train.batch_tokens, why, fix)
-    rows, pieces = train.batch_tokens // config.data.max_length, launch.accumulation * ranks
-    if rows % pieces:
-        why = f"{rows} rows of a step cannot be shared evenly by {pieces} forward passes."
-        fix = f"Use a multiple of {least}."
-        raise ConfigError("train.batch_tokens", train.batch_tokens, why, fix)
-    if train.skip_bad and launch.accumulation > 1 and launch.name.startswith("zero"):
-        why = "DeepSpeed cannot forget the gradients of a step's first forward passes."
-        raise ConfigError("train.skip_bad", train.skip_bad, why, "Use launch.accumulation=1.")
-    if train.max_steps is None and isinstance(train.warmup, int) and train.warmup > 0:
-        why = "A run in minutes has no number of steps to warm up for."
-        raise ConfigError("train.warmup", train.warmup, why, "Give a share: train.warmup=0.04.")
-
-
-def _check_data(config: Config) -> None:
-    target, data = config.target, config.data
-    if target.name == "hf" and not target.path:
-        fix = "Add target.path=<folder or model id>, or take target=smollm2."
-        raise ConfigError("target.path", target.path, "target=hf needs a model.", fix)
-    if data.name == "jsonl" and not data.path:
-        fix = "Add data.path=<file.jsonl>, or take data=self."
-        raise ConfigError("data.path", data.path, "data=jsonl needs a file.", fix)
-    if data.name != "self" and data.given is not None:
-        why = f"data={data.name} is given text itself."
-        raise ConfigError("data.given", data.given, why, "Take data=self, or set data.path alone.")
-    if data.name != "self" and data.generate is not None:
-        why = f"data={data.name} reads text that exists; only data=self generates."
-        fix = "Take data=self, or drop the group with ~data.generate."
-        raise ConfigError("data.generate", dataclasses.asdict(data.generate), why, fix)
-
-
-def _check_drafter(config: Config) -> None:
-    """The objective can be read, and its terms make sense for this drafter."""
-    from outrider.models.drafters import kind
-    from outrider.train.losses import parse_depth_weights, parse_loss
-
-    cfg = config.drafter
-    if why := cfg.refuses(config.launch.name):
-        raise ConfigError("launch", config.launch.name, why, "Use launch=zero2 or launch=ddp.")
-    parse_depth_weights(cfg.depth_weights, cfg.depths)
-    for term in parse_loss(cfg.loss):
-        if term.kind.features and not kind(cfg.name).in_target_space:
-            why = f"{term.name} compares states; those of {cfg.name} are not the target's kind."
-            fix = "Use terms over distributions, such as soft_ce, kl or lk_hybrid."
-            raise ConfigError("drafter.loss", list(cfg.loss), why, fix)
 
 
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
@@ -360,13 +365,3 @@ def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     if not config.eval.grid:
         return [(config.eval.out, config.decode)]
     return [shaped(entry) for entry in config.eval.grid]
-
-
-def _check_names(config: Config) -> None:
-    for _, decode in decodings(config):
-        decode_config.check(decode)
-    if not config.run.dir.strip():
-        raise ConfigError("run.dir", config.run.dir, "A run needs a folder.", "Use runs/<name>.")
-    if config.eval.out in ("", ".", "..") or Path(config.eval.out).name != config.eval.out:
-        why = "This is the name of a report inside <run.dir>/eval, not a path."
-        raise ConfigError("eval.out", config.eval.out, why, "Use a plain name such as quick.")

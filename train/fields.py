@@ -109,8 +109,10 @@ def unknown(where: str, value: object, known: Iterable[str]) -> ConfigError:
     near = near or difflib.get_close_matches(where, elsewhere, 1, cutoff=0.5)
     if near and (near[0] in siblings or near[0].endswith(f".{leaf}") or not siblings):
         fix = f"Did you mean {near[0]}?"
-    else:
+    elif leaves:
         fix = f"{group or 'The groups'}: {', '.join(sorted(leaves))}."
+    else:
+        fix = f"There are: {', '.join(sorted(name for name in known if '.' in name))}."
     return ConfigError(where, value, "There is no such key.", fix)
 
 

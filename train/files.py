@@ -1,32 +1,36 @@
 """Writing that leaves a whole file or none, and reading that says what is wrong.
 
 Everything a run keeps goes through `write`: a temporary name, fsync, rename, fsync of the folder.
-A crash at any moment leaves the old file or the new one.
+A crash or a full disk at any moment leaves the old file or the new one. Folders come and go by
+renaming too (`copy_folder`, `remove`): one that has its name is whole.
 """
 
 import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from safetensors import SafetensorError
 from safetensors.torch import load as tensors_from
 from safetensors.torch import save as bytes_of
 from torch import Tensor
 
-from outrider.train.errors import Damaged, RunError
+from outrider.train.errors import NO_ROOM, Damaged, NoRoom, RunError
 
 
 def write(file: Path, data: bytes) -> None:
     """All of `data` under its final name, or nothing.
 
     Raises:
-        RunError: the disk is full or the folder cannot be written.
+        NoRoom: the disk is full.
+        RunError: the folder cannot be written.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -38,8 +42,60 @@ def write(file: Path, data: bytes) -> None:
         temporary.replace(file)
         sync_folder(file.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{file} could not be written: {error}", "Free some space.") from error
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise unwritten(file, error, len(data)) from error
+
+
+def append(file: Path, text: str) -> None:
+    """Add to the end of a file. A full disk may leave a part of the text there.
+
+    Raises:
+        NoRoom: the disk is full.
+        RunError: the file cannot be written.
+    """
+    try:
+        with file.open("a") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise unwritten(file, error, len(text.encode())) from error
+
+
+def copy_folder(source: Path, final: Path) -> None:
+    """The files of one folder under another name, in place of what had it.
+
+    Raises:
+        NoRoom, RunError: as `write`; what was there before is still there.
+    """
+    partial = final.with_name(f".{final.name}.new")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        for file in sorted(source.iterdir()):
+            write(partial / file.name, file.read_bytes())
+    except RunError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    remove(final)
+    partial.rename(final)
+    sync_folder(final.parent)
+
+
+def remove(folder: Path) -> None:
+    """Take a folder away, if it is there."""
+    going = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(going, ignore_errors=True)  # of a process that was killed here
+    with suppress(OSError):
+        folder.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def unwritten(file: Path, error: OSError, size: int) -> RunError:
+    """What to say of a file that could not be written: its size, the reason, the room there is."""
+    message = f"{file} ({decimal(size)}) could not be written: {error.strerror or error}"
+    if error.errno not in NO_ROOM:
+        return RunError(f"{message}.", "See that the folder can be written to.")
+    place = next(folder for folder in file.absolute().parents if folder.exists())
+    return NoRoom(f"{message}; {decimal(shutil.disk_usage(place).free)} are free there.")
 
 
 @contextmanager
@@ -86,6 +142,32 @@ def read_json(file: Path, fix: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Damaged(f"{file} does not hold a json object.", fix)
     return value
+
+
+def read_lines(file: Path, fix: str, torn: bool = False) -> list[dict[str, Any]]:
+    """The objects of a jsonl file.
+
+    Args:
+        torn: the last line may have been cut off by a crash; it is left out then.
+
+    Raises:
+        Damaged: missing, or a line is no object.
+    """
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read: {error}", fix) from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        elif not (torn and number == len(lines)):
+            raise Damaged(f"{file} cannot be read: line {number} is no json object.", fix)
+    return found
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:

@@ -19,11 +19,19 @@ from outrider.train.clusters import ClusterConfig
 from outrider.train.compose import CONF, choices, defaults_of, groups, values_of
 from outrider.train.config import GROUPS, MAY_CHANGE
 from outrider.train.fields import words
+from outrider.train.gpus import MemoryConfig
 from outrider.train.planning import PlanConfig
+from outrider.train.publishing import PublishConfig
 from outrider.train.sweeping import SweepConfig
 
 # groups of one verb (of `train -m`, sweep)
-OWN: dict[str, type] = {"plan": PlanConfig, "cluster": ClusterConfig, "sweep": SweepConfig}
+OWN: dict[str, type] = {
+    "plan": PlanConfig,
+    "cluster": ClusterConfig,
+    "memory": MemoryConfig,
+    "publish": PublishConfig,
+    "sweep": SweepConfig,
+}
 EXAMPLES = {
     "train": (
         ("accelerate launch train.py drafter=eagle3", "the main job, on the embedded target"),
@@ -37,6 +45,16 @@ EXAMPLES = {
         ("python eval.py run.dir=runs/eagle3-tiny decode=dynamic_tree decode.nodes=16", ""),
         ("python eval.py run.dir=runs/eagle3-tiny decode.temperature=1 eval.out=sampled", ""),
         ("python eval.py run.dir=runs/eagle3-tiny eval.prompts=mine.jsonl eval.limit=8", ""),
+        (
+            "outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft",
+            "a published one",
+        ),
+    ),
+    "report": (
+        ("outrider report run.dir=runs/eagle3-tiny", "a run"),
+        ("outrider report run.dir=runs/eagle3-tiny report.measure=true", "and its calibration"),
+        ("outrider report run.dir=runs/search/eagle3", "a search"),
+        ("outrider report run.dir=runs/bakeoff-tiny", "all runs that lie there"),
     ),
 }
 
@@ -133,8 +151,10 @@ def reference(console: Console, program: str, line: str, root: str, own: str | N
     known = defaults_of(root)
     if root == "eval":
         known |= {"run.dir": "(needed)", **dict.fromkeys(MAY_CHANGE, "as trained")}
+    if root == "report":
+        known |= {"run.dir": "(needed)", "target.path": "as trained"}
     started = groups(root)
-    for group in dict.fromkeys(["run", "target", *started]):
+    for group in dict.fromkeys(["run", "target", "data", *started]):
         if group == "experiment":
             continue
         of_file = defaults(group, started[group]) if group in started else {}

@@ -5,7 +5,9 @@ of its arguments: a test calls it with a tiny target and looks at the folder.
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +19,14 @@ from outrider.launch import plan, start
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
 from outrider.models.target import default_taps, usual_taps
-from outrider.train import checkpoint, trackers
+from outrider.train import best, checkpoint, trackers
 from outrider.train.config import Config, check_files, decodings
 from outrider.train.errors import RunError
-from outrider.train.files import claimed
-from outrider.train.manifest import write_manifest
+from outrider.train.files import claimed, read_json, write_json
+from outrider.train.manifest import identify, write_manifest
 from outrider.train.run import Piece, Run, clock
 from outrider.train.sums import Sums
+from outrider.train.trackers import Background
 from outrider.train.tracking import Tracker
 
 
@@ -34,7 +37,9 @@ def train(config: Config) -> int:
     if not checkpoint.found(Path(config.run.dir) / "checkpoints"):
         check_files(config, "drafter.warm_start")
     start.use_cores()
-    main = start.rank() == 0
+    if config.target.place in ("sharded", "tensor"):
+        start.join(config.launch)
+    main, began = start.rank() == 0, clock()
     console = Console(quiet=not main)
     loaded = load.load(config.target, start.device())
     console.print(f"target: {loaded.source}")
@@ -42,16 +47,41 @@ def train(config: Config) -> int:
     if taps == default_taps(loaded.target.depth) != usual_taps(loaded.target.depth):
         console.print(f"target has {loaded.target.depth} layers: taps adapted to {list(taps)}")
     made = material(config, loaded, taps, console, start.rank())
-    with claimed(Path(config.run.dir)) if main else nullcontext():  # mistakes leave no folder
-        outcome = fit(config, loaded, made, console)
+    took = {"loading": clock() - began}
+    say = partial(console.print, markup=False)
+    with (
+        claimed(Path(config.run.dir)) if main else nullcontext(),  # mistakes leave no folder
+        trackers.following(config, say, main) as services,
+    ):
+        outcome = fit(config, loaded, made, console, services)
         start.leave()
         if outcome is None:
             return 130
-        if main and config.train.quick_eval and not _measured(config):
-            from outrider.eval.run import quick_report
-
-            quick_report(config, loaded, made, console)
+        if main and config.train.quick_eval:
+            _report(config, loaded, made, console, services, took)
     return 0
+
+
+def _report(
+    config: Config, loaded: Loaded, made: Material, console: Console,
+    services: Sequence[Background], took: dict[str, float],
+) -> None:  # fmt: skip
+    """What the new drafter is worth, unless that is known, or this rank cannot find out alone."""
+    if loaded.target.elsewhere:
+        console.print(f"measure it with: outrider eval run.dir={config.run.dir}")
+    elif not _measured(config):
+        from outrider.eval.run import quick_report
+
+        began = clock()
+        quick_report(config, loaded, made, console, services)
+        _book(Path(config.run.dir), {**took, "report": clock() - began})
+
+
+def _book(folder: Path, seconds: dict[str, float]) -> None:
+    """Add what lies before and behind the training to its account."""
+    file = folder / "training.json"
+    account = read_json(file, checkpoint.FIX)
+    write_json(file, {**account, "phases": {**account["phases"], **seconds}})
 
 
 def _measured(config: Config) -> bool:
@@ -63,15 +93,25 @@ def _measured(config: Config) -> bool:
     return all(report.is_file() and report.stat().st_mtime_ns > when for report in reports)
 
 
-def fit(config: Config, loaded: Loaded, made: Material, console: Console) -> Path | None:
+def fit(
+    config: Config,
+    loaded: Loaded,
+    made: Material,
+    console: Console,
+    services: Sequence[Background] = (),
+) -> Path | None:
     """Train a drafter; `<run.dir>/drafter/` holds the best one afterwards.
+
+    Args:
+        services: are told every number.
 
     Returns:
         The folder of the drafter; None when a signal stopped the run (it is saved and continues
         with the same command).
 
     Raises:
-        RunError: the loss is not a number, a checkpoint is damaged, the disk is full.
+        RunError: the loss is not a number, a checkpoint is damaged.
+        NoRoom: the disk is full.
         ConfigError: the run folder holds a run with other settings.
     """
     with console.status("finding first weights and preparing the ranks"):
@@ -81,14 +121,15 @@ def fit(config: Config, loaded: Loaded, made: Material, console: Console) -> Pat
         console.print(note, style="yellow", soft_wrap=True)
     if resumed and run.progress.finished and run.done() >= 1:
         console.print(f"{run.folder} is finished: {run.progress.step} steps.")
-        return run.folder / "drafter" if run.published() else run.publish()
+        return run.folder / "drafter" if best.published(run) else best.publish(run)
     if run.main:
-        write_manifest(run.folder, config, {"data": made.about, "target": loaded.source})
+        facts = {"data": made.about, "target": loaded.source, "fingerprints": identify(loaded)}
+        write_manifest(run.folder, config, {**facts, "ranks": run.accelerator.num_processes})
         plan.show(console, run)
     began, first = clock() - run.progress.seconds, run.progress.step
     unheard = run.listen()
     try:
-        with Tracker(config, console, run.main) as tracker:
+        with Tracker(config, console, run.main, services) as tracker:
             tracker.rewind(first if resumed else -1)
             while True:
                 stop = run.agree()
@@ -103,7 +144,7 @@ def fit(config: Config, loaded: Loaded, made: Material, console: Console) -> Pat
                     with run.phase("saving"):
                         run.save()
                 if over:
-                    return run.publish()
+                    return best.publish(run)
                 if stop:
                     tracker.say(f"stopped at step {step}, saved; the same command continues")
                     return None
@@ -211,7 +252,7 @@ def _speak(run: Run, tracker: Tracker, sums: Sums, facts: dict[str, float]) -> N
 
 def _evaluate(run: Run, tracker: Tracker) -> None:
     means = run.held_out()
-    better = run.keep_best(means)
+    better = best.keep(run, means)
     tracker.log(run.progress.step, "held", means)
     tracker.say(
         f"held out, step {run.progress.step}: loss {means['loss@1']:.3f}, "

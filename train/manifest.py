@@ -1,23 +1,29 @@
 """Provenance: what made this run, written into its folder before it starts; and what it took."""
 
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import resource
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from outrider.data.template import template_hash
+from outrider.models.formats.native import target_fingerprint
+from outrider.models.load import Loaded
 from outrider.train.config import Config, resolved, to_yaml
 from outrider.train.files import write, write_json
 
 PACKAGES = (
     "outrider", "torch", "transformers", "accelerate", "deepspeed", "datasets", "hydra-core",
-    "safetensors", "tokenizers", "numpy",
+    "safetensors", "tokenizers", "numpy", "wandb",
 )  # fmt: skip
 
 
@@ -70,12 +76,31 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
+def identify(loaded: Loaded) -> dict[str, str]:
+    """Short names for what the text and the features depend on."""
+    return {
+        "target": target_fingerprint(loaded.target),
+        "tokenizer": hashlib.sha256(_rules(loaded.tokenizer).encode()).hexdigest()[:16],
+        "template": template_hash(loaded.tokenizer),
+    }
+
+
+def _rules(tokenizer: Any) -> str:
+    """Everything that turns text into ids, as one text; of a slow tokenizer the vocabulary."""
+    if (fast := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return json.dumps(sorted(tokenizer.get_vocab().items()))
+    rules = json.loads(fast.to_str())
+    changing = ("padding", "truncation")  # settings of the last call
+    return json.dumps({k: v for k, v in rules.items() if k not in changing}, sort_keys=True)
+
+
 def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
     """`config.yaml` (what `eval` reads back) and `manifest.json`."""
     write(folder / "config.yaml", to_yaml(config).encode())
     write_json(
         folder / "manifest.json",
         {
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "argv": sys.argv,
             "config": resolved(config),
             "versions": versions(),

@@ -6,7 +6,6 @@
 import copy
 import hashlib
 import math
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -25,20 +24,19 @@ from outrider.launch import start
 from outrider.launch.roll import Roll
 from outrider.models import drafters
 from outrider.models.base import Trace
-from outrider.models.formats import native
 from outrider.models.load import Loaded
-from outrider.train import checkpoint
+from outrider.train import best, checkpoint
 from outrider.train.behind import Behind
 from outrider.train.compose import flat, plain
 from outrider.train.config import Config, resolved, saved_config
 from outrider.train.energy import Meter
 from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import read_json, write_json, write_tensors
+from outrider.train.files import read_json, remove, write_tensors
 from outrider.train.guard import Guard
 from outrider.train.losses import parse_depth_weights
-from outrider.train.manifest import peak_memory
 from outrider.train.objective import Objective
 from outrider.train.sums import Sums
+from outrider.train.trackers import IDENTITY
 
 # what a continued run may change: limits, reports, and who does which part of a step (noise, and
 # text of the drafter's own, are then drawn anew)
@@ -46,7 +44,9 @@ FREE = (
     "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
     "train.keep_last", "train.keep_every", "train.resume", "train.log_every", "train.quick_eval",
     "train.wandb.", "train.tensorboard", "train.skip_bad", "train.spike",
-    "eval.", "decode.", "launch.name", "launch.accumulation", "launch.wait",
+    "train.gradient_checkpointing",
+    "eval.", "decode.", "launch.name", "launch.accumulation",
+    "launch.offload", "launch.wait",
     "data.generate.minutes",
 )  # fmt: skip
 
@@ -78,6 +78,7 @@ class Run:
         torch.manual_seed(config.run.seed)
         vocab = material.vocab(cfg.draft_vocab_size)
         self.drafter = drafters.build(cfg, self.target, vocab).to(self.target.device)
+        self.drafter.recompute = config.train.gradient_checkpointing
         self.rows = config.train.batch_tokens // config.data.max_length
         self.batches = Batches(material.train, self.rows, config.run.seed)
         began = clock()
@@ -94,10 +95,12 @@ class Run:
         )
         pieces = start.world_size() * config.launch.accumulation
         self.accelerator = start.accelerator(
-            config.launch, config.train.clip, max(1, self.rows // pieces)
-        )
+            config.launch, config.train.clip, max(1, self.rows // pieces),
+            sum(p.numel() for p in self.drafter.parameters() if p.requires_grad),
+        )  # fmt: skip
         self.main = bool(self.accelerator.is_main_process)
-        self.roll = Roll(self.accelerator.process_index, self.accelerator.num_processes)
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        self.roll = Roll(rank, world, wait=60 * config.launch.wait)
         self.model, self.optimizer = self.accelerator.prepare(self.objective, self._optimizer())
         self.progress = checkpoint.Progress()
         self.guard = Guard(self.progress, config.train.skip_bad, config.train.spike)
@@ -139,7 +142,9 @@ class Run:
             {"params": params, "weight_decay": decay, "pace": pace}
             for (pace, decay), params in groups.items()
         ]
-        return torch.optim.AdamW(parts, lr=train.lr, betas=train.betas)
+        # in the CPU's memory the plain loops would take eight times as long
+        fused = True if self.config.launch.offload != "none" else None
+        return torch.optim.AdamW(parts, lr=train.lr, betas=train.betas, fused=fused)
 
     # ---- data ----
 
@@ -272,77 +277,6 @@ class Run:
         """Added up over all ranks."""
         return sums.filled(self.reduce(sums.stacked()))
 
-    def keep_best(self, metrics: dict[str, float]) -> bool:
-        """The best drafter is the one with the longest held-out acceptance, not the lowest loss."""
-        now = self.progress
-        if metrics["accept_length"] <= now.best:
-            return False
-        now.best, now.best_step = metrics["accept_length"], now.step
-        self.save_drafter(self.best_folder, metrics)
-        return True
-
-    @property
-    def best_folder(self) -> Path:
-        """One folder per step, so that a kill never leaves half of a new best in an old one."""
-        return self.folder / "best" / f"step-{self.progress.best_step:08d}"
-
-    def save_drafter(self, folder: Path, metrics: dict[str, float]) -> None:
-        tensors = checkpoint.gather(self.objective, None)
-        if self.main:
-            prefix = len("parameter.drafter.")
-            weights = {k[prefix:]: v for k, v in tensors.items() if k.startswith("parameter.")}
-            about = {"step": self.progress.step, "held_out": metrics}
-            native.save(self.drafter, folder, self.target, self.config.drafter, about, weights)
-
-    def publish(self) -> Path:
-        """The best drafter becomes the run's result, `drafter/`."""
-        final = self.folder / "drafter"
-        if self.main:
-            unfinished = self.folder / ".drafter"
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if not self.best_folder.is_dir():
-                raise RunError(f"{self.best_folder} is missing.", "Train with train.resume=never.")
-            shutil.copytree(self.best_folder, unfinished)
-            shutil.rmtree(final, ignore_errors=True)
-            unfinished.rename(final)
-            write_json(self.folder / "training.json", self.account())
-        self.accelerator.wait_for_everyone()
-        return final
-
-    def published(self) -> bool:
-        """Whether `drafter/` is what these steps have led to; all ranks are told the same."""
-        here = False
-        if self.main and (self.folder / "drafter").is_dir():
-            file = self.folder / "training.json"
-            here = file.is_file() and read_json(file, checkpoint.FIX)["steps"] == self.progress.step
-        return bool(self.reduce(torch.tensor(float(here))) > 0)
-
-    def account(self) -> dict[str, Any]:
-        """What the training cost and led to, for `outrider compare`."""
-        now, best = self.progress, read_json(self.best_folder / "config.json", checkpoint.FIX)
-        tokens = now.step * self.rows * self.config.data.max_length
-        return {
-            "parameters": sum(p.numel() for p in self.drafter.parameters() if p.requires_grad),
-            "steps": now.step,
-            "seconds": now.seconds,
-            "start_seconds": self.start_seconds,
-            "phases": now.phases,
-            "joules": now.joules,
-            "tokens": tokens,
-            "tokens_per_second": tokens / max(now.seconds, 1e-9),
-            "peak_memory_bytes": peak_memory(self.target.device),
-            "best_step": now.best_step,
-            "held_out": best["about"]["held_out"],
-            "budget": {
-                "text": self.material.about["sha256_documents"][:8],
-                "minutes": self.config.train.max_minutes,
-                "steps": self.config.train.max_steps,
-                "batch_tokens": self.config.train.batch_tokens,
-                "precision": self.config.launch.precision,
-                "ranks": self.accelerator.num_processes,
-            },
-        }
-
     def save(self) -> None:
         """Copy what a checkpoint needs; it is written behind the steps that follow."""
         now = copy.deepcopy(self.progress)
@@ -354,16 +288,7 @@ class Run:
         train = self.config.train
         keep = checkpoint.Keep(train.keep_last, train.keep_every)
         checkpoint.save(self.folder / "checkpoints", tensors, progress, keep)
-        self._forget_bests(progress.best_step)
-
-    def _forget_bests(self, newest: int) -> None:
-        """Keep the best drafters that some checkpoint refers to, or will."""
-        files = [f / "state.json" for f in checkpoint.found(self.folder / "checkpoints")]
-        steps = {read_json(f, checkpoint.FIX)["progress"]["best_step"] for f in files}
-        for old in (self.folder / "best").glob("step-*"):
-            step = int(old.name.removeprefix("step-"))
-            if step < newest and step not in steps:
-                shutil.rmtree(old, ignore_errors=True)
+        best.forget(self, progress.best_step)
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint, as train.resume says; whether one was loaded."""
@@ -373,8 +298,9 @@ class Run:
             self.accelerator.wait_for_everyone()
             if self.main:
                 for old in (place, self.folder / "best", self.folder / "drafter"):
-                    shutil.rmtree(old, ignore_errors=True)
-                (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+                    remove(old)
+                for name in ("metrics.jsonl", IDENTITY):
+                    (self.folder / name).unlink(missing_ok=True)
             return False
         if not known:
             if how == "must":

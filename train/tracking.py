@@ -5,6 +5,7 @@ Every metric has one definition, in `METRICS`; a name `x@d` is x at depth d.
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.train.config import Config
-from outrider.train.files import write
-from outrider.train.trackers import services
+from outrider.train.files import append, write
+from outrider.train.trackers import Background
 
 LINE = 60.0  # seconds between lines of progress where there is no terminal
 
@@ -59,7 +60,9 @@ METRICS = {
 class Tracker:
     """Rank 0 writes; on other ranks nothing happens."""
 
-    def __init__(self, config: Config, console: Console, main: bool) -> None:
+    def __init__(
+        self, config: Config, console: Console, main: bool, services: Sequence[Background] = ()
+    ) -> None:
         self.file, self.console = Path(config.run.dir) / "metrics.jsonl", console
         self.main, self.spoke = main, time.monotonic()
         self.bar = Progress(
@@ -67,7 +70,7 @@ class Tracker:
             TimeRemainingColumn(), console=console, disable=not main,
         )  # fmt: skip
         self.task = self.bar.add_task("training", total=1.0, said="")
-        self.services = services(config, self.say) if main else []
+        self.services = services
 
     def __enter__(self) -> "Tracker":
         self.bar.start()
@@ -80,8 +83,6 @@ class Tracker:
         _at: TracebackType | None,
     ) -> None:
         self.bar.stop()
-        for service in self.services:
-            service.close()
 
     def rewind(self, step: int) -> None:
         """Forget lines behind a step that training continues from; it logs that step again."""
@@ -96,8 +97,7 @@ class Tracker:
         """One line: {"step": .., "kind": "train" | "held" | "skipped", ...}."""
         if not self.main:
             return
-        with self.file.open("a") as stream:
-            stream.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        append(self.file, json.dumps({"step": step, "kind": kind, **values}) + "\n")
         for service in self.services:
             service.log(step, kind, values)
 

@@ -42,6 +42,8 @@ class Output:
             last of an accepted path ("bonus").
         accepted: per round, how many drafted tokens were accepted and emitted.
         drafted: per round, how deep the draft went.
+        rejected: per round, the guess that a correction stands in place of; None where there was
+            none, and in trees, whose guesses stay on the device.
         gaps: per new token, the target's lead of the first over the second choice (logits);
             empty unless asked for.
         ended: why it is over: "budget", "end token" or "stop string"; "" while it is not.
@@ -51,6 +53,7 @@ class Output:
     origins: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    rejected: list[int | None] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     ended: str = ""
@@ -116,12 +119,14 @@ class News(NamedTuple):
         path: nodes of the accepted path, the root first: as many as tokens.
         leaf: the path ends where the draft does.
         deep: how deep the draft went.
+        wrong: the first guess of a chain that was rejected.
     """
 
     tokens: list[int]
     path: list[int]
     leaf: bool
     deep: int
+    wrong: int | None = None
 
     @property
     def following(self) -> int:
@@ -130,14 +135,16 @@ class News(NamedTuple):
 
     @classmethod
     def of_chain(cls, row: list[int]) -> "News":
-        """From the engine's table: length, next token, depth, the chain's tokens."""
-        length, following, deep = row[:3]
-        return cls([*row[4 : length + 4], following], list(range(length + 1)), length == deep, deep)
+        """From the engine's table: depth, length, next token, the chain's tokens."""
+        deep, length, following = row[:3]
+        tokens, path = [*row[4 : length + 4], following], list(range(length + 1))
+        wrong = row[length + 4] if length < deep else None
+        return cls(tokens, path, length == deep, deep, wrong)
 
     @classmethod
     def of_tree(cls, row: list[int], levels: int) -> "News":
         """The same, leaf or not, the path and its tokens."""
-        length, following, deep, leaf = row[:4]
+        deep, length, following, leaf = row[:4]
         path, tokens = row[4 : 4 + levels], row[4 + levels :]
         guesses = tokens[1 : length + 1]
         return cls([*guesses, following], path[: length + 1], bool(leaf), deep)
@@ -186,6 +193,7 @@ class Live:
         # of a round that was cut, all that was emitted had been drafted or was the next token
         out.accepted.append(min(len(kept), guesses))
         out.drafted.append(news.deep)
+        out.rejected.append(news.wrong if len(kept) > guesses else None)
         self._end()
         return len(kept)
 

@@ -227,7 +227,7 @@ class Engine:
         said, sums = self._judge(live, draft, self._adjusted(logits, tree))
         news = self._read(tree, said, sums)
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
-        newest = said.next_ids.split(1)
+        newest = _each(said.next_ids)
         for slot, (one, new, count) in enumerate(zip(live, news, counts, strict=True)):
             one.newest = newest[slot]
             self._measure(one, logits[slot], new.path[:count])
@@ -293,14 +293,16 @@ class Engine:
 
     def _read(self, tree: Tree, said: Accepted, sums: Float[Tensor, " B"]) -> list[News]:
         """What was decided, on the host: one wait for the device, whatever the batch."""
-        facts = [said.length, said.next_ids, tree.deepest()]
-        words = [tree.ids]
+        parts = [said.length[:, None], said.next_ids[:, None], tree.ids]
+        if not tree.whole or not tree.straight:
+            parts.insert(0, tree.deepest()[:, None])
         if not tree.straight:
-            facts.append(tree.leaf(said.path).long())
-            words = [said.path, tree.ids.gather(1, said.path)]
-        table = torch.cat([torch.stack(facts, dim=1), *words], dim=1).tolist()
+            parts[3:] = [tree.leaf(said.path)[:, None], said.path, tree.ids.gather(1, said.path)]
+        table = torch.cat(parts, dim=1).tolist()
         if not all(map(math.isfinite, sums.tolist())):
             raise RunError("The target's logits are not finite (NaN or infinite).", HINT)
+        if tree.straight and tree.whole:
+            return [News.of_chain([tree.levels, *row]) for row in table]
         if tree.straight:
             return [News.of_chain(row) for row in table]
         return [News.of_tree(row, said.path.shape[1]) for row in table]
@@ -329,7 +331,7 @@ class Engine:
             taps, last = layout.rows_of(taps, paths), layout.rows_of(last, paths)
         traces = [
             layout.trace_of(*what)
-            for what in zip(texts, starts, taps.split(1), last.split(1), strict=True)
+            for what in zip(texts, starts, _each(taps), _each(last), strict=True)
         ]
         self.watch.lap()  # handing over is nobody's work
         states = self.drafter.absorb_all([one.state for one in live], traces)
@@ -341,6 +343,11 @@ class Engine:
         if self.keep_gaps:
             top = logits[rows].float().topk(2, dim=-1).values
             one.out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
+
+
+def _each(rows: Tensor) -> Sequence[Tensor]:
+    """[B, ...] as B times [1, ...]; most often there is one prompt, and nothing to cut."""
+    return (rows,) if len(rows) == 1 else rows.split(1)
 
 
 def _usual(policy: Policy | None) -> Judge:

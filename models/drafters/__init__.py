@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from outrider.models.base import Drafter
+from outrider.models.base import Drafter, Lender, Shape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.errors import ConfigError
@@ -59,13 +59,33 @@ def taps_of(cfg: Any, layers: int) -> tuple[int, ...]:
     return default
 
 
-def build(cfg: Any, target: Target, vocab: DraftVocab) -> Drafter:
+class Reshaped:
+    """A target's ends, for a drafter whose layers have another shape than the target's."""
+
+    def __init__(self, target: Lender, shape: Shape) -> None:
+        self.target, self._shape = target, shape
+        self.embed, self.logits, self.logits_of = target.embed, target.logits, target.logits_of
+
+    def shape(self) -> Shape:
+        return self._shape
+
+
+def build(cfg: Any, target: Target, vocab: DraftVocab, shape: Shape | None = None) -> Drafter:
     """An untrained drafter for this target; sets the target's taps.
 
     Args:
         cfg: the `Config` of the drafter's file.
         vocab: the tokens it can propose.
+        shape: of its own layers, where it came from elsewhere with another one than the target's.
     """
     taps = taps_of(cfg, target.depth)
     target.set_taps(taps)
-    return kind(cfg.name)(cfg, target, vocab, taps)
+    same = shape is None or shape == target.shape()
+    lender = target if shape is None or same else Reshaped(target, shape)
+    return kind(cfg.name)(cfg, lender, vocab, taps)
+
+
+def own_shape(drafter: Drafter) -> Shape | None:
+    """That of its layers, where it is not the target's."""
+    lender = getattr(drafter, "target", None)
+    return lender.shape() if isinstance(lender, Reshaped) else None

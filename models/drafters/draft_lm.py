@@ -112,6 +112,7 @@ class DraftLm(BatchDrafter):
     ) -> None:
         super().__init__()
         self.vocab, self.taps, self.depths = vocab, taps, cfg.depths
+        self._recomputes = False
         self.read_from = cfg.path if cfg.body is None else None
         if self.read_from is None:
             self.lm = reader(
@@ -150,12 +151,21 @@ class DraftLm(BatchDrafter):
     # ---- training ----
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
+        if self.recompute and not self._recomputes:
+            self._recompute_layers()
         read = packed(trace.document)
         last = self.lm.forward(trace.ids, trace.positions, read, grad=torch.is_grad_enabled()).last
         for depth in range(1, self.depths + 1):
             moved = torch.zeros_like(last)
             moved[:, :-depth] = last[:, depth:]
             yield Guess(depth, moved)
+
+    def _recompute_layers(self) -> None:
+        """Layer by layer, in transformers' own way, whose name is changing."""
+        model = self.lm.model
+        new = getattr(model, "activation_checkpointing_enable", None)
+        (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        self._recomputes = True
 
     # ---- decoding ----
 
@@ -262,6 +272,12 @@ class DraftLm(BatchDrafter):
 
     def passes(self, depths: int) -> int:
         return 1
+
+    def kept(self, depths: int) -> float:
+        shape = self.lm.shape()
+        heads = (shape.heads + shape.kv_heads) * shape.head_dim
+        layer = 3.4 * (shape.hidden + heads) + 4.0 * shape.intermediate
+        return shape.layers * layer + (2 + depths) * shape.hidden
 
     # ---- text of its own ----
 

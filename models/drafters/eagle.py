@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.models import fit
@@ -88,8 +88,8 @@ class Eagle(SelfFeeding):
         width = torch.full_like(trace.ids, self.cfg.noise, dtype=torch.float32)
         if not self.cfg.noise_by_length:
             return width
-        same = trace.document[:, :, None] == trace.document[:, None, :]
-        return width * USUAL_LENGTH / same.sum(-1)
+        lengths = torch.stack([_lengths(row) for row in trace.document])
+        return width * USUAL_LENGTH / lengths
 
     def join(
         self, embedding: Float[Tensor, "N H"], state: Float[Tensor, "N D"]
@@ -145,19 +145,25 @@ class Eagle(SelfFeeding):
 
     def _continue(self, folder: Path, target: Target) -> str:
         """Weights of an EAGLE or HASS drafter, which are one network."""
-        from outrider.models.formats import native
+        from outrider.models import formats
 
-        config, tensors = native.read(folder, target)
-        weights = {k: v for k, v in tensors.items() if not k.startswith("vocab.")}
+        found, cfg = formats.recognise(folder).read(folder, target)
+        weights = {k: v for k, v in found.state_dict().items() if not k.startswith("vocab.")}
         own = {k: v.shape for k, v in self.state_dict().items() if not k.startswith("vocab.")}
         if {k: v.shape for k, v in weights.items()} != own:
-            name = config["drafter"].get("name")
             raise RunError(
-                f"{folder} holds a drafter {name!r}, whose weights do not fit {self.cfg.name}.",
-                "Give drafter.warm_start the drafter/ folder of an eagle or hass run.",
+                f"{folder} holds a drafter {cfg.name!r}, whose weights do not fit {self.cfg.name}.",
+                "Give drafter.warm_start an eagle or hass drafter, a run's or a published one.",
             )
         self.load_state_dict(weights, strict=False)
         return f"the weights of {folder}"
+
+
+def _lengths(document: Int[Tensor, " T"]) -> Int[Tensor, " T"]:
+    """At every row, how many rows its document has."""
+    _, which, counts = document.unique(return_inverse=True, return_counts=True)
+    out: Tensor = counts[which]
+    return out
 
 
 def _size(x: Tensor) -> float:

@@ -4,7 +4,8 @@ Source: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, and its reference code. At 
 layer reads the embedding of x_{t+1} and g_t = fc(low, middle, high features of row t); deeper it
 reads its own un-normed output ("training-time test", `models/unroll.py`). Gradients flow through
 all depths. What the field added since are switches: a norm on every tap (`fc_norm`), the normed
-state fed back (`feedback=normed`, EAGLE-3.1), more layers, query and key norms, another head size.
+state fed back (`feedback=normed`, EAGLE-3.1) or taken as the residual (`residual=normed`, vLLM's
+speculators), more layers, query and key norms, another head size.
 
 Differs: the weight of a row follows the *predicted* token (the reference lags by two); heads and
 losses run over supervised rows only; taps are divided by their typical size (`tap_scale`), so that
@@ -47,6 +48,7 @@ class Config(Recipe):
     qk_norm: bool = False
     fc_norm: bool = False
     feedback: str = "raw"
+    residual: str = "raw"
     init: str = "linear"
     attention: str = "fast"
 
@@ -59,7 +61,13 @@ class Config(Recipe):
         if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
             raise ValueError(f"head_dim = {self.head_dim}: rotary pairs need an even size")
         self.choose("feedback", "raw", "normed")
+        self.choose("residual", "raw", "normed")
         self.choose("init", "linear", "random")
+        if self.residual == "normed" and self.init == "linear":
+            raise ValueError(
+                f"init = {self.init}: the regression is about the bare state; use random with "
+                "residual=normed"
+            )
         self.choose("attention", "fast", "reference")
 
 
@@ -115,7 +123,8 @@ class Eagle3(SelfFeeding):
     def join(
         self, embedding: Float[Tensor, "N H"], state: Float[Tensor, "N D"]
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N DD"]]:
-        return state, self.midlayer.wide(embedding, state)
+        read = self.midlayer.wide(embedding, state)
+        return (state if self.cfg.residual == "raw" else read[:, embedding.shape[1] :]), read
 
     def feed(self, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N D"]:
         return hidden if self.cfg.feedback == "raw" else self.norm(hidden)

@@ -142,6 +142,9 @@ class Medusa(BatchDrafter):
     def passes(self, depths: int) -> int:
         return 1
 
+    def kept(self, depths: int) -> float:
+        return float((1 + depths * self.cfg.res_layers) * self.target.shape().hidden)
+
     def change(self, target: Lender) -> str | None:
         if self.adapters is None:
             return None
@@ -227,6 +230,9 @@ def _apply(linear: nn.Module, x: Float[Tensor, "*rows X"]) -> Float[Tensor, "*ro
 
 def _adapters(cfg: Config, target: Lender) -> Adapters:
     assert isinstance(target, Target), "adapters stand in the whole target, not in its ends alone"
+    if target.elsewhere:
+        why = f"{target.name} lies in shares or on other devices, where adapters cannot stand."
+        raise ConfigError("drafter.adapter_rank", cfg.adapter_rank, why, "Use Medusa-1: 0.")
     try:
         return Adapters(target.layers, cfg.adapter_rank, cfg.adapter_alpha)
     except ValueError as error:

@@ -89,6 +89,7 @@ class Mtp(BatchDrafter):
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         (way,) = self._way
+        way.recompute = self.recompute
         if isinstance(way, Chain):
             yield from way.unroll(trace)
         else:
@@ -106,6 +107,11 @@ class Mtp(BatchDrafter):
         parents: Int[Tensor, "B N"],
     ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
         return self._way[0].step_all(states, depth, ids, parents)
+
+    def kept(self, depths: int) -> float:
+        stages = [stage for stage in self.stages if isinstance(stage, Stage)]
+        each = sum(stage.block.kept + 7 * stage.eh_proj.out_features for stage in stages)
+        return each if self.cfg.mode == "chained" else depths * each
 
     def passes(self, depths: int) -> int:
         return 1 if self.cfg.mode == "chained" else depths

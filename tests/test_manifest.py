@@ -1,0 +1,67 @@
+"""What a run folder says of itself: hashes that change with what they name, and nothing else."""
+
+import copy
+import json
+import re
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import outrider
+from outrider.models.load import Loaded
+from outrider.train.config import parse, saved_config
+from outrider.train.manifest import git_state, identify, machine, write_manifest
+from tests.runs import config
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_manifest_has_everything_to_repeat_a_run(loaded: Loaded, tmp_path: Path) -> None:
+    asked = config(tmp_path)
+    write_manifest(tmp_path, asked, {"fingerprints": identify(loaded), "ranks": 1})
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest.keys() == {
+        "started", "argv", "config", "versions", "git", "machine", "fingerprints", "ranks",
+    }  # fmt: skip
+    assert parse(saved_config(tmp_path)) == asked
+    assert manifest["versions"]["outrider"] == outrider.__version__
+    assert {"python", "torch", "transformers", "accelerate"} <= manifest["versions"].keys()
+    began = datetime.fromisoformat(manifest["started"])
+    assert abs((datetime.now(timezone.utc) - began).total_seconds()) < 60
+    assert manifest["fingerprints"].keys() == {"target", "tokenizer", "template"}
+
+
+def test_the_machine_is_described() -> None:
+    here = machine()
+    assert here["cores"] >= 1
+    assert here["memory_bytes"] > 2**30
+    assert here["processor"]
+
+
+def test_the_commit_is_the_checkout_of_the_code() -> None:
+    if not (ROOT / ".git").exists():
+        assert git_state() == {}
+        return
+    words = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    state = git_state()
+    assert state["commit"] == head
+    assert isinstance(state["dirty"], bool)
+
+
+def test_a_fingerprint_changes_with_what_it_names(loaded: Loaded) -> None:
+    before = identify(loaded)
+    assert all(re.fullmatch("[0-9a-f]{16}", value) for value in before.values())
+    loaded.tokenizer(["a", "a longer one"], padding="max_length", truncation=True, max_length=8)
+    assert identify(loaded) == before, "calls leave no trace"
+    other = copy.deepcopy(loaded.tokenizer)
+    other.chat_template = "{{ messages }}"
+    assert _differ(loaded, other) == {"template"}
+    other = copy.deepcopy(loaded.tokenizer)
+    other.add_tokens(["<new>"])
+    assert _differ(loaded, other) == {"tokenizer"}
+
+
+def _differ(loaded: Loaded, tokenizer: object) -> set[str]:
+    before, after = identify(loaded), identify(loaded._replace(tokenizer=tokenizer))
+    return {name for name in before if before[name] != after[name]}

@@ -1,0 +1,246 @@
+"""A full disk: one message with the file and the room there is, code 1, and the run goes on later.
+
+On a small file system of its own (tmpfs), which takes the right to mount one; skipped elsewhere.
+"""
+
+import errno
+import io
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.data.prepare import Material
+from outrider.eval.report import publish
+from outrider.models.load import Loaded
+from outrider.train import best, checkpoint, cli, errors, loop
+from outrider.train.errors import NoRoom, exit_on_error
+from outrider.train.files import append, copy_folder, write
+from outrider.train.run import Run
+from outrider.train.tracking import Tracker
+from tests.runs import QUIET, SMALL, config
+
+
+class Disk:
+    """A file system of 64 MB, and a file that takes all that is left of it."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.filler = place, place / "filler"
+
+    def fill(self, leave: int = 0) -> None:
+        state = os.statvfs(self.place)
+        with self.filler.open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, state.f_bavail * state.f_frsize - leave)
+
+    def empty(self) -> None:
+        self.filler.unlink()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64M", "tmpfs", str(place)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no small file system can be mounted here: {error}")
+    yield Disk(place)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def refused(capfd: pytest.CaptureFixture[str], action: Callable[[], Any]) -> str:
+    """Its message; the exit code is 1."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as left, exit_on_error("train.py"):
+        action()
+    said = capfd.readouterr()
+    assert left.value.code == 1
+    assert "Traceback" not in said.out + said.err
+    assert "No space left on device" in said.err
+    assert "free there" in said.err
+    assert errors.FULL in said.err
+    return said.err
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
+    write(disk.place / "file", b"old")
+    disk.fill(leave=8192)
+    why = r"file \(1.0 MB\) could not be written: No space left.*; [\d.]+ (kB|bytes) are free there"
+    with pytest.raises(NoRoom, match=why):
+        write(disk.place / "file", b"x" * 10**6)
+    assert (disk.place / "file").read_bytes() == b"old"
+    assert names(disk.place) == {"file", "filler"}
+
+
+def test_a_line_that_does_not_fit(disk: Disk) -> None:
+    append(disk.place / "log", "first\n")
+    disk.fill()
+    with pytest.raises(NoRoom, match=r"log \(1.0 MB\) could not be written: No space left"):
+        append(disk.place / "log", "x" * 10**6)
+    assert (disk.place / "log").read_text().startswith("first\n")
+
+
+def test_a_folder_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
+    write(disk.place / "final" / "a", b"old")
+    write(disk.place / "new" / "a", b"small")
+    write(disk.place / "new" / "b", b"x" * 10**6)
+    disk.fill(leave=10**5)
+    with pytest.raises(NoRoom, match=r"/b \(1.0 MB\)"):
+        copy_folder(disk.place / "new", disk.place / "final")
+    assert names(disk.place) == {"final", "new", "filler"}
+    assert names(disk.place / "final") == {"a"}
+
+
+def test_a_checkpoint_that_does_not_fit_gives_its_room_back(disk: Disk) -> None:
+    keep = checkpoint.Keep(1)
+    checkpoint.save(disk.place, {"a": torch.zeros(1000)}, checkpoint.Progress(step=1), keep)
+    disk.fill(leave=8192)
+    with pytest.raises(NoRoom, match=r"state.safetensors \(4.0 MB\)"):
+        checkpoint.save(disk.place, {"a": torch.zeros(10**6)}, checkpoint.Progress(step=2), keep)
+    assert names(disk.place) == {"step-00000001", "filler"}
+
+
+@contextmanager
+def before(owner: object, name: str, when: int, action: Callable[[Any], None]) -> Iterator[None]:
+    """Let something happen just before the so many'th call of a method."""
+    method, calls = getattr(owner, name), 0
+
+    def wrapped(*words: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            action(words[0])
+        return method(*words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrapped)
+        yield
+
+
+def longer(log: Callable[..., None]) -> Callable[..., None]:
+    """Lines of a page each: a file that has room left in its last page can still grow."""
+    return lambda run, step, kind, values: log(run, step, kind, {**values, "x" * 5000: 0.0})
+
+
+def better(held_out: Callable[[Run], dict[str, float]]) -> Callable[[Run], dict[str, float]]:
+    """Every evaluation is the best one so far."""
+    return lambda run: {**held_out(run), "accept_length": 1.0 + run.progress.step}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("owner", "name", "when", "file"), [
+    (Run, "save", 2, "state.safetensors"), (best, "publish", 1, "/.drafter.new/"),
+    (Tracker, "log", 5, "metrics.jsonl"), (best, "keep", 2, "/best/step-00000003/"),
+])  # fmt: skip
+def test_a_run_without_room_continues_bit_equal(
+    loaded: Loaded, made: Material, tmp_path: Path, disk: Disk,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    owner: object, name: str, when: int, file: str,
+) -> None:  # fmt: skip
+    """Whatever was being written: it is named, what was there is whole, the same run goes on."""
+    monkeypatch.setattr(Tracker, "log", longer(Tracker.log))
+    monkeypatch.setattr(Run, "held_out", better(Run.held_out))
+    loop.fit(config(tmp_path / "whole"), loaded, made, QUIET)
+    run = disk.place / "run"
+
+    def full(where: Run | Tracker) -> None:
+        if isinstance(where, Run):
+            where.behind.wait()  # nothing else is being written
+        disk.fill()
+
+    with before(owner, name, when, full):
+        assert file in refused(capfd, lambda: loop.fit(config(run), loaded, made, QUIET))
+    assert checkpoint.found(run / "checkpoints")
+    assert not [f for f in (run / "checkpoints").iterdir() if f.name.startswith(".")]
+    disk.empty()
+    loop.fit(config(run), loaded, made, QUIET)
+    assert weights(run).keys() == weights(tmp_path / "whole").keys()
+    for key, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(run)[key])
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(run / "drafter" / "model.safetensors")
+    return tensors
+
+
+def losses(run: Path) -> list[tuple[int, str, float | None]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["kind"], line.get("loss@1")) for line in lines]
+
+
+@pytest.mark.slow
+def test_a_report_without_room_is_made_by_the_same_command(
+    disk: Disk, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line to the exit code, with a service that has no room either."""
+    torch.set_num_threads(1)
+    run = disk.place / "run"
+    words = [
+        "train", *SMALL, f"run.dir={run}", "train.quick_eval=true", "eval.limit=2",
+        "eval.max_new_tokens=16", "train.tensorboard=true",
+    ]  # fmt: skip
+
+    def full(*words: Any, **named: Any) -> None:
+        disk.fill()
+        publish(*words, **named)
+
+    monkeypatch.setattr("outrider.eval.run.publish", full)
+    assert "/eval/eval.outputs.jsonl" in refused(capfd, lambda: cli.main(words))
+    monkeypatch.setattr("outrider.eval.run.publish", publish)
+    trained = weights(run)
+    disk.empty()
+    assert cli.main(words) == 0
+    assert json.loads((run / "eval" / "eval.json").read_text())["prompts"] == 2
+    assert all(torch.equal(trained[name], value) for name, value in weights(run).items())
+
+
+def test_a_file_that_may_grow_no_further_leaves_the_old_one(tmp_path: Path) -> None:
+    """Where no file system can be mounted: the process's own limit."""
+    write(tmp_path / "file", b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(NoRoom, match=r"file \(1.0 MB\) could not be written: File too large"):
+            write(tmp_path / "file", b"x" * 10**6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert names(tmp_path) == {"file"}
+
+
+class Full(io.StringIO):
+    """A stream into a file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("number", errors.NO_ROOM)
+def test_every_way_of_having_no_room_ends_alike(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the message itself cannot be written."""
+    monkeypatch.setattr("sys.stderr", Full())
+    with pytest.raises(SystemExit) as left, exit_on_error("train.py"):
+        raise OSError(number, os.strerror(number))
+    assert left.value.code == 1
+
+
+def test_other_errors_of_files_are_bugs() -> None:
+    with pytest.raises(PermissionError), exit_on_error("train.py"):
+        raise PermissionError(errno.EACCES, "no")
