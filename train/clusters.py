@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from outrider.train.compose import compose, plain
+from outrider.train.compose import verb_group
 from outrider.train.errors import ConfigError
-from outrider.train.fields import key, read
+from outrider.train.fields import key
 
 COUNT = "[1, inf)"
 LINE = re.compile(r"(?P<host>[\w.-]+)\s+slots\s*=\s*(?P<slots>\d+)(\s+max_slots\s*=\s*\d+)?")
@@ -50,10 +50,7 @@ def read_cluster(overrides: Sequence[str]) -> tuple[ClusterConfig, list[str]]:
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range.
     """
-    own = [word for word in overrides if word.startswith("cluster.")]
-    values = plain(compose(own, "cluster/default"))["cluster"]
-    found: ClusterConfig = read(ClusterConfig, values, "cluster")
-    return found, [word for word in overrides if word not in own]
+    return verb_group(ClusterConfig, "cluster", overrides)
 
 
 def machines(cluster: ClusterConfig) -> list[Machine]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -20,8 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from outrider.train.errors import ConfigError
-from outrider.train.fields import unknown
+from outrider.train.fields import read, unknown
 
+T = TypeVar("T")
 CONF = Path(__file__).parent.parent / "conf"
 DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
 
@@ -113,6 +114,17 @@ def known_keys(root: str = "train") -> tuple[str, ...]:
         for choice in choices(group) if group != "experiment" else []:
             found.update(values_of(group, choice))
     return tuple(found)
+
+
+def verb_group(schema: type[T], name: str, overrides: Sequence[str]) -> tuple[T, list[str]]:
+    """The settings of a group that belongs to one verb alone, and the other overrides.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, a value out of range.
+    """
+    own = [word for word in overrides if word.startswith(f"{name}.")]
+    settings = read(schema, plain(compose(own, f"{name}/default"))[name], name)
+    return settings, [word for word in overrides if word not in own]
 
 
 def drafter_schema(values: object) -> type:

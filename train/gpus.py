@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from outrider.train.compose import compose, plain
-from outrider.train.fields import key, read
+from outrider.train.compose import verb_group
+from outrider.train.fields import key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,4 @@ def read_memory(overrides: Sequence[str]) -> tuple[MemoryConfig, list[str]]:
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range.
     """
-    own = [word for word in overrides if word.startswith("memory.")]
-    values = plain(compose(own, "memory/default"))["memory"]
-    found: MemoryConfig = read(MemoryConfig, values, "memory")
-    return found, [word for word in overrides if word not in own]
+    return verb_group(MemoryConfig, "memory", overrides)

@@ -143,8 +143,11 @@ def reference(console: Console, program: str, line: str, root: str, own: str | N
         own: a group that belongs to this verb alone; it comes first.
     """
     console.print(f"{program}: {line}\n", highlight=False, markup=False)
-    console.print(f"{program} [group=choice ...] [key=value ...] [--cfg] [--help]", markup=False)
-    console.print("--cfg prints the configuration that would run, checked, and stops.\n")
+    cfg = " [--cfg]" if own is None else ""  # a group of one verb is no part of a configuration
+    console.print(f"{program} [group=choice ...] [key=value ...]{cfg} [--help]", markup=False)
+    if cfg:
+        console.print("--cfg prints the configuration that would run, checked, and stops.")
+    console.print()
     if own is not None:
         console.print(Text(own, style="bold"))
         console.print(_table(list(schema_keys(OWN[own], own)), defaults(own, "default")))

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from outrider.train.compose import compose, plain
-from outrider.train.fields import key, read
+from outrider.train.compose import verb_group
+from outrider.train.fields import key
 
 COUNT = "[1, inf)"
 
@@ -45,6 +45,4 @@ def read_plan(overrides: Sequence[str]) -> PlanConfig:
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range.
     """
-    values = plain(compose(list(overrides), "plan/default"))["plan"]
-    found: PlanConfig = read(PlanConfig, values, "plan")
-    return found
+    return verb_group(PlanConfig, "plan", overrides)[0]

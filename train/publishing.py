@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.train.compose import compose, plain
+from outrider.train.compose import verb_group
 from outrider.train.errors import ConfigError
-from outrider.train.fields import key, read
+from outrider.train.fields import key
 
 COUNT = "[1, inf)"
 REPO = r"[\w.-]+/[\w.-]+"
@@ -35,8 +35,7 @@ def read_publish(overrides: Sequence[str]) -> PublishConfig:
     Raises:
         ConfigError: an unknown key, a wrong type, a format or a name that cannot be.
     """
-    values = plain(compose(list(overrides), "publish/default"))["publish"]
-    found: PublishConfig = read(PublishConfig, values, "publish")
+    found, _ = verb_group(PublishConfig, "publish", overrides)
     if found.repo is not None and not re.fullmatch(REPO, found.repo):
         why = "A repository on the hub has an owner and a name."
         raise ConfigError("publish.repo", found.repo, why, "Like publish.repo=me/eagle3-qwen3-8b.")
