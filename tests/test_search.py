@@ -303,3 +303,11 @@ def test_four_real_trials_two_at_a_time(tmp_path: Path) -> None:
     assert best > 1
     assert not list(tmp_path.glob("trial-*/checkpoints"))
     searched.show(tmp_path, Console(quiet=True))
+
+
+def test_the_search_for_speed_varies_the_drafter_too() -> None:
+    settings, _ = read_sweep(["sweep=speedup", "drafter=eagle3"])
+    usual, _ = read_sweep(["sweep=search", "drafter=eagle3"])
+    assert settings.metric == "speedup"
+    assert set(settings.over) - set(usual.over) == {"drafter.depths", "drafter.draft_vocab_size"}
+    assert set(usual.over) < set(settings.over)
