@@ -13,8 +13,9 @@ The tokenizer's own chat template renders the text, and says itself what an answ
    tokenised on its own, the text's end closed by the end token.
 
 An answer is what the target writes after the prompt: its text and the special token that ends the
-turn, for a drafter must learn to stop. What the template puts after that is not part of it, and
-neither is a token that straddles the start (at decoding the prompt ends there). In ChatML:
+turn, for a drafter must learn to stop. What the template puts after that is not part of it. The
+text is cut where an answer starts if a token would straddle the place (an answer that begins with
+a newline, behind ChatML's own), for at decoding the prompt ends there. In ChatML:
 
     <|im_start|> user \n 2+2? <|im_end|> \n <|im_start|> assistant \n 4 <|im_end|> \n
          .        .   .    .       .      .       .          .      .  x     x       .
@@ -26,10 +27,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, TypeAlias
 
+import numpy as np
+from jaxtyping import Bool, Int32
 from jinja2 import TemplateError
 from rich.console import Console
 from rich.panel import Panel
@@ -40,24 +43,38 @@ from outrider.train.errors import RunError
 
 Tokenizer: TypeAlias = Any  # a transformers PreTrainedTokenizerBase; importing it costs seconds
 Span: TypeAlias = tuple[int, int]  # first index inside, first index behind
-OPEN, CLOSE, MARK = "\ue000", "\ue001", "\ue002"  # private use: no text has a meaning for them
+OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: Unicode keeps them out of text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Document:
-    """One conversation as the target reads it.
+    """One conversation as the target reads it; of a long text there are many in memory.
 
     Attributes:
-        ids: token ids, S of them.
-        answer: S flags, True where the token belongs to an answer.
+        ids: tokens.
+        answer: True where the token belongs to an answer.
         key: names the conversation (see `key_of`); decides on which side of the split it falls.
         cut: how many tokens behind `max_length` were left out.
+        source: where it came from, in a word.
+        rewritten: answers whose beginning the template shows otherwise in the whole (case 3).
     """
 
-    ids: list[int]
-    answer: list[bool]
+    ids: Int32[np.ndarray, " S"]
+    answer: Bool[np.ndarray, " S"]
     key: str
     cut: int = 0
+    source: str = ""
+    rewritten: int = 0
+
+    @classmethod
+    def of(cls, ids: Sequence[int], answer: Sequence[bool], key: str, cut: int = 0) -> "Document":
+        return cls(np.array(ids, dtype=np.int32), np.array(answer, dtype=bool), key, cut)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Document) and self._plain() == other._plain()
+
+    def _plain(self) -> tuple[list[int], list[bool], str, int]:
+        return self.ids.tolist(), self.answer.tolist(), self.key, self.cut
 
 
 def key_of(messages: Sequence[Message]) -> str:
@@ -91,17 +108,18 @@ def render(
     """
     if getattr(tokenizer, "chat_template", None):
         chat = _Chat(tokenizer, template_args or {})
-        ids, spans = chat.answers(list(messages))
+        ids, spans, rewritten = chat.answers(list(messages))
     else:
-        ids, spans = _plain(tokenizer, messages)
+        ids, spans, rewritten = *_plain(tokenizer, messages), 0
     spans = spans[-1:] if last_only else spans
     answer = [False] * len(ids)
     for start, end in spans:
         answer[start:end] = [True] * (end - start)
-    if not any(answer):
+    if True not in answer:
         raise _refused(messages, "holds no answer token", "Remove it, or give it an answer.")
     cut = max(0, len(ids) - max_length)
-    return Document(ids[:max_length], answer[:max_length], key_of(messages), cut)
+    out = Document.of(ids[:max_length], answer[:max_length], key_of(messages), cut)
+    return replace(out, rewritten=rewritten)
 
 
 def render_all(
@@ -134,9 +152,11 @@ def render_all(
             )  # fmt: skip
             if document.cut:
                 summary.add("cut" if cut else "too long")
+            if document.rewritten:
+                summary.add("rewritten")
             if document.cut and not cut:
                 continue
-            if any(document.answer):  # rows of one conversation stay on one side of the split
+            if document.answer.any():  # rows of one conversation stay on one side of the split
                 kept.append(replace(document, key=key_of(messages)))
             else:
                 summary.add("answers cut off")
@@ -175,6 +195,22 @@ def prompt_ids(
         chat = _Chat(tokenizer, template_args or {})
         return chat.ids(chat.text(turns, prompt=True))
     return [token for piece, _ in _pieces(tokenizer, turns) for token in piece]
+
+
+def told(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, prompt: bool
+) -> tuple[str, list[int]]:
+    """What the chat template, which there must be, makes of these turns: text and tokens.
+
+    Args:
+        prompt: with the generation prompt, as before an answer.
+
+    Raises:
+        RunError: the template refuses them.
+    """
+    chat = _Chat(tokenizer, {})
+    text = chat.text(list(messages), prompt=prompt)
+    return text, chat.ids(text)
 
 
 def turn_edges(tokenizer: Tokenizer, turn: Message) -> tuple[list[int], list[int]] | None:
@@ -226,21 +262,23 @@ class _Chat:
             fix = "Remove such conversations (or such turns), or use another chat template."
             raise _refused(messages, f"is refused by the chat template: {error}", fix) from None
 
-    def answers(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
-        """Token ids of the whole conversation, and the spans of its answers."""
+    def answers(self, messages: list[Message]) -> tuple[list[int], list[Span], int]:
+        """Token ids of the whole conversation, the spans of its answers, and how many of them had
+        to be sought in the text.
+        """
         text = self.text(messages)
-        ids = self.ids(text)
-        marked = self.marked(messages, text)
-        if marked is not None:
-            spans = self.to_tokens(text, ids, marked) if marked else []
-        else:
-            spans = [
-                self.by_tokens(messages, place, text, ids)
-                or self.by_text(messages, place, text, ids)
-                for place, turn in enumerate(messages)
-                if turn["role"] == "assistant"
-            ]
-        return ids, [self.to_end(messages, ids, span) for span in spans]
+        places = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
+        letters, rewritten = self.marked(messages, text), 0
+        if letters is None:
+            ids = self.ids(text)
+            found = [self.by_tokens(messages, place, text, ids) for place in places]
+            spans = [span for span in found if span is not None]
+            rewritten = len(places) - len(spans)
+            if rewritten:
+                letters = [self.by_text(messages, place, text) for place in places]
+        if letters is not None:
+            ids, spans = self.to_tokens(text, letters)
+        return ids, [self.to_end(messages, ids, span) for span in spans], rewritten
 
     def marked(self, messages: list[Message], text: str) -> list[Span] | None:
         """The characters inside `{% generation %}`; None when the template has no such block.
@@ -277,8 +315,8 @@ class _Chat:
         true = ids[: len(before)] == before and ids[: len(after)] == after
         return (len(before), len(after)) if true and len(before) < len(after) else None
 
-    def by_text(self, messages: list[Message], place: int, text: str, ids: list[int]) -> Span:
-        """Answer `place` by prefixes of the text, or by where a mark in its place comes out."""
+    def by_text(self, messages: list[Message], place: int, text: str) -> Span:
+        """The characters of answer `place`: by prefixes, or by where a mark comes out instead."""
         before = self.text(messages[:place], prompt=True)
         after = self.text(messages[: place + 1])
         sides = self.around(messages, place)
@@ -286,11 +324,13 @@ class _Chat:
             sides = None
         start = len(before) if text.startswith(before) else sides and len(sides[0])
         end = len(after) if text.startswith(after) else sides and len(text) - len(sides[1])
+        if end and not text.startswith(after):
+            end += self.closing(messages, text[end:])
         if start is None or end is None or start > end:
             reason = f"is rewritten by the chat template so that answer {place} is not found"
             fix = "Use a template with {% generation %} marks, or drop the earlier turns."
             raise _refused(messages, reason, fix)
-        return self.to_tokens(text, ids, [(start, end)])[0]
+        return start, end
 
     def around(self, messages: list[Message], place: int) -> tuple[str, str] | None:
         """The rendered text before and behind the content of turn `place`; None if not shown."""
@@ -299,30 +339,53 @@ class _Chat:
         head, found, tail = text.partition(MARK)
         return (head, tail) if found else None
 
+    def closing(self, messages: list[Message], text: str) -> int:
+        """How many characters behind the content of an answer belong to its end."""
+        ends = "|".join(map(re.escape, self.tokenizer.convert_ids_to_tokens(list(self.special))))
+        found = re.match(rf"\s*({ends})", text)
+        return found.end() if found and self.closes(messages) else 0
+
     def closes(self, messages: list[Message]) -> bool:
         """Whether the template ends an answer with a special token, as ChatML and Llama-3 do."""
         answers = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
         sides = self.around(messages[: answers[-1] + 1], answers[-1]) if answers else None
         return sides is not None and self.after_blanks(self.ids(sides[1]), 0) is not None
 
-    def to_tokens(self, text: str, ids: list[int], spans: list[Span]) -> list[Span]:
-        """The tokens that lie wholly inside each span of characters."""
-        try:
-            coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        except NotImplementedError:
-            message = "This tokenizer gives no character offsets, which its chat template needs"
-            raise RunError(message, "Use the model's fast tokenizer (tokenizer.json).") from None
-        found, bounds, before = list[Span](), list[Span](), 0
-        for start, end in coded["offset_mapping"]:  # a trimmed blank says (5, 5) for (4, 5)
-            bounds.append((start if start < end else before, end))
-            before = max(before, end)
+    def to_tokens(self, text: str, spans: list[Span]) -> tuple[list[int], list[Span]]:
+        """Token ids of the text, and for each span of characters the tokens wholly inside."""
+        ids, bounds = self.coded(text, [])
+        cuts = [first for first, _ in spans if any(start < first < end for start, end in bounds)]
+        if cuts:
+            ids, bounds = self.coded(text, cuts)
+        found = list[Span]()
         for first, last in spans:
             begin = next((j for j, (start, _) in enumerate(bounds) if start >= first), len(ids))
             end = begin
             while end < len(ids) and bounds[end][1] <= last:
                 end += 1
             found.append((begin, end))
-        return found
+        return ids, found
+
+    def coded(self, text: str, cuts: list[int]) -> tuple[list[int], list[Span]]:
+        """Token ids, none of them across a cut, and the characters of each token."""
+        ids, bounds, before = list[int](), list[Span](), 0
+        for left, right in pairwise([0, *cuts, len(text)]):
+            for token, start, end in self.offsets(text[left:right]):
+                own = start if start < end else before - left  # a trimmed blank says (5, 5)
+                ids.append(token)
+                bounds.append((left + own, left + end))
+                before = max(before, left + end)
+        return ids, bounds
+
+    def offsets(self, text: str) -> list[tuple[int, int, int]]:
+        """(token, first character inside, first character behind) of each token."""
+        try:
+            coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except NotImplementedError:
+            message = "This tokenizer gives no character offsets, which its chat template needs"
+            raise RunError(message, "Use the model's fast tokenizer (tokenizer.json).") from None
+        spans = coded["offset_mapping"]
+        return [(i, *span) for i, span in zip(coded["input_ids"], spans, strict=True)]
 
     def to_end(self, messages: list[Message], ids: list[int], span: Span) -> Span:
         """The span without blanks behind the answer, and with the token that ends the turn."""
@@ -383,19 +446,30 @@ def _refused(messages: Sequence[Message], reason: str, fix: str) -> RunError:
     return RunError(f"This conversation {reason}\n{shown}", fix)
 
 
-def coloured(tokenizer: Tokenizer, document: Document) -> Text:
-    """The document's text, answers green, the rest dim."""
+def coloured(tokenizer: Tokenizer, document: Document, brackets: bool = False) -> Text:
+    """The document's text, answers green, the rest dim.
+
+    Args:
+        brackets: around the answers too, for eyes and files without colour.
+    """
     text = Text()
-    for is_answer, run in groupby(zip(document.answer, document.ids, strict=True), itemgetter(0)):
+    flagged = zip(document.answer.tolist(), document.ids.tolist(), strict=True)
+    for is_answer, run in groupby(flagged, itemgetter(0)):
         words = tokenizer.decode([token for _, token in run])
+        words = f"[{words}]" if is_answer and brackets else words
         text.append(words, style="green" if is_answer else "dim")
     return text
 
 
 def show_samples(
-    console: Console, tokenizer: Tokenizer, documents: Sequence[Document], n: int = 3
+    console: Console, tokenizer: Tokenizer, documents: Sequence[Document], n: int = 2
 ) -> None:
     """Print the first `n` documents, so that a wrong answer mask is seen before training."""
     for document in documents[:n]:
-        title = f"{sum(document.answer)} of {len(document.ids)} tokens are supervised"
-        console.print(Panel(coloured(tokenizer, document), title=title, title_align="left"))
+        marked = document.ids[document.answer].tolist()
+        first, last = (repr(tokenizer.decode([token])) for token in (marked[0], marked[-1]))
+        title = Text(
+            f"{len(marked)} of {len(document.ids)} tokens are supervised, from {first} to {last}"
+        )
+        shown = coloured(tokenizer, document, brackets=console.color_system is None)
+        console.print(Panel(shown, title=title, title_align="left"))

@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.data.chat import Tokenizer
-from outrider.data.generate import Question, Settings
+from outrider.data.generate import Done, Question, Settings
 from outrider.data.traces import Written
 from outrider.models.target import Target
 from outrider.train.errors import ConfigError, RunError
@@ -90,11 +90,11 @@ class Served:
             raise ConfigError("data.generate.endpoint", link.url, why, fix) from None
         self.openai = openai
 
-    def run(self, questions: Sequence[Question], done: Callable[[Written], bool]) -> None:
+    def run(self, questions: Sequence[Question], done: Done) -> None:
         """Answer all questions, `settings.batch` at a time.
 
         Args:
-            done: called with each finished answer; returning False stops the writing.
+            done: called with each finished answer, or None; returning False stops the writing.
 
         Raises:
             ConfigError: the server has no such model, or several and none was named.
@@ -113,7 +113,7 @@ class Served:
         listed = "".join(f", {n} {reason}" for reason, n in sorted(lost.items()))
         return f"the server's tokens are {how}: {self.counts['kept']} answers kept{listed}"
 
-    async def _run(self, questions: Sequence[Question], done: Callable[[Written], bool]) -> None:
+    async def _run(self, questions: Sequence[Question], done: Done) -> None:
         key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers of one's own want no key
         async with self.openai.AsyncOpenAI(
             base_url=self.link.url, api_key=key, timeout=self.link.timeout,
@@ -127,7 +127,7 @@ class Served:
                     if over.is_set():
                         return
                     answer = await self._answer(client, question)
-                    if answer is not None and not done(answer):
+                    if not done(question, answer):
                         over.set()
 
             tasks = [asyncio.create_task(work()) for _ in range(self.settings.batch)]

@@ -10,10 +10,10 @@ saves the pass over it that training would begin with.
 
 import hashlib
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -23,8 +23,9 @@ from outrider.data.traces import Store, Written
 from outrider.eval.decode.sampling import first_argmax, invert, warp
 from outrider.models.cache import RowCache
 from outrider.models.target import Target
+from outrider.train.errors import NoRoom
 
-SHARD = 64  # answers per shard
+SHARD = 64  # questions per shard
 ALIKE = 512  # prompts among which those of like length are neighbours
 TOGETHER = 8  # prompts read in one forward
 
@@ -50,13 +51,17 @@ class Settings:
     record: bool = True
 
 
+# called with a question and its answer, or None where there is none to be had; False: enough
+Done: TypeAlias = Callable[[Question, Written | None], bool]
+
+
 @runtime_checkable
 class Answering(Protocol):
     """Whoever answers questions: a target in this process (`Writer`), or one on a server."""
 
     wrote: int  # answer tokens so far
 
-    def run(self, questions: Sequence[Question], done: Callable[[Written], bool]) -> None: ...
+    def run(self, questions: Sequence[Question], done: Done) -> None: ...
 
 
 @dataclass
@@ -133,15 +138,15 @@ class Writer:
         self.wrote = 0  # answer tokens written
 
     @torch.no_grad()
-    def run(self, questions: Sequence[Question], done: Callable[[Written], bool]) -> None:
-        """Answer all questions, in order of their place in the list.
+    def run(self, questions: Sequence[Question], done: Done) -> None:
+        """Answer all questions, in the order of the list.
 
         Args:
             done: called with each finished answer; returning False stops the writing.
         """
         if not questions:
             return
-        waiting = deque(_alike(questions))
+        waiting = deque(questions)
         self.longest = max(len(q.ids) for q in questions)
         self.cache = ColumnCache(2 * (self.longest + self.settings.max_new_tokens) + 1)
         self.slots = [Slot() for _ in range(min(self.settings.batch, len(waiting)))]
@@ -189,12 +194,12 @@ class Writer:
         self.read += sum(lengths)
         self.wrote += len(first)
 
-    def _hand_over(self, done: Callable[[Written], bool]) -> bool:
+    def _hand_over(self, done: Done) -> bool:
         """Finished answers leave their slots; False when no more are wanted."""
         for slot in self.slots:
             if slot.open and self._over(slot):
                 slot.open = False
-                if not done(_written(slot)):
+                if not done(slot.question, _written(slot)):
                     return False
         return True
 
@@ -288,36 +293,55 @@ def write_answers(
     minutes: float | None = None,
     tick: Callable[[int, int, float], None] = lambda done, tokens, rate: None,
 ) -> None:
-    """Answer what the store does not hold yet; every `SHARD` answers become one shard.
+    """Answer what the store does not hold yet.
 
-    Whatever ends the writing, an error or Ctrl-C too, what is finished by then is kept.
+    `SHARD` questions that are asked one after the other make a shard, written when the last of
+    their answers is there; later ones are asked meanwhile. What a shard holds is thus known
+    before anything is written, and a call that goes on after a kill makes the shards that the
+    killed one would have made. Whatever else ends the writing, an error or Ctrl-C too, what is
+    finished by then is kept.
 
     Args:
         minutes: stop when the store holds so many minutes of writing, those of earlier, killed or
             shorter calls included.
         tick: called after each answer with (answers, answer tokens, answer tokens per second).
     """
-    known = {answer.place for answer in store.answers()}
-    before, started, batch, count = store.seconds, time.monotonic(), list[Written](), 0
+    before, started, count = store.seconds, time.monotonic(), 0
     if minutes is not None and before >= 60 * minutes:
         return
+    shard_of, open_in = _shards(questions, {answer.place for answer in store.answers()})
+    held: dict[int, list[Written]] = defaultdict(list)
 
-    def keep() -> None:
-        store.add(batch, before + time.monotonic() - started - store.seconds)
-        batch.clear()
+    def keep(shard: int) -> None:
+        store.add(held[shard], before + time.monotonic() - started - store.seconds)
+        del held[shard]
 
-    def done(answer: Written) -> bool:
+    def done(question: Question, answer: Written | None) -> bool:
         nonlocal count
-        batch.append(answer)
-        count += 1
+        shard = shard_of[question.place]
+        open_in[shard] -= 1
         elapsed = time.monotonic() - started
-        tick(count, writer.wrote, writer.wrote / elapsed)
-        if len(batch) == SHARD:
-            keep()
+        if answer is not None:
+            held[shard].append(answer)
+            count += 1
+            tick(count, writer.wrote, writer.wrote / elapsed)
+        if not open_in[shard] and shard in held:
+            keep(shard)
         return minutes is None or before + elapsed < 60 * minutes
 
     try:
-        writer.run([q for q in questions if q.place not in known], done)
+        writer.run([q for q in _alike(questions) if q.place in shard_of], done)
+    except NoRoom:
+        held.clear()  # for smaller files there may be room, but they would not be whole shards
+        raise
     finally:
-        if batch:
-            keep()
+        for shard in list(held):
+            keep(shard)
+
+
+def _shards(questions: Sequence[Question], known: set[int]) -> tuple[dict[int, int], Counter[int]]:
+    """For the place of every question that is not known its shard; how many each of them has."""
+    shard_of = {
+        q.place: i // SHARD for i, q in enumerate(_alike(questions)) if q.place not in known
+    }
+    return shard_of, Counter(shard_of.values())

@@ -96,6 +96,18 @@ def _hashes(text: str) -> np.ndarray:
     return np.array(sorted(hash(gram) for gram in grams(text)), dtype=np.int64)
 
 
+class Overlap(RunError):
+    """Training questions are prompts of the suite, and that is refused.
+
+    Attributes:
+        met: how many were found before the search ended.
+    """
+
+    def __init__(self, message: str, fix: str, met: int) -> None:
+        super().__init__(message, fix)
+        self.met = met
+
+
 @dataclass
 class Guard:
     """Training questions are held against a suite, and what is found is refused or left out.
@@ -116,7 +128,7 @@ class Guard:
         """Whether one of these is a prompt of the suite, nearly; it is noted.
 
         Raises:
-            RunError: it is, for the NAMEDth time, and overlaps are refused.
+            Overlap: it is, for the NAMEDth time, and overlaps are refused.
         """
         for question in questions if self.wish != "keep" else ():
             if found := self.index.twin(question):
@@ -129,7 +141,7 @@ class Guard:
     def settle(self) -> None:
         """
         Raises:
-            RunError: something was found, and overlaps are refused.
+            Overlap: something was found, and overlaps are refused.
         """
         if self.hits and self.wish == "refuse":
             more = "at least " if len(self.hits) >= NAMED else ""
@@ -137,10 +149,11 @@ class Guard:
                 f"    {name} ({similar:.0%}): {question[:SHOWN]!r}"
                 for name, similar, question in self.hits[:NAMED]
             )
-            raise RunError(
+            raise Overlap(
                 f"{more}{len(self.hits)} training questions are prompts of the suite that the "
                 f"drafter will be measured on:\n{listed}",
                 "Leave them out with data.overlap=drop, or measure on other eval.prompts.",
+                len(self.hits),
             )
 
     def apart(

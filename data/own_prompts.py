@@ -53,16 +53,17 @@ def write_prompts(
 ) -> tuple[list[Prompt], Counter[str]]:
     """The first `wanted` usable prompts, and what was left out for which reason.
 
-    Goes on where an earlier call was stopped.
+    Goes on where an earlier call was stopped, by the same steps from the first on.
 
     Raises:
         RunError: hardly any text is usable.
     """
-    head, asked = bare(tokenizer)[0], 1 + max((a.place for a in store.answers()), default=-1)
+    head, asked = bare(tokenizer)[0], 0
     while True:
         questions = [Question(i, f"own prompt {i}", head) for i in range(asked)]
         write_answers(writer, questions, store)
-        kept, reasons = sift(tokenizer, store.answers(), ends, wanted)
+        answers = [answer for answer in store.answers() if answer.place < asked]
+        kept, reasons = sift(tokenizer, answers, ends, wanted)
         if len(kept) == wanted:
             return kept, reasons
         if asked >= max(MOST * wanted, SHARD):

@@ -9,7 +9,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from outrider.models.load import Loaded, cache_home, stop_ids
 from outrider.models.target import default_taps
 from outrider.train.config import Config, DataConfig, GenerateConfig
 from outrider.train.errors import RunError
+from outrider.train.files import claimed
 
 CONVERSATIONS = Path(__file__).parent / "tiny" / "conversations.jsonl"
 PROMPTS = Path(__file__).parent / "prompts" / "general.jsonl"
@@ -109,12 +111,13 @@ def questions_for(
     if str(limit) in store.fulfilled or rank > 0:
         store = store.only(str(limit)) if rank == 0 else _wait(store, str(limit), loaded)
         return own_prompts.sift(loaded.tokenizer, store.answers(), ends, limit)[0]
-    console.print(f"the target writes {limit} prompts into {store.folder}", highlight=False)
     writer = _writer(wish, loaded, settings, ends)
-    found, reasons = own_prompts.write_prompts(store, writer, loaded.tokenizer, limit, ends)
+    with _alone(store, console) as store:
+        console.print(f"the target writes {limit} prompts into {store.folder}", highlight=False)
+        found, reasons = own_prompts.write_prompts(store, writer, loaded.tokenizer, limit, ends)
+        store.finish(str(limit))
     if reasons:
         console.print(f"left out: {own_prompts.said(reasons)}", highlight=False)
-    store.finish(str(limit))
     return found
 
 
@@ -132,18 +135,29 @@ def written(
         return _wait(store, request, loaded)
     questions = _questions(asked_of, loaded, data, wish.max_new_tokens, console)
     writer = _writer(wish, loaded, settings, stop_ids(loaded.tokenizer, loaded.target))
-    loaded.target.set_taps(store.taps)
     where = f" on {wish.endpoint}" if wish.endpoint else ""
-    console.print(f"the target writes its own text{where} into {folder}", highlight=False)
-    console.print(_intended(questions, wish, loaded, folder, len(store.taps)), highlight=False)
-    with _progress(console, len(questions)) as tick:
-        write_answers(writer, questions, store, minutes=wish.minutes, tick=tick)
-    if isinstance(writer, Served):
-        console.print(writer.said(), highlight=False)
-    if not store.shards:
-        raise RunError("No answer was finished in time.", "Raise data.generate.minutes.")
-    store.finish(request)
+    with _alone(store, console) as store:
+        loaded.target.set_taps(store.taps)
+        console.print(f"the target writes its own text{where} into {folder}", highlight=False)
+        console.print(_intended(questions, wish, loaded, folder, len(store.taps)), highlight=False)
+        with _progress(console, len(questions)) as tick:
+            write_answers(writer, questions, store, minutes=wish.minutes, tick=tick)
+        if isinstance(writer, Served):
+            console.print(writer.said(), highlight=False)
+        if not store.shards:
+            raise RunError("No answer was finished in time.", "Raise data.generate.minutes.")
+        store.finish(request)
     return store.only(request)
+
+
+@contextmanager
+def _alone(store: Store, console: Console) -> Iterator[Store]:
+    """The store as it is once nobody else writes there, without what a kill left behind."""
+    said = f"another process writes into {store.folder}: waiting for it"
+    with claimed(store.folder, lambda: console.print(said, highlight=False)):
+        for torn in store.folder.glob(".*.tmp"):
+            torn.unlink()
+        yield Store(store.folder, store.about, store.taps)
 
 
 def _writer(

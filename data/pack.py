@@ -26,12 +26,8 @@ from torch import Tensor
 
 from outrider.data.chat import Document
 
-TYPES = {
-    "ids": torch.int32,
-    "answer": torch.bool,
-    "document": torch.int32,
-    "positions": torch.int32,
-}
+TYPES = {"ids": np.int32, "answer": np.bool_, "document": np.int32, "positions": np.int32}
+BLANK = {"ids": 0, "answer": False, "document": -1, "positions": 0}  # of padding
 
 
 @dataclass(frozen=True)
@@ -80,35 +76,20 @@ def pack(documents: Sequence[Document], length: int) -> Rows:
         if not 1 <= len(document.ids) <= length:
             raise ValueError(f"document {number} has {len(document.ids)} tokens, a row {length}")
     plan = _best_fit([len(document.ids) for document in documents], length)
-    placed = [documents[number] for numbers in plan for number in numbers]
-    size = torch.tensor([len(document.ids) for document in placed], dtype=torch.int64)
-    positions = torch.arange(int(size.sum())) - (size.cumsum(0) - size).repeat_interleave(size)
-    spot = _starts(plan, documents, length).repeat_interleave(size) + positions
-    owner = torch.tensor([number for numbers in plan for number in numbers], dtype=torch.int64)
-
-    def laid(values: Tensor, name: str, blank: int) -> Tensor:
-        flat = torch.full((len(plan) * length,), blank, dtype=TYPES[name])
-        return flat.index_copy_(0, spot, values.to(TYPES[name])).view(len(plan), length)
-
-    ids = np.fromiter((token for one in placed for token in one.ids), dtype=np.int32)
-    answer = np.fromiter((flag for one in placed for flag in one.answer), dtype=np.bool_)
-    return Rows(
-        ids=laid(torch.from_numpy(ids), "ids", 0),
-        answer=laid(torch.from_numpy(answer), "answer", 0),
-        document=laid(owner.repeat_interleave(size), "document", -1),
-        positions=laid(positions, "positions", 0),
-    )
-
-
-def _starts(plan: list[list[int]], documents: Sequence[Document], length: int) -> Tensor:
-    """Where each document begins in the flat rows, in the order of the plan."""
-    starts: list[int] = []
+    laid: dict[str, np.ndarray] = {
+        name: np.full((len(plan), length), BLANK[name], TYPES[name]) for name in TYPES
+    }
     for row, numbers in enumerate(plan):
-        at = row * length
+        at = 0
         for number in numbers:
-            starts.append(at)
-            at += len(documents[number].ids)
-    return torch.tensor(starts, dtype=torch.int64)
+            document = documents[number]
+            part = slice(at, at + len(document.ids))
+            laid["ids"][row, part] = document.ids
+            laid["answer"][row, part] = document.answer
+            laid["document"][row, part] = number
+            laid["positions"][row, part] = np.arange(len(document.ids))
+            at = part.stop
+    return Rows(**{name: torch.from_numpy(values) for name, values in laid.items()})
 
 
 def _best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:

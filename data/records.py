@@ -19,7 +19,12 @@ from outrider.train.errors import ConfigError, RunError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 BOM = b"\xef\xbb\xbf"
-WIDE = (b"\xff\xfe", b"\xfe\xff")  # a file that begins so is UTF-16
+MARKS = {  # how a file begins, which is what it is
+    b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+# where the zero bytes of a first letter or two are, which no text in UTF-8 has
+ZEROS = {"x0x0": "UTF-16LE", "0x0x": "UTF-16BE", "x000": "UTF-32LE", "000x": "UTF-32BE"}
 LONGEST = 1 << 24  # bytes of a row; a conversation of 4 million tokens
 BATCH = 256  # rows of a parquet file at a time
 
@@ -71,7 +76,7 @@ def records(
     file, patience = Path(path).expanduser(), patience or Patience()
     _look(file, path, key)
     if file.suffix == ".parquet":
-        return _table(file)
+        return _table(file, patience)
     if file.suffix == ".csv":
         return _columns(file, patience)
     if file.suffix == ".json" and _begins(file).removeprefix(BOM).lstrip()[:1] == b"[":
@@ -89,17 +94,21 @@ def _look(file: Path, path: str | Path, key: str) -> None:
         raise ConfigError(key, str(path), why, fix)
     if file.stat().st_size == 0:
         raise ConfigError(key, str(path), "The file is empty.", "Was it written to its end?")
-    if file.suffix != ".parquet" and _begins(file).startswith(WIDE):
-        why, fix = (
-            "This file is UTF-16.",
-            f"iconv -f UTF-16 -t UTF-8 {file.name} > new{file.suffix}",
-        )
-        raise ConfigError(key, str(path), why, fix)
+    wide = "" if file.suffix == ".parquet" else _wide(_begins(file))
+    if wide:
+        fix = f"iconv -f {wide} -t UTF-8 {file.name} > new{file.suffix}"
+        raise ConfigError(key, str(path), f"This file is {wide}, and UTF-8 is read.", fix)
 
 
 def _begins(file: Path) -> bytes:
     with file.open("rb") as stream:
         return stream.read(4096)
+
+
+def _wide(begin: bytes) -> str:
+    """The encoding of text whose letters are wider than a byte; "" if they are not."""
+    marked = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "")
+    return marked or ZEROS.get("".join("x" if byte else "0" for byte in begin[:4]), "")
 
 
 def _lines(file: Path, patience: Patience) -> Iterator[dict[str, Any]]:
@@ -114,6 +123,9 @@ def _lines(file: Path, patience: Patience) -> Iterator[dict[str, Any]]:
             elif line.strip(b" \t\r\n" + BOM):
                 try:
                     yield _object(_parsed(line, number))
+                except json.JSONDecodeError as error:
+                    why = f"no JSON object on one line ({error.msg} at column {error.colno})"
+                    patience.refuse(file, number, why)
                 except (ValueError, RecursionError) as error:
                     patience.refuse(file, number, error)
 
@@ -128,15 +140,21 @@ def _parsed(line: bytes, number: int) -> Any:
 
 def _elements(file: Path, patience: Patience, chunk: int = 1 << 20) -> Iterator[dict[str, Any]]:
     """The elements of one array; no more than a chunk (or one element) is in memory."""
-    decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,\[]*")
-    text, at, line = "", 0, 1
+    decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
     with file.open(encoding="utf-8-sig") as stream:
+        text = ""
+        while "[" not in text:
+            text += _more(stream, chunk, file, 1)
+        at = text.index("[") + 1
+        line = 1 + text.count("\n", 0, at)
         while True:
             gap = len(between.match(text, at)[0])  # type: ignore[index]  # matches anywhere
             line += text.count("\n", at, at + gap)
             at += gap
             try:
                 value, end = decode(text, at)
+            except RecursionError as error:
+                raise _unreadable(file, line, error) from None
             except ValueError as error:  # half an element, the end of the array, or nonsense
                 more = _more(stream, max(chunk, len(text) - at), file, line)
                 if not more and text[at:].strip() == "]":
@@ -187,8 +205,11 @@ def _cells(row: dict[Any, Any]) -> dict[str, Any]:
     """
     if None in row or None in row.values():
         raise ValueError("the row has not as many cells as the first line has names")
-    for value in row.values():
-        value.encode()  # a byte that was no UTF-8 cannot be written again
+    try:
+        for value in row.values():
+            value.encode()  # a byte that was no UTF-8 cannot be written again
+    except UnicodeEncodeError:
+        raise ValueError("the row is not UTF-8") from None
     listed = {k: v for k, v in row.items() if v.startswith("[") and v.endswith("]")}
     for name, value in listed.items():
         with suppress(ValueError):  # it may be text in brackets
@@ -196,16 +217,30 @@ def _cells(row: dict[Any, Any]) -> dict[str, Any]:
     return row
 
 
-def _table(file: Path) -> Iterator[dict[str, Any]]:
+def _table(file: Path, patience: Patience) -> Iterator[dict[str, Any]]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=BATCH):
-                yield from batch.to_pylist()
+            for number, batch in enumerate(table.iter_batches(batch_size=BATCH)):
+                try:
+                    yield from batch.to_pylist()
+                except UnicodeDecodeError:  # arrow does not look at text before it is asked for
+                    yield from _one_by_one(batch, number * BATCH, file, patience)
     except (ArrowException, OSError) as error:
         raise RunError(f"{file} is damaged: {error}", "Fetch or write it again.") from None
+
+
+def _one_by_one(
+    batch: Any, before: int, file: Path, patience: Patience
+) -> Iterator[dict[str, Any]]:
+    """The rows of a batch that holds bad ones."""
+    for place in range(len(batch)):
+        try:
+            yield from batch.slice(place, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            patience.refuse(file, before + place + 1, error)
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -44,11 +44,12 @@ RULES = {
     "text parts joined": "content given as parts, all text: joined",
     "empty turn": "the conversation ends before it",
     "unknown role": "the conversation ends before it (tool calls, for instance)",
-    "not text": "the conversation ends before it (an image, a number, ...)",
+    "not text": "the conversation ends before it (an image, a number, half an emoji, ...)",
     "late system turn": "the conversation ends before it: templates refuse it",
     "unanswered question": "a last question without an answer: dropped",
     "no answer": "questions only: a prompt, but no training text",
     "rows of one answer": "each answer became a row, with what came before it",
+    "rewritten": "the template shows an earlier turn otherwise later: answers found in the text",
     "cut": "longer than data.max_length: the head is kept",
     "too long": "longer than data.max_length: left out",
     "answers cut off": "every answer lies behind data.max_length: left out",
@@ -244,8 +245,19 @@ def _text(value: Any, summary: Summary) -> str | None:
         if len(texts) < len(parts):
             return None
         summary.add("text parts joined")
-        return "".join(texts)
-    return "" if value is None or value == [] else value if isinstance(value, str) else None
+        value = "".join(texts)
+    if isinstance(value, str):
+        return value if _encodes(value) else None
+    return "" if value is None or value == [] else None
+
+
+def _encodes(text: str) -> bool:
+    """Half of a pair of surrogates, as a cut-off emoji leaves in json, is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _alternating(turns: list[Message], summary: Summary, join_questions: bool) -> list[Message]:

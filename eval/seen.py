@@ -29,10 +29,13 @@ def unseen(config: Config, suite: Sequence[Prompt], console: Console) -> list[Pr
     same = trained.get("eval", {}).get("prompts") == config.eval.prompts
     if same or config.data.overlap == "keep":
         return list(suite)
+    if (traces := config.data.traces) is not None:
+        console.print(f"not compared with the training text: it is in {traces}", style="yellow")
+        return list(suite)
     guard = Guard(suite, config.data.overlap)
     try:
-        for questions in _questions(config):
-            guard.meets(questions)
+        for asked in questions(config):
+            guard.meets(asked)
     except ConfigError as error:
         console.print(f"not compared with the training text: {error.why}", style="yellow")
         return list(suite)
@@ -47,7 +50,7 @@ def unseen(config: Config, suite: Sequence[Prompt], console: Console) -> list[Pr
     return [prompt for prompt in suite if prompt.id not in known]
 
 
-def _questions(config: Config) -> Iterator[list[str]]:
+def questions(config: Config) -> Iterator[list[str]]:
     """What was asked in every conversation of the training text, as far as it can be read again."""
     data = config.data
     own = data.generate

@@ -1,7 +1,9 @@
 """A run of six small steps on the embedded target: what tests of the loop are built from."""
 
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -18,6 +20,15 @@ SMALL = [
 
 def config(folder: Path, *words: str) -> Config:
     return parse(compose([*SMALL, f"run.dir={folder}", *words]))
+
+
+def own_text(cache: Path) -> dict[str, Any]:
+    """Every file of the one text that a target wrote there; of its manifest all but the seconds."""
+    (folder,) = (cache / "self").iterdir()
+    found: dict[str, Any] = {file.name: file.read_bytes() for file in folder.iterdir()}
+    found["manifest.json"] = json.loads(found["manifest.json"])
+    assert found["manifest.json"].pop("seconds") > 0
+    return found
 
 
 def free_port() -> int:

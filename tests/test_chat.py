@@ -104,7 +104,7 @@ def dialogue(*contents: str, system: str | None = None) -> list[Message]:
 def shown(tokenizer: Any, messages: Sequence[Message], **more: Any) -> str:
     """The document's tokens, answers in brackets."""
     document = render(tokenizer, messages, max_length=1000, **more)
-    tokens = [text.replace("\n", "\\n") for text in map(tokenizer.decode, document.ids)]
+    tokens = [text.replace("\n", "\\n") for text in map(tokenizer.decode, document.ids.tolist())]
     flags = document.answer
     return " ".join(f"[{t}]" if a else t for t, a in zip(tokens, flags, strict=True))
 
@@ -162,8 +162,8 @@ def test_marked_answers_are_those_of_transformers() -> None:
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     ours = render(tokenizer, messages, max_length=1000)
-    assert ours.ids == theirs["input_ids"]
-    assert ours.answer == [flag == 1 for flag in theirs["assistant_masks"]]
+    assert ours.ids.tolist() == theirs["input_ids"]
+    assert ours.answer.tolist() == [flag == 1 for flag in theirs["assistant_masks"]]
 
 
 def test_a_template_that_rewrites_history_is_followed() -> None:
@@ -218,18 +218,19 @@ def merging(template: str) -> Any:
     return wrap(Tokenizer(models.BPE(vocab, [("\n", "\n")])), template)
 
 
-def test_a_token_that_straddles_the_start_of_the_answer_is_not_supervised() -> None:
-    r"""The prompt ends in \n; an answer that starts with \n merges with it into one token."""
-    assert shown(merging(PLAIN), dialogue("hi", "\n4")) == (
-        r"<|user|> \n h i <|end|> \n <|assistant|> \n\n [4] [<|end|>] \n"
+def test_an_answer_starts_at_a_token_of_its_own() -> None:
+    r"""The prompt ends in \n; an answer that starts with \n would merge with it into one token."""
+    assert shown(merging(PLAIN), dialogue("hi", "\n4", "\nhi", "\n\n")) == (
+        r"<|user|> \n h i <|end|> \n <|assistant|> \n [\n] [4] [<|end|>] \n"
+        r" <|user|> \n\n h i <|end|> \n <|assistant|> \n [\n\n] [<|end|>] \n"
     )
 
 
-def test_a_straddling_token_before_a_rewritten_answer_is_not_supervised() -> None:
+def test_a_rewritten_answer_starts_at_a_token_of_its_own() -> None:
     """Token prefixes and the mark both fail here; the prefixes of the text do not."""
     thought = "[<] [t] [>] [<] [/] [t] [>]"
     assert shown(merging(THINKING), dialogue("hi", "\n<t></t>4")) == (
-        rf"<|user|> \n h i <|end|> \n <|assistant|> \n\n {thought} [4] [<|end|>] \n"
+        rf"<|user|> \n h i <|end|> \n <|assistant|> \n [\n] {thought} [4] [<|end|>] \n"
     )
 
 
@@ -281,10 +282,10 @@ def test_the_supervised_text_is_exactly_the_answers(
 ) -> None:
     coder, messages = tokenizer(template), dialogue(*turns, system=system)
     document = render(coder, messages, max_length=10_000)
-    supervised = [t for t, a in zip(document.ids, document.answer, strict=True) if a]
+    supervised = document.ids[document.answer].tolist()
     assert coder.decode(supervised) == "".join(f"{answer}<|end|>" for answer in turns[1::2])
     whole = coder.apply_chat_template(messages, tokenize=False)
-    assert document.ids == coder(whole, add_special_tokens=False)["input_ids"]
+    assert document.ids.tolist() == coder(whole, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("tokenizer", [letters, octets, trimmed])
@@ -296,7 +297,7 @@ def test_the_supervised_text_is_what_a_rewriting_template_leaves_of_the_answers(
     coder = tokenizer(THINKING)
     thinking = [text if n % 2 == 0 else f"<t>{thought}</t>{text}" for n, text in enumerate(turns)]
     document = render(coder, dialogue(*thinking), max_length=10_000)
-    supervised = [t for t, a in zip(document.ids, document.answer, strict=True) if a]
+    supervised = document.ids[document.answer].tolist()
     earlier, last = turns[1:-1:2], thinking[-1]
     assert coder.decode(supervised) == "".join(f"{answer}<|end|>" for answer in [*earlier, last])
 
@@ -310,7 +311,7 @@ def test_training_reads_the_prompt_that_decoding_reads(
     coder, messages = letters(template), dialogue(*turns, system=system)
     prompt = prompt_ids(coder, messages[:-1])
     document = render(coder, messages, max_length=10_000)
-    assert document.ids[: len(prompt)] == prompt
+    assert document.ids[: len(prompt)].tolist() == prompt
     assert not document.answer[len(prompt) - 1]
     assert document.answer[len(prompt)]
     if system is None:
@@ -324,7 +325,7 @@ def test_a_long_conversation_keeps_its_head_and_is_counted() -> None:
     whole = render(tokenizer, messages, max_length=16)
     assert (len(whole.ids), whole.cut) == (16, 0)
     (short,) = render_all(tokenizer, [messages], max_length=9, summary=summary)
-    assert short == Document(whole.ids[:9], [False] * 7 + [True] * 2, whole.key, 7)
+    assert short == Document.of(whole.ids[:9].tolist(), [False] * 7 + [True] * 2, whole.key, 7)
     assert summary.counts == {"cut": 1}
 
 
@@ -375,7 +376,9 @@ def test_answers_are_green_and_the_rest_is_dim() -> None:
     text = coloured(tokenizer, document)
     styled = [(str(span.style), text.plain[span.start : span.end]) for span in text.spans]
     assert [part for style, part in styled if style == "green"] == ["4 five<|end|>", "so<|end|>"]
-    assert "".join(part for _, part in styled) == text.plain == tokenizer.decode(document.ids)
+    assert (
+        "".join(part for _, part in styled) == text.plain == tokenizer.decode(document.ids.tolist())
+    )
     assert {style for style, _ in styled} == {"green", "dim"}
 
 
@@ -395,10 +398,10 @@ def test_rows_may_teach_the_last_answer_or_each_on_its_own() -> None:
     last = render_all(tokenizer, [talk], max_length=99, supervise="last")
     assert [len(group) for group in (every, each, last)] == [1, 2, 1]
     assert summary.counts["rows of one answer"] == 2
-    assert last[0].ids == every[0].ids
+    assert last[0].ids.tolist() == every[0].ids.tolist()
     assert each[1] == last[0]
-    assert every[0].answer[: len(each[0].ids)] == each[0].answer
-    assert sum(every[0].answer) == sum(sum(row.answer) for row in each)
+    assert every[0].answer[: len(each[0].ids)].tolist() == each[0].answer.tolist()
+    assert every[0].answer.sum() == sum(row.answer.sum() for row in each)
     assert {row.key for row in (*every, *each, *last)} == {every[0].key}
 
 

@@ -158,14 +158,18 @@ def answered(
     chosen = Settings(**{"batch": 3, "max_new_tokens": 40, "record": False, **settings})
     judge = loaded.target if target else None
     stops = stop_ids(loaded.tokenizer, loaded.target)
-    served, found = Served(link, loaded.tokenizer, stops, chosen, judge), dict[int, list[int]]()
+    served = Served(link, loaded.tokenizer, stops, chosen, judge)
+    found, asked = dict[int, list[int]](), set[int]()
 
-    def done(answer: Written) -> bool:
-        assert answer.place not in found
-        found[answer.place] = answer.ids[answer.prompt :]
+    def done(question: Question, answer: Written | None) -> bool:
+        assert question.place not in asked
+        asked.add(question.place)
+        if answer is not None:
+            found[answer.place] = answer.ids[answer.prompt :]
         return True
 
     served.run(questions(loaded, count), done)
+    assert asked == set(range(count))
     return found, served
 
 
@@ -356,9 +360,9 @@ def test_a_real_server_killed_in_the_middle_loses_and_doubles_nothing(
     lost = sum(served.counts.values()) + sum(again.counts.values()) - len(found)
     assert len({a.place for a in found}) == len(found) == 24 - lost
     assert lost <= 4  # at the edge of the budget an end cannot be told from a merged token
-    ours: dict[int, list[int]] = {}
-    writer = Writer(loaded.target, stops, settings)
-    writer.run(asked, lambda answer: ours.update({answer.place: answer.ids}) is None)
+    own = Store(tmp_path / "own", about, ())
+    write_answers(Writer(loaded.target, stops, settings), asked, own)
+    ours = {answer.place: answer.ids for answer in own.answers()}
     assert all(answer.ids == ours[answer.place] for answer in found)
 
 
@@ -377,7 +381,7 @@ def test_training_text_by_a_server_needs_nothing_but_its_address(
     made = material(parse(compose(words)), loaded, (1,), Console(quiet=True), rank=0)
     assert len(made.documents) == 12
     assert made.recorded is None
-    assert {tuple(d.ids[d.answer.index(True) :]) for d in made.documents} == {tuple(fake.tokens())}
+    assert {tuple(d.ids[d.answer].tolist()) for d in made.documents} == {tuple(fake.tokens())}
     count = len(fake.asked)
     material(parse(compose(words)), loaded, (1,), Console(quiet=True), rank=0)
     assert len(fake.asked) == count

@@ -1,5 +1,6 @@
 """The target writes its own text: right tokens, right traces, resumable, whatever the batch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,9 @@ def answers(target: Target, questions: list[Question], **settings: object) -> di
     out: dict[int, Written] = {}
     chosen = Settings(**{"max_new_tokens": 11, "batch": 3, **settings})  # type: ignore[arg-type]
 
-    def done(answer: Written) -> bool:
-        out[answer.place] = answer
+    def done(question: Question, answer: Written | None) -> bool:
+        assert answer is not None
+        out[question.place] = answer
         return True
 
     target.set_taps(TAPS)
@@ -121,10 +123,40 @@ def test_an_interrupted_writing_goes_on_where_it_stopped(
     assert sorted(a.place for a in again.answers()) == list(range(7))
     assert not Store(tmp_path, about, TAPS).fulfilled
     again.finish("all")
-    again.add(again.answers()[:1])  # somebody else asks for more
+    again.add([replace(again.answers()[0], place=7)])  # somebody else asks for more
     done = Store(tmp_path, about, TAPS)
     assert len(done.answers()) == 8
     assert len(done.only("all").answers()) == 7
+
+
+def test_what_a_shard_holds_depends_on_the_questions_alone(target: Target, tmp_path: Path) -> None:
+    """Not on the batch, nor on the shards that a kill has left; more questions leave the fewer."""
+    many = [Question(i, f"q{i}", [3 + i % 50] * (1 + i % 7)) for i in range(200)]
+
+    def store(name: str, questions: list[Question], batch: int = 7) -> Store:
+        made = Store(tmp_path / name, {}, ())
+        settings = Settings(max_new_tokens=3, batch=batch, record=False)
+        write_answers(Writer(target, STOP, settings), questions, made)
+        made.finish(str(len(questions)))
+        return made
+
+    whole = store("whole", many)
+    assert len(whole.shards) == 4
+    assert whole.shards == store("other batch", many, 50).shards
+    torn = Store(tmp_path / "torn", {}, ())
+    for name in list(whole.shards)[1:3]:
+        torn.add(held_by(whole, name))
+    assert whole.shards == store("torn", many).shards
+    fewer = store("grown", many[:70]).shards
+    assert fewer == store("grown", many).only("70").shards
+    assert {a.place for a in Store(tmp_path / "grown", {}, ()).answers()} == set(range(200))
+
+
+def held_by(store: Store, name: str) -> list[Written]:
+    """The answers of one shard."""
+    part = Store(store.folder, store.about, store.taps)
+    part.shards = {name: store.shards[name]}
+    return part.answers()
 
 
 def test_minutes_are_those_of_all_writing(

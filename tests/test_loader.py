@@ -20,7 +20,7 @@ def rows(count: int) -> Rows:
     """Row n holds the tokens 4n .. 4n+3, one document each."""
     words = torch.arange(count * T).view(count, T).tolist()
     return pack(
-        [Document(ids, [False, True, True, True], str(n)) for n, ids in enumerate(words)], T
+        [Document.of(ids, [False, True, True, True], str(n)) for n, ids in enumerate(words)], T
     )
 
 

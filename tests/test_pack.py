@@ -11,7 +11,7 @@ from outrider.data.pack import pack, split
 def document(size: int, name: str = "k", first: int = 1) -> Document:
     """Tokens first, first + 1, ...; every second one is an answer."""
     ids = list(range(first, first + size))
-    return Document(ids, [token % 2 == 0 for token in ids], name)
+    return Document.of(ids, [token % 2 == 0 for token in ids], name)
 
 
 def test_the_worked_example_packs_as_written() -> None:
@@ -36,8 +36,8 @@ def test_every_document_is_packed_once_whole_and_in_order(sizes: list[int]) -> N
     assert rows.ids.shape == rows.answer.shape == (len(rows), 12)
     for number, whole in enumerate(documents):
         mine = rows.document == number
-        assert rows.ids[mine].tolist() == whole.ids
-        assert rows.answer[mine].tolist() == whole.answer
+        assert rows.ids[mine].tolist() == whole.ids.tolist()
+        assert rows.answer[mine].tolist() == whole.answer.tolist()
         assert rows.positions[mine].tolist() == list(range(len(whole.ids)))
         assert int(mine.any(1).sum()) == 1
     padding = rows.document < 0

@@ -51,7 +51,12 @@ BAD = [
     ("a.jsonl", b'{"a": 1}\n[1]\n', 2),
     ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', 2),
     ("a.jsonl", b'{"a": 1}\n' + b"[" * 100_000 + b"\n", 2),
+    ("a.jsonl", b'{"a": 1}\n{"a": 2}{"a": 3}\n', 2),
+    ("a.jsonl", b'{"a": 1}\n' + bytes(100), 2),
+    ("a.jsonl", b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}", 2),
     ("a.json", b'[{"a": 1},\n 7]', 2),
+    ("a.json", b'[{"a": 1},\n [[], 7]]', 2),
+    ("a.json", b'[{"a": 1},\n null]', 2),
     ("a.csv", b"a\n1\n2,3\n", 3),
     ("a.csv", b"a,b\n1,2\n3\n", 3),
     ("a.csv", b"a\n1\n\xff\n", 3),
@@ -61,6 +66,8 @@ LOST = [  # nothing behind the damage can be told apart
     ("a.json", b'[{"a": 1},\n {"b": 2},\n {"c": }]', 3),
     ("a.json", b'[\n{"a":\n 1},\n\n {"b": 2}', 5),
     ("a.json", b'[{"a": "\xff"}]', 1),
+    ("a.json", b'[{"a": 1},\n' + b"[" * 100_000, 2),
+    ("a.json", b'[{"a": 1}]\n[{"a": 1}]', 1),
 ]
 
 
@@ -114,6 +121,16 @@ def test_a_parquet_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
             list(records(tmp_path / "a.parquet"))
 
 
+def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_left_out(tmp_path: Path) -> None:
+    text = pa.array([b"%d" % n if n != 300 else b"\xff" for n in range(600)], pa.binary())
+    damaged = pa.StringArray.from_buffers(len(text), *text.buffers()[1:])
+    parquet.write_table(pa.table({"a": damaged}), tmp_path / "a.parquet")
+    with pytest.raises(RunError, match=r"a\.parquet, line 301: 'utf-8' codec can't decode"):
+        list(records(tmp_path / "a.parquet"))
+    rows = list(records(tmp_path / "a.parquet", patience=Patience(1)))
+    assert rows == [{"a": str(n)} for n in range(600) if n != 300]
+
+
 def test_a_file_that_cannot_hold_rows_is_an_error_of_its_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval\.prompts = .*nowhere.*\n.*no such file"):
         records(tmp_path / "nowhere.jsonl", key="eval.prompts")
@@ -124,6 +141,7 @@ def test_a_file_that_cannot_hold_rows_is_an_error_of_its_setting(tmp_path: Path)
         (tmp_path / f"a{suffix}").touch()
         with pytest.raises(ConfigError, match="empty"):
             records(tmp_path / f"a{suffix}")
-    (tmp_path / "a.jsonl").write_text('{"a": 1}', "utf-16")
-    with pytest.raises(ConfigError, match="iconv -f UTF-16"):
-        records(tmp_path / "a.jsonl")
+    for wide in ("UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32", "UTF-32LE", "UTF-32BE"):
+        (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 9, wide)
+        with pytest.raises(ConfigError, match=f"iconv -f {wide} -t UTF-8"):
+            records(tmp_path / "a.jsonl")

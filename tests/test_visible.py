@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from outrider.train.checkpoint import Keep, Progress, found, save
-from outrider.train.files import copy_folder, remove, write, write_json
+from outrider.train.errors import RunError
+from outrider.train.files import claimed, copy_folder, remove, write, write_json
 
 PARTS = {"state.json", "state.safetensors"}
 
@@ -81,3 +83,21 @@ def test_what_a_kill_left_of_a_removal_is_no_hindrance(tmp_path: Path) -> None:
     remove(tmp_path / "old")
     remove(tmp_path / "old")
     assert not list(tmp_path.iterdir())
+
+
+def test_who_waits_for_a_folder_gets_it_when_it_is_free(tmp_path: Path) -> None:
+    met, order = threading.Event(), list[str]()
+
+    def second() -> None:
+        with claimed(tmp_path, met.set):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with claimed(tmp_path):
+        with pytest.raises(RunError, match="at work"), claimed(tmp_path):
+            pass
+        thread.start()
+        assert met.wait(10)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,11 @@ def unwritten(file: Path, error: OSError, size: int) -> RunError:
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def claimed(folder: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
     """Nobody else writes there meanwhile.
+
+    Args:
+        waiting: called if another process does, which is then waited for; None: refused.
 
     Raises:
         RunError: another process does.
@@ -110,8 +113,12 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            message = f"Another process is at work in {folder}."
-            raise RunError(message, "Wait for it or stop it, or choose another folder.") from None
+            if waiting is None:
+                message = f"Another process is at work in {folder}."
+                fix = "Wait for it or stop it, or choose another folder."
+                raise RunError(message, fix) from None
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass  # a file system without locks
         yield

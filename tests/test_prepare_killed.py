@@ -1,0 +1,144 @@
+"""`outrider prepare`, killed ten times and given again, ends as if nobody had hurt it.
+
+Where no features are recorded, that holds for every byte of the folder but the seconds in its
+manifest. Features are what the target computes for a batch, and after a kill other answers share
+the batch: there the text is equal in every byte, the features are within float32's rounding.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load as tensors
+
+from outrider.data import generate
+from outrider.data.prepare import Material, material
+from outrider.models.load import Loaded
+from outrider.train import cli
+from outrider.train.compose import compose
+from outrider.train.config import parse
+from tests.runs import own_text
+
+WORDS = [
+    "target=tiny", "data=self", "data.holdout=0.2", "data.generate.samples=320",
+    "data.generate.max_new_tokens=12", "data.generate.batch=24", "data.generate.temperature=1.0",
+]  # fmt: skip
+TEXT = ("ids", "length", "prompt", "place")
+IMPORTED = [
+    "hydra", "accelerate", "torch._dynamo", "transformers.models.llama.modeling_llama",
+    "outrider.launch.start", "outrider.models.drafters.eagle3",
+]  # fmt: skip
+SHARD, SHARDS = 8, 40  # questions of a shard, and how many those of WORDS make
+ROUNDING = 1e-4  # of features around 1
+
+
+def prepare(words: list[str], cache: Path, die_at: int | None) -> None:
+    """The verb in a process of its own, which may kill itself at its so many'th fsync.
+
+    A shard takes four: of its file under another name, of its folder, and twice of the manifest.
+    """
+    os.environ["OUTRIDER_CACHE"] = str(cache)
+    generate.SHARD = SHARD
+    fsync, calls = os.fsync, 0
+
+    def counted(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(handle)
+
+    with mock.patch("os.fsync", counted):
+        raise SystemExit(cli.main(["prepare", *words]))
+
+
+def start(words: list[str], cache: Path, die_at: int | None = None) -> BaseProcess:
+    """From a server that has imported everything: ten starts of Python take a minute."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *IMPORTED])
+    process = context.Process(target=prepare, args=(words, cache, die_at))
+    process.start()
+    return process
+
+
+def ended(process: BaseProcess) -> int | None:
+    process.join(60)
+    return process.exitcode
+
+
+def made(loaded: Loaded, words: list[str], cache: Path) -> Material:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_CACHE", str(cache))
+        return material(parse(compose(words)), loaded, (1, 3, 4), Console(quiet=True), rank=0)
+
+
+def shards(cache: Path) -> int:
+    return len(list(cache.glob("self/*/shard-*")))
+
+
+def soon(process: BaseProcess, cache: Path, count: int, chance: random.Random) -> None:
+    """Wait for so many shards, and a moment of chance longer."""
+    while shards(cache) < count and process.is_alive():
+        time.sleep(0.001)
+    time.sleep(0.02 * chance.random())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("record", "kills"), [(False, 10), (True, 4)])
+def test_a_preparation_that_is_killed_again_and_again_ends_as_one_that_is_not(
+    loaded: Loaded, tmp_path: Path, record: bool, kills: int
+) -> None:
+    words = [*WORDS, f"data.generate.record={str(record).lower()}"]
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    assert ended(start(words, hurt, die_at=1)) == -signal.SIGKILL
+    chance, left = random.Random(1), 0
+    for number in range(2, kills + 1):
+        if number % 2:
+            process = start(words, hurt, die_at=chance.randint(1, 11))
+        else:
+            process = start(words, hurt)
+            soon(process, hurt, left + chance.randint(0, 2), chance)
+            process.kill()
+        assert ended(process) == -signal.SIGKILL
+        left = shards(hurt)
+    assert 0 < left < SHARDS
+    assert ended(start(words, hurt)) == 0
+    assert ended(start(words, whole)) == 0
+    assert shards(whole) == SHARDS
+    if not record:
+        assert own_text(hurt) == own_text(whole)
+    else:
+        compare(own_text(hurt), own_text(whole))
+    ours, theirs = made(loaded, words, hurt), made(loaded, words, whole)
+    assert ours.documents == theirs.documents
+    assert ours.about == theirs.about
+
+
+@pytest.mark.slow
+def test_two_preparations_of_one_text_write_it_once(tmp_path: Path) -> None:
+    words = [*WORDS, "data.generate.record=false"]
+    places = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
+    assert [ended(process) for process in [start(words, place) for place in places]] == [0, 0, 0]
+    assert own_text(tmp_path / "a") == own_text(tmp_path / "b")
+
+
+def compare(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The text of every shard is the same; the features differ by rounding."""
+    assert one.keys() == other.keys()
+    for name in sorted(one.keys() - {"manifest.json", ".lock"}):
+        ours, theirs = tensors(one[name]), tensors(other[name])
+        assert ours.keys() == theirs.keys()
+        for field in TEXT:
+            assert torch.equal(ours[field], theirs[field])
+        for field in ("taps", "last"):
+            torch.testing.assert_close(ours[field], theirs[field], atol=ROUNDING, rtol=ROUNDING)
+        assert (ours["favourite"] != theirs["favourite"]).float().mean() < 1e-3
