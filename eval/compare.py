@@ -22,6 +22,15 @@ from outrider.train.files import read_json
 MB = 2.0**20
 # above temperature 0: how guesses come about and are verified unless something else was asked for
 USUAL = {"chain": ("drawn", "ratio"), "sampled_tree": ("drawn", "without_replacement")}
+COST = (
+    "tokens/s: tokens trained on, evaluations and saves in; start: seconds for first weights; "
+    "peak: of the process, target in; alpha@d: held-out, sum of min(p, q) at depth d; "
+    "tau greedy, tau T=1: foreseen on held-out text for a chain as deep as the drafter's own depths"
+)
+BRINGS = (
+    "chain@0: chains decoded at temperature 0, and so on; "
+    "foreseen: tau that the measure of training gives for the decoded text"
+)
 STUDY = "study.db"  # in the folder of a search (launch/searched.py)
 FULL = 6  # reports that are shown in full, at most
 
@@ -171,14 +180,9 @@ def shape(report: dict[str, Any]) -> str:
 
 def overview(runs: Sequence[Measured]) -> Group:
     """Two tables with a line per run: what it cost, what it brings; the best in green."""
-    legend = (
-        "tokens/s: tokens trained on, evaluations and saves in; start: seconds for first weights; "
-        "peak: of the process, target in; alpha@d: held-out, sum of min(p, q) at depth d; "
-        "tau: foreseen for a chain as deep as the drafter's own depths; "
-        "foreseen: tau that the measure of training gives for the decoded text"
-    )
     training = _table("what it cost, and what held-out text says", runs, _training(runs))
-    return Group(training, _table("what it brings", runs, _decoding(runs)), Text(legend, "dim"))
+    decoding = _table("what it brings", runs, _decoding(runs))
+    return Group(training, decoding, Text(f"{COST}; {BRINGS}", "dim"))
 
 
 def _table(title: str, runs: Sequence[Measured], columns: Sequence[Row]) -> Table:

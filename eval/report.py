@@ -118,7 +118,7 @@ class Report:
         if total.speedup is None:
             return f"{cost}; speedup unknown without a baseline. Exactness: {self.exactness()}."
         low, high = total.speedup_95 or (total.speedup, total.speedup)
-        sure = "faster" if low > 1 else "slower" if high < 1 else "about as fast, within the noise,"
+        sure = "faster" if low > 1 else "slower" if high < 1 else "about as fast, within the noise"
         spread = f" (95 %: {low:.2f}-{high:.2f})" if total.speedup_95 else ""
         cost = f"{cost} against {total.ms['baseline']:.1f} ms per plain token"
         return f"{total.speedup:.2f}x{spread}, {sure}: {cost}. Exactness: {self.exactness()}."

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
@@ -19,6 +19,7 @@ from outrider.models.formats.folder import Folder
 from outrider.models.formats.writing import write_folder
 from outrider.models.target import Target
 from outrider.train.errors import ConfigError, RunError
+from outrider.train.files import sha256_of
 from tests import outside, tiny
 from tests.outside import CASES, Case
 
@@ -309,7 +310,10 @@ def index_of(shards: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "moved", "unlisted", "short", "outside", "bit"])
+DAMAGES = ["cut", "gone", "moved", "unlisted", "short", "uncounted", "outside", "bit"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_refused_and_named(shards: Path, damage: str) -> None:
     index, names = index_of(shards), sorted(f.name for f in shards.glob("*.safetensors"))
     file = shards / names[1]
@@ -326,6 +330,8 @@ def test_a_damaged_shard_is_refused_and_named(shards: Path, damage: str) -> None
         says = r"disagree about part\.5"
     elif damage == "short":
         index["metadata"]["total_size"], says = 10**9, "promises 1,000,000,000 bytes"
+    elif damage == "uncounted":
+        index["metadata"], says = ["total_size"], "which file beside it"
     elif damage == "outside":
         index["weight_map"]["part.0"], says = "../x.safetensors", "which file beside it"
     else:
@@ -379,8 +385,9 @@ def test_nothing_that_we_did_not_write_is_replaced(
         ({"taps": [0, 1, 3]}, "a tap is shifted"),
         ({"joins": ["state", "embedding"]}, "the halves are swapped"),
         ({"drafter": {"feedback": "normed"}}, "says feedback: normed, and the files say raw"),
-        ({"drafter": {"turbo": 1}}, "turbo"),
+        ({"drafter": {"turbo": 1}}, "out does not fit this version: .*turbo"),
         ({"drafter": [1]}, "a part is missing"),
+        ({"sha256": ["0"]}, "a part is missing"),
         ({"turbo": 1}, "not one of Outrider's: .*turbo"),
         ({"target": {"name": "other", "fingerprint": "0"}}, "trained for other"),
         ({"sha256": {"model.safetensors": "0"}}, "not the ones that were written"),
@@ -394,6 +401,25 @@ def test_what_lies_beside_the_weights_must_agree_with_them(
     file = tmp_path / "out" / "outrider.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(RunError, match=says) as caught:
+        formats.load(tmp_path / "out", target)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "change", [{"target": "llama"}, {"taps": 3}, {"drafter": []}, {"shape": 1}, {"sha256": "0"}, {}]
+)
+def test_a_folder_of_ours_that_was_edited_badly_is_refused(
+    target: Target, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    form, drafter = formats.find("native", "eagle3"), tiny.drafter("eagle3", target)
+    form.write(drafter, target, None, tmp_path / "out")
+    outside.edit(tmp_path / "out", **change)
+    if not change:  # a weight that everything else is read by
+        file = tmp_path / "out" / "model.safetensors"
+        kept = {k: v for k, v in load_file(file).items() if k != "vocab.d2t"}
+        save_file(kept, file)
+        outside.edit(tmp_path / "out", sha256=sha256_of(file))
+    with pytest.raises(RunError, match="out") as caught:
         formats.load(tmp_path / "out", target)
     assert caught.value.fix
 

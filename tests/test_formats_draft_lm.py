@@ -1,6 +1,9 @@
 """A draft model's plain folder: transformers reads it, and we read what transformers wrote."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +11,18 @@ import pytest
 import torch
 import transformers as hf
 
-from outrider.models import formats
-from outrider.models.drafters.draft_lm import DraftLm
+from outrider.eval.decode.answer import Stops
+from outrider.eval.decode.engine import Engine
+from outrider.eval.publish.serving import serving
+from outrider.models import drafters, formats
+from outrider.models.drafters.draft_lm import Config, DraftLm
+from outrider.models.load import TINY, Loaded, stop_ids
 from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
 from outrider.train.errors import RunError
 from tests import outside, tiny
 from tests.families import small_model
+from tests.test_against import shallow
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +101,54 @@ def test_a_truncated_shard_is_refused(target: Target, theirs: Path) -> None:
 def test_a_model_with_another_vocabulary_is_refused(theirs: Path) -> None:
     with pytest.raises(RunError, match="knows 61 tokens and the target 64"):
         formats.load(theirs, tiny.target(vocab_size=64))
+
+
+# ---- transformers drafts with it -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The lower layers of the embedded target, published as its draft model."""
+    room = tmp_path_factory.mktemp("exported")
+    cfg = Config(path=str(shallow(room / "shallow")))
+    whole = DraftVocab.whole(loaded.target.vocab)
+    drafter = drafters.build(cfg, loaded.target, whole)
+    formats.find("transformers", "draft_lm").write(drafter, loaded.target, None, room / "out")
+    return room / "out"
+
+
+@pytest.mark.slow
+def test_transformers_drafts_with_the_folder_and_says_what_plain_decoding_says(
+    loaded: Loaded, exported: Path
+) -> None:
+    theirs, assistant = (
+        hf.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        for place in (TINY, exported)
+    )
+    asked = list[object]()
+    theirs.model.register_forward_pre_hook(lambda *_: asked.append(None))
+    stops = Stops(stop_ids(loaded.tokenizer, loaded.target))
+    plain = Engine(loaded.target, None, None, stops=stops)
+    tokens = 0
+    for text in ("Once upon a time", "When should I visit", "It was a windy day, and"):
+        ids = loaded.tokenizer(text, return_tensors="pt").input_ids
+        out = theirs.generate(ids, assistant_model=assistant, do_sample=False, max_new_tokens=48)
+        ours = plain.generate(ids[0].tolist(), 48).ids
+        assert out[0, ids.shape[1] :].tolist() == ours
+        tokens += len(ours)
+    assert len(asked) < 0.8 * tokens, "some of its guesses were accepted"
+
+
+@pytest.mark.slow
+def test_the_cards_command_for_transformers_runs(loaded: Loaded, exported: Path) -> None:
+    drafter, cfg = formats.load(exported, loaded.target)
+    found = serving("transformers", drafter, cfg, str(exported), str(TINY), "tiny")
+    title, command = found.commands[0]
+    assert title == "transformers"
+    place = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], capture_output=True, text=True, check=False, env=place
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon a time")
+    assert len(done.stdout) > 2 * len("Once upon a time")

@@ -175,6 +175,26 @@ def test_the_sizes_of_the_taps_go_into_the_matrix_that_reads_them(
             assert torch.equal(ours, theirs) or not exact
 
 
+def test_the_sizes_that_training_finds_are_taken_up_without_a_rounding(
+    target: Target, tmp_path: Path
+) -> None:
+    drafter = tiny.drafter("eagle3", target)
+    assert isinstance(drafter, Eagle3)
+    trace = tiny.packed(target)
+    drafter.initialise(target, [trace])
+    scale = drafter.tap_scale
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)), "powers of two"
+    assert bool((scale != 1).any())
+    taps = trace.taps[trace.document >= 0].unflatten(-1, (len(scale), -1)) * scale[:, None]
+    sizes = taps.square().mean(-1).sqrt().median(0).values
+    assert bool(((sizes > 0.7) & (sizes < 1.42)).all())
+    folder = outside.published(drafter, target, tmp_path / "f", "vllm")
+    (folder / "outrider.json").write_text('{"drafter": {"depths": 3}}')
+    read, _ = formats.load(folder, target)
+    pairs = zip(outside.logits(drafter, target), outside.logits(read, target), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
 @torch.no_grad()
 def test_a_normed_residual_is_what_the_first_layer_adds_to(target: Target) -> None:
     drafter = tiny.drafter("eagle3", target, **outside.NORMED)

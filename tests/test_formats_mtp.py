@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from outrider.models import formats
 from outrider.models.base import Drafter
@@ -178,6 +179,24 @@ def test_modules_of_another_target_are_not_stitched(
     (tmp_path / "alone" / "outrider.json").unlink()
     with pytest.raises(RunError, match="stands behind 6 layers, the target has 4"):
         formats.load(tmp_path / "alone", target)
+
+
+def test_a_target_whose_layers_have_other_names_is_refused(
+    target: Target, home: Path, tmp_path: Path
+) -> None:
+    """Engines would not find modules there, nor should we write where nobody looks."""
+    formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "alone")
+    shutil.copytree(home, tmp_path / "other")
+    for file in (tmp_path / "other").glob("*.safetensors"):
+        named = {
+            k.replace("model.", "model.language_model."): v for k, v in load_file(file).items()
+        }
+        save_file(named, file)
+    index = tmp_path / "other" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model.', '"model.language_model.'))
+    with pytest.raises(RunError, match="layers are not called"):
+        stitching.stitch(tmp_path / "alone", tmp_path / "other", tmp_path / "both")
+    assert not (tmp_path / "both").exists()
 
 
 def test_a_speculator_is_not_stitched(target: Target, home: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from outrider.eval.decode.clock import Clock
 from outrider.eval.metrics import Record, predict, summarise
 from outrider.eval.page import folder as folders
 from outrider.eval.page.answers import answers_of
-from outrider.eval.page.figures import curves, draw
+from outrider.eval.page.figures import bars, curves, draw
 from outrider.eval.page.folder import Run, read_run, rounds_of
 from outrider.eval.page.make import report
 from outrider.eval.page.parts import Figure, Fold, Page, Section, table
@@ -352,8 +352,36 @@ def test_a_folder_of_runs_is_compared(tmp_path: Path) -> None:
     page = Reader((place / "report.html").read_text())
     assert "sweep: 2 runs compared" in page.text
     assert "chain@1 speedup" in page.text
+    assert "chain@0: chains decoded at temperature 0" in page.text
+    assert page.text.count("seconds for first weights;") == 1, "what training cost is told there"
     assert "1.62" not in page.text, "plans belong to one run"
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 3  # speedup, tau, curves
+
+
+def test_a_warning_says_names_as_they_are(tmp_path: Path) -> None:
+    """Names of runs and formats are not spelled anew to begin a sentence."""
+    for name, threads in (("one", 1), ("two", 2)):
+        run = fill(tmp_path / "Sweep" / name)
+        for file in (run / "eval").glob("*.json"):
+            file.write_text(json.dumps({**json.loads(file.read_text()), "threads": threads}))
+    place = tmp_path / "Sweep"
+    assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
+    said = Reader((place / "report.html").read_text()).text
+    assert "chain@1: not the same conditions: threads (1 | 2)" in said
+
+
+def test_many_bars_get_a_taller_drawing() -> None:
+    def height(runs: int) -> float:
+        names = [f"run {i}" for i in range(runs)]
+        light = draw("t", "d", bars(names, {"a": [1.0] * runs, "b": [None] * runs}, "x")).light
+        found = re.search(
+            r'height="([\d.]+)pt"', base64.b64decode(light.partition(",")[2]).decode()
+        )
+        assert found is not None
+        return float(found[1])
+
+    assert height(2) == height(4)
+    assert height(40) > 2 * height(4)
 
 
 def test_compare_writes_a_page_where_it_is_told_to(

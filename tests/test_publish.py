@@ -216,6 +216,7 @@ DAMAGES: list[tuple[str, Case, Callable[[Path], None], str]] = [
     ("a head", MEDUSA, rows("lm_heads.1.weight"), "its guesses of depths 2 differ"),
     ("one number", NATIVE, weights(lambda w: w["fc.weight"][0].mul_(-1)), "was changed"),
     ("a layer", LM, weights(lambda w: w["model.norm.weight"].mul_(-1)), "was changed"),
+    ("other sizes", LM, say(intermediate_size=20), "config.json is not understood|mismatched"),
     ("renamed", LM, weights(lambda w: w.update({"x": w.pop("model.norm.weight")})), "missing in"),
 ]
 
@@ -245,6 +246,16 @@ def test_damage_is_named_by_its_cause(
     assert re.search(cause, found[0]), found
     if not sealed and (folder / "golden.json").exists():
         assert "its sha256 differs" in found[-1] or "is missing" in found[-1]
+
+
+def test_golden_numbers_that_are_not_all_there_are_told(shelf: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(shelf / str(PLAIN[0]), folder)
+    golden = json.loads((folder / "golden.json").read_text())
+    (folder / "golden.json").write_text(json.dumps({**golden, "sha256": {}, "taps": None}))
+    assert problems(folder)[0].startswith("config.json has it read the outputs of layers")
+    (folder / "golden.json").write_text(json.dumps({k: golden[k] for k in ("format", "drafter")}))
+    assert problems(folder) == ["golden.json lacks sha256"]
 
 
 def test_a_card_may_be_edited(shelf: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 
 from outrider.eval.publish import card
+from outrider.eval.publish.proof import Proof
 from outrider.models import drafters
 from outrider.models.formats import native
 from outrider.models.formats.sglang import SGLang
@@ -46,7 +47,7 @@ def run(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "format": "outrider-report-1", "policy": "chain", "depth": 2, "nodes": 2,
         "temperature": 0.0, "dtype": "float32", "device": "cpu", "threads": 1,
         "exact_note": "all 3 answers equal plain decoding", **METRICS,
-        "categories": {"story": METRICS},
+        "categories": {"story": METRICS, "a|b *c*": METRICS},
     }  # fmt: skip
     (run / "eval").mkdir()
     for name, whose in (("mine", fingerprint(drafter.state_dict())), ("stale", "other")):
@@ -109,6 +110,7 @@ def test_a_card_says_what_the_runs_files_say(published: Path) -> None:
     assert "| chain, depth 2 | 0.0 | 3 | 2.50 (2.25-2.75) | 1.50x | float32" in text
     assert "| accept@k | 0.75 | 0.50 |" in text
     assert "| story | 3 | 2.50 | 1.50x |" in text
+    assert r"| a\|b \*c\* | 3 | 2.50 | 1.50x |" in text
     assert "left out: stale" in text
     assert "| 4 | 256 | chain 3 | 2.25 | 1.75x |" in text
     assert "H100 SXM 80GB" in text
@@ -170,6 +172,7 @@ def test_a_drafter_that_did_not_travel_whole_is_not_published(
         (["format=gguf"], "There is no such format"),
         (["publish.typo=1"], "There is no such key"),
         (["publish.repo=noslash"], "has an owner and a name"),
+        (["publish.base_model='x; rm y'"], "has an owner and a name"),
         (["publish.prompts=0"], "must be >= 1"),
         (["train.lr=1"], "The run folder fixes what was trained"),
         (["publish.new_tokens=99999"], "No prompt fits"),
@@ -182,6 +185,17 @@ def test_mistakes_end_with_a_message(
         publish(run, *words)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_a_format_cannot_hold_is_told_before_anything_is_decoded(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(SGLang, "refuses", lambda self, *given: "it is round")
+    monkeypatch.setattr(Proof, "decoded", lambda self, drafter: pytest.fail("it was decoded with"))
+    with pytest.raises(SystemExit) as stop:
+        publish(run, "format=sglang")
+    assert stop.value.code == 2
+    assert "it is round" in capsys.readouterr().err
 
 
 def test_help_lists_the_groups_own_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def test_the_verdict_admits_a_loss() -> None:
 
 
 def test_an_interval_around_one_is_no_gain() -> None:
-    assert "about as fast, within the noise" in report(0.5, 0.5, 2.0, 2.0).verdict()
+    assert "about as fast, within the noise: tau" in report(0.5, 0.5, 2.0, 2.0).verdict()
 
 
 def test_without_a_baseline_the_verdict_claims_nothing() -> None:

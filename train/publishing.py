@@ -36,9 +36,13 @@ def read_publish(overrides: Sequence[str]) -> PublishConfig:
         ConfigError: an unknown key, a wrong type, a format or a name that cannot be.
     """
     found, _ = verb_group(PublishConfig, "publish", overrides)
-    if found.repo is not None and not re.fullmatch(REPO, found.repo):
-        why = "A repository on the hub has an owner and a name."
-        raise ConfigError("publish.repo", found.repo, why, "Like publish.repo=me/eagle3-qwen3-8b.")
+    for name, value, usual in (
+        ("repo", found.repo, "me/eagle3-qwen3-8b"),
+        ("base_model", found.base_model, "Qwen/Qwen3-8B"),
+    ):  # fmt: skip
+        if value is not None and not re.fullmatch(REPO, value):
+            why = "A repository on the hub has an owner and a name."
+            raise ConfigError(f"publish.{name}", value, why, f"Like publish.{name}={usual}.")
     if found.out is not None and Path(found.out).expanduser().is_file():
         why = "There is a file of this name, and a folder is written."
         raise ConfigError("publish.out", found.out, why, "Choose another name.")

@@ -7,6 +7,7 @@ numbers give the same bytes.
 
 import base64
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from matplotlib.ticker import ScalarFormatter
 from outrider.eval.page.parts import Figure
 
 SIZE = (4.6, 3.1)  # inches
+BAR = 0.15  # inches that a bar needs in a group
 LONGEST = 24  # letters of a label
 LINE = 66  # letters of a line of the legend
 BROKEN = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -89,7 +91,8 @@ def _legend(axes: Any) -> None:
     marks, words = axes.get_legend_handles_labels()
     if len(words) > 1:
         longest = max(map(len, words))
-        columns = min(len(words), max(1, LINE // (longest + 6)))
+        lines = math.ceil(len(words) / max(1, LINE // (longest + 6)))
+        columns = math.ceil(len(words) / lines)
         axes.figure.legend(marks, words, loc="outside lower center", ncols=columns)
 
 
@@ -118,22 +121,34 @@ def curves(
             style = "-" if i < len(theme.lines) else "--"
             mark = "o" if marks or len(points) == 1 else None
             axes.plot(x, y, style, color=colour, marker=mark, ms=4, lw=1.4, label=of_legend(name))
-            for at, span in zip(x, (spans or {}).get(name, ()), strict=False):
-                if span:
-                    axes.plot([at, at], span, color=colour, lw=1, alpha=0.6)
+            for at, span in _there(x, spans, name):
+                axes.plot([at, at], span, color=colour, lw=1, alpha=0.6)
         if diagonal:
             axes.plot([0, 1], [0, 1], color=theme.ink, lw=0.8, ls=":")
         axes.set(xlabel=across, ylabel=up)
-        if all(float(x).is_integer() for points in lines.values() for x, _ in points):
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        if log and all(y > 0 for points in lines.values() for _, y in points):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_minor_formatter(ScalarFormatter())
-            axes.yaxis.set_tick_params(which="minor", labelsize=7)
+        _scale(axes, [point for found in lines.values() for point in found], log)
         _legend(axes)
 
     return paint
+
+
+def _there(
+    at: Sequence[float], spans: Mapping[str, Sequence[Span]] | None, name: str
+) -> list[tuple[float, tuple[float, float]]]:
+    """The intervals that are known, and where each is drawn."""
+    of = (spans or {}).get(name, ())
+    return [(x, span) for x, span in zip(at, of, strict=False) if span]
+
+
+def _scale(axes: Any, found: Sequence[tuple[float, float]], log: bool) -> None:
+    """Whole numbers across where there are no others; powers upwards if that is wanted."""
+    if all(float(x).is_integer() for x, _ in found):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    if log and all(y > 0 for _, y in found):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+        axes.yaxis.set_tick_params(which="minor", labelsize=7)
 
 
 def bars(
@@ -153,30 +168,22 @@ def bars(
     def paint(axes: Any, theme: Theme) -> None:
         thick = 0.8 / len(values)
         for i, (kind, numbers) in enumerate(values.items()):
-            for place, number in enumerate(numbers):
-                if number is None:
-                    continue
-                at = place + (i - (len(values) - 1) / 2) * thick
-                named = of_legend(kind) if place == _first(numbers) else None
-                axes.barh(
-                    at, number, 0.9 * thick, color=theme.lines[i % len(theme.lines)], label=named
-                )
-                span = spans[kind][place] if spans and kind in spans else None
-                if span:
-                    axes.plot(span, [at, at], color=theme.ink, lw=1.2)
+            colour = theme.lines[i % len(theme.lines)]
+            at = [place + (i - (len(values) - 1) / 2) * thick for place in range(len(names))]
+            widths = [float("nan") if number is None else number for number in numbers]
+            axes.barh(at, widths, 0.9 * thick, color=colour, label=of_legend(kind))
+            for place, span in _there(at, spans, kind):
+                axes.plot(span, [place, place], color=theme.ink, lw=1.2)
         if level is not None:
             axes.axvline(level, color=theme.ink, lw=0.8, ls=":")
         axes.set_yticks(range(len(names)), [label(name) for name in names])
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.set(xlabel=across)
+        axes.figure.set_figheight(max(SIZE[1], 1 + BAR * len(names) * len(values)))
         _legend(axes)
 
     return paint
-
-
-def _first(numbers: Sequence[float | None]) -> int:
-    return next(i for i, number in enumerate(numbers) if number is not None)
 
 
 def stacks(names: Sequence[str], parts: Mapping[str, Sequence[float]], across: str) -> Paint:

@@ -94,10 +94,16 @@ def calibration_of(run: Run) -> Section:
     if lines:
         paint = curves(lines, "confidence", "share that was right", marks=True, diagonal=True)
         parts.append(draw("confidence against truth", told, paint))
+    parts += _calibrated(depths, told)
+    return Section("calibration", title, parts)
+
+
+def _calibrated(depths: Sequence[Mapping[str, Any]], told: str) -> Iterator[Part]:
+    """The error of every depth, and the bins that the figure draws."""
     head = ["depth", "guesses", "calibration error"]
     rows = [[str(d["depth"]), str(d["guesses"]), f"{d['error']:.3f}"] for d in depths]
     error = "Error: mean distance of confidence and share that was right, weighted by guesses."
-    parts.append(table("calibration by depth", head, rows, error))
+    yield table("calibration by depth", head, rows, error)
     bins = [
         [str(d["depth"]), f"{b['from']:.1f}", str(b["guesses"]), f"{b['confidence']:.3f}",
          f"{b['right']:.3f}"]
@@ -105,8 +111,7 @@ def calibration_of(run: Run) -> Section:
         for b in d["bins"]
     ]  # fmt: skip
     head = ["depth", "bin from", "guesses", "mean confidence", "share right"]
-    parts.append(Fold("bins", [table("bins of confidence", head, bins, told)]))
-    return Section("calibration", title, parts)
+    yield Fold("bins", [table("bins of confidence", head, bins, told)])
 
 
 def _stale_drafter(run: Run) -> bool:

@@ -25,17 +25,18 @@ SIDE = "The best of a row stands out."
 def compared(runs: Sequence[Measured], without: Sequence[RunError]) -> list[Section]:
     """Sections of several runs: speed, training, and the reports in full if they are few."""
     notes: list[Part] = [Note(f"Left out: {error.message}") for error in without]
-    notes += [Note(warning.plain.capitalize()) for warning in compare.warnings(runs)]
-    training, decoding, legend = compare.overview(runs).renderables
-    said = f"{legend}. The best of a column stands out."
+    notes += [Note(warning.plain) for warning in compare.warnings(runs)]
+    training, decoding, _ = compare.overview(runs).renderables
+    best = "The best of a column stands out."
+    brings = f"{compare.BRINGS}. {meanings('tau', 'speedup')} {best}"
     assert isinstance(training, Shown), "the first part of an overview is a table"
     assert isinstance(decoding, Shown), "the second part of an overview is a table"
     sections = [
         Section("speed", "What it brings", [
-            *_speeds(runs), *notes, of_console(decoding, "what it brings", said),
+            *_speeds(runs), *notes, of_console(decoding, "what it brings", brings),
         ]),
         Section("training", "What it cost, and what held-out text says", [
-            *_curves(runs), of_console(training, "what it cost", said),
+            *_curves(runs), of_console(training, "what it cost", f"{compare.COST}. {best}"),
         ]),
     ]  # fmt: skip
     reports = compare.all_reports(runs)

@@ -16,7 +16,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from outrider.eval.publish.serving import serving
+from outrider.eval.page.write import markdown
+from outrider.eval.publish.serving import Serving, serving
 from outrider.eval.report import FORMAT, number
 from outrider.models.base import Drafter
 from outrider.models.formats.native import target_fingerprint
@@ -58,25 +59,25 @@ class Subject:
     proof: str
 
 
-def write_card(subject: Subject, repo: str) -> str:
+def write_card(subject: Subject, repo: str | None) -> str:
     """README.md: the hub's metadata block, then the page.
 
     Args:
-        repo: what engines call the place; the folder where there is no repository.
+        repo: its repository, which engines take for the place; None: it lies in a folder.
     """
     room = Environment(
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    room.filters["number"] = number
-    page = room.get_template("card.jinja").render(**facts(subject, repo))
+    room.filters |= {"number": number, "md": markdown}
+    page = room.get_template("card.jinja").render(**facts(subject, repo or "FOLDER"))
     return f"---\n{metadata(subject, repo).to_yaml()}\n---\n\n{page}"
 
 
 # ---- metadata ----------------------------------------------------------------------------------
 
 
-def metadata(subject: Subject, repo: str) -> ModelCardData:
+def metadata(subject: Subject, repo: str | None) -> ModelCardData:
     """What the hub sorts and filters by."""
     name = subject.cfg.name
     known = {
@@ -87,7 +88,7 @@ def metadata(subject: Subject, repo: str) -> ModelCardData:
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draft-model", name, subject.word, "outrider"],
         "eval_results": results(subject) or None,
-        "model_name": repo.rpartition("/")[2],
+        "model_name": (repo or f"{name}-{subject.target.name}").rpartition("/")[2],
     }
     return ModelCardData(**known)
 
@@ -152,39 +153,49 @@ def results(subject: Subject) -> list[EvalResult]:
 
 def facts(subject: Subject, repo: str) -> dict[str, Any]:
     """What the template asks for."""
-    folder, target = Path(subject.config.run.dir), subject.target
-    served = (
-        base_model(subject.config, subject.wanted) or "TARGET"
-    )  # no path of this machine leaves it
-    target_settings = subject.config.target
-    called = base_model(subject.config, subject.wanted) or subject.target.name
-    ours = target_settings.name if target_settings.path is None else served
-    manifest = _json(folder / "manifest.json")
-    training = _json(folder / "training.json")
+    wanted, target = subject.wanted, subject.target
     return {
         "repo": repo,
         "name": subject.cfg.name,
         "word": subject.word,
-        "target": called,
+        "target": base_model(subject.config, wanted) or target.name,
         "fingerprint": target_fingerprint(target),
-        "license": licence(subject.config, subject.wanted)["license"],
-        "inherited": subject.wanted.license is None,
+        "license": licence(subject.config, wanted)["license"],
+        "inherited": wanted.license is None,
         "parameters": sum(p.numel() for p in subject.drafter.parameters()),
         "drafted": len(subject.drafter.vocab),
         "vocab": target.vocab,
         "taps": list(subject.drafter.taps),
-        "serving": serving(subject.word, subject.drafter, subject.cfg, repo, served, ours),
+        "serving": _serving(subject, repo),
         "reports": subject.reports,
         "other": subject.other,
-        "plan": _plan_rows(subject.plan),
+        "plan": list((subject.plan or {}).get("recommended", [])),
         "machine": (subject.plan or {}).get("machine", ""),
         "proof": subject.proof,
         "changed": bool(getattr(subject.cfg, "adapter_rank", 0)),
+        "datasets": list(wanted.datasets),
+        **_of_training(Path(subject.config.run.dir)),
+    }
+
+
+def _serving(subject: Subject, repo: str) -> Serving:
+    """How engines are told; no path of this machine leaves it."""
+    served = base_model(subject.config, subject.wanted) or "TARGET"
+    target = subject.config.target
+    ours = target.name if target.path is None else served
+    return serving(subject.word, subject.drafter, subject.cfg, repo, served, ours)
+
+
+def _of_training(run: Path) -> dict[str, Any]:
+    """What the files of a run say of it."""
+    manifest, training = _json(run / "manifest.json"), _json(run / "training.json")
+    recipe = dict(manifest.get("config", {}).get("train") or {})
+    recipe.pop("wandb", None)  # says where, not what
+    return {
         "command": command(manifest),
         "data": _json_text(manifest.get("data")),
-        "datasets": list(subject.wanted.datasets),
         "training": training if training.keys() >= TRAINED else {},
-        "settings": _json_text(manifest.get("config", {}).get("train")),
+        "settings": _json_text(recipe),
         "drafter_settings": _json_text(manifest.get("config", {}).get("drafter")),
         "versions": manifest.get("versions", {}),
         "commit": manifest.get("git", {}).get("commit"),
@@ -217,10 +228,6 @@ def read_plan_of(folder: Path) -> dict[str, Any] | None:
     """The newest plan of a run."""
     files = sorted((folder / "plan").glob("*.json"), key=lambda file: file.stat().st_mtime)
     return _json(files[-1]) if files else None
-
-
-def _plan_rows(plan: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    return list((plan or {}).get("recommended", []))
 
 
 def _json(file: Path) -> dict[str, Any]:

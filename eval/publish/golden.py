@@ -105,21 +105,27 @@ def write_golden(
     """
     write_tensors(folder / "golden.safetensors", numbers, {"format": "pt"})
     write(folder / "verify.py", verifier(about["drafter"]).encode())
-    shape, ids = target.shape(), numbers["ids"].to(target.device)
-    plain = torch.equal(target.embedding.weight[ids], target.embed(ids))
-    finish = {k: getattr(target.text, k, None) for k in FINISH}
     files = sorted(f for f in folder.iterdir() if f.name not in UNHASHED)
-    write_json(
-        folder / "golden.json",
-        {
-            **about,
-            "taps": list(drafter.taps),
-            "plain_embedding": plain,
-            "target": {
-                "name": target.name, "fingerprint": target_fingerprint(target),
-                "vocab": shape.vocab, "hidden": shape.hidden, "layers": shape.layers,
-                "logits": {k: v for k, v in finish.items() if v is not None},
-            },
-            "sha256": {file.name: sha256_of(file) for file in files},
+    said = {
+        **about,
+        "taps": list(drafter.taps),
+        **_of_target(target, numbers["ids"].to(target.device)),
+        "sha256": {file.name: sha256_of(file) for file in files},
+    }
+    write_json(folder / "golden.json", said)
+
+
+def _of_target(target: Target, ids: Int[Tensor, " T"]) -> dict[str, Any]:
+    """What the checker has to know of it."""
+    shape, finish = target.shape(), {k: getattr(target.text, k, None) for k in FINISH}
+    return {
+        "plain_embedding": torch.equal(target.embedding.weight[ids], target.embed(ids)),
+        "target": {
+            "name": target.name,
+            "fingerprint": target_fingerprint(target),
+            "vocab": shape.vocab,
+            "hidden": shape.hidden,
+            "layers": shape.layers,
+            "logits": {k: v for k, v in finish.items() if v is not None},
         },
-    )  # fmt: skip
+    }

@@ -26,7 +26,7 @@ from outrider.models import formats
 from outrider.models.base import Drafter
 from outrider.models.formats import native
 from outrider.models.formats.folder import STAMP
-from outrider.models.formats.outside import Format
+from outrider.models.formats.outside import Format, demand
 from outrider.models.formats.stamp import stamped
 from outrider.models.formats.writing import appearing
 from outrider.models.load import Loaded, load, stop_ids
@@ -57,7 +57,7 @@ def publish(config: Config, wanted: PublishConfig) -> int:
         for form, place in work.places(console):
             partial = open_folders.enter_context(appearing(place))
             said = work.build(form, partial)
-            console.print(f"{form.words[0]}: {said}", highlight=False)
+            console.print(f"{form.words[0]}: {said}", highlight=False, soft_wrap=True)
     for form, place in work.done:
         console.print(tree(place, str(place)), highlight=False)
         repo = work.repo(form)
@@ -93,9 +93,12 @@ def prepared(config: Config, wanted: PublishConfig, loaded: Loaded) -> "Work":
     """The run's drafter at work on its own prompts.
 
     Raises:
+        ConfigError: the one format that is wanted cannot hold it.
         RunError: the run has no drafter, or nothing it could decode.
     """
     drafter, cfg = native.FORMATS[0].read(find_drafter(config), loaded.target)
+    if wanted.format != "all":
+        demand(formats.find(wanted.format, cfg.name), drafter, loaded.target, cfg)
     drafter.to(loaded.target.device).eval().requires_grad_(False)
     drafter.change(loaded.target)
     drafter.to(torch.float32)
@@ -128,7 +131,8 @@ class Work:
             return self.done
         for word, why in formats.fitting(self.drafter, name, target).items():
             if why:
-                console.print(f"{word}: left out, {why}", style="yellow", highlight=False)
+                said = f"{word}: left out, {why}"
+                console.print(said, style="yellow", highlight=False, soft_wrap=True)
             else:
                 self.done.append(self._place(formats.find(word, name)))
         return self.done
@@ -165,7 +169,7 @@ class Work:
             self.config, self.wanted, self.drafter, self.cfg, self.loaded.target, form.words[0],
             reports, other, read_plan_of(run), said,
         )  # fmt: skip
-        return write_card(subject, self.repo(form) or "FOLDER")
+        return write_card(subject, self.repo(form))
 
 
 def export(

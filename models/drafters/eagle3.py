@@ -9,7 +9,8 @@ speculators), more layers, query and key norms, another head size.
 
 Differs: the weight of a row follows the *predicted* token (the reference lags by two); heads and
 losses run over supervised rows only; taps are divided by their typical size (`tap_scale`), so that
-one learning rate suits every target; training starts from the best linear drafter (`models/fit.py`;
+one learning rate suits every target, and by a power of two, so that `fc` takes it up without a
+rounding when it is published; training starts from the best linear drafter (`models/fit.py`;
 measured in docs/log.md).
 """
 
@@ -147,7 +148,7 @@ class Eagle3(SelfFeeding):
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
-        """Taps of unit size; then, unless `init=random`, the best linear drafter there is.
+        """Taps of about unit size; then, unless `init=random`, the best linear drafter there is.
 
         A regression of the target's next state on the taps and on the embedding of x_{t+1} gives
         `fc` its first half and the attention its second: the first query head of each group looks
@@ -176,7 +177,7 @@ class Eagle3(SelfFeeding):
     def _scale_taps(self, trace: Trace) -> None:
         taps = trace.taps[trace.document >= 0].float().unflatten(-1, (len(self.taps), -1))
         sizes = taps.pow(2).mean(-1).sqrt().median(0).values
-        self.tap_scale.copy_(1 / sizes.clamp(min=1e-6))
+        self.tap_scale.copy_(torch.exp2(-sizes.clamp(min=1e-6).log2().round()))
 
     def _wide(self, trace: Trace) -> Float[Tensor, "BT DD"]:
         return self._input(trace.ahead(1).flatten(), self.start(trace))[1]

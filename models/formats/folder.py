@@ -70,9 +70,12 @@ class Folder:
 
     def _read_index(self, index: Path) -> None:
         said = read_json(index, self.fix)
-        where, counted = said.get("weight_map"), said.get("metadata") or {}
-        if not isinstance(where, dict) or any(Path(str(n)).name != n for n in where.values()):
-            why = "does not say which file beside it holds which weight."
+        where, about = said.get("weight_map"), said.get("metadata") or {}
+        total = about.get("total_size", 0) if isinstance(about, dict) else None
+        why = "does not say which file beside it holds which weight."
+        if not isinstance(where, dict) or not isinstance(total, int | float):
+            raise RunError(f"{index} {why}", self.fix)
+        if any(Path(str(name)).name != name for name in where.values()):
             raise RunError(f"{index} {why}", self.fix)
         for name in sorted(set(where.values())):
             self._read_header(name)
@@ -81,8 +84,8 @@ class Folder:
             what = f"{sorted(wrong)[0]} and {len(wrong) - 1} more" if wrong else ""
             raise Damaged(f"{index} and its files disagree about {what}.", self.fix)
         size = sum(payload(self.path / name) for name in set(where.values()))
-        if size < counted.get("total_size", 0):
-            promised = f"{counted['total_size']:,} bytes of weights"
+        if size < total:
+            promised = f"{total:,} bytes of weights"
             raise Damaged(f"{index} promises {promised}, and its files hold {size:,}.", self.fix)
 
     def _read_header(self, name: str) -> None:

@@ -14,7 +14,7 @@ from outrider.models.base import Drafter
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.formats import native
 from outrider.models.formats.folder import STAMP, Folder
-from outrider.models.formats.outside import Outside
+from outrider.models.formats.outside import Outside, demand
 from outrider.models.formats.stamp import read_stamp, stamped
 from outrider.models.formats.writing import appearing
 from outrider.models.small_lm import refuse_code
@@ -27,8 +27,8 @@ from outrider.train.files import sha256_of, write_json
 class HuggingFace(Outside):
     """config.json and weights as `save_pretrained` writes them."""
 
-    words = ("transformers", "vllm", "sglang")
-    drafters = ("draft_lm",)
+    words: tuple[str, ...] = ("transformers", "vllm", "sglang")
+    drafters: tuple[str, ...] = ("draft_lm",)
     served = "transformers, vLLM, SGLang"
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
@@ -37,7 +37,7 @@ class HuggingFace(Outside):
         return "its draft vocabulary is reduced, and a language model's folder has no place for one"
 
     def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
-        self.demand(drafter, target, cfg)
+        demand(self, drafter, target, cfg)
         assert isinstance(drafter, DraftLm), "this format holds draft_lm"
         with appearing(folder) as partial:
             drafter.lm.model.save_pretrained(partial)
@@ -65,7 +65,7 @@ class HuggingFace(Outside):
                 f"config.json names code to run, which is never done: {error}"
             ) from None
         said = {**stamp.get("drafter", {}), "body": None, "path": str(folder)}
-        cfg = native.settings({"name": "draft_lm", **said})
+        cfg = native.settings({"name": "draft_lm", **said}, folder)
         try:
             drafter = DraftLm(cfg, target, DraftVocab.whole(target.vocab), ())
         except ConfigError as error:

@@ -74,23 +74,18 @@ def save(
     """
     tensors, shape = {**drafter.state_dict(), **(weights or {})}, drafters.own_shape(drafter)
     sha256 = write_tensors(folder / "model.safetensors", tensors, {"format": FORMAT})
-    write_json(
-        folder / "config.json",
-        {
-            "format": FORMAT,
-            "drafter": dataclasses.asdict(getattr(drafter, "cfg", cfg)),
-            "taps": list(drafter.taps),
-            "target": {
-                "name": target.name,
-                "fingerprint": target_fingerprint(target),
-                **target.shape()._asdict(),
-            },
-            "draft_vocab_size": len(drafter.vocab),
-            **({} if shape is None else {"shape": shape._asdict()}),
-            "sha256": sha256,
-            "about": about,
-        },
-    )
+    made_for = {"name": target.name, "fingerprint": target_fingerprint(target)}
+    config = {
+        "format": FORMAT,
+        "drafter": dataclasses.asdict(getattr(drafter, "cfg", cfg)),
+        "taps": list(drafter.taps),
+        "target": {**made_for, **target.shape()._asdict()},
+        "draft_vocab_size": len(drafter.vocab),
+        **({} if shape is None else {"shape": shape._asdict()}),
+        "sha256": sha256,
+        "about": about,
+    }
+    write_json(folder / "config.json", config)
 
 
 def read(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -102,10 +97,15 @@ def read(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor
     config = read_json(folder / "config.json", FIX)
     if config.get("format") != FORMAT or not config.keys() >= PARTS:
         raise RunError(f"{folder} is not a drafter of this format ({FORMAT}).", FIX)
-    if not config["target"].keys() >= TARGET_PARTS:
-        raise RunError(f"{folder}/config.json does not say which target it is for.", FIX)
+    kinds = {"drafter": dict, "taps": list, "target": dict}
+    whole = all(isinstance(config[part], kind) for part, kind in kinds.items())
+    if not whole or not config["target"].keys() >= TARGET_PARTS:
+        raise RunError(f"{folder}/config.json does not say what reads which target.", FIX)
     _same_target(folder, config["target"], target)
-    return config, read_tensors(folder / "model.safetensors", config["sha256"], FIX)
+    tensors = read_tensors(folder / "model.safetensors", config["sha256"], FIX)
+    if "vocab.d2t" not in tensors:
+        raise RunError(f"{folder}/model.safetensors lacks vocab.d2t, the draft vocabulary.", FIX)
+    return config, tensors
 
 
 def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tuple[Drafter, Any]:
@@ -125,7 +125,7 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tupl
 def _stored(folder: Path, target: Target) -> tuple[Drafter, Any]:
     """The drafter as it is stored."""
     config, tensors = read(folder, target)
-    cfg = settings(config["drafter"])
+    cfg = settings(config["drafter"], folder)
     vocab = DraftVocab(tensors["vocab.d2t"] + torch.arange(len(tensors["vocab.d2t"])), target.vocab)
     if hasattr(cfg, "taps"):
         cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
@@ -140,14 +140,14 @@ def _stored(folder: Path, target: Target) -> tuple[Drafter, Any]:
     return drafter, cfg
 
 
-def settings(fields: dict[str, Any]) -> Any:
-    """The drafter's `Config` from json, refusing fields it does not know."""
+def settings(fields: dict[str, Any], folder: Path) -> Any:
+    """The drafter's `Config` from the json of a folder, refusing fields it does not know."""
     try:
         kind = drafters.module(str(fields["name"])).Config
         lists = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return kind(**lists)
     except (ConfigError, TypeError, KeyError, ValueError) as error:
-        raise RunError(f"drafter/config.json does not fit this version: {error}", FIX) from None
+        raise RunError(f"{folder} does not fit this version: {error}", FIX) from None
 
 
 def _same_target(folder: Path, made_for: dict[str, Any], target: Target) -> None:

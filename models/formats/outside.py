@@ -55,6 +55,17 @@ class Format(Protocol):
         """The drafter, weights as stored, and its `Config`."""
 
 
+def demand(form: Format, drafter: Drafter, target: Target, cfg: Any) -> None:
+    """
+    Raises:
+        ConfigError: an engine would serve another drafter than this one.
+    """
+    if why := form.refuses(drafter, target):
+        name = getattr(drafter, "cfg", cfg).name
+        fix = "Choose another format, or train the drafter without it."
+        raise ConfigError("format", form.words[0], f"{name}: {why}.", fix)
+
+
 class Outside:
     """A format of config.json and safetensors; a subclass fills in the names."""
 
@@ -124,17 +135,10 @@ class Outside:
             ConfigError: an engine would serve another drafter than this one.
             RunError: the folder cannot be written.
         """
-        self.demand(drafter, target, cfg)
+        demand(self, drafter, target, cfg)
         config, tensors = self.config(drafter, target), self.tensors(drafter, target)
         stamp = stamped(self.words[0], self.joins, drafter, target, cfg)
         write_folder(folder, config, tensors, stamp, self.stem)
-
-    def demand(self, drafter: Drafter, target: Target, cfg: Any) -> None:
-        """Refuse what an engine would serve as another drafter than this one."""
-        if why := self.refuses(drafter, target):
-            name = getattr(drafter, "cfg", cfg).name
-            fix = "Choose another format, or train the drafter without it."
-            raise ConfigError("format", self.words[0], f"{name}: {why}.", fix)
 
     # ---- reading ----
 

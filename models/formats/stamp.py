@@ -69,6 +69,7 @@ def read_stamp(
     stamp = read_json(file, FIX)
     drafter, target_said = stamp.get("drafter", {}), stamp.get("target")
     whole = isinstance(drafter, dict) and isinstance(stamp.get("taps", []), list)
+    whole = whole and isinstance(stamp.get("sha256", {}), dict)
     if target_said is not None:
         whole = whole and isinstance(target_said, dict)
         whole = whole and {"name", "fingerprint"} <= target_said.keys()
@@ -96,4 +97,4 @@ def settings(folder: Folder, implied: Implied, stamp: Mapping[str, Any]) -> Any:
             raise folder.wrong(why, "One of them was changed; fetch the folder again.")
     size = None if implied.kept is None else len(implied.kept)
     fields = {"draft_vocab_size": size, **stamp.get("drafter", {}), **implied.fields}
-    return native.settings({**fields, "name": implied.name})
+    return native.settings({**fields, "name": implied.name}, folder.path)

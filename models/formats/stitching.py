@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from outrider.models.formats.folder import PICKLES, STAMP, Folder, payload
-from outrider.models.formats.modules import modules_of
+from outrider.models.formats.modules import modules_of, stitched_in
 from outrider.models.formats.writing import appearing
 from outrider.train.files import read_json, write_json, write_tensors
 
@@ -29,10 +29,13 @@ def stitch(alone: Path, target: Path, folder: Path) -> None:
     if "speculators_model_type" in modules.config:
         why = "its keys are those of speculators' tools, under which no engine looks in a target."
         raise modules.wrong(why, "Write the drafter with format=deepseek or qwen3_next.")
-    text = whole.config.get("text_config") or whole.config
+    if not stitched_in(whole):
+        why = "its layers are not called model.layers.*, behind which engines look for modules."
+        raise whole.wrong(why, "There is no layout for such a target.")
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        if modules.config.get(name) != text.get(name):
-            why = f"{name} is {modules.config.get(name)} there and {text.get(name)} in {target}."
+        ours, theirs = modules.config.get(name), whole.config.get(name)
+        if ours != theirs:
+            why = f"{name} is {ours} there and {theirs} in {target}."
             raise modules.wrong(why, "Stitch them into the target they were trained for.")
     with appearing(folder) as partial:
         _stitched(modules, whole, partial)
@@ -43,8 +46,7 @@ def _stitched(modules: Folder, whole: Folder, partial: Path) -> None:
         weights = file.suffix in (*PICKLES, ".safetensors") or file.name.endswith(".index.json")
         if file.is_file() and not weights and file.name not in ("config.json", STAMP):
             shutil.copy2(file, partial / file.name)
-    text = whole.config.get("text_config") or whole.config
-    old, where = modules_of(whole, text["num_hidden_layers"]), dict[str, str]()
+    old, where = modules_of(whole, whole.config["num_hidden_layers"]), dict[str, str]()
     for name in sorted(set(whole.files.values())):
         keys = [key for key, file in whole.files.items() if file == name and key not in old]
         where |= dict.fromkeys(keys, _shard(name))

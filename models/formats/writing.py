@@ -69,7 +69,12 @@ def _publish(partial: Path, path: Path) -> None:
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     if path.exists():
         path.rename(old)
-    partial.rename(path)
+    try:
+        partial.rename(path)
+    except OSError:
+        if old.exists():
+            old.rename(path)
+        raise
     sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 

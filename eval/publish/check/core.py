@@ -30,6 +30,7 @@ from torch import Tensor
 GOLDEN = "golden.safetensors"
 TOLERANCE = 1e-3  # of the largest logit: sums are rounded otherwise on another machine
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+UNFIT = (AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 Weights = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -52,12 +53,14 @@ def check(family: "type[Family]", folder: Path) -> tuple[list[str], str]:
     """What differs, the cause first; and what was found where nothing does."""
     try:
         golden = read_json(folder / "golden.json")
+        if gone := sorted({"sha256", "format", "drafter", "taps", "target"} - golden.keys()):
+            raise Wrong(f"golden.json lacks {gone[0]}")
         said, problems = "", changed(folder, golden)
         try:
             said = compared(family, folder, golden)
         except Wrong as wrong:
             problems.insert(0, str(wrong))
-        except (KeyError, TypeError, ValueError, OSError) as error:
+        except UNFIT as error:
             problems.insert(0, f"config.json is not understood: {type(error).__name__} {error}")
         return problems, said
     except Wrong as wrong:
