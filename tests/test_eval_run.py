@@ -18,9 +18,10 @@ from outrider.data.pack import Rows
 from outrider.data.prepare import Material
 from outrider.data.sources import Message, Prompt
 from outrider.eval.compare import compare
-from outrider.eval.decode import verify
+from outrider.eval.decode import engine
 from outrider.eval.decode.answer import Output
 from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.news import News
 from outrider.eval.decode.tree import Tree
 from outrider.eval.report import Report
 from outrider.eval.run import evaluate, measure, quick_report
@@ -242,12 +243,11 @@ def test_a_decoder_that_is_not_lossless_is_caught(
 ) -> None:
     """Take every drafted token: the report names each answer, and the first place that is wrong."""
 
-    def credulous(tree: Tree, choice: torch.Tensor) -> verify.Accepted:
-        last = torch.full_like(choice[:, 0], tree.size - 1)
-        path, length = verify.path_to(tree, last), verify.at(tree.depths, last)
-        return verify.Accepted(path, length, choice.gather(1, last[:, None])[:, 0])
+    def credulous(tree: Tree, choice: torch.Tensor) -> list[News]:
+        chains = zip(tree.ids.tolist(), choice.tolist(), tree.deepest().tolist(), strict=True)
+        return [News.of_chain(ids, deep, deep, said[deep]) for ids, said, deep in chains]
 
-    monkeypatch.setattr(verify, "greedy", credulous)
+    monkeypatch.setattr(engine, "agreed", credulous)
     report = measured(place, loaded)
     wrong = {m.id: m for m in report.mismatches}
     differing = [row for row in report.outputs if row["output_ids"] != row["baseline_ids"]]
@@ -315,7 +315,7 @@ def held_text(loaded: Loaded) -> Material:
     places = torch.arange(24).expand(2, 24).clone()
     rows = Rows(ids.int(), torch.ones(2, 24).bool(), torch.zeros(2, 24).int(), places.int())
     counts = torch.ones(VOCAB).long()
-    return Material(rows, rows, counts, counts, None, [], {})
+    return Material(rows, rows, counts, counts, [], {})
 
 
 def test_training_ends_with_a_report_over_the_whole_suite_thinned(

@@ -15,6 +15,7 @@ from transformers.generation import logits_process as hf
 from outrider.eval.decode.answer import Live, Request
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.news import News
 from outrider.eval.decode.policy import Chain, Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
 from outrider.eval.decode.rules import DRAWN, INDEPENDENT
@@ -22,7 +23,6 @@ from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.shapes import parse
 from outrider.eval.decode.static import StaticTree
 from outrider.eval.decode.tree import Tree
-from outrider.eval.decode.verify import Accepted
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from tests import tiny
@@ -166,7 +166,9 @@ class Checked(Engine):
     compared = 0
     row: Row
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> tuple[Accepted, Tensor]:
+    def _decide(
+        self, live: list[Live], draft: Draft, logits: Tensor
+    ) -> tuple[list[News], Tensor | None]:
         rows = self.sampling.rows(logits)
         for i, one in enumerate(live):
             text = (*one.request.prompt, *one.out.ids)
@@ -175,7 +177,7 @@ class Checked(Engine):
                 self._compare(rows[i, node], own_logits(self.target, text + path), text + path)
                 if draft.q_rows is not None and draft.q_rows[i, node].any():
                     self._compare_draft(draft.q_rows[i, node], text + path)
-        return super()._judge(live, draft, logits)
+        return super()._decide(live, draft, logits)
 
     def _compare(self, mine: Tensor, logits: Tensor, text: Text) -> None:
         theirs = scores(self.sampling, text, logits).softmax(-1)
@@ -220,10 +222,12 @@ class Listening(Engine):
 
     drafted: set[int]
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> tuple[Accepted, Tensor]:
+    def _decide(
+        self, live: list[Live], draft: Draft, logits: Tensor
+    ) -> tuple[list[News], Tensor | None]:
         for i in range(len(live)):
             self.drafted |= {path[-1] for path in tiny.paths(draft.tree, i)}
-        return super()._judge(live, draft, logits)
+        return super()._decide(live, draft, logits)
 
 
 @pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])

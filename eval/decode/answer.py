@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from outrider.eval.decode.clock import Clock
+from outrider.eval.decode.news import News
 from outrider.models.base import State
 from outrider.models.slots import SlotCache
 from outrider.train.errors import RunError
@@ -111,59 +110,18 @@ class Stops:
         return any(string in text for string in self.strings)
 
 
-class News(NamedTuple):
-    """What a round decided for one prompt.
-
-    Attributes:
-        tokens: the accepted guesses and the token behind them.
-        path: nodes of the accepted path, the root first: as many as tokens.
-        leaf: the path ends where the draft does.
-        deep: how deep the draft went.
-        wrong: the first guess of a chain that was rejected.
-    """
-
-    tokens: list[int]
-    path: list[int]
-    leaf: bool
-    deep: int
-    wrong: int | None = None
-
-    @property
-    def following(self) -> int:
-        """The token behind the accepted ones."""
-        return self.tokens[-1]
-
-    @classmethod
-    def of_chain(cls, row: list[int]) -> "News":
-        """From the engine's table: depth, length, next token, the chain's tokens."""
-        deep, length, following = row[:3]
-        tokens, path = [*row[4 : length + 4], following], list(range(length + 1))
-        wrong = row[length + 4] if length < deep else None
-        return cls(tokens, path, length == deep, deep, wrong)
-
-    @classmethod
-    def of_tree(cls, row: list[int], levels: int) -> "News":
-        """The same, leaf or not, the path and its tokens."""
-        deep, length, following, leaf = row[:4]
-        path, tokens = row[4 : 4 + levels], row[4 + levels :]
-        guesses = tokens[1 : length + 1]
-        return cls([*guesses, following], path[: length + 1], bool(leaf), deep)
-
-
 @dataclass
 class Live:
     """A prompt that is being decoded, in its slot.
 
     Attributes:
         number: of the request.
-        newest: the last token, where the target lives.
         state: what the drafter has absorbed.
     """
 
     number: int
     request: Request
     generator: torch.Generator
-    newest: Int[Tensor, " 1"] | None = None
     state: State | None = None
     out: Output = field(default_factory=Output)
 
@@ -172,9 +130,8 @@ class Live:
         """Tokens that may still come."""
         return self.request.budget - len(self.out.ids)
 
-    def begin(self, token: int, newest: Int[Tensor, " 1"], stops: Stops) -> None:
+    def begin(self, token: int, stops: Stops) -> None:
         """The first token, by the prompt's own forward."""
-        self.newest = newest
         self.out.ended = stops.cut([], [token])[1]
         self.out.ids, self.out.origins = [token], [FIRST]
         self._end()

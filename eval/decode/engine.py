@@ -24,9 +24,10 @@ from torch import Tensor
 
 from outrider.eval.decode import layout
 from outrider.eval.decode import verify as rules
-from outrider.eval.decode.answer import Live, Memory, News, Output, Request, Stops, check
+from outrider.eval.decode.answer import Live, Memory, Output, Request, Stops, check
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
+from outrider.eval.decode.news import News, agreed, read
 from outrider.eval.decode.policy import Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
 from outrider.eval.decode.rules import BEST, Fitted, Judge, default_rule, judge
@@ -182,10 +183,11 @@ class Engine:
         if self.history is not None:
             self.history.start(slot, prompt)
         tree = Tree.chain(ids[:, -1:])
-        said, sums = self._judge([one], Draft(tree, None), self._adjusted(logits, tree, slot))
-        root = self._read(tree, said, sums)[0].following
-        one.begin(root, said.next_ids, self.stops)
-        self._measure(one, logits[0], [0])
+        (news,), _ = self._decide([one], Draft(tree, None), self._adjusted(logits, tree, slot))
+        root = news.following
+        one.begin(root, self.stops)
+        if self.keep_gaps:
+            self._measure(one, logits[0], [0])
         self._absorb([one], [known], [[*prompt[known:], root]], seen, None, clock)
         if self.history is not None:
             self.history.add(slot, [root])
@@ -224,20 +226,17 @@ class Engine:
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
-        said, sums = self._judge(live, draft, self._adjusted(logits, tree))
-        news = self._read(tree, said, sums)
+        news, paths = self._decide(live, draft, self._adjusted(logits, tree))
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
-        newest = _each(said.next_ids)
         for slot, (one, new, count) in enumerate(zip(live, news, counts, strict=True)):
-            one.newest = newest[slot]
-            self._measure(one, logits[slot], new.path[:count])
+            if self.keep_gaps:
+                self._measure(one, logits[slot], new.path[:count])
             if self.history is not None:
                 self.history.add(slot, new.tokens[:count])
         clock.verify += watch.lap()
         cache.keep([new.path[:count] for new, count in zip(news, counts, strict=True)])
         clock.commit += watch.lap()
         texts = [one.out.ids[-count - 1 :] for one, count in zip(live, counts, strict=True)]
-        paths = None if tree.straight else said.path  # a chain's rows lie where they belong
         self._absorb(live, prefix, texts, seen, paths, clock)
         clock.rounds = watch.then - began  # the same stamps as the parts: they never exceed it
         for one in live:
@@ -245,8 +244,7 @@ class Engine:
         return counts
 
     def _draft(self, live: list[Live], clock: Clock) -> Draft:
-        newest = [one.newest for one in live if one.newest is not None]
-        roots = newest[0] if len(newest) == 1 else torch.cat(newest)
+        roots = torch.tensor([one.out.ids[-1] for one in live], device=self.target.device)
         rooms = [one.room - 1 for one in live]
         if self.drafter is None or self.policy is None:
             return Draft(Tree.chain(roots[:, None]), None)
@@ -275,37 +273,35 @@ class Engine:
             return logits
         return self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
 
+    def _decide(
+        self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
+    ) -> tuple[list[News], Int[Tensor, "B P"] | None]:
+        """What is kept and said, on the host, and where the kept rows lie; None: in front."""
+        tree, paths = draft.tree, None
+        if self.sampling.greedy and tree.straight:  # the commonest round of all
+            told, most = agreed(tree, self.sampling.choice(logits)), logits.amax(2)
+        else:
+            said, most = self._judge(live, draft, logits)
+            told = read(tree, said)
+            paths = None if tree.straight else said.path  # a chain's rows lie where they belong
+        if not math.isfinite(most.sum().item()):
+            raise RunError("The target's logits are not finite (NaN or infinite).", HINT)
+        return told, paths
+
     def _judge(
         self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
-    ) -> tuple[Accepted, Float[Tensor, " B"]]:
-        """What is kept and said, and a sum that is finite if the logits are numbers."""
+    ) -> tuple[Accepted, Float[Tensor, "B N"]]:
+        """What is kept and said, and logits that are finite if all are numbers."""
         if self.sampling.greedy:
-            choice, most = self.sampling.favourite(logits)
-            return rules.greedy(draft.tree, choice), most.sum(1)
+            return rules.greedy(draft.tree, self.sampling.choice(logits)), logits.amax(2)
         try:
             p_rows, coins = self.sampling.rows(logits), self._coins(live)
             q_rows = draft.q_rows
             if q_rows is None and draft.tree.size == 1:  # nothing was drafted, from no row
                 q_rows = torch.zeros_like(p_rows)
-            return self.rule(draft.tree, p_rows, q_rows, coins), logits.amax(2).sum(1)
+            return self.rule(draft.tree, p_rows, q_rows, coins), logits.amax(2)
         except ValueError as error:
             raise RunError(f"A round could not be verified: {error}", HINT) from error
-
-    def _read(self, tree: Tree, said: Accepted, sums: Float[Tensor, " B"]) -> list[News]:
-        """What was decided, on the host: one wait for the device, whatever the batch."""
-        parts = [said.length[:, None], said.next_ids[:, None], tree.ids]
-        if not tree.whole or not tree.straight:
-            parts.insert(0, tree.deepest()[:, None])
-        if not tree.straight:
-            parts[3:] = [tree.leaf(said.path)[:, None], said.path, tree.ids.gather(1, said.path)]
-        table = torch.cat(parts, dim=1).tolist()
-        if not all(map(math.isfinite, sums.tolist())):
-            raise RunError("The target's logits are not finite (NaN or infinite).", HINT)
-        if tree.straight and tree.whole:
-            return [News.of_chain([tree.levels, *row]) for row in table]
-        if tree.straight:
-            return [News.of_chain(row) for row in table]
-        return [News.of_tree(row, said.path.shape[1]) for row in table]
 
     def _absorb(
         self,
@@ -340,9 +336,9 @@ class Engine:
         clock.draft += self.watch.lap()
 
     def _measure(self, one: Live, logits: Float[Tensor, "N V"], rows: list[int]) -> None:
-        if self.keep_gaps:
-            top = logits[rows].float().topk(2, dim=-1).values
-            one.out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
+        """Leads of the target's favourites at some rows."""
+        top = logits[rows].float().topk(2, dim=-1).values
+        one.out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
 
 
 def _each(rows: Tensor) -> Sequence[Tensor]:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.eval.decode.sampling import LONG, first_argmax, warp
+from outrider.eval.decode.sampling import first_argmax, soften, warp
 from outrider.eval.decode.tree import Tree
 
 
@@ -65,25 +65,15 @@ class Sampling(NamedTuple):
 
     def rows(self, logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
         """Warped probabilities."""
+        if self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0:
+            return soften(logits, self.temperature)
         flat = logits.reshape(-1, logits.shape[-1])
         out = warp(flat, self.temperature, self.top_k, self.top_p, self.min_p)
         return out.view(logits.shape)
 
     def choice(self, logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
         """The greedy token."""
-        if logits.shape[-1] < LONG:
-            return logits.argmax(-1)
-        return first_argmax(logits.reshape(-1, logits.shape[-1])).view(logits.shape[:-1])
-
-    def favourite(
-        self, logits: Float[Tensor, "B N V"]
-    ) -> tuple[Int[Tensor, "B N"], Float[Tensor, "B N"]]:
-        """The greedy token and its logit; a NaN counts as the largest."""
-        if logits.shape[-1] < LONG:
-            most, choice = logits.max(-1)
-            return choice, most
-        choice = self.choice(logits)
-        return choice, logits.gather(2, choice[..., None])[..., 0]
+        return first_argmax(logits)
 
     def adjust(
         self,

@@ -57,18 +57,31 @@ def warp(
             f"temperature={temperature}, top_k={top_k}, top_p={top_p}, min_p={min_p}: "
             "needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1"
         )
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = _widened(logits)
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     if 0 < top_k < logits.shape[-1]:  # a temperature keeps the order, so ranking may come first
         best, ids = _ranked(logits, top_k)
-        leaders = _soften(best, temperature)
+        leaders = soften(best, temperature)
     elif top_p < 1:
-        leaders, ids = _cover(_soften(logits, temperature), top_p)
+        leaders, ids = _cover(soften(logits, temperature), top_p)
     else:
-        return _likely(_soften(logits, temperature), min_p)
+        return _likely(soften(logits, temperature), min_p)
     kept = _likely(_nucleus(leaders, top_p), min_p)
     return torch.zeros_like(logits).scatter_(-1, ids, kept)
+
+
+def _widened(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """In float32 or wider."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def soften(logits: Float[Tensor, "*rows V"], temperature: float) -> Float[Tensor, "*rows V"]:
+    """`warp` by a temperature alone, above 0; the shift keeps a tiny one from overflowing."""
+    logits = _widened(logits)
+    if temperature == 1:
+        return logits.softmax(-1)
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
 
 
 def _likely(probs: Float[Tensor, "N K"], min_p: float) -> Float[Tensor, "N K"]:
@@ -77,13 +90,6 @@ def _likely(probs: Float[Tensor, "N K"], min_p: float) -> Float[Tensor, "N K"]:
         return probs
     kept = probs * (probs >= min_p * probs.amax(-1, keepdim=True))
     return kept / kept.sum(-1, keepdim=True)
-
-
-def _soften(logits: Float[Tensor, "N K"], temperature: float) -> Float[Tensor, "N K"]:
-    """Softmax of logits / temperature; the shift keeps a tiny temperature from overflowing."""
-    if temperature == 1:
-        return logits.softmax(-1)
-    return (logits - logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
 
 
 def _cover(
@@ -155,7 +161,9 @@ def draw(probs: Float[Tensor, "N V"], generator: torch.Generator) -> Int[Tensor,
     return invert(probs, uniforms.to(probs.device))
 
 
-def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
+def invert(
+    probs: Float[Tensor, "*rows V"], uniforms: Float[Tensor, "*rows"]
+) -> Int[Tensor, "*rows"]:
     """The token whose slice of [0, 1) holds the uniform: the inverse of the cumulative law.
 
     Works in two levels, first the block of tokens, then the token in it, because summing
@@ -165,9 +173,27 @@ def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Te
     Raises:
         ValueError: a row holds a NaN, an infinity, or no mass at all.
     """
-    probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
     if probs.shape[-1] < LONG and not probs.is_cuda:  # there sums are not monotone to the last bit
         return _in_one(probs, uniforms)
+    rows = _widened(probs).flatten(0, -2)
+    return _by_blocks(rows, uniforms.flatten()).view(uniforms.shape)
+
+
+def _in_one(
+    probs: Float[Tensor, "*rows V"], uniforms: Float[Tensor, "*rows"]
+) -> Int[Tensor, "*rows"]:
+    """`invert` in one level, for few numbers."""
+    ends = probs.cumsum(-1, dtype=torch.float64)
+    total = ends[..., -1:]
+    if not all(0 < mass < math.inf for mass in total.flatten().tolist()):
+        raise ValueError(MASSLESS)
+    # below the total, whatever the rounding
+    mark = uniforms.clamp(max=BELOW_ONE)[..., None] * total
+    return torch.searchsorted(ends, mark, right=True)[..., 0]
+
+
+def _by_blocks(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """`invert` in two levels."""
     blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).reshape(len(probs), -1, BLOCK)
     weights = blocks.sum(-1)
     total = weights.sum(-1)
@@ -176,16 +202,6 @@ def invert(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Te
     rows = torch.arange(len(probs), device=probs.device)
     token, _ = _slice_holding(blocks[rows, block], rest)
     return block * BLOCK + token
-
-
-def _in_one(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
-    """`invert` in one level, for few numbers."""
-    ends = probs.cumsum(-1, dtype=torch.float64)
-    total = ends[:, -1:]
-    if not all(0 < mass < math.inf for (mass,) in total.tolist()):
-        raise ValueError(MASSLESS)
-    mark = uniforms.clamp(max=BELOW_ONE)[:, None] * total  # below the total, whatever the rounding
-    return torch.searchsorted(ends, mark, right=True)[:, 0]
 
 
 def _check_mass(total: Float[Tensor, " N"]) -> None:
@@ -208,14 +224,22 @@ def _slice_holding(
     return index, ((mark - start) / weight).clamp(0, 1)
 
 
-def first_argmax(x: Float[Tensor, "N V"]) -> Int[Tensor, " N"]:
-    """`x.argmax(-1)`, ties to the lowest index; block maxima first, many times faster on a CPU."""
+def first_argmax(x: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
+    """`x.argmax(-1)`, ties to the lowest index, as fast as a CPU can read.
+
+    There torch compares one number at a time, numpy many; what numpy does not know (bfloat16)
+    goes by the largest of each block first.
+    """
+    if x.shape[-1] < LONG and x.shape[:-1].numel() == 1:
+        return x.argmax(-1)
+    if x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1:
+        return torch.from_numpy(x.detach().numpy().argmax(-1))
     if x.is_cuda or x.shape[-1] % SPAN:
         return x.argmax(-1)
-    blocks = x.view(len(x), x.shape[-1] // SPAN, SPAN)
+    blocks = x.reshape(-1, x.shape[-1] // SPAN, SPAN)
     best = blocks.amax(-1).float().argmax(-1)
-    inside = blocks[torch.arange(len(x)), best].float().argmax(-1)
-    return best * SPAN + inside
+    inside = blocks[torch.arange(len(blocks)), best].float().argmax(-1)
+    return (best * SPAN + inside).view(x.shape[:-1])
 
 
 @runtime_checkable
@@ -252,15 +276,14 @@ class GeneratorCoins:
         if count > self.most:
             raise ValueError(f"{count} random numbers at once, where {self.most} were foreseen")
         rows = [
-            torch.rand(self.most, dtype=torch.float64, generator=one, device=one.device)
+            torch.rand(1, self.most, dtype=torch.float64, generator=one, device=one.device)
             for one in self.generators
         ]
-        table = rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        table = rows[0] if len(rows) == 1 else torch.cat(rows)
         return table[:, :count].to(device)
 
     def flip(self, chances: Float[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
         return self.uniforms(chances.shape[1], chances.device) < chances
 
     def draw(self, rows: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
-        uniforms = self.uniforms(rows.shape[1], rows.device)
-        return invert(rows.flatten(0, 1), uniforms.flatten()).view(rows.shape[:2])
+        return invert(rows, self.uniforms(rows.shape[1], rows.device))

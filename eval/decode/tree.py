@@ -80,11 +80,11 @@ class Tree:
     ) -> "Tree":
         """Any tree; who sees whom is found by climbing, all nodes together."""
         itself, everyone, _ = _alone(*ids.shape, ids.device)
-        seen, above = itself.clone(), parents.clamp(min=0)
-        step = above
-        for _ in range(levels):
-            seen.scatter_(2, step[..., None], True)
-            step = above.gather(1, step)
+        above = parents.clamp(min=0)
+        steps = [above]
+        for _ in range(1, levels):
+            steps.append(above.gather(1, steps[-1]))
+        seen = itself.scatter(2, torch.stack(steps, dim=2), True)
         whole = real is None
         return cls(
             ids, parents, depths, seen, everyone if real is None else real, levels, whole=whole
@@ -105,11 +105,6 @@ class Tree:
         if self.straight:
             return self.depths[:, -1] if self.whole else self.real.sum(1) - 1
         return (self.depths if self.whole else self.depths * self.real).amax(1)
-
-    def leaf(self, path: Int[Tensor, "B P"]) -> Bool[Tensor, " B"]:
-        """Whether a path's last node has no real child."""
-        below = self.parents == path[:, -1:]
-        return ~(below if self.whole else below & self.real).any(1)
 
     def check(self) -> "Tree":
         """Itself, if it is a tree; waits for the device, so not for every round.

@@ -74,9 +74,6 @@ def greedy(tree: Tree, choice: Int[Tensor, "B N"]) -> Accepted:
         ValueError: choice does not have one entry per node.
     """
     fits(tree, choice=choice)
-    if tree.straight:  # the commonest round of all: few operations
-        path, length = _along(tree, tree.ids[:, 1:] == choice[:, :-1])
-        return Accepted(path, length, choice.gather(1, length[:, None])[:, 0])
     path, length = descend(tree, _agreed(tree, choice))
     return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])
 
@@ -126,7 +123,7 @@ def ratio(
     p, q = drafted_chances(tree, p_rows, q_rows)
     refuse(tree, p, q, branches(tree), CHAINS_ONLY)
     path, length = descend(tree, coins.flip(chances(tree, p / q)))
-    last = path[:, -1]
+    last = length if tree.straight else path[:, -1]
     bonus = at(p_rows, last)
     correction, _ = residual(bonus, at(q_rows, last))
     row = torch.where(continued(tree, last)[:, None], correction, bonus)
@@ -192,7 +189,7 @@ def repeated(tree: Tree) -> Bool[Tensor, "B N"]:
 def continued(tree: Tree, nodes: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
     """Whether a node has a real child."""
     if tree.straight:
-        return nodes < tree.deepest()
+        return nodes < (tree.levels if tree.whole else tree.deepest())
     return ((tree.parents == nodes[:, None]) & tree.real).any(-1)
 
 
@@ -228,18 +225,20 @@ def drafted_chances(
             f"p_rows have {p_rows.shape[2]} tokens and q_rows {q_rows.shape[2]}: "
             "scatter a reduced draft vocabulary to the target's first"
         )
-    if tree.straight:
-        return _along_rows(tree, p_rows), _along_rows(tree, q_rows)
+    if tree.straight:  # a node's row is the one before its own
+        drawn = tree.ids[:, 1:, None].long()
+        return _along_rows(tree, p_rows, drawn), _along_rows(tree, q_rows, drawn)
     prompt = torch.arange(len(tree.ids), device=tree.ids.device)[:, None]
     others = ~drafted(tree)
     where = (prompt, tree.parents.clamp(min=0), tree.ids.long().masked_fill(others, 0))
     return p_rows[where].masked_fill(others, 1.0), q_rows[where].masked_fill(others, 1.0)
 
 
-def _along_rows(tree: Tree, rows: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
-    """`drafted_chances` of chains: every node's parent is the one before it."""
-    found = rows[:, :-1].gather(2, tree.ids[:, 1:, None].long())[..., 0]
-    found = torch.nn.functional.pad(found, (1, 0), value=1.0)
+def _along_rows(
+    tree: Tree, rows: Float[Tensor, "B N V"], drawn: Int[Tensor, "B drafted 1"]
+) -> Float[Tensor, "B N"]:
+    """What rows 0..N-2 give the tokens drawn; 1 for the root."""
+    found = torch.nn.functional.pad(rows.gather(2, drawn)[..., 0], (1, 0), value=1.0)
     return found if tree.whole else found.masked_fill(~tree.real, 1.0)
 
 

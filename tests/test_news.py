@@ -1,0 +1,42 @@
+"""What a round decided, read on the host, against the rule in tensors."""
+
+import pytest
+import torch
+
+from outrider.eval.decode.news import agreed, read
+from outrider.eval.decode.tree import Tree
+from outrider.eval.decode.verify import greedy
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("guesses", [0, 1, 3])
+def test_a_chain_decided_on_the_host_is_the_rules(guesses: int, whole: bool) -> None:
+    """Two tokens only, so that chains agree now and then, up to every length."""
+    dice = torch.Generator().manual_seed(guesses)
+    lengths = set()
+    for _ in range(20):
+        ids, choice = torch.randint(0, 2, (2, 4, guesses + 1), generator=dice)
+        drafted = torch.randint(0, guesses + 1, (4,), generator=dice)
+        tree = Tree.chain(ids, None if whole else drafted)
+        told = agreed(tree, choice)
+        assert told == read(tree, greedy(tree, choice))
+        lengths |= {len(news.tokens) for news in told}
+    assert lengths == set(range(1, guesses + 2))
+
+
+def test_a_tree_tells_its_path_its_leaf_and_its_depth() -> None:
+    """The root 5 with the children 7 and 8, and 9 below 7: a path that ends there, or above."""
+    parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
+    tree = Tree.grown(torch.tensor([[5, 7, 8, 9]]), parents, depths, 2)
+    (all_the_way,) = read(tree, greedy(tree, torch.tensor([[7, 9, 0, 4]])))
+    assert all_the_way == ([7, 9, 4], [0, 1, 3], True, 2, None)
+    (half,) = read(tree, greedy(tree, torch.tensor([[7, 6, 0, 4]])))
+    assert half == ([7, 6], [0, 1], False, 2, None)
+
+
+def test_nodes_that_are_not_real_are_nobodys_children() -> None:
+    parents, depths = torch.tensor([[-1, 0, 1]]), torch.tensor([[0, 1, 2]])
+    real = torch.tensor([[True, True, False]])
+    tree = Tree.grown(torch.tensor([[5, 7, 9]]), parents, depths, 2, real)
+    (news,) = read(tree, greedy(tree, torch.tensor([[7, 9, 4]])))
+    assert news == ([7, 9], [0, 1], True, 1, None)
