@@ -40,6 +40,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_here() -> int:
+    """Processes of this run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
@@ -49,6 +54,13 @@ def device() -> torch.device:
     if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def use_cores() -> int:
@@ -62,8 +74,7 @@ def use_cores() -> int:
         return torch.get_num_threads()
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if launched and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cores() // ranks_here()))
     return torch.get_num_threads()
 
 
@@ -125,7 +136,7 @@ def accelerator(launch: LaunchConfig, clip: float, micro_batch: int, count: int)
     }
     if world_size() > 1 or launch.name.startswith("zero"):
         wait = timedelta(minutes=launch.wait)
-        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=_backend(), timeout=wait)]
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=backend(), timeout=wait)]
     if launch.name.startswith("zero"):
         _alone()
         os.environ.pop(FIELDS, None)
@@ -143,10 +154,11 @@ def join(launch: LaunchConfig) -> None:
         return
     if device().type == "cuda":
         torch.cuda.set_device(device())
-    torch.distributed.init_process_group(_backend(), timeout=timedelta(minutes=launch.wait))
+    torch.distributed.init_process_group(backend(), timeout=timedelta(minutes=launch.wait))
 
 
-def _backend() -> str:
+def backend() -> str:
+    """How ranks talk to each other."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 

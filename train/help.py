@@ -18,6 +18,7 @@ from rich.text import Text
 from outrider.train.clusters import ClusterConfig
 from outrider.train.compose import CONF, choices, defaults_of, groups, values_of
 from outrider.train.config import GROUPS, MAY_CHANGE
+from outrider.train.doctoring import AdviseConfig, DoctorConfig
 from outrider.train.fields import words
 from outrider.train.gpus import MemoryConfig
 from outrider.train.planning import PlanConfig
@@ -31,6 +32,8 @@ OWN: dict[str, type] = {
     "memory": MemoryConfig,
     "publish": PublishConfig,
     "sweep": SweepConfig,
+    "doctor": DoctorConfig,
+    "advise": AdviseConfig,
 }
 EXAMPLES = {
     "train": (
@@ -49,6 +52,16 @@ EXAMPLES = {
             "outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft",
             "a published one",
         ),
+    ),
+    "doctor": (
+        ("outrider doctor drafter=eagle3", "the embedded target"),
+        ("outrider doctor target=hf target.path=Qwen/Qwen3-8B data=self", "before a long run"),
+        ("outrider doctor drafter=hass json=doctor.json", "for programs; exit code 1: wrong"),
+        ("outrider doctor target=smollm2 doctor.measure=false", "sums alone, no trial steps"),
+    ),
+    "advise": (
+        ("outrider advise drafter=eagle3", "pilots on 1, 2 and 4 % of the embedded text"),
+        ("outrider advise advise.shares=[0.05,0.1,0.2] advise.steps=300", "surer, and dearer"),
     ),
     "report": (
         ("outrider report run.dir=runs/eagle3-tiny", "a run"),
@@ -167,7 +180,7 @@ def reference(console: Console, program: str, line: str, root: str, own: str | N
         console.print(_table(rows, {name: show(known[name]) for name in known} | of_file))
     if "experiment" in started:
         console.print(_title("experiment", started), Text("  presets that cross groups\n"))
-    _examples(console, root)
+    _examples(console, own if own is not None and own in EXAMPLES else root)
 
 
 def _title(group: str, started: Mapping[str, str | None]) -> Text:
@@ -190,8 +203,8 @@ def _table(rows: list[Key], values: Mapping[str, str]) -> Table:
     return table
 
 
-def _examples(console: Console, root: str) -> None:
+def _examples(console: Console, of: str) -> None:
     console.print(Text("examples", style="bold"))
-    for command, meaning in EXAMPLES[root]:
+    for command, meaning in EXAMPLES[of]:
         note = f"  # {meaning}" if meaning else ""
         console.print(Text(f"  {command}").append(note, style="dim"), soft_wrap=True)

@@ -1,0 +1,113 @@
+"""Pilots are real runs on nested parts of the text; of doubling they speak with their doubt."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outrider.data.pack import split
+from outrider.data.prepare import Material
+from outrider.launch import advise as verb
+from outrider.launch.advise import Pilot, choose, first_of, judgement, run_pilot, tell
+from outrider.launch.law import Foreseen, Law
+from outrider.models.load import Loaded
+from outrider.train import cli
+from outrider.train.doctoring import AdviseConfig
+from outrider.train.errors import ConfigError
+from tests.runs import SMALL, config
+
+TRUE = Law("saturating", 2.6, 0.7, 0.5, 2e3, 3.0)
+
+
+def test_parts_are_nested_and_as_large_as_asked(made: Material, tmp_path: Path) -> None:
+    train, _ = split(made.documents, 0.05)
+    whole = sum(len(document.ids) for document in train)
+    wanted = AdviseConfig(shares=(0.5, 0.25), repeats=2)
+    found = choose(train, config(tmp_path), wanted)
+    assert [(p.share, p.repeat) for p, _ in found] == [(0.25, 0), (0.5, 0), (0.25, 1), (0.5, 1)]
+    keys = [{document.key for document in part} for _, part in found]
+    assert keys[0] < keys[1]
+    assert keys[2] < keys[3]
+    assert keys[0] != keys[2], "another repeat, other text"
+    longest = max(len(document.ids) for document in train)
+    for pilot, part in found:
+        assert pilot.tokens == sum(len(document.ids) for document in part)
+        assert pilot.share * whole <= pilot.tokens < pilot.share * whole + longest
+
+
+def test_documents_are_taken_until_there_are_tokens_enough(made: Material) -> None:
+    lengths = [len(document.ids) for document in made.documents]
+    assert len(first_of(made.documents, lengths[0])) == 1
+    assert len(first_of(made.documents, lengths[0] + 1)) == 2
+    assert len(first_of(made.documents, 0)) == 1, "at least one"
+    assert len(first_of(made.documents, 1e9)) == len(made.documents)
+
+
+def test_a_share_without_a_step_of_rows_is_refused(made: Material, tmp_path: Path) -> None:
+    train, _ = split(made.documents, 0.05)
+    with pytest.raises(ConfigError, match="a step takes 4") as caught:
+        choose(train, config(tmp_path), AdviseConfig(shares=(0.01, 0.5)))
+    assert caught.value.key == "advise.shares"
+    assert "Use shares from about" in caught.value.fix
+
+
+def test_one_size_is_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["advise", "advise.shares=[0.1,0.1]"])
+    assert stopped.value.code == 2
+    assert "advise.shares" in capsys.readouterr().err
+
+
+def test_a_law_that_pilots_follow_is_told_and_drawn(tmp_path: Path) -> None:
+    pilots = [
+        Pilot(share, 0, 10, round(share * 2e5), TRUE.at(share * 2e5), 50)
+        for share in (0.01, 0.02, 0.04, 0.08)
+    ]
+    console = Console(record=True, width=120)
+    cfg = config(tmp_path, "drafter.depths=2")
+    tell(console, tmp_path, cfg, AdviseConfig(), pilots, whole=200_000)
+    said, found = console.export_text(), json.loads((tmp_path / "advise.json").read_text())
+    assert found["law"]["a"] == pytest.approx(TRUE.a, abs=1e-2)
+    assert found["all_text"]["gain"] == pytest.approx(TRUE.at(4e5) - TRUE.at(2e5), abs=5e-3)
+    assert f"{found['all_text']['now']:.2f}" in said
+    assert "larger shares would make this surer" in said
+    assert (tmp_path / "advise.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(0.0, 0.01, "little"), (0.05, 0.2, "worth having: 0.05"), (-0.1, 0.3, "cannot be said")],
+)
+def test_the_judgement_follows_the_range(low: float, high: float, said: str) -> None:
+    assert said in judgement(Foreseen(1e5, 2.0, 1.9, 2.1, 2.1, 0.1, low, high), 5e4)
+
+
+@pytest.mark.slow
+def test_pilots_are_runs_and_are_found_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["advise", *SMALL, f"run.dir={tmp_path}", "advise.shares=[0.3,0.6]"]
+    words += ["advise.steps=4", "advise.repeats=1"]
+    assert cli.main(words) == 0
+    first = json.loads((tmp_path / "advise" / "advise.json").read_text())
+    assert [p["share"] for p in first["pilots"]] == [0.3, 0.6]
+    assert all(1 <= p["accept_length"] <= 3 for p in first["pilots"])
+    assert first["law"]["kind"] == "line"
+    assert "written" in capsys.readouterr().out
+    place = tmp_path / "advise" / "steps-4" / "share-0.3-0"
+    log = (place / "metrics.jsonl").read_bytes()
+    assert cli.main(words) == 0
+    assert (place / "metrics.jsonl").read_bytes() == log, "nothing was trained again"
+    assert json.loads((tmp_path / "advise" / "advise.json").read_text()) == first
+
+
+def test_a_pilot_that_is_stopped_ends_the_verb(
+    loaded: Loaded, made: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.train.loop.fit", lambda *_: None)
+    pilot = Pilot(0.5, 0, 1, 1)
+    assert run_pilot(config(tmp_path), AdviseConfig(), loaded, made, pilot) is None
+    monkeypatch.setattr(verb, "run_pilot", lambda *_: None)
+    words = [*SMALL, f"run.dir={tmp_path}", "advise.shares=[0.3,0.6]"]
+    assert cli.main(["advise", *words]) == 130
