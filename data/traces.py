@@ -1,19 +1,19 @@
 """Text that the target wrote, with what it thought while writing: shards on disk.
 
-A shard holds some finished documents side by side: their ids and, when they were recorded, the
-tapped features and last states of every row, in the target's own precision. A shard is written
-whole or not at all, so a killed run continues behind the last one.
+A shard holds some finished documents side by side, in the order of their places: their ids and,
+when they were recorded, the tapped features and last states of every row, in the target's own
+precision. It is named after the first place, and written whole or not at all.
 
-    manifest.json          what it is of: target, taps, prompts, settings; and a hash per shard
-    shard-00000.safetensors   ids [S], prompt [n], length [n], place [n],
-                              taps [S,KH], last [S,H], favourite [S]
+    manifest.json                what it is of: target, taps, prompts, settings; a hash per shard
+    shard-00000000.safetensors   ids [S], prompt [n], length [n], place [n],
+                                 taps [S,KH], last [S,H], favourite [S]
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -49,7 +49,7 @@ class Written:
 
     def document(self) -> Document:
         answer = [False] * self.prompt + [True] * (len(self.ids) - self.prompt)
-        return Document(self.ids, answer, self.key)
+        return Document.of(self.ids, answer, self.key)
 
 
 class Store:
@@ -65,7 +65,7 @@ class Store:
         self.fix = f"Remove {folder} and prepare it again."
         self.taps = tuple(taps)
         self.shards: dict[str, str] = {}
-        self.fulfilled: dict[str, int] = {}  # requests that are complete: how many shards each has
+        self.fulfilled: dict[str, list[str]] = {}  # requests that are complete: their shards
         self.seconds = 0.0  # of writing so far
         self._open: dict[str, Any] = {}
         if (folder / MANIFEST).is_file():
@@ -74,12 +74,16 @@ class Store:
                 raise RunError(f"{folder} was made from something else than this run.", self.fix)
             self.shards, self.taps = dict(known["shards"]), tuple(known["taps"])
             self.fulfilled = dict(known.get("fulfilled", {}))
+            for request, names in self.fulfilled.items():
+                if isinstance(names, int):  # older folders count
+                    self.fulfilled[request] = list(self.shards)[:names]
             self.seconds = float(known.get("seconds", 0.0))
 
     def add(self, answers: Sequence[Written], seconds: float = 0.0) -> None:
         """Write one shard; it counts once the manifest names it. `seconds` is what it took."""
         self.seconds += seconds
-        name = f"shard-{len(self.shards):05d}.safetensors"
+        answers = sorted(answers, key=lambda a: a.place)
+        name = f"shard-{answers[0].place:08d}.safetensors"
         tensors = {
             "ids": torch.tensor([i for a in answers for i in a.ids], dtype=torch.int32),
             "length": torch.tensor([len(a.ids) for a in answers], dtype=torch.int32),
@@ -92,18 +96,19 @@ class Store:
                 full = [_full(r, len(a.ids), blank) for r, a in zip(rows, answers, strict=True)]
                 tensors[field] = torch.cat(full)
         keys = json.dumps([a.key for a in answers])
-        self.shards[name] = write_tensors(self.folder / name, tensors, {"keys": keys})
+        written = write_tensors(self.folder / name, tensors, {"keys": keys})
+        self.shards = dict(sorted({**self.shards, name: written}.items()))
         self._write()
 
     def finish(self, request: str) -> None:
         """Note that all this request asked for is here; a later, larger one does not change it."""
-        self.fulfilled[request] = len(self.shards)
+        self.fulfilled[request] = list(self.shards)
         self._write()
 
     def only(self, request: str) -> "Store":
         """The same folder as this fulfilled request left it."""
         part = Store(self.folder, self.about, self.taps)
-        part.shards = dict(list(part.shards.items())[: self.fulfilled[request]])
+        part.shards = {name: self.shards[name] for name in self.fulfilled[request]}
         return part
 
     def _write(self) -> None:
@@ -114,7 +119,7 @@ class Store:
         write_json(self.folder / MANIFEST, fields)
 
     def answers(self) -> list[Written]:
-        """All documents of all shards, in the order they were written; rows stay on disk.
+        """All documents of all shards, shard by shard; rows stay on disk.
 
         Raises:
             RunError: a shard is missing or damaged.
@@ -174,8 +179,35 @@ class Store:
         return taps, last, file.get_slice("favourite")[part].long()
 
 
+@runtime_checkable
+class Traces(Protocol):
+    """Where traces of packed rows come from, if not from a forward of the target.
+
+    Attributes:
+        where: the folder.
+        knows_favourites: the target's favourite stands beside every state that judges.
+        knows_last: its last states are there, of the rows that judge.
+    """
+
+    where: Path
+    knows_favourites: bool
+    knows_last: bool
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        ...
+
+    def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
+        """The same as `Target.trace` on the same rows, within the precision of the recording."""
+        ...
+
+    def part(self, numbers: Sequence[int]) -> "Traces":
+        """The same for these of the documents, in this order."""
+        ...
+
+
 class Recorded:
-    """Traces of packed rows, put together from recorded documents instead of a target forward."""
+    """Traces of packed rows, put together from documents that were recorded while written."""
 
     def __init__(self, store: Store, order: Sequence[int], taps: Sequence[int]) -> None:
         """
@@ -183,11 +215,21 @@ class Recorded:
             order: for document number i of the packed rows, its number in the store.
             taps: which of the recorded layers, in this order.
         """
-        self.store, self.order, self.where = store, list(order), store.starts()
-        self.columns = [store.taps.index(tap) for tap in taps]
+        self.store, self.order, self.starts = store, list(order), store.starts()
+        self.taps, self.columns = tuple(taps), [store.taps.index(tap) for tap in taps]
+        self.where, self.knows_favourites = store.folder, store.records_favourites()
+        self.knows_last = True
+
+    def part(self, numbers: Sequence[int]) -> "Recorded":
+        """The same for these of the documents, in this order."""
+        return Recorded(self.store, [self.order[i] for i in numbers], self.taps)
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        return self.store.size()
 
     def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
-        """The same as `Target.trace` on the same rows, within the precision of the recording."""
+        """See `Traces`."""
         rows = [self._row(batch.document[i]) for i in range(len(batch.ids))]
         following = torch.zeros_like(batch.ids)
         following[:, :-1] = batch.ids[:, 1:]
@@ -196,13 +238,13 @@ class Recorded:
             batch.ids, following, batch.answer, batch.document, batch.positions,
             taps, last, favourite,
         )  # fmt: skip
-        return Trace(*(field.to(device) for field in fields))
+        return Trace(*fields).to(device)
 
     def _row(self, document: Int[Tensor, " T"]) -> tuple[Tensor, Tensor, Tensor]:
         numbers, counts = torch.unique_consecutive(document, return_counts=True)
         parts = []
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            name, start, length = self.where[self.order[max(number, 0)]]
+            name, start, length = self.starts[self.order[max(number, 0)]]
             taps, last, favourite = self.store.rows(name, start, min(count, length))
             taps = taps.unflatten(-1, (len(self.store.taps), -1))[:, self.columns].flatten(-2)
             if number < 0:  # padding

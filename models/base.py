@@ -30,6 +30,29 @@ if TYPE_CHECKING:
     from outrider.models.target import Target
 
 
+class Top(NamedTuple):
+    """A teacher's distribution in few numbers: its likely tokens of the draft vocabulary.
+
+    Attributes:
+        ids: places in the draft vocabulary, most probable first.
+        p: their probabilities, of the draft vocabulary's 1.
+        rest: what all other tokens of the draft vocabulary have together, of the same 1.
+        share: of the whole vocabulary's 1, what the draft vocabulary has. Apart from the others,
+            for it may be too small for 16 bits, where the favourite cannot be drafted.
+    """
+
+    ids: Int[Tensor, "*rows k"]
+    p: Float[Tensor, "*rows k"]
+    rest: Float[Tensor, "*rows"]
+    share: Float[Tensor, "*rows"]
+
+    def spread(self, size: int) -> Float[Tensor, "*rows Vd"]:
+        """Over the draft vocabulary; the rest is shared equally by the tokens it is of."""
+        each = self.rest / max(1, size - self.p.shape[-1])
+        whole = each[..., None].expand(*each.shape, size).contiguous()
+        return whole.scatter(-1, self.ids, self.p)
+
+
 @dataclass(frozen=True)
 class Trace:
     """What the target said about a batch of packed rows.
@@ -44,6 +67,8 @@ class Trace:
         last: the target's state after its final norm, the input of its head.
         favourite: the target's most probable next token at each row, -1 where nobody noted it;
             recorded text has it where it is judged, which spares training the whole head.
+        top: the teacher's distribution, where it was recorded in few numbers; `last` need not
+            have columns then.
     """
 
     ids: Int[Tensor, "B T"]
@@ -54,6 +79,13 @@ class Trace:
     taps: Float[Tensor, "B T KH"]
     last: Float[Tensor, "B T H"]
     favourite: Int[Tensor, "B T"] | None = None
+    top: Top | None = None
+
+    def to(self, device: torch.device | str) -> "Trace":
+        """The same on another device."""
+        top = None if self.top is None else Top(*(part.to(device) for part in self.top))
+        fields = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        return Trace(**fields, top=top)
 
     def ahead(self, depth: int) -> Int[Tensor, "B T"]:
         """x_{t+depth} at row t; 0 where the row's text has ended.
@@ -186,6 +218,9 @@ class Drafter(nn.Module):
     taps: tuple[int, ...]  # which decoder layers of the target it reads (output of layer k)
     vocab: DraftVocab  # which target tokens it can propose
     in_target_space: ClassVar[bool] = False  # its states stand where the target's last ones stand
+    # what of a trace it reads: "taps" or "last" states of every row, "last" ones of the rows that
+    # guess ("guesses"), or "ids" alone
+    reads: ClassVar[str] = "taps"
     reach: int = 2**31  # deepest level it can draft
     keep: float = 0.0  # price of changing the target, for one that does (`change`)
     recompute: bool = False  # training: unroll with less memory and more time (recompute.py)

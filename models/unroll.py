@@ -19,6 +19,7 @@ is the context alignment of HASS (arXiv:2408.15766), in a frame that moves with 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -235,7 +236,8 @@ def beside(traces: Sequence[Trace]) -> Trace:
     if len(traces) == 1:
         return traces[0]
     names = [field.name for field in fields(Trace) if getattr(traces[0], field.name) is not None]
-    return Trace(**{n: torch.cat([getattr(t, n) for t in traces], dim=1) for n in names})
+    joined: dict[str, Any] = {n: torch.cat([getattr(t, n) for t in traces], dim=1) for n in names}
+    return Trace(**joined)
 
 
 def _newest(counts: list[int], device: torch.device) -> slice | Int[Tensor, " B"]:

@@ -103,12 +103,23 @@ def test_verbs_without_keys_explain_themselves(
     assert capsys.readouterr().out.startswith(f"outrider {verb} ")
 
 
-@pytest.mark.parametrize("verb", ["train", "prepare", "doctor"])
+@pytest.mark.parametrize("verb", ["train", "prepare"])
 def test_a_verb_receives_the_validated_configuration(verb: str, calls: list[object]) -> None:
     assert cli.main([verb, "drafter=eagle3", "train.lr=1e-4"]) == 0
     (config,) = calls
     assert isinstance(config, Config)
     assert config.train.lr == 1e-4
+
+
+@pytest.mark.parametrize("verb", ["doctor", "advise"])
+def test_a_verb_with_a_group_of_its_own_receives_both(verb: str, calls: list[object]) -> None:
+    own = "json=out.json" if verb == "doctor" else "advise.steps=7"
+    assert cli.main([verb, "train.lr=1e-4", own]) == 0
+    config, wanted = calls
+    assert isinstance(config, Config)
+    assert config.train.lr == 1e-4
+    assert getattr(wanted, "json", None) == "out.json" or getattr(wanted, "steps", None) == 7
+    assert failed(verb, f"{verb}.coffee=1") == 2
 
 
 def test_eval_receives_the_run(calls: list[object], tmp_path: Path) -> None:

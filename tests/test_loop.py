@@ -108,6 +108,19 @@ def test_other_settings_do_not_continue_a_run(
     loop.fit(config(tmp_path, "train.lr=5e-4", "train.resume=never"), loaded, made, QUIET)
 
 
+def test_a_run_of_an_older_version_continues(
+    loaded: Loaded, made: Material, tmp_path: Path
+) -> None:
+    """Its settings lack keys that came later; these had no effect then, which is the default."""
+    loop.fit(config(tmp_path), loaded, made, QUIET)
+    file = tmp_path / "config.yaml"
+    lines = file.read_text().splitlines()
+    file.write_text(
+        "\n".join(line for line in lines if "place:" not in line and "spike:" not in line)
+    )
+    loop.fit(config(tmp_path, "train.max_steps=8"), loaded, made, QUIET)
+
+
 def test_resume_must_wants_a_checkpoint(loaded: Loaded, made: Material, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no checkpoint"):
         loop.fit(config(tmp_path, "train.resume=must"), loaded, made, QUIET)

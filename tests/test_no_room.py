@@ -18,15 +18,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.data import generate
 from outrider.data.prepare import Material
+from outrider.data.record.folder import Folder
+from outrider.data.record.recorder import record
+from outrider.data.traces import Store
 from outrider.eval.report import publish
 from outrider.models.load import Loaded
 from outrider.train import best, checkpoint, cli, errors, loop
-from outrider.train.errors import NoRoom, exit_on_error
+from outrider.train.errors import NoRoom, RunError, exit_on_error
 from outrider.train.files import append, copy_folder, write
 from outrider.train.run import Run
 from outrider.train.tracking import Tracker
-from tests.runs import QUIET, SMALL, config
+from tests.runs import QUIET, SMALL, config, own_text
 
 
 class Disk:
@@ -183,6 +187,32 @@ def losses(run: Path) -> list[tuple[int, str, float | None]]:
     return [(line["step"], line["kind"], line.get("loss@1")) for line in lines]
 
 
+@pytest.mark.parametrize("name", ["add", "_write"])
+def test_a_preparation_without_room_continues_byte_for_byte(
+    disk: Disk, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, name: str,
+) -> None:  # fmt: skip
+    """While a shard is written, or the manifest that is to name it."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(generate, "SHARD", 8)
+    words = [
+        "prepare", "target=tiny", "data=self", "data.generate.samples=40", "data.holdout=0.2",
+        "data.generate.max_new_tokens=8", "data.generate.record=false",
+    ]  # fmt: skip
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    assert cli.main(words) == 0
+    monkeypatch.setenv("OUTRIDER_CACHE", str(disk.place))
+    with before(Store, name, 3, lambda _: disk.fill()):
+        said = refused(capfd, lambda: cli.main(words))
+    assert ("manifest.json (" if name == "_write" else "shard-000000") in said
+    (folder,) = (disk.place / "self").iterdir()
+    assert len(json.loads((folder / "manifest.json").read_text())["shards"]) == 2
+    assert not list(folder.glob(".*.tmp"))
+    disk.empty()
+    assert cli.main(words) == 0
+    assert own_text(disk.place) == own_text(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_report_without_room_is_made_by_the_same_command(
     disk: Disk, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -244,3 +274,41 @@ def test_every_way_of_having_no_room_ends_alike(
 def test_other_errors_of_files_are_bugs() -> None:
     with pytest.raises(PermissionError), exit_on_error("train.py"):
         raise PermissionError(errno.EACCES, "no")
+
+
+def test_a_recording_on_a_full_disk_goes_on_when_there_is_room(
+    disk: Disk, loaded: Loaded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What was written is whole and stays; the same command writes the rest."""
+    folder = disk.place / "traces"
+    asked = config(disk.place / "run", f"data.traces={folder}", "record.shard=500")
+    size = 0
+
+    def fill_behind_some(self: Folder, shard: int, *rest: Any) -> int:
+        nonlocal size
+        if shard == 3:
+            disk.fill(leave=size // 2)
+        size = add(self, shard, *rest)
+        return size
+
+    add = Folder.add
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Folder, "add", fill_behind_some)
+        said = refused(capfd, lambda: record(asked))
+    assert "shard-00003.safetensors" in said
+    before = Folder(folder)
+    assert before.missing() == list(range(3, len(before.counts)))
+    for shard in range(3):
+        before.check(shard)
+    disk.empty()
+    assert record(asked) == 0
+    assert Folder(folder).missing() == []
+
+
+def test_a_recording_larger_than_the_disk_is_not_begun(disk: Disk, loaded: Loaded) -> None:
+    folder = disk.place / "traces"
+    disk.fill(leave=2**20)
+    asked = config(disk.place / "run", f"data.traces={folder}")
+    with pytest.raises(RunError, match=r"needs \d+\.\d MB, and 1\.0 MB are free"):
+        record(asked)
+    assert not list(folder.glob("shard-*"))

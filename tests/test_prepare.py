@@ -1,17 +1,24 @@
 """From settings to training material: what is mixed, recorded and shared."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from outrider.data.prepare import Material, material
+from outrider.data.traces import Recorded
 from outrider.models import drafters
 from outrider.models.load import Loaded, load
+from outrider.train import cli
 from outrider.train.compose import compose
 from outrider.train.config import parse
-from outrider.train.errors import ConfigError
+from outrider.train.errors import ConfigError, exit_on_error
 
 ANSWERS = 20
 OWN = [
@@ -63,10 +70,113 @@ def test_drafters_share_the_recorded_text(loaded: Loaded, first: str) -> None:
     """Whoever came first, the usual taps lie beside the text."""
     for name in (first, *drafters.names()):
         made = prepared(loaded, f"drafter={name}")
-        assert made.recorded is not None, name
-        assert made.recorded[0].store.taps == (1, 3, 4)
+        assert isinstance(made.noted, Recorded), name
+        assert made.recorded is not None
+        assert made.noted.store.taps == (1, 3, 4)
 
 
 def test_text_that_is_given_anyway_is_not_mixed(given: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.given"):
         parse(compose(["data=jsonl", f"data.path={given}", f"data.given={given}"]))
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from outrider.train import cli
+cli.main(sys.argv[1:])
+# getrusage would count what the process held that started this one
+print("peak", int(re.findall(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[0]) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_ten_million_tokens_take_less_than_a_gigabyte(tmp_path: Path) -> None:
+    """From a file to packed rows; Python, torch and the target are some 430 MB of it."""
+    file, said = tmp_path / "chats.jsonl", "the kite is blue and the boat sails home in spring "
+    with file.open("w") as stream:
+        for number in range(10_600):
+            row = {"prompt": f"Where is kite {number}?", "completion": said * 75}
+            stream.write(json.dumps(row) + "\n")
+    words = ["prepare", "target=tiny", "data=jsonl", f"data.path={file}", "data.max_length=1024"]
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, *words], capture_output=True, text=True, check=True,
+        env=os.environ | {"COLUMNS": "200"},
+    )  # fmt: skip
+    rows, length = map(int, re.findall(r"([0-9]+) training rows of ([0-9]+) tokens", ran.stdout)[0])
+    filled = float(re.findall(r"([0-9.]+)% filled", ran.stdout)[0])
+    assert rows * length * filled / 100 > 9_500_000  # a twentieth is held out
+    assert int(ran.stdout.split("peak ")[1]) < 10**9
+
+
+GOOD = [json.dumps({"prompt": f"{n} plums?", "completion": f"{n} plums."}) for n in range(30)]
+SHAPES = [  # a row of each, and what becomes of it
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "used"),
+    ({"instruction": "Add.", "input": "2 2", "output": "4"}, "used"),
+    ({"text": "in no shape"}, "unknown shape"),
+    ({"messages": "no list"}, "unknown shape"),
+    ({"messages": [1, None]}, "no turns"),
+    ({"prompt": 5, "completion": "x"}, "no turns"),
+    ({"turns": ["a question"]}, "no answer"),
+    ({"prompt": "half an emoji", "completion": "\ud83d"}, "no answer"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "leading answer"),
+]
+
+
+def prepare(
+    tmp_path: Path, content: str | bytes, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str]:
+    """Exit code and words of `outrider prepare` for a file of these bytes."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    usual = ["prepare", "target=tiny", "data=jsonl", f"data.path={file}", "data.max_length=64"]
+    try:
+        with exit_on_error("outrider prepare"):
+            code = cli.main([*usual, "data.holdout=0.2", *words])
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else -1
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_a_file_of_mixed_shapes_is_used_as_far_as_it_goes_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [*GOOD, *(json.dumps(row) for row, _ in SHAPES)]
+    code, said = prepare(tmp_path, "\n".join(lines), capsys)
+    assert code == 0
+    counts = dict(re.findall(r"^\S ([a-z ]+?) +\S +(\d+) ", said, re.MULTILINE))
+    wanted = Counter(case for _, case in SHAPES)
+    assert {case: int(counts[case]) for case in wanted} == {**wanted, "used": 32, "no turns": 3}
+    assert "data: 32 conversations" in said
+
+
+BAD = {
+    b"": (0, "The file is empty"),
+    b"\n \n": (0, "holds no answered conversation (empty)"),
+    b'{"text": "x"}': (0, "holds no answered conversation (unknown shape: 1). The first:"),
+    "\n".join(GOOD).encode("utf-16"): (0, "iconv -f UTF-16"),
+    GOOD[0].encode(): (0, "1 conversations are too few"),
+    "\n".join([*GOOD, GOOD[0][:20]]).encode(): (1, "line 31: no JSON object on one line"),
+    "\n".join([*GOOD, '{"prompt": "\u00e9"}']).encode("latin-1"): (1, "line 31: 'utf-8' codec"),
+    "\n".join([*GOOD, '{"a": ' + "x" * (1 << 24)]).encode(): (1, "line 31: the line is longer"),
+    "\n".join([*GOOD, "[" * 100_000]).encode(): (1, "line 31: maximum recursion"),
+    "\n".join([*GOOD, "[1]"]).encode(): (1, "line 31: a JSON object is needed, not list"),
+}
+
+
+@pytest.mark.parametrize("content", BAD, ids=[said for _, said in BAD.values()])
+def test_a_bad_file_is_refused_or_its_bad_rows_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    """The way a user meets it: the whole verb, its words and its exit code."""
+    skipped, wanted = BAD[content]
+    code, said = prepare(tmp_path, content, capsys)
+    assert code == 2
+    assert wanted in " ".join(said.split())
+    if skipped:
+        assert "data.skip_bad=1" in said
+        code, said = prepare(tmp_path, content, capsys, "data.skip_bad=1")
+        assert code == 0
+        assert re.search(r"bad row +\S +1 ", said)
+        assert "data: 30 conversations" in said

@@ -81,6 +81,22 @@ def check_data(config: Config) -> None:
         raise ConfigError("data.generate", dataclasses.asdict(data.generate), why, fix)
 
 
+def check_traces(config: Config) -> None:
+    data, record = config.data, config.record
+    if data.traces is not None and data.mode in ("online", "hybrid"):
+        why = "A recording holds what the target said of every row."
+        raise ConfigError("data.mode", data.mode, why, "Drop data.traces, or leave mode=auto.")
+    if data.mode != "hybrid":
+        return
+    if record.top or record.rank is not None:
+        why = "Rows are kept while the run goes on: nothing is known of the others yet."
+        fix = "Set record.top=0 record.rank=null, or take data.mode=recorded."
+        raise ConfigError("data.mode", data.mode, why, fix)
+    if config.target.place in ("sharded", "tensor"):
+        why = "Ranks that hold shares of the target run it together, and each keeps other rows."
+        raise ConfigError("data.mode", data.mode, why, "Take data.mode=recorded, or online.")
+
+
 def check_drafter(config: Config) -> None:
     """The objective can be read, and its terms make sense for this drafter."""
     cfg = config.drafter
@@ -104,4 +120,4 @@ def check_names(config: Config) -> None:
         raise ConfigError("eval.out", config.eval.out, why, "Use a plain name such as quick.")
 
 
-CHECKS = (check_length, check_place, check_data, check_drafter, check_names)
+CHECKS = (check_length, check_place, check_data, check_traces, check_drafter, check_names)

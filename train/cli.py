@@ -100,12 +100,34 @@ def _dispatch(verb: Verb, name: str, words: list[str]) -> int:
 
 
 def _configured(verb: Verb, overrides: list[str]) -> int:
-    """train, prepare, doctor: compose, check, go."""
+    """train, prepare: compose, check, go."""
     from outrider.train.config import NEEDED, check_files
 
     config = _config(verb, overrides)
     check_files(config, *NEEDED)
     return verb.call(config)
+
+
+def _doctor(verb: Verb, overrides: list[str]) -> int:
+    """doctor: as train, with a group of its own; `json=` is short for `doctor.json=`."""
+    from outrider.train.config import NEEDED, check_files
+    from outrider.train.doctoring import read_doctor
+
+    wanted, words = read_doctor(overrides)
+    config = _config(verb, words)
+    check_files(config, *NEEDED)
+    return verb.call(config, wanted)
+
+
+def _advise(verb: Verb, overrides: list[str]) -> int:
+    """advise: as doctor."""
+    from outrider.train.config import NEEDED, check_files
+    from outrider.train.doctoring import read_advise
+
+    wanted, words = read_advise(overrides)
+    config = _config(verb, words)
+    check_files(config, *NEEDED)
+    return verb.call(config, wanted)
 
 
 def _eval(verb: Verb, overrides: list[str]) -> int:
@@ -217,6 +239,8 @@ def _help(verb: Verb, name: str, swept: bool) -> int:
         _launch: "cluster",
         _memory: "memory",
         _publish: "publish",
+        _doctor: "doctor",
+        _advise: "advise",
     }
     own = "sweep" if swept else groups.get(verb.run)
     reference(_console(), name, verb.line, verb.root, own)
@@ -287,10 +311,20 @@ VERBS = {
         "let the target write the text to train on (data=self), without training",
         _configured,
     ),
-    "doctor": Verb(
-        "outrider.launch.plan:doctor",
-        "print the plan of a run: parameters, memory, disk, time, problems",
+    "record": Verb(
+        "outrider.data.record.recorder:record",
+        "run the target over the text once and keep what it said, to train from (data.traces)",
         _configured,
+    ),
+    "doctor": Verb(
+        "outrider.launch.doctor.run:doctor",
+        "may training start? template, mask, text, vocabulary, taps, memory, disk, time, launcher",
+        _doctor,
+    ),
+    "advise": Verb(
+        "outrider.launch.advise:advise",
+        "what more training text would bring, from pilot runs on a little of it",
+        _advise,
     ),
     "chat": Verb(
         "outrider.eval.chat:chat",
@@ -356,6 +390,11 @@ BENCHES = {
     "soak": Verb(
         "outrider.launch.soak:soak",
         "a run of several ranks, hurt again and again: what is left must be bit-equal",
+        _bench,
+    ),
+    "storage": Verb(
+        "outrider.eval.bench_storage:storage",
+        "what small recordings cost a drafter: bytes per token against acceptance",
         _bench,
     ),
     "assisted": Verb(

@@ -16,6 +16,7 @@ from outrider.train.compose import compose, drafter_schema, flat, plain
 from outrider.train.decoding import DecodeConfig, shaped
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.fields import key, read, unknown
+from outrider.train.recording import RecordConfig
 
 COUNT = "[1, inf)"
 COUNT0 = "[0, inf)"
@@ -130,6 +131,12 @@ class DataConfig:
     )
     holdout: float = key(0.05, "share of conversations held out, by hash", "(0, 0.5]")
     max_samples: int | None = key(None, "conversations to use; null: all", "[2, inf)")
+    mode: Literal["auto", "online", "recorded", "hybrid"] = key(
+        "auto", "traces: what was recorded with the text, else online; never; all; what fits"
+    )
+    traces: str | None = key(None, "folder of a recording: read in training, written by record")
+    max_gb: float | None = key(None, "largest recording, 1e9 bytes; null: what is free", "(0, inf)")
+    workers: int = key(1, "threads that read recorded traces ahead of the step; 0: none", COUNT0)
     given: str | None = key(None, "conversations mixed into data=self as they are: as data.path")
     given_share: float = key(0.5, "their share of all conversations", "(0, 1)")
     generate: GenerateConfig | None = key(None, "how the target writes its own text (data=self)")
@@ -229,6 +236,7 @@ class Config:
     run: RunConfig
     target: TargetConfig
     data: DataConfig
+    record: RecordConfig
     drafter: DrafterConfig
     train: TrainConfig
     launch: LaunchConfig
@@ -240,6 +248,7 @@ GROUPS: dict[str, type] = {
     "run": RunConfig,
     "target": TargetConfig,
     "data": DataConfig,
+    "record": RecordConfig,
     "train": TrainConfig,
     "launch": LaunchConfig,
     "eval": EvalConfig,

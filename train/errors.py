@@ -9,10 +9,12 @@ a bug and keeps its traceback.
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, quota used up, file may not grow
+SPEAK = 3.0  # seconds that the others give rank 0 to say what is wrong
 FULL = "Make room and give the same command again; what was saved is whole."
 
 
@@ -73,7 +75,10 @@ def exit_on_error(program: str) -> Iterator[None]:
             error = NoRoom(f"{error.filename or 'The output'} cannot grow: {error.strerror}.")
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
-        _print(program, error, rank=int(os.environ.get("RANK", "0")))
+        rank = int(os.environ.get("RANK", "0"))
+        _print(program, error, rank)
+        if rank and isinstance(error, ConfigError):
+            time.sleep(SPEAK)  # launchers end all ranks with the first, even one that would speak
         raise SystemExit(getattr(error, "code", 2)) from None
 
 

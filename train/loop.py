@@ -15,7 +15,8 @@ from rich.console import Console
 from torch.nn.utils import get_total_norm
 
 from outrider.data.prepare import Material, material
-from outrider.launch import plan, start
+from outrider.launch import start
+from outrider.launch.doctor.run import at_start, check
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
 from outrider.models.target import default_taps, usual_taps
@@ -81,7 +82,7 @@ def _book(folder: Path, seconds: dict[str, float]) -> None:
     """Add what lies before and behind the training to its account."""
     file = folder / "training.json"
     account = read_json(file, checkpoint.FIX)
-    write_json(file, {**account, "phases": {**account["phases"], **seconds}})
+    write_json(file, {**account, "phases": {**account.get("phases", {}), **seconds}})
 
 
 def _measured(config: Config) -> bool:
@@ -110,10 +111,12 @@ def fit(
         with the same command).
 
     Raises:
-        RunError: the loss is not a number, a checkpoint is damaged.
+        RunError: the doctor finds something wrong, the loss is not a number, a checkpoint is
+            damaged.
         NoRoom: the disk is full.
         ConfigError: the run folder holds a run with other settings.
     """
+    check(config, loaded, made)
     with console.status("finding first weights and preparing the ranks"):
         run = Run(config, loaded, made)
     resumed = run.resume()
@@ -125,7 +128,7 @@ def fit(
     if run.main:
         facts = {"data": made.about, "target": loaded.source, "fingerprints": identify(loaded)}
         write_manifest(run.folder, config, {**facts, "ranks": run.accelerator.num_processes})
-        plan.show(console, run)
+        at_start(console, run, loaded)
     began, first = clock() - run.progress.seconds, run.progress.step
     unheard = run.listen()
     try:
@@ -163,6 +166,7 @@ def fit(
         unheard()
         run.roll.close()
         run.behind.wait()
+        run.ahead.close()
 
 
 def _advance(run: Run, tracker: Tracker) -> None:
@@ -175,7 +179,7 @@ def _advance(run: Run, tracker: Tracker) -> None:
     pieces = run.micro_batches(step)
     speaking = step % config.log_every == 0
     before = run.weights() if speaking else []
-    sums, norm, wrong = _work(run, pieces, speaking)
+    sums, norm, wrong = work(run, pieces, speaking)
     if wrong:
         tracker.say(run.leave_out(pieces, wrong))
         tracker.log(step, "skipped", {"skipped": float(run.progress.skipped)})
@@ -184,7 +188,7 @@ def _advance(run: Run, tracker: Tracker) -> None:
         _speak(run, tracker, sums, {"lr": rate, "grad_norm": norm, **moved})
 
 
-def _work(run: Run, pieces: list[Piece], speaking: bool) -> tuple[Sums, float, str]:
+def work(run: Run, pieces: list[Piece], speaking: bool) -> tuple[Sums, float, str]:
     """All micro-batches of this rank, then AdamW; what was counted, the gradient's norm before
     clipping, and what is wrong with the step ("": it was taken).
     """
@@ -192,8 +196,7 @@ def _work(run: Run, pieces: list[Piece], speaking: bool) -> tuple[Sums, float, s
     divide = run.divisors(pieces)
     share = run.accelerator.num_processes * run.config.launch.accumulation  # undoes the averaging
     spent = torch.zeros((), dtype=torch.float64)
-    for batch, noted in pieces:
-        trace = run.trace(batch, False, noted)
+    for trace in run.traces(run.progress.step, pieces):
         with run.accelerator.accumulate(run.model):
             loss, part = run.model(trace, divide, speaking)
             spent += loss.detach().cpu()

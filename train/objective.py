@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.eval.decode.sampling import first_argmax
-from outrider.models.base import Drafter, Guess, Trace
+from outrider.models.base import Drafter, Guess, Top, Trace
 from outrider.train.forecast import rounds
 from outrider.train.losses import Chunk, Term, parse_loss
 from outrider.train.sums import Sums
@@ -154,6 +154,15 @@ class Objective(nn.Module):
             share = p * (inside.float().logsumexp(-1) - _logsumexp(logits)).exp()[:, None]
         return Judged(p if self.renormalise else share, share, favourite, vocab.t2d[favourite])
 
+    def judge_noted(self, top: Top, favourite: Int[Tensor, " N"]) -> Judged:
+        """The same from what was recorded of the distribution: no head runs."""
+        p = top.spread(len(self.drafter.vocab))
+        p = p / p.sum(-1, keepdim=True)  # 16 bits do not sum to 1 exactly
+        share = p * top.share[..., None]
+        return Judged(
+            p if self.renormalise else share, share, favourite, self.drafter.vocab.t2d[favourite]
+        )
+
 
 def chunk_of(device: torch.device) -> int:
     """Logits that may be held at once there."""
@@ -191,6 +200,7 @@ class _Job:
         self.scale, self.sums, self.terms = scale.float(), sums, terms
         self.last, self.following = trace.last.flatten(0, 1), trace.next_ids.flatten()
         self.favourite = None if trace.favourite is None else trace.favourite.flatten()
+        self.top = None if trace.top is None else Top(*(part.flatten(0, 1) for part in trace.top))
         self.counts = [trace.counts(d).flatten() for d in self.depths]
         sums.rows[: len(self.depths)] = torch.stack([c.sum() for c in self.counts]).double()
         self.whole = objective.asks_whole(measure)
@@ -218,6 +228,13 @@ class _Job:
         """The target's favourites at these rows, if every one was noted."""
         noted = None if self.favourite is None else self.favourite[rows]
         return None if noted is None or bool((noted < 0).any()) else noted
+
+    def _judged(self, rows: Tensor) -> Judged:
+        """What the target says at these rows, by its head or as it was recorded."""
+        if self.top is not None and self.favourite is not None:
+            top = Top(*(part[rows] for part in self.top))
+            return self.objective.judge_noted(top, self.favourite[rows])
+        return self.objective.judge(self.last[rows], self.whole, self._known(rows))
 
     def run(self, hidden: list[Tensor], take: Any) -> Tensor:
         """Judge everything. `take(loss, states, places)` is called while a chunk's graph lives."""
@@ -250,7 +267,7 @@ class _Job:
         """Loss of one chunk; its statistics are added to the sums."""
         drafter = self.objective.drafter
         with torch.no_grad():
-            judged = self.objective.judge(self.last[rows], self.whole, self._known(rows))
+            judged = self._judged(rows)
         judges = self._judges(rows)
         which = torch.cat([torch.nonzero(ok).flatten() for ok in judges])
         level = torch.cat(

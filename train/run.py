@@ -8,7 +8,7 @@ import hashlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outrider.data.ahead import Ahead
 from outrider.data.loader import Batch, Batches, gather, permutation
 from outrider.data.prepare import Material
+from outrider.data.record.recorded import Recording
+from outrider.data.traces import Traces
 from outrider.launch import start
 from outrider.launch.roll import Roll
 from outrider.models import drafters
@@ -27,8 +30,8 @@ from outrider.models.base import Trace
 from outrider.models.load import Loaded
 from outrider.train import best, checkpoint
 from outrider.train.behind import Behind
-from outrider.train.compose import flat, plain
-from outrider.train.config import Config, resolved, saved_config
+from outrider.train.compose import flat
+from outrider.train.config import Config, parse, resolved, saved_config
 from outrider.train.energy import Meter
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.files import read_json, remove, write_tensors
@@ -47,7 +50,8 @@ FREE = (
     "train.gradient_checkpointing",
     "eval.", "decode.", "launch.name", "launch.accumulation",
     "launch.offload", "launch.wait",
-    "data.generate.minutes",
+    "data.generate.minutes", "data.traces", "data.max_gb", "data.workers", "record.damaged",
+    "record.share", "record.shard", "record.check_every",
 )  # fmt: skip
 
 
@@ -107,6 +111,7 @@ class Run:
         self.stop_signal: int | None = None
         self._meter, self._metered = Meter(), 0.0
         self.behind = Behind()
+        self.ahead = Ahead(self._read, config.data.workers, config.train.max_steps)
         self.notes: list[str] = []  # to be said once there is somebody to say it to
 
     def _initialise(self) -> str:
@@ -114,9 +119,12 @@ class Run:
         resume = self.config.train.resume
         if resume != "never" and checkpoint.found(self.folder / "checkpoints"):
             return "a checkpoint of this run"
-        order = permutation(self.config.run.seed, 0, len(self.material.train))
-        rows = (gather(self.material.train, part) for part in order.split(FIT_BATCH))
-        return self.drafter.initialise(self.target, (self.trace(r, held=False) for r in rows))
+        rows, source = self.material.train, self._source()
+        if source is not None and not source.knows_last:
+            source = None  # the target says it once more
+        order = permutation(self.config.run.seed, 0, len(rows))
+        batches = (gather(rows, part) for part in order.split(FIT_BATCH))
+        return self.drafter.initialise(self.target, (self._told(b, source) for b in batches))
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """AdamW over one group, or more where norms do not decay or some parts learn slower.
@@ -150,22 +158,42 @@ class Run:
 
     def trace(self, batch: Batch, held: bool, noted: bool = True) -> Trace:
         """The target's view of a batch: recorded (where it was noted), or computed now."""
-        batch = Batch(*(field.to(self.target.device) for field in batch))
-        if self.material.recorded is not None and noted:
-            source = self.material.recorded[int(held)]
-            return source.trace(Batch(*(f.cpu() for f in batch)), self.target.device)
-        return self.target.trace(*batch)
+        known = self.material.recorded if noted else None
+        return self._told(batch, None if known is None else known[int(held)])
+
+    def _told(self, batch: Batch, source: Traces | None) -> Trace:
+        if source is not None:
+            return source.trace(Batch(*(field.cpu() for field in batch)), self.target.device)
+        return self.target.trace(*(field.to(self.target.device) for field in batch))
 
     def micro_batches(self, step: int) -> list[Piece]:
         """What this rank trains on, some of it in the drafter's own words if that is its way."""
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        batches = self.batches.micro(step, rank, world, self.config.launch.accumulation)
-        return [self._in_own_words(batch) for batch in batches]
+        return [self._in_own_words(batch) for batch in self._batches(step)]
 
     def _in_own_words(self, batch: Batch) -> Piece:
         here = Batch(*(field.to(self.target.device) for field in batch))
         written = self.drafter.rewrite(here)
         return Piece(here, True) if written is None else Piece(written, False)
+
+    def traces(self, step: int, pieces: list[Piece]) -> Iterator[Trace]:
+        """The target's view of what this rank trains on; recordings are read a step ahead."""
+        if isinstance(self._source(), Recording) and all(piece.noted for piece in pieces):
+            yield from (trace.to(self.target.device) for trace in self.ahead.take(step))
+        else:
+            yield from (self.trace(piece.batch, False, piece.noted) for piece in pieces)
+
+    def _source(self) -> Traces | None:
+        return None if self.material.recorded is None else self.material.recorded[0]
+
+    def _read(self, step: int) -> list[Trace]:
+        """Recorded traces of a step, on the CPU; from threads too."""
+        source, pieces = self._source(), self._batches(step)
+        assert source is not None
+        return [source.trace(batch) for batch in pieces]
+
+    def _batches(self, step: int) -> list[Batch]:
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        return self.batches.micro(step, rank, world, self.config.launch.accumulation)
 
     def divisors(self, pieces: list[Piece]) -> Tensor:
         """Per depth, supervised rows of the whole step; the legacy switch counts all tokens."""
@@ -333,15 +361,20 @@ class Run:
 
     def _same_run(self) -> None:
         """Refuse to continue a run under settings that change what a step does."""
-        before = dict(flat(plain(saved_config(self.folder))))
+        before = dict(flat(resolved(parse(saved_config(self.folder)))))  # it may be older: defaults
         known = read_json(self.folder / "manifest.json", checkpoint.FIX).get("data", {})
         if known.get("sha256_documents") != self.material.about["sha256_documents"]:
             raise RunError(
                 f"{self.folder} was trained on other text than this run has.",
                 "Choose another run.dir, or start over with train.resume=never.",
             )
+        if known.get("layout") != self.material.about.get("layout"):
+            raise RunError(
+                f"{self.folder} was trained from {_recording(known)}, and this run would go on "
+                f"from {_recording(self.material.about)}.",
+                "Give the data.traces that it began with, or start over with train.resume=never.",
+            )
         for name, value in flat(resolved(self.config)):
-            value = list(value) if isinstance(value, tuple) else value
             if name.startswith(FREE) or before.get(name) == value:
                 continue
             raise ConfigError(
@@ -376,6 +409,13 @@ class Run:
         told = self.reduce(torch.tensor([asked, seconds * self.main], dtype=torch.float64))
         stop, self.progress.seconds = told.tolist()
         return bool(stop > 0)
+
+
+def _recording(about: Mapping[str, Any]) -> str:
+    """What it was trained from, of a run's manifest."""
+    if "layout" not in about:
+        return "traces that were not recorded by outrider record"
+    return f"{about['traces']} ({about['layout']})"
 
 
 def count_rows(batch: Batch, depths: int) -> Tensor:

@@ -107,6 +107,8 @@ class Place(NamedTuple):
 class DraftLm(BatchDrafter):
     """The model's body and its output embedding; `Target` does the reading, masks and all."""
 
+    reads = "ids"
+
     def __init__(
         self, cfg: Config, target: Target, vocab: DraftVocab, taps: tuple[int, ...]
     ) -> None:

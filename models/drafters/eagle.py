@@ -60,6 +60,7 @@ class Eagle(SelfFeeding):
     """The drafter: `fc`, one decoder layer, the target's head."""
 
     in_target_space = True
+    reads = "last"
 
     def __init__(
         self, cfg: Config, target: Lender, vocab: DraftVocab, taps: tuple[int, ...]

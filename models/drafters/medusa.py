@@ -94,6 +94,8 @@ class Head(nn.Module):
 class Medusa(BatchDrafter):
     """The drafter: a head per depth, with or without a vocabulary matrix, and perhaps adapters."""
 
+    reads = "guesses"
+
     def __init__(
         self, cfg: Config, target: Lender, vocab: DraftVocab, taps: tuple[int, ...]
     ) -> None:

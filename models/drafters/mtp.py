@@ -64,6 +64,7 @@ class Mtp(BatchDrafter):
     """The modules, and the mode that runs them. States are normed: the target's head reads them."""
 
     in_target_space = True
+    reads = "last"
 
     def __init__(
         self, cfg: Config, target: Lender, vocab: DraftVocab, taps: tuple[int, ...]
