@@ -231,14 +231,8 @@ class Recorded:
     def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
         """See `Traces`."""
         rows = [self._row(batch.document[i]) for i in range(len(batch.ids))]
-        following = torch.zeros_like(batch.ids)
-        following[:, :-1] = batch.ids[:, 1:]
         taps, last, favourite = (torch.stack(part) for part in zip(*rows, strict=True))
-        fields = (
-            batch.ids, following, batch.answer, batch.document, batch.positions,
-            taps, last, favourite,
-        )  # fmt: skip
-        return Trace(*fields).to(device)
+        return Trace.of(batch, taps, last, favourite).to(device)
 
     def _row(self, document: Int[Tensor, " T"]) -> tuple[Tensor, Tensor, Tensor]:
         numbers, counts = torch.unique_consecutive(document, return_counts=True)

@@ -81,6 +81,21 @@ class Trace:
     favourite: Int[Tensor, "B T"] | None = None
     top: Top | None = None
 
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        taps: Float[Tensor, "B T KH"],
+        last: Float[Tensor, "B T H"],
+        favourite: Int[Tensor, "B T"] | None = None,
+        top: Top | None = None,
+    ) -> "Trace":
+        """Of packed rows: what is decided behind a row is the next token of the row."""
+        following = torch.zeros_like(batch.ids)
+        following[:, :-1] = batch.ids[:, 1:]
+        ids, answer, document, positions = batch
+        return cls(ids, following, answer, document, positions, taps, last, favourite, top)
+
     def to(self, device: torch.device | str) -> "Trace":
         """The same on another device."""
         top = None if self.top is None else Top(*(part.to(device) for part in self.top))

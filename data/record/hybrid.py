@@ -108,13 +108,8 @@ class Hybrid:
         said = together(
             [self._said(p, batch, row) for row, p in enumerate(parts) if p is not None], torch.stack
         )
-        following = torch.zeros_like(batch.ids)
-        following[:, :-1] = batch.ids[:, 1:]
         taps = said.features if self.layout.reads == "taps" else said.features[..., :0]
-        return Trace(
-            batch.ids, following, batch.answer, batch.document, batch.positions,
-            taps, said.last, said.favourite,
-        ).to(device)  # fmt: skip
+        return Trace.of(batch, taps, said.last, said.favourite).to(device)
 
     def _said(self, part: dict[str, Tensor], batch: Batch, row: int) -> Said:
         kept = self.layout.kept(batch.answer[row].cpu(), batch.document[row].cpu())

@@ -55,12 +55,7 @@ class Recording:
         """
         rows = [self._row(batch.document[i], batch.answer[i]) for i in range(len(batch.ids))]
         said = together(rows, torch.stack)
-        following = torch.zeros_like(batch.ids)
-        following[:, :-1] = batch.ids[:, 1:]
-        return Trace(
-            batch.ids, following, batch.answer, batch.document, batch.positions,
-            said.features, said.last, said.favourite, said.top,
-        ).to(device)  # fmt: skip
+        return Trace.of(batch, said.features, said.last, said.favourite, said.top).to(device)
 
     def _row(self, document: Int[Tensor, " T"], answer: Tensor) -> Said:
         """A row's documents, one behind the other."""

@@ -279,7 +279,7 @@ class Recorder:
 
     @torch.no_grad()
     def _prove(self, shard: int) -> None:
-        """A document of the shard, as it will be written, against a plain forward.
+        """A document of the shard, before it is stored in fewer bits, against a plain forward.
 
         Raises:
             RunError: the two differ.
