@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from outrider.launch import compiled
 from outrider.launch.jobs import THREADS
 from outrider.train.config import LaunchConfig
 from outrider.train.errors import ConfigError
@@ -139,6 +140,7 @@ def accelerator(launch: LaunchConfig, clip: float, micro_batch: int, count: int)
         options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=backend(), timeout=wait)]
     if launch.name.startswith("zero"):
         _alone()
+        compiled.load()
         os.environ.pop(FIELDS, None)
         options["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config=deepspeed_settings(launch, clip, micro_batch, count)

@@ -99,8 +99,8 @@ def unwritten(file: Path, error: OSError, size: int) -> RunError:
 
 
 @contextmanager
-def claimed(folder: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
-    """Nobody else writes there meanwhile.
+def claimed(folder: Path, waiting: Callable[[], object] | None = None) -> Iterator[bool]:
+    """Nobody else writes there meanwhile; False on a file system without locks, which cannot say.
 
     Args:
         waiting: called if another process does, which is then waited for; None: refused.
@@ -120,8 +120,9 @@ def claimed(folder: Path, waiting: Callable[[], object] | None = None) -> Iterat
             waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file system without locks
-        yield
+            yield False
+            return
+        yield True
 
 
 def sync_folder(folder: Path) -> None:
