@@ -319,6 +319,7 @@ def five_token_pair(name: str) -> tuple[Target, Drafter]:
     return target, tiny.drafter(name, target, tiny.vocab(4, 5)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "sampling"), LAWS, ids=["chain", "tree", "drawn tree"])
 @each_drafter
 def test_sampling_has_exactly_the_law_of_plain_sampling(
@@ -330,6 +331,7 @@ def test_sampling_has_exactly_the_law_of_plain_sampling(
     assert distance(law_of(decoder), plain_law(target, sampling)) < 1e-5
 
 
+@pytest.mark.slow
 @each_drafter
 def test_a_bonus_from_unwarped_logits_has_another_law(name: str) -> None:
     """The control of the test above."""

@@ -88,6 +88,7 @@ def foreseen(target: Target, drafter: Drafter, answers: list[tuple[int, ...]]) -
     return torch.stack(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_sampled_rounds_are_foreseen_exactly(name: str) -> None:
     """Training and decoding never part: every text of V = 3, every coin of every round.
