@@ -98,6 +98,7 @@ class Sizes:
             "sharded": self.ends + layers / ranks + 2 * self.largest,
             "tensor": self.ends + self.whole / ranks,
             "apart": self.ends,
+            "ends": self.ends,
         }
         return float(width * here[place])
 
@@ -155,13 +156,14 @@ def parts(
     if long:
         reading += 2 * rows * shape.layers * shape.kv_heads * shape.head_dim
     said = (len(drafter.taps) + 1) * width + depths * (number + 4)
+    reads = config.target.place != "ends"  # or what was recorded says it all
     return {
         "target": sizes.held(config.target.place, ranks, config.target.quantise),
         "drafter": states(launch, ranks, _count(drafter.parameters())),
         "unroll": number * rows * supervised * kept,
         "judging": 4.0 * 4 * judging,
         "features": rows * shape.hidden * said,
-        "reading": width * reading + (width + 1) * min(together * length, PAIRS),
+        "reading": reads * (width * reading + (width + 1) * min(together * length, PAIRS)),
     }
 
 
@@ -179,7 +181,7 @@ def waiting(drafter: Drafter, shape: Shape, depths: int, recompute: bool) -> flo
 
 PLACES = (  # the fastest first
     ("replicated", None), ("tensor", None), ("sharded", None), ("apart", None),
-    ("replicated", "int8"), ("replicated", "nf4"),
+    ("replicated", "int8"), ("replicated", "nf4"), ("ends", None),
 )  # fmt: skip
 PARTS = ("target", "drafter", "unroll", "judging", "features", "reading")
 
@@ -224,7 +226,8 @@ def memory(overrides: list[str]) -> int:
     console.print(
         f"{config.train.batch_tokens:,} tokens per step, all supervised; {SPARE:.0%} of each GPU "
         f"left to libraries and gaps. apart: {math.ceil(sizes.width * sizes.whole / room)} more "
-        "GPU(s) for the target. int8, nf4: target.quantise, replicated. For less: "
+        "GPU(s) for the target. int8, nf4: target.quantise, replicated. ends: for training from "
+        "data.traces. For less: "
         "train.gradient_checkpointing=true, fewer train.batch_tokens, more launch.accumulation, "
         "launch=zero3.",
         highlight=False, soft_wrap=True,

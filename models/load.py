@@ -86,7 +86,8 @@ def load(settings: TargetSettings, device: torch.device | str = "cpu") -> Loaded
     place, source = locate(settings)
     target = _placed(place, settings, torch.device(device))
     tokenizer = tokenizer_of(settings)
-    target.check()
+    if settings.place != "ends":  # then its layers are there
+        target.check()
     return Loaded(target, tokenizer, source)
 
 
@@ -110,10 +111,21 @@ def _placed(place: str, settings: TargetSettings, device: torch.device) -> Targe
     if several and settings.place == "sharded":
         model = _model(place, settings) if dist.get_rank() == 0 else None
         return Target(sharded(model, _empty(place, settings), device), name=name, home=device)
+    if settings.place == "ends":
+        return Target(_ends(place, settings, device), name=name)
     model = _model(place, settings)
     if settings.place == "apart":
         return Target(apart(model, settings.devices), name=name, home=device)
     return Target(model.to(device), name=name)
+
+
+def _ends(place: str, settings: TargetSettings, device: torch.device) -> Any:
+    """Embedding and head with their weights; what lies between has shapes alone."""
+    out, ends = _empty(place, settings), _model(place, settings, num_hidden_layers=0).to(device)
+    out.set_input_embeddings(ends.get_input_embeddings())
+    out.set_output_embeddings(ends.get_output_embeddings())
+    out.generation_config = ends.generation_config
+    return out
 
 
 def locate(settings: TargetSettings) -> tuple[str, str]:

@@ -87,6 +87,11 @@ class Target:
         return self._home is not None
 
     @property
+    def hollow(self) -> bool:
+        """Its layers have shapes and no weights: it can look up and judge, not read."""
+        return any(p.is_meta for p in self.layers[0].parameters())
+
+    @property
     def lies(self) -> torch.device:
         """Where its first layers are."""
         if self._home is None:
@@ -215,6 +220,12 @@ class Target:
     def _forward(
         self, ids: Tensor, positions: Tensor, seen: Tensor, cache: RowCache | SlotCache | None
     ) -> Seen:
+        if self.hollow:
+            why = "Only its embedding and its head were read."
+            fix = (
+                "Leave target.place at replicated; with traces of few tokens, drafter.init=random."
+            )
+            raise ConfigError("target.place", "ends", why, fix)
         if self._home is not None:
             ids, positions, seen = (x.to(self.lies) for x in (ids, positions, seen))
         if cache is None:

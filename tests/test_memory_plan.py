@@ -146,7 +146,8 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     verdicts = next(line for line in said.splitlines() if "fits" in line)
     assert verdicts.split("│")[2:-1] == [
         f" {word:>{width}} " for word, width in zip(
-            ("no", "fits", "fits", "fits", "no", "fits"), (10, 6, 7, 5, 4, 4), strict=True
+            ("no", "fits", "fits", "fits", "no", "fits", "fits"), (10, 6, 7, 5, 4, 4, 4),
+                strict=True,
         )
     ]  # fmt: skip
 

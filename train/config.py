@@ -68,8 +68,10 @@ class TargetConfig:
         "float32", "precision the target runs in; auto: as stored"
     )
     trust_remote_code: bool = key(False, "run code that comes with the model")
-    place: Literal["replicated", "sharded", "tensor", "apart"] = key(
-        "replicated", "whole on every rank, in shares over the ranks, or on devices of its own"
+    place: Literal["replicated", "sharded", "tensor", "apart", "ends"] = key(
+        "replicated",
+        "whole on every rank, in shares over the ranks, on devices of its own, or only its "
+        "embedding and head (to train from data.traces)",
     )
     devices: tuple[str, ...] = key((), "its own, with place=apart: [cuda:1]")
     quantise: Literal["int8", "nf4"] | None = key(

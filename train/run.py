@@ -120,7 +120,8 @@ class Run:
         if resume != "never" and checkpoint.found(self.folder / "checkpoints"):
             return "a checkpoint of this run"
         rows, source = self.material.train, self._source()
-        if source is not None and not source.knows_last:
+        fitted = getattr(self.config.drafter, "init", "linear") != "random"
+        if source is not None and fitted and not source.knows_last:
             source = None  # the target says it once more
         order = permutation(self.config.run.seed, 0, len(rows))
         batches = (gather(rows, part) for part in order.split(FIT_BATCH))
