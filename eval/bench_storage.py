@@ -6,7 +6,8 @@ same number of steps, and each drafter decodes the same prompts. A setting is wr
     online                 the target runs in every step, nothing is recorded
     bf16                   16 bits, last states: the full recording, which the others are held
                            against
-    int8-rank512-top16     8 bits, 512 directions of the features, 16 tokens of the teacher
+    int8-top16             8 bits, 16 tokens of the teacher
+    coded0.5-top16         steps of 0.5 coded by frequency, 16 tokens of the teacher
 
 What is lost is relative to bf16, in the acceptance length that held-out text foresees. Bytes are
 those of all files, per token of the text.
@@ -29,14 +30,17 @@ from outrider.train.files import write_json
 KNOWN = {
     "experiment": "bakeoff_smollm2",
     "drafter": "eagle3",
-    "settings": "bf16,fp8,int8,int4,int8-top16,int8-rank768-top16,int4-rank1024-top16,online",
+    "settings": "bf16,int8,fp8,int4,coded0.5-top16,coded0.7-top16,coded0.7-top32,online",
     "steps": 150,
     "prompts": 8,
     "new_tokens": 64,
     "folder": "runs/storage",
     "out": "",
 }
-PART = re.compile(r"(same|bf16|fp8|int8|int4)(-rank\d+)?(-top\d+)?|online")
+PART = re.compile(
+    r"online|(?P<states>same|bf16|fp8|int8|int4|coded(?=\d))(?P<step>(?<=coded)\d\.\d+)?"
+    r"(-top(?P<top>\d+))?"
+)
 MEASURED = ("bytes", "accept_length", "accept_length_sampling", "tau", "step_s")
 
 
@@ -65,7 +69,7 @@ def _read(key: str, value: str, default: Any) -> Any:
     bad = [] if key != "settings" else [s for s in value.split(",") if not PART.fullmatch(s)]
     if bad:
         why = f"{bad[0]} is no setting."
-        raise ConfigError(key, value, why, "Like bf16, fp8, int8-top16, int8-rank512-top16, online")
+        raise ConfigError(key, value, why, "Like bf16, fp8, int8-top16, coded0.5-top16, online")
     return value
 
 
@@ -99,12 +103,11 @@ def _tau(run: Path, options: dict[str, Any]) -> float:
 def _words(setting: str) -> list[str]:
     if setting == "online":
         return ["data.mode=online"]
-    states, *rest = setting.split("-")
-    found = {re.sub(r"\d", "", part): re.sub(r"\D", "", part) for part in rest}
-    return [
-        "data.mode=recorded", f"record.states={states}", f"record.top={found.get('top', 0)}",
-        f"record.rank={found.get('rank', 'null')}",
-    ]  # fmt: skip
+    match = PART.fullmatch(setting)
+    assert match is not None, "checked by _read"
+    step = [f"record.step={match['step']}"] if match["step"] else []
+    top = f"record.top={match['top'] or 0}"
+    return ["data.mode=recorded", f"record.states={match['states']}", *step, top]
 
 
 def _outrider(*words: str) -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from outrider.data.record.basis import fit
+from outrider.data.record import steps
 from outrider.data.record.codes import CODES, bytes_per_row, decode, encode
+from outrider.data.record.sizes import fit
 
 WIDTHS = (1, 31, 64, 100, 256, 600)
 FAR = {"fp8": 2**-4, "int8": 0.5 / 127, "int4": 0.5 / 7}  # half a step, of a group's largest
@@ -62,13 +63,53 @@ def test_what_is_no_number_is_not_written(bad: float) -> None:
         encode("int8", told)
 
 
-def test_directions_that_hold_everything_lose_nothing() -> None:
-    """Features of rank 5 in 12 columns: five directions restore them, four do not."""
-    torch.manual_seed(1)
-    told = torch.randn(200, 5) @ torch.randn(5, 12) * torch.logspace(-2, 2, 12) + 3.0
-    basis, missed = fit(told.split(50), 5)
-    torch.testing.assert_close(basis.restore(basis.project(told)), told, rtol=1e-3, atol=1e-3)
-    assert missed < 1e-6
-    poorer, missed = fit(told.split(50), 4)
-    assert missed > 1e-3
-    assert (poorer.restore(poorer.project(told)) - told).abs().max() > 1e-2
+def coded(step: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal numbers, with rows that are far larger; and what is read back."""
+    torch.manual_seed(2)
+    told = torch.randn(300, 64)
+    told[0] *= 1000
+    told[1] *= 1e6 * step
+    return told, steps.unpack(steps.pack(told, step), 64, step)
+
+
+@pytest.mark.parametrize("step", [0.1, 0.3, 0.5, 1.0])
+def test_steps_are_never_further_off_than_half_of_one(step: float) -> None:
+    told, back = coded(step)
+    assert ((back - told).abs() <= step / 2 + 2**-22 * told.abs()).all()
+    assert torch.equal(steps.unpack(steps.pack(back, step), 64, step), back)
+
+
+@pytest.mark.parametrize("step", [0.3, 0.5])
+def test_coded_steps_take_near_what_their_entropy_is(step: float) -> None:
+    """Of every column by itself: within a tenth, and less than a fixed width would need."""
+    torch.manual_seed(3)
+    told = torch.randn(2000, 64)
+    counts = [(told[:, i] / step).round().unique(return_counts=True)[1] for i in range(64)]
+    entropy = sum(float(-(n / 2000 * (n / 2000).log2()).sum()) for n in counts) / 64
+    taken = 8 * len(steps.pack(told, step)) / told.numel()
+    assert entropy - 0.1 < taken < 1.1 * entropy
+    assert taken == pytest.approx(steps.bits(step), rel=0.15)
+
+
+def test_an_empty_document_and_far_numbers() -> None:
+    assert steps.unpack(steps.pack(torch.zeros(0, 5), 0.5), 5, 0.5).shape == (0, 5)
+    for bad in (float("nan"), float("inf"), 1e9):
+        with pytest.raises(ValueError, match="further away from 0"):
+            steps.pack(torch.tensor([[0.0, bad]]), 0.5)
+
+
+def test_sizes_do_not_follow_the_few_massive_rows() -> None:
+    torch.manual_seed(4)
+    spread = torch.tensor([1e-3, 0.1, 1, 1, 10, 100])
+    told = torch.randn(1000, 6) * spread + 7
+    plain = fit([told])
+    torch.testing.assert_close(plain.spread, spread, rtol=0.2, atol=0)
+    torch.testing.assert_close(plain.restore(plain.units(told)), told, rtol=1e-4, atol=1e-4)
+    told[::300, 2] = 5000.0
+    torch.testing.assert_close(fit(told.split(100)).spread, plain.spread, rtol=0.1, atol=0)
+
+
+def test_a_column_that_never_changes_has_a_size() -> None:
+    told = torch.randn(50, 3) * torch.tensor([1.0, 1.0, 0.0])
+    assert (fit([told]).spread > 0).all()
+    assert (fit([torch.zeros(50, 3)]).spread > 0).all()

@@ -50,10 +50,18 @@ def check_place(config: Config) -> None:
         why = "target.place=apart and the devices it lies on belong together."
         fix = "Like target.place=apart target.devices=[cuda:1]."
         raise ConfigError("target.devices", list(target.devices), why, fix)
-    if target.quantise and target.place in ("sharded", "tensor"):
+    if target.quantise and target.place in ("sharded", "tensor", "ends"):
         why = f"Quantised weights cannot be {target.place}."
         fix = "Use target.place=replicated or apart: they are small."
         raise ConfigError("target.quantise", target.quantise, why, fix)
+    if target.place == "ends" and config.data.traces is None:
+        why = "Without its layers the target says nothing of a text."
+        fix = "Give what it said before: data.traces=FOLDER, as outrider record wrote it."
+        raise ConfigError("target.place", "ends", why, fix)
+    if target.place == "ends" and config.train.quick_eval:
+        why = "Decoding needs the target's layers."
+        fix = "Add train.quick_eval=false, and decode later: outrider eval run.dir=..."
+        raise ConfigError("target.place", "ends", why, fix)
 
 
 def check_data(config: Config) -> None:
@@ -88,9 +96,9 @@ def check_traces(config: Config) -> None:
         raise ConfigError("data.mode", data.mode, why, "Drop data.traces, or leave mode=auto.")
     if data.mode != "hybrid":
         return
-    if record.top or record.rank is not None:
+    if record.top or record.states == "coded":
         why = "Rows are kept while the run goes on: nothing is known of the others yet."
-        fix = "Set record.top=0 record.rank=null, or take data.mode=recorded."
+        fix = "Set record.top=0 record.states=bf16, or take data.mode=recorded."
         raise ConfigError("data.mode", data.mode, why, fix)
     if config.target.place in ("sharded", "tensor"):
         why = "Ranks that hold shares of the target run it together, and each keeps other rows."

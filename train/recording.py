@@ -14,13 +14,12 @@ class RecordConfig:
     """What is kept of every row, and how small (data/record/)."""
 
     name: Literal["full", "small"] = key("full", "which settings (choose with record=...)")
-    states: Literal["same", "bf16", "fp8", "int8", "int4"] = key(
+    states: Literal["same", "bf16", "fp8", "int8", "int4", "coded"] = key(
         "bf16", "how states are stored; same: as the target computes them"
     )
-    rank: int | float | None = key(
-        None, "principal directions of the features (512), or a share of their columns (0.6)",
-        "(0, inf)",
-    )  # fmt: skip
+    step: float = key(
+        0.5, "of states=coded, in sizes of a column (interquartile range / 1.35)", "(0, 4]"
+    )
     top: int = key(
         0, "likely tokens kept of the teacher, with the rest's share; 0: its last state", "[0, 256]"
     )
@@ -32,8 +31,6 @@ class RecordConfig:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, float) and self.rank >= 1:
-            raise ValueError(f"rank = {self.rank}: with a decimal point it is a share, below 1")
         match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", self.share)
         if match is None or int(match[1]) > int(match[2]):
             raise ValueError(f"share = {self.share}: write 1/4 for the first of four machines")

@@ -10,13 +10,11 @@ the states of one row differ in size by orders of magnitude between layers and c
 Legend: N rows, X columns, G groups.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-Kind = Literal["same", "bf16", "fp8", "int8", "int4"]
 
 
 class NotFinite(ValueError):

@@ -26,8 +26,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.data.record.basis import Basis
-from outrider.data.record.codes import bytes_per_row, decode, encode
+from outrider.data.record import steps
+from outrider.data.record.codes import NotFinite, bytes_per_row, decode, encode
+from outrider.data.record.sizes import Sizes
 from outrider.eval.decode.sampling import first_argmax
 from outrider.models.base import Top
 from outrider.models.target import Target
@@ -72,14 +73,15 @@ class Layout:
     Attributes:
         reads: what the drafter reads: "taps", "last" (both of every row), "guesses" (last states
             of rows that guess), "ids" (nothing).
-        states: how numbers are stored, see codes.py.
+        states: how numbers are stored, see codes.py; "coded": features in steps of `step` of
+            their columns' sizes (steps.py), last states beside them in 8 bits.
         taps: tapped layers.
         hidden: size of the target's states, H.
         ahead: deepest guess whose row is kept, for "guesses".
         top: tokens kept of the teacher; 0: its last state instead.
-        rank: directions that features are kept in; None: all columns.
         vocab: target ids of the draft vocabulary, ascending, with `top`.
-        basis: these directions, once they have been found.
+        step: of "coded".
+        sizes: of the features' columns, with `step`, once they have been found.
     """
 
     reads: str
@@ -88,19 +90,19 @@ class Layout:
     hidden: int
     ahead: int = 1
     top: int = 0
-    rank: int | None = None
     vocab: Int[Tensor, " Vd"] | None = None
-    basis: Basis | None = None
+    step: float | None = None
+    sizes: Sizes | None = None
+
+    @property
+    def lasts(self) -> str:
+        """How last states are stored beside the features."""
+        return self.states if self.step is None else "int8"
 
     @property
     def width(self) -> int:
         """Columns of the features, X."""
         return {"taps": len(self.taps) * self.hidden, "ids": 0}.get(self.reads, self.hidden)
-
-    @property
-    def stored(self) -> int:
-        """Columns of the features as they are stored."""
-        return self.width if self.rank is None else self.rank
 
     @property
     def serves(self) -> bool:
@@ -137,13 +139,20 @@ class Layout:
         out = dict[str, Tensor]()
         if self.reads != "ids":
             rows = (taps if self.reads == "taps" else last)[kept.features]
-            rows = rows if self.basis is None else self.basis.project(rows)
-            out |= _named("features", encode(self.states, rows))
+            out |= _named("features", self._encoded(rows))
         judges = last[kept.judges]
         out |= _judged(target, judges, self.vocab, self.top)
         if whole or not (self.top or self.serves):
-            out |= _named("last", encode(self.states, judges))
+            out |= _named("last", encode(self.lasts, judges))
         return out
+
+    def _encoded(self, rows: Float[Tensor, "N X"]) -> dict[str, Tensor]:
+        if self.step is None or self.sizes is None:
+            return encode(self.states, rows)
+        if not bool(rows.isfinite().all()):
+            raise NotFinite("the target said something that is not a number")
+        packed = steps.pack(self.sizes.units(rows), self.step)
+        return {"packed": packed, "bytes": torch.tensor([len(packed)]).int()}
 
     def said(self, parts: dict[str, Tensor], kept: Kept) -> Said:
         """The inverse, as far as it goes."""
@@ -151,7 +160,7 @@ class Layout:
         features = self._features(parts, kept)
         last = features if self.serves else features.new_zeros(size, 0)
         if "last.codes" in parts:
-            rows = decode(self.states, _part("last", parts), self.hidden)
+            rows = decode(self.lasts, _part("last", parts), self.hidden)
             full = last.clone() if self.serves else rows.new_zeros(size, self.hidden)
             full[kept.judges] = rows.to(full.dtype)
             last = full
@@ -162,8 +171,11 @@ class Layout:
     def _features(self, parts: dict[str, Tensor], kept: Kept) -> Float[Tensor, "S X"]:
         if self.reads == "ids":
             return torch.zeros(len(kept.features), 0)
-        rows = decode(self.states, _part("features", parts), self.stored)
-        rows = rows if self.basis is None else self.basis.restore(rows)
+        if self.step is None or self.sizes is None:
+            rows = decode(self.states, _part("features", parts), self.width)
+        else:  # the whole document, of which its beginning may be wanted
+            rows = steps.unpack(parts["features.packed"], self.width, self.step)
+            rows = self.sizes.restore(rows[: int(kept.features.sum())])
         if bool(kept.features.all()):
             return rows
         full = rows.new_zeros(len(kept.features), self.width)
@@ -187,11 +199,16 @@ class Layout:
             itemsize: bytes of a number of the target's.
         """
         each = {"ids": 0.0, "guesses": supervised}.get(self.reads, 1.0)
-        features = each * bytes_per_row(self.states, self.stored, itemsize) if self.stored else 0.0
+        features = each * self._row_bytes(itemsize)
         judged = 4.0 + (4.0 * self.top + 4.0 if self.top else 0.0)
         if not (self.top or self.serves):
-            judged += bytes_per_row(self.states, self.hidden, itemsize)
+            judged += bytes_per_row(self.lasts, self.hidden, itemsize)
         return 5.0 + features + supervised * judged
+
+    def _row_bytes(self, itemsize: int) -> float:
+        if self.step is None:
+            return bytes_per_row(self.states, self.width, itemsize)
+        return steps.bits(self.step) * self.width / 8
 
 
 def _in_front(answer: Tensor, document: Tensor | None, distance: int) -> Bool[Tensor, " S"]:

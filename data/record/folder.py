@@ -2,7 +2,7 @@
 
     manifest.json            what was recorded, of which target and text, and how many documents
                              each shard has; written first, the same by every rank and machine
-    about.safetensors        draft vocabulary and basis, if the recording needs them
+    about.safetensors        draft vocabulary and sizes of columns, if the recording needs them
     shard-00000.safetensors  ids [S], answer [S], length [n], whole [n], and the columns of
                              columns.py, document behind document; keys and sources of these
     shard-00000.json         its sha256 and sizes; a shard without it has not been written
@@ -25,18 +25,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.data.chat import Document
-from outrider.data.record.basis import Basis
 from outrider.data.record.columns import Kept, Layout
+from outrider.data.record.sizes import Sizes
 from outrider.train.errors import Damaged, RunError
 from outrider.train.files import read_json, read_tensors, sha256_of, write_json, write_tensors
 
 MANIFEST, ABOUT = "manifest.json", "about.safetensors"
-VERSION = 2  # of all this
+VERSION = 3  # of all this
 COLUMNS = {  # which of a document's rows each part of a file has
     "features.codes": "features", "features.scales": "features", "last.codes": "whole",
     "last.scales": "whole", "favourite": "judges", "top.ids": "judges", "top.p": "judges",
-    "top.rest": "judges", "top.share": "judges",
+    "top.rest": "judges", "top.share": "judges", "features.packed": "packed",
 }  # fmt: skip
+PACKED = "features.bytes"  # of each document, where rows have no length of their own
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class Place:
 
     Attributes:
         whole: last states are there (always, unless `top` stands for them).
+        packed: bytes of the features, where they are coded.
     """
 
     shard: int
     length: int
     whole: bool
     starts: dict[str, int]
+    packed: int = 0
 
 
 class Folder:
@@ -96,7 +99,7 @@ class Folder:
         if not (path / MANIFEST).is_file():
             fields = {**about, **facts, "version": VERSION, "shards": list(counts)}
             parts = {} if layout.vocab is None else {"vocab": layout.vocab.int()}
-            parts |= {} if layout.basis is None else vars(layout.basis)
+            parts |= {} if layout.sizes is None else vars(layout.sizes)
             if parts:
                 fields["about"] = write_tensors(path / ABOUT, parts, {})
             write_json(path / MANIFEST, fields)
@@ -122,11 +125,11 @@ class Folder:
         digest = self.manifest.get("about")
         parts = {} if digest is None else read_tensors(self.path / ABOUT, digest, self.fix)
         vocab = parts.pop("vocab", None)
-        basis = Basis(**parts) if parts else None
+        sizes = Sizes(**parts) if parts else None
         taps = tuple(facts.pop("taps"))
-        facts.pop("vocab")  # in about.safetensors, with the basis
+        facts.pop("vocab")  # in about.safetensors, with the sizes
         return Layout(
-            **facts, taps=taps, vocab=None if vocab is None else vocab.long(), basis=basis
+            **facts, taps=taps, vocab=None if vocab is None else vocab.long(), sizes=sizes
         )
 
     def file(self, shard: int) -> Path:
@@ -196,15 +199,15 @@ class Folder:
             ids, answer, lengths, whole = (
                 file.get_tensor(name) for name in ("ids", "answer", "length", "whole")
             )
-        starts = dict.fromkeys(("features", "judges", "whole"), 0)
+            coded = PACKED in file.keys()  # noqa: SIM118 - not a dict
+            packed = file.get_tensor(PACKED).tolist() if coded else [0] * len(names)
+        starts = dict.fromkeys(("features", "judges", "whole", "packed"), 0)
         texts = zip(ids.split(lengths.tolist()), answer.split(lengths.tolist()), strict=True)
-        parts = zip(names, texts, whole.tolist(), strict=True)
-        for (key, source), (own, answers), kept in parts:
-            yield (
-                Document(own.numpy(), answers.bool().numpy(), key, source=source),
-                Place(shard, len(own), kept, dict(starts)),
-            )
-            for kind, count in _counts(self.layout.kept(answers.bool()), kept).items():
+        parts = zip(names, texts, whole.tolist(), packed, strict=True)
+        for (key, source), (own, answers), kept, size in parts:
+            place = Place(shard, len(own), kept, dict(starts), size)
+            yield Document(own.numpy(), answers.bool().numpy(), key, source=source), place
+            for kind, count in _counts(self.layout.kept(answers.bool()), place).items():
                 starts[kind] += count
 
     def columns(self, place: Place, kept: Kept) -> dict[str, Tensor]:
@@ -214,7 +217,7 @@ class Folder:
             kept: which rows of it, as its layout says.
         """
         self.check(place.shard)
-        counts = _counts(kept, place.whole)
+        counts = _counts(kept, place)
         with _opened(self.file(place.shard), self.fix) as file:
             out = {}
             for name in file.keys():  # noqa: SIM118 - not a dict
@@ -229,18 +232,21 @@ class Folder:
         return sum(self.file(s).stat().st_size for s in range(len(self.counts)) if self.written(s))
 
 
-def _counts(kept: Kept, whole: bool) -> dict[str, int]:
-    """Rows of a document in each kind of column."""
+def _counts(kept: Kept, place: Place) -> dict[str, int]:
+    """Rows of a document in each kind of column; all its bytes of what is coded."""
     judges = int(kept.judges.sum())
-    return {"features": int(kept.features.sum()), "judges": judges, "whole": judges * whole}
+    return {
+        "features": int(kept.features.sum()), "judges": judges, "whole": judges * place.whole,
+        "packed": place.packed,
+    }  # fmt: skip
 
 
 def facts_of(layout: Layout) -> dict[str, Any]:
-    """Of a layout, for a manifest: what its basis and draft vocabulary do not say."""
+    """Of a layout, for a manifest: what its sizes and draft vocabulary do not say."""
     return {
         "reads": layout.reads, "states": layout.states, "taps": list(layout.taps),
         "hidden": layout.hidden, "ahead": layout.ahead, "top": layout.top,
-        "rank": layout.rank,
+        "step": layout.step,
         "vocab": None if layout.vocab is None else len(layout.vocab),
     }  # fmt: skip
 

@@ -24,11 +24,12 @@ from torch import Tensor
 from outrider.data.chat import Document
 from outrider.data.loader import gather
 from outrider.data.pack import pack, split
-from outrider.data.record import basis
+from outrider.data.record import sizes
 from outrider.data.record.codes import NotFinite, bytes_per_row
 from outrider.data.record.columns import Layout
 from outrider.data.record.folder import MANIFEST, Folder, facts_of, text_of
 from outrider.data.record.proof import compare
+from outrider.data.record.steps import OutOfRange
 from outrider.launch import start
 from outrider.models.base import Trace
 from outrider.models.drafters import kind
@@ -104,7 +105,7 @@ class Recorder:
         first = machine == 0 and rank == 0
         if not (self.path / MANIFEST).is_file() and machine == 0 and (first or together):
             self._room(1.0)
-            self._find_basis()
+            self._find_sizes()
         if not (first or (self.path / MANIFEST).is_file()):
             self._wait()
         facts = {"source": self.made.about, "suite": self.config.eval.prompts}
@@ -119,14 +120,10 @@ class Recorder:
         while not (self.path / MANIFEST).is_file():
             time.sleep(POLL)
 
-    def _find_basis(self) -> None:
-        """Principal directions of the first documents' features."""
-        rank, width = self.layout.rank, self.layout.width
-        if rank is None:
-            return
-        found, missed = basis.fit(self._sample(basis.ROWS * width), rank)
-        self.layout = replace(self.layout, basis=found)
-        self.console.print(f"{rank} of {width} directions hold {1 - missed:.2%} of the variance")
+    def _find_sizes(self) -> None:
+        """Of the columns of the first documents' features."""
+        if self.layout.step is not None and self.layout.width:
+            self.layout = replace(self.layout, sizes=sizes.fit(self._sample(sizes.SAMPLE)))
 
     def _sample(self, rows: int) -> Iterator[Tensor]:
         """Features of the first documents, so many rows at least."""
@@ -225,6 +222,9 @@ class Recorder:
         except NotFinite as error:
             fix = "Run the target in another precision: target.dtype=float32."
             raise RunError(f"{self.target.name}, document {key[:12]}: {error}.", fix) from None
+        except OutOfRange as error:
+            fix = "Take a larger record.step, or record.states=int8."
+            raise RunError(f"{self.target.name}, document {key[:12]}: {error}.", fix) from None
 
     # ---- before, and in between ----
 
@@ -274,7 +274,7 @@ class Recorder:
         out = tokens * self.layout.bytes_per_token(sum(answers) / max(1, tokens), itemsize)
         if self.layout.top:
             kept = sum(count for count, whole in zip(answers, self.whole, strict=True) if whole)
-            out += kept * bytes_per_row(self.layout.states, self.layout.hidden, itemsize)
+            out += kept * bytes_per_row(self.layout.lasts, self.layout.hidden, itemsize)
         return out
 
     @torch.no_grad()
@@ -304,23 +304,17 @@ def layout_of(config: Config, target: Target, made: "Material") -> Layout:
     """
     wish, cfg = config.record, config.drafter
     reads = kind(cfg.name).reads
-    if wish.rank is not None and reads in ("last", "guesses") and not wish.top:
+    if wish.states == "coded" and reads in ("last", "guesses") and not wish.top:
         why = f"{cfg.name} reads the states that its teacher is made of: it would be bent."
-        raise ConfigError("record.rank", wish.rank, why, "Add record.top=16, or take rank=null.")
+        raise ConfigError("record.states", "coded", why, "Add record.top=32, or take int8.")
     vocab = made.vocab(cfg.draft_vocab_size).kept if wish.top else None
     if vocab is not None and len(vocab) > 2**16:
         why = f"Recorded tokens have 16 bits, and the draft vocabulary has {len(vocab):,} tokens."
         fix = "Set drafter.draft_vocab_size=65536 or less."
         raise ConfigError("record.top", wish.top, why, fix)
     hidden, ahead = target.shape().hidden, cfg.depths if reads == "guesses" else 1
-    out = Layout(reads, wish.states, target.taps, hidden, ahead, wish.top, vocab=vocab)
-    if wish.rank is None or not out.width:
-        return out
-    rank = wish.rank if isinstance(wish.rank, int) else max(1, round(wish.rank * out.width))
-    if rank >= out.width:
-        why = f"The features have {out.width} columns."
-        raise ConfigError("record.rank", wish.rank, why, f"Use less than {out.width}, or null.")
-    return replace(out, rank=rank)
+    step = wish.step if wish.states == "coded" else None
+    return Layout(reads, wish.states, target.taps, hidden, ahead, wish.top, vocab=vocab, step=step)
 
 
 def about_of(config: Config, loaded: Loaded, made: "Material") -> dict[str, Any]:
@@ -338,10 +332,9 @@ def _name(about: Mapping[str, Any]) -> str:
     """Of a folder in the cache: a few words, and a hash of everything."""
     layout = about["layout"]
     taps = "-".join(map(str, layout["taps"])) if layout["reads"] == "taps" else layout["reads"]
-    rank = "" if layout["rank"] is None else f"-rank{layout['rank']}"
     top = f"-top{layout['top']}" if layout["top"] else ""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-    return f"{taps}-{layout['states']}{rank}{top}-{digest[:16]}"
+    return f"{taps}-{layout['states']}{layout['step'] or ''}{top}-{digest[:16]}"
 
 
 def _cut(documents: Sequence[Document], tokens: int) -> list[int]:
