@@ -109,6 +109,13 @@ def test_sizes_do_not_follow_the_few_massive_rows() -> None:
     torch.testing.assert_close(fit(told.split(100)).spread, plain.spread, rtol=0.1, atol=0)
 
 
+def test_a_large_target_has_sizes_too() -> None:
+    """More numbers than torch.quantile takes at once."""
+    wide = torch.arange(4200.0).expand(4096, 4200) * torch.linspace(-1, 1, 4096)[:, None]
+    wished = torch.arange(10, 4200) / 1.349
+    torch.testing.assert_close(fit([wide]).spread[10:], wished, rtol=1e-2, atol=0)
+
+
 def test_a_column_that_never_changes_has_a_size() -> None:
     told = torch.randn(50, 3) * torch.tensor([1.0, 1.0, 0.0])
     assert (fit([told]).spread > 0).all()

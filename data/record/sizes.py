@@ -10,6 +10,7 @@ Legend: N rows, X columns.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -36,7 +37,8 @@ class Sizes:
 def fit(parts: Iterable[Float[Tensor, "N X"]]) -> Sizes:
     """Medians, and interquartile ranges as those of a normal variable, of a sample."""
     rows = torch.cat([part.float() for part in parts])[:SAMPLE]
-    low, middle, high = rows.quantile(torch.tensor([0.25, 0.5, 0.75]), dim=0)
+    quartiles = np.quantile(rows.numpy(), [0.25, 0.5, 0.75], axis=0)  # torch's has a limit
+    low, middle, high = torch.from_numpy(quartiles).float()
     spread = (high - low) / NORMAL
     usual = spread.median().clamp(min=torch.finfo(torch.float32).tiny / LEAST)
     return Sizes(middle, spread.clamp(min=LEAST * usual))
