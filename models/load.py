@@ -121,7 +121,14 @@ def _placed(place: str, settings: TargetSettings, device: torch.device) -> Targe
 
 def _ends(place: str, settings: TargetSettings, device: torch.device) -> Any:
     """Embedding and head with their weights; what lies between has shapes alone."""
-    out, ends = _empty(place, settings), _model(place, settings, num_hidden_layers=0).to(device)
+    from transformers.utils import logging
+
+    out, told = _empty(place, settings), logging.get_verbosity()
+    logging.set_verbosity_error()  # it would list every layer as unexpected
+    try:
+        ends = _model(place, settings, num_hidden_layers=0).to(device)
+    finally:
+        logging.set_verbosity(told)
     out.set_input_embeddings(ends.get_input_embeddings())
     out.set_output_embeddings(ends.get_output_embeddings())
     out.generation_config = ends.generation_config

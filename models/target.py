@@ -66,6 +66,8 @@ class Target:
         self._refuse_recurrent()
         self.body: nn.Module = self.model.base_model
         self.layers = decoder_layers(model, name)
+        # its layers have shapes and no weights: it can look up and judge, not read
+        self.hollow = any(p.is_meta for p in self.layers[0].parameters())
         self.lean = Lean(model, self.layers, fuse) if suits(model, self.layers) else None
         self._home = home
         self.embedding: Any = whole(model.get_input_embeddings(), home)
@@ -85,11 +87,6 @@ class Target:
     def elsewhere(self) -> bool:
         """Whether it lies in shares or on devices of its own: nothing for one rank alone."""
         return self._home is not None
-
-    @property
-    def hollow(self) -> bool:
-        """Its layers have shapes and no weights: it can look up and judge, not read."""
-        return any(p.is_meta for p in self.layers[0].parameters())
 
     @property
     def lies(self) -> torch.device:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.data.loader import Batch, gather
 from outrider.data.prepare import Material, material
@@ -23,8 +24,10 @@ from outrider.data.record.proof import Difference
 from outrider.data.record.recorder import record
 from outrider.launch.doctor import target as probed
 from outrider.models import drafters
+from outrider.models import load as load_models
 from outrider.models.base import Top, Trace
 from outrider.models.load import Loaded, load
+from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train import loop
 from outrider.train.compose import compose
@@ -191,9 +194,9 @@ def test_first_weights_are_found_where_no_training_text_keeps_last_states(
     assert "linear fit" in Run(asked, loaded, made).started_from
 
 
-def test_a_recording_is_read_in_any_packing(loaded: Loaded) -> None:
-    """Documents lie in it one by one: rows of another length hold the same, cut or whole."""
-    _, recorded = both(loaded, "record.states=same")
+def taps_of_shorter_rows(loaded: Loaded, *words: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a recording that is read in rows of another length, documents cut or whole; and real."""
+    _, recorded = both(loaded, *words)
     assert recorded.recorded is not None
     where = recorded.recorded[0].where
     shorter = prepared(loaded, config(f"data.traces={where}", "data.max_length=64"))
@@ -201,20 +204,18 @@ def test_a_recording_is_read_in_any_packing(loaded: Loaded) -> None:
     batch = first_batch(shorter)
     told, real = shorter.recorded[0].trace(batch), loaded.target.trace(*batch)
     inside = batch.document >= 0
-    torch.testing.assert_close(told.taps[inside], real.taps[inside], rtol=1e-4, atol=1e-4)
+    return told.taps[inside], real.taps[inside]
+
+
+def test_a_recording_is_read_in_any_packing(loaded: Loaded) -> None:
+    told, real = taps_of_shorter_rows(loaded, "record.states=same")
+    torch.testing.assert_close(told, real, rtol=1e-4, atol=1e-4)
 
 
 def test_the_beginning_of_a_coded_document_is_read(loaded: Loaded) -> None:
     """Its bytes are those of all its rows; the first of them are the same as in whole documents."""
-    _, recorded = both(loaded, "record.states=coded", "record.top=8")
-    assert recorded.recorded is not None
-    where = recorded.recorded[0].where
-    shorter = prepared(loaded, config(f"data.traces={where}", "data.max_length=64"))
-    assert shorter.recorded is not None
-    batch = first_batch(shorter)
-    told, real = shorter.recorded[0].trace(batch), loaded.target.trace(*batch)
-    inside = batch.document >= 0
-    error = (told.taps - real.taps)[inside].norm() / real.taps[inside].norm()
+    told, real = taps_of_shorter_rows(loaded, "record.states=coded", "record.top=8")
+    error = (told - real).norm() / real.norm()
     assert 1e-6 < error < 0.25
 
 
@@ -259,6 +260,26 @@ def test_the_ends_of_a_target_are_enough(
         drafts.append(load_file(tmp_path / place / "drafter" / "model.safetensors"))
     assert drafts[0].keys() == drafts[1].keys()
     assert all(torch.equal(drafts[0][key], drafts[1][key]) for key in drafts[0])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"])
+def test_the_ends_of_any_family_are_those_of_the_whole(
+    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    family = AutoConfig.for_model(kind, **sizes, **shape)
+    AutoModelForCausalLM.from_config(family).save_pretrained(tmp_path)
+    words = ("target=hf", f"target.path={tmp_path}", "data.traces=x", "train.quick_eval=false")
+    place, told = str(tmp_path), config(*words).target
+    whole = Target(load_models._model(place, told))
+    ends = Target(load_models._ends(place, told, torch.device("cpu")))
+    states, ids = torch.randn(3, 32), torch.arange(9)
+    assert torch.equal(ends.logits(states), whole.logits(states))
+    assert torch.equal(ends.embed(ids), whole.embed(ids))
+    assert ends.shape() == whole.shape()
+    assert ends.hollow
+    assert "UNEXPECTED" not in capfd.readouterr().err
 
 
 def test_what_the_ends_are_not_enough_for_is_refused(loaded: Loaded, tmp_path: Path) -> None:

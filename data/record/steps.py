@@ -1,9 +1,10 @@
 """Numbers in equal steps, in as many bits as their frequency deserves.
 
 Every number becomes the nearest multiple of one step, and the multiples are coded by how often
-they occur (deflate: Huffman codes and runs). For the same mean squared error that takes about one
-bit per number less than a fixed width with a scale per group, because large numbers are rare: a
-uniform quantizer with an entropy coder stays within a quarter of a bit of what is possible.
+they occur (deflate: Huffman codes and runs). For the same mean squared error that takes most of
+a bit per number less than a fixed width with a scale per group (docs/log.md), because large
+numbers are rare: a uniform quantizer with an entropy coder stays within a quarter of a bit of what
+is possible.
 
     -0.9, 0.1, 0.5 in steps of 0.4  ->  -2, 0, 1  ->  3, 0, 2 (small ones first)  ->  deflate
 
