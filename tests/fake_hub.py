@@ -27,7 +27,7 @@ class Hub:
         repos: name -> private, files by name.
         blobs: bytes by sha256.
         sent: names of objects that were uploaded, in order.
-        refuse: an object whose upload is refused, once.
+        refuse_after: how many objects are taken before uploads are refused; None for all.
         open: whether tokens are taken.
     """
 
@@ -40,6 +40,7 @@ class Hub:
         self.refuse_after: int | None = None
         self.open = True
         self.url = ""
+        self.lock = threading.Lock()
 
 
 @contextmanager
@@ -90,13 +91,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body, oid = self._body(), self.path.rpartition("/")[2]
-        if self.hub.refuse_after is not None and len(self.hub.sent) >= self.hub.refuse_after:
-            self._say({"error": f"go away, {TOKEN}"}, 403)
-            return
         assert hashlib.sha256(body).hexdigest() == oid, "the bytes are not the ones announced"
-        self.hub.blobs[oid] = body
-        self.hub.sent.append(oid)
-        self._say({})
+        with self.hub.lock:  # uploads come side by side: the last place is given once
+            full = self.hub.refuse_after is not None and len(self.hub.sent) >= self.hub.refuse_after
+            if not full:
+                self.hub.blobs[oid] = body
+                self.hub.sent.append(oid)
+        if full:
+            self._say({"error": f"go away, {TOKEN}"}, 403)
+        else:
+            self._say({})
 
     def do_GET(self) -> None:
         if not self._known():
