@@ -19,8 +19,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from outrider.models.layers import lent_attention
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-FEW = 4  # rows up to which a CPU multiplies faster from the other side, in float32
+FEW, SOME = 4, 9  # rows up to which a CPU multiplies faster from the other side, in float32
+WIDE = 2**20  # numbers of a matrix from which on that holds for more rows, and for a single one
 ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not change with the text
 ATTENTION = ("head_dim", "scaling")
 PARTS = {
@@ -106,19 +109,30 @@ class _Together:
 
     def run(self, x: Float[Tensor, "*rows X"]) -> Float[Tensor, "*rows Y"]:
         if self.whole is not None:
-            return _linear(x, *self.whole)
-        return torch.cat([_linear(x, each.weight, each.bias) for each in self.maps], dim=-1)
+            return linear(x, *self.whole)
+        return torch.cat([linear(x, each.weight, each.bias) for each in self.maps], dim=-1)
 
 
-def _linear(
-    x: Float[Tensor, "B T X"], weight: Float[Tensor, "Y X"], bias: Float[Tensor, " Y"] | None
-) -> Float[Tensor, "B T Y"]:
-    """`F.linear`; for a few rows W x^T, which the CPU's libraries compute in half the time."""
-    rows = x.shape[0] * x.shape[1]
-    if not 1 < rows <= FEW or x.dtype != torch.float32 or x.is_cuda or bias is not None:
+def linear(
+    x: Float[Tensor, "*rows X"], weight: Float[Tensor, "Y X"], bias: Float[Tensor, " Y"] | None
+) -> Float[Tensor, "*rows Y"]:
+    """`F.linear`; for a few rows in float32 W x^T, for which the CPU's libraries need a fraction.
+
+    A single row is read by one thread alone, so that two of it can be faster.
+    """
+    rows = x.shape[:-1].numel()
+    if x.dtype != torch.float32 or x.is_cuda or bias is not None or not _few(rows, weight):
         return F.linear(x, weight, bias)
-    turned = weight @ x.view(rows, -1).t()
-    return turned.t().contiguous().view(*x.shape[:2], -1)
+    flat = x.reshape(rows, -1)
+    turned = torch.mm(weight, (flat if rows > 1 else torch.cat([flat, flat])).t())
+    return turned[:, :rows].t().contiguous().view(*x.shape[:-1], -1)
+
+
+def _few(rows: int, weight: Float[Tensor, "Y X"]) -> bool:
+    """Whether W x^T pays, as measured on an EPYC with two threads (docs/log.md)."""
+    outputs, inputs = weight.shape
+    wide = outputs >= 4 * inputs and outputs * inputs >= WIDE
+    return 1 < rows <= FEW or (wide and rows <= SOME)
 
 
 def _one_block(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -159,13 +173,11 @@ class _Layer:
         query, key = self._turned(all_heads, turn)
         value = all_heads[:, :, self.heads + self.lent :].transpose(1, 2)
         keys, values = cache.update(key, value, index)
-        seen = F.scaled_dot_product_attention(
-            query, keys, values, mask, scale=self.scale, enable_gqa=self.heads != self.lent
-        )
+        seen = lent_attention(query, keys, values, mask, self.scale)
         seen = seen.transpose(1, 2).reshape(batch, count, -1)
-        x = x + _linear(seen, self.gather.weight, self.gather.bias)
+        x = x + linear(seen, self.gather.weight, self.gather.bias)
         gate, up = self.open.run(self.after.run(x)).chunk(2, dim=-1)
-        return x + _linear(F.silu(gate) * up, self.close.weight, self.close.bias)
+        return x + linear(F.silu(gate) * up, self.close.weight, self.close.bias)
 
     def _turned(self, heads: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Queries and keys at their positions, turned together: [B, A, T, C] and [B, N, T, C]."""
@@ -192,6 +204,7 @@ def suits(model: Any, layers: nn.ModuleList) -> bool:
         and {name for name, _ in body.named_children()}
         == {"embed_tokens", "layers", "norm", "rotary_emb"}
         and len({parameter.device for parameter in model.parameters()}) == 1
+        and type(model.get_output_embeddings()) is nn.Linear
         and all(_plain(layer) for layer in layers)
         and all(hasattr(layer.self_attn, name) for layer in layers for name in ATTENTION)
         and all(hasattr(body.rotary_emb, name) for name in ("inv_freq", "attention_scaling"))

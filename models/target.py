@@ -21,7 +21,7 @@ from outrider.models import probe
 from outrider.models.adapters import adapted
 from outrider.models.base import Shape, Trace
 from outrider.models.cache import RowCache
-from outrider.models.lean import Lean, suits
+from outrider.models.lean import Lean, linear, suits
 from outrider.models.slots import SlotCache
 from outrider.train.errors import ConfigError
 
@@ -157,7 +157,10 @@ class Target:
 
     def logits(self, last: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The head, with the scaling or soft-capping that some families put behind it."""
-        out: Tensor = self.head(last.to(self.head_weight.dtype))
+        last = last.to(self.head_weight.dtype)
+        if self.lean is not None:
+            return self.shape_logits(linear(last, self.head.weight, self.head.bias))
+        out: Tensor = self.head(last)
         return self.shape_logits(out)
 
     def logits_of(
@@ -165,7 +168,7 @@ class Target:
     ) -> Float[Tensor, "*rows Vd"]:
         """The head, computed for some tokens only."""
         weight, bias = self._rows_of_head(ids)
-        return self.shape_logits(nn.functional.linear(last.to(weight.dtype), weight, bias))
+        return self.shape_logits(linear(last.to(weight.dtype), weight, bias))
 
     def _rows_of_head(self, ids: Int[Tensor, " Vd"]) -> tuple[Tensor, Tensor | None]:
         """Kept for the next call, which as a rule asks for the same: a copy costs a draft step."""
