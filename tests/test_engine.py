@@ -312,11 +312,11 @@ def p_value(decoder: Engine, samples: int) -> float:
 class Redrawn(Engine):
     """Wrong on purpose: the token behind the accepted ones is drawn afresh (R4)."""
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> tuple[Accepted, Tensor]:
+    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> Accepted:
         rows, coins = self.sampling.rows(logits), self._coins(live)
-        (path, length, _), sound = super()._judge(live, draft, logits)
+        path, length, _ = super()._judge(live, draft, logits)
         last = rows[torch.arange(len(rows)), path[:, -1]]
-        return Accepted(path, length, coins.draw(last[:, None])[:, 0]), sound
+        return Accepted(path, length, coins.draw(last[:, None])[:, 0])
 
 
 def sampler(kind: type[Engine], policy: Policy, seed: int = 0) -> Engine:

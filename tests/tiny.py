@@ -338,11 +338,10 @@ class Tossing(Engine):
 class RawBonus(Engine):
     """Wrong on purpose: the token behind the last node comes from unwarped logits."""
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> tuple[Accepted, Tensor]:
+    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> Accepted:
         rows = self.sampling.rows(logits)
         if draft.tree.size > 1:
             rows[:, -1] = logits[:, -1].softmax(-1)
         if draft.tree.size == 1:
             return super()._judge(live, draft, logits)
-        said = self.rule(draft.tree, rows, draft.q_rows, self._coins(live))
-        return said, torch.zeros(len(live))
+        return self.rule(draft.tree, rows, draft.q_rows, self._coins(live))

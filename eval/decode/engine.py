@@ -13,7 +13,6 @@ and drafter state, and what fills up the batch is masked.
 Shape letters: B prompts, N nodes, P nodes of a path, V tokens, K taps, H hidden size.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -164,7 +163,9 @@ class Engine:
 
     def _set_taps(self) -> None:
         """Between two rounds another engine may have used the target."""
-        self.target.set_taps(self.drafter.taps if self.drafter is not None else ())
+        taps = () if self.drafter is None else self.drafter.taps
+        if self.target.taps != taps:
+            self.target.set_taps(taps)
 
     def _prefill(self, one: Live, slot: int, memory: Memory | None) -> None:
         """Read the prompt into a slot, and say the first token."""
@@ -277,29 +278,30 @@ class Engine:
         self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
     ) -> tuple[list[News], Int[Tensor, "B P"] | None]:
         """What is kept and said, on the host, and where the kept rows lie; None: in front."""
-        tree, paths = draft.tree, None
-        if self.sampling.greedy and tree.straight:  # the commonest round of all
-            told, most = agreed(tree, self.sampling.choice(logits)), logits.amax(2)
-        else:
-            said, most = self._judge(live, draft, logits)
-            told = read(tree, said)
-            paths = None if tree.straight else said.path  # a chain's rows lie where they belong
-        if not math.isfinite(most.sum().item()):
-            raise RunError("The target's logits are not finite (NaN or infinite).", HINT)
-        return told, paths
+        tree = draft.tree
+        try:
+            if not self.sampling.greedy:
+                said, lead = self._judge(live, draft, logits), logits.amax(2)
+            else:
+                choice = self.sampling.choice(logits)
+                lead = logits.gather(2, choice[..., None])[..., 0]
+                if tree.straight:  # the commonest round of all
+                    return agreed(tree, choice, lead), None
+                said = rules.greedy(tree, choice)
+            # a chain's rows lie where they belong
+            return read(tree, said, lead), None if tree.straight else said.path
+        except FloatingPointError:
+            message = "The target's logits are not finite (NaN or infinite)."
+            raise RunError(message, HINT) from None
 
-    def _judge(
-        self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
-    ) -> tuple[Accepted, Float[Tensor, "B N"]]:
-        """What is kept and said, and logits that are finite if all are numbers."""
-        if self.sampling.greedy:
-            return rules.greedy(draft.tree, self.sampling.choice(logits)), logits.amax(2)
+    def _judge(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> Accepted:
+        """The rule's decision, at temperatures above 0."""
         try:
             p_rows, coins = self.sampling.rows(logits), self._coins(live)
             q_rows = draft.q_rows
             if q_rows is None and draft.tree.size == 1:  # nothing was drafted, from no row
                 q_rows = torch.zeros_like(p_rows)
-            return self.rule(draft.tree, p_rows, q_rows, coins), logits.amax(2)
+            return self.rule(draft.tree, p_rows, q_rows, coins)
         except ValueError as error:
             raise RunError(f"A round could not be verified: {error}", HINT) from error
 

@@ -233,7 +233,7 @@ def first_argmax(x: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
     if x.shape[-1] < LONG and x.shape[:-1].numel() == 1:
         return x.argmax(-1)
     if x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1:
-        return torch.from_numpy(x.detach().numpy().argmax(-1))
+        return torch.from_numpy((x.detach() if x.requires_grad else x).numpy().argmax(-1))
     if x.is_cuda or x.shape[-1] % SPAN:
         return x.argmax(-1)
     blocks = x.reshape(-1, x.shape[-1] // SPAN, SPAN)
