@@ -3,11 +3,13 @@
 Both decode a finished run's prompts greedily. `rounds` tells the parts of a round apart, for a
 chain and for trees, at temperature 0 and 1: the models' forwards, and all that is not the models'
 (choosing the tree, verifying, thinning caches, bookkeeping), which is the decoder's own cost.
-`batch` decodes the same prompts 1, 4, 16 at a time, with the drafter and without it, by turns.
+`batch` decodes the same prompts 1, 4, 16 at a time, with the drafter and without it, by turns; one
+at a time, prompt by prompt.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
 from outrider.eval.suite import suite_of
+from outrider.eval.turns import parts_of
 from outrider.launch import start
 from outrider.models.formats import native
 from outrider.models.load import load, stop_ids
@@ -122,7 +125,11 @@ def _paces(scene: Scene, policy: Policy, size: int, alone: list[list[int]]) -> d
         engine.generate_all(scene.requests[:size], size)  # warm
     turns = []
     for _ in range(scene.repeats):
-        with_it, without = (e.generate_all(scene.requests, size) for e in (fast, plain))
+        parts = [
+            (fast.generate_all(part, size), plain.generate_all(part, size))
+            for part in parts_of(scene.requests, size)
+        ]
+        with_it, without = (list(chain(*outputs)) for outputs in zip(*parts, strict=True))
         turns.append((_pace(with_it), _pace(without), _pace(with_it) / _pace(without)))
     pace, slow, speedup = (statistics.median(column) for column in zip(*turns, strict=True))
     same = sum(out.ids == ids for out, ids in zip(with_it, alone, strict=True))

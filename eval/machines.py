@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from outrider.eval.theory import Load
-from outrider.eval.timing import rehearsal
+from outrider.eval.timing import Parts, Shape, rehearsal
 from outrider.models.base import Drafter
 from outrider.models.target import Target
 
@@ -162,7 +162,9 @@ def drafter_sizes(drafter: Drafter, target: Target, depth: int) -> tuple[ModelSi
 class _Watch(TorchFunctionMode):
     """Notes every matrix that something is multiplied with, once."""
 
-    PLACE: ClassVar[dict[Any, int]] = {torch.nn.functional.linear: 1, torch.addmm: 2}
+    PLACE: ClassVar[dict[Any, int]] = {
+        torch.nn.functional.linear: 1, torch.addmm: 2, torch.mm: 0
+    }  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,9 +234,6 @@ class Foreseen:
         first = f"{m.name}: {rates}, {m.fixed * 1e6:g} microseconds fixed per forward."
         return (first, *ASSUMPTIONS)
 
-    def overhead_ms(self, width: int, batch: int) -> float:
-        return 0.0
-
     def fields(self) -> dict[str, Any]:
         """For json."""
         return {
@@ -244,15 +243,17 @@ class Foreseen:
             "budget": self.budget,
         }
 
-    def verify_ms(self, tokens: int, batch: int, context: int) -> float:
-        return 1000 * forward_seconds(self.machine, self.target, batch, tokens, context)
-
-    def draft_ms(self, width: int, depth: int, batch: int, context: int) -> float:
-        """`absorb` and `depth` steps; the first step knows one node, the others `width`."""
+    def parts(self, shape: Shape, batch: int, context: int) -> Parts:
+        """The target over root and tree; `absorb`, and a step per level; nothing besides."""
+        target = self._seconds(self.target, batch, shape.nodes + 1, context)
+        if not shape.depth:
+            return Parts(0.0, 1000 * target, 0.0)
         rows = context if self.budget is None else min(self.budget, context)
         last = len(self.drafter) - 1
-        total = forward_seconds(self.machine, self.drafter[0], batch, 1, rows)
-        for step in range(1, depth + 1):
-            size, nodes = self.drafter[min(step, last)], 1 if step == 1 else width
-            total += forward_seconds(self.machine, size, batch, nodes, rows)
-        return 1000 * total
+        draft = self._seconds(self.drafter[0], batch, 1, rows)
+        for step, nodes in enumerate(shape.asked, start=1):
+            draft += self._seconds(self.drafter[min(step, last)], batch, nodes, rows)
+        return Parts(1000 * draft, 1000 * target, 0.0)
+
+    def _seconds(self, model: ModelSize, batch: int, tokens: int, context: int) -> float:
+        return forward_seconds(self.machine, model, batch, tokens, context)

@@ -1,45 +1,46 @@
 """Which draft to ask for: speedup over depths, widths, nodes, batches and contexts.
 
-A plan joins two things that are measured apart: how likely the k-th child at each depth is the
-accepted one, and what forwards take, measured here (`timing.Timing`) or foreseen for a machine that
-is not here (`machines.Foreseen`). For every shape of a draft it says
+A plan joins two things that are measured apart: what a tree keeps of its guesses, and what
+forwards take, measured here (`timing.Timing`) or foreseen for a machine that is not here
+(`machines.Foreseen`). For every shape of a draft it says
 
-    tau       1 + sum over nodes of the chance that the round comes through them
-    round     draft + verify + overhead, ms
+    tau       tokens per round
+    round     draft + verify + rest, ms
     speedup   tau * ms of a plain step / ms of a round; batches emit batch times as many in both
 
-Worked example, table [[0.6, 0.2], [0.5, 0.1]], 3 nodes, 2 levels, 2 children per node: the paths
-are 0.6 and 0.2 at depth 1, 0.3, 0.06, 0.1 and 0.02 at depth 2; the best tree has 0.6 + 0.3 + 0.2,
-so tau = 2.1, and the chain of two has 0.6 + 0.3, so tau = 1.9.
+The trees are the best ones by a table of chances, of the k-th child at each depth to be accepted.
+Worked example, table [[0.6, 0.2], [0.5, 0.1]] and 3 nodes: the paths are worth 0.6 and 0.2 at
+depth 1, 0.3, 0.06, 0.1 and 0.02 at depth 2; the best tree has 0.6 + 0.3 + 0.2, so tau = 2.1, and
+the chain of two has 0.6 + 0.3, so tau = 1.9.
 
 Source: acceptance by rank and depth, Chen et al. 2024, "Sequoia", section 3, arXiv:2402.12374; the
 choice over measured times, its hardware-aware section.
-Differs: the tree is the best-first one within what a drafter has expanded, as in EAGLE-2
-(arXiv:2406.16858), which is the best tree of that many nodes under the table.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from outrider.eval.decode import shapes
+from outrider.eval.decode.shapes import Paths
 from outrider.eval.machines import Foreseen, Machine, ModelSize
 from outrider.eval.theory import walltime_from_times
+from outrider.eval.timing import PLAIN, Parts, Shape
 from outrider.train.files import write, write_json
 
 FORMAT = "outrider-plan-1"
 ASSUMPTIONS = (
-    "Whether a node is accepted depends on its depth and its rank among its siblings alone.",
-    "A tree expands the `width` most probable nodes of a level and keeps the `nodes` most probable "
-    "of all, as the table ranks them; a dynamic tree, which asks the drafter, does better as a "
-    "rule.",
+    "A tree is static: the likeliest `nodes` nodes of at most `width` children each, as the table "
+    "of ranks has them (decode=tree).",
+    "The drafter guesses as it does on the text that the target wrote to these prompts.",
     "Guesses are the drafter's favourites, verified by `match` above temperature 0 "
     "(decode.draft=best).",
 )
@@ -55,16 +56,8 @@ class Clock(Protocol):
     @property
     def assumptions(self) -> tuple[str, ...]: ...
 
-    def verify_ms(self, tokens: int, batch: int, context: int) -> float:
-        """The target over so many new tokens per prompt; one is a plain step."""
-        ...
-
-    def draft_ms(self, width: int, depth: int, batch: int, context: int) -> float:
-        """The drafter's part of a round."""
-        ...
-
-    def overhead_ms(self, width: int, batch: int) -> float:
-        """Of a round, besides the two models; width 0 is plain decoding, 1 a chain."""
+    def parts(self, shape: Shape, batch: int, context: int) -> Parts:
+        """Milliseconds of a round of this shape, with so many cached tokens per prompt."""
         ...
 
     def fields(self) -> dict[str, Any]:
@@ -72,12 +65,16 @@ class Clock(Protocol):
         ...
 
 
+Key = tuple[int, int, int]  # depth, width and nodes of a draft
+Tau = Callable[[Paths], float]  # tokens per round of a static tree
+
+
 class Grid(NamedTuple):
     """What is tried. A chain of every depth is, whatever the widths and nodes.
 
     Attributes:
         depths: levels drafted.
-        widths: children per node, and nodes expanded per level; 1 is a chain.
+        widths: children per node at most; 1 is a chain.
         nodes: drafted nodes that the target verifies, of trees.
         batches: prompts at once.
         contexts: cached tokens of each.
@@ -147,7 +144,7 @@ class Plan:
         }
 
 
-def make_plan(table: Float[Tensor, "D K"], clock: Clock, grid: Grid) -> Plan:
+def make_plan(table: Float[Tensor, "D K"], tau: Tau, clock: Clock, grid: Grid) -> Plan:
     """The whole surface, with its assumptions.
 
     Args:
@@ -157,13 +154,14 @@ def make_plan(table: Float[Tensor, "D K"], clock: Clock, grid: Grid) -> Plan:
     Raises:
         ValueError: the table holds no such chances, or the grid goes beyond table or clock.
     """
-    rows = surface(table, clock, *grid)
+    rows = surface(table, tau, clock, grid)
     said = (*ASSUMPTIONS, *clock.assumptions)
     return Plan(rows, table.double().tolist(), clock.name, said, clock.fields())
 
 
 def predicted(
     table: Float[Tensor, "D K"],
+    tau: Tau,
     machine: Machine,
     target: ModelSize,
     drafter: Sequence[ModelSize],
@@ -176,29 +174,44 @@ def predicted(
         drafter: what its forwards read, as `machines.drafter_sizes` gives it.
         budget: cached tokens that the drafter reads at most; None: all.
     """
-    return make_plan(table, Foreseen(machine, target, tuple(drafter), budget), grid)
+    return make_plan(table, tau, Foreseen(machine, target, tuple(drafter), budget), grid)
 
 
-def surface(
-    table: Float[Tensor, "D K"],
-    clock: Clock,
-    depths: Sequence[int],
-    widths: Sequence[int],
-    nodes: Sequence[int],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-) -> list[Row]:
+def surface(table: Float[Tensor, "D K"], tau: Tau, clock: Clock, grid: Grid) -> list[Row]:
     """A row for every shape in every setting, plain decoding first."""
-    check_table(table)
-    shapes = _shapes(table, depths, widths, nodes)
+    tried = [
+        (depth, width, Shape.of(paths), tau(paths))
+        for (depth, width, _), paths in drafts(table, grid).items()
+    ]
     rows = []
-    for batch in sorted(set(batches)):
-        for context in sorted(set(contexts)):
-            plain = clock.verify_ms(1, batch, context) + clock.overhead_ms(0, batch)
-            rows.append(Row(batch, context, 0, 0, 0, 1.0, 0.0, plain, plain, plain, 1.0))
-            for (depth, width, count), tau in shapes.items():
-                rows.append(_row(clock, batch, context, depth, width, count, tau, plain))
+    for batch, context in product(sorted(set(grid.batches)), sorted(set(grid.contexts))):
+        plain = clock.parts(PLAIN, batch, context).whole
+        rows.append(Row(batch, context, 0, 0, 0, 1.0, 0.0, plain, plain, plain, 1.0))
+        for depth, width, shape, tokens in tried:
+            draft, verify, rest = clock.parts(shape, batch, context)
+            speedup = walltime_from_times(tokens, draft, verify, rest, plain)
+            whole = draft + verify + rest
+            rows.append(
+                Row(batch, context, depth, width, shape.nodes, tokens, draft, verify, whole, plain,
+                    speedup)
+            )  # fmt: skip
     return rows
+
+
+def drafts(table: Float[Tensor, "D K"], grid: Grid) -> dict[Key, Paths]:
+    """Every chain, and every tree that is not among them already.
+
+    Raises:
+        ValueError: the table does not know a depth or a width.
+    """
+    found: dict[Key, Paths] = {}
+    for depth in sorted(set(grid.depths)):
+        found[depth, 1, depth] = shapes.best_first(table, depth, widest=1, deepest=depth)
+    for depth, width, nodes in product(*map(sorted, map(set, grid[:3]))):
+        paths = shapes.best_first(table, nodes, widest=width, deepest=depth)
+        if len(paths) == nodes and paths not in found.values():
+            found[depth, width, nodes] = paths
+    return found
 
 
 def recommended(rows: Sequence[Row]) -> list[Row]:
@@ -212,82 +225,6 @@ def recommended(rows: Sequence[Row]) -> list[Row]:
         if known is None or row.speedup > known.speedup:
             best[row.batch, row.context] = row
     return list(best.values())
-
-
-def _row(
-    clock: Clock,
-    batch: int,
-    context: int,
-    depth: int,
-    width: int,
-    nodes: int,
-    tau: float,
-    plain: float,
-) -> Row:
-    draft = clock.draft_ms(width, depth, batch, context)
-    verify = clock.verify_ms(nodes + 1, batch, context)
-    overhead = clock.overhead_ms(width, batch)
-    speedup = walltime_from_times(tau, draft, verify, overhead, plain)
-    whole = draft + verify + overhead
-    return Row(batch, context, depth, width, nodes, tau, draft, verify, whole, plain, speedup)
-
-
-def _shapes(
-    table: Float[Tensor, "D K"],
-    depths: Sequence[int],
-    widths: Sequence[int],
-    nodes: Sequence[int],
-) -> dict[tuple[int, int, int], float]:
-    """(depth, width, nodes) -> tau of every chain, and of every tree that uses its depth.
-
-    A tree of fewer nodes than levels could not use them all; one that is larger than what the
-    drafter has expanded does not exist.
-    """
-    shapes: dict[tuple[int, int, int], float] = {}
-    for depth in sorted(set(depths)):
-        if not 1 <= depth <= len(table):
-            raise ValueError(f"depth {depth}: the table knows depths 1..{len(table)}")
-        shapes[depth, 1, depth] = 1 + sum(path_products(table, depth, 1))
-        for width in sorted(set(widths) - {1}):
-            products = path_products(table, depth, width)
-            for count in sorted(set(nodes)):
-                if depth <= count <= len(products):
-                    shapes[depth, width, count] = 1 + sum(products[:count])
-    return shapes
-
-
-def path_products(table: Float[Tensor, "D K"], depth: int, width: int) -> list[float]:
-    """The chances of all candidates of a draft, largest first; a tree takes the first ones.
-
-    Level by level the `width` most probable nodes are expanded, `width` children each. A child
-    is never more probable than its parent, so that any number of the first form a tree.
-
-    Args:
-        depth: levels, at most D.
-        width: 1..K.
-    """
-    if not 1 <= width <= table.shape[1]:
-        raise ValueError(f"width {width}: the table knows ranks 1..{table.shape[1]}")
-    frontier, found = torch.ones(1, dtype=torch.float64), []
-    for chances in table[:depth].double().cpu():
-        level = torch.outer(frontier, chances[:width]).flatten()
-        found.append(level)
-        frontier = level.sort(descending=True).values[:width]
-    out: list[float] = torch.cat(found).sort(descending=True).values.tolist()
-    return out
-
-
-def check_table(table: Float[Tensor, "D K"]) -> None:
-    """Siblings exclude each other, so a row of chances sums to 1 at most.
-
-    Raises:
-        ValueError: a chance below 0, a row above 1, or no chance at all.
-    """
-    if not table.numel():
-        raise ValueError("the table of acceptance is empty")
-    for depth, row in enumerate(table.double().tolist(), start=1):
-        if not all(chance >= 0 for chance in row) or not sum(row) <= 1 + 1e-6:
-            raise ValueError(f"the table at depth {depth}: {row} are not chances of siblings")
 
 
 # ---- showing ----

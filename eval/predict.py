@@ -1,37 +1,50 @@
 """`outrider plan`: how fast this checkpoint will be, before it is decoded with.
 
-Three measurements make the prediction: how often the drafter's k-th choice is what the target says
-(on answers that the target writes itself to a few prompts), what forwards of target and drafter
-cost, and what a round costs besides. Then some of the predicted settings are decoded on the same
-prompts, and the two stand side by side. For another machine the times come from its bandwidth and
-arithmetic instead, and nothing is decoded.
+Three measurements make the prediction: what a draft would have kept of answers that the target
+writes itself to a few prompts, what forwards of target and drafter
+cost, and what decoding makes of that in rounds of a few shapes. Some of the other shapes are
+decoded in the same turns, and stand beside their prediction. For another machine the times come
+from its bandwidth and arithmetic instead, and nothing is decoded.
 """
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import ceil
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from outrider.data.chat import prompt_ids
-from outrider.eval.decode import shapes
 from outrider.eval.decode.answer import Request, Stops
 from outrider.eval.decode.choose import sampling_of
 from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Chain, Policy
-from outrider.eval.decode.rules import BEST
-from outrider.eval.decode.static import StaticTree
+from outrider.eval.decode.policy import Policy
+from outrider.eval.decode.shapes import Paths
 from outrider.eval.machines import MACHINES, Machine, ModelSize, drafter_sizes
-from outrider.eval.plan import Grid, Plan, Row, make_plan, predicted, print_plan, write_plan
+from outrider.eval.plan import (
+    Grid,
+    Key,
+    Plan,
+    Row,
+    drafts,
+    make_plan,
+    predicted,
+    print_plan,
+    write_plan,
+)
 from outrider.eval.ranks import rank_table
 from outrider.eval.run import told
 from outrider.eval.suite import suite_of
-from outrider.eval.timing import CHAIN, PLAIN, TREE, Measured, Timing, measure
+from outrider.eval.timing import Decoded, Shape, Timing, measure
+from outrider.eval.turns import Turns, corners, decode
+from outrider.eval.ways import tau, ways
 from outrider.launch import start
 from outrider.models.base import Drafter
 from outrider.models.formats import native
@@ -43,7 +56,8 @@ from outrider.train.planning import PlanConfig
 CLOSE = 0.10  # how near a prediction should be
 RANKS = 10
 FULL = 3  # prompts per place of a batch
-TURNS = 5  # of both engines, where a prediction is held against decoding
+
+T = TypeVar("T")
 
 
 def plan(config: Config, wanted: PlanConfig) -> int:
@@ -64,36 +78,24 @@ def plan(config: Config, wanted: PlanConfig) -> int:
     study = Study(config, wanted, loaded, drafter)
     with console.status("the target answers, and the drafter is judged by its words"):
         study.answer()
-    with console.status("timing forwards" if study.machine is None else "counting bytes"):
-        made = study.plan()
+    if study.machine is None:
+        made, checks = study.plan(console)
+    else:
+        with console.status("counting bytes"):
+            made, checks = study.foresee(study.machine), []
     print_plan(console, made)
     deepest = max(row.depth for row in made.rows)
     if left_out := [depth for depth in wanted.depths if depth > deepest]:
         said = f"depths {left_out} left out: this checkpoint drafts {deepest} deep"
         console.print(said, style="yellow", highlight=False)
-    checks = study.check(made, console) if study.machine is None and wanted.check else []
     if checks:
         console.print(shown(checks))
+    elif study.machine is None and wanted.check:
+        said = "The times were brought in line with all these shapes; none is left to be decoded."
+        console.print(said, style="yellow", highlight=False)
     write_plan(folder / "plan", made, wanted.out, [check.fields() for check in checks])
     console.print(f"plan: {folder / 'plan' / wanted.out}.json, .png", highlight=False)
     return 0
-
-
-class Parts(NamedTuple):
-    """Milliseconds of a round of the batch, and tokens per prompt."""
-
-    draft: float
-    target: float
-    rest: float
-    tau: float
-
-    @property
-    def whole(self) -> float:
-        return self.draft + self.target + self.rest
-
-    def times(self, factor: float) -> "Parts":
-        """On a machine that is so much slower."""
-        return Parts(factor * self.draft, factor * self.target, factor * self.rest, self.tau)
 
 
 @dataclass(frozen=True)
@@ -149,96 +151,81 @@ class Study:
         self.table = rank_table(
             self.drafter, self.target, traces, depths, ranks, float(temperature), "best"
         ).table
+        self.tau = partial(tau, ways(self.drafter, traces, depths, ranks))
 
-    def plan(self) -> Plan:
-        """The surface, for this machine or the other one."""
+    def foresee(self, machine: Machine) -> Plan:
+        """The surface of another machine."""
         grid = self._grid()
-        if self.machine is not None:
-            found = _sizes(self.wanted) or self._own_sizes(max(grid.depths))
-            return predicted(self.table, self.machine, *found, grid, self.wanted.budget)
-        kinds = self._kinds(grid)
-        rounds: dict[tuple[int, int], Parts] = {}
-        for batch in sorted(set(grid.batches)):
-            rounds |= {(kind, batch): parts for kind, parts in self._rounds(kinds, batch).items()}
-        timing = measure(
+        found = _sizes(self.wanted) or self._own_sizes(max(grid.depths))
+        return predicted(self.table, self.tau, machine, *found, grid, self.wanted.budget)
+
+    def plan(self, console: Console) -> tuple[Plan, list[Check]]:
+        """The surface of this machine, and some of it held against decoding."""
+        grid = self._grid()
+        found = drafts(self.table, grid)
+        fitted = corners(list(found.values()))
+        shapes = {batch: list(fitted) for batch in sorted(set(grid.batches))}
+        chosen = self._chosen(found, grid)
+        for batch, key in chosen:
+            shapes[batch].append(found[key])
+        bar = partial(track, description="decoding", console=console, transient=True)
+        turns = decode(shapes, self._engine, self._requests, bar)
+        with console.status("timing forwards"):
+            alone = self._alone([Shape.of(paths) for paths in found.values()], grid)
+        timing = replace(alone, decoded=self._in_decoding(alone, turns, fitted, grid))
+        made = make_plan(self.table, self.tau, timing, grid)
+        near = min(grid.contexts, key=lambda context: abs(context - self._context()))
+        rows = {(row.batch, row[2:5]): row for row in made.rows if row.context == near}
+        checks = [
+            Check(rows[batch, key], turns.tau(batch, found[key]), turns.speedup(batch, found[key]))
+            for batch, key in chosen
+        ]
+        return made, checks
+
+    def _chosen(self, found: Mapping[Key, Paths], grid: Grid) -> list[tuple[int, Key]]:
+        """Settings to check, from much work per token to little; corners would prove nothing."""
+        fitted = corners(list(found.values()))
+        free = [key for key, paths in found.items() if paths not in fitted]
+
+        def work(setting: tuple[int, Key]) -> float:
+            batch, paths = setting[0], found[setting[1]]
+            return batch * (len(paths) + 1) / self.tau(paths)
+
+        settings = sorted(product(sorted(set(grid.batches)), free), key=work, reverse=True)
+        return _spread(settings, self.wanted.check)
+
+    def _alone(self, shapes: Sequence[Shape], grid: Grid) -> Timing:
+        """Forwards by themselves."""
+        return measure(
             self.target,
             self.drafter,
             name=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-            tokens=sorted({1 + n for n in (*grid.nodes, *grid.depths)}),
-            widths=grid.widths,
+            tokens=sorted({1 + shape.nodes for shape in shapes}),
+            widths=sorted({*grid.widths, ceil(max(shape.width for shape in shapes))}),
             depths=grid.depths,
             batches=grid.batches,
             contexts=grid.contexts,
             repeats=self.wanted.repeats,
         )
-        return make_plan(self.table, self._in_decoding(timing, kinds, rounds, grid), grid)
 
     def _in_decoding(
-        self,
-        timing: Timing,
-        kinds: dict[int, Policy | None],
-        rounds: dict[tuple[int, int], Parts],
-        grid: Grid,
-    ) -> Timing:
-        """Times of forwards alone, brought to what they were in some rounds of decoding."""
-        batches = tuple(sorted(set(grid.batches)))
+        self, timing: Timing, turns: Turns, fitted: Sequence[Paths], grid: Grid
+    ) -> dict[int, list[Decoded]]:
+        """What decoding made of those times."""
         context = min(max(round(self._context()), min(grid.contexts)), max(grid.contexts))
-        width, depth = max(grid.widths), max(grid.depths)
-        target: dict[tuple[int, ...], float] = {}
-        draft: dict[tuple[int, ...], float] = {}
-        for (kind, batch), parts in rounds.items():
-            policy = kinds[kind]
-            tokens = 1 if policy is None else 1 + policy.nodes
-            target[tokens, batch] = parts.target / timing.verify_ms(tokens, batch, context)
-            if policy is not None:
-                size = width if kind == TREE else 1
-                alone = timing.draft_ms(size, min(depth, policy.levels), batch, context)
-                draft[size, batch] = parts.draft / alone
-        return replace(
-            timing,
-            overhead=Measured(
-                {"kind": tuple(kinds), "batch": batches}, {at: p.rest for at, p in rounds.items()}
-            ),
-            target_factor=_factors(target),
-            draft_factor=_factors(draft),
-        )
+        decoded: dict[int, list[Decoded]] = {batch: [] for batch in turns.seen}
+        for batch, paths in product(turns.seen, fitted):
+            shape, parts = Shape.of(paths), turns.parts(batch, paths)
+            alone = timing.alone(shape, batch, context)
+            draft = parts.draft / alone.draft if shape.depth else 1.0
+            decoded[batch].append(Decoded(shape, draft, parts.target / alone.target, parts.rest))
+        return decoded
 
     def _own_sizes(self, depth: int) -> tuple[ModelSize, list[ModelSize]]:
         """Of the models at hand."""
         size = self.wanted.bytes
         parts = drafter_sizes(self.drafter, self.target, depth)
         return ModelSize.of(self.target).stored(size), [part.stored(size) for part in parts]
-
-    def check(self, made: Plan, console: Console) -> list[Check]:
-        """Decode some of the settings, each beside plain decoding in the same minutes."""
-        near = min(made.rows, key=lambda row: abs(row.context - self._context())).context
-        rows = [r for r in made.rows if r.context == near and r.depth and not self._fitted(r)]
-        checks = []
-        for row in _spread(rows, self.wanted.check):
-            with console.status(f"decoding: {row.shape}, batch {row.batch}"):
-                checks.append(self._checked(row))
-        return checks
-
-    def _fitted(self, row: Row) -> bool:
-        """Whether this is what the times were brought in line with: it would prove nothing."""
-        grid = self._grid()
-        if row.depth != max(grid.depths):
-            return False
-        return row.width == 1 or (row.width, row.nodes) == (max(grid.widths), _usual(grid.nodes))
-
-    def _checked(self, row: Row) -> Check:
-        taus, ratios = [], []
-        for _ in range(TURNS):
-            plain, fast = (self._round(how, row.batch) for how in (None, self._policy(row)))
-            taus.append(fast.tau)
-            ratios.append(fast.tau * plain.whole / fast.whole)  # of a batch that stays full
-        return Check(row, median(taus), median(ratios))
-
-    def _policy(self, row: Row) -> Policy:
-        if row.width == 1:
-            return Chain(row.depth, BEST)
-        table = self.table[: row.depth, : row.width]
-        return StaticTree(shapes.best_first(table, row.nodes))
 
     def _engine(self, policy: Policy | None) -> Engine:
         drafter = None if policy is None else self.drafter
@@ -250,40 +237,6 @@ class Study:
         prompts = self.prompts * -(-wanted // len(self.prompts))
         count, seed = self.wanted.new_tokens, self.config.run.seed
         return [Request(ids, count, seed + n) for n, ids in enumerate(prompts)]
-
-    def _kinds(self, grid: Grid) -> dict[int, Policy | None]:
-        """Some rounds of every kind."""
-        table = self.table[: max(grid.depths), : max(grid.widths)]
-        tree = StaticTree(shapes.best_first(table, _usual(grid.nodes)))
-        return {PLAIN: None, CHAIN: Chain(max(grid.depths), BEST), TREE: tree}
-
-    def _rounds(self, kinds: dict[int, Policy | None], batch: int) -> dict[int, Parts]:
-        """Medians over turns, each beside the plain rounds of its turn, so that drift cancels."""
-        turns = [
-            {kind: self._round(policy, batch) for kind, policy in kinds.items()}
-            for _ in range(TURNS)
-        ]
-        usual = median(turn[PLAIN].whole for turn in turns)
-        level = [
-            {kind: parts.times(usual / turn[PLAIN].whole) for kind, parts in turn.items()}
-            for turn in turns
-        ]
-        return {
-            kind: Parts(*map(median, zip(*(turn[kind] for turn in level), strict=True)))
-            for kind in kinds
-        }
-
-    def _round(self, policy: Policy | None, batch: int) -> Parts:
-        """The parts of a round, decoded."""
-        engine = self._engine(policy)
-        outputs = engine.generate_all(self._requests(batch), batch)
-        draft, target, whole = (
-            1000 * sum(getattr(out.clock, part) for out in outputs) / max(1, engine.rounds)
-            for part in ("draft", "target", "rounds")
-        )
-        tokens = sum(len(out.ids) - 1 for out in outputs)
-        tau = tokens / max(1, sum(out.rounds for out in outputs))
-        return Parts(draft, target, whole - draft - target, tau)
 
     def _context(self) -> float:
         """Tokens in front of a round, on average."""
@@ -325,16 +278,6 @@ def _machine(wanted: PlanConfig) -> Machine | None:
     )
 
 
-def _usual(nodes: Sequence[int]) -> int:
-    """A tree in the middle of those that are tried."""
-    return sorted(nodes)[len(nodes) // 2] if nodes else 1
-
-
-def _factors(found: dict[tuple[int, ...], float]) -> Measured:
-    sizes, batches = (tuple(sorted(set(axis))) for axis in zip(*found, strict=True))
-    return Measured({"size": sizes, "batch": batches}, found)
-
-
 def _sizes(wanted: PlanConfig) -> tuple[ModelSize, list[ModelSize]] | None:
     """Target and drafter that are not here either; None: those of the run."""
     params, layers = wanted.target_params, wanted.target_layers
@@ -353,13 +296,12 @@ def _sizes(wanted: PlanConfig) -> tuple[ModelSize, list[ModelSize]] | None:
     return size(params, layers), [size(drafter, wanted.drafter_layers)]
 
 
-def _spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """Some rows, as different as they can be: the fastest, the slowest, and between."""
-    ranked = sorted(rows, key=lambda row: row.speedup)
-    if len(ranked) <= count:
-        return ranked
-    steps = [round(i * (len(ranked) - 1) / max(1, count - 1)) for i in range(count)]
-    return [ranked[i] for i in dict.fromkeys(steps)]
+def _spread(settings: Sequence[T], count: int) -> list[T]:
+    """Some of them: the first, the last, and between."""
+    if len(settings) <= count:
+        return list(settings)
+    steps = [round(i * (len(settings) - 1) / max(1, count - 1)) for i in range(count)]
+    return [settings[i] for i in dict.fromkeys(steps)]
 
 
 def shown(checks: Sequence[Check]) -> Table:

@@ -10,20 +10,24 @@ each, so that drift strikes all alike, and of each the median counts.
 What the tokens are changes no time, so they are drawn at random, and so are the target's states
 that the drafter is given. What ran before does change it, because the processor's caches are then
 full of something else: as in decoding, the target runs in front of every draft, the drafter in
-front of every forward that verifies, and a plain step in front of a plain step. Times are
-milliseconds of the whole batch.
+front of every forward that verifies, and a plain step in front of a plain step. Even so forwards
+take longer in decoding than alone, and a round costs more than its forwards: both are measured on
+rounds of a few shapes, and follow a plane in depth and nodes between these. Times are milliseconds
+of the whole batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.eval.decode.clock import Stopwatch
+from outrider.eval.decode.shapes import Paths
 from outrider.models.base import Drafter, State, Trace
 from outrider.models.slots import SlotCache
 from outrider.models.target import Target
@@ -55,7 +59,7 @@ class Measured:
             if point not in self.ms:
                 raise ValueError(f"no time was measured at {point} of {tuple(self.axes)}")
 
-    def at(self, **wanted: int) -> float:
+    def at(self, **wanted: float) -> float:
         """The time at one point.
 
         Raises:
@@ -63,15 +67,7 @@ class Measured:
         """
         return self._between([wanted[name] for name in self.axes], ())
 
-    def near(self, **wanted: int) -> float:
-        """The time at one point, or at the nearest one that lies within what was measured."""
-        clamped = {
-            name: min(max(wanted[name], points[0]), points[-1])
-            for name, points in self.axes.items()
-        }
-        return self.at(**clamped)
-
-    def _between(self, wanted: list[int], known: tuple[int, ...]) -> float:
+    def _between(self, wanted: list[float], known: tuple[int, ...]) -> float:
         """The axes of `known` are settled; the next one is settled here."""
         if len(known) == len(wanted):
             return self.ms[known]
@@ -92,9 +88,65 @@ class Measured:
         return [dict(zip((*self.axes, "ms"), (*p, v), strict=True)) for p, v in self.ms.items()]
 
 
-PLAIN, CHAIN, TREE = 0, 1, 2  # kinds of rounds, as `Timing.overhead` has them
-FREE = Measured({"kind": (PLAIN,), "batch": (1,)}, {(PLAIN, 1): 0.0})
-AS_TIMED = Measured({"size": (1,), "batch": (1,)}, {(1, 1): 1.0})
+class Shape(NamedTuple):
+    """What a round asks of both models.
+
+    Attributes:
+        depth: levels drafted; 0 is plain decoding.
+        nodes: drafted ones, which the target verifies.
+        asked: nodes of each level whose children the drafter is asked for, the root at first.
+    """
+
+    depth: int
+    nodes: int
+    asked: tuple[int, ...]
+
+    @classmethod
+    def of(cls, paths: Paths) -> "Shape":
+        """Of a static tree; of no path, plain decoding."""
+        depth = max(map(len, paths), default=0)
+        parents = {path[:-1] for path in paths}
+        asked = tuple(sum(len(above) == level for above in parents) for level in range(depth))
+        return cls(depth, len(paths), asked)
+
+    @property
+    def kind(self) -> str:
+        """plain, chain or tree."""
+        return "tree" if self.nodes > self.depth else "chain" if self.depth else "plain"
+
+    @property
+    def width(self) -> float:
+        """Nodes per drafter step behind the first, which knows the root alone."""
+        return sum(self.asked[1:]) / (self.depth - 1) if self.depth > 1 else 1.0
+
+
+PLAIN = Shape(0, 0, ())
+
+
+class Parts(NamedTuple):
+    """Milliseconds of a round of the batch."""
+
+    draft: float
+    target: float
+    rest: float
+
+    @property
+    def whole(self) -> float:
+        return self.draft + self.target + self.rest
+
+
+class Decoded(NamedTuple):
+    """A round as decoding had it.
+
+    Attributes:
+        draft, target: multiples of what the models take alone.
+        rest: ms besides.
+    """
+
+    shape: Shape
+    draft: float
+    target: float
+    rest: float
 
 
 @dataclass(frozen=True)
@@ -105,43 +157,57 @@ class Timing:
         name: the machine in words.
         target: axes tokens, batch, context.
         draft: axes width, depth, batch, context.
-        overhead: axes kind, batch: of a round, besides both models.
-        target_factor: axes size (new tokens), batch: how much longer forwards take in decoding
-            than alone; beyond its axes the nearest point counts, as for `overhead`.
-        draft_factor: axes size (width), batch: the same of the drafter.
+        decoded: rounds of some shapes per batch; none: forwards take what they take alone.
     """
 
     name: str
     target: Measured
     draft: Measured
-    overhead: Measured = FREE
-    target_factor: Measured = AS_TIMED
-    draft_factor: Measured = AS_TIMED
+    decoded: Mapping[int, Sequence[Decoded]] = field(default_factory=dict)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         return (
             f"Forwards were timed on {self.name}; between measured points time is linear.",
             "How much longer they take in decoding, and what a round costs besides, was measured "
-            "on plain decoding, the deepest chain and one tree, which stand for all shapes.",
+            "on plain decoding, the shortest and longest chain and up to three trees; other chains "
+            "and trees lie between these, linear in depth and nodes.",
             f"The drafter takes in {ROWS} verified rows per round, however many there are.",
         )
 
-    def verify_ms(self, tokens: int, batch: int, context: int) -> float:
-        factor = self.target_factor.near(size=tokens, batch=batch)
-        return factor * self.target.at(tokens=tokens, batch=batch, context=context)
+    def parts(self, shape: Shape, batch: int, context: int) -> Parts:
+        alone = self.alone(shape, batch, context)
+        like = [one for one in self.decoded.get(batch, ()) if one.shape.kind == shape.kind]
+        if not like:
+            return alone
+        draft, target, rest = _between(like, shape)
+        return Parts(draft * alone.draft, target * alone.target, rest)
 
-    def draft_ms(self, width: int, depth: int, batch: int, context: int) -> float:
-        factor = self.draft_factor.near(size=width, batch=batch)
-        return factor * self.draft.at(width=width, depth=depth, batch=batch, context=context)
-
-    def overhead_ms(self, width: int, batch: int) -> float:
-        return self.overhead.near(kind=min(width, TREE), batch=batch)
+    def alone(self, shape: Shape, batch: int, context: int) -> Parts:
+        """Forwards by themselves."""
+        where = {"batch": batch, "context": context}
+        target = self.target.at(tokens=shape.nodes + 1, **where)
+        if not shape.depth:
+            return Parts(0.0, target, 0.0)
+        return Parts(self.draft.at(width=shape.width, depth=shape.depth, **where), target, 0.0)
 
     def fields(self) -> dict[str, Any]:
         """For json."""
-        parts = ("target", "draft", "overhead", "target_factor", "draft_factor")
-        return {name: getattr(self, name).fields() for name in parts}
+        decoded = {
+            batch: [{**one._asdict(), "shape": one.shape._asdict()} for one in rounds]
+            for batch, rounds in self.decoded.items()
+        }
+        return {"target": self.target.fields(), "draft": self.draft.fields(), "decoded": decoded}
+
+
+def _between(rounds: Sequence[Decoded], shape: Shape) -> list[float]:
+    """Draft, target and rest on the plane through some rounds, and never beyond all of them."""
+    places = np.array([(one.shape.depth, one.shape.nodes) for one in rounds], dtype=float)
+    values = np.array([one[1:] for one in rounds])
+    slope = np.linalg.lstsq(places - places.mean(0), values - values.mean(0), rcond=None)[0]
+    found = values.mean(0) + ((shape.depth, shape.nodes) - places.mean(0)) @ slope
+    out: list[float] = found.clip(values.min(0), values.max(0)).tolist()
+    return out
 
 
 def measure(
@@ -155,7 +221,6 @@ def measure(
     batches: Sequence[int],
     contexts: Sequence[int],
     repeats: int = 7,
-    overhead: Measured = FREE,
 ) -> Timing:
     """Fill both grids.
 
@@ -183,7 +248,6 @@ def measure(
         name,
         Measured(axes, verified),
         Measured({"width": wide, "depth": levels, "batch": prompts, "context": rows}, drafted),
-        overhead,
     )
 
 

@@ -11,7 +11,7 @@ from outrider.train.config import parse
 from outrider.train.errors import RunError
 from tests import tiny
 from tests.runs import QUIET
-from tests.test_ranks_table import disturbed
+from tests.test_ranks import disturbed
 
 
 def test_means_and_error_of_the_bins_by_hand() -> None:

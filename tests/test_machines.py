@@ -14,6 +14,7 @@ from outrider.eval.machines import (
     drafter_sizes,
     forward_seconds,
 )
+from outrider.eval.timing import PLAIN, Shape
 from outrider.models.base import Drafter
 from outrider.models.target import Target
 from tests import tiny
@@ -23,6 +24,10 @@ MODEL = ModelSize(parameters=20, weights=40, kv=2, hidden=3, layers=2)
 LARGE = ModelSize(8e9, 16e9, 131_072, 4096, 32)  # an 8B with grouped queries, bfloat16
 SMALL = ModelSize(0.4e9, 0.8e9, 4096, 4096, 1)  # a layer and a head of it
 H100 = MACHINES["h100"]
+
+
+def chain(depth: int) -> Shape:
+    return Shape(depth, depth, (1,) * depth)
 
 
 def test_a_forward_is_the_roof_and_the_fixed_time() -> None:
@@ -46,15 +51,23 @@ def test_a_round_on_another_machine_is_its_forwards() -> None:
     """`absorb` reads 10 bytes, the first step nothing, deeper ones 20: 2 + 0 + 3 + 3 seconds."""
     sizes = [ModelSize(count, count, 0, 1, 0) for count in (10, 0, 20)]
     clock = Foreseen(Machine("toy", 10.0, 1e9, 1.0), MODEL, sizes)
-    assert clock.draft_ms(width=1, depth=3, batch=1, context=7) == pytest.approx(8000)
-    assert clock.verify_ms(1, 1, 5) == pytest.approx(1000 * (1 + 50 / 10))
+    assert clock.parts(chain(3), batch=1, context=7).draft == pytest.approx(8000)
+    assert clock.parts(PLAIN, 1, 5) == pytest.approx((0.0, 1000 * (1 + 50 / 10), 0.0))
+
+
+def test_a_step_reads_the_drafter_once_however_many_nodes_it_is_asked_for() -> None:
+    """By arithmetic: 2 operations per number and node, and 1 node, then 3."""
+    clock = Foreseen(Machine("toy", 1e9, 10.0, 0.0), MODEL, [ModelSize(10, 10, 0, 1, 0)])
+    tree = Shape(depth=2, nodes=6, asked=(1, 3))
+    assert clock.parts(tree, 1, 7).draft == pytest.approx(1000 * 2 * (1 + 1 + 3))
 
 
 def test_a_budget_bounds_what_the_drafter_reads_and_nothing_else() -> None:
     free, bound = (Foreseen(H100, LARGE, (LARGE,), budget) for budget in (None, 512))
-    assert free.draft_ms(1, 4, 64, 512) == bound.draft_ms(1, 4, 64, 512)
-    assert free.draft_ms(1, 4, 64, 32_768) > 3 * bound.draft_ms(1, 4, 64, 32_768)
-    assert free.verify_ms(5, 64, 32_768) == bound.verify_ms(5, 64, 32_768)
+    assert free.parts(chain(4), 64, 512) == bound.parts(chain(4), 64, 512)
+    long, short = free.parts(chain(4), 64, 32_768), bound.parts(chain(4), 64, 32_768)
+    assert long.draft > 3 * short.draft
+    assert long.target == short.target
 
 
 def test_the_assumptions_name_the_machine_and_its_rates() -> None:

@@ -1,74 +1,362 @@
-"""What a run is foreseen to cost is what it costs; launchers that contradict it are refused."""
+"""Which draft a plan asks for: by hand on invented times, by enumeration, and in its limits."""
 
+import io
+import json
+import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import Tensor
 
-from outrider.data.prepare import material
-from outrider.launch import plan, start
-from outrider.models import load
-from outrider.train.compose import compose
-from outrider.train.config import Config, LaunchConfig, parse
-from outrider.train.errors import ConfigError
-from outrider.train.run import Run
+from outrider.eval.decode.shapes import chain, expected
+from outrider.eval.machines import MACHINES, ModelSize
+from outrider.eval.plan import (
+    Grid,
+    Row,
+    drafts,
+    make_plan,
+    predicted,
+    print_plan,
+    recommended,
+    surface,
+    write_plan,
+)
+from outrider.eval.timing import (
+    PLAIN,
+    ROWS,
+    Decoded,
+    Measured,
+    Parts,
+    Shape,
+    Timing,
+    draft_ms,
+    measure,
+    medians,
+    target_ms,
+)
+from tests import tiny
+
+TABLE = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
+WORTH = partial(expected, table=TABLE)
+LARGE = ModelSize(8e9, 16e9, 131_072, 4096, 32)
+SMALL = ModelSize(0.4e9, 0.8e9, 4096, 4096, 1)
 
 
-def config(folder: Path, *words: str) -> Config:
-    small = ["target=tiny", "data.max_samples=40", "data.max_length=128", "train.batch_tokens=512"]
-    return parse(compose([*small, f"run.dir={folder}", *words]))
+@dataclass(frozen=True)
+class Invented:
+    """A plain step takes 10 ms, each token more adds 1 per prompt, each draft step takes 2."""
+
+    besides: float = 0.5
+    name: str = "nowhere"
+    assumptions: tuple[str, ...] = ("Nothing is real.",)
+
+    def parts(self, shape: Shape, batch: int, context: int) -> Parts:
+        rest = self.besides if shape.depth else 0.0
+        return Parts(2.0 * shape.depth, 10.0 + batch * shape.nodes, rest)
+
+    def fields(self) -> dict[str, Any]:
+        return {"invented": True}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    cfg = config(tmp_path_factory.mktemp("plan"))
-    loaded = load.load(cfg.target)
-    return Run(cfg, loaded, material(cfg, loaded, (1, 3, 4), Console(quiet=True), rank=0))
+# ---- shapes --------------------------------------------------------------------------------------
 
 
-def test_the_disk_estimate_is_what_a_run_writes(run: Run) -> None:
-    """Two checkpoints of 12 bytes per parameter are most of it."""
-    run.progress.step = 1
-    run.save()
-    run.behind.wait()
-    file = next((run.folder / "checkpoints").rglob("state.safetensors"))
-    size = sum(p.numel() for p in run.drafter.parameters())
-    assert 4 * size <= file.stat().st_size <= 13 * size  # no moments before the first step
-    assert plan.estimate(run).disk >= 2 * file.stat().st_size
+def test_what_a_shape_asks_of_the_drafter() -> None:
+    """Of the tree 0, 1, 00, 01, 10, 000: the root, then both of its children, then one."""
+    tree = Shape.of(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+    assert tree == Shape(depth=3, nodes=6, asked=(1, 2, 1))
+    assert (tree.kind, tree.width) == ("tree", 1.5)
+    chain = Shape.of(((0,), (0, 0)))
+    assert (chain, chain.kind, chain.width) == (Shape(2, 2, (1, 1)), "chain", 1.0)
+    assert (Shape.of(()), PLAIN.kind) == (PLAIN, "plain")
+    assert Shape.of(((0,), (1,))).width == 1.0  # the one step knows the root alone
+
+
+def test_a_tree_that_is_there_already_is_not_tried_again() -> None:
+    """Of 2 nodes the best are 0 and 00, the chain; a third rank is never among 3 nodes."""
+    table = torch.tensor([[0.6, 0.2, 0.01], [0.5, 0.1, 0.01]])
+    found = drafts(table, Grid([1, 2], [1, 2, 3], [2, 3]))
+    assert found == {
+        (1, 1, 1): ((0,),),
+        (2, 1, 2): ((0,), (0, 0)),
+        (1, 2, 2): ((0,), (1,)),
+        (1, 3, 3): ((0,), (1,), (2,)),
+        (2, 2, 3): ((0,), (1,), (0, 0)),
+    }
+
+
+# ---- the surface ---------------------------------------------------------------------------------
+
+
+def test_the_surface_holds_hand_numbers() -> None:
+    rows = {
+        row.shape: row
+        for row in surface(TABLE, WORTH, Invented(), Grid([1, 2], [1, 2], [3], [1], [64]))
+    }
+    assert set(rows) == {"plain", "chain 1", "chain 2", "tree 2x2, 3 nodes"}
+    chain, tree = rows["chain 2"], rows["tree 2x2, 3 nodes"]
+    assert (chain.tau, chain.draft_ms, chain.verify_ms, chain.round_ms) == pytest.approx(
+        (1.9, 4, 12, 16.5)
+    )
+    assert chain.speedup == pytest.approx(1.9 * 10 / 16.5)
+    assert (tree.tau, tree.round_ms) == pytest.approx((2.1, 17.5))
+    assert tree.speedup == pytest.approx(2.1 * 10 / 17.5)
+    assert tree.tokens_per_second == pytest.approx(1000 * 2.1 / 17.5)
+    assert rows["plain"].speedup == 1
+
+
+def test_each_setting_recommends_its_own_draft_and_plain_decoding_where_none_pays() -> None:
+    """Chains of 1 and 2: 1.6/1.35, 1.9/1.65 for one prompt; 1.6/2.25, 1.9/3.45 for ten."""
+    rows = surface(TABLE, WORTH, Invented(), Grid([1, 2], [], [], [1, 10], [64]))
+    assert [(row.batch, row.shape) for row in recommended(rows)] == [(1, "chain 1"), (10, "plain")]
+
+
+def test_a_tree_has_as_many_nodes_as_it_says() -> None:
+    rows = surface(TABLE, WORTH, Invented(), Grid([2], [2], [1, 2, 6, 7], [1], [64]))
+    assert [row.nodes for row in rows if row.width == 2] == [1, 6]  # of 2 it is the chain
+
+
+def test_of_equal_speedups_the_smaller_draft_is_recommended() -> None:
+    row = Row(1, 64, 2, 1, 2, 1.5, 1.0, 1.0, 2.0, 2.0, 1.5)
+    small = row._replace(depth=1, nodes=1)
+    assert recommended([row, small]) == [small]
 
 
 @pytest.mark.parametrize(
-    ("environment", "launch", "said"),
+    ("table", "depth", "width", "said"),
     [
-        ({"WORLD_SIZE": "2"}, LaunchConfig("single"), "started 2 processes"),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            LaunchConfig("zero2"),
-            "ZeRO stage 3",
-        ),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, LaunchConfig("ddp"), "--mixed_precision fp16"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, LaunchConfig("zero2"), "steps 4"),
-        ({"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, LaunchConfig("zero2"), "train.clip"),
-        ({"ACCELERATE_USE_FSDP": "true"}, LaunchConfig("ddp"), "use FSDP"),
-        (
-            {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "/a/ds.json"},
-            LaunchConfig("zero2"),
-            "settings from a file",
-        ),
-        (
-            {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"},
-            LaunchConfig("zero3"),
-            "offload parameters",
-        ),
+        ([[0.5, 0.5], [0.8, 0.3]], 1, 1, "sum to 1.1"),
+        ([[0.5, -0.1]], 1, 1, "chances from 0 to 1"),
+        (TABLE.tolist(), 3, 1, "deepest = 3: use 1 to 2"),
+        (TABLE.tolist(), 1, 3, "widest = 3: use 1 to 2"),
     ],
 )
-def test_a_launcher_that_contradicts_the_configuration_is_refused(
-    environment: dict[str, str],
-    launch: LaunchConfig,
-    said: str,
+def test_wrong_tables_and_shapes_are_refused(
+    table: list[list[float]], depth: int, width: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        surface(torch.tensor(table), WORTH, Invented(), Grid([depth], [width], [4]))
+
+
+# ---- another machine -----------------------------------------------------------------------------
+
+RATES = torch.tensor([[0.8], [0.8], [0.8], [0.8]])
+CHAINS = RATES, partial(expected, table=RATES)
+
+
+def _best(batch: int, context: int, drafter: ModelSize, budget: int | None) -> float:
+    grid = Grid(depths=[4], batches=[batch], contexts=[context])
+    rows = predicted(
+        RATES, partial(expected, table=RATES), MACHINES["h100"], LARGE, (drafter,), grid, budget
+    ).rows
+    return max(row.speedup for row in rows if row.depth)
+
+
+def test_large_batches_are_bound_by_arithmetic_and_speculation_stops_to_pay() -> None:
+    speedups = [_best(batch, 16, SMALL, None) for batch in (1, 64, 256, 1024)]
+    assert speedups == sorted(speedups, reverse=True)
+    assert speedups[0] > 2
+    assert speedups[-1] < 1
+
+
+def test_at_large_batches_a_drafter_of_constant_budget_gains_with_the_context() -> None:
+    """MagicDec: the target drafts for itself over 512 rows."""
+    contexts = (1024, 4096, 16_384, 65_536)
+    speedups = [_best(128, context, LARGE, 512) for context in contexts]
+    assert speedups == sorted(speedups)
+    assert speedups[0] < 1 < 1.5 < speedups[-1]
+    whole = [_best(128, context, LARGE, None) for context in contexts]
+    assert max(whole) < 1  # control: without a budget it reads what the target reads
+
+
+def test_what_is_foreseen_says_what_it_assumes() -> None:
+    plan = predicted(
+        RATES,
+        partial(expected, table=RATES),
+        MACHINES["a100"],
+        LARGE,
+        (SMALL,),
+        Grid(depths=[1, 2]),
+    )
+    assert plan.name == "A100 SXM 80GB, foreseen"
+    assert any("312 TFLOP/s" in sentence for sentence in plan.assumptions)
+    assert any("peak rates" in sentence for sentence in plan.assumptions)
+
+
+# ---- showing and writing -------------------------------------------------------------------------
+
+
+def test_the_printed_plan_names_the_best_draft_and_every_assumption() -> None:
+    plan = make_plan(TABLE, WORTH, Invented(), Grid([1, 2], [2], [3, 4], [1, 10], [64]))
+    console = Console(file=io.StringIO(), width=400)
+    print_plan(console, plan)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "tree 2x2, 3 nodes" in text
+    assert "1.20x" in text
+    assert "plain" in text
+    for sentence in plan.assumptions:
+        assert sentence in text
+    assert "Nothing is real." in plan.assumptions
+
+
+def test_the_written_plan_is_json_and_a_picture(tmp_path: Path) -> None:
+    plan = make_plan(TABLE, WORTH, Invented(), Grid([1, 2], [2], [3], [1, 4], [64, 128]))
+    write_plan(tmp_path, plan)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    said = json.loads((tmp_path / "plan.json").read_text())
+    assert len(said["rows"]) == len(plan.rows) == 16
+    assert said["times"] == {"invented": True}
+    assert said["table"] == TABLE.tolist()
+    assert [row["shape"] for row in said["recommended"]] == [r.shape for r in plan.recommended]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.png"]
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+POINTS: dict[tuple[int, ...], float] = {(1, 8): 10.0, (1, 16): 14.0, (5, 8): 12.0, (5, 16): 20.0}
+MEASURED = Measured({"tokens": (1, 5), "context": (8, 16)}, POINTS)
+
+
+def test_measured_points_are_exact_and_what_lies_between_is_linear() -> None:
+    for (tokens, context), ms in POINTS.items():
+        assert MEASURED.at(tokens=tokens, context=context) == ms
+    assert MEASURED.at(tokens=2, context=8) == pytest.approx(10.5)
+    assert MEASURED.at(tokens=1, context=12) == pytest.approx(12)
+    assert MEASURED.at(tokens=3, context=12) == pytest.approx((10 + 14 + 12 + 20) / 4)
+
+
+def test_nothing_is_said_beyond_the_measured_points() -> None:
+    with pytest.raises(ValueError, match="tokens = 6: measured were 1 to 5"):
+        MEASURED.at(tokens=6, context=8)
+    with pytest.raises(ValueError, match="context = 4"):
+        MEASURED.at(tokens=1, context=4)
+    with pytest.raises(ValueError, match=r"no time was measured at \(5,\)"):
+        Measured({"tokens": (1, 5)}, {(1,): 1.0})
+    with pytest.raises(ValueError, match="points ascend"):
+        Measured({"tokens": (5, 1)}, {(1,): 1.0, (5,): 1.0})
+
+
+FORWARDS = Measured(
+    {"tokens": (1, 9), "batch": (1, 2), "context": (8,)},
+    {(tokens, batch, 8): 10.0 + tokens for tokens in (1, 9) for batch in (1, 2)},
+)
+STEPS = Measured(
+    {"width": (1, 4), "depth": (1, 4), "batch": (1, 2), "context": (8,)},
+    {(w, d, b, 8): float(w * d) for w in (1, 4) for d in (1, 4) for b in (1, 2)},
+)
+
+
+def test_without_rounds_that_were_decoded_forwards_take_what_they_take_alone() -> None:
+    """The first step knows one node; behind it 1 and 3 are asked, as if 2 each time."""
+    timing = Timing("here", FORWARDS, STEPS)
+    assert timing.parts(PLAIN, 1, 8) == (0.0, 11.0, 0.0)
+    assert timing.parts(Shape(3, 5, (1, 1, 3)), 1, 8) == pytest.approx((6.0, 16.0, 0.0))
+
+
+def test_rounds_that_were_decoded_are_met_and_others_of_their_kind_lie_between() -> None:
+    short, long = Shape.of(chain(1)), Shape.of(chain(4))
+    rounds = [Decoded(short, 1.0, 2.0, 0.5), Decoded(long, 2.0, 2.0, 2.0)]
+    timing = Timing("here", FORWARDS, STEPS, {1: rounds})
+    for one in rounds:
+        draft, target, _ = timing.alone(one.shape, 1, 8)
+        found = timing.parts(one.shape, 1, 8)
+        assert found == pytest.approx((one.draft * draft, one.target * target, one.rest))
+    middle = timing.parts(Shape.of(chain(2)), 1, 8)
+    assert middle == pytest.approx((2 * (1 + 1 / 3), 2 * 13.0, 1.0))
+    for other in (PLAIN, Shape(4, 8, (1, 2, 2, 2))):
+        assert timing.parts(other, 1, 8) == timing.alone(other, 1, 8)
+    assert timing.parts(long, 2, 8) == timing.alone(long, 2, 8)  # two prompts were not decoded
+
+
+def test_three_rounds_make_a_plane_that_ends_where_they_end() -> None:
+    shapes = (Shape(1, 4, (1,)), Shape(4, 8, (1, 2, 2, 2)), Shape(4, 16, (1, 4, 4, 4)))
+    trees = [Decoded(s, 1.0, 1.0, 0.1 * s.depth + 0.01 * s.nodes) for s in shapes]
+    timing = Timing("here", FORWARDS, STEPS, {1: trees})
+    assert timing.parts(Shape(2, 8, (1, 3)), 1, 8).rest == pytest.approx(0.28)
+    assert timing.parts(Shape(1, 2, (1,)), 1, 8).rest == pytest.approx(0.14)  # the least seen
+
+
+def test_runs_take_turns_behind_one_warm_up_and_the_median_counts() -> None:
+    order: list[str] = []
+    runs = [lambda: order.append("a"), lambda: order.append("b")]
+    times = medians(runs, 3, torch.device("cpu"))
+    assert order == ["a", "b"] * 4
+    assert all(ms >= 0 for ms in times)
+    order.clear()
+
+    def pause() -> None:
+        order.append("-")
+        time.sleep(0.05)
+
+    alone = medians(runs, 3, torch.device("cpu"), before=[pause, None])
+    assert order == ["-", "a", "b"] * 4
+    assert max(alone) < 50  # what ran before is not counted
+    with pytest.raises(ValueError, match="repeats=0"):
+        medians(runs, 0, torch.device("cpu"))
+
+
+def test_the_target_is_timed_behind_the_rows_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said):
-        start.check(launch)
+    """Two prompts, 20 cached rows before every timed forward, warm-ups included."""
+    target = tiny.target()
+    real, seen = target.forward, list[tuple[int, int, int]]()
+
+    def forward(ids: Tensor, positions: Tensor, visible: Tensor, cache: Any) -> Any:
+        (held,) = set(cache.active)
+        seen.append((len(ids), ids.shape[1], held))
+        assert visible.shape[-1] == held + ids.shape[1]
+        return real(ids, positions, visible, cache)
+
+    monkeypatch.setattr(target, "forward", forward)
+    drafter = tiny.drafter("eagle3", target).eval()
+    times = target_ms(target, drafter, [1, 16], batch=2, context=20, repeats=5)
+    assert seen == [(2, 20, 0), *[(2, 1, 20), (2, 1, 20), (2, 16, 20)] * 6]
+    assert times[1] > 0
+    assert times[16] > times[1] / 10
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "hass", "mtp", "medusa", "draft_lm"])
+def test_every_drafter_is_timed_on_its_own_steps(name: str, batch: int) -> None:
+    target = tiny.target()
+    drafter = tiny.drafter(name, target).eval()
+    times = draft_ms(drafter, target, [1, 4], [1, 3], batch, context=12, repeats=5)
+    assert set(times) == {(1, 1), (1, 3), (4, 1), (4, 3)}
+    assert all(ms > 0 for ms in times.values())
+    assert times[4, 3] > times[1, 1] / 10
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    target = tiny.target()
+    medusa = tiny.drafter("medusa", target).eval()
+    with pytest.raises(ValueError, match="reaches 3"):
+        draft_ms(medusa, target, [1], [4], 1, context=4)
+    with pytest.raises(ValueError, match="reads 128 tokens; 132 would"):
+        target_ms(target, medusa, [4], batch=1, context=128)
+    with pytest.raises(ValueError, match=f"reads 128 tokens; {128 + ROWS}"):
+        draft_ms(medusa, target, [1], [3], 1, context=125)
+
+
+def test_a_measured_grid_serves_a_whole_plan() -> None:
+    """Every shape between the points has a time; taps are put back as they were."""
+    target = tiny.target()
+    drafter = tiny.drafter("eagle3", target).eval()
+    target.set_taps([2])
+    timing = measure(
+        target, drafter, name="here", tokens=[8], widths=[1, 2], depths=[1, 2], batches=[1, 2],
+        contexts=[8, 16], repeats=1,
+    )  # fmt: skip
+    assert target.taps == (2,)
+    assert timing.target.axes == {"tokens": (1, 8), "batch": (1, 2), "context": (8, 16)}
+    assert timing.draft.axes["width"] == (1, 2)
+    plan = make_plan(TABLE, WORTH, timing, Grid([1, 2], [2], [3, 6], [1, 2], [8, 12]))
+    assert len(plan.rows) == 4 * (1 + 2 + 2)
+    assert all(row.round_ms > row.verify_ms > 0 for row in plan.rows if row.depth)
+    times = json.loads(json.dumps(plan.fields()))["times"]
+    assert set(times) == {"target", "draft", "decoded"}

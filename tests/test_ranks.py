@@ -1,287 +1,441 @@
-"""Several processes: the same run on two ranks as on one, and a run that is killed goes on.
+"""The table of ranks: by hand, against loops over rows, and against the rule that it is about."""
 
-Real launchers on CPU ranks with gloo. Each test starts programs, so all of them are `slow`.
-"""
-
-import json
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch import Tensor
 
-from outrider.launch.jobs import bare, train_on
-
-ROOT = Path(__file__).parent.parent
-SMALL = [
-    "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
-    "train.batch_tokens=512", "train.max_steps=6", "train.eval_every=6", "train.save_every=2",
-    "train.log_every=1", "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false",
-]  # fmt: skip
-ONE, TWO = train_on(1), train_on(2)
-LAUNCH = [
-    sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1",
-    "--mixed_precision=no", "--dynamo_backend=no", "train.py",
-]  # fmt: skip
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+from outrider.eval import ranks as module
+from outrider.eval.decode.sampling import Coins
+from outrider.eval.decode.shapes import contiguous
+from outrider.eval.ranks import Ranks, rank_table, sibling_chances
+from outrider.models import drafters
+from outrider.models.base import Drafter, Guess, Trace
+from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
+from outrider.train.errors import RunError
+from outrider.train.objective import Teacher
+from tests import tiny
+from tests.enumeration import Context, Law, distance, enumerate_law
 
 
-def environment() -> dict[str, str]:
-    return {**bare(), "OMP_NUM_THREADS": "1"}
+class Given(Drafter):
+    """A drafter whose states are given, and whose head is the target's, or none at all."""
+
+    taps = ()
+
+    def __init__(self, states: list[Tensor], vocab: DraftVocab, head: Target | None = None) -> None:
+        super().__init__()
+        self.states, self.vocab, self._head = states, vocab, head
+
+    def head(self, hidden: Tensor) -> Tensor:
+        if self._head is None:
+            return hidden
+        return self._head.logits(hidden)[..., self.vocab.kept]
+
+    def unroll(self, trace: Trace) -> Iterator[Guess]:
+        for depth, state in enumerate(self.states, start=1):
+            yield Guess(depth, state)
 
 
-def run(command: list[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *SMALL, f"run.dir={folder}", *words], cwd=ROOT, env=environment(),
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Mirror:
+    """A target whose last states are its logits."""
+
+    vocab: int = 4
+
+    def logits(self, last: Tensor) -> Tensor:
+        return last
+
+    def logits_of(self, last: Tensor, ids: Tensor) -> Tensor:
+        return last[..., ids]
 
 
-def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss@1"] for line in lines]
+def one_row(last: Tensor, answer: list[int]) -> Trace:
+    ids = torch.zeros(1, len(last), dtype=torch.long)
+    mask = ids.bool()
+    mask[0, answer] = True
+    return Trace(ids, ids, mask, ids, ids, last[None, :, :0], last[None])
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of the last step; the published drafter may be of an earlier one."""
-    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    tensors: dict[str, torch.Tensor] = load_file(newest / "state.safetensors")
-    return {name: value for name, value in tensors.items() if name.startswith("parameter.")}
+def favours(*order: int, size: int = 4) -> Tensor:
+    """Logits that rank the tokens in this order, one nat apart."""
+    logits = -10.0 - torch.arange(size)
+    logits[list(order)] = -torch.arange(len(order), dtype=torch.float32)
+    return logits
 
 
-def assert_equal_runs(found: Path, expected: Path) -> None:
-    """Losses of every step, and the weights behind the last one."""
-    assert losses(found) == pytest.approx(losses(expected), abs=1e-4)
-    a, b = weights(found), weights(expected)
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
+def disturbed(target: Target, trace: Trace, size: int = tiny.DRAFTED) -> Given:
+    """Right now and then: its states are the target's own, disturbed more at every depth."""
+    generator, states = torch.Generator().manual_seed(6), []
+    for depth in (1, 2, 3):
+        noise = torch.randn(trace.last.shape, generator=generator)
+        states.append(trace.last.roll(-depth, 1) + noise * 0.3 * depth)
+    return Given(states, tiny.vocab(size), target)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank with accumulation 2: what every two-rank run must equal."""
-    folder = tmp_path_factory.mktemp("alone")
-    done = run(ONE, folder, "launch.accumulation=2")
-    assert done.returncode == 0, done.stderr
-    return folder
+def target() -> Target:
+    return tiny.target()
 
 
-def test_two_ranks_end_as_one_with_accumulation(alone: Path, tmp_path: Path) -> None:
-    """Those of ZeRO are below."""
-    done = run(TWO, tmp_path, "launch=ddp")
-    assert done.returncode == 0, done.stderr
-    assert_equal_runs(tmp_path, alone)
+@pytest.fixture(scope="module")
+def trace(target: Target) -> Trace:
+    return tiny.packed(target)
 
 
-@pytest.mark.parametrize(("place", "launch"), [("sharded", "zero3"), ("tensor", "zero2")])
-def test_a_target_in_shares_teaches_the_same(
-    place: str, launch: str, alone: Path, tmp_path: Path
+# ---- by hand -------------------------------------------------------------------------------------
+
+
+def test_a_table_by_hand() -> None:
+    """x_2..x_5 is the answer, so the roots are x_2, x_3, x_4, at rows 1, 2, 3.
+
+    Depth 1: rows 1, 2, 3 guess x_3, x_4, x_5, and the target's rows 2, 3, 4 judge them.
+    Depth 2: rows 1, 2 guess x_4, x_5, judged by rows 3, 4. Elsewhere nobody is asked.
+    """
+    last = torch.stack([favours(3, 2, 1, 0)] * 2 + [favours(t) for t in (0, 1, 2)] + [favours(3)])
+    lie = favours(3, 2, 1, 0)
+    first = torch.stack([lie, favours(0, 1), favours(0, 1), favours(0, 1, 2, 3), lie, lie])
+    second = torch.stack([lie, favours(0, 1), favours(2, 0), lie, lie, lie])
+    drafter = Given([first[None], second[None]], DraftVocab.whole(4))
+    found = rank_table(drafter, Mirror(), [one_row(last, [2, 3, 4, 5])], 2, 3, 0.0)
+    assert found.rows.tolist() == [3, 2]
+    torch.testing.assert_close(
+        found.table, torch.tensor([[1.0, 1.0, 1.0], [1.5, 1.5, 0.0]]).double() / 3
+    )
+
+
+def test_a_round_begins_behind_the_prompt() -> None:
+    """One answer token, the first: the prefill says it, and no round is left to be judged."""
+    drafter = Given([torch.zeros(1, 6, 4)], DraftVocab.whole(4))
+    with pytest.raises(ValueError, match=r"rows per depth \[0\]: the answers are too short"):
+        rank_table(drafter, Mirror(), [one_row(torch.zeros(6, 4), [3])], 1, 2, 0.0)
+
+
+def test_what_is_drafted_without_the_target_is_not_taken() -> None:
+    """The target says 0 or 1 with even chances; the drafter knows 1, 2 and 3 only."""
+    last = torch.stack([torch.tensor([5.0, 5.0, -60.0, -60.0])] * 5)
+    states = torch.stack([torch.tensor([1.0, 2.0, 0.0])] * 5)  # of tokens 1, 2, 3: favours 2
+    drafter = Given([states[None]], DraftVocab(torch.tensor([1, 2, 3]), 4))
+    told = one_row(last, [1, 2, 3, 4])
+    best = rank_table(drafter, Mirror(), [told], 1, 3, 1.0)
+    torch.testing.assert_close(best.table, torch.tensor([[0.0, 0.5, 0.0]]).double())
+    drawn = rank_table(drafter, Mirror(), [told] * 400, 1, 3, 1.0, "drawn")
+    assert drawn.table.sum() == pytest.approx(0.5, abs=1e-12)  # all three are drawn in the end
+    assert drawn.table[0, 0] == pytest.approx(float(torch.tensor([1.0, 2, 0]).softmax(0)[0]))
+
+
+# ---- against loops over rows ---------------------------------------------------------------------
+
+
+def begins(trace: Trace) -> Iterator[tuple[int, int, int]]:
+    """(b, t, d) where x_{t+1}..x_{t+1+d} are answer tokens of one document, token by token."""
+    for b, start, stop in tiny.documents(trace):
+        for t in range(start, stop):
+            for d in (1, 2, 3):
+                wanted = range(t + 1, t + d + 2)
+                if all(i < stop and bool(trace.answer[b, i]) for i in wanted):
+                    yield b, t, d
+
+
+def literally(
+    drafter: Drafter, target: Target, trace: Trace, ranks: int, temperature: float
+) -> tuple[list[list[float]], list[int]]:
+    """Row by row: the k-th favourite of row t at depth d is judged by the target's row t + d."""
+    guesses = {guess.depth: guess.hidden for guess in drafter.unroll(trace) if guess.depth}
+    table, rows = [[0.0] * ranks for _ in range(3)], [0, 0, 0]
+    for b, t, d in begins(trace):
+        logits = drafter.heads([guesses[d][b, t][None]], [d])[0]
+        order = sorted(range(len(logits)), key=lambda i: -float(logits[i]))
+        teacher = target.logits(trace.last[b, t + d]).double()
+        for k, token in enumerate(drafter.vocab.kept[order[:ranks]].tolist()):
+            if temperature:
+                table[d - 1][k] += float((teacher / temperature).softmax(-1)[token])
+            else:
+                table[d - 1][k] += float(int(teacher.argmax()) == token)
+        rows[d - 1] += 1
+    return [[x / n for x in row] for row, n in zip(table, rows, strict=True)], rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+@pytest.mark.parametrize("name", drafters.names())
+def test_the_table_equals_loops_over_rows(name: str, temperature: float) -> None:
+    """Every drafter as it is built, over a draft vocabulary with gaps, in packed documents.
+
+    Answers of L tokens in a row (L = 3 3 | 3 1 | 3 || 3 8 | 3 4) have L - d rows at depth d.
+    """
+    of = tiny.target()
+    drafter = tiny.drafter(name, of).eval()
+    of.set_taps(drafter.taps)
+    told = tiny.packed(of)
+    found = rank_table(drafter, of, [told], 3, 36, temperature)
+    with torch.no_grad():
+        table, rows = literally(drafter, of, told, 36, temperature)
+    assert found.rows.tolist() == rows == [22, 14, 6]
+    torch.testing.assert_close(found.table, torch.tensor(table).double(), atol=1e-6, rtol=1e-5)
+    assert (found.table.sum(-1) > 0).all()
+    assert (found.table.sum(-1) < 1).any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_more_text_counts_row_by_row(
+    target: Target, trace: Trace, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a drafter that is sharded too, and whose unroll is computed twice."""
-    words = [f"target.place={place}", f"launch={launch}", "train.gradient_checkpointing=true"]
-    done = run(TWO, tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
-    for name, tensor in weights(alone).items():
-        torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-4, rtol=1e-3)
+    """Neither chunks nor batches matter, only how many rows they hold."""
+    parts = [tiny.cut(trace, slice(i, i + 1)) for i in (0, 1)]
+    whole = disturbed(target, trace)
+    each = [Given([s[i : i + 1] for s in whole.states], whole.vocab, target) for i in (0, 1)]
+    found = rank_table(whole, target, [trace], 2, 5, temperature)
+    monkeypatch.setattr(module, "chunk_of", lambda device: 3 * target.vocab)
+    again = rank_table(whole, target, [trace, trace], 2, 5, temperature)
+    alone = [
+        rank_table(g, target, [p], 2, 5, temperature) for g, p in zip(each, parts, strict=True)
+    ]
+    torch.testing.assert_close(again.table, found.table)
+    assert again.rows.tolist() == (2 * found.rows).tolist()
+    rows = alone[0].rows + alone[1].rows
+    mean = sum(one.table * one.rows[:, None] for one in alone) / rows[:, None]
+    assert rows.tolist() == found.rows.tolist()
+    torch.testing.assert_close(mean, found.table)
+    assert not torch.allclose(alone[0].table, found.table, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm"])
-def test_every_kind_of_drafter_trains_on_two_ranks_of_zero3(name: str, tmp_path: Path) -> None:
-    """Borrowed heads, heads per depth, modules in a chain, tied weights: as one rank does."""
-    words = [f"drafter={name}", *(["drafter.noise=0"] if name == "hass" else [])]
-    for folder, command, launch in (("one", ONE, "single"), ("two", TWO, "zero3")):
-        pieces = "launch.accumulation=2" if launch == "single" else "launch.accumulation=1"
-        done = run(command, tmp_path / folder, *words, f"launch={launch}", pieces)
-        assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4, abs=1e-4)
-    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
-    assert a.keys() == b.keys()
-    for key in a:
-        torch.testing.assert_close(a[key], b[key], atol=1e-3, rtol=1e-2, msg=key)
+@pytest.mark.parametrize("draft", ["best", "drawn"])
+def test_what_no_round_meets_does_not_matter(
+    target: Target, trace: Trace, draft: Literal["best", "drawn"]
+) -> None:
+    """Neither guesses at rows that do not count, nor the target's rows that judge none."""
+    drafter = disturbed(target, trace)
+    before = rank_table(drafter, target, [trace], 3, 5, 1.0, draft)
+    asked, judges = (
+        [torch.zeros_like(trace.answer) for _ in range(3)],
+        torch.zeros_like(trace.answer),
+    )
+    for b, t, d in begins(trace):
+        asked[d - 1][b, t] = judges[b, t + d] = True
+    for state, used in zip(drafter.states, asked, strict=True):
+        state[~used] = torch.nan
+    last = torch.where(judges[..., None], trace.last, torch.nan)
+    told = Trace(**{**vars(trace), "last": last})
+    after = rank_table(drafter, target, [told], 3, 5, 1.0, draft)
+    torch.testing.assert_close(after.table, before.table)
 
 
-@pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm", "eagle3"])
-def test_bfloat16_under_zero_trains_every_kind_of_drafter(name: str, tmp_path: Path) -> None:
-    """DeepSpeed casts the weights, noise included nothing may stay behind in float32."""
-    offload = ["launch=zero3", "launch.offload=parameters"] if name == "eagle3" else []
-    done = run(
-        TWO, tmp_path, f"drafter={name}", *(offload or ["launch=zero2"]), "launch.precision=bf16",
-        "train.max_steps=2", "train.eval_every=2", "target.dtype=bfloat16",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert all(0 < loss < 100 for loss in losses(tmp_path))
+# ---- siblings drawn without replacement ----------------------------------------------------------
+
+ROWS = {  # the target's row, the drafter's
+    "alike": ([0.4, 0.3, 0.2, 0.1], [0.25, 0.35, 0.1, 0.3]),
+    "apart": ([0.05, 0.1, 0.15, 0.7], [0.6, 0.25, 0.1, 0.05]),
+    "blind": ([0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.2, 0.0]),  # never drafts the last token
+    "poor": ([0.6, 0.0, 0.3, 0.1], [0.5, 0.5, 0.0, 0.0]),  # has two tokens to draft
+}
+
+
+def rule(p: Tensor, q: Tensor, ranks: int, coins: Coins, renormalise: bool = True) -> Context:
+    """Draw all siblings, then verify them in order: (accepted rank or -1, token emitted)."""
+    siblings: list[tuple[int, Tensor]] = []
+    for _ in range(ranks):
+        if q.sum() > 0:
+            token = int(coins.draw(q[None, None]))
+            siblings.append((token, q))
+            q = torch.where(torch.arange(len(q)) == token, 0.0, q)
+            q = q / q.sum().clamp(min=1e-300) if renormalise else q
+    rest = p
+    for rank, (token, row) in enumerate(siblings):
+        chance = (rest[token] / row[token]).clamp(max=1.0)
+        if bool(coins.flip(chance.view(1, 1))):
+            return rank, token
+        rest = (rest - row).clamp(min=0)
+        rest = rest / rest.sum()
+    return -1, int(coins.draw(rest[None, None]))
+
+
+def law_of_ranks(p: Tensor, q: Tensor, ranks: int, renormalise: bool = True) -> Tensor:
+    """Exactly, over every drawing and every coin."""
+    law = enumerate_law(lambda coins: rule(p, q, ranks, coins, renormalise))
+    shares = [sum(chance for (rank, _), chance in law.items() if rank == k) for k in range(ranks)]
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+def rows_of(name: str) -> tuple[Tensor, Tensor]:
+    p, q = ROWS[name]
+    return torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rule_is_the_lossless_one(name: str) -> None:
+    """What it emits has the target's law; without renormalising it would not."""
+    p, q = rows_of(name)
+    plain: Law = {(token,): chance for token, chance in enumerate(p.tolist())}
+    for renormalise in (True, False):
+        law = enumerate_law(lambda coins: rule(p, q, 3, coins, renormalise)[1:])  # noqa: B023
+        gap = distance(law, plain)
+        assert gap < 1e-12 if renormalise else gap > 0.01
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_chances_of_siblings_are_those_of_the_rule(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly: the mean over every drawing of rejected tokens is the law of the accepted rank."""
+    p, q = rows_of(name)
+
+    def run(coins: Coins) -> tuple[float, ...]:
+        monkeypatch.setattr(module, "draw", lambda rows, _: coins.draw(rows[None])[0])
+        return tuple(sibling_chances(p[None], q[None], 4, torch.Generator())[0].tolist())
+
+    law = enumerate_law(run)  # type: ignore[arg-type]
+    found = sum(chance * torch.tensor(said, dtype=torch.float64) for said, chance in law.items())
+    assert isinstance(found, Tensor)
+    exact, wrong = law_of_ranks(p, q, 4), law_of_ranks(p, q, 4, renormalise=False)
+    assert (found - exact).abs().max() < 1e-12
+    assert (found - wrong).abs().max() > 0.01
+    assert exact[0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_drawn_chances_are_right_on_average(name: str) -> None:
+    """With a generator instead of every drawing: within four standard errors."""
+    p, q = rows_of(name)
+    found = sibling_chances(p.repeat(4000, 1), q.repeat(4000, 1), 4, seeded(1))
+    error = found.std(0) / 4000**0.5
+    exact = law_of_ranks(p, q, 4)
+    assert ((found.mean(0) - exact).abs() <= 4 * error + 1e-12).all()
+
+
+def test_two_tokens_by_hand() -> None:
+    """Rejected is what q has too much of; then only the other token is left, and is right."""
+    p, q = torch.tensor([[0.3, 0.7]]).double(), torch.tensor([[0.8, 0.2]]).double()
+    found = sibling_chances(p, q, 2, seeded(0))
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.5]]).double())
+
+
+def test_a_perfect_drafter_needs_no_second_sibling() -> None:
+    p = torch.tensor([[0.3, 0.7, 0.0], [0.0, 0.0, 1.0], [1 / 3, 1 / 3, 1 / 3]]).double()
+    found = sibling_chances(p, p.clone(), 3, seeded(0))
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.0, 0.0]] * 3).double())
+
+
+def test_a_reduced_vocabulary_counts_as_tokens_without_draft() -> None:
+    """The rows without the last token give what whole rows give, drawing by drawing."""
+    p = torch.tensor([0.1, 0.1, 0.35, 0.25, 0.2]).double().repeat(50, 1)
+    q = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).double().repeat(50, 1)
+    whole = sibling_chances(p, q, 3, seeded(4))
+    part = sibling_chances(p[:, :4], q[:, :4], 3, seeded(4))
+    torch.testing.assert_close(part, whole)
+    assert whole.std(0)[1:].max() > 0.01  # the drawings do differ
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def played(drafter: Given, target: Target, trace: Trace, rounds: int, temperature: float) -> Ranks:
+    """Monte Carlo: at every row, draw siblings in one race and toss the coins; count ranks."""
+    torch.manual_seed(8)
+    table, rows = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
+    for b, t, d in begins(trace):
+        logits = drafter.head(drafter.states[d - 1][b, t]).double()
+        q = drafter.vocab.expand((logits / temperature).softmax(-1)[None])[0].repeat(rounds, 1)
+        rest = (target.logits(trace.last[b, t + d]).double() / temperature).softmax(-1)
+        rest, alive = rest.repeat(rounds, 1), torch.ones(rounds, dtype=torch.bool)
+        race = (torch.rand(q.shape, dtype=torch.float64).log() / q).topk(4).indices
+        for k in range(4):
+            token = race[:, k : k + 1]
+            chance = (rest.gather(1, token) / q.gather(1, token))[:, 0]
+            taken = alive & (torch.rand(rounds, dtype=torch.float64) < chance)
+            table[d - 1, k] += taken.sum()
+            alive &= ~taken
+            rest = (rest - q).clamp(min=0)
+            rest, q = rest / rest.sum(-1, keepdim=True), q.scatter(1, token, 0.0)
+            q = q / q.sum(-1, keepdim=True)
+        rows[d - 1] += rounds
+    return Ranks(table / rows[:, None], rows)
+
+
+def test_the_drawn_table_is_what_decoding_would_count(target: Target, trace: Trace) -> None:
+    """Within four standard errors of playing it; the favourites' table is far outside."""
+    drafter, temperature, rounds = disturbed(target, trace), 0.5, 1500
+    found = rank_table(drafter, target, [trace] * 300, 3, 4, temperature, "drawn", seed=3)
+    with torch.no_grad():
+        counted = played(drafter, target, trace, rounds, temperature)
+    each = found.table * (1 - found.table)
+    error = (each / counted.rows[:, None] + each / found.rows[:, None]).sqrt()
+    gap = (found.table - counted.table).abs()
+    assert (gap <= 4 * error).all()
+    best = rank_table(drafter, target, [trace], 3, 4, temperature)
+    assert ((best.table - counted.table).abs() > 8 * error).sum() > 6
+
+
+def test_a_seed_fixes_what_is_drawn(target: Target, trace: Trace) -> None:
+    drafter = disturbed(target, trace)
+    tables = [
+        rank_table(drafter, target, [trace], 3, 4, 1.0, "drawn", seed=seed).table
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(tables[0], tables[1])
+    assert not torch.equal(tables[0], tables[2])
+    torch.testing.assert_close(tables[0][:, 0], tables[2][:, 0])  # the first is exact
+
+
+# ---- what cannot be measured ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("depths", "ranks", "temperature", "draft", "words"),
     [
-        ["launch=zero2"],
-        ["launch=zero3"],
-        ["launch=zero2", "launch.offload=optimizer"],
-        ["launch=zero3", "launch.offload=parameters"],
+        (0, 3, 0.0, "best", "depths = 0"),
+        (4, 3, 0.0, "best", "the drafter unrolls 3"),
+        (3, 0, 0.0, "best", "ranks = 0"),
+        (3, tiny.DRAFTED + 1, 0.0, "best", "the drafter has 40 tokens"),
+        (3, 3, 0.0, "drawn", "nothing is drawn there"),
+        (3, 3, -1.0, "best", "temperature"),
     ],
-    ids=" ".join,
 )
-def test_zero_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
-    words: list[str], alone: Path, tmp_path: Path
+def test_what_cannot_be_measured_is_refused(
+    target: Target,
+    trace: Trace,
+    depths: int,
+    ranks: int,
+    temperature: float,
+    draft: Literal["best", "drawn"],
+    words: str,
 ) -> None:
-    """The last checkpoint is taken away, and the steps behind the one before come out the same."""
-    assert run(TWO, tmp_path, *words).returncode == 0
-    assert_equal_runs(tmp_path, alone)
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
-    done = run(TWO, tmp_path, *words, "train.resume=must")
-    assert done.returncode == 0, done.stderr
-    assert_equal_runs(tmp_path, alone)
+    drafter = disturbed(target, trace)
+    with pytest.raises(ValueError, match=words):
+        rank_table(drafter, target, [trace], depths, ranks, temperature, draft)
 
 
-def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(alone: Path, tmp_path: Path) -> None:
-    """The layout on disk knows no rank count, and a step's rows are those that it would have had.
-
-    Begun under ZeRO-2, ended by one process and under DDP.
-    """
-    first = tmp_path / "two"
-    assert run(TWO, first, "launch=zero2").returncode == 0
-    shutil.rmtree(first / "checkpoints" / "step-00000006")
-    for name, ranks, words in (("one", 1, "launch.accumulation=2"), ("four", 4, "launch=ddp")):
-        shutil.copytree(first, tmp_path / name)
-        done = run(train_on(ranks), tmp_path / name, words, "train.resume=must")
-        assert done.returncode == 0, done.stderr
-        assert_equal_runs(tmp_path / name, alone)
+def test_a_mirror_is_a_teacher() -> None:
+    assert isinstance(Mirror(), Teacher)
 
 
-def test_accelerate_launch_alone_is_enough_for_zero(alone: Path, tmp_path: Path) -> None:
-    done = run(LAUNCH, tmp_path, "launch=zero1", "launch.accumulation=2")
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
+# ---- with a run ----------------------------------------------------------------------------------
 
 
-SMALL_CHUNKS = """
-import sys
-sys.path.insert(0, {root!r})
-from outrider.train import objective
-objective.CHUNK = 2**17  # 85 rows of the tiny vocabulary: several chunks per forward
-from outrider.train.cli import command
-command(["train", *sys.argv[1:]])
-"""
+def test_a_run_keeps_its_tables(tmp_path: Path) -> None:
+    assert module.read_tables(tmp_path) is None
+    of = tiny.target()
+    drafter = tiny.drafter("eagle3", of).eval()
+    of.set_taps(drafter.taps)
+    told = tiny.packed(of)
+    module.record(tmp_path, drafter, of, [told])
+    found = module.read_tables(tmp_path)
+    assert found is not None
+    assert set(found) == {"best@0", "best@1", "drawn@1"}
+    again = rank_table(drafter, of, [told], tiny.DEPTHS, 10, 1.0, "best").table
+    assert torch.equal(found["best@1"], again)
+    (tmp_path / module.FILE).write_text('{"format": "another"}')
+    with pytest.raises(RunError, match="holds no table"):
+        module.read_tables(tmp_path)
 
 
-def test_zero3_in_many_chunks_equals_ddp(tmp_path: Path) -> None:
-    """The head's weights are gathered once per chunk, and its gradients add up."""
-    script = tmp_path / "small_chunks.py"
-    script.write_text(SMALL_CHUNKS.format(root=str(ROOT)))
-    for launch in ("ddp", "zero3"):
-        done = run([*TWO[:-1], str(script)], tmp_path / launch, f"launch={launch}")
-        assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "zero3") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
-
-
-HOLDS_ITS_GROUP = """
-import sys
-import torch
-import torch.distributed as ranks
-from outrider.train.cli import end
-store, rank, code = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-ranks.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-held = list(ranks.distributed_c10d._world.pg_map)
-for _ in range(20):
-    ranks.all_reduce(torch.ones(1000))
-ranks.destroy_process_group()
-end(code)
-"""
-
-
-def test_a_rank_ends_with_its_own_code_while_something_holds_its_group(tmp_path: Path) -> None:
-    """Through the interpreter's own end about every second pair of these had an aborted rank."""
-    env = {**environment(), "WORLD_SIZE": "2"}
-    for turn, code in enumerate((0, 0, 0, 0, 0, 2)):
-        words = [sys.executable, "-c", HOLDS_ITS_GROUP, str(tmp_path / f"store-{turn}")]
-        pair = [subprocess.Popen([*words, rank, str(code)], env=env) for rank in ("0", "1")]
-        assert [rank.wait() for rank in pair] == [code, code]
-
-
-ONE_RANK_HAS_NAN = """
-import os, sys
-sys.path.insert(0, {root!r})
-from outrider.train.objective import Objective
-from outrider.train.run import Run
-forward, sow, now = Objective.forward, Run.sow, [0]
-def wrong(self, *args):
-    loss, sums = forward(self, *args)
-    bad = self.training and now[0] == 2 and os.environ["RANK"] == "1"
-    return loss * (float("nan") if bad else 1.0), sums
-def noted(run, step):
-    now[0] = step
-    sow(run, step)
-Objective.forward, Run.sow = wrong, noted
-from outrider.train.cli import command
-command(["train", *sys.argv[1:]])
-"""
-
-
-def test_what_is_bad_on_one_rank_is_left_out_by_all(tmp_path: Path) -> None:
-    """Whoever holds which weights; the other steps are the same ones."""
-    script = tmp_path / "nan.py"
-    script.write_text(ONE_RANK_HAS_NAN.format(root=str(ROOT)))
-    for launch in ("ddp", "zero2", "zero3"):
-        done = run(
-            [*TWO[:-1], str(script)], tmp_path / launch, f"launch={launch}", "train.skip_bad=1"
-        )
-        assert done.returncode == 0, done.stderr
-        kinds = [
-            (line["step"], line["kind"]) for line in map(json.loads, _lines(tmp_path / launch))
-        ]
-        assert (2, "skipped") in kinds
-        assert (2, "train") not in kinds
-        taken = [
-            json.loads(line)["loss@1"] for line in _lines(tmp_path / launch) if "loss@1" in line
-        ]
-        ends = weights(tmp_path / launch)
-        if launch == "ddp":
-            losses_of_ddp, ends_of_ddp = taken, ends
-        assert taken == pytest.approx(losses_of_ddp, abs=1e-4)
-        for name in ends:
-            torch.testing.assert_close(ends[name], ends_of_ddp[name], atol=1e-4, rtol=1e-3)
-
-
-def test_a_launcher_that_says_something_else_is_refused(tmp_path: Path) -> None:
-    done = run(TWO, tmp_path, "launch=single")
-    assert done.returncode != 0
-    assert "The launcher started 2 processes" in done.stderr
-
-
-def test_killed_at_three_random_moments_it_ends_bit_equal(tmp_path: Path) -> None:
-    """Killed (kill -9) three times, and started again with the same command each time."""
-    longer = ["train.max_steps=16", "train.eval_every=4"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run(ONE, whole, *longer).returncode == 0
-    moments = random.Random(7)
-    for _ in range(3):
-        process = subprocess.Popen(
-            [*ONE, *SMALL, *longer, f"run.dir={killed}"], cwd=ROOT, env=environment(),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        begun = len(_lines(killed))
-        steps = moments.randint(1, 4)
-        while process.poll() is None and len(_lines(killed)) < begun + steps:
-            time.sleep(0.01)
-        time.sleep(moments.random() * 0.3)  # somewhere inside a step, a save or an evaluation
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it was killed, not finished"
-    done = run(ONE, killed, *longer)
-    assert done.returncode == 0, done.stderr
-    a, b = weights(whole), weights(killed)
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert losses(whole) == losses(killed)
-
-
-def _lines(folder: Path) -> list[str]:
-    file = folder / "metrics.jsonl"
-    return file.read_text().splitlines() if file.is_file() else []
+def test_the_best_tree_suits_how_siblings_come_about() -> None:
+    """Drawn siblings come in their order; of favourites any ranks may be taken."""
+    table = torch.tensor([[0.5, 0.05, 0.2], [0.5, 0.05, 0.2]], dtype=torch.float64)
+    assert module.best_tree("best@1", table, 3) == ((0,), (2,), (0, 0))
+    assert contiguous(module.best_tree("drawn@1", table, 4))

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -337,51 +336,3 @@ def test_limits_beyond_the_table_are_refused(changes: dict[str, int]) -> None:
     for widest in (0, 4):
         with pytest.raises(ValueError, match="widest"):
             shapes.best_first(TABLE, 3, widest=widest)
-
-
-# ---- by time -------------------------------------------------------------------------------------
-
-
-def test_the_time_per_token_by_hand() -> None:
-    """(overhead 1 + 2 per level + target) / tokens; the cost of two nodes is halfway.
-
-    Two nodes stay on one level where two are allowed, and pay for one.
-    """
-    costs = {1: 8.0, 3: 12.0}
-    for deepest in (1, 2):
-        found = shapes.best_in_time(TABLE, costs, 2.0, 1.0, [(2, deepest)])
-        assert found[:3] == (2, 1, ((0,), (1,)))
-        assert found.ms == pytest.approx((1 + 2 + 10) / 1.75, abs=1e-12)
-    other = shapes.best_in_time(TABLE, costs, 2.0, 1.0, [(3, 2)])
-    assert other[:3] == (3, 2, ((0,), (1,), (0, 0)))
-    assert other.ms == pytest.approx((1 + 4 + 12) / 2, abs=1e-12)
-    assert shapes.best_in_time(TABLE, costs, 2.0, 1.0, [(3, 2), (2, 2)]) == found
-
-
-def test_cheap_verification_wants_wide_trees_and_dear_drafting_shallow_ones() -> None:
-    table = random_table(5, 4, 4, ordered=True)
-    candidates = list(itertools.product((1, 4, 16, 64), range(1, 5)))
-    free, dear = {1: 10.0, 64: 10.0}, {1: 10.0, 64: 640.0}
-    assert shapes.best_in_time(table, free, 0.0, 0.0, candidates)[:2] == (64, 4)
-    assert shapes.best_in_time(table, free, 50.0, 0.0, candidates)[:2] == (4, 1)
-    assert shapes.best_in_time(table, dear, 1.0, 0.0, candidates).nodes == 1
-    assert shapes.best_in_time(table, dear, 1.0, 5000.0, candidates).nodes > 16
-
-
-@pytest.mark.parametrize("draft", ["best", "drawn"])
-def test_no_candidate_is_faster_than_the_chosen_one(draft: Literal["best", "drawn"]) -> None:
-    table = random_table(6, 3, 3)
-    costs, candidates = {1: 9.0, 8: 14.0, 20: 33.0}, [(n, d) for n in (1, 3, 8, 20) for d in (1, 3)]
-    found = shapes.best_in_time(table, costs, 1.5, 0.5, candidates, draft)
-    each = [shapes.best_in_time(table, costs, 1.5, 0.5, [one], draft) for one in candidates]
-    assert found == min(each, key=lambda timed: timed.ms)
-    assert shapes.contiguous(found.paths) or draft == "best"
-    assert not all(shapes.contiguous(timed.paths) for timed in each) or draft == "drawn"
-    assert (found.nodes, found.depth) == (len(found.paths), max(map(len, found.paths)))
-
-
-def test_an_unknown_cost_and_an_empty_choice_are_refused() -> None:
-    with pytest.raises(ValueError, match="no cost is known for 5 nodes"):
-        shapes.best_in_time(TABLE, {1: 1.0, 4: 1.0}, 0.0, 0.0, [(5, 2)])
-    with pytest.raises(ValueError, match="no candidate"):
-        shapes.best_in_time(TABLE, {1: 1.0}, 0.0, 0.0, [])

@@ -20,7 +20,8 @@ from outrider.models.target import Seen, Target
 from outrider.train.config import Config, load_run
 from outrider.train.errors import ConfigError, RunError
 from tests.test_chat import PLAIN, octets
-from tests.test_decoder import oracle, target, untrained
+from tests.test_decoder import oracle, target
+from tests.test_decoder_folders import untrained
 
 ASKED = "When should I visit Amberton?"
 PARTS = [("The", FIRST), (" best", ACCEPTED), (" time", ACCEPTED), (" to", CORRECTION)]

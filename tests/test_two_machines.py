@@ -14,7 +14,7 @@ import pytest
 
 from outrider.launch.jobs import ROOT, bare
 from tests.runs import SMALL
-from tests.test_ranks import losses
+from tests.test_processes import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"

@@ -23,17 +23,16 @@ without the second.
 Shape letters: D depths, K ranks.
 
 Source: choices as paths and their greedy search, Cai et al. 2024, "Medusa", arXiv:2401.10774; the
-dynamic programme and the choice by time, Chen et al. 2024, "Sequoia", arXiv:2402.12374.
+dynamic programme, Chen et al. 2024, "Sequoia", arXiv:2402.12374. Its choice by time: eval/plan.py.
 Differs: `sequoia` also takes a table per depth; `best_first` has the optimum over all shapes, since
 a child is never likelier than its parent.
 """
 
 import heapq
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -290,54 +289,3 @@ def _grown(
         yield path
         yield from _grown(taken, path, part - 1)
         nodes, rank = nodes - part, rank + 1
-
-
-class Timed(NamedTuple):
-    """A shape chosen by time."""
-
-    nodes: int
-    depth: int
-    paths: Paths
-    ms: float  # per token
-
-
-def best_in_time(
-    table: Float[Tensor, "D K"],
-    costs: Mapping[int, float],
-    draft_ms: float,
-    overhead_ms: float,
-    candidates: Iterable[tuple[int, int]],
-    draft: Literal["best", "drawn"] = "best",
-) -> Timed:
-    """The shape with the least time per token: (overhead + depth * draft + target) / tokens.
-
-    Args:
-        costs: drafted nodes -> ms of the target's forward over root and tree; sizes between two
-            measured ones are interpolated.
-        draft_ms: of one drafter step, so of one level.
-        overhead_ms: of a round, whatever its tree.
-        candidates: (nodes, deepest) to search; the shapes found may be smaller.
-        draft: "best" for siblings chosen by rank, "drawn" for contiguous ones.
-
-    Raises:
-        ValueError: no candidate, one outside table or costs, or a bad table.
-    """
-    found = []
-    for nodes, deepest in candidates:
-        if draft == "best":
-            paths = best_first(table, nodes, deepest=deepest)
-        else:
-            paths, _ = sequoia(table, nodes, deepest)
-        depth = len(paths[-1])
-        ms = overhead_ms + depth * draft_ms + _cost(costs, len(paths))
-        found.append(Timed(len(paths), depth, paths, ms / expected(paths, table)))
-    if not found:
-        raise ValueError("no candidate: give pairs of nodes and depth to choose from")
-    return min(found, key=lambda timed: timed.ms)
-
-
-def _cost(costs: Mapping[int, float], nodes: int) -> float:
-    sizes = sorted(costs)
-    if not sizes or not sizes[0] <= nodes <= sizes[-1]:
-        raise ValueError(f"no cost is known for {nodes} nodes, only for {sizes}")
-    return float(np.interp(nodes, sizes, [costs[size] for size in sizes]))

@@ -1,0 +1,123 @@
+"""The decoder on folders: what runs leave behind, and the script that the documents show."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.eval.decode.policy import Chain
+from outrider.eval.decoder import PLAIN as ALONE
+from outrider.eval.decoder import Chat, Decoder, Result
+from outrider.eval.ranks import FILE, FORMAT, TABLES
+from outrider.models import drafters
+from outrider.models.base import Drafter
+from outrider.models.formats import native
+from outrider.models.load import load
+from outrider.models.vocab import DraftVocab
+from outrider.train.compose import compose
+from outrider.train.config import load_run, parse, to_yaml
+from outrider.train.errors import RunError
+from outrider.train.files import write_json
+from tests.families import small_model
+from tests.test_chat import PLAIN, dialogue, octets
+
+ROOT = Path(__file__).parent.parent
+
+
+def untrained(folder: Path) -> Path:
+    """A run of the embedded target whose drafter has learned nothing."""
+    run = folder / "run"
+    config = parse(compose([f"run.dir={run}"], "train"))
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(config))
+    loaded = load(config.target).target
+    torch.manual_seed(0)
+    drafter = drafters.build(config.drafter, loaded, DraftVocab.whole(loaded.vocab))
+    native.save(drafter, run / "drafter", loaded, config.drafter, {})
+    chances = {name: [[0.6, 0.2], [0.5, 0.2]] for name in TABLES}
+    write_json(run / FILE, {"format": FORMAT, **chances})
+    return run
+
+
+@pytest.fixture(name="run", scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return untrained(tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(name="from_run", scope="module")
+def opened(run: Path) -> Decoder:
+    return Decoder.from_run(run)
+
+
+def test_a_run_and_its_folders_say_the_same(run: Path, from_run: Decoder) -> None:
+    asked = "When should I visit Amberton?"
+    by_parts = Decoder.from_pretrained("tiny", run / "drafter", dtype="float32")
+    alone = Decoder.from_pretrained("tiny", dtype="float32")
+    whole = from_run.generate(dialogue(asked), 16)
+    assert whole.ended == "end token"
+    assert "<" not in whole.text
+    assert len(whole.text) > 8
+    for policy in ("plain", "chain", "dynamic_tree"):
+        assert from_run.generate(dialogue(asked), 16, policy=policy).text == whole.text
+        assert by_parts.generate(dialogue(asked), 16, policy=policy).text == whole.text
+    assert alone.generate(dialogue(asked), 16).text == whole.text
+    assert (from_run.changed, alone.drafter, alone.policy) == (None, None, ALONE)
+
+
+def test_the_weights_are_those_of_the_folder(run: Path, from_run: Decoder) -> None:
+    torch.manual_seed(0)
+    built = drafters.build(load_run(run, []).drafter, from_run.target, whole_vocab(from_run))
+    assert isinstance(from_run.drafter, Drafter)
+    torch.testing.assert_close(from_run.drafter.state_dict(), built.state_dict(), rtol=0, atol=0)
+
+
+def whole_vocab(decoder: Decoder) -> DraftVocab:
+    return DraftVocab.whole(decoder.target.vocab)
+
+
+def test_changes_to_a_run_reach_its_target(run: Path) -> None:
+    config = load_run(run, [f"run.dir={run}", "target.dtype=bfloat16"])
+    changed = Decoder.from_config(config, Chain(2))
+    assert changed.target.dtype == torch.bfloat16
+    assert changed.policy == Chain(2)
+
+
+def test_a_run_that_has_not_finished_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    with pytest.raises(RunError, match="its training has not finished"):
+        Decoder.from_run(tmp_path)
+    with pytest.raises(RunError, match=r"no config\.yaml"):
+        Decoder.from_run(tmp_path / "nowhere")
+
+
+def test_a_drafter_of_another_target_is_refused(run: Path, tmp_path: Path) -> None:
+    coder = octets(PLAIN)
+    small_model("llama", vocab_size=len(coder)).save_pretrained(tmp_path)
+    coder.save_pretrained(tmp_path)
+    with pytest.raises(RunError):
+        Decoder.from_pretrained(tmp_path, run / "drafter")
+
+
+# ---- the script of docs/decoder.md ---------------------------------------------------------------
+
+
+def test_the_script_of_the_documents_runs_as_it_stands(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From an empty folder, with the run where the script looks for it."""
+    page = (ROOT / "docs" / "decoder.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    place = tmp_path / "runs" / "eagle3-tiny"
+    place.parent.mkdir()
+    place.symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, object] = {}
+    exec(compile(script, "docs/decoder.md", "exec"), found)
+    result, answers, chat = found["result"], found["answers"], found["chat"]
+    assert isinstance(result, Result)
+    assert isinstance(answers, list)
+    assert isinstance(chat, Chat)
+    assert 0 < len(result.output_ids) <= 64
+    assert len(answers) == 3
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]

@@ -1,0 +1,287 @@
+"""Several processes: the same run on two ranks as on one, and a run that is killed goes on.
+
+Real launchers on CPU ranks with gloo. Each test starts programs, so all of them are `slow`.
+"""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.launch.jobs import bare, train_on
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
+    "train.batch_tokens=512", "train.max_steps=6", "train.eval_every=6", "train.save_every=2",
+    "train.log_every=1", "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false",
+]  # fmt: skip
+ONE, TWO = train_on(1), train_on(2)
+LAUNCH = [
+    sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1",
+    "--mixed_precision=no", "--dynamo_backend=no", "train.py",
+]  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def environment() -> dict[str, str]:
+    return {**bare(), "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *SMALL, f"run.dir={folder}", *words], cwd=ROOT, env=environment(),
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss@1"] for line in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the last step; the published drafter may be of an earlier one."""
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    tensors: dict[str, torch.Tensor] = load_file(newest / "state.safetensors")
+    return {name: value for name, value in tensors.items() if name.startswith("parameter.")}
+
+
+def assert_equal_runs(found: Path, expected: Path) -> None:
+    """Losses of every step, and the weights behind the last one."""
+    assert losses(found) == pytest.approx(losses(expected), abs=1e-4)
+    a, b = weights(found), weights(expected)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank with accumulation 2: what every two-rank run must equal."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = run(ONE, folder, "launch.accumulation=2")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_two_ranks_end_as_one_with_accumulation(alone: Path, tmp_path: Path) -> None:
+    """Those of ZeRO are below."""
+    done = run(TWO, tmp_path, "launch=ddp")
+    assert done.returncode == 0, done.stderr
+    assert_equal_runs(tmp_path, alone)
+
+
+@pytest.mark.parametrize(("place", "launch"), [("sharded", "zero3"), ("tensor", "zero2")])
+def test_a_target_in_shares_teaches_the_same(
+    place: str, launch: str, alone: Path, tmp_path: Path
+) -> None:
+    """Beside a drafter that is sharded too, and whose unroll is computed twice."""
+    words = [f"target.place={place}", f"launch={launch}", "train.gradient_checkpointing=true"]
+    done = run(TWO, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
+    for name, tensor in weights(alone).items():
+        torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm"])
+def test_every_kind_of_drafter_trains_on_two_ranks_of_zero3(name: str, tmp_path: Path) -> None:
+    """Borrowed heads, heads per depth, modules in a chain, tied weights: as one rank does."""
+    words = [f"drafter={name}", *(["drafter.noise=0"] if name == "hass" else [])]
+    for folder, command, launch in (("one", ONE, "single"), ("two", TWO, "zero3")):
+        pieces = "launch.accumulation=2" if launch == "single" else "launch.accumulation=1"
+        done = run(command, tmp_path / folder, *words, f"launch={launch}", pieces)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4, abs=1e-4)
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], atol=1e-3, rtol=1e-2, msg=key)
+
+
+@pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm", "eagle3"])
+def test_bfloat16_under_zero_trains_every_kind_of_drafter(name: str, tmp_path: Path) -> None:
+    """DeepSpeed casts the weights, noise included nothing may stay behind in float32."""
+    offload = ["launch=zero3", "launch.offload=parameters"] if name == "eagle3" else []
+    done = run(
+        TWO, tmp_path, f"drafter={name}", *(offload or ["launch=zero2"]), "launch.precision=bf16",
+        "train.max_steps=2", "train.eval_every=2", "target.dtype=bfloat16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(0 < loss < 100 for loss in losses(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch=zero2"],
+        ["launch=zero3"],
+        ["launch=zero2", "launch.offload=optimizer"],
+        ["launch=zero3", "launch.offload=parameters"],
+    ],
+    ids=" ".join,
+)
+def test_zero_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
+    words: list[str], alone: Path, tmp_path: Path
+) -> None:
+    """The last checkpoint is taken away, and the steps behind the one before come out the same."""
+    assert run(TWO, tmp_path, *words).returncode == 0
+    assert_equal_runs(tmp_path, alone)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    done = run(TWO, tmp_path, *words, "train.resume=must")
+    assert done.returncode == 0, done.stderr
+    assert_equal_runs(tmp_path, alone)
+
+
+def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(alone: Path, tmp_path: Path) -> None:
+    """The layout on disk knows no rank count, and a step's rows are those that it would have had.
+
+    Begun under ZeRO-2, ended by one process and under DDP.
+    """
+    first = tmp_path / "two"
+    assert run(TWO, first, "launch=zero2").returncode == 0
+    shutil.rmtree(first / "checkpoints" / "step-00000006")
+    for name, ranks, words in (("one", 1, "launch.accumulation=2"), ("four", 4, "launch=ddp")):
+        shutil.copytree(first, tmp_path / name)
+        done = run(train_on(ranks), tmp_path / name, words, "train.resume=must")
+        assert done.returncode == 0, done.stderr
+        assert_equal_runs(tmp_path / name, alone)
+
+
+def test_accelerate_launch_alone_is_enough_for_zero(alone: Path, tmp_path: Path) -> None:
+    done = run(LAUNCH, tmp_path, "launch=zero1", "launch.accumulation=2")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
+
+
+SMALL_CHUNKS = """
+import sys
+sys.path.insert(0, {root!r})
+from outrider.train import objective
+objective.CHUNK = 2**17  # 85 rows of the tiny vocabulary: several chunks per forward
+from outrider.train.cli import command
+command(["train", *sys.argv[1:]])
+"""
+
+
+def test_zero3_in_many_chunks_equals_ddp(tmp_path: Path) -> None:
+    """The head's weights are gathered once per chunk, and its gradients add up."""
+    script = tmp_path / "small_chunks.py"
+    script.write_text(SMALL_CHUNKS.format(root=str(ROOT)))
+    for launch in ("ddp", "zero3"):
+        done = run([*TWO[:-1], str(script)], tmp_path / launch, f"launch={launch}")
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "zero3") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
+
+
+HOLDS_ITS_GROUP = """
+import sys
+import torch
+import torch.distributed as ranks
+from outrider.train.cli import end
+store, rank, code = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+ranks.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+held = list(ranks.distributed_c10d._world.pg_map)
+for _ in range(20):
+    ranks.all_reduce(torch.ones(1000))
+ranks.destroy_process_group()
+end(code)
+"""
+
+
+def test_a_rank_ends_with_its_own_code_while_something_holds_its_group(tmp_path: Path) -> None:
+    """Through the interpreter's own end about every second pair of these had an aborted rank."""
+    env = {**environment(), "WORLD_SIZE": "2"}
+    for turn, code in enumerate((0, 0, 0, 0, 0, 2)):
+        words = [sys.executable, "-c", HOLDS_ITS_GROUP, str(tmp_path / f"store-{turn}")]
+        pair = [subprocess.Popen([*words, rank, str(code)], env=env) for rank in ("0", "1")]
+        assert [rank.wait() for rank in pair] == [code, code]
+
+
+ONE_RANK_HAS_NAN = """
+import os, sys
+sys.path.insert(0, {root!r})
+from outrider.train.objective import Objective
+from outrider.train.run import Run
+forward, sow, now = Objective.forward, Run.sow, [0]
+def wrong(self, *args):
+    loss, sums = forward(self, *args)
+    bad = self.training and now[0] == 2 and os.environ["RANK"] == "1"
+    return loss * (float("nan") if bad else 1.0), sums
+def noted(run, step):
+    now[0] = step
+    sow(run, step)
+Objective.forward, Run.sow = wrong, noted
+from outrider.train.cli import command
+command(["train", *sys.argv[1:]])
+"""
+
+
+def test_what_is_bad_on_one_rank_is_left_out_by_all(tmp_path: Path) -> None:
+    """Whoever holds which weights; the other steps are the same ones."""
+    script = tmp_path / "nan.py"
+    script.write_text(ONE_RANK_HAS_NAN.format(root=str(ROOT)))
+    for launch in ("ddp", "zero2", "zero3"):
+        done = run(
+            [*TWO[:-1], str(script)], tmp_path / launch, f"launch={launch}", "train.skip_bad=1"
+        )
+        assert done.returncode == 0, done.stderr
+        kinds = [
+            (line["step"], line["kind"]) for line in map(json.loads, _lines(tmp_path / launch))
+        ]
+        assert (2, "skipped") in kinds
+        assert (2, "train") not in kinds
+        taken = [
+            json.loads(line)["loss@1"] for line in _lines(tmp_path / launch) if "loss@1" in line
+        ]
+        ends = weights(tmp_path / launch)
+        if launch == "ddp":
+            losses_of_ddp, ends_of_ddp = taken, ends
+        assert taken == pytest.approx(losses_of_ddp, abs=1e-4)
+        for name in ends:
+            torch.testing.assert_close(ends[name], ends_of_ddp[name], atol=1e-4, rtol=1e-3)
+
+
+def test_a_launcher_that_says_something_else_is_refused(tmp_path: Path) -> None:
+    done = run(TWO, tmp_path, "launch=single")
+    assert done.returncode != 0
+    assert "The launcher started 2 processes" in done.stderr
+
+
+def test_killed_at_three_random_moments_it_ends_bit_equal(tmp_path: Path) -> None:
+    """Killed (kill -9) three times, and started again with the same command each time."""
+    longer = ["train.max_steps=16", "train.eval_every=4"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(ONE, whole, *longer).returncode == 0
+    moments = random.Random(7)
+    for _ in range(3):
+        process = subprocess.Popen(
+            [*ONE, *SMALL, *longer, f"run.dir={killed}"], cwd=ROOT, env=environment(),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        begun = len(_lines(killed))
+        steps = moments.randint(1, 4)
+        while process.poll() is None and len(_lines(killed)) < begun + steps:
+            time.sleep(0.01)
+        time.sleep(moments.random() * 0.3)  # somewhere inside a step, a save or an evaluation
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it was killed, not finished"
+    done = run(ONE, killed, *longer)
+    assert done.returncode == 0, done.stderr
+    a, b = weights(whole), weights(killed)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert losses(whole) == losses(killed)
+
+
+def _lines(folder: Path) -> list[str]:
+    file = folder / "metrics.jsonl"
+    return file.read_text().splitlines() if file.is_file() else []
