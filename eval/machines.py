@@ -163,8 +163,10 @@ class _Watch(TorchFunctionMode):
     """Notes every matrix that something is multiplied with, once."""
 
     PLACE: ClassVar[dict[Any, int]] = {
-        torch.nn.functional.linear: 1, torch.addmm: 2, torch.mm: 0
-    }  # fmt: skip
+        torch.nn.functional.linear: 1,
+        torch.addmm: 2,
+        torch.mm: 0,
+    }
 
     def __init__(self) -> None:
         super().__init__()

@@ -40,7 +40,8 @@ FORMAT = "outrider-plan-1"
 ASSUMPTIONS = (
     "A tree is static: the likeliest `nodes` nodes of at most `width` children each, as the table "
     "of ranks has them (decode=tree).",
-    "The drafter guesses as it does on the text that the target wrote to these prompts.",
+    "The drafter guesses as it does on the text that the target wrote to these prompts; penalties "
+    "and bans, where there are any, are not applied to its guesses.",
     "Guesses are the drafter's favourites, verified by `match` above temperature 0 "
     "(decode.draft=best).",
 )
@@ -110,6 +111,10 @@ class Row(NamedTuple):
         if self.width == 1:
             return f"chain {self.depth}"
         return f"tree {self.depth}x{self.width}, {self.nodes} nodes"
+
+    @property
+    def key(self) -> Key:
+        return self.depth, self.width, self.nodes
 
     @property
     def tokens_per_second(self) -> float:
@@ -199,17 +204,19 @@ def surface(table: Float[Tensor, "D K"], tau: Tau, clock: Clock, grid: Grid) -> 
 
 
 def drafts(table: Float[Tensor, "D K"], grid: Grid) -> dict[Key, Paths]:
-    """Every chain, and every tree that is not among them already.
+    """Every chain, and every tree that has the depth it is looked for at and is none of the others.
 
     Raises:
         ValueError: the table does not know a depth or a width.
     """
+    depths, widths, counts = (sorted(set(axis)) for axis in (grid.depths, grid.widths, grid.nodes))
     found: dict[Key, Paths] = {}
-    for depth in sorted(set(grid.depths)):
+    for depth in depths:
         found[depth, 1, depth] = shapes.best_first(table, depth, widest=1, deepest=depth)
-    for depth, width, nodes in product(*map(sorted, map(set, grid[:3]))):
+    for depth, width, nodes in product(depths, widths, counts):
         paths = shapes.best_first(table, nodes, widest=width, deepest=depth)
-        if len(paths) == nodes and paths not in found.values():
+        reaches = len(paths) == nodes > len(paths[-1]) == depth
+        if reaches and paths not in found.values():
             found[depth, width, nodes] = paths
     return found
 

@@ -1,10 +1,10 @@
 """`outrider plan`: how fast this checkpoint will be, before it is decoded with.
 
 Three measurements make the prediction: what a draft would have kept of answers that the target
-writes itself to a few prompts, what forwards of target and drafter
-cost, and what decoding makes of that in rounds of a few shapes. Some of the other shapes are
-decoded in the same turns, and stand beside their prediction. For another machine the times come
-from its bandwidth and arithmetic instead, and nothing is decoded.
+writes itself to a few prompts, what forwards of target and drafter cost, and what decoding makes of
+that in rounds of a few shapes. Some of the other shapes are decoded in the same turns, and stand
+beside their prediction. For another machine the times come from its bandwidth and arithmetic
+instead, and nothing is decoded.
 """
 
 import platform
@@ -148,9 +148,13 @@ class Study:
         traces = [told(self.target, prompt, out.ids) for prompt, out in pairs if len(out.ids) > 1]
         ranks = min(RANKS, len(self.drafter.vocab))
         depths = min(cfg.depths, self.drafter.reach)
-        self.table = rank_table(
-            self.drafter, self.target, traces, depths, ranks, float(temperature), "best"
-        ).table
+        try:
+            self.table = rank_table(
+                self.drafter, self.target, traces, depths, ranks, float(temperature), "best"
+            ).table
+        except ValueError as error:
+            fix = f"Use more plan.prompts or plan.new_tokens than {self.wanted.new_tokens}."
+            raise RunError(f"The target's answers tell too little: {error}.", fix) from error
         self.tau = partial(tau, ways(self.drafter, traces, depths, ranks))
 
     def foresee(self, machine: Machine) -> Plan:
@@ -175,7 +179,7 @@ class Study:
         timing = replace(alone, decoded=self._in_decoding(alone, turns, fitted, grid))
         made = make_plan(self.table, self.tau, timing, grid)
         near = min(grid.contexts, key=lambda context: abs(context - self._context()))
-        rows = {(row.batch, row[2:5]): row for row in made.rows if row.context == near}
+        rows = {(row.batch, row.key): row for row in made.rows if row.context == near}
         checks = [
             Check(rows[batch, key], turns.tau(batch, found[key]), turns.speedup(batch, found[key]))
             for batch, key in chosen

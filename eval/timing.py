@@ -59,7 +59,7 @@ class Measured:
             if point not in self.ms:
                 raise ValueError(f"no time was measured at {point} of {tuple(self.axes)}")
 
-    def at(self, **wanted: float) -> float:
+    def at(self, **wanted: int | float) -> float:
         """The time at one point.
 
         Raises:
@@ -67,7 +67,7 @@ class Measured:
         """
         return self._between([wanted[name] for name in self.axes], ())
 
-    def _between(self, wanted: list[float], known: tuple[int, ...]) -> float:
+    def _between(self, wanted: list[int | float], known: tuple[int, ...]) -> float:
         """The axes of `known` are settled; the next one is settled here."""
         if len(known) == len(wanted):
             return self.ms[known]
@@ -171,7 +171,7 @@ class Timing:
             f"Forwards were timed on {self.name}; between measured points time is linear.",
             "How much longer they take in decoding, and what a round costs besides, was measured "
             "on plain decoding, the shortest and longest chain and up to three trees; other chains "
-            "and trees lie between these, linear in depth and nodes.",
+            "and trees follow these, linear in depth and nodes, and never beyond what was seen.",
             f"The drafter takes in {ROWS} verified rows per round, however many there are.",
         )
 

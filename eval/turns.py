@@ -59,7 +59,7 @@ class Turns:
 
 
 def corners(drafts: Sequence[Paths]) -> list[Paths]:
-    """Plain decoding, and the shapes between which all others lie, as far as there are some.
+    """Plain decoding, and shapes that others lie between or near, as far as there are some.
 
     The shortest chain and the longest; of trees the smallest, the smallest of the deepest, and the
     largest.

@@ -20,6 +20,7 @@ import torch
 from outrider.eval.decode.shapes import Paths
 from outrider.eval.ranks import guesses_of
 from outrider.models.base import Drafter, Trace
+from outrider.train.objective import chunk_of
 
 Way = tuple[int | None, ...]  # rank per depth, None beyond those known; ends where the answer does
 
@@ -42,13 +43,14 @@ def _of_answer(drafter: Drafter, trace: Trace, depths: int, ranks: int) -> list[
     last = len(begins) - 1
     found = torch.full((last + 1, depths), ranks)
     for guess in guesses_of(drafter, trace, depths):
-        rows = begins[: max(0, last + 1 - guess.depth)]
-        if len(rows):
+        places = torch.arange(max(0, last + 1 - guess.depth))
+        for some in places.split(max(1, chunk_of(begins.device) // len(drafter.vocab))):
+            rows = begins[some]
             logits = drafter.heads([guess.hidden[0, rows]], [guess.depth])
             favourites = drafter.vocab.to_target(logits.topk(ranks).indices)
             same = favourites == trace.next_ids[0, rows + guess.depth, None]
             rank = torch.where(same.any(1), same.int().argmax(1), ranks)
-            found[: len(rows), guess.depth - 1] = rank.cpu()
+            found[some, guess.depth - 1] = rank.cpu()
     return [
         tuple(rank if rank < ranks else None for rank in way[: last - place])
         for place, way in enumerate(found.tolist())

@@ -121,7 +121,8 @@ def linear(
     A single row is read by one thread alone, so that two of it can be faster.
     """
     rows = x.shape[:-1].numel()
-    if x.dtype != torch.float32 or x.is_cuda or bias is not None or not _few(rows, weight):
+    known = x.dtype == torch.float32 and x.device.type == "cpu" and bias is None
+    if not known or not _few(rows, weight):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, -1)
     turned = torch.mm(weight, (flat if rows > 1 else torch.cat([flat, flat])).t())
@@ -132,7 +133,7 @@ def _few(rows: int, weight: Float[Tensor, "Y X"]) -> bool:
     """Whether W x^T pays, as measured on an EPYC with two threads (docs/log.md)."""
     outputs, inputs = weight.shape
     wide = outputs >= 4 * inputs and outputs * inputs >= WIDE
-    return 1 < rows <= FEW or (wide and rows <= SOME)
+    return 1 < rows <= FEW or (wide and 1 <= rows <= SOME)
 
 
 def _one_block(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -204,7 +205,6 @@ def suits(model: Any, layers: nn.ModuleList) -> bool:
         and {name for name, _ in body.named_children()}
         == {"embed_tokens", "layers", "norm", "rotary_emb"}
         and len({parameter.device for parameter in model.parameters()}) == 1
-        and type(model.get_output_embeddings()) is nn.Linear
         and all(_plain(layer) for layer in layers)
         and all(hasattr(layer.self_attn, name) for layer in layers for name in ATTENTION)
         and all(hasattr(body.rotary_emb, name) for name in ("inv_freq", "attention_scaling"))

@@ -72,6 +72,8 @@ class Target:
         self._home = home
         self.embedding: Any = whole(model.get_input_embeddings(), home)
         self.head: Any = whole(model.get_output_embeddings(), home)
+        # neither packed, shared nor wrapped
+        self._plain = type(self.head) is nn.Linear and type(self.head.weight.data) is Tensor
         self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.set_taps(taps)
 
@@ -158,7 +160,7 @@ class Target:
     def logits(self, last: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The head, with the scaling or soft-capping that some families put behind it."""
         last = last.to(self.head_weight.dtype)
-        if self.lean is not None:
+        if self._plain:
             return self.shape_logits(linear(last, self.head.weight, self.head.bias))
         out: Tensor = self.head(last)
         return self.shape_logits(out)

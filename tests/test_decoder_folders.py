@@ -8,7 +8,7 @@ import torch
 
 from outrider.eval.decode.policy import Chain
 from outrider.eval.decoder import PLAIN as ALONE
-from outrider.eval.decoder import Chat, Decoder, Result
+from outrider.eval.decoder import Chat, Decoder, Piece, Result
 from outrider.eval.ranks import FILE, FORMAT, TABLES
 from outrider.models import drafters
 from outrider.models.base import Drafter
@@ -99,25 +99,30 @@ def test_a_drafter_of_another_target_is_refused(run: Path, tmp_path: Path) -> No
         Decoder.from_pretrained(tmp_path, run / "drafter")
 
 
-# ---- the script of docs/decoder.md ---------------------------------------------------------------
+# ---- the scripts of the documents ----------------------------------------------------------------
 
 
-def test_the_script_of_the_documents_runs_as_it_stands(
-    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("page", ["README.md", "docs/decoder.md"])
+def test_the_script_of_a_page_runs_as_it_stands(
+    page: str, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """From an empty folder, with the run where the script looks for it."""
-    page = (ROOT / "docs" / "decoder.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     place = tmp_path / "runs" / "eagle3-tiny"
     place.parent.mkdir()
     place.symlink_to(run)
     monkeypatch.chdir(tmp_path)
     found: dict[str, object] = {}
-    exec(compile(script, "docs/decoder.md", "exec"), found)
-    result, answers, chat = found["result"], found["answers"], found["chat"]
+    exec(compile(script, page, "exec"), found)
+    result, piece = found["result"], found["piece"]
     assert isinstance(result, Result)
-    assert isinstance(answers, list)
-    assert isinstance(chat, Chat)
+    assert isinstance(piece, Piece)
     assert 0 < len(result.output_ids) <= 64
-    assert len(answers) == 3
-    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+    assert piece.result.output_ids
+    if page == "docs/decoder.md":
+        answers, chat = found["answers"], found["chat"]
+        assert isinstance(answers, list)
+        assert isinstance(chat, Chat)
+        assert len(answers) == 3
+        assert [message["role"] for message in chat.messages] == ["user", "assistant"]

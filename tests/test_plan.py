@@ -116,9 +116,12 @@ def test_each_setting_recommends_its_own_draft_and_plain_decoding_where_none_pay
     assert [(row.batch, row.shape) for row in recommended(rows)] == [(1, "chain 1"), (10, "plain")]
 
 
-def test_a_tree_has_as_many_nodes_as_it_says() -> None:
+def test_a_tree_has_the_nodes_and_the_depth_that_it_says() -> None:
+    """Of 1 and 2 nodes it is a chain, and 7 there are not; at 4 levels 3 nodes stay above."""
     rows = surface(TABLE, WORTH, Invented(), Grid([2], [2], [1, 2, 6, 7], [1], [64]))
-    assert [row.nodes for row in rows if row.width == 2] == [1, 6]  # of 2 it is the chain
+    assert [row.key for row in rows] == [(0, 0, 0), (2, 1, 2), (2, 2, 6)]
+    flat = torch.tensor([[0.5, 0.4]] * 4)
+    assert set(drafts(flat, Grid([4], [2], [3, 16]))) == {(4, 1, 4), (4, 2, 16)}
 
 
 def test_of_equal_speedups_the_smaller_draft_is_recommended() -> None:

@@ -58,7 +58,7 @@ def agreed(tree: Tree, choice: Int[Tensor, "B N"], lead: Float[Tensor, "B K"]) -
     choice   cat sat in  a       kept: "cat sat", followed by "in"
 
     Args:
-        lead: the largest logits of rows; not finite if anything in such a row is NaN or infinite.
+        lead: the largest logits of rows: not finite if something there is NaN or +infinity.
 
     Raises:
         FloatingPointError: there is such a row.

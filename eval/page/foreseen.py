@@ -12,8 +12,8 @@ from outrider.eval.page.parts import Fold, Note, Part, Section, table
 
 COLUMNS = ("batch", "context", "shape", "tau", "draft_ms", "verify_ms", "round_ms", "plain_ms")
 MEANT = (
-    "Foreseen: 1 + the chances of all nodes (tau), times a plain step, over draft, verification "
-    "and overhead of a round (eval/plan.py)."
+    "Foreseen: tokens per round (tau) times a plain step, over draft, verification and overhead of "
+    "a round (eval/plan.py)."
 )
 
 
