@@ -243,7 +243,7 @@ def test_a_decoder_that_is_not_lossless_is_caught(
 ) -> None:
     """Take every drafted token: the report names each answer, and the first place that is wrong."""
 
-    def credulous(tree: Tree, choice: torch.Tensor) -> list[News]:
+    def credulous(tree: Tree, choice: torch.Tensor, _lead: torch.Tensor) -> list[News]:
         chains = zip(tree.ids.tolist(), choice.tolist(), tree.deepest().tolist(), strict=True)
         return [News.of_chain(ids, deep, deep, said[deep]) for ids, said, deep in chains]
 
