@@ -23,14 +23,14 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.models.base import Shape
+from outrider.models.few import lent_attention
 
 SCORES_CPU = 2**19  # scores held at once: about 2 MB in float32, a core's cache
 SCORES_GPU = 2**26
-ROWS = 64  # a tree's, of which masks may be repeated
 
 
 class Norm(nn.Module):
@@ -176,31 +176,6 @@ def grouped_attention(
         mask = F.pad(seen, (len(keys) - seen.shape[1], 0), value=True)[None, None]
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
     return lent_attention(q, keys, values, mask)[0].transpose(0, 1)
-
-
-def lent_attention(
-    q: Float[Tensor, "B AG N C"],
-    keys: Float[Tensor, "B A L C"],
-    values: Float[Tensor, "B A L C"],
-    mask: Shaped[Tensor, "#B 1 N L"] | None,
-    scale: float | None = None,
-) -> Float[Tensor, "B AG N C"]:
-    """Attention of groups of query heads that share a key head, for few rows over many keys.
-
-    A group asks as rows of one head where that was found faster, on a CPU: its kernel takes a
-    single row in half precision key by key, and reads the keys once per head where it has a batch.
-    """
-    batch, heads, count, size = q.shape
-    lent = keys.shape[1]
-    single = count == 1 and q.dtype != torch.float32
-    if heads == lent or count > ROWS or not (single or min(batch, count) > 1):
-        shared = heads != lent
-        return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=shared)
-    rows = q.reshape(batch, lent, -1, size)
-    if mask is not None and count > 1:
-        mask = mask.repeat(1, 1, heads // lent, 1)
-    out = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
-    return out.reshape(batch, heads, count, size)  # on a GPU it lies the other way round
 
 
 def each_attention(

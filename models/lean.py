@@ -19,11 +19,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.models.layers import lent_attention
+from outrider.models.few import lent_attention, linear
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-FEW, SOME = 4, 9  # rows up to which a CPU multiplies faster from the other side, in float32
-WIDE = 2**20  # numbers of a matrix from which on that holds for more rows, and for a single one
 ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not change with the text
 ATTENTION = ("head_dim", "scaling")
 PARTS = {
@@ -111,29 +109,6 @@ class _Together:
         if self.whole is not None:
             return linear(x, *self.whole)
         return torch.cat([linear(x, each.weight, each.bias) for each in self.maps], dim=-1)
-
-
-def linear(
-    x: Float[Tensor, "*rows X"], weight: Float[Tensor, "Y X"], bias: Float[Tensor, " Y"] | None
-) -> Float[Tensor, "*rows Y"]:
-    """`F.linear`; for a few rows in float32 W x^T, for which the CPU's libraries need a fraction.
-
-    A single row is read by one thread alone, so that two of it can be faster.
-    """
-    rows = x.shape[:-1].numel()
-    known = x.dtype == torch.float32 and x.device.type == "cpu" and bias is None
-    if not known or not _few(rows, weight):
-        return F.linear(x, weight, bias)
-    flat = x.reshape(rows, -1)
-    turned = torch.mm(weight, (flat if rows > 1 else torch.cat([flat, flat])).t())
-    return turned[:, :rows].t().contiguous().view(*x.shape[:-1], -1)
-
-
-def _few(rows: int, weight: Float[Tensor, "Y X"]) -> bool:
-    """Whether W x^T pays, as measured on an EPYC with two threads (docs/log.md)."""
-    outputs, inputs = weight.shape
-    wide = outputs >= 4 * inputs and outputs * inputs >= WIDE
-    return 1 < rows <= FEW or (wide and 1 <= rows <= SOME)
 
 
 def _one_block(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

@@ -21,7 +21,8 @@ from outrider.models import probe
 from outrider.models.adapters import adapted
 from outrider.models.base import Shape, Trace
 from outrider.models.cache import RowCache
-from outrider.models.lean import Lean, linear, suits
+from outrider.models.few import linear
+from outrider.models.lean import Lean, suits
 from outrider.models.slots import SlotCache
 from outrider.train.errors import ConfigError
 

@@ -16,29 +16,11 @@ from outrider.train import objective as module
 from outrider.train.objective import Objective
 from outrider.train.sums import Sums
 from tests import tiny
+from tests.tiny import Given
 
 WEIGHTS = [1.0, 0.8, 0.64]
 PATHS = ["fused", "kept", "plain"]
 FIELDS = ("loss", "agree", "alpha", "rows")
-
-
-class Given(Drafter):
-    """A drafter whose states are given, and whose head is the target's, or none at all."""
-
-    taps = ()
-
-    def __init__(self, states: list[Tensor], vocab: DraftVocab, head: Target | None = None) -> None:
-        super().__init__()
-        self.states, self.vocab, self._head = states, vocab, head
-
-    def head(self, hidden: Tensor) -> Tensor:
-        if self._head is None:
-            return hidden
-        return self._head.logits(hidden)[..., self.vocab.kept]
-
-    def unroll(self, trace: Trace) -> Iterator[Guess]:
-        for depth, state in enumerate(self.states, start=1):
-            yield Guess(depth, state)
 
 
 @pytest.fixture(scope="module")

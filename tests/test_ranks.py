@@ -14,32 +14,14 @@ from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.shapes import contiguous
 from outrider.eval.ranks import Ranks, rank_table, sibling_chances
 from outrider.models import drafters
-from outrider.models.base import Drafter, Guess, Trace
+from outrider.models.base import Drafter, Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.errors import RunError
 from outrider.train.objective import Teacher
 from tests import tiny
 from tests.enumeration import Context, Law, distance, enumerate_law
-
-
-class Given(Drafter):
-    """A drafter whose states are given, and whose head is the target's, or none at all."""
-
-    taps = ()
-
-    def __init__(self, states: list[Tensor], vocab: DraftVocab, head: Target | None = None) -> None:
-        super().__init__()
-        self.states, self.vocab, self._head = states, vocab, head
-
-    def head(self, hidden: Tensor) -> Tensor:
-        if self._head is None:
-            return hidden
-        return self._head.logits(hidden)[..., self.vocab.kept]
-
-    def unroll(self, trace: Trace) -> Iterator[Guess]:
-        for depth, state in enumerate(self.states, start=1):
-            yield Guess(depth, state)
+from tests.tiny import Given
 
 
 @dataclass(frozen=True)

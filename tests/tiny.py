@@ -5,7 +5,7 @@ several documents, answers in the middle of prompts, and padding. `Told` is a dr
 function of the text so far: an oracle, a liar, or a table of chances.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import Accepted
 from outrider.models import drafters
-from outrider.models.base import Drafter, Trace
+from outrider.models.base import Drafter, Guess, Trace
 from outrider.models.cache import RowCache
 from outrider.models.slots import SlotCache
 from outrider.models.target import Seen, Target
@@ -333,6 +333,25 @@ class Tossing(Engine):
 
     def _coins(self, live: list[Live]) -> Any:
         return self.coins
+
+
+class Given(Drafter):
+    """A drafter whose states are given, and whose head is the target's, or none at all."""
+
+    taps = ()
+
+    def __init__(self, states: list[Tensor], vocab: DraftVocab, head: Target | None = None) -> None:
+        super().__init__()
+        self.states, self.vocab, self._head = states, vocab, head
+
+    def head(self, hidden: Tensor) -> Tensor:
+        if self._head is None:
+            return hidden
+        return self._head.logits(hidden)[..., self.vocab.kept]
+
+    def unroll(self, trace: Trace) -> Iterator[Guess]:
+        for depth, state in enumerate(self.states, start=1):
+            yield Guess(depth, state)
 
 
 class RawBonus(Engine):

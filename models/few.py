@@ -1,0 +1,66 @@
+"""Products and attention of few rows, which decoding is made of and libraries are not made for.
+
+Each is `F.linear` or `F.scaled_dot_product_attention` asked in another shape, where that was found
+faster (docs/log.md); which shape is a matter of sizes alone, and what comes out is the same but
+for the order of sums.
+
+Legend: X inputs and Y outputs of a linear map; B prompts, A key heads, G query heads to each of
+them, N rows, L keys, C numbers of a head.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+FEW, SOME = 4, 9  # rows up to which a CPU multiplies faster from the other side, in float32
+WIDE = 2**20  # numbers of a matrix from which on that holds for more rows, and for a single one
+TREE = 64  # rows up to which masks may be repeated
+
+
+def linear(
+    x: Float[Tensor, "*rows X"], weight: Float[Tensor, "Y X"], bias: Float[Tensor, " Y"] | None
+) -> Float[Tensor, "*rows Y"]:
+    """`F.linear`; for a few rows in float32 W x^T, for which the CPU's libraries need a fraction.
+
+    A single row is read by one thread alone, so that two of it can be faster.
+    """
+    rows = x.shape[:-1].numel()
+    known = x.dtype == torch.float32 and x.device.type == "cpu" and bias is None
+    if not known or not _few(rows, weight):
+        return F.linear(x, weight, bias)
+    flat = x.reshape(rows, -1)
+    turned = torch.mm(weight, (flat if rows > 1 else torch.cat([flat, flat])).t())
+    return turned[:, :rows].t().contiguous().view(*x.shape[:-1], -1)
+
+
+def _few(rows: int, weight: Float[Tensor, "Y X"]) -> bool:
+    """Whether W x^T pays, as measured on an EPYC with two threads (docs/log.md)."""
+    outputs, inputs = weight.shape
+    wide = outputs >= 4 * inputs and outputs * inputs >= WIDE
+    return 1 < rows <= FEW or (wide and 1 <= rows <= SOME)
+
+
+def lent_attention(
+    q: Float[Tensor, "B AG N C"],
+    keys: Float[Tensor, "B A L C"],
+    values: Float[Tensor, "B A L C"],
+    mask: Shaped[Tensor, "#B 1 N L"] | None,
+    scale: float | None = None,
+) -> Float[Tensor, "B AG N C"]:
+    """Attention of groups of query heads that share a key head, for few rows over many keys.
+
+    A group asks as rows of one head where that was found faster, on a CPU: its kernel takes a
+    single row in half precision key by key, and reads the keys once per head where it has a batch.
+    """
+    batch, heads, count, size = q.shape
+    lent = keys.shape[1]
+    single = count == 1 and q.dtype != torch.float32
+    if heads == lent or count > TREE or not (single or min(batch, count) > 1):
+        shared = heads != lent
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=shared)
+    rows = q.reshape(batch, lent, -1, size)
+    if mask is not None and count > 1:
+        mask = mask.repeat(1, 1, heads // lent, 1)
+    out = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
+    return out.reshape(batch, heads, count, size)  # on a GPU it lies the other way round
