@@ -1,32 +1,42 @@
 """Products and attention of few rows, which decoding is made of and libraries are not made for.
 
 Each is `F.linear` or `F.scaled_dot_product_attention` asked in another shape, where that was found
-faster (docs/log.md); which shape is a matter of sizes alone, and what comes out is the same but
-for the order of sums.
+faster (docs/log.md); which shape is a matter of sizes and of who made the processor, and what comes
+out is the same but for the order of sums.
 
 Legend: X inputs and Y outputs of a linear map; B prompts, A key heads, G query heads to each of
 them, N rows, L keys, C numbers of a head.
 """
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-FEW, SOME = 4, 9  # rows up to which a CPU multiplies faster from the other side, in float32
+FEW, SOME = 4, 9  # rows up to which AMD's CPUs multiply faster from the other side, in float32
 WIDE = 2**20  # numbers of a matrix from which on that holds for more rows, and for a single one
 TREE = 64  # rows up to which masks may be repeated
+
+
+@cache
+def foreign() -> bool:
+    """Whether MKL, which multiplies float32 numbers here, has to do with another maker's CPU."""
+    known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer torch has it
+    return torch.backends.mkl.is_available() and "AMD" in str(known.get("cpu_name"))
 
 
 def linear(
     x: Float[Tensor, "*rows X"], weight: Float[Tensor, "Y X"], bias: Float[Tensor, " Y"] | None
 ) -> Float[Tensor, "*rows Y"]:
-    """`F.linear`; for a few rows in float32 W x^T, for which the CPU's libraries need a fraction.
+    """`F.linear`; for a few rows in float32 W x^T, for which MKL needs a fraction on AMD's CPUs.
 
-    A single row is read by one thread alone, so that two of it can be faster.
+    A single row is read there by one thread alone, so that two of it can be faster. On Intel's own
+    all of this takes two to three times as long, and is not done.
     """
     rows = x.shape[:-1].numel()
-    known = x.dtype == torch.float32 and x.device.type == "cpu" and bias is None
+    known = x.dtype == torch.float32 and x.device.type == "cpu" and bias is None and foreign()
     if not known or not _few(rows, weight):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, -1)
@@ -55,8 +65,9 @@ def lent_attention(
     """
     batch, heads, count, size = q.shape
     lent = keys.shape[1]
-    single = count == 1 and q.dtype != torch.float32
-    if heads == lent or count > TREE or not (single or min(batch, count) > 1):
+    half = q.dtype != torch.float32
+    pays = half if count == 1 else batch > 1 and count <= TREE and (half or foreign())
+    if heads == lent or not pays:
         shared = heads != lent
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=shared)
     rows = q.reshape(batch, lent, -1, size)

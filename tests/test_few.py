@@ -13,6 +13,12 @@ from outrider.models.few import lent_attention
 ATTEND = F.scaled_dot_product_attention
 
 
+@pytest.fixture(params=[True, False], ids=["AMD", "others"], autouse=True)
+def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test holds on either kind of processor."""
+    monkeypatch.setattr(few, "foreign", lambda: request.param)
+
+
 @pytest.mark.parametrize("rows", [(0,), (1,), (3,), (1, 1), (2, 2), (1, 9), (10,)])
 @pytest.mark.parametrize("size", [(7, 5), (64, 16)], ids=["narrow", "wide"])
 def test_a_product_is_the_same_from_either_side(
