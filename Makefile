@@ -24,8 +24,8 @@ train: .venv/.stamp ## train EAGLE-3 on the embedded target and report its speed
 
 # the slow ones without: checks would take three times what some of them compute
 test: .venv/.stamp ## all tests; in the fast ones every array's shape and type is checked at run time
-	$(PYTEST) -m slow $(ARGS) || [ $$? -eq 5 ] # 5: ARGS named none of them
-	$(PYTEST) -m "not slow" --jaxtyping-packages=outrider,beartype.beartype $(ARGS)
+	$(PYTEST) -m "not slow" --jaxtyping-packages=outrider,beartype.beartype --until="$(FAST_UNTIL)" $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m slow --until="$(SLOW_UNTIL)" $(ARGS) || [ $$? -eq 5 ] # 5: ARGS names none of these
 
 lint: .venv/.stamp ## lint, format and strict types
 	$(BIN)/ruff check .

@@ -80,17 +80,23 @@ def test_two_ranks_end_as_one_with_accumulation(alone: Path, tmp_path: Path) -> 
     assert_equal_runs(tmp_path, alone)
 
 
-@pytest.mark.parametrize(("place", "launch"), [("sharded", "zero3"), ("tensor", "zero2")])
+@pytest.mark.parametrize(
+    ("place", "launch", "near"), [("sharded", "zero3", 1e-4), ("tensor", "zero2", 5e-4)]
+)
 def test_a_target_in_shares_teaches_the_same(
-    place: str, launch: str, alone: Path, tmp_path: Path
+    place: str, launch: str, near: float, alone: Path, tmp_path: Path
 ) -> None:
-    """Beside a drafter that is sharded too, and whose unroll is computed twice."""
+    """Beside a drafter that is sharded too, and whose unroll is computed twice.
+
+    A target in tensor shares sums in another order, and where a gradient is next to nothing a step
+    of Adam's is of its sign: a seventh of the learning rate is not a step.
+    """
     words = [f"target.place={place}", f"launch={launch}", "train.gradient_checkpointing=true"]
     done = run(TWO, tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
     for name, tensor in weights(alone).items():
-        torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=near, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm"])
