@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from outrider.eval.forwards import rehearsal
 from outrider.eval.theory import Load
-from outrider.eval.timing import Parts, Shape, rehearsal
+from outrider.eval.timing import Parts, Shape
 from outrider.models.base import Drafter
 from outrider.models.target import Target
 

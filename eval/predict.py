@@ -27,6 +27,7 @@ from outrider.eval.decode.choose import sampling_of
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Policy
 from outrider.eval.decode.shapes import Paths
+from outrider.eval.forwards import measure
 from outrider.eval.machines import MACHINES, Machine, ModelSize, drafter_sizes
 from outrider.eval.plan import (
     Grid,
@@ -42,7 +43,7 @@ from outrider.eval.plan import (
 from outrider.eval.ranks import rank_table
 from outrider.eval.run import told
 from outrider.eval.suite import suite_of
-from outrider.eval.timing import Decoded, Shape, Timing, measure
+from outrider.eval.timing import Decoded, Shape, Timing
 from outrider.eval.turns import Turns, corners, decode
 from outrider.eval.ways import tau, ways
 from outrider.launch import start

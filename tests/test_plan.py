@@ -2,7 +2,6 @@
 
 import io
 import json
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
 
-from outrider.eval.decode.shapes import chain, expected
+from outrider.eval.decode.shapes import expected
+from outrider.eval.forwards import measure
 from outrider.eval.machines import MACHINES, ModelSize
 from outrider.eval.plan import (
     Grid,
@@ -26,19 +25,7 @@ from outrider.eval.plan import (
     surface,
     write_plan,
 )
-from outrider.eval.timing import (
-    PLAIN,
-    ROWS,
-    Decoded,
-    Measured,
-    Parts,
-    Shape,
-    Timing,
-    draft_ms,
-    measure,
-    medians,
-    target_ms,
-)
+from outrider.eval.timing import PLAIN, Parts, Shape
 from tests import tiny
 
 TABLE = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
@@ -219,131 +206,7 @@ def test_the_written_plan_is_json_and_a_picture(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.png"]
 
 
-# ---- timing --------------------------------------------------------------------------------------
-
-POINTS: dict[tuple[int, ...], float] = {(1, 8): 10.0, (1, 16): 14.0, (5, 8): 12.0, (5, 16): 20.0}
-MEASURED = Measured({"tokens": (1, 5), "context": (8, 16)}, POINTS)
-
-
-def test_measured_points_are_exact_and_what_lies_between_is_linear() -> None:
-    for (tokens, context), ms in POINTS.items():
-        assert MEASURED.at(tokens=tokens, context=context) == ms
-    assert MEASURED.at(tokens=2, context=8) == pytest.approx(10.5)
-    assert MEASURED.at(tokens=1, context=12) == pytest.approx(12)
-    assert MEASURED.at(tokens=3, context=12) == pytest.approx((10 + 14 + 12 + 20) / 4)
-
-
-def test_nothing_is_said_beyond_the_measured_points() -> None:
-    with pytest.raises(ValueError, match="tokens = 6: measured were 1 to 5"):
-        MEASURED.at(tokens=6, context=8)
-    with pytest.raises(ValueError, match="context = 4"):
-        MEASURED.at(tokens=1, context=4)
-    with pytest.raises(ValueError, match=r"no time was measured at \(5,\)"):
-        Measured({"tokens": (1, 5)}, {(1,): 1.0})
-    with pytest.raises(ValueError, match="points ascend"):
-        Measured({"tokens": (5, 1)}, {(1,): 1.0, (5,): 1.0})
-
-
-FORWARDS = Measured(
-    {"tokens": (1, 9), "batch": (1, 2), "context": (8,)},
-    {(tokens, batch, 8): 10.0 + tokens for tokens in (1, 9) for batch in (1, 2)},
-)
-STEPS = Measured(
-    {"width": (1, 4), "depth": (1, 4), "batch": (1, 2), "context": (8,)},
-    {(w, d, b, 8): float(w * d) for w in (1, 4) for d in (1, 4) for b in (1, 2)},
-)
-
-
-def test_without_rounds_that_were_decoded_forwards_take_what_they_take_alone() -> None:
-    """The first step knows one node; behind it 1 and 3 are asked, as if 2 each time."""
-    timing = Timing("here", FORWARDS, STEPS)
-    assert timing.parts(PLAIN, 1, 8) == (0.0, 11.0, 0.0)
-    assert timing.parts(Shape(3, 5, (1, 1, 3)), 1, 8) == pytest.approx((6.0, 16.0, 0.0))
-
-
-def test_rounds_that_were_decoded_are_met_and_others_of_their_kind_lie_between() -> None:
-    short, long = Shape.of(chain(1)), Shape.of(chain(4))
-    rounds = [Decoded(short, 1.0, 2.0, 0.5), Decoded(long, 2.0, 2.0, 2.0)]
-    timing = Timing("here", FORWARDS, STEPS, {1: rounds})
-    for one in rounds:
-        draft, target, _ = timing.alone(one.shape, 1, 8)
-        found = timing.parts(one.shape, 1, 8)
-        assert found == pytest.approx((one.draft * draft, one.target * target, one.rest))
-    middle = timing.parts(Shape.of(chain(2)), 1, 8)
-    assert middle == pytest.approx((2 * (1 + 1 / 3), 2 * 13.0, 1.0))
-    for other in (PLAIN, Shape(4, 8, (1, 2, 2, 2))):
-        assert timing.parts(other, 1, 8) == timing.alone(other, 1, 8)
-    assert timing.parts(long, 2, 8) == timing.alone(long, 2, 8)  # two prompts were not decoded
-
-
-def test_three_rounds_make_a_plane_that_ends_where_they_end() -> None:
-    shapes = (Shape(1, 4, (1,)), Shape(4, 8, (1, 2, 2, 2)), Shape(4, 16, (1, 4, 4, 4)))
-    trees = [Decoded(s, 1.0, 1.0, 0.1 * s.depth + 0.01 * s.nodes) for s in shapes]
-    timing = Timing("here", FORWARDS, STEPS, {1: trees})
-    assert timing.parts(Shape(2, 8, (1, 3)), 1, 8).rest == pytest.approx(0.28)
-    assert timing.parts(Shape(1, 2, (1,)), 1, 8).rest == pytest.approx(0.14)  # the least seen
-
-
-def test_runs_take_turns_behind_one_warm_up_and_the_median_counts() -> None:
-    order: list[str] = []
-    runs = [lambda: order.append("a"), lambda: order.append("b")]
-    times = medians(runs, 3, torch.device("cpu"))
-    assert order == ["a", "b"] * 4
-    assert all(ms >= 0 for ms in times)
-    order.clear()
-
-    def pause() -> None:
-        order.append("-")
-        time.sleep(0.05)
-
-    alone = medians(runs, 3, torch.device("cpu"), before=[pause, None])
-    assert order == ["-", "a", "b"] * 4
-    assert max(alone) < 50  # what ran before is not counted
-    with pytest.raises(ValueError, match="repeats=0"):
-        medians(runs, 0, torch.device("cpu"))
-
-
-def test_the_target_is_timed_behind_the_rows_it_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two prompts, 20 cached rows before every timed forward, warm-ups included."""
-    target = tiny.target()
-    real, seen = target.forward, list[tuple[int, int, int]]()
-
-    def forward(ids: Tensor, positions: Tensor, visible: Tensor, cache: Any) -> Any:
-        (held,) = set(cache.active)
-        seen.append((len(ids), ids.shape[1], held))
-        assert visible.shape[-1] == held + ids.shape[1]
-        return real(ids, positions, visible, cache)
-
-    monkeypatch.setattr(target, "forward", forward)
-    drafter = tiny.drafter("eagle3", target).eval()
-    times = target_ms(target, drafter, [1, 16], batch=2, context=20, repeats=5)
-    assert seen == [(2, 20, 0), *[(2, 1, 20), (2, 1, 20), (2, 16, 20)] * 6]
-    assert times[1] > 0
-    assert times[16] > times[1] / 10
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "hass", "mtp", "medusa", "draft_lm"])
-def test_every_drafter_is_timed_on_its_own_steps(name: str, batch: int) -> None:
-    target = tiny.target()
-    drafter = tiny.drafter(name, target).eval()
-    times = draft_ms(drafter, target, [1, 4], [1, 3], batch, context=12, repeats=5)
-    assert set(times) == {(1, 1), (1, 3), (4, 1), (4, 3)}
-    assert all(ms > 0 for ms in times.values())
-    assert times[4, 3] > times[1, 1] / 10
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    target = tiny.target()
-    medusa = tiny.drafter("medusa", target).eval()
-    with pytest.raises(ValueError, match="reaches 3"):
-        draft_ms(medusa, target, [1], [4], 1, context=4)
-    with pytest.raises(ValueError, match="reads 128 tokens; 132 would"):
-        target_ms(target, medusa, [4], batch=1, context=128)
-    with pytest.raises(ValueError, match=f"reads 128 tokens; {128 + ROWS}"):
-        draft_ms(medusa, target, [1], [3], 1, context=125)
+# ---- this machine --------------------------------------------------------------------------------
 
 
 def test_a_measured_grid_serves_a_whole_plan() -> None:
