@@ -225,9 +225,9 @@ class Drafter(nn.Module):
     """A draft model. Subclasses live one per file in `models/drafters/`.
 
     A subclass is built as `cls(cfg, target, vocab, taps)`. It may ask the target for its embedding
-    and its head, owns none of the target's weights, never changes a state it was given, returns
-    rows over its whole draft vocabulary, and keeps in its lasting state only what was computed
-    from true target states.
+    and its head, owns none of the target's weights, never changes a state or any other tensor it
+    was given (some are kept and given again), returns rows over its whole draft vocabulary, and
+    keeps in its lasting state only what was computed from true target states.
     """
 
     taps: tuple[int, ...]  # which decoder layers of the target it reads (output of layer k)

@@ -8,7 +8,9 @@ Legend: X inputs and Y outputs of a linear map; B prompts, A key heads, G query 
 them, N rows, L keys, C numbers of a head.
 """
 
+import platform
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +20,14 @@ from torch import Tensor
 FEW, SOME = 4, 9  # rows up to which AMD's CPUs multiply faster from the other side, in float32
 WIDE = 2**20  # numbers of a matrix from which on that holds for more rows, and for a single one
 TREE = 64  # rows up to which masks may be repeated
+CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
 def foreign() -> bool:
-    """Whether MKL, which multiplies float32 numbers here, has to do with another maker's CPU."""
-    known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer torch has it
-    return torch.backends.mkl.is_available() and "AMD" in str(known.get("cpu_name"))
+    """Whether MKL, Intel's library, multiplies float32 numbers on a CPU of AMD's."""
+    known = CPUINFO.read_text() if CPUINFO.is_file() else platform.processor()
+    return torch.backends.mkl.is_available() and "AuthenticAMD" in known
 
 
 def linear(
@@ -33,7 +36,7 @@ def linear(
     """`F.linear`; for a few rows in float32 W x^T, for which MKL needs a fraction on AMD's CPUs.
 
     A single row is read there by one thread alone, so that two of it can be faster. On Intel's own
-    all of this takes two to three times as long, and is not done.
+    CPUs W x^T takes two to three times as long, and is not asked for.
     """
     rows = x.shape[:-1].numel()
     known = x.dtype == torch.float32 and x.device.type == "cpu" and bias is None and foreign()
@@ -60,13 +63,17 @@ def lent_attention(
 ) -> Float[Tensor, "B AG N C"]:
     """Attention of groups of query heads that share a key head, for few rows over many keys.
 
-    A group asks as rows of one head where that was found faster, on a CPU: its kernel takes a
-    single row in half precision key by key, and reads the keys once per head where it has a batch.
+    A group asks as rows of one head where that was found faster, on CPUs: their kernel takes a
+    single row in half precision key by key, and reads the keys once per head where it has a batch
+    (in float32 that pays on AMD's alone). A GPU is asked in the same way, where it can choose.
     """
     batch, heads, count, size = q.shape
     lent = keys.shape[1]
-    half = q.dtype != torch.float32
-    pays = half if count == 1 else batch > 1 and count <= TREE and (half or foreign())
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if count == 1:
+        pays = half
+    else:
+        pays = batch > 1 and count <= TREE and (half or q.device.type != "cpu" or foreign())
     if heads == lent or not pays:
         shared = heads != lent
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=shared)

@@ -152,18 +152,28 @@ class SlotCache(Cache):
         for slot in range(first, stop):
             self.lengths[slot] += self._count
 
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Of the rows appended last keep these (per slot in focus, ascending), no others."""
+    def keep(self, paths: Sequence[Sequence[int]], there: Int[Tensor, "B P"] | None = None) -> None:
+        """Of the rows appended last keep these, no others.
+
+        Args:
+            paths: of every slot in focus, rows in strictly ascending order.
+            there: the same on the device, if they are there; of each as many as `paths` says.
+        """
         first, stop = self._window
         starts = [length - self._count for length in self.active]
         for slot, start, path in zip(range(first, stop), starts, paths, strict=True):
             self.lengths[slot] = start + len(path)
-        if all(list(path) == list(range(len(path))) for path in paths):
+        if all(not path or path[-1] == len(path) - 1 for path in paths):
             return  # they lie where they belong
         widest, device = max(map(len, paths)), self._positions.device
-        filled = [[*path, *[path[-1]] * (widest - len(path))] for path in paths]
+        if there is None:
+            filled = [[*path, *[0] * (widest - len(path))] for path in paths]
+            there = torch.tensor(filled, device=device)
+        if len(paths) == 1:
+            self._move_rows(first, starts[0], there[0, :widest] + starts[0])
+            return
         behind = torch.tensor(starts, device=device)[:, None]
-        source, goal = torch.tensor(filled, device=device) + behind, self._fresh[:, :widest]
+        source, goal = there[:, :widest] + behind, self._fresh[:, :widest]
         held = self._positions[first:stop]
         held.scatter_(1, goal, held.gather(1, source))
         for _, block, used in self._blocks:
@@ -171,6 +181,15 @@ class SlotCache(Cache):
             shape = (used, stop - first, block.shape[2], widest, block.shape[4])
             taken = part.gather(3, source[None, :, None, :, None].expand(shape))
             part.scatter_(3, goal[None, :, None, :, None].expand(shape), taken)
+
+    def _move_rows(self, slot: int, start: int, source: Int[Tensor, " P"]) -> None:
+        """The same for one slot, whole rows at once."""
+        goal = slice(start, start + len(source))
+        held = self._positions[slot]
+        held[goal] = held.index_select(0, source)
+        for _, block, used in self._blocks:
+            part = block[:used, slot]
+            part[:, :, goal] = part.index_select(2, source)
 
     def positions(self, slot: int = 0) -> Int[Tensor, "1 S"]:
         """Of the rows that a slot holds."""

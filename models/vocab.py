@@ -64,7 +64,8 @@ class DraftVocab(nn.Module):
         return self._kept
 
     def to_target(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-        return ids if self.full else self.kept[ids]
+        """Target ids of draft ids (int64, as torch finds them)."""
+        return ids if self.full else self.kept.take(ids)
 
     def to_draft(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
         """Draft ids of target ids, -1 for those that cannot be drafted."""

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.eval.decode import engine as engine_room
 from outrider.eval.decode import layout
 from outrider.eval.decode.answer import Live, Output, Request, Stops
+from outrider.eval.decode.clock import Clock
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
@@ -17,7 +19,7 @@ from outrider.eval.decode.processors import Sampling
 from outrider.eval.decode.rules import DRAWN, INDEPENDENT
 from outrider.eval.decode.shapes import parse
 from outrider.eval.decode.static import StaticTree
-from outrider.models.base import Drafter
+from outrider.models.base import Drafter, Trace
 from outrider.models.target import Target
 from outrider.train.errors import RunError
 from tests import tiny
@@ -235,6 +237,36 @@ def test_every_slot_equals_a_fresh_prefill_at_all_times(family: str, name: str) 
     assert words(decoder.generate_all(requests(), 3)) == list(answers(family))
 
 
+class Handing(Engine):
+    """Holds what every prompt's drafter is handed against the prompt's own text."""
+
+    def _absorb(
+        self, drafter: Drafter, live: list[Live], traces: list[Trace], clock: Clock
+    ) -> None:
+        super()._absorb(drafter, live, traces, clock)
+        for one, trace in zip(live, traces, strict=True):
+            text = [*one.request.prompt, *one.out.ids]
+            start, stop = len(text) - 1 - trace.ids.shape[1], len(text) - 1
+            assert trace.ids[0].tolist() == text[start:stop]
+            assert trace.next_ids[0].tolist() == text[start + 1 :]
+            assert trace.positions[0].tolist() == list(range(start, stop))
+            assert one.root.tolist() == text[-1:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch", [1, 4])
+@each_policy
+def test_every_drafter_is_handed_the_text_of_its_own_prompt(
+    policy: Policy, batch: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that come and go and end in the middle of rounds; kept masks are grown often."""
+    monkeypatch.setattr(layout, "RULER", 4)
+    (stop, *_) = {ids[len(ids) // 2] for ids in answers("llama") if ids}
+    how = {"sampling": Sampling(temperature), "stops": Stops([stop])}
+    decoder = engine("llama", policy, Handing, **how)
+    assert sum(out.rounds for out in decoder.generate_all(requests(), batch)) > 10
+
+
 def schedule(rounds: list[int], batch: int) -> list[set[int]]:
     """Who is decoded in each round, if a slot is given on as soon as it is free."""
     waiting, left, found = list(range(len(rounds))), dict[int, int](), list[set[int]]()
@@ -258,6 +290,32 @@ def test_a_prompt_joins_in_the_round_after_another_has_ended(batch: int) -> None
     wanted = schedule([out.rounds for out in outs], batch)
     assert [set(live) for live in decoder.who] == wanted
     assert max(map(len, wanted)) == min(batch, sum(out.rounds > 0 for out in outs))
+
+
+@pytest.mark.parametrize(("most", "wanted"), [(2048, [3, 1, 2]), (12, [2, 1, 1, 2]), (1, [1] * 6)])
+@pytest.mark.parametrize("how", [Sampling(), Sampling(1.0, repetition_penalty=1.2)])
+def test_neighbours_of_one_length_are_read_in_one_forward(
+    how: Sampling, most: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five tokens each, seven, five, in slots for four; they are told what each is told alone."""
+    dice = torch.Generator().manual_seed(6)
+    drawn = [torch.randint(3, tiny.VOCAB, (n,), generator=dice) for n in (5, 5, 5, 7, 5, 5)]
+    asked = [Request(text.tolist(), 4, number) for number, text in enumerate(drawn)]
+    decoder = engine("llama", Chain(2), Handing, sampling=how, keep_gaps=True)
+    alone = [decoder.generate_all([one], 1)[0] for one in asked]
+    real, read = decoder.target.forward, list[int]()
+
+    def forward(ids: Tensor, positions: Tensor, *rest: Any) -> Any:
+        read.extend([len(ids)] if not positions.any(0)[0] else [])
+        return real(ids, positions, *rest)
+
+    monkeypatch.setattr(engine_room, "READ", most)
+    monkeypatch.setattr(decoder.target, "forward", forward)
+    together = decoder.generate_all(asked, 4)
+    assert sorted(read) == sorted(wanted)
+    assert words(together) == words(alone)
+    for mine, own in zip(together, alone, strict=True):
+        assert mine.gaps == pytest.approx(own.gaps, abs=1e-4)
 
 
 def test_events_tell_the_answers_piece_by_piece() -> None:

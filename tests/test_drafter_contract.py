@@ -165,6 +165,34 @@ def test_a_state_is_as_good_as_new_after_it_was_used(drafter: Drafter, trace: Tr
     assert all(torch.equal(before[depth], after[depth]) for depth in before)
 
 
+def test_new_prompts_absorbed_together_are_as_absorbed_alone(
+    drafter: Drafter, trace: Trace
+) -> None:
+    """As the decoder reads prompts of one length."""
+    parts = [tiny.verified(trace, row, 0, 6) for row in (0, 1)]
+    with torch.no_grad():
+        together = drafter.absorb_all([None, None], parts)
+    for row, (part, state) in enumerate(zip(parts, together, strict=True)):
+        text = trace.ids[row, 6:9].tolist()
+        alone = walked(drafter, absorbed(drafter, trace, row, 0, 6), text)
+        assert part.ids.shape == (1, 6)
+        assert all(same(found, alone[d]) for d, found in walked(drafter, state, text).items())
+
+
+def test_what_a_drafter_is_given_stays_as_it_is(drafter: Drafter, trace: Trace) -> None:
+    """Positions and parents are kept by the decoder and given to all who come."""
+    rows = tiny.verified(trace, 1, 0, 8)
+    given = [part for part in vars(rows).values() if isinstance(part, Tensor)]
+    ids, parents = torch.tensor([4, 9]), torch.zeros(2, dtype=torch.long)
+    root, only = trace.ids[1, 8:9].clone(), torch.zeros(1, dtype=torch.long)
+    given += [ids, parents, root, only]
+    before = [part.clone() for part in given]
+    with torch.no_grad():
+        state = drafter.step(drafter.absorb(None, rows), 1, root, only)[1]
+        drafter.step(state, 2, ids, parents)
+    assert all(map(torch.equal, given, before))
+
+
 # ---- 2: causality --------------------------------------------------------------------------------
 
 

@@ -242,10 +242,11 @@ def test_the_drafter_absorbs_the_states_of_the_committed_rows(
     fresh = told.target.forward(text[:, :-1], torch.arange(count)[None], causal)
     handed = {
         name: torch.cat([getattr(trace, name) for trace in drafter.handed], 1)
-        for name in ("ids", "next_ids", "taps", "last")
+        for name in ("ids", "next_ids", "positions", "taps", "last")
     }
     assert torch.equal(handed["ids"], text[:, :-1])
     assert torch.equal(handed["next_ids"], text[:, 1:])
+    assert torch.equal(handed["positions"], torch.arange(count)[None])
     torch.testing.assert_close(handed["taps"], fresh.taps, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(handed["last"], fresh.last, atol=1e-4, rtol=1e-4)
 

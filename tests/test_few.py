@@ -1,5 +1,7 @@
 """Few rows: the same numbers from either side, and from groups that ask together."""
 
+import platform
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 from outrider.models import few
 from outrider.models.few import lent_attention
 
+asked_anew = few.foreign.__wrapped__  # what is remembered for the process's whole life
 ATTEND = F.scaled_dot_product_attention
 
 
@@ -17,6 +20,21 @@ ATTEND = F.scaled_dot_product_attention
 def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test holds on either kind of processor."""
     monkeypatch.setattr(few, "foreign", lambda: request.param)
+
+
+@pytest.mark.parametrize(
+    ("said", "amd"), [("vendor_id\t: AuthenticAMD\n", True), ("vendor_id\t: GenuineIntel\n", False)]
+)
+def test_the_maker_of_the_processor(
+    said: str, amd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux tells, and elsewhere as Python does."""
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(few, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "processor", lambda: f"Family 25 Model 1, {said}")
+    assert asked_anew() == amd
+    (tmp_path / "cpuinfo").write_text("vendor_id\t: GenuineIntel\n")
+    assert not asked_anew()
 
 
 @pytest.mark.parametrize("rows", [(0,), (1,), (3,), (1, 1), (2, 2), (1, 9), (10,)])

@@ -3,11 +3,19 @@
 import pytest
 import torch
 
+from outrider.eval.decode import news
 from outrider.eval.decode.news import agreed, read
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import greedy
 
 SOUND = torch.tensor([[0.0, -1.5], [3e38, -3e38], [1e-45, -0.0], [1.0, 2.0]])  # per prompt
+
+
+@pytest.fixture(params=["CPU", "GPU"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the host part by part, or all in one table."""
+    if request.param == "GPU":
+        monkeypatch.setattr(news, "_one_by_one", news._in_one_table)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -22,7 +30,7 @@ def test_a_chain_decided_on_the_host_is_the_rules(guesses: int, whole: bool) -> 
         tree = Tree.chain(ids, None if whole else drafted)
         told = agreed(tree, choice, SOUND)
         assert told == read(tree, greedy(tree, choice), SOUND)
-        lengths |= {len(news.tokens) for news in told}
+        lengths |= {len(each.tokens) for each in told}
     assert lengths == set(range(1, guesses + 2))
 
 
@@ -40,8 +48,8 @@ def test_nodes_that_are_not_real_are_nobodys_children() -> None:
     parents, depths = torch.tensor([[-1, 0, 1]]), torch.tensor([[0, 1, 2]])
     real = torch.tensor([[True, True, False]])
     tree = Tree.grown(torch.tensor([[5, 7, 9]]), parents, depths, 2, real)
-    (news,) = read(tree, greedy(tree, torch.tensor([[7, 9, 4]])), SOUND[:1])
-    assert news == ([7, 9], [0, 1], True, 1, None)
+    (told,) = read(tree, greedy(tree, torch.tensor([[7, 9, 4]])), SOUND[:1])
+    assert told == ([7, 9], [0, 1], True, 1, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

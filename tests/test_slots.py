@@ -86,7 +86,12 @@ def test_slots_hold_what_plain_lists_hold(data: st.DataObject) -> None:
             if data.draw(st.booleans()):
                 inside = st.sets(st.integers(0, new - 1), min_size=1).map(sorted)
                 paths = [data.draw(inside) for _ in range(count)]
-                plain.cache.keep(paths)
+                there = None
+                if data.draw(st.booleans()):  # what lies behind a path's end is nobody's
+                    most = max(map(len, paths))
+                    ends = data.draw(st.integers(0, new - 1))
+                    there = torch.tensor([[*p, *[ends] * (most + 1 - len(p))] for p in paths])
+                plain.cache.keep(paths, there)
                 for i, path in enumerate(paths, start=slot):
                     fresh = plain.rows[i][before[i] :]
                     plain.rows[i][before[i] :] = [fresh[node] for node in path]

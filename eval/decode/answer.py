@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from outrider.eval.decode.clock import Clock
 from outrider.eval.decode.news import News
@@ -117,12 +118,14 @@ class Live:
     Attributes:
         number: of the request.
         state: what the drafter has absorbed.
+        root: the newest token on the device, once rows were handed to a drafter.
     """
 
     number: int
     request: Request
     generator: torch.Generator
     state: State | None = None
+    root: Tensor = field(init=False, repr=False, compare=False)
     out: Output = field(default_factory=Output)
 
     @property

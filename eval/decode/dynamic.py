@@ -67,10 +67,9 @@ class DynamicTree:
         coins: Coins,
     ) -> Draft:
         frontier = roots[:, None]  # tokens of the level to expand
-        parents = torch.zeros_like(frontier)  # their places in the step before
-        number = parents  # their numbers among all candidates
-        above = torch.zeros(frontier.shape, device=roots.device)
-        grown = _Grown(frontier, above, self.budget)
+        nobody, number, above = _root(len(roots), roots.device)
+        parents = number  # places of the frontier in the step before; `number` among all candidates
+        grown = _Grown(frontier, nobody, above, self.budget)
         allowed = torch.tensor(rooms, device=roots.device) if min(rooms) < self.depth else None
         deepest = min(self.depth, max(rooms), ask.reach)
         for depth in range(1, deepest + 1):
@@ -105,10 +104,16 @@ class DynamicTree:
 class _Grown:
     """All candidates of a round, level by level; the root is the first, and certain."""
 
-    def __init__(self, roots: Int[Tensor, "B 1"], certain: Float[Tensor, "B 1"], budget: int):
+    def __init__(
+        self,
+        roots: Int[Tensor, "B 1"],
+        nobody: Int[Tensor, "B 1"],
+        certain: Float[Tensor, "B 1"],
+        budget: int,
+    ) -> None:
         self.budget, self.count = budget, 0
         self.levels: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, parents' numbers, scores
-        self.add(roots, torch.full_like(roots, -1), certain)
+        self.add(roots, nobody, certain)
 
     def add(
         self, ids: Int[Tensor, "B M"], parents: Int[Tensor, "B n"], scores: Float[Tensor, "B M"]
@@ -132,7 +137,7 @@ class _Grown:
         ids, above, scores = (torch.cat(part, dim=1) for part in zip(*self.levels, strict=True))
         kept = rerank(scores, self.budget + 1)
         shape = tuple((parents.shape[1], ids.shape[1]) for ids, parents, _ in self.levels)
-        depths, owner = (part[kept] for part in _layout(shape, ids.device))
+        depths, owner = (part.take(kept) for part in _layout(shape, ids.device))
         parents, real = torch.searchsorted(kept, above.gather(1, owner)), None
         if not whole:
             real = scores.gather(1, kept) > float("-inf")
@@ -142,6 +147,17 @@ class _Grown:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for all who come
+def _root(
+    batch: int, device: torch.device
+) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B 1"], Float[Tensor, "B 1"]]:
+    """Of the first candidate: its parent's number, its own, and its score."""
+    number = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    return number - 1, number, torch.zeros(batch, 1, device=device)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for all who come
 def _layout(
     levels: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"]]:

@@ -4,13 +4,14 @@ It knows four nouns: Target, Drafter, Policy, verify. The invariant between roun
 of the target's cache holds every committed token but the newest, the root. A round feeds the root
 and the drafted tree of every prompt in one forward, keeps the rows of the accepted paths and emits
 one token more than was accepted, each prompt as many as it got. A prompt that is over makes room
-for the next at once. Without a drafter the trees are roots alone: that is the baseline, the same
+for the next at once; prompts of one length that come together are read in one forward. Without a
+drafter the trees are roots alone: that is the baseline, the same
 engine and the same cache.
 
 What a prompt is told does not depend on the batch it is in: it has its own slot, random numbers
 and drafter state, and what fills up the batch is masked.
 
-Shape letters: B prompts, N nodes, P nodes of a path, V tokens, K taps, H hidden size.
+Shape letters: B prompts, N nodes, P nodes of a path, V tokens.
 """
 
 from collections import deque
@@ -33,10 +34,12 @@ from outrider.eval.decode.rules import BEST, Fitted, Judge, default_rule, judge
 from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import Accepted
-from outrider.models.base import Drafter
-from outrider.models.target import Seen, Target
+from outrider.models.base import Drafter, Trace
+from outrider.models.target import Target
 from outrider.train.errors import RunError
 
+READ = 2048  # tokens of several prompts that are read at once
+NO_COINS = GeneratorCoins([], 0)
 HINT = "Is the model right, its precision wide enough, its cache what it believes?"
 
 
@@ -46,6 +49,20 @@ class Event(NamedTuple):
     number: int
     tokens: list[int]
     out: Output
+
+
+class Decided(NamedTuple):
+    """What came of a round.
+
+    Attributes:
+        news: what is kept and said, on the host.
+        paths: where the kept rows lie; None: in front, as a chain's do.
+        choice: what follows every node, where the device knows already.
+    """
+
+    news: list[News]
+    paths: Int[Tensor, "B P"] | None
+    choice: Int[Tensor, "B N"] | None = None
 
 
 class Engine:
@@ -118,19 +135,23 @@ class Engine:
 
         Raises:
             RunError: a prompt is empty, or too long for the target; the target's logits are NaN.
+            ValueError: no batch, or a memory for several requests.
         """
         self.rounds = 0
         self._start(requests, batch, memory)
         waiting, live = deque(enumerate(requests)), list[Live]()
         while waiting or live:
             while waiting and len(live) < batch:
-                number, request = waiting.popleft()
-                generator = generators[number] if generators else _seeded(request.seed)
-                one = Live(number, request, generator)
-                if request.budget > 0:
-                    live.append(one)
-                    self._prefill(one, len(live) - 1, memory)
-                yield Event(number, list(one.out.ids), one.out)
+                come = [
+                    Live(n, request, generators[n] if generators else _seeded(request.seed))
+                    for n, request in _alike(waiting, batch - len(live))
+                ]
+                asked = [one for one in come if one.request.budget > 0]
+                live.extend(asked)
+                if asked:
+                    self._prefill(asked, len(live) - len(asked), memory)
+                for one in come:
+                    yield Event(one.number, list(one.out.ids), one.out)
                 self._release(live)
             if live:
                 counts = self._round(live)
@@ -146,6 +167,8 @@ class Engine:
     def _start(self, requests: Sequence[Request], batch: int, memory: Memory | None) -> None:
         if batch < 1:
             raise ValueError(f"batch={batch}: at least one prompt at a time")
+        if memory is not None and len(requests) > 1:
+            raise ValueError(f"a dialogue's memory is of one prompt, and {len(requests)} are asked")
         positions = self.target.shape().max_positions
         for request in requests:
             check(request, positions)
@@ -167,35 +190,49 @@ class Engine:
         if self.target.taps != taps:
             self.target.set_taps(taps)
 
-    def _prefill(self, one: Live, slot: int, memory: Memory | None) -> None:
-        """Read the prompt into a slot, and say the first token."""
-        prompt, watch, device = list(one.request.prompt), self.watch, self.target.device
-        known, one.state = memory.known(prompt) if memory is not None else (0, None)
+    def _prefill(self, come: list[Live], first: int, memory: Memory | None) -> None:
+        """Read prompts of one length into slots from `first` on, and say their first tokens.
+
+        Args:
+            memory: for one prompt.
+        """
+        watch, device = self.watch, self.target.device
+        prompts = [list(one.request.prompt) for one in come]
+        known, length = 0, len(prompts[0])
+        if memory is not None:
+            known, come[0].state = memory.known(prompts[0])
         self._set_taps()
         watch.lap()
-        began, clock = watch.then, Clock()
-        self.cache.crop(slot, known)
-        self.cache.focus(slot, 1)
-        ids = torch.tensor([prompt[known:]], device=device)
-        positions = torch.arange(known, len(prompt), device=device)[None]
-        visible = torch.arange(len(prompt), device=device) <= positions[..., None]
+        began = watch.then
+        for slot in range(first, first + len(come)):
+            self.cache.crop(slot, known)
+        self.cache.focus(first, len(come))
+        ids = torch.tensor([prompt[known:] for prompt in prompts], device=device)
+        positions = torch.arange(known, length, device=device).expand(len(come), -1)
+        visible = torch.arange(length, device=device) <= positions[..., None]
         seen = self.target.forward(ids, positions, visible, self.cache)
         logits = self.target.logits(seen.last[:, -1:])
         if self.history is not None:
-            self.history.start(slot, prompt)
+            for slot, prompt in enumerate(prompts, start=first):
+                self.history.start(slot, prompt)
         tree = Tree.chain(ids[:, -1:])
-        (news,), _ = self._decide([one], Draft(tree, None), self._adjusted(logits, tree, slot))
-        root = news.following
-        one.begin(root, self.stops)
-        if self.keep_gaps:
-            self._measure(one, logits[0], [0])
-        self._absorb([one], [known], [[*prompt[known:], root]], seen, None, clock)
-        if self.history is not None:
-            self.history.add(slot, [root])
+        news = self._decide(come, Draft(tree, None), self._adjusted(logits, tree, first)).news
+        roots = [new.following for new in news]
+        for i, (one, root) in enumerate(zip(come, roots, strict=True)):
+            one.begin(root, self.stops)
+            if self.keep_gaps:
+                self._measure(one, logits[i], [0])
+            if self.history is not None:
+                self.history.add(first + i, [root])
+        if self.drafter is not None:
+            texts = [[*prompt[known:], root] for prompt, root in zip(prompts, roots, strict=True)]
+            traces = layout.traces_along(texts, [known] * len(come), seen, None)
+            self._absorb(self.drafter, come, traces, Clock())
         if memory is not None:
-            memory.begin(self.cache, [*prompt, root], one.state)
+            memory.begin(self.cache, [*prompts[0], roots[0]], come[0].state)
         watch.lap()
-        one.out.clock.prefill += watch.then - began
+        for one in come:
+            one.out.clock.prefill += (watch.then - began) / len(come)
 
     def _release(self, live: list[Live]) -> None:
         """Slots of answers that are over go to the prompts behind them."""
@@ -215,10 +252,11 @@ class Engine:
 
     def _round(self, live: list[Live]) -> list[int]:
         """One tree per prompt; returns how many tokens each was given."""
-        watch, clock, cache = self.watch, Clock(), self.cache
-        self._set_taps()
+        watch, cache = self.watch, self.cache
         watch.lap()
         began = watch.then
+        clock = Clock()
+        self._set_taps()
         cache.focus(0, len(live))
         draft = self._draft(live, clock)
         tree, prefix = draft.tree, cache.active
@@ -227,7 +265,7 @@ class Engine:
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
-        news, paths = self._decide(live, draft, self._adjusted(logits, tree))
+        news, paths, choice = self._decide(live, draft, self._adjusted(logits, tree))
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
         for slot, (one, new, count) in enumerate(zip(live, news, counts, strict=True)):
             if self.keep_gaps:
@@ -235,21 +273,28 @@ class Engine:
             if self.history is not None:
                 self.history.add(slot, new.tokens[:count])
         clock.verify += watch.lap()
-        cache.keep([new.path[:count] for new, count in zip(news, counts, strict=True)])
+        cache.keep([new.path[:count] for new, count in zip(news, counts, strict=True)], paths)
         clock.commit += watch.lap()
-        texts = [one.out.ids[-count - 1 :] for one, count in zip(live, counts, strict=True)]
-        self._absorb(live, prefix, texts, seen, paths, clock)
+        if self.drafter is None:
+            watch.lap()
+        elif choice is not None:
+            traces = layout.traces_known(counts, tree.ids, choice, positions, seen, paths)
+            self._absorb(self.drafter, live, traces, clock)
+        else:
+            texts = [one.out.ids[-count - 1 :] for one, count in zip(live, counts, strict=True)]
+            traces = layout.traces_along(texts, prefix, seen, paths)
+            self._absorb(self.drafter, live, traces, clock)
         clock.rounds = watch.then - began  # the same stamps as the parts: they never exceed it
         for one in live:
             one.out.clock.add(clock, 1 / len(live))
         return counts
 
     def _draft(self, live: list[Live], clock: Clock) -> Draft:
-        roots = torch.tensor([one.out.ids[-1] for one in live], device=self.target.device)
-        rooms = [one.room - 1 for one in live]
         if self.drafter is None or self.policy is None:
-            return Draft(Tree.chain(roots[:, None]), None)
-        coins = self._coins(live)
+            said = [[one.out.ids[-1]] for one in live]
+            return Draft(Tree.chain(torch.tensor(said, device=self.target.device)), None)
+        roots = live[0].root if len(live) == 1 else torch.cat([one.root for one in live])
+        rooms, coins = [one.room - 1 for one in live], self._coins(live)
         if max(rooms) < 1:
             return Draft(Tree.chain(roots[:, None]), None)
         states = [one.state for one in live]
@@ -263,7 +308,7 @@ class Engine:
         depend on how deep the batch around it drafts.
         """
         if self.sampling.greedy:
-            return GeneratorCoins([], 0)
+            return NO_COINS
         most = 1 if self.policy is None else self.policy.nodes + 1
         seeds = [int(torch.randint(2**62, (), generator=one.generator)) for one in live]
         return GeneratorCoins([_seeded(seed) for seed in seeds], most)
@@ -274,22 +319,20 @@ class Engine:
             return logits
         return self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
 
-    def _decide(
-        self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
-    ) -> tuple[list[News], Int[Tensor, "B P"] | None]:
-        """What is kept and said, on the host, and where the kept rows lie; None: in front."""
+    def _decide(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> Decided:
+        """What is kept and said."""
         tree = draft.tree
         try:
             if not self.sampling.greedy:
                 said, lead = self._judge(live, draft, logits), logits.amax(2)
             else:
-                choice = self.sampling.choice(logits)
-                lead = logits.gather(2, choice[..., None])[..., 0]
+                choice, lead = self.sampling.favourites(logits)
                 if tree.straight:  # the commonest round of all
-                    return agreed(tree, choice, lead), None
+                    return Decided(agreed(tree, choice, lead), None, choice)
                 said = rules.greedy(tree, choice)
+                return Decided(read(tree, said, lead), said.path, choice)
             # a chain's rows lie where they belong
-            return read(tree, said, lead), None if tree.straight else said.path
+            return Decided(read(tree, said, lead), None if tree.straight else said.path)
         except FloatingPointError:
             message = "The target's logits are not finite (NaN or infinite)."
             raise RunError(message, HINT) from None
@@ -306,33 +349,13 @@ class Engine:
             raise RunError(f"A round could not be verified: {error}", HINT) from error
 
     def _absorb(
-        self,
-        live: list[Live],
-        starts: list[int],
-        texts: list[list[int]],
-        seen: Seen,
-        paths: Int[Tensor, "B P"] | None,
-        clock: Clock,
+        self, drafter: Drafter, live: list[Live], traces: list[Trace], clock: Clock
     ) -> None:
-        """Hand the drafter the rows that were kept, each with the token behind it.
-
-        Args:
-            starts: position of the first row, per prompt.
-            texts: the rows' tokens and the one behind the last.
-            paths: where the rows lie; None: they are the first ones.
-        """
-        if self.drafter is None:
-            self.watch.lap()
-            return
-        taps, last = seen.taps, seen.last
-        if paths is not None:
-            taps, last = layout.rows_of(taps, paths), layout.rows_of(last, paths)
-        traces = [
-            layout.trace_of(*what)
-            for what in zip(texts, starts, _each(taps), _each(last), strict=True)
-        ]
+        """Hand the drafter the rows that were kept, each with the token behind it."""
+        for one, trace in zip(live, traces, strict=True):
+            one.root = trace.next_ids[0, -1:]
         self.watch.lap()  # handing over is nobody's work
-        states = self.drafter.absorb_all([one.state for one in live], traces)
+        states = drafter.absorb_all([one.state for one in live], traces)
         for one, state in zip(live, states, strict=True):
             one.state = state
         clock.draft += self.watch.lap()
@@ -343,9 +366,13 @@ class Engine:
         one.out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
 
 
-def _each(rows: Tensor) -> Sequence[Tensor]:
-    """[B, ...] as B times [1, ...]; most often there is one prompt, and nothing to cut."""
-    return (rows,) if len(rows) == 1 else rows.split(1)
+def _alike(waiting: deque[tuple[int, Request]], most: int) -> Iterator[tuple[int, Request]]:
+    """The next request, and those right behind it whose prompts can be read in one forward."""
+    length = len(waiting[0][1].prompt)
+    for _ in range(min(most, max(1, READ // length))):
+        if not waiting or len(waiting[0][1].prompt) != length:
+            return
+        yield waiting.popleft()
 
 
 def _usual(policy: Policy | None) -> Judge:

@@ -1,13 +1,15 @@
 """What a round decided for every prompt, on the host, where answers grow.
 
-However large the batch, the host waits for the device once: all that it must know of a round comes
-in one table. What is a matter of a few numbers per prompt is then decided there, because the least
+However large the batch, the host waits for a GPU once: all that it must know of a round comes in
+one table. What is a matter of a few numbers per prompt is then decided there, because the least
 operation of a device costs more than they do.
 
 Shape letters: B prompts, N nodes, K rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from math import isfinite
 from operator import eq
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import Accepted
 
 EXPONENT = 0x7F800000  # of a float32: all ones in infinities and NaN, and in no other number
+Numbers = list[int]
 
 
 class News(NamedTuple):
@@ -64,7 +67,7 @@ def agreed(tree: Tree, choice: Int[Tensor, "B N"], lead: Float[Tensor, "B K"]) -
         FloatingPointError: there is such a row.
     """
     news = []
-    for ids, said, deep in _chains(tree, lead, choice):
+    for deep, ids, (said,) in _chains(tree, lead, choice):
         length = [*map(eq, ids[1 : deep + 1], said), False].index(False)
         news.append(News.of_chain(ids, deep, length, said[length]))
     return news
@@ -75,37 +78,51 @@ def read(tree: Tree, said: Accepted, lead: Float[Tensor, "B K"]) -> list[News]:
     decided = said.length[:, None], said.next_ids[:, None]
     if tree.straight:
         chains = _chains(tree, lead, *decided)
-        return [News.of_chain(ids, deep, *row[:2]) for ids, row, deep in chains]
+        return [News.of_chain(ids, deep, *kept, *next_id) for deep, ids, (kept, next_id) in chains]
     parents, depths = tree.parents, tree.depths
     if not tree.whole:  # nodes that are not real are nobody's children
         parents, depths = parents.masked_fill(~tree.real, -1), depths * tree.real
-    table = _table(lead, tree.ids, parents, depths, *decided, said.path)
-    return [_of_tree(row, tree.size) for row in table]
+    return [_of_tree(*row) for row in _told(lead, tree.ids, parents, depths, *decided, said.path)]
+
+
+def _of_tree(
+    ids: Numbers, parents: Numbers, depths: Numbers, length: Numbers, said: Numbers, path: Numbers
+) -> News:
+    path = path[: length[0] + 1]
+    tokens = [*(ids[node] for node in path[1:]), *said]
+    return News(tokens, path, path[-1] not in parents, max(depths))
 
 
 def _chains(
     tree: Tree, lead: Float[Tensor, "B K"], *parts: Int[Tensor, "B _"]
-) -> Iterator[tuple[list[int], list[int], int]]:
-    """Of every prompt the chain's tokens, the parts' numbers, and how many were drafted."""
-    size = tree.size
-    if not tree.whole:
-        parts = (*parts, tree.deepest()[:, None])
-    for row in _table(lead, tree.ids, *parts):
-        yield row[:size], row[size:], tree.levels if tree.whole else row[-1]
+) -> Iterator[tuple[int, Numbers, Sequence[Numbers]]]:
+    """Of every prompt how many tokens were drafted, the chain's tokens, and the parts' numbers."""
+    if tree.whole:
+        return ((tree.levels, ids, row) for ids, *row in _told(lead, tree.ids, *parts))
+    rows = _told(lead, tree.deepest()[:, None], tree.ids, *parts)
+    return ((deep, ids, row) for (deep,), ids, *row in rows)
 
 
-def _table(lead: Float[Tensor, "B K"], *parts: Int[Tensor, "B _"]) -> list[list[int]]:
-    """All parts side by side; the floats travel with them as their bits."""
-    count = lead.shape[1]
-    table = torch.cat([lead.float().view(torch.int32), *parts], dim=1).tolist()
-    if any(bits & EXPONENT == EXPONENT for row in table for bits in row[:count]):
+# ---- to the host ---------------------------------------------------------------------------------
+
+
+def _told(lead: Float[Tensor, "B K"], *parts: Int[Tensor, "B _"]) -> Iterable[Sequence[Numbers]]:
+    """Of every prompt, each part's numbers."""
+    return (_one_by_one if lead.device.type == "cpu" else _in_one_table)(lead, *parts)
+
+
+def _one_by_one(lead: Tensor, *parts: Tensor) -> Iterable[Sequence[Numbers]]:
+    """Where nothing travels, and every operation costs."""
+    if not all(map(isfinite, chain.from_iterable(lead.tolist()))):
         raise FloatingPointError
-    return [row[count:] for row in table]
+    return zip(*(part.tolist() for part in parts), strict=True)
 
 
-def _of_tree(row: list[int], size: int) -> News:
-    ids, parents, depths = (row[i * size : (i + 1) * size] for i in range(3))
-    length, following, *path = row[3 * size :]
-    path = path[: length + 1]
-    tokens = [*(ids[node] for node in path[1:]), following]
-    return News(tokens, path, path[-1] not in parents, max(depths))
+def _in_one_table(lead: Tensor, *parts: Tensor) -> Iterable[Sequence[Numbers]]:
+    """All parts side by side; the floats travel with them as their bits, in float32."""
+    bits = lead.float().view(torch.int32)
+    table = torch.cat([bits, *parts], dim=1).tolist()
+    ends = list(accumulate(part.shape[1] for part in (bits, *parts)))
+    if any(number & EXPONENT == EXPONENT for row in table for number in row[: ends[0]]):
+        raise FloatingPointError
+    return ([row[start:end] for start, end in pairwise(ends)] for row in table)

@@ -15,6 +15,7 @@ rules in `verify.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -114,7 +115,7 @@ class Chain:
         coins: Coins,
     ) -> Draft:
         ids, rows = [roots[:, None]], list[Tensor]()
-        only = torch.zeros_like(ids[0])
+        only = _only(len(roots), roots.device)
         deepest = min(self.depth, max(rooms), ask.reach)
         drafted = None  # all of it
         if self.confidence > 0 or min(rooms) < deepest:
@@ -138,3 +139,10 @@ class Chain:
             return Draft(tree, None)
         whole = [ask.vocab.expand(row) for row in rows]
         return Draft(tree, torch.cat([*whole, torch.zeros_like(whole[0])], dim=1))
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for all who come
+def _only(batch: int, device: torch.device) -> Int[Tensor, "B 1"]:
+    """The place of the only node of a level."""
+    return torch.zeros(batch, 1, dtype=torch.long, device=device)

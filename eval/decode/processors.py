@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.eval.decode.sampling import first_argmax, soften, warp
+from outrider.eval.decode.sampling import first_argmax, first_max, soften, warp
 from outrider.eval.decode.tree import Tree
 
 
@@ -74,6 +74,12 @@ class Sampling(NamedTuple):
     def choice(self, logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
         """The greedy token."""
         return first_argmax(logits)
+
+    def favourites(
+        self, logits: Float[Tensor, "*rows V"]
+    ) -> tuple[Int[Tensor, "*rows"], Float[Tensor, "*rows"]]:
+        """The greedy tokens and their logits: not finite if a row is NaN or +infinity somewhere."""
+        return first_max(logits)
 
     def adjust(
         self,

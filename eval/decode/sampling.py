@@ -23,7 +23,9 @@ from torch import Tensor
 
 BLOCK = 128  # tokens per block of the two-level search in `invert`; divides most vocabularies
 SPAN = 256  # tokens per block of `first_argmax`
-LONG = 2**13  # tokens of a row from which on blocks are faster than the whole
+SHORT = 2**13  # numbers up to which `first_argmax` leaves it to torch
+AT_ONCE = 2**14  # numbers up to which `first_max` finds largest and place faster at once
+LONG = 2**13  # tokens of a row from which on `invert` is faster by blocks
 BELOW_ONE = 1 - 2**-52  # times any total (not denormal) is below it
 MASSLESS = "cannot draw from a row without finite, positive mass (NaN logits?)"
 CANDIDATES = 128  # tokens ranked in the first attempt to cover top_p
@@ -230,7 +232,7 @@ def first_argmax(x: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
     There torch compares one number at a time, numpy many; what numpy does not know (bfloat16)
     goes by the largest of each block first.
     """
-    if x.shape[-1] < LONG and x.shape[:-1].numel() == 1:
+    if x.numel() <= SHORT:
         return x.argmax(-1)
     if x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1:
         return torch.from_numpy((x.detach() if x.requires_grad else x).numpy().argmax(-1))
@@ -240,6 +242,17 @@ def first_argmax(x: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
     best = blocks.amax(-1).float().argmax(-1)
     inside = blocks[torch.arange(len(blocks)), best].float().argmax(-1)
     return (best * SPAN + inside).view(x.shape[:-1])
+
+
+def first_max(
+    x: Float[Tensor, "*rows V"],
+) -> tuple[Int[Tensor, "*rows"], Float[Tensor, "*rows"]]:
+    """`first_argmax`, and what is there: not finite if the row is NaN or +infinity somewhere."""
+    if x.is_cuda or x.numel() <= AT_ONCE:
+        largest, place = x.max(-1)
+        return place, largest
+    place = first_argmax(x)
+    return place, x.gather(-1, place[..., None])[..., 0]
 
 
 @runtime_checkable

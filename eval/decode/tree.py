@@ -125,6 +125,7 @@ class Tree:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for all who come
 def _line(batch: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Parents, depths, ancestors and reality of chains: the same in every round."""
     depths = torch.arange(count, device=device)
@@ -135,6 +136,7 @@ def _line(batch: int, count: int, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for all who come
 def _alone(batch: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Every node sees itself; all are real; their numbers."""
     itself = torch.eye(count, dtype=torch.bool, device=device).repeat(batch, 1, 1)

@@ -172,7 +172,7 @@ class DraftLm(BatchDrafter):
     # ---- decoding ----
 
     def absorb_all(self, states: Sequence[Memory | None], traces: Sequence[Trace]) -> list[Memory]:
-        """Known prompts read on together; a new one reads alone, being of another length."""
+        """Known prompts read on together; new ones, of other lengths, read together too."""
         pairs = list(zip(states, traces, strict=True))
         old = [(state, trace) for state, trace in pairs if state is not None]
         longer = iter(
@@ -182,13 +182,14 @@ class DraftLm(BatchDrafter):
                 [trace.positions[0] + 1 for _, trace in old],
             )
         )
-        return [self._begun(trace) if state is None else next(longer) for state, trace in pairs]
+        begun = iter(self._begun([trace for state, trace in pairs if state is None]))
+        return [next(begun if state is None else longer) for state in states]
 
-    def _begun(self, trace: Trace) -> Memory:
+    def _begun(self, traces: Sequence[Trace]) -> list[Memory]:
         """The first rows, and x_0, which is nobody's next token."""
-        ids = torch.cat([trace.ids[0, :1], trace.next_ids[0]])
-        positions = torch.cat([trace.positions[0, :1], trace.positions[0] + 1])
-        return self._read_on([None], [ids], [positions])[0]
+        ids = [torch.cat([t.ids[0, :1], t.next_ids[0]]) for t in traces]
+        positions = [torch.cat([t.positions[0, :1], t.positions[0] + 1]) for t in traces]
+        return self._read_on([None] * len(traces), ids, positions)
 
     def _read_on(
         self,
