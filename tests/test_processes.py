@@ -81,22 +81,25 @@ def test_two_ranks_end_as_one_with_accumulation(alone: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("place", "launch", "near"), [("sharded", "zero3", 1e-4), ("tensor", "zero2", 5e-4)]
+    ("place", "launch", "stray"), [("sharded", "zero3", 0.0), ("tensor", "zero2", 2e-5)]
 )
 def test_a_target_in_shares_teaches_the_same(
-    place: str, launch: str, near: float, alone: Path, tmp_path: Path
+    place: str, launch: str, stray: float, alone: Path, tmp_path: Path
 ) -> None:
     """Beside a drafter that is sharded too, and whose unroll is computed twice.
 
-    A target in tensor shares sums in another order, and where a gradient is next to nothing a step
-    of Adam's is of its sign: a seventh of the learning rate is not a step.
+    A target in tensor shares sums in another order, and where a gradient is next to nothing Adam
+    steps by its sign: two weights in a hundred thousand may be off by a quarter of one step.
     """
     words = [f"target.place={place}", f"launch={launch}", "train.gradient_checkpointing=true"]
     done = run(TWO, tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
     for name, tensor in weights(alone).items():
-        torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=near, rtol=1e-3)
+        found = weights(tmp_path)[name]
+        off = (found - tensor).abs() > 1e-4 + 1e-3 * tensor.abs()
+        assert off.sum() <= stray * off.numel(), name
+        torch.testing.assert_close(found, tensor, atol=2.5e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm"])
