@@ -255,7 +255,7 @@ class Handing(Engine):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 4])
-@each_policy
+@pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
 def test_every_drafter_is_handed_the_text_of_its_own_prompt(
     policy: Policy, batch: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +374,7 @@ def test_logits_that_are_no_numbers_end_the_run(
     asked = [Request([9, 4, 5], 12), Request([8, 2], 12), Request([7], 12)]
     with pytest.raises(RunError, match=r"(?i)\bnan\b"):
         decoder.generate_all(asked, 3)
+    assert target.calls == -1  # at once
 
 
 # ---- the control ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.eval.decode.layout import RULER, laid_out, traces_along, traces_known
+from outrider.eval.decode.layout import RULER, Rows, laid_out, send_rows, traces
 from outrider.eval.decode.tree import Tree
 from outrider.models.target import Seen
 
@@ -29,27 +29,61 @@ def test_a_chain_is_laid_out_like_any_tree(batch: int, guesses: int, start: int)
             assert torch.equal(visible[:, i], (columns <= start + i).expand(batch, -1))
 
 
-@pytest.mark.parametrize("counts", [[1], [4], [2, 4, 1]])
-@pytest.mark.parametrize("branching", [False, True], ids=["in front", "along a path"])
-def test_rows_that_the_device_knows_are_those_of_the_text(
-    branching: bool, counts: list[int]
-) -> None:
-    """A path of four among seven nodes; the target's choices agree with as many as are kept."""
-    batch, dice = len(counts), torch.Generator().manual_seed(7)
-    ids, choice = torch.randint(100, (2, batch, 7), generator=dice)
-    path = torch.tensor([0, 2, 3, 6] if branching else [0, 1, 2, 3]).expand(batch, -1)
-    choice[:, path[0, :3]] = ids[:, path[0, 1:]]
-    taps, last = (torch.randn(batch, 7, size, generator=dice) for size in (6, 2))
-    seen, starts = Seen(taps, last), [9 + slot for slot in range(batch)]
-    depths = torch.tensor([0, 1, 1, 2, 2, 2, 3] if branching else list(range(7)))
-    positions = torch.tensor(starts)[:, None] + depths
+@pytest.mark.parametrize(
+    "paths",
+    [
+        [[0]],
+        [[0, 1, 2, 3]],
+        [[0, 2, 3, 6]],
+        [[0, 2, 3, 6], [0, 1, 4], [0]],
+        [[0, 1], [0], [0, 1, 2]],
+    ],
+)
+def test_a_drafter_is_handed_the_kept_rows(paths: list[list[int]]) -> None:
+    """Each prompt its own path's, token by token; the longest says how wide the table is."""
+    dice = torch.Generator().manual_seed(7)
+    taps, last = (torch.randn(len(paths), 7, size, generator=dice) for size in (6, 2))
+    texts = [torch.randint(100, (len(path) + 1,), generator=dice).tolist() for path in paths]
+    starts = [9 + slot for slot in range(len(paths))]
+    rows = send_rows(texts, starts, paths, taps.device)
+    handed = traces([len(path) for path in paths], rows, Seen(taps, last))
+    for slot, (path, trace) in enumerate(zip(paths, handed, strict=True)):
+        count = len(path)
+        assert trace.ids.tolist() == [texts[slot][:-1]]
+        assert trace.next_ids.tolist() == [texts[slot][1:]]
+        assert trace.positions.tolist() == [list(range(9 + slot, 9 + slot + count))]
+        assert torch.equal(trace.taps, taps[slot : slot + 1, path])
+        assert torch.equal(trace.last, last[slot : slot + 1, path])
+        assert trace.document.tolist() == [[0] * count]
+        assert trace.answer.tolist() == [[False] * count]
+
+
+@pytest.mark.parametrize("counts", [[4], [1], [2, 4, 1]])
+def test_rows_in_front_are_what_the_device_knows_already(counts: list[int]) -> None:
+    """A greedy chain's, whose guesses agree with the target's choices as far as they are kept."""
+    dice = torch.Generator().manual_seed(7)
+    ids, choice = torch.randint(100, (2, len(counts), 4), generator=dice)
+    starts = [9 + slot for slot in range(len(counts))]
+    for row, following, count in zip(ids, choice, counts, strict=True):
+        following[: count - 1] = row[1:count]
+    positions = torch.tensor(starts)[:, None] + torch.arange(4)
+    taps, last = (torch.randn(len(counts), 4, size, generator=dice) for size in (6, 2))
     texts = [
-        [*row[path[0, :count]].tolist(), int(following[path[0, count - 1]])]
+        [*row[:count].tolist(), int(following[count - 1])]
         for row, following, count in zip(ids, choice, counts, strict=True)
     ]
-    where = path if branching else None
-    known = traces_known(counts, ids, choice, positions, seen, where)
-    for mine, theirs in zip(known, traces_along(texts, starts, seen, where), strict=True):
+    there = send_rows(texts, starts, [list(range(count)) for count in counts], ids.device)
+    known = traces(counts, Rows(ids, choice, positions), Seen(taps, last))
+    for mine, theirs in zip(known, traces(counts, there, Seen(taps, last)), strict=True):
         for name, part in vars(theirs).items():
             own = getattr(mine, name)
             assert own is part if part is None else torch.equal(own, part), name
+
+
+@pytest.mark.parametrize(("paths", "wide"), [([[0, 1], [0]], None), ([[0, 1, 2], [0, 3]], 3)])
+def test_only_rows_that_do_not_lie_in_front_need_a_path(
+    paths: list[list[int]], wide: int | None
+) -> None:
+    texts = [[5] * (len(path) + 1) for path in paths]
+    there = send_rows(texts, [0] * len(paths), paths, torch.device("cpu")).paths
+    assert (None if there is None else there.shape[1]) == wide

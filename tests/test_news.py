@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.eval.decode import news
-from outrider.eval.decode.news import agreed, read
+from outrider.eval.decode.news import decided, read
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import greedy
 
@@ -28,10 +28,44 @@ def test_a_chain_decided_on_the_host_is_the_rules(guesses: int, whole: bool) -> 
         ids, choice = torch.randint(0, 2, (2, 4, guesses + 1), generator=dice)
         drafted = torch.randint(0, guesses + 1, (4,), generator=dice)
         tree = Tree.chain(ids, None if whole else drafted)
-        told = agreed(tree, choice, SOUND)
+        told = decided(tree, choice, SOUND)
         assert told == read(tree, greedy(tree, choice), SOUND)
         lengths |= {len(each.tokens) for each in told}
     assert lengths == set(range(1, guesses + 2))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_tree_decided_on_the_host_is_the_rules(whole: bool) -> None:
+    """Three tokens only, so that siblings repeat, paths tie, and some lead to the last level."""
+    dice = torch.Generator().manual_seed(0)
+    lengths = set()
+    for _ in range(60):
+        ids, choice = torch.randint(0, 3, (2, 4, 12), generator=dice)
+        trees = [_grown(dice) for _ in ids]
+        parents, depths = (torch.tensor(part) for part in zip(*trees, strict=True))
+        real = None if whole else _no_orphans(torch.rand(4, 12, generator=dice) < 0.8, parents)
+        tree = Tree.grown(ids, parents, depths, 11, real)
+        told = decided(tree, choice, SOUND)
+        assert told == read(tree, greedy(tree, choice), SOUND)
+        lengths |= {len(each.tokens) for each in told}
+    assert lengths >= {1, 2, 3, 4, 5}
+
+
+def _grown(dice: torch.Generator) -> tuple[list[int], list[int]]:
+    """Parents and depths of twelve nodes, each below any one before it."""
+    parents, depths = [-1], [0]
+    for node in range(1, 12):
+        parents.append(int(torch.randint(0, node, (), generator=dice)))
+        depths.append(depths[parents[-1]] + 1)
+    return parents, depths
+
+
+def _no_orphans(real: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """The root is real, and whoever is has real ancestors."""
+    real[:, 0] = True
+    for node in range(1, real.shape[1]):
+        real[:, node] &= real.gather(1, parents[:, node : node + 1])[:, 0]
+    return real
 
 
 def test_a_tree_tells_its_path_its_leaf_and_its_depth() -> None:
@@ -59,8 +93,8 @@ def test_numbers_that_are_none_are_not_told(bad: float, dtype: torch.dtype) -> N
     chain, lead = Tree.chain(ids), SOUND.clone().to(dtype)
     tree = Tree.grown(ids, torch.tensor([[-1, 0]] * 4), torch.tensor([[0, 1]] * 4), 1)
     lead[2, 1] = bad
-    with pytest.raises(FloatingPointError):
-        agreed(chain, ids, lead)
-    for grown in (chain, tree):
+    for drawn in (chain, tree):
         with pytest.raises(FloatingPointError):
-            read(grown, greedy(grown, ids), lead)
+            decided(drawn, ids, lead)
+        with pytest.raises(FloatingPointError):
+            read(drawn, greedy(drawn, ids), lead)

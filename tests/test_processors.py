@@ -14,7 +14,8 @@ from transformers.generation import logits_process as hf
 
 from outrider.eval.decode.answer import Live, Request
 from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Decided, Engine
+from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.news import News
 from outrider.eval.decode.policy import Chain, Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
 from outrider.eval.decode.rules import DRAWN, INDEPENDENT
@@ -165,7 +166,9 @@ class Checked(Engine):
     compared = 0
     row: Row
 
-    def _decide(self, live: list[Live], draft: Draft, logits: Tensor) -> Decided:
+    def _decide(
+        self, live: list[Live], draft: Draft, logits: Tensor
+    ) -> tuple[list[News], Tensor | None]:
         rows = self.sampling.rows(logits)
         for i, one in enumerate(live):
             text = (*one.request.prompt, *one.out.ids)
@@ -219,7 +222,9 @@ class Listening(Engine):
 
     drafted: set[int]
 
-    def _decide(self, live: list[Live], draft: Draft, logits: Tensor) -> Decided:
+    def _decide(
+        self, live: list[Live], draft: Draft, logits: Tensor
+    ) -> tuple[list[News], Tensor | None]:
         for i in range(len(live)):
             self.drafted |= {path[-1] for path in tiny.paths(draft.tree, i)}
         return super()._decide(live, draft, logits)

@@ -43,7 +43,7 @@ class Output:
         accepted: per round, how many drafted tokens were accepted and emitted.
         drafted: per round, how deep the draft went.
         rejected: per round, the guess that a correction stands in place of; None where there was
-            none, and in trees, whose guesses stay on the device.
+            none, and in trees, where several are rejected at once.
         gaps: per new token, the target's lead of the first over the second choice (logits);
             empty unless asked for.
         ended: why it is over: "budget", "end token" or "stop string"; "" while it is not.

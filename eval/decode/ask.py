@@ -15,11 +15,15 @@ from torch import Tensor
 from outrider.eval.decode.clock import Clock, Stopwatch
 from outrider.eval.decode.processors import History, Sampling
 from outrider.models.base import Drafter, State
-from outrider.models.vocab import DraftVocab
 
 
 class Ask:
-    """One round of a batch."""
+    """One round of a batch.
+
+    Attributes:
+        vocab: the tokens that can be drafted.
+        reach: deepest level the drafter can draft.
+    """
 
     def __init__(
         self,
@@ -36,18 +40,10 @@ class Ask:
             history: the texts so far; needed where `sampling` has penalties or bans.
         """
         self.drafter, self.states = drafter, list(states)
+        self.vocab, self.reach = drafter.vocab, drafter.reach
         self.sampling, self.history = sampling, history
         self.watch, self.clock = watch, clock
         self._paths: Int[Tensor, "B N P"] | None = None
-
-    @property
-    def vocab(self) -> DraftVocab:
-        return self.drafter.vocab
-
-    @property
-    def reach(self) -> int:
-        """Deepest level the drafter can draft."""
-        return self.drafter.reach
 
     def step(
         self, depth: int, ids: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]

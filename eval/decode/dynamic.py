@@ -4,7 +4,8 @@ The children are the drafter's favourites, chosen without chance, so they are ve
 (rules R1 and R3). Scores are sums of log-probabilities of the drafter's raw softmax, in float32,
 whatever the temperature.
 
-Shape letters: B prompts, n nodes of a level, M candidates, N kept ones and the root.
+Shape letters: B prompts, n nodes of a level, M candidates, A parents of all levels, N kept ones and
+the root.
 
 Source: EAGLE-2, arXiv:2406.16858, section 4 (expand, rerank); OPT-Tree, arXiv:2406.17276 (the
 expected length of a tree is the sum of its nodes' path probabilities; grow until one more level
@@ -67,8 +68,8 @@ class DynamicTree:
         coins: Coins,
     ) -> Draft:
         frontier = roots[:, None]  # tokens of the level to expand
-        nobody, number, above = _root(len(roots), roots.device)
-        parents = number  # places of the frontier in the step before; `number` among all candidates
+        nobody, places, above = _root(len(roots), roots.device)  # places: in the newest level
+        parents = places  # of the frontier: which of the nodes asked last each hangs below
         grown = _Grown(frontier, nobody, above, self.budget)
         allowed = torch.tensor(rooms, device=roots.device) if min(rooms) < self.depth else None
         deepest = min(self.depth, max(rooms), ask.reach)
@@ -76,21 +77,20 @@ class DynamicTree:
             logits = ask.step(depth, frontier, parents)
             width = min(self.width, logits.shape[-1])
             found = logits.float().log_softmax(-1).topk(width)
-            scores = (above[..., None] + found.values).flatten(1)
+            scores = (above.unsqueeze(2) + found.values).flatten(1)
             if allowed is not None:
                 scores = scores.masked_fill((allowed < depth)[:, None], float("-inf"))
             ids = ask.vocab.to_target(found.indices).flatten(1)
-            grown.add(ids, number, scores)
+            grown.add(ids, places, scores)
             if self.gain > 0:
                 allowed = self._stop(grown, depth, allowed)
                 if bool((allowed <= depth).all()):
                     break
             if depth < deepest:
                 # of equal ones topk may take any: whom to ask is free, whom to keep (rerank) is not
-                above, best = scores.topk(min(self.width, scores.shape[1]))
-                number = best + (grown.count - scores.shape[1])
-                frontier = ids.gather(1, best)
-                parents = best.div(width, rounding_mode="floor")
+                above, places = scores.topk(min(self.width, scores.shape[1]))
+                frontier = ids.gather(1, places)
+                parents = places.div(width, rounding_mode="floor")
         return Draft(grown.tree(whole=allowed is None), None)
 
     def _stop(self, grown: "_Grown", depth: int, allowed: Tensor | None) -> Int[Tensor, " B"]:
@@ -111,16 +111,19 @@ class _Grown:
         certain: Float[Tensor, "B 1"],
         budget: int,
     ) -> None:
-        self.budget, self.count = budget, 0
-        self.levels: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, parents' numbers, scores
+        self.budget = budget
+        self.levels: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, parents, scores
         self.add(roots, nobody, certain)
 
     def add(
         self, ids: Int[Tensor, "B M"], parents: Int[Tensor, "B n"], scores: Float[Tensor, "B M"]
     ) -> None:
-        """A level: as many children of every parent, one parent's after the other's."""
+        """A level: as many children of every parent, one parent's after the other's.
+
+        Args:
+            parents: of the nodes asked, their places in the level before.
+        """
         self.levels.append((ids, parents, scores))
-        self.count += ids.shape[1]
 
     def length(self, depth: int) -> Float[Tensor, " B"]:
         """Expected accepted tokens of the best tree of so many levels."""
@@ -137,8 +140,9 @@ class _Grown:
         ids, above, scores = (torch.cat(part, dim=1) for part in zip(*self.levels, strict=True))
         kept = rerank(scores, self.budget + 1)
         shape = tuple((parents.shape[1], ids.shape[1]) for ids, parents, _ in self.levels)
-        depths, owner = (part.take(kept) for part in _layout(shape, ids.device))
-        parents, real = torch.searchsorted(kept, above.gather(1, owner)), None
+        depths, owner, starts = _layout(shape, ids.device)
+        parents = torch.searchsorted(kept, (above + starts).gather(1, owner.take(kept)))
+        depths, real = depths.take(kept), None
         if not whole:
             real = scores.gather(1, kept) > float("-inf")
             parents, depths = torch.where(real, parents, 0), torch.where(real, depths, 1)
@@ -151,22 +155,29 @@ class _Grown:
 def _root(
     batch: int, device: torch.device
 ) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B 1"], Float[Tensor, "B 1"]]:
-    """Of the first candidate: its parent's number, its own, and its score."""
-    number = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    return number - 1, number, torch.zeros(batch, 1, device=device)
+    """Of the first candidate: its parent's place, its own, and its score."""
+    place = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    return place - 1, place, torch.zeros(batch, 1, device=device)
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # kept for all who come
 def _layout(
     levels: tuple[tuple[int, int], ...], device: torch.device
-) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"]]:
-    """Of every candidate: its depth, and its parent's place in the row of all parents.
+) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"], Int[Tensor, " A"]]:
+    """Where all candidates stand.
 
     Args:
         levels: parents and candidates of each, the root's included.
+
+    Returns:
+        Of every candidate its depth, and its parent's entry in the row of all parents; of every
+        such entry the number of the first candidate of the level that the parent is in.
     """
     parents, children = torch.tensor(levels, device=device).unbind(1)
     depths = torch.arange(len(levels), device=device).repeat_interleave(children)
     each = (children // parents).repeat_interleave(parents)
-    return depths, torch.arange(len(each), device=device).repeat_interleave(each)
+    owner = torch.arange(len(each), device=device).repeat_interleave(each)
+    begins = children.cumsum(0) - children
+    before = (begins - children.roll(1)).clamp(min=0)  # where the level above begins
+    return depths, owner, before.repeat_interleave(parents)

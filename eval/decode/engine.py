@@ -11,7 +11,7 @@ engine and the same cache.
 What a prompt is told does not depend on the batch it is in: it has its own slot, random numbers
 and drafter state, and what fills up the batch is masked.
 
-Shape letters: B prompts, N nodes, P nodes of a path, V tokens.
+Shape letters: B prompts, N nodes, V tokens.
 """
 
 from collections import deque
@@ -23,11 +23,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.eval.decode import layout
-from outrider.eval.decode import verify as rules
 from outrider.eval.decode.answer import Live, Memory, Output, Request, Stops, check
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
-from outrider.eval.decode.news import News, agreed, read
+from outrider.eval.decode.news import News, decided, read
 from outrider.eval.decode.policy import Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
 from outrider.eval.decode.rules import BEST, Fitted, Judge, default_rule, judge
@@ -49,20 +48,6 @@ class Event(NamedTuple):
     number: int
     tokens: list[int]
     out: Output
-
-
-class Decided(NamedTuple):
-    """What came of a round.
-
-    Attributes:
-        news: what is kept and said, on the host.
-        paths: where the kept rows lie; None: in front, as a chain's do.
-        choice: what follows every node, where the device knows already.
-    """
-
-    news: list[News]
-    paths: Int[Tensor, "B P"] | None
-    choice: Int[Tensor, "B N"] | None = None
 
 
 class Engine:
@@ -216,7 +201,7 @@ class Engine:
             for slot, prompt in enumerate(prompts, start=first):
                 self.history.start(slot, prompt)
         tree = Tree.chain(ids[:, -1:])
-        news = self._decide(come, Draft(tree, None), self._adjusted(logits, tree, first)).news
+        news, _ = self._decide(come, Draft(tree, None), self._adjusted(logits, tree, first))
         roots = [new.following for new in news]
         for i, (one, root) in enumerate(zip(come, roots, strict=True)):
             one.begin(root, self.stops)
@@ -225,8 +210,9 @@ class Engine:
             if self.history is not None:
                 self.history.add(first + i, [root])
         if self.drafter is not None:
-            texts = [[*prompt[known:], root] for prompt, root in zip(prompts, roots, strict=True)]
-            traces = layout.traces_along(texts, [known] * len(come), seen, None)
+            following = torch.cat([ids[:, 1:], torch.tensor(roots, device=device)[:, None]], dim=1)
+            rows = layout.Rows(ids, following, positions)
+            traces = layout.traces([length - known] * len(come), rows, seen)
             self._absorb(self.drafter, come, traces, Clock())
         if memory is not None:
             memory.begin(self.cache, [*prompts[0], roots[0]], come[0].state)
@@ -265,25 +251,23 @@ class Engine:
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
-        news, paths, choice = self._decide(live, draft, self._adjusted(logits, tree))
+        news, choice = self._decide(live, draft, self._adjusted(logits, tree))
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
-        for slot, (one, new, count) in enumerate(zip(live, news, counts, strict=True)):
+        kept = [new.path[:count] for new, count in zip(news, counts, strict=True)]
+        for slot, (one, path) in enumerate(zip(live, kept, strict=True)):
             if self.keep_gaps:
-                self._measure(one, logits[slot], new.path[:count])
+                self._measure(one, logits[slot], path)
             if self.history is not None:
-                self.history.add(slot, new.tokens[:count])
+                self.history.add(slot, one.out.ids[-len(path) :])
         clock.verify += watch.lap()
-        cache.keep([new.path[:count] for new, count in zip(news, counts, strict=True)], paths)
-        clock.commit += watch.lap()
         if self.drafter is None:
-            watch.lap()
-        elif choice is not None:
-            traces = layout.traces_known(counts, tree.ids, choice, positions, seen, paths)
-            self._absorb(self.drafter, live, traces, clock)
+            cache.keep(kept)
+            clock.commit += watch.lap()
         else:
-            texts = [one.out.ids[-count - 1 :] for one, count in zip(live, counts, strict=True)]
-            traces = layout.traces_along(texts, prefix, seen, paths)
-            self._absorb(self.drafter, live, traces, clock)
+            rows = _rows(live, kept, tree, choice, positions, prefix)
+            cache.keep(kept, rows.paths)
+            clock.commit += watch.lap()
+            self._absorb(self.drafter, live, layout.traces(counts, rows, seen), clock)
         clock.rounds = watch.then - began  # the same stamps as the parts: they never exceed it
         for one in live:
             one.out.clock.add(clock, 1 / len(live))
@@ -319,20 +303,17 @@ class Engine:
             return logits
         return self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
 
-    def _decide(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> Decided:
-        """What is kept and said."""
-        tree = draft.tree
+    def _decide(
+        self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
+    ) -> tuple[list[News], Int[Tensor, "B N"] | None]:
+        """What is kept and said; and, greedily, what the target says behind every node (None where
+        a rule has drawn).
+        """
         try:
-            if not self.sampling.greedy:
-                said, lead = self._judge(live, draft, logits), logits.amax(2)
-            else:
+            if self.sampling.greedy:
                 choice, lead = self.sampling.favourites(logits)
-                if tree.straight:  # the commonest round of all
-                    return Decided(agreed(tree, choice, lead), None, choice)
-                said = rules.greedy(tree, choice)
-                return Decided(read(tree, said, lead), said.path, choice)
-            # a chain's rows lie where they belong
-            return Decided(read(tree, said, lead), None if tree.straight else said.path)
+                return decided(draft.tree, choice, lead), choice
+            return read(draft.tree, self._judge(live, draft, logits), logits.amax(2)), None
         except FloatingPointError:
             message = "The target's logits are not finite (NaN or infinite)."
             raise RunError(message, HINT) from None
@@ -364,6 +345,24 @@ class Engine:
         """Leads of the target's favourites at some rows."""
         top = logits[rows].float().topk(2, dim=-1).values
         one.out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
+
+
+def _rows(
+    live: list[Live],
+    kept: list[list[int]],
+    tree: Tree,
+    choice: Int[Tensor, "B N"] | None,
+    positions: Int[Tensor, "B N"],
+    prefix: list[int],
+) -> layout.Rows:
+    """What a drafter is told of a round's kept rows.
+
+    Where they lie in front, and the target's choice follows each, the device has it all already.
+    """
+    if choice is not None and layout.in_front(kept):
+        return layout.Rows(tree.ids, choice, positions)
+    texts = [one.out.ids[-len(path) - 1 :] for one, path in zip(live, kept, strict=True)]
+    return layout.send_rows(texts, prefix, kept, positions.device)
 
 
 def _alike(waiting: deque[tuple[int, Request]], most: int) -> Iterator[tuple[int, Request]]:

@@ -1,14 +1,14 @@
 """Between trees and tensors: where a round's tokens stand, and the rows of it that are kept.
 
-Shape letters: B prompts, N nodes, P nodes of a path, S columns of the cache, R of a kept mask, K
-taps, H hidden size.
+Shape letters: B prompts, N nodes, P nodes of a path, S columns of the cache, R of a kept mask.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from outrider.eval.decode.tree import Tree
@@ -18,7 +18,7 @@ from outrider.models.target import Seen
 RULER = 512  # columns by which a kept mask grows
 
 
-def rows_of(part: Shaped[Tensor, "B N ..."], paths: Int[Tensor, "B P"]) -> Tensor:
+def _rows_of(part: Shaped[Tensor, "B N ..."], paths: Int[Tensor, "B P"]) -> Tensor:
     """The rows of the paths: [B, N, ...] -> [B, P, ...]."""
     if len(part) == 1:  # whole rows at once
         return part.index_select(1, paths[0])
@@ -26,72 +26,87 @@ def rows_of(part: Shaped[Tensor, "B N ..."], paths: Int[Tensor, "B P"]) -> Tenso
     return part.gather(1, paths.view(*paths.shape, *[1] * (part.dim() - 2)).expand(shape))
 
 
-def traces_along(
-    texts: Sequence[list[int]], starts: Sequence[int], seen: Seen, paths: Int[Tensor, "B P"] | None
-) -> list[Trace]:
-    """The kept rows of every prompt, as the drafter reads them.
+class Rows(NamedTuple):
+    """What is known on the device of the rows that are kept, of every prompt the first ones.
+
+    Attributes:
+        ids: their tokens.
+        next_ids: the tokens behind them.
+        positions: where they stand.
+        paths: where they lie; None: in front, as a chain's do.
+    """
+
+    ids: Int[Tensor, "B P"]
+    next_ids: Int[Tensor, "B P"]
+    positions: Int[Tensor, "B P"]
+    paths: Int[Tensor, "B P"] | None = None
+
+
+def in_front(paths: Sequence[list[int]]) -> bool:
+    """Whether the rows of ascending paths are the first ones (then SlotCache.keep moves none)."""
+    return all(not path or path[-1] == len(path) - 1 for path in paths)
+
+
+def send_rows(
+    texts: Sequence[list[int]],
+    starts: Sequence[int],
+    paths: Sequence[list[int]],
+    device: torch.device,
+) -> Rows:
+    """Sends what the host knows in one table, however many prompts there are.
+
+    Behind a shorter prompt's rows come token 0, node 0 and further positions: nobody reads them.
 
     Args:
         texts: the rows' tokens and the one behind the last.
         starts: position of the first row.
-        paths: where the rows lie; None: they are the first ones.
+        paths: where the rows lie, ascending.
     """
-    taps, last = seen.taps, seen.last
-    if paths is not None:
-        taps, last = rows_of(taps, paths), rows_of(last, paths)
-    rows = zip(texts, starts, _each(taps), _each(last), strict=True)
-    return [trace_of(*what) for what in rows]
+    longest, front = max(map(len, paths)), in_front(paths)
+    table = []
+    for text, start, path in zip(texts, starts, paths, strict=True):
+        fill = [0] * (longest - len(path))
+        place = () if front else (*path, *fill)
+        table.append([*text, *fill, *range(start, start + longest), *place])
+    told, behind = torch.tensor(table, device=device), 2 * longest + 1
+    return Rows(
+        told[:, :longest],
+        told[:, 1 : longest + 1],
+        told[:, longest + 1 : behind],
+        None if front else told[:, behind:],
+    )
 
 
-def traces_known(
-    counts: Sequence[int],
-    ids: Int[Tensor, "B N"],
-    next_ids: Int[Tensor, "B N"],
-    positions: Int[Tensor, "B N"],
-    seen: Seen,
-    paths: Int[Tensor, "B P"] | None,
-) -> list[Trace]:
-    """The same where the device knows what follows every row: greedily, the target's choice.
+def traces(counts: Sequence[int], rows: Rows, seen: Seen) -> list[Trace]:
+    """The kept rows of every prompt, as the drafter reads them.
 
     Args:
-        counts: of every prompt's rows, how many were kept.
+        counts: how many each prompt has.
     """
-    if paths is not None:
-        ids, next_ids, positions = (rows_of(part, paths) for part in (ids, next_ids, positions))
-        seen = Seen(rows_of(seen.taps, paths), rows_of(seen.last, paths))
-    traces = []
+    taps, last = seen.taps, seen.last
+    if rows.paths is not None:
+        taps, last = _rows_of(taps, rows.paths), _rows_of(last, rows.paths)
+    handed = []
     for slot, count in enumerate(counts):
-        own = slice(slot, slot + 1), slice(count)
-        document, answer = _one_document(count, ids.device)
-        said = ids[own], next_ids[own], answer, document, positions[own]
-        traces.append(Trace(*said, seen.taps[own], seen.last[own]))
-    return traces
+        document, answer = _one_document(count, last.device)
+        handed.append(
+            Trace(
+                ids=_cut(rows.ids, slot, count),
+                next_ids=_cut(rows.next_ids, slot, count),
+                answer=answer,
+                document=document,
+                positions=_cut(rows.positions, slot, count),
+                taps=_cut(taps, slot, count),
+                last=_cut(last, slot, count),
+            )
+        )
+    return handed
 
 
-def _each(rows: Tensor) -> Sequence[Tensor]:
-    """[B, ...] as B times [1, ...]; most often there is one prompt, and nothing to cut."""
-    return (rows,) if len(rows) == 1 else rows.split(1)
-
-
-def trace_of(
-    text: list[int],
-    start: int,
-    taps: Float[Tensor, "1 N KH"],
-    last: Float[Tensor, "1 N H"],
-) -> Trace:
-    """The kept rows of one prompt, as the drafter reads them."""
-    count = len(text) - 1
-    row = torch.tensor([[*text, *range(start, start + count)]], device=last.device)
-    document, answer = _one_document(count, last.device)
-    return Trace(
-        ids=row[:, :count],
-        next_ids=row[:, 1 : count + 1],
-        answer=answer,
-        document=document,
-        positions=row[:, count + 1 :],
-        taps=taps[:, :count],
-        last=last[:, :count],
-    )
+def _cut(part: Shaped[Tensor, "B N ..."], slot: int, count: int) -> Tensor:
+    """The first rows of one prompt; what is that already is not cut, for that costs too."""
+    part = part if len(part) == 1 else part[slot : slot + 1]
+    return part if part.shape[1] == count else part[:, :count]
 
 
 @lru_cache(maxsize=64)

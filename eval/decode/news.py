@@ -1,14 +1,14 @@
 """What a round decided for every prompt, on the host, where answers grow.
 
 However large the batch, the host waits for a GPU once: all that it must know of a round comes in
-one table. What is a matter of a few numbers per prompt is then decided there, because the least
-operation of a device costs more than they do.
+one table. What is a matter of a few numbers per prompt is then decided there: for few prompts that
+costs less than the operations of a device, for many as much (docs/log.md).
 
 Shape letters: B prompts, N nodes, K rows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, compress, pairwise
 from math import isfinite
 from operator import eq
 from typing import NamedTuple
@@ -47,15 +47,23 @@ class News(NamedTuple):
         return self.tokens[-1]
 
     @classmethod
-    def of_chain(cls, ids: list[int], deep: int, length: int, following: int) -> "News":
+    def of_chain(cls, ids: Numbers, deep: int, length: int, following: int) -> "News":
         """From a chain's tokens: `deep` of them were drafted, `length` of those are kept."""
         tokens, path = [*ids[1 : length + 1], following], list(range(length + 1))
         wrong = ids[length + 1] if length < deep else None
         return cls(tokens, path, length == deep, deep, wrong)
 
+    @classmethod
+    def of_tree(
+        cls, ids: Numbers, parents: Numbers, depths: Numbers, path: Numbers, following: int
+    ) -> "News":
+        """From a tree's nodes: those of `path` are kept."""
+        tokens = [*(ids[node] for node in path[1:]), following]
+        return cls(tokens, path, path[-1] not in parents, max(depths))
 
-def agreed(tree: Tree, choice: Int[Tensor, "B N"], lead: Float[Tensor, "B K"]) -> list[News]:
-    """`verify.greedy` for chains: kept up to the first guess that is not the target's choice.
+
+def decided(tree: Tree, choice: Int[Tensor, "B N"], lead: Float[Tensor, "B K"]) -> list[News]:
+    """`read(tree, verify.greedy(tree, choice), lead)`, decided on the host.
 
     chain    the cat sat on      the root "the" and three guesses
     choice   cat sat in  a       kept: "cat sat", followed by "in"
@@ -66,31 +74,50 @@ def agreed(tree: Tree, choice: Int[Tensor, "B N"], lead: Float[Tensor, "B K"]) -
     Raises:
         FloatingPointError: there is such a row.
     """
-    news = []
-    for deep, ids, (said,) in _chains(tree, lead, choice):
-        length = [*map(eq, ids[1 : deep + 1], said), False].index(False)
-        news.append(News.of_chain(ids, deep, length, said[length]))
-    return news
+    if tree.straight:
+        return [_decided_chain(*row) for row in _chains(tree, lead, choice)]
+    return [_decided_tree(*row) for row in _told(lead, tree.ids, *_family(tree), choice)]
+
+
+def _decided_chain(deep: int, ids: Numbers, rows: Sequence[Numbers]) -> News:
+    (said,) = rows
+    length = [*map(eq, ids[1 : deep + 1], said), False].index(False)
+    return News.of_chain(ids, deep, length, said[length])
+
+
+def _decided_tree(ids: Numbers, parents: Numbers, depths: Numbers, said: Numbers) -> News:
+    """The longest path of guesses that are the target's choice; ties to the lowest node."""
+    agree = map(eq, ids, map(said.__getitem__, parents))
+    reached = [0]
+    for node in compress(range(len(ids)), agree):  # few: whoever carries its parent's choice
+        if parents[node] in reached:  # never -1, which the root and nodes not real have
+            reached.append(node)
+    path = [max(reached, key=depths.__getitem__)]
+    while path[0] != 0:
+        path.insert(0, parents[path[0]])
+    return News.of_tree(ids, parents, depths, path, said[path[-1]])
 
 
 def read(tree: Tree, said: Accepted, lead: Float[Tensor, "B K"]) -> list[News]:
     """What a rule has decided; `lead` as above."""
-    decided = said.length[:, None], said.next_ids[:, None]
+    kept = said.length[:, None], said.next_ids[:, None]
     if tree.straight:
-        chains = _chains(tree, lead, *decided)
-        return [News.of_chain(ids, deep, *kept, *next_id) for deep, ids, (kept, next_id) in chains]
-    parents, depths = tree.parents, tree.depths
-    if not tree.whole:  # nodes that are not real are nobody's children
-        parents, depths = parents.masked_fill(~tree.real, -1), depths * tree.real
-    return [_of_tree(*row) for row in _told(lead, tree.ids, parents, depths, *decided, said.path)]
+        return [
+            News.of_chain(ids, deep, length, next_id)
+            for deep, ids, ((length,), (next_id,)) in _chains(tree, lead, *kept)
+        ]
+    rows = _told(lead, tree.ids, *_family(tree), said.path, *kept)
+    return [
+        News.of_tree(ids, parents, depths, path[: length + 1], next_id)
+        for ids, parents, depths, path, (length,), (next_id,) in rows
+    ]
 
 
-def _of_tree(
-    ids: Numbers, parents: Numbers, depths: Numbers, length: Numbers, said: Numbers, path: Numbers
-) -> News:
-    path = path[: length[0] + 1]
-    tokens = [*(ids[node] for node in path[1:]), *said]
-    return News(tokens, path, path[-1] not in parents, max(depths))
+def _family(tree: Tree) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"]]:
+    """Parents and depths; nodes that are not real are nobody's children."""
+    if tree.whole:
+        return tree.parents, tree.depths
+    return tree.parents.masked_fill(~tree.real, -1), tree.depths * tree.real
 
 
 def _chains(

@@ -67,6 +67,9 @@ class Accepted(NamedTuple):
 def greedy(tree: Tree, choice: Int[Tensor, "B N"]) -> Accepted:
     """The longest path whose every token is the target's choice at its parent (R10).
 
+    The reference: the engine decides the same on the host, from numbers it fetches anyway
+    (`news.decided`), and a test holds the two equal.
+
     Args:
         choice: the target's argmax after each node, ties to the lowest id.
 
