@@ -157,18 +157,17 @@ class SlotCache(Cache):
 
         Args:
             paths: of every slot in focus, rows in strictly ascending order.
-            there: the same on the device, if they are there; of each as many as `paths` says.
+            there: the same on the device, of each as many as `paths` says; None where all lie in
+                front.
         """
         first, stop = self._window
         starts = [length - self._count for length in self.active]
         for slot, start, path in zip(range(first, stop), starts, paths, strict=True):
             self.lengths[slot] = start + len(path)
-        if all(not path or path[-1] == len(path) - 1 for path in paths):
+        if in_front(paths):
             return  # they lie where they belong
+        assert there is not None, "the device must know which rows move"
         widest, device = max(map(len, paths)), self._positions.device
-        if there is None:
-            filled = [[*path, *[0] * (widest - len(path))] for path in paths]
-            there = torch.tensor(filled, device=device)
         if len(paths) == 1:
             self._move_rows(first, starts[0], there[0, :widest] + starts[0])
             return
@@ -219,3 +218,8 @@ class SlotCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
+
+
+def in_front(paths: Sequence[Sequence[int]]) -> bool:
+    """Whether the rows of ascending paths are the first ones, so that none has to move."""
+    return all(not path or path[-1] == len(path) - 1 for path in paths)

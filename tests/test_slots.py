@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.models.cache import RowCache
-from outrider.models.slots import SlotCache
+from outrider.models.slots import SlotCache, in_front
 from outrider.models.target import Target
 from tests import tiny
 
@@ -86,12 +86,11 @@ def test_slots_hold_what_plain_lists_hold(data: st.DataObject) -> None:
             if data.draw(st.booleans()):
                 inside = st.sets(st.integers(0, new - 1), min_size=1).map(sorted)
                 paths = [data.draw(inside) for _ in range(count)]
-                there = None
-                if data.draw(st.booleans()):  # what lies behind a path's end is nobody's
-                    most = max(map(len, paths))
-                    ends = data.draw(st.integers(0, new - 1))
-                    there = torch.tensor([[*p, *[ends] * (most + 1 - len(p))] for p in paths])
-                plain.cache.keep(paths, there)
+                # what lies behind a path's end is nobody's
+                most, ends = max(map(len, paths)), data.draw(st.integers(0, new - 1))
+                there = torch.tensor([[*p, *[ends] * (most + 1 - len(p))] for p in paths])
+                needed = not in_front(paths) or data.draw(st.booleans())
+                plain.cache.keep(paths, there if needed else None)
                 for i, path in enumerate(paths, start=slot):
                     fresh = plain.rows[i][before[i] :]
                     plain.rows[i][before[i] :] = [fresh[node] for node in path]
@@ -117,7 +116,7 @@ def test_the_worked_example() -> None:
         plain.forward(slot, 1, length)
     plain.forward(0, 3, 2)
     assert plain.cache.lengths[:3] == [7, 4, 6]
-    plain.cache.keep([[0], [1], [0, 1]])
+    plain.cache.keep([[0], [1], [0, 1]], torch.tensor([[0, 0], [1, 0], [0, 1]]))
     plain.rows[0].pop()
     del plain.rows[1][2]
     plain.check()
@@ -137,7 +136,7 @@ def test_nothing_is_allocated_after_the_first_rows() -> None:
     plain.forward(0, 4, 2)
     before = plain.cache.rows(0)[0].data_ptr()
     plain.forward(1, 2, 3)
-    plain.cache.keep([[0, 2], [1]])
+    plain.cache.keep([[0, 2], [1]], torch.tensor([[0, 2], [1, 0]]))
     plain.cache.move(1, 3)
     assert plain.cache.rows(0)[0].data_ptr() == before
 

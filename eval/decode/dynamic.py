@@ -68,9 +68,9 @@ class DynamicTree:
         coins: Coins,
     ) -> Draft:
         frontier = roots[:, None]  # tokens of the level to expand
-        nobody, places, above = _root(len(roots), roots.device)  # places: in the newest level
+        places, above = _root(len(roots), roots.device)  # places: in the newest level
         parents = places  # of the frontier: which of the nodes asked last each hangs below
-        grown = _Grown(frontier, nobody, above, self.budget)
+        grown = _Grown(frontier, places, above, self.budget)
         allowed = torch.tensor(rooms, device=roots.device) if min(rooms) < self.depth else None
         deepest = min(self.depth, max(rooms), ask.reach)
         for depth in range(1, deepest + 1):
@@ -107,13 +107,13 @@ class _Grown:
     def __init__(
         self,
         roots: Int[Tensor, "B 1"],
-        nobody: Int[Tensor, "B 1"],
+        places: Int[Tensor, "B 1"],
         certain: Float[Tensor, "B 1"],
         budget: int,
     ) -> None:
         self.budget = budget
         self.levels: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, parents, scores
-        self.add(roots, nobody, certain)
+        self.add(roots, places, certain)  # as if their own parents, until the tree is cut
 
     def add(
         self, ids: Int[Tensor, "B M"], parents: Int[Tensor, "B n"], scores: Float[Tensor, "B M"]
@@ -152,12 +152,10 @@ class _Grown:
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # kept for all who come
-def _root(
-    batch: int, device: torch.device
-) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B 1"], Float[Tensor, "B 1"]]:
-    """Of the first candidate: its parent's place, its own, and its score."""
-    place = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    return place - 1, place, torch.zeros(batch, 1, device=device)
+def _root(batch: int, device: torch.device) -> tuple[Int[Tensor, "B 1"], Float[Tensor, "B 1"]]:
+    """Of the first candidate its place and its score."""
+    places = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    return places, torch.zeros(batch, 1, device=device)
 
 
 @lru_cache(maxsize=64)

@@ -5,8 +5,7 @@ of the target's cache holds every committed token but the newest, the root. A ro
 and the drafted tree of every prompt in one forward, keeps the rows of the accepted paths and emits
 one token more than was accepted, each prompt as many as it got. A prompt that is over makes room
 for the next at once; prompts of one length that come together are read in one forward. Without a
-drafter the trees are roots alone: that is the baseline, the same
-engine and the same cache.
+drafter the trees are roots alone: that is the baseline, the same engine and the same cache.
 
 What a prompt is told does not depend on the batch it is in: it has its own slot, random numbers
 and drafter state, and what fills up the batch is masked.
@@ -34,6 +33,7 @@ from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import Accepted
 from outrider.models.base import Drafter, Trace
+from outrider.models.slots import in_front
 from outrider.models.target import Target
 from outrider.train.errors import RunError
 
@@ -359,7 +359,7 @@ def _rows(
 
     Where they lie in front, and the target's choice follows each, the device has it all already.
     """
-    if choice is not None and layout.in_front(kept):
+    if choice is not None and in_front(kept):
         return layout.Rows(tree.ids, choice, positions)
     texts = [one.out.ids[-len(path) - 1 :] for one, path in zip(live, kept, strict=True)]
     return layout.send_rows(texts, prefix, kept, positions.device)

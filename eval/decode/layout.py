@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.eval.decode.tree import Tree
 from outrider.models.base import Trace
+from outrider.models.slots import in_front
 from outrider.models.target import Seen
 
 RULER = 512  # columns by which a kept mask grows
@@ -40,11 +41,6 @@ class Rows(NamedTuple):
     next_ids: Int[Tensor, "B P"]
     positions: Int[Tensor, "B P"]
     paths: Int[Tensor, "B P"] | None = None
-
-
-def in_front(paths: Sequence[list[int]]) -> bool:
-    """Whether the rows of ascending paths are the first ones (then SlotCache.keep moves none)."""
-    return all(not path or path[-1] == len(path) - 1 for path in paths)
 
 
 def send_rows(
