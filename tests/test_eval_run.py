@@ -247,7 +247,7 @@ def test_a_decoder_that_is_not_lossless_is_caught(
         chains = zip(tree.ids.tolist(), choice.tolist(), tree.deepest().tolist(), strict=True)
         return [News.of_chain(ids, deep, deep, said[deep]) for ids, said, deep in chains]
 
-    monkeypatch.setattr(engine, "agreed", credulous)
+    monkeypatch.setattr(engine, "decided", credulous)
     report = measured(place, loaded)
     wrong = {m.id: m for m in report.mismatches}
     differing = [row for row in report.outputs if row["output_ids"] != row["baseline_ids"]]
