@@ -230,7 +230,7 @@ class Bench:
         for repeat in range(self.config.eval.repeats):
             turned = (place + repeat) % 2 == 1
             for engine in self.engines[::-1] if turned else self.engines:
-                engine.generator.manual_seed(self.config.run.seed * SEEDS_APART + place)
+                engine.generator.seed(self.config.run.seed * SEEDS_APART + place)
                 runs[engine].append(engine.generate(ids, self.config.eval.max_new_tokens))
         return list(runs.values())
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ PLAIN: Warp = (1.0, 0, 1.0)
 PARTS = ("ids", "parents", "depths", "seen", "real")  # of a tree, each with a row per prompt
 
 
-class Branches:
+class Branches(Coins):
     """Coins that follow a script of branch numbers, then always the first possible branch.
 
     All prompts of a batch take the same branch, each at its own chance; a branch is possible if
@@ -67,7 +68,7 @@ class Branches:
         return torch.full((len(weights),), possible[taken])
 
 
-class Scripted:
+class Scripted(Coins):
     """Coins whose answers are written down; `asked` is what they were asked."""
 
     def __init__(self, *answers: list[int]) -> None:
@@ -373,7 +374,7 @@ def grow(toy: Toy, starts: Tensor, widths: tuple[int, ...], below: Below) -> Dra
 
 def sample(toy: Toy, propose: Propose, judge: ToyJudge, count: int) -> Tensor:
     """How often each whole text comes out, of `count` prompts decoded side by side."""
-    coins = GeneratorCoins([torch.Generator().manual_seed(seed) for seed in range(count)], 8)
+    coins = GeneratorCoins([Random(seed) for seed in range(count)], 8)
     said = torch.ones(count, dtype=torch.long)
     while bool((said < toy.vocab**toy.length).any()):
         growing = said.clamp(max=toy.vocab**toy.length - 1)  # whole texts decode on, unheard
@@ -420,10 +421,23 @@ def padded(draft: Draft, size: int, levels: int) -> Draft:
     return Draft(grown, torch.cat([contexts, tail], dim=1), rows)
 
 
+def any_trees(ids: Tensor, whole: bool, dice: torch.Generator) -> Tree:
+    """Trees of these tokens, every node below any one before it."""
+    batch, size = ids.shape
+    parents, depths = torch.full_like(ids, -1), torch.zeros_like(ids)
+    real = torch.rand(batch, size, generator=dice) < (1.0 if whole else 0.8)
+    real[:, 0] = True
+    for node in range(1, size):
+        above = parents[:, node : node + 1] = torch.randint(0, node, (batch, 1), generator=dice)
+        depths[:, node] = depths.gather(1, above)[:, 0] + 1
+        real[:, node] &= real.gather(1, above)[:, 0]  # whoever is real has real ancestors
+    return Tree.grown(ids, parents, depths, size - 1, None if whole else real)
+
+
 def check_ragged(toy: Toy, proposals: list[Propose], judge: ToyJudge) -> None:
     """Trees of unequal shape in one batch get what each of them gets alone."""
     starts = toy.starts[:4]
-    coins = GeneratorCoins([torch.Generator().manual_seed(9) for _ in starts], 16)
+    coins = GeneratorCoins([Random(9) for _ in starts], 16)
     drafts = [propose(toy, starts, coins) for propose in proposals]
     size = max(draft.tree.size for draft in drafts)
     levels = max(draft.tree.levels for draft in drafts)
@@ -441,5 +455,5 @@ def check_ragged(toy: Toy, proposals: list[Propose], judge: ToyJudge) -> None:
 
 
 def judged(toy: Toy, draft: Draft, judge: ToyJudge, seeds: Iterable[int]) -> Accepted:
-    coins = GeneratorCoins([torch.Generator().manual_seed(seed) for seed in seeds], 16)
+    coins = GeneratorCoins([Random(seed) for seed in seeds], 16)
     return judge(toy, draft, toy.p[draft.contexts], coins)

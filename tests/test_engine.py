@@ -17,11 +17,11 @@ from torch import Tensor
 from outrider.eval.decode.answer import Live, Output, Stops
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.news import News
 from outrider.eval.decode.policy import Chain, Draft, Policy
 from outrider.eval.decode.processors import Sampling
 from outrider.eval.decode.shapes import parse
 from outrider.eval.decode.static import StaticTree
-from outrider.eval.decode.verify import Accepted
 from outrider.models.cache import RowCache
 from outrider.models.target import Target
 from tests import tiny
@@ -313,11 +313,14 @@ def p_value(decoder: Engine, samples: int) -> float:
 class Redrawn(Engine):
     """Wrong on purpose: the token behind the accepted ones is drawn afresh (R4)."""
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> Accepted:
-        rows, coins = self.sampling.rows(logits), self._coins(live)
-        path, length, _ = super()._judge(live, draft, logits)
-        last = rows[torch.arange(len(rows)), path[:, -1]]
-        return Accepted(path, length, coins.draw(last[:, None])[:, 0])
+    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> list[News]:
+        news = super()._judge(live, draft, logits)
+        last = logits[torch.arange(len(news)), [new.path[-1] for new in news]]
+        fresh = self._coins(live).draw(self.sampling.rows(last)[:, None])[:, 0].tolist()
+        return [
+            new._replace(tokens=[*new.tokens[:-1], token])
+            for new, token in zip(news, fresh, strict=True)
+        ]
 
 
 def sampler(kind: type[Engine], policy: Policy, seed: int = 0) -> Engine:

@@ -7,6 +7,7 @@ from outrider.eval.decode import news
 from outrider.eval.decode.news import decided, read
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import greedy
+from tests.enumeration import any_trees
 
 SOUND = torch.tensor([[0.0, -1.5], [3e38, -3e38], [1e-45, -0.0], [1.0, 2.0]])  # per prompt
 
@@ -41,31 +42,11 @@ def test_a_tree_decided_on_the_host_is_the_rules(whole: bool) -> None:
     lengths = set()
     for _ in range(60):
         ids, choice = torch.randint(0, 3, (2, 4, 12), generator=dice)
-        trees = [_grown(dice) for _ in ids]
-        parents, depths = (torch.tensor(part) for part in zip(*trees, strict=True))
-        real = None if whole else _no_orphans(torch.rand(4, 12, generator=dice) < 0.8, parents)
-        tree = Tree.grown(ids, parents, depths, 11, real)
+        tree = any_trees(ids, whole, dice)
         told = decided(tree, choice, SOUND)
         assert told == read(tree, greedy(tree, choice), SOUND)
         lengths |= {len(each.tokens) for each in told}
     assert lengths >= {1, 2, 3, 4, 5}
-
-
-def _grown(dice: torch.Generator) -> tuple[list[int], list[int]]:
-    """Parents and depths of twelve nodes, each below any one before it."""
-    parents, depths = [-1], [0]
-    for node in range(1, 12):
-        parents.append(int(torch.randint(0, node, (), generator=dice)))
-        depths.append(depths[parents[-1]] + 1)
-    return parents, depths
-
-
-def _no_orphans(real: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """The root is real, and whoever is has real ancestors."""
-    real[:, 0] = True
-    for node in range(1, real.shape[1]):
-        real[:, node] &= real.gather(1, parents[:, node : node + 1])[:, 0]
-    return real
 
 
 def test_a_tree_tells_its_path_its_leaf_and_its_depth() -> None:

@@ -5,6 +5,7 @@ The reference is plain decoding: the model itself, without a cache, and the clas
 """
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -86,9 +87,9 @@ def own_logits(target: Target, text: Sequence[int]) -> Tensor:
     return out
 
 
-def fresh(number: int, said: int) -> torch.Generator:
+def fresh(number: int, said: int) -> Random:
     """Random numbers of a prompt's next token, of nothing else."""
-    return torch.Generator().manual_seed(1000 * number + said)
+    return Random(1000 * number + said)
 
 
 class Numbered(Engine):
@@ -107,7 +108,7 @@ def plainly(sampling: Sampling, prompt: Sequence[int], count: int, number: int =
             text.append(int(left.argmax()))
             continue
         ends = left.softmax(-1).double().cumsum(0)
-        uniform = torch.rand(1, dtype=torch.float64, generator=fresh(number, said)).item()
+        uniform = fresh(number, said).random()
         text.append(int((ends <= uniform * ends[-1]).sum()))
     return text[len(prompt) :]
 

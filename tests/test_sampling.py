@@ -1,6 +1,7 @@
 """Warping and drawing, against hand-made rows, transformers' warpers and exact laws."""
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_a_row_without_finite_mass_is_refused(bad: float) -> None:
 
 
 def test_coins_flip_with_their_chance_and_are_sure_at_the_ends() -> None:
-    coins = GeneratorCoins([seeded()], 5000)
+    coins = GeneratorCoins([Random(0)], 5000)
     assert isinstance(coins, Coins)
     chances = torch.tensor([1.0, 0.0, 0.3])[:, None].expand(3, 5000)
     sure, never, some = (int(coins.flip(chances[i : i + 1]).sum()) for i in range(3))
@@ -196,7 +197,7 @@ def test_coins_flip_with_their_chance_and_are_sure_at_the_ends() -> None:
 
 def test_coins_are_fresh_every_time() -> None:
     """R6: two rounds from one object differ; two objects on equal seeds agree."""
-    coins, twin = (GeneratorCoins([seeded(8)], 5) for _ in range(2))
+    coins, twin = (GeneratorCoins([Random(8)], 5) for _ in range(2))
     rows = torch.ones(1, 5, 1000) / 1000
     first, second = coins.draw(rows).tolist(), coins.draw(rows).tolist()
     assert first != second
@@ -206,8 +207,8 @@ def test_coins_are_fresh_every_time() -> None:
 def test_a_prompts_coins_depend_neither_on_its_neighbours_nor_on_the_padding() -> None:
     """Two of five numbers asked for, alone and in a batch that asks for four."""
     rows = torch.ones(1, 1, 1000).expand(2, 4, 1000) / 1000
-    alone = GeneratorCoins([seeded(8)], 5)
-    both = GeneratorCoins([seeded(3), seeded(8)], 5)
+    alone = GeneratorCoins([Random(8)], 5)
+    both = GeneratorCoins([Random(3), Random(8)], 5)
     for _ in range(3):
         single = alone.draw(rows[:1, :2])
         assert torch.equal(single[0], both.draw(rows)[1, :2])
@@ -215,7 +216,7 @@ def test_a_prompts_coins_depend_neither_on_its_neighbours_nor_on_the_padding() -
 
 def test_more_coins_than_foreseen_are_refused() -> None:
     with pytest.raises(ValueError, match="3 random numbers at once, where 2 were foreseen"):
-        GeneratorCoins([seeded()], 2).flip(torch.ones(1, 3))
+        GeneratorCoins([Random(0)], 2).flip(torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -79,7 +79,7 @@ def test_many_rows_are_drawn_from_together() -> None:
     assert ids[1, 0].tolist() == [1, 2]
 
 
-class FirstToken:
+class FirstToken(Coins):
     """Always the first token that has any chance."""
 
     def flip(self, chances: Tensor) -> Tensor:

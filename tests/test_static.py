@@ -1,5 +1,6 @@
 """Trees of one shape: every node against a literal re-statement, and the law of what is said."""
 
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -119,7 +120,7 @@ def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most:
 
     At every call of the coins `most` numbers are taken, and the first ones used.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = Random(0)
     rows: dict[Text, Tensor] = {}
     drawn: dict[Text, list[int]] = {}  # by path of ranks: tokens of the children, in order
     said: dict[Text, Text] = {(): ()}  # path of ranks -> tokens
@@ -132,7 +133,7 @@ def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most:
             left[node] = sampling.rows(row(text)[None])[0]
             rows[node], drawn[node] = left[node].clone(), []
         for _ in range(1 + max(path[-1] for path in level)):
-            uniforms = torch.rand(most, dtype=torch.float64, generator=generator).tolist()
+            uniforms = [generator.random() for _ in range(most)]
             for node, uniform in zip(parents, uniforms, strict=False):
                 if not left[node].any():
                     continue

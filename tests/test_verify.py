@@ -9,6 +9,7 @@ test_siblings.py, whole blocks in test_block.py.
 
 from dataclasses import replace
 from itertools import pairwise, product
+from random import Random
 
 import pytest
 import torch
@@ -225,7 +226,7 @@ def test_an_unwarped_bonus_token_is_caught() -> None:
     assert worst_bias(sampled_chain(2), raw_bonus, (0.5, 0, 1.0)) > 0.01
 
 
-class Tabled:
+class Tabled(Coins):
     """Uniforms written down for each prompt and node, the same at every call."""
 
     def __init__(self, uniforms: Tensor) -> None:
@@ -337,7 +338,7 @@ def test_descending_prefers_the_deepest_then_the_liked_then_the_first() -> None:
 def test_temperature_zero_is_greedy(propose: Propose) -> None:
     """R10: on one-hot rows the verifiers take the path and the token of `greedy`."""
     toy = Toy(12, vocab=4, warp=(0.0, 0, 1.0), likeness=0.7)
-    coins = GeneratorCoins([torch.Generator()] * len(toy.starts), 7)
+    coins = GeneratorCoins([Random(0)] * len(toy.starts), 7)
     draft = propose(toy, toy.starts, coins)
     p_rows = toy.p[draft.contexts]
     wanted = greedy(draft.tree, p_rows.argmax(-1))
@@ -419,7 +420,7 @@ def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
 
 class AlwaysTails(GeneratorCoins):
     def __init__(self) -> None:
-        super().__init__([torch.Generator()], 3)
+        super().__init__([Random(0)], 3)
 
     def flip(self, chances: Tensor) -> Tensor:
         return torch.zeros_like(chances, dtype=torch.bool)

@@ -8,6 +8,7 @@ function of the text so far: an oracle, a liar, or a table of chances.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,11 @@ from outrider.eval.decode.answer import Live
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
 from outrider.eval.decode.engine import Engine
+from outrider.eval.decode.news import News, read
 from outrider.eval.decode.policy import Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
 from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.tree import Tree
-from outrider.eval.decode.verify import Accepted
 from outrider.models import drafters
 from outrider.models.base import Drafter, Guess, Trace
 from outrider.models.cache import RowCache
@@ -313,7 +314,7 @@ def propose(
             history.start(slot, text)
     states = [Heard(text) for text in texts]
     ask = Ask(drafter, states, sampling, history, Stopwatch(nowhere), Clock())
-    coins = GeneratorCoins([torch.Generator().manual_seed(s) for s in seeds], policy.nodes + 1)
+    coins = GeneratorCoins([Random(s) for s in seeds], policy.nodes + 1)
     return policy.propose(ask, torch.tensor([t[-1] for t in texts]), rooms, sampling, coins)
 
 
@@ -357,10 +358,11 @@ class Given(Drafter):
 class RawBonus(Engine):
     """Wrong on purpose: the token behind the last node comes from unwarped logits."""
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> Accepted:
+    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> list[News]:
         rows = self.sampling.rows(logits)
         if draft.tree.size > 1:
             rows[:, -1] = logits[:, -1].softmax(-1)
         if draft.tree.size == 1:
             return super()._judge(live, draft, logits)
-        return self.rule(draft.tree, rows, draft.q_rows, self._coins(live))
+        said = self.rule(draft.tree, rows, draft.q_rows, self._coins(live))
+        return read(draft.tree, said, logits.amax(2))

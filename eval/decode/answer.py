@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from outrider.eval.decode.clock import Clock
@@ -123,7 +123,7 @@ class Live:
 
     number: int
     request: Request
-    generator: torch.Generator
+    generator: Random
     state: State | None = None
     root: Tensor = field(init=False, repr=False, compare=False)
     out: Output = field(default_factory=Output)

@@ -15,6 +15,7 @@ Shape letters: B prompts, N nodes, V tokens.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,6 @@ from outrider.eval.decode.processors import History, Sampling
 from outrider.eval.decode.rules import BEST, Fitted, Judge, default_rule, judge
 from outrider.eval.decode.sampling import GeneratorCoins
 from outrider.eval.decode.tree import Tree
-from outrider.eval.decode.verify import Accepted
 from outrider.models.base import Drafter, Trace
 from outrider.models.slots import in_front
 from outrider.models.target import Target
@@ -89,7 +89,7 @@ class Engine:
         self.rule = rule or _usual(policy)
         if policy is not None and not self.sampling.greedy:
             _check_fit(self.rule, policy)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = Random(seed)
 
     # ---- from outside ----
 
@@ -108,7 +108,7 @@ class Engine:
         self,
         requests: Sequence[Request],
         batch: int,
-        generators: Sequence[torch.Generator] | None = None,
+        generators: Sequence[Random] | None = None,
         memory: Memory | None = None,
     ) -> Iterator[Event]:
         """Decode; say what has come of whom after every round.
@@ -128,7 +128,7 @@ class Engine:
         while waiting or live:
             while waiting and len(live) < batch:
                 come = [
-                    Live(n, request, generators[n] if generators else _seeded(request.seed))
+                    Live(n, request, generators[n] if generators else Random(request.seed))
                     for n, request in _alike(waiting, batch - len(live))
                 ]
                 asked = [one for one in come if one.request.budget > 0]
@@ -278,7 +278,8 @@ class Engine:
             said = [[one.out.ids[-1]] for one in live]
             return Draft(Tree.chain(torch.tensor(said, device=self.target.device)), None)
         roots = live[0].root if len(live) == 1 else torch.cat([one.root for one in live])
-        rooms, coins = [one.room - 1 for one in live], self._coins(live)
+        rooms = [one.room - 1 for one in live]
+        coins = NO_COINS if self.policy.draft == BEST else self._coins(live)  # whatever the rooms
         if max(rooms) < 1:
             return Draft(Tree.chain(roots[:, None]), None)
         states = [one.state for one in live]
@@ -294,8 +295,7 @@ class Engine:
         if self.sampling.greedy:
             return NO_COINS
         most = 1 if self.policy is None else self.policy.nodes + 1
-        seeds = [int(torch.randint(2**62, (), generator=one.generator)) for one in live]
-        return GeneratorCoins([_seeded(seed) for seed in seeds], most)
+        return GeneratorCoins([Random(one.generator.getrandbits(64)) for one in live], most)
 
     def _adjusted(self, logits: Float[Tensor, "B N V"], tree: Tree, slot: int = 0) -> Tensor:
         """Penalties and bans, each node under its own text."""
@@ -313,19 +313,22 @@ class Engine:
             if self.sampling.greedy:
                 choice, lead = self.sampling.favourites(logits)
                 return decided(draft.tree, choice, lead), choice
-            return read(draft.tree, self._judge(live, draft, logits), logits.amax(2)), None
+            return self._judge(live, draft, logits), None
         except FloatingPointError:
             message = "The target's logits are not finite (NaN or infinite)."
             raise RunError(message, HINT) from None
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> Accepted:
-        """The rule's decision, at temperatures above 0."""
+    def _judge(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> list[News]:
+        """What the rule decides, at temperatures above 0."""
+        (tree, q_rows), coins = draft, self._coins(live)
+        on_cpu = self.rule.on_cpu if isinstance(self.rule, Fitted) and not logits.is_cuda else None
         try:
-            p_rows, coins = self.sampling.rows(logits), self._coins(live)
-            q_rows = draft.q_rows
-            if q_rows is None and draft.tree.size == 1:  # nothing was drafted, from no row
+            if on_cpu is not None:
+                return on_cpu(tree, logits, self.sampling.rows, q_rows, coins)
+            p_rows = self.sampling.rows(logits)
+            if q_rows is None and tree.size == 1:  # nothing was drafted, from no row
                 q_rows = torch.zeros_like(p_rows)
-            return self.rule(draft.tree, p_rows, q_rows, coins)
+            return read(tree, self.rule(tree, p_rows, q_rows, coins), logits.amax(2))
         except ValueError as error:
             raise RunError(f"A round could not be verified: {error}", HINT) from error
 
@@ -386,7 +389,3 @@ def _check_fit(rule: Judge, policy: Policy) -> None:
             f"rule {rule.name!r} was made for {rule.draft!r} drafts, and the policy's are "
             f"{policy.draft!r}: it would be biased"
         )
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)

@@ -76,7 +76,7 @@ def decided(tree: Tree, choice: Int[Tensor, "B N"], lead: Float[Tensor, "B K"]) 
     """
     if tree.straight:
         return [_decided_chain(*row) for row in _chains(tree, lead, choice)]
-    return [_decided_tree(*row) for row in _told(lead, tree.ids, *_family(tree), choice)]
+    return [_decided_tree(*row) for row in _told(lead, tree.ids, *family(tree), choice)]
 
 
 def _decided_chain(deep: int, ids: Numbers, rows: Sequence[Numbers]) -> News:
@@ -106,14 +106,14 @@ def read(tree: Tree, said: Accepted, lead: Float[Tensor, "B K"]) -> list[News]:
             News.of_chain(ids, deep, length, next_id)
             for deep, ids, ((length,), (next_id,)) in _chains(tree, lead, *kept)
         ]
-    rows = _told(lead, tree.ids, *_family(tree), said.path, *kept)
+    rows = _told(lead, tree.ids, *family(tree), said.path, *kept)
     return [
         News.of_tree(ids, parents, depths, path[: length + 1], next_id)
         for ids, parents, depths, path, (length,), (next_id,) in rows
     ]
 
 
-def _family(tree: Tree) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"]]:
+def family(tree: Tree) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"]]:
     """Parents and depths; nodes that are not real are nobody's children."""
     if tree.whole:
         return tree.parents, tree.depths

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outrider.eval.decode import block as blocks
 from outrider.eval.decode import lossy, siblings, verify
+from outrider.eval.decode import on_cpu as cpu
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree
 from outrider.eval.decode.verify import Accepted
@@ -37,6 +38,7 @@ class Rule(NamedTuple):
         chains_only: whether it refuses trees that branch.
         lossy: whether what is emitted is not the target's law.
         knobs: settings, with their usual values; None: must be given.
+        on_cpu: the same law for less on a CPU.
     """
 
     build: Callable[..., Judge]
@@ -44,6 +46,7 @@ class Rule(NamedTuple):
     chains_only: bool = False
     lossy: bool = False
     knobs: Mapping[str, float | None] = MappingProxyType({})
+    on_cpu: cpu.OnCpu | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class Fitted:
     @property
     def lossy(self) -> bool:
         return RULES[self.name].lossy
+
+    @property
+    def on_cpu(self) -> cpu.OnCpu | None:
+        return RULES[self.name].on_cpu
 
     def __call__(
         self,
@@ -145,7 +152,7 @@ def _needing_rows(rule: WithRows) -> Judge:
         coins: Coins,
     ) -> Accepted:
         if q_rows is None:
-            raise ValueError("a sampled draft comes with the rows it was drawn from (R1)")
+            raise ValueError(verify.NO_ROWS)
         return rule(tree, p_rows, q_rows, coins)
 
     return verified
@@ -171,13 +178,13 @@ def _lenience(draft: str, factor: float) -> Judge:
 
 
 RULES: dict[str, Rule] = {
-    "match": Rule(_match, (BEST,)),
-    "ratio": Rule(_reading(verify.ratio), (DRAWN, INDEPENDENT), chains_only=True),
+    "match": Rule(_match, (BEST,), on_cpu=cpu.match),
+    "ratio": Rule(_reading(verify.ratio), (DRAWN, INDEPENDENT), chains_only=True, on_cpu=cpu.ratio),
     "independent": Rule(_reading(siblings.independent), (INDEPENDENT,)),
     "without_replacement": Rule(_reading(siblings.without_replacement), (DRAWN,)),
     "block": Rule(_reading(blocks.block), (DRAWN, INDEPENDENT), chains_only=True),
     "traversal": Rule(_traversal, (DRAWN, INDEPENDENT)),
-    "sampled": Rule(_match, DRAFTS),
+    "sampled": Rule(_match, DRAFTS, on_cpu=cpu.match),
     "lossy_typical": Rule(_typical, DRAFTS, lossy=True, knobs={"epsilon": 0.09, "delta": 0.3}),
     "lossy_lenience": Rule(
         _lenience, (DRAWN, INDEPENDENT), chains_only=True, lossy=True, knobs={"factor": None}

@@ -13,7 +13,10 @@ top_k=1, a vanishing top_p and temperature 0 are one and the same distribution.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import lt
+from random import Random
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -194,6 +197,15 @@ def _in_one(
     return torch.searchsorted(ends, mark, right=True)[..., 0]
 
 
+def _in_row(row: Float[Tensor, "*ones V"], uniform: float) -> int:
+    """`invert` of one row on a CPU, whose numbers the host can read where they are."""
+    ends = row.flatten().cumsum(0, dtype=torch.float64).numpy()
+    total = ends.item(-1)
+    if not 0 < total < math.inf:
+        raise ValueError(MASSLESS)
+    return bisect_right(ends, min(uniform, BELOW_ONE) * total)
+
+
 def _by_blocks(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
     """`invert` in two levels."""
     blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).reshape(len(probs), -1, BLOCK)
@@ -267,16 +279,24 @@ class Coins(Protocol):
         """Tokens with the given probabilities, all independent."""
         ...
 
+    def toss(self, chances: list[list[float]]) -> list[list[bool]]:
+        """`flip` for the host; what is above 1 counts as 1."""
+        return self.flip(torch.tensor(chances, dtype=torch.float64).clamp(max=1.0)).tolist()
 
-class GeneratorCoins:
+    def pick(self, rows: Float[Tensor, "B V"]) -> list[int]:
+        """`draw` for the host, a token per prompt."""
+        return self.draw(rows[:, None])[:, 0].tolist()
+
+
+class GeneratorCoins(Coins):
     """The coins of a real run: every flip and draw takes fresh numbers (R6).
 
     Every prompt has a generator of its own and takes the same count of numbers at every call,
     however many are asked for: what it is told depends neither on the batch it is in nor on the
-    padding there. Keep the generators for the whole answer; they live on the CPU as a rule.
+    padding there. Keep the generators for the whole answer.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator], most: int) -> None:
+    def __init__(self, generators: Sequence[Random], most: int) -> None:
         """
         Args:
             generators: one per prompt.
@@ -284,19 +304,30 @@ class GeneratorCoins:
         """
         self.generators, self.most = generators, most
 
-    def uniforms(self, count: int, device: torch.device) -> Float[Tensor, "B K"]:
-        """Numbers in [0, 1), float64."""
+    def numbers(self, count: int) -> list[list[float]]:
+        """As many numbers in [0, 1) for every prompt."""
         if count > self.most:
             raise ValueError(f"{count} random numbers at once, where {self.most} were foreseen")
-        rows = [
-            torch.rand(1, self.most, dtype=torch.float64, generator=one, device=one.device)
-            for one in self.generators
-        ]
-        table = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return table[:, :count].to(device)
+        return [[one.random() for _ in range(self.most)][:count] for one in self.generators]
+
+    def uniforms(self, count: int, device: torch.device) -> Float[Tensor, "B K"]:
+        return torch.tensor(self.numbers(count), dtype=torch.float64, device=device)
 
     def flip(self, chances: Float[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
         return self.uniforms(chances.shape[1], chances.device) < chances
 
     def draw(self, rows: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
+        if rows.numel() == rows.shape[2] and not rows.is_cuda:
+            return torch.full((1, 1), _in_row(rows, self.numbers(1)[0][0]))
         return invert(rows, self.uniforms(rows.shape[1], rows.device))
+
+    def toss(self, chances: list[list[float]]) -> list[list[bool]]:
+        numbers = self.numbers(len(chances[0]))
+        return [[*map(lt, *row)] for row in zip(numbers, chances, strict=True)]
+
+    def pick(self, rows: Float[Tensor, "B V"]) -> list[int]:
+        numbers = [one.random() for one in self.generators]
+        if len(rows) == 1 and not rows.is_cuda:
+            return [_in_row(rows, *numbers)]
+        uniforms = torch.tensor(numbers, dtype=torch.float64, device=rows.device)
+        return invert(rows, uniforms).tolist()

@@ -47,6 +47,7 @@ from torch import Tensor
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree
 
+NO_ROWS = "a sampled draft comes with the rows it was drawn from (R1)"
 CHAINS_ONLY = "does not follow the node before it: this rule verifies chains only (R3)"
 
 
