@@ -321,10 +321,10 @@ class Engine:
     def _judge(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> list[News]:
         """What the rule decides, at temperatures above 0."""
         (tree, q_rows), coins = draft, self._coins(live)
-        on_cpu = self.rule.on_cpu if isinstance(self.rule, Fitted) and not logits.is_cuda else None
+        here = self.rule.on_cpu if isinstance(self.rule, Fitted) else None
         try:
-            if on_cpu is not None:
-                return on_cpu(tree, logits, self.sampling.rows, q_rows, coins)
+            if here is not None and logits.device.type == "cpu":
+                return here(tree, logits, self.sampling.rows, q_rows, coins)
             p_rows = self.sampling.rows(logits)
             if q_rows is None and tree.size == 1:  # nothing was drafted, from no row
                 q_rows = torch.zeros_like(p_rows)

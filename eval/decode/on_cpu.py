@@ -43,9 +43,9 @@ def match(
     while -1 in following:
         rows = warp(_behind(logits, [path[-1] for path in paths]))
         for prompt, token in enumerate(coins.pick(rows)):
-            child = below[prompt].get((paths[prompt][-1], token))
-            if following[prompt] >= 0:  # over; the others go on
+            if following[prompt] >= 0:  # over, while others go on
                 continue
+            child = below[prompt].get((paths[prompt][-1], token))
             if child is None:
                 following[prompt] = token
             else:

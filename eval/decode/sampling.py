@@ -317,7 +317,7 @@ class GeneratorCoins(Coins):
         return self.uniforms(chances.shape[1], chances.device) < chances
 
     def draw(self, rows: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
-        if rows.numel() == rows.shape[2] and not rows.is_cuda:
+        if rows.numel() == rows.shape[2] and rows.device.type == "cpu":
             return torch.full((1, 1), _in_row(rows, self.numbers(1)[0][0]))
         return invert(rows, self.uniforms(rows.shape[1], rows.device))
 
@@ -327,7 +327,7 @@ class GeneratorCoins(Coins):
 
     def pick(self, rows: Float[Tensor, "B V"]) -> list[int]:
         numbers = [one.random() for one in self.generators]
-        if len(rows) == 1 and not rows.is_cuda:
+        if len(rows) == 1 and rows.device.type == "cpu":
             return [_in_row(rows, *numbers)]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=rows.device)
         return invert(rows, uniforms).tolist()
