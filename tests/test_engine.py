@@ -14,16 +14,18 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from outrider.eval.decode.answer import Live, Output, Stops
+from outrider.eval.decode.answer import Live, Output, Request, Stops
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.news import News
 from outrider.eval.decode.policy import Chain, Draft, Policy
 from outrider.eval.decode.processors import Sampling
+from outrider.eval.decode.rules import Fitted
 from outrider.eval.decode.shapes import parse
 from outrider.eval.decode.static import StaticTree
 from outrider.models.cache import RowCache
 from outrider.models.target import Target
+from outrider.train.errors import RunError
 from tests import tiny
 from tests.tiny import TOKENS, RawBonus, Text, Told, by_chance, knowing, logits_after, swift
 
@@ -266,6 +268,11 @@ def test_gaps_are_the_leads_of_the_emitted_tokens(llama: Scene, policy: Policy) 
     torch.testing.assert_close(torch.tensor(out.gaps), top[:, 0] - top[:, 1], atol=1e-4, rtol=1e-4)
 
 
+def test_a_negative_seed_is_refused(llama: Scene) -> None:
+    with pytest.raises(RunError, match="seed=-5 is negative"):
+        Engine(llama.target, None, None).generate_all([Request(llama.prompt, 4, -5)], 1)
+
+
 def test_the_parts_of_the_clock_make_up_the_whole(llama: Scene) -> None:
     clock = Engine(llama.target, llama.oracle(even), CHAIN).generate(llama.prompt, 12).clock
     parts = (clock.draft, clock.target, clock.verify, clock.commit)
@@ -335,9 +342,17 @@ SAMPLED = pytest.mark.parametrize(
 
 
 @SAMPLED
-def test_samples_follow_the_law_of_plain_sampling(policy: Policy) -> None:
-    """With the coins of a real run; test_drafter_contract.py enumerates them, exactly."""
-    assert p_value(sampler(Engine, policy), 400) > 1e-3
+@pytest.mark.parametrize("tensors", [False, True])
+def test_samples_follow_the_law_of_plain_sampling(policy: Policy, tensors: bool) -> None:
+    """With the coins of a real run; test_drafter_contract.py enumerates them, exactly.
+
+    Args:
+        tensors: verified as on a GPU.
+    """
+    decoder = sampler(Engine, policy)
+    assert isinstance(decoder.rule, Fitted)
+    decoder.rule = decoder.rule.verify if tensors else decoder.rule
+    assert p_value(decoder, 400) > 1e-3
 
 
 def test_a_fresh_draw_after_a_rejection_is_noticed() -> None:

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from outrider.eval.decode import on_cpu, verify
@@ -157,22 +158,53 @@ def coins_of(seed: int, prompts: int, most: int = 9) -> GeneratorCoins:
     return GeneratorCoins([Random(seed * 100 + prompt) for prompt in range(prompts)], most)
 
 
+def chains(
+    dice: torch.Generator, prompts: int, whole: bool
+) -> tuple[Tree, Tensor, Tensor, list[int]]:
+    """Guesses drawn from rows of q, p and q (p often 0; q too, behind what is real), and depths."""
+    p, q = (2 * torch.randn(2, prompts, 4, 5, generator=dice, dtype=torch.float64)).softmax(-1)
+    p = (p + 9 * q) / 10 if torch.rand(1, generator=dice) < 0.5 else p  # long drafts are kept too
+    p = p.masked_fill(p < 0.1, 0.0)
+    guesses = q.flatten(0, 1).multinomial(1, generator=dice).view(prompts, 4).roll(1, dims=1)
+    deep = torch.full((prompts,), 3) if whole else torch.randint(0, 4, (prompts,), generator=dice)
+    q = q.masked_fill((torch.arange(4) >= deep[:, None])[..., None], 0.0)
+    tree = Tree.chain(guesses, None if whole else deep)
+    return tree, p / p.sum(-1, keepdim=True), q, deep.tolist()
+
+
 @pytest.mark.parametrize("prompts", [1, 4])
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_ratio_test_says_the_same_with_the_same_coins(whole: bool, prompts: int) -> None:
     dice = torch.Generator().manual_seed(prompts)
     lengths = set()
     for seed in range(40):
-        p, q = (2 * torch.randn(2, prompts, 4, 5, generator=dice, dtype=torch.float64)).softmax(-1)
-        p = (p + 9 * q) / 10 if seed % 2 else p  # so that long drafts are kept too
-        guesses = q.flatten(0, 1).multinomial(1, generator=dice).view(prompts, 4)
-        drafted = torch.randint(0, 4, (prompts,), generator=dice)
-        tree = Tree.chain(guesses.roll(1, dims=1), None if whole else drafted)
+        tree, p, q, _ = chains(dice, prompts, whole)
         wanted = verify.ratio(tree, p, q, coins_of(seed, prompts))
         told = on_cpu.ratio(tree, p, as_it_is, q, coins_of(seed, prompts))
         assert told == read(tree, wanted, p.amax(2))
         lengths |= {len(new.tokens) for new in told}
     assert lengths == {1, 2, 3, 4}
+
+
+def test_the_ratio_test_says_to_each_chain_what_it_says_to_it_alone() -> None:
+    dice = torch.Generator().manual_seed(2)
+    for seed in range(40):
+        tree, p, q, depths = chains(dice, 4, whole=False)
+        told = on_cpu.ratio(tree, p, as_it_is, q, coins_of(seed, 4))
+        for i, deep in enumerate(depths):
+            mine = slice(i, i + 1), slice(0, deep + 1)
+            coins = GeneratorCoins([Random(seed * 100 + i)], 9)
+            alone = on_cpu.ratio(Tree.chain(tree.ids[mine]), p[mine], as_it_is, q[mine], coins)
+            assert alone == told[i : i + 1]
+
+
+def test_the_ratio_test_takes_a_chain_in_any_form() -> None:
+    tree, p, q, _ = chains(torch.Generator().manual_seed(3), 4, whole=True)
+    nodes = torch.arange(4).expand(4, -1)
+    grown = Tree.grown(tree.ids, nodes - 1, nodes, 3)
+    told = on_cpu.ratio(grown, p, as_it_is, q, coins_of(0, 4))
+    plainly = on_cpu.ratio(tree, p, as_it_is, q, coins_of(0, 4))
+    assert [new.tokens for new in told] == [new.tokens for new in plainly]
 
 
 @pytest.mark.parametrize("chain", [True, False])
@@ -272,6 +304,17 @@ def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
 
     with pytest.raises(ValueError, match="finite"):
         on_cpu.ratio(CHAIN, hidden, as_it_is, Q_ROWS, Tails([Random(0)], 3))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 3, 2), (1, 3, 4)])
+def test_rows_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    """By our own checks, or before them by the shape checker when the tests run with one."""
+    rows = torch.ones(shape)
+    with pytest.raises((ValueError, TypeCheckError)):
+        on_cpu.ratio(CHAIN, P_ROWS, as_it_is, rows, coins_of(0, 1))
+    if shape[1] != 3:
+        with pytest.raises((ValueError, TypeCheckError)):
+            on_cpu.match(CHAIN, rows, as_it_is, None, coins_of(0, 1))
 
 
 def test_the_ratio_test_of_a_tree_is_refused() -> None:

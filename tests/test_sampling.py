@@ -1,6 +1,7 @@
 """Warping and drawing, against hand-made rows, transformers' warpers and exact laws."""
 
 import math
+from itertools import cycle
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from outrider.eval.decode.sampling import (
     BLOCK,
+    LONG,
     Coins,
     GeneratorCoins,
     draw,
@@ -212,6 +214,65 @@ def test_a_prompts_coins_depend_neither_on_its_neighbours_nor_on_the_padding() -
     for _ in range(3):
         single = alone.draw(rows[:1, :2])
         assert torch.equal(single[0], both.draw(rows)[1, :2])
+
+
+class Given(Random):
+    """Says what it was told to, turn and turn about."""
+
+    def __new__(cls, *numbers: float) -> "Given":
+        return super().__new__(cls)
+
+    def __init__(self, *numbers: float) -> None:
+        super().__init__()
+        self.numbers = cycle(numbers)
+
+    def random(self) -> float:
+        return next(self.numbers)
+
+
+def test_a_single_row_is_cut_into_the_same_slices() -> None:
+    """The host searches it by itself."""
+    row = torch.tensor([[0.125, 0.0, 0.5, 0.375, 0.0]])
+    uniforms = [0.0, 0.1249, 0.125, 0.6249, 0.625, 1 - 2**-53]
+    coins = GeneratorCoins([Given(*uniforms)], 1)
+    assert [coins.pick(row)[0] for _ in uniforms] == [0, 0, 2, 2, 3, 3]
+    assert [int(coins.draw(row[None])) for _ in uniforms] == [0, 0, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
+def test_a_single_row_without_finite_mass_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="positive mass"):
+        GeneratorCoins([Random(0)], 1).pick(torch.tensor([[0.0, bad]]))
+
+
+def test_what_the_host_is_told_is_what_the_device_would_be() -> None:
+    """Tosses are flips; a pick takes one number of each prompt, alone and among others."""
+    rows = torch.rand(3, 1000, generator=seeded())
+    chances = torch.rand(3, 4, dtype=torch.float64, generator=seeded())
+    tossing, flipping, picking = (
+        GeneratorCoins([Random(n) for n in range(3)], 4) for _ in range(3)
+    )
+    for _ in range(5):
+        assert tossing.toss(chances.tolist()) == flipping.flip(chances).tolist()
+    alone = [GeneratorCoins([Random(n)], 4) for n in range(3)]
+    for _ in range(5):
+        told = [one.pick(rows[n : n + 1])[0] for n, one in enumerate(alone)]
+        assert picking.pick(rows) == told
+    uniforms = torch.tensor([[Random(n).random()] for n in range(3)], dtype=torch.float64)
+    first = GeneratorCoins([Random(n) for n in range(3)], 4).pick(rows)
+    assert first == invert(rows[:, None], uniforms)[:, 0].tolist()
+
+
+def test_slices_of_a_large_vocabulary_do_not_depend_on_the_batch() -> None:
+    """Numbers at the very ends of slices, where another order of summing would tell."""
+    rows = torch.rand(2, 3 * LONG, generator=seeded())
+    ends = rows[0].cumsum(0, dtype=torch.float64)
+    marks = (ends / ends[-1])[:: LONG // 8].tolist()
+    alone, both = (GeneratorCoins([Given(*marks) for _ in range(n)], 1) for n in (1, 2))
+    for _ in range(2):
+        assert [alone.pick(rows[:1])[0] for _ in marks] == [both.pick(rows)[0] for _ in marks]
+        told = [int(alone.draw(rows[:1, None])) for _ in marks]
+        assert told == [int(both.draw(rows[:, None])[0]) for _ in marks]
 
 
 def test_more_coins_than_foreseen_are_refused() -> None:

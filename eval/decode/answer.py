@@ -206,7 +206,8 @@ def check(request: Request, positions: int) -> None:
     """Refuse what cannot be decoded.
 
     Raises:
-        RunError: the prompt is empty, or longer than the target's context allows.
+        RunError: the prompt is empty, or longer than the target's context allows; the seed is
+            negative.
     """
     if not request.prompt:
         raise RunError("A prompt is empty.", "Give at least one token, a start token for instance.")
@@ -216,3 +217,5 @@ def check(request: Request, positions: int) -> None:
             f"the target's {positions} positions.",
             "Shorten the prompt, or ask for fewer tokens.",
         )
+    if request.seed < 0:  # Python's generators would take it for its opposite
+        raise RunError(f"seed={request.seed} is negative.", "Give 0 or more.")

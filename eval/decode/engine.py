@@ -119,7 +119,8 @@ class Engine:
             memory: of a dialogue: what it holds of the prompt is not read again. For one request.
 
         Raises:
-            RunError: a prompt is empty, or too long for the target; the target's logits are NaN.
+            RunError: a prompt is empty, or too long for the target; a seed is negative; logits that
+                are read are NaN.
             ValueError: no batch, or a memory for several requests.
         """
         self.rounds = 0

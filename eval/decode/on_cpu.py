@@ -3,8 +3,8 @@
 A GPU verifies all nodes at once, so that the host waits for it once. A CPU makes nobody wait, but
 finds its caches full of the forward before: every operation costs more than its arithmetic there
 (docs/log.md), and so does every row of a large vocabulary. So here a tree is gone down level by
-level, all prompts together, and rows that nobody reaches are neither warped nor drawn from; and how
-far a chain is kept is decided among a few numbers.
+level, all prompts together, and rows that none of them reaches are neither warped nor drawn from;
+and how far a chain is kept is decided among a few numbers.
 
 Shape letters: B prompts, N nodes, V vocabulary.
 """
@@ -35,8 +35,10 @@ def match(
     """`verify.match`: what is drawn behind a node says which child is next, or follows the path.
 
     Raises:
-        ValueError: a row that was reached is NaN or has no mass.
+        ValueError: logits do not have one row per node; a row that was reached is NaN or has no
+            mass.
     """
+    verify.fits(tree, logits=logits)
     ids, parents, depths = (part.tolist() for part in (tree.ids, *family(tree)))
     below = [*map(_children, ids, parents)]
     paths, following = [[0] for _ in ids], [-1] * len(ids)
@@ -79,9 +81,10 @@ def ratio(
         ValueError: as there.
     """
     p_rows = warp(logits)
-    q_rows = p_rows if tree.size == 1 else q_rows  # nothing was drafted, and nobody reads them
+    q_rows = p_rows if tree.size == 1 else q_rows  # nothing was drafted, from no row
     if q_rows is None:
         raise ValueError(verify.NO_ROWS)
+    verify.fit_both(tree, p_rows, q_rows)
     if not tree.straight:
         return read(tree, verify.ratio(tree, p_rows, q_rows, coins), logits.amax(2))
     ids, deepest = tree.ids.tolist(), tree.deepest().tolist()
@@ -107,7 +110,8 @@ def _kept(
     for deep, p, q in zip(deepest, *told, strict=True):
         p, q = p[:deep], q[:deep]
         if not (all(map((0.0).__le__, p)) and all(map((0.0).__lt__, q))):  # nor is NaN
-            verify.ratio(tree, p_rows, q_rows, coins)  # which says what is wrong
+            found = verify.drafted_chances(tree, p_rows, q_rows)
+            verify.refuse(tree, *found, None, verify.CHAINS_ONLY)  # and says what is wrong
         chances.append([1.0, *map(truediv, p, q), *[0.0] * (tree.levels - deep)])
     return [[*heads, False].index(False) - 1 for heads in coins.toss(chances)]
 

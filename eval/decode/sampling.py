@@ -197,13 +197,23 @@ def _in_one(
     return torch.searchsorted(ends, mark, right=True)[..., 0]
 
 
+def _in_rows(rows: Float[Tensor, "B *ones V"], numbers: Sequence[float]) -> list[int]:
+    """`invert` on a CPU, where the host can read: one row per prompt, each by itself.
+
+    However many there are: sums by blocks end slices elsewhere in the last bits, and what a prompt
+    is told must not depend on the batch.
+    """
+    if len(rows) == 1:
+        return [_in_row(rows, *numbers)]
+    return [*map(_in_row, rows, numbers)]
+
+
 def _in_row(row: Float[Tensor, "*ones V"], uniform: float) -> int:
-    """`invert` of one row on a CPU, whose numbers the host can read where they are."""
     ends = row.flatten().cumsum(0, dtype=torch.float64).numpy()
     total = ends.item(-1)
     if not 0 < total < math.inf:
         raise ValueError(MASSLESS)
-    return bisect_right(ends, min(uniform, BELOW_ONE) * total)
+    return bisect_right(ends, uniform * total)  # below the total: at most 1 - 2**-53 of it
 
 
 def _by_blocks(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
@@ -291,9 +301,9 @@ class Coins(Protocol):
 class GeneratorCoins(Coins):
     """The coins of a real run: every flip and draw takes fresh numbers (R6).
 
-    Every prompt has a generator of its own and takes the same count of numbers at every call,
-    however many are asked for: what it is told depends neither on the batch it is in nor on the
-    padding there. Keep the generators for the whole answer.
+    Every prompt has a generator of its own. A flip, draw or toss takes the same count of its
+    numbers however many are asked for, and a pick one: what a prompt is told depends neither on the
+    batch it is in nor on the padding there. Keep the generators for the whole answer.
     """
 
     def __init__(self, generators: Sequence[Random], most: int) -> None:
@@ -311,14 +321,16 @@ class GeneratorCoins(Coins):
         return [[one.random() for _ in range(self.most)][:count] for one in self.generators]
 
     def uniforms(self, count: int, device: torch.device) -> Float[Tensor, "B K"]:
+        """`numbers` on a device, float64."""
         return torch.tensor(self.numbers(count), dtype=torch.float64, device=device)
 
     def flip(self, chances: Float[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
         return self.uniforms(chances.shape[1], chances.device) < chances
 
     def draw(self, rows: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
-        if rows.numel() == rows.shape[2] and rows.device.type == "cpu":
-            return torch.full((1, 1), _in_row(rows, self.numbers(1)[0][0]))
+        if rows.shape[1] == 1 and rows.device.type == "cpu":
+            tokens = _in_rows(rows, [number for (number,) in self.numbers(1)])
+            return torch.tensor(tokens)[:, None] if len(tokens) > 1 else torch.full((1, 1), *tokens)
         return invert(rows, self.uniforms(rows.shape[1], rows.device))
 
     def toss(self, chances: list[list[float]]) -> list[list[bool]]:
@@ -327,7 +339,7 @@ class GeneratorCoins(Coins):
 
     def pick(self, rows: Float[Tensor, "B V"]) -> list[int]:
         numbers = [one.random() for one in self.generators]
-        if len(rows) == 1 and rows.device.type == "cpu":
-            return [_in_row(rows, *numbers)]
+        if rows.device.type == "cpu":
+            return _in_rows(rows, numbers)
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=rows.device)
         return invert(rows, uniforms).tolist()

@@ -223,12 +223,7 @@ def drafted_chances(
     tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"]
 ) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N"]]:
     """What p and q give every drafted token at its parent; 1 for the root and nodes not real."""
-    fits(tree, p_rows=p_rows, q_rows=q_rows)
-    if p_rows.shape[2] != q_rows.shape[2]:
-        raise ValueError(
-            f"p_rows have {p_rows.shape[2]} tokens and q_rows {q_rows.shape[2]}: "
-            "scatter a reduced draft vocabulary to the target's first"
-        )
+    fit_both(tree, p_rows, q_rows)
     if tree.straight:  # a node's row is the one before its own
         drawn = tree.ids[:, 1:, None].long()
         return _along_rows(tree, p_rows, drawn), _along_rows(tree, q_rows, drawn)
@@ -284,6 +279,19 @@ def fits(tree: Tree, **rows: Tensor) -> None:
                 f"{name} has shape {tuple(part.shape)}, and a batch of {len(tree.ids)} trees of "
                 f"{tree.size} nodes needs as many rows"
             )
+
+
+def fit_both(tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"]) -> None:
+    """
+    Raises:
+        ValueError: the rows do not fit the tree, or are not of one vocabulary.
+    """
+    fits(tree, p_rows=p_rows, q_rows=q_rows)
+    if p_rows.shape[2] != q_rows.shape[2]:
+        raise ValueError(
+            f"p_rows have {p_rows.shape[2]} tokens and q_rows {q_rows.shape[2]}: "
+            "scatter a reduced draft vocabulary to the target's first"
+        )
 
 
 def refuse(
