@@ -89,8 +89,14 @@ def _parts(scene: Scene, policy: Policy, sampling: Sampling) -> dict[str, float]
 
 
 def _mean(outputs: Sequence[Output]) -> dict[str, float]:
-    """Tau, and milliseconds per round."""
+    """Tau, and milliseconds per round.
+
+    Raises:
+        RunError: there was none.
+    """
     count = sum(out.rounds for out in outputs)
+    if count == 0:
+        raise RunError("Every answer ended with its first token.", "Use a larger limit or tokens.")
     parts = {p: 1000 * sum(getattr(out.clock, p) for out in outputs) / count for p in PARTS}
     whole = 1000 * sum(out.clock.rounds for out in outputs) / count
     tau = sum(len(out.ids) - 1 for out in outputs) / count

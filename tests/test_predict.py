@@ -120,7 +120,7 @@ def test_an_unfinished_run_is_refused(run: Config, tmp_path: Path) -> None:
 
 def test_the_parts_of_a_round_are_its_whole(run: Config, tmp_path: Path) -> None:
     out = tmp_path / "rounds.json"
-    words = [f"run.dir={run.run.dir}", "limit=1", "tokens=6", "repeats=1", f"out={out}"]
+    words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", f"out={out}"]
     assert bench_decode.rounds(words) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["shape"], row["temperature"]) for row in rows] == [
@@ -130,6 +130,12 @@ def test_the_parts_of_a_round_are_its_whole(run: Config, tmp_path: Path) -> None
         parts = sum(row[part] for part in (*bench_decode.PARTS, "other"))
         assert parts == pytest.approx(row["round"])
         assert 0 < row["overhead"] < 1
+
+
+def test_rounds_that_were_never_made_are_not_measured(run: Config) -> None:
+    """One token is the first, which reading the prompt says."""
+    with pytest.raises(RunError, match="ended with its first token"):
+        bench_decode.rounds([f"run.dir={run.run.dir}", "limit=2", "tokens=1", "repeats=1"])
 
 
 def test_a_batch_says_what_its_prompts_say_alone(run: Config, tmp_path: Path) -> None:
