@@ -330,7 +330,9 @@ class GeneratorCoins(Coins):
     def draw(self, rows: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
         if rows.shape[1] == 1 and rows.device.type == "cpu":
             tokens = _in_rows(rows, [number for (number,) in self.numbers(1)])
-            return torch.tensor(tokens)[:, None] if len(tokens) > 1 else torch.full((1, 1), *tokens)
+            if len(tokens) == 1:
+                return torch.full((1, 1), *tokens)  # a third of a list's time
+            return torch.tensor(tokens)[:, None]
         return invert(rows, self.uniforms(rows.shape[1], rows.device))
 
     def toss(self, chances: list[list[float]]) -> list[list[bool]]:
