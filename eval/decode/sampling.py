@@ -331,7 +331,7 @@ class GeneratorCoins(Coins):
         if rows.shape[1] == 1 and rows.device.type == "cpu":
             tokens = _in_rows(rows, [number for (number,) in self.numbers(1)])
             if len(tokens) == 1:
-                return torch.full((1, 1), *tokens)  # a third of a list's time
+                return torch.full((1, 1), *tokens)  # half of a list's time
             return torch.tensor(tokens)[:, None]
         return invert(rows, self.uniforms(rows.shape[1], rows.device))
 
