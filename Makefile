@@ -24,9 +24,9 @@ train: .venv/.stamp ## train EAGLE-3 on the embedded target and report its speed
 
 # the slow ones without: checks would take three times what some of them compute
 # pytest ends with 5 where ARGS names none of these: wrong only if it names none at all
-test: .venv/.stamp ## all tests; in the fast ones every array's shape and type is checked at run time
+test: .venv/.stamp ## all tests; in the fast ones arrays' shapes and types are checked at run time
 	code=0; \
-	$(PYTEST) -m "not slow" --jaxtyping-packages=outrider,beartype.beartype --until="$(FAST_UNTIL)" $(ARGS) || code=$$?; \
+	$(PYTEST) -m "not slow" --jaxtyping-packages=outrider,tests.first_checks --until="$(FAST_UNTIL)" $(ARGS) || code=$$?; \
 	[ $$code -eq 0 ] || [ $$code -eq 5 ] || exit $$code; \
 	$(PYTEST) -m slow --until="$(SLOW_UNTIL)" $(ARGS) || { last=$$?; [ $$last$$code = 50 ] || exit $$last; }
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.data.chat import Tokenizer
 from outrider.data.generate import Done, Question, Settings
+from outrider.data.spans import Tokenizer
 from outrider.data.traces import Written
 from outrider.models.target import Target
 from outrider.train.errors import ConfigError, RunError

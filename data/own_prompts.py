@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from outrider.data.chat import MARK, Tokenizer, turn_edges
+from outrider.data.chat import turn_edges
 from outrider.data.generate import SHARD, Answering, Question, write_answers
 from outrider.data.overlap import Seen, grams, words
 from outrider.data.sources import Message, Prompt
+from outrider.data.spans import MARK, Tokenizer
 from outrider.data.traces import Store, Written
 from outrider.train.errors import ConfigError, RunError
 

@@ -25,9 +25,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import outrider
-from outrider.data.chat import Tokenizer, prompt_ids
+from outrider.data.chat import prompt_ids
 from outrider.data.prepare import Material
 from outrider.data.sources import Message, Prompt
+from outrider.data.spans import Tokenizer
 from outrider.data.template import change
 from outrider.eval.decode.answer import Output, Stops
 from outrider.eval.decode.choose import policy_of, rule_of, sampling_of, shortfall

@@ -1,4 +1,6 @@
-"""Fixtures that several files share, the order of the files, and what is left out for time."""
+"""Fixtures that several files share, the order of the files, and what is left out for time:
+checks of shapes, and tests.
+"""
 
 import time
 from collections import Counter
@@ -11,11 +13,12 @@ from outrider.models import load
 from outrider.models.load import Loaded
 from outrider.train.compose import compose
 from outrider.train.config import parse
+from tests import shapes
 from tests.runs import QUIET, config
 
 PROOFS = {  # that the decoder is lossless: by enumeration, and by token equality
-    "test_batch", "test_block", "test_engine", "test_lossy", "test_rules", "test_siblings",
-    "test_static", "test_verify",
+    "test_batch", "test_block", "test_engine", "test_lossy", "test_on_cpu", "test_rules",
+    "test_siblings", "test_static", "test_verify",
 }  # fmt: skip
 
 
@@ -38,6 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item.path.stem not in PROOFS, -slow[item.path]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    shapes.check_again()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    shapes.check_again()
 
 
 # ---- a machine that needs longer than tests may take ----

@@ -3,7 +3,7 @@
 A drafter is trained on whole conversations and decodes behind their beginnings. Both are the same
 text only if every beginning renders to a prefix of the whole, in tokens. Templates break that when
 they drop earlier thoughts, put an empty thought in front of an answer that the generation prompt
-lacks, or insert today's date. `data/chat.py` finds the answers all the same; what is supervised
+lacks, or insert today's date. `data/spans.py` finds the answers all the same; what is supervised
 then stands behind other tokens than at decoding, and how often is said here.
 """
 
