@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from outrider.eval.decode.static import StaticTree as StaticTree
     from outrider.eval.decoder import Chat as Chat
     from outrider.eval.decoder import Decoder as Decoder
+    from outrider.eval.decoder import Piece as Piece
     from outrider.eval.decoder import Result as Result
 
-__all__ = ["Chain", "Chat", "Decoder", "DynamicTree", "Result", "StaticTree", "judge"]
+__all__ = ["Chain", "Chat", "Decoder", "DynamicTree", "Piece", "Result", "StaticTree", "judge"]
 PLACES = {
     "Chain": "decode.policy", "DynamicTree": "decode.dynamic", "StaticTree": "decode.static",
     "judge": "decode.rules",

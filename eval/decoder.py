@@ -21,16 +21,17 @@ from typing import Any
 
 from outrider.data.chat import prompt_ids
 from outrider.data.sources import Message
+from outrider.eval.asked import Prompt, Setting, budget_of, check_policy, ids_of, known
 from outrider.eval.decode.answer import Memory, Output, Request, Stops
 from outrider.eval.decode.choose import Tables, policy_of, shortfall
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Policy
-from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import Fitted, Judge
+from outrider.eval.decode.rules import Judge, judge
+from outrider.eval.publish.hub import fetch
 from outrider.eval.ranks import read_tables
 from outrider.launch import start
+from outrider.models import formats
 from outrider.models.base import Drafter
-from outrider.models.formats import native
 from outrider.models.load import load, stop_ids
 from outrider.models.target import Target
 from outrider.train.compose import choices
@@ -38,7 +39,6 @@ from outrider.train.config import Config, TargetConfig, load_run
 from outrider.train.decoding import DecodeConfig, check, shaped
 from outrider.train.errors import ConfigError, RunError
 
-Prompt = Sequence[int] | str | Sequence[Message] | Sequence[str]
 PLAIN = "plain"
 
 
@@ -54,7 +54,8 @@ class Result:
         tau: tokens per forward of the target behind the prompt's; None without a round.
         seconds: of the rounds; the prompt's own time is `prefill_seconds`.
         ended: "budget", "end token" or "stop string"; "" where no token was asked for.
-        lossy: the rule was one that changes what the target says.
+        lossy: the rule was one that changes what the target says; None: nobody knows, for it was no
+            rule of Outrider's.
     """
 
     output_ids: list[int]
@@ -65,7 +66,7 @@ class Result:
     seconds: float
     prefill_seconds: float
     ended: str
-    lossy: bool = False
+    lossy: bool | None = False
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -112,6 +113,7 @@ class Decoder:
             policy: used where a call names none.
             tables: chances of the drafter's ranks, for static trees (eval/ranks.py).
         """
+        self._check(policy)
         self.target, self.tokenizer = target, tokenizer
         self.drafter, self.policy, self.tables = drafter, policy, tables
         self.changed: str | None = None
@@ -143,19 +145,25 @@ class Decoder:
         dtype: str = "auto",
         policy: str | Policy = "chain",
     ) -> "Decoder":
-        """Any causal language model, with a drafter of Outrider's format.
+        """Any causal language model, with a drafter of any format that Outrider reads.
 
         Args:
             target: "tiny", "smollm2", or a folder or hub id.
-            drafter: the folder that holds its config.json; None decodes plainly.
+            drafter: the folder that holds its config.json, or its hub id; None decodes plainly.
             dtype: of the target: auto, float32, bfloat16 or float16.
+
+        Raises:
+            RunError: the drafter is nowhere to be had, or was made for another target.
         """
         known = str(target) in ("tiny", "smollm2")
         names = {"name": str(target)} if known else {"name": "hf", "path": str(target)}
         settings = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
         if drafter is None:
             return cls._loaded(settings, None, policy, None)
-        folder = Path(drafter)
+        folder = fetch(str(drafter))
+        if not (folder / "config.json").is_file() and (folder / "drafter").is_dir():
+            message = f"{folder} is a run, not a drafter."
+            raise RunError(message, f"Give {folder / 'drafter'}, or use Decoder.from_run.")
         tables = read_tables(folder) or read_tables(folder.parent)  # of a run's own drafter/
         return cls._loaded(settings, folder, policy, tables)
 
@@ -171,7 +179,7 @@ class Decoder:
         target, tokenizer, _ = load(settings, start.device())
         if folder is None:
             return cls(target, tokenizer, None, PLAIN, tables)
-        drafter, _ = native.load(folder, target)
+        drafter, _ = formats.load(folder, target)
         decoder = cls(target, tokenizer, drafter, policy, tables)
         decoder.changed = drafter.change(target)
         return decoder
@@ -186,10 +194,11 @@ class Decoder:
                 (plain strings are of user and assistant in turn).
             max_new_tokens: at most so many.
             **how: temperature, top_p, top_k, min_p, repetition_penalty, banned (token ids), seed,
-                stop (strings), policy, rule (of `rules.judge`; None: the usual lossless one).
+                stop (strings), policy, rule (above temperature 0: a name of decoder.md's table, or
+                one of `rules.judge`; None: the usual lossless one).
 
         Raises:
-            RunError: the prompt is empty or too long for the target.
+            RunError: the prompt is none, empty, too long for the target, or not of its tokens.
             ConfigError: there is no such policy, or the checkpoint cannot be drafted with so.
             ValueError, TypeError: a setting out of range, or unknown.
         """
@@ -202,10 +211,11 @@ class Decoder:
 
         The n-th answer is that of `generate` with the seed raised by n.
         """
-        setting = _Setting(**how)
+        setting, budget = Setting(**known(how)), budget_of(max_new_tokens)
+        if isinstance(prompts, str):
+            raise RunError("Several prompts are wanted, and this is one text.", "Give a list.")
         requests = [
-            Request(self.ids(prompt), max_new_tokens, setting.seed + n)
-            for n, prompt in enumerate(prompts)
+            Request(self.ids(prompt), budget, setting.seed + n) for n, prompt in enumerate(prompts)
         ]
         engine = self._engine(setting)
         return [self._result(out, setting) for out in engine.generate_all(requests, batch)]
@@ -214,8 +224,9 @@ class Decoder:
         self, prompt: Prompt, max_new_tokens: int = 256, **how: Any
     ) -> Generator[Piece, None, None]:
         """`generate`, piece by piece: one per round, as it comes."""
-        setting = _Setting(**how)
-        return self._stream(Request(self.ids(prompt), max_new_tokens, setting.seed), setting)
+        setting = Setting(**known(how))
+        request = Request(self.ids(prompt), budget_of(max_new_tokens), setting.seed)
+        return self._stream(request, setting)
 
     def chat(self, **how: Any) -> "Chat":
         """A dialogue whose turns go on where the last one ended, caches and all.
@@ -223,20 +234,16 @@ class Decoder:
         Args:
             **how: as for `generate`, for every turn.
         """
-        return Chat(self, _Setting(**how))
+        return Chat(self, Setting(**known(how)))
 
     def ids(self, prompt: Prompt) -> list[int]:
         """A prompt as tokens."""
-        if isinstance(prompt, str):
-            return [int(token) for token in self.tokenizer(prompt)["input_ids"]]
-        if all(isinstance(part, int) for part in prompt):
-            return [int(part) for part in prompt]  # type: ignore[arg-type]
-        return prompt_ids(self.tokenizer, prompt)  # type: ignore[arg-type]
+        return ids_of(self.tokenizer, prompt)
 
     # ---- inside ----
 
     def _stream(
-        self, request: Request, setting: "_Setting", memories: "Memories | None" = None
+        self, request: Request, setting: Setting, memories: "Memories | None" = None
     ) -> Generator[Piece, None, None]:
         engine, shown = self._engine(setting), ""
         memory = None if memories is None else memories[engine.drafter is not None]
@@ -248,23 +255,21 @@ class Decoder:
             count = len(event.tokens)
             yield Piece(fresh, event.tokens, result.origins[len(result.origins) - count :], result)
 
-    def _engine(self, setting: "_Setting") -> Engine:
+    def _engine(self, setting: Setting) -> Engine:
         sampling = setting.sampling.check(self.target.vocab)
         policy = self._policy(setting)
         stops = Stops(stop_ids(self.tokenizer, self.target), setting.strings, self.text)
         drafter = self.drafter if policy is not None else None
+        rule = _rule(setting, policy)
         return Engine(
-            self.target, drafter, policy, sampling=sampling, stops=stops, rule=setting.rule,
-            timed=False,
-        )  # fmt: skip
+            self.target, drafter, policy, sampling=sampling, stops=stops, rule=rule, timed=False
+        )
 
-    def _policy(self, setting: "_Setting") -> Policy | None:
+    def _policy(self, setting: Setting) -> Policy | None:
         chosen = self.policy if setting.policy is None else setting.policy
         if chosen == PLAIN:
             return None
-        if isinstance(chosen, str) and chosen not in choices("decode"):
-            names = ", ".join((PLAIN, *choices("decode")))
-            raise ConfigError("policy", chosen, "There is no such policy.", f"Use one of: {names}.")
+        self._check(chosen)
         if self.drafter is None:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
         if isinstance(chosen, str):
@@ -273,11 +278,18 @@ class Decoder:
             warnings.warn(short, stacklevel=6)
         return chosen
 
+    @staticmethod
+    def _check(policy: str | Policy) -> None:
+        check_policy(policy)
+        if isinstance(policy, str) and policy not in (PLAIN, *choices("decode")):
+            names = ", ".join((PLAIN, *choices("decode")))
+            raise ConfigError("policy", policy, "There is no such policy.", f"Use one of: {names}.")
+
     def text(self, ids: list[int]) -> str:
         """Tokens as text, without special ones."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _result(self, out: Output, setting: "_Setting") -> Result:
+    def _result(self, out: Output, setting: Setting) -> Result:
         text = self.text(out.ids[:-1] if out.ended == "end token" else out.ids)
         ends = [at for stop in setting.strings if (at := text.find(stop)) >= 0]
         return Result(
@@ -289,7 +301,7 @@ class Decoder:
             out.clock.rounds,
             out.clock.prefill,
             out.ended,
-            setting.lossy and (setting.policy or self.policy) != PLAIN,
+            setting.lossy if (setting.policy or self.policy) != PLAIN else False,
         )
 
 
@@ -303,7 +315,7 @@ class Chat:
         messages: so far; a system message may be put in front before the first turn.
     """
 
-    def __init__(self, decoder: Decoder, setting: "_Setting") -> None:
+    def __init__(self, decoder: Decoder, setting: Setting) -> None:
         self.decoder, self.setting = decoder, setting
         self.messages: list[Message] = []
         self._memories: Memories = {True: Memory(), False: Memory()}
@@ -324,14 +336,14 @@ class Chat:
         An answer that is not heard to its end is kept as far as it came; a message without any
         answer (it does not fit the target, say) is taken back.
         """
-        setting = replace(self.setting, **how)
+        setting = replace(self.setting, **known(how))
         asked = [*self.messages, Message(role="user", content=text)]
         ids = prompt_ids(self.decoder.tokenizer, asked)
-        request = Request(ids, max_new_tokens, setting.seed + len(asked))
+        request = Request(ids, budget_of(max_new_tokens), setting.seed + len(asked))
         said: str | None = None
         try:
             for piece in self.decoder._stream(request, setting, self._memories):
-                said = piece.result.text
+                said = piece.result.text if piece.result.output_ids else None
                 yield piece
         finally:
             if said is not None:
@@ -339,40 +351,11 @@ class Chat:
                 self.messages.append(Message(role="assistant", content=said))
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """How one call decodes."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    banned: Sequence[int] = ()
-    stop: str | Sequence[str] = ()
-    seed: int = 0
-    policy: str | Policy | None = None
-    rule: Judge | None = None
-
-    @property
-    def lossy(self) -> bool:
-        return self.temperature > 0 and isinstance(self.rule, Fitted) and self.rule.lossy
-
-    @property
-    def strings(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(
-            float(self.temperature),
-            float(self.top_p),
-            self.top_k,
-            float(self.min_p),
-            float(self.repetition_penalty),
-            tuple(self.banned),
-        )
+def _rule(setting: Setting, policy: Policy | None) -> Judge | None:
+    """The rule that was asked for, made for such guesses; greedily, and without any, none."""
+    if policy is None or setting.sampling.greedy or not isinstance(setting.rule, str):
+        return None if isinstance(setting.rule, str) else setting.rule
+    return judge(setting.rule, policy.draft)
 
 
 @lru_cache(maxsize=64)

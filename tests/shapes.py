@@ -8,7 +8,8 @@ work goes on, is switched off.
 The import hook takes a checker by name: `--jaxtyping-packages=outrider,tests.first_checks`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -27,6 +28,14 @@ def check_again() -> None:
     """Begin anew, for a test or one of its fixtures."""
     _calls.clear()
     _calls[None] = 0
+    config.update("jaxtyping_disable", False)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """For what a user may hand over although its type forbids it."""
+    config.update("jaxtyping_disable", True)
+    yield
     config.update("jaxtyping_disable", False)
 
 

@@ -380,6 +380,60 @@ def test_logits_that_are_no_numbers_end_the_run(
     assert target.calls == -1  # at once
 
 
+def going_wrong(value: float, behind: int, node: int | None) -> Row:
+    """`choir`, and behind texts of so many tokens `value`, everywhere or for one token."""
+    good = choir("llama")
+
+    def row(said: tuple[int, ...]) -> Tensor:
+        logits = good(said).clone()
+        if len(said) > behind:
+            logits[slice(None) if node is None else node] = value
+        return logits
+
+    return row
+
+
+BAD = pytest.mark.parametrize("value", [float("nan"), float("inf")])
+NODE = pytest.mark.parametrize("node", [None, 7], ids=["all", "one"])
+
+
+@BAD
+@NODE
+@pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "warm"])
+def test_a_drafter_without_numbers_is_refused(
+    value: float, node: int | None, policy: Policy, sampling: Sampling
+) -> None:
+    drafter = Told(going_wrong(value, 0, node), tiny.VOCAB)
+    decoder = Engine(tiny.target("llama"), drafter, policy, sampling=sampling)
+    with pytest.raises(RunError, match="drafter's logits are not finite"):
+        decoder.generate_all(requests(), 3)
+
+
+@BAD
+@NODE
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
+def test_a_drafter_that_goes_wrong_later_changes_no_word(
+    value: float, node: int | None, policy: Policy, batch: int
+) -> None:
+    """Its guesses are bad ones: a node whose score is no number must not push out the root."""
+    drafter = Told(going_wrong(value, 4, node), tiny.VOCAB)
+    asked = [Request([9, 4], 14, 1), Request([5], 14, 2), Request([8, 2, 7], 14, 3)]
+    outs = Engine(tiny.target("llama"), drafter, policy).generate_all(asked, batch)
+    of = tiny.target("llama")
+    assert words(outs) == [tiny.plain(of, one.prompt, one.budget) for one in asked]
+
+
+@BAD
+@pytest.mark.parametrize("name", ["drawn", "independent"])
+def test_nothing_is_drawn_from_what_is_no_number(value: float, name: str) -> None:
+    drafter = Told(going_wrong(value, 4, 7), tiny.VOCAB)
+    decoder = Engine(tiny.target("llama"), drafter, DRAWING[name], sampling=Sampling(1.0))
+    with pytest.raises(RunError, match=r"could not be drafted: (?s:.*)NaN"):
+        decoder.generate_all([Request([9, 4], 14, 1)], 1)
+
+
 # ---- the control ---------------------------------------------------------------------------------
 
 

@@ -9,24 +9,29 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from outrider.data.chat import prompt_ids
 from outrider.data.sources import Message
+from outrider.eval.asked import Prompt
 from outrider.eval.decode.answer import Memory, Request, Stops
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import judge
+from outrider.eval.decode.rules import DRAWN, judge
+from outrider.eval.decode.shapes import parse
+from outrider.eval.decode.static import StaticTree
 from outrider.eval.decoder import PLAIN as ALONE
-from outrider.eval.decoder import Decoder, Piece, Prompt
+from outrider.eval.decoder import Decoder, Piece
 from outrider.models.load import stop_ids
 from outrider.models.target import Seen, Target
 from outrider.train.errors import ConfigError, RunError
 from tests.families import small_model
+from tests.shapes import unchecked
 from tests.test_chat import PLAIN, dialogue, octets
 from tests.tiny import Text, Told
 
@@ -35,6 +40,7 @@ TOLD = dialogue(QUESTION)
 BUDGET = 24
 POSITIONS = 512
 CHAIN, TREE = Chain(5), DynamicTree(depth=4, width=3, budget=9)
+SAMPLED = StaticTree(parse([(0,), (1,), (0, 0)]), DRAWN)
 POLICIES = pytest.mark.parametrize("policy", [ALONE, CHAIN, TREE], ids=["plain", "chain", "tree"])
 HEATS = pytest.mark.parametrize("heat", [0.0, 0.8], ids=["greedy", "sampled"])
 # earlier answers are rendered without their last two characters: the history is never what was said
@@ -438,6 +444,12 @@ def test_ctrl_c_while_the_drafter_absorbs_leaves_a_memory_that_is_right(
     assert said.ids == Engine(target(), None, None).generate(longer, 8).ids
 
 
+def test_a_message_without_an_answer_is_taken_back() -> None:
+    talk = decoder().chat()
+    assert talk.say(QUESTION, 0).output_ids == []
+    assert talk.messages == []
+
+
 def test_a_message_that_does_not_fit_is_taken_back() -> None:
     chat = decoder().chat()
     chat.say("why?", 8)
@@ -458,6 +470,48 @@ def test_a_message_that_does_not_fit_is_taken_back() -> None:
 def test_an_empty_prompt_is_refused(prompt: str | list[int]) -> None:
     with pytest.raises(RunError, match="A prompt is empty"):
         decoder().generate(prompt)
+
+
+IDS = [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        tuple(IDS), torch.tensor(IDS), torch.tensor([IDS]), np.array(IDS), np.array([IDS]),
+        list(np.array(IDS)), list(torch.tensor(IDS)),
+    ],
+)  # fmt: skip
+def test_tokens_may_come_as_an_array(prompt: Any) -> None:
+    assert decoder().ids(prompt) == IDS
+    assert all(type(token) is int for token in decoder().ids(prompt))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (None, "None is no prompt"),
+        (5, "5 is no prompt"),
+        ({"role": "user", "content": "a"}, "is no prompt"),
+        ([1, "a"], "'a' is no part of a prompt"),
+        ([1.5, 2], "1.5 is no part of a prompt"),
+        (["why?", {"role": "user", "content": "a"}], "'why[?]' is no part"),
+        ([{"role": "user"}], "{'role': 'user'} is no part"),
+        (torch.tensor([IDS, IDS]), "is no part of a prompt that holds 2"),
+        ([5, 10**6], "token 1000000, and the target's are 0 to"),
+        ([-1], "token -1, and the target's are 0 to"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompt: Any, said: str) -> None:
+    with unchecked(), pytest.raises(RunError, match=said):
+        decoder().generate(prompt, 4)
+    with unchecked(), pytest.raises(RunError, match=said):
+        decoder().generate_batch([QUESTION, prompt], 4)
+
+
+def test_several_prompts_are_a_list() -> None:
+    with pytest.raises(RunError, match="one text"):
+        decoder().generate_batch("Once", 4)
 
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:
@@ -489,7 +543,18 @@ def test_a_searched_tree_without_chances_is_refused() -> None:
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [
-        ({"heat": 1.0}, TypeError, "heat"),
+        ({"heat": 1.0}, TypeError, "no setting 'heat'"),
+        ({"temprature": 1.0}, TypeError, "did you mean temperature"),
+        ({"temperature": "1"}, TypeError, "temperature='1': must be a number"),
+        ({"top_p": None}, TypeError, "top_p=None: must be a number"),
+        ({"top_k": 2.5}, TypeError, "top_k=2.5: must be a whole number"),
+        ({"seed": None}, TypeError, "seed=None: must be a whole number"),
+        ({"policy": 5}, TypeError, "policy=5: must be a name, or a policy"),
+        ({"policy": Chain}, TypeError, "must be a name, or a policy"),
+        ({"rule": "nonsense"}, ValueError, "rule='nonsense': there is none, but match, ratio"),
+        ({"rule": 5}, TypeError, "rule=5: must be a rule's name"),
+        ({"rule": "ratio", "policy": TREE, "temperature": 1.0}, ValueError, "biased for 'best'"),
+        ({"rule": "ratio", "policy": SAMPLED, "temperature": 1.0}, ValueError, "chains only"),
         ({"temperature": -1.0, "policy": "chain"}, ValueError, "temperature"),
         ({"top_p": 0.0}, ValueError, "top_p"),
         ({"stop": [""]}, ValueError, "empty stop string"),
@@ -497,17 +562,30 @@ def test_a_searched_tree_without_chances_is_refused() -> None:
         ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty"),
     ],
 )
-def test_settings_out_of_range_are_refused(
+def test_settings_that_make_no_sense_are_refused(
     how: dict[str, Any], kind: type[Exception], said: str
 ) -> None:
-    with pytest.raises(kind, match=said):
+    with unchecked(), pytest.raises(kind, match=said):
         decoder().generate("a", 4, **how)
-    with pytest.raises(kind, match=said):
+    with unchecked(), pytest.raises(kind, match=said):
         list(decoder().stream("a", 4, **how))
-    with pytest.raises(kind, match=said):
+    with unchecked(), pytest.raises(kind, match=said):
         decoder().generate_batch(["a"], 4, **how)
-    with pytest.raises(kind, match=said):
+    with unchecked(), pytest.raises(kind, match=said):
         decoder().chat(**how).say("a", 4)
+
+
+@pytest.mark.parametrize(("count", "kind"), [(-1, ValueError), (3.5, TypeError), ("8", TypeError)])
+def test_a_budget_that_is_no_count_is_refused(count: Any, kind: type[Exception]) -> None:
+    asked = decoder()
+    for ask in (asked.generate, asked.chat().say, lambda q, n: asked.generate_batch([q], n)):
+        with unchecked(), pytest.raises(kind, match="max_new_tokens"):
+            ask("a", count)
+
+
+def test_a_decoder_whose_policy_is_none_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="no such policy"):
+        Decoder(target(), octets(PLAIN), None, "xx")
 
 
 def test_drafts_that_end_where_the_drafter_does_are_pointed_out() -> None:
@@ -553,9 +631,32 @@ def test_a_rule_made_for_other_drafts_is_refused() -> None:
     assert greedy.output_ids == decoder().generate(QUESTION, 4).output_ids  # it has no say
 
 
+@pytest.mark.parametrize("policy", [CHAIN, SAMPLED], ids=["chain", "tree"])
+def test_a_rule_goes_by_its_name(policy: Policy) -> None:
+    how: dict[str, Any] = {"policy": policy, "temperature": 1.0, "seed": 5}
+    made = decoder().generate(QUESTION, BUDGET, rule=judge("sampled", "drawn"), **how)
+    named = decoder().generate(QUESTION, BUDGET, rule="sampled", **how)
+    usual = decoder().generate(QUESTION, BUDGET, **how)
+    assert named.output_ids == made.output_ids != usual.output_ids
+    plain = decoder().generate(QUESTION, 4, rule="sampled", policy=ALONE, temperature=1.0)
+    assert (
+        plain.output_ids
+        == decoder().generate(QUESTION, 4, policy=ALONE, temperature=1.0).output_ids
+    )
+
+
+def test_nobody_knows_what_a_rule_of_ones_own_does() -> None:
+    own = judge("lossy_typical", "drawn").verify
+    asked = decoder().generate(QUESTION, 4, temperature=1.0, rule=own, policy=Chain(2))
+    assert asked.lossy is None
+    assert decoder().generate(QUESTION, 4, rule=own, policy=Chain(2)).lossy is False
+
+
 def test_a_lossy_answer_says_so() -> None:
     typical = {"rule": judge("lossy_typical", "drawn"), "policy": Chain(2)}
     assert decoder().generate(QUESTION, 4, temperature=1.0, **typical).lossy
+    named = {**typical, "rule": "lossy_typical"}
+    assert decoder().generate(QUESTION, 4, temperature=1.0, **named).lossy
     assert not decoder().generate(QUESTION, 4, **typical).lossy  # greedily the rule has no say
     assert (
         not decoder().generate(QUESTION, 4, temperature=1.0, **{**typical, "policy": ALONE}).lossy

@@ -187,6 +187,12 @@ def test_ties_prefer_the_lower_index() -> None:
     assert kept_of([-1.0] * 50, 7) == [0, 1, 2, 3, 4, 5, 6]
 
 
+def test_what_is_no_number_is_chosen_last() -> None:
+    nan, never = float("nan"), float("-inf")
+    assert kept_of([0.0, nan, -2.0, nan, -9.0, never], 3) == [0, 2, 4]
+    assert kept_of([0.0, nan, -2.0, nan, -9.0, never], 5) == [0, 1, 2, 3, 4]
+
+
 def test_impossible_candidates_still_form_a_tree() -> None:
     """Minus infinity ties with itself."""
     infinite = float("-inf")

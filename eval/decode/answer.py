@@ -202,15 +202,20 @@ class Memory:
         self.text, self.latest = text, (len(text) - 1, state)
 
 
-def check(request: Request, positions: int) -> None:
-    """Refuse what cannot be decoded.
+def check(request: Request, positions: int, vocab: int) -> None:
+    """Refuse what a target of so many positions and tokens cannot decode.
 
     Raises:
-        RunError: the prompt is empty, or longer than the target's context allows; the seed is
-            negative.
+        RunError: the prompt is empty, longer than the target's context allows, or holds what is
+            none of its tokens; the seed is negative.
     """
     if not request.prompt:
         raise RunError("A prompt is empty.", "Give at least one token, a start token for instance.")
+    least, most = min(request.prompt), max(request.prompt)
+    if least < 0 or most >= vocab:
+        wrong = least if least < 0 else most
+        message = f"A prompt holds token {wrong}, and the target's are 0 to {vocab - 1}."
+        raise RunError(message, "Was it tokenised for another model?")
     if len(request.prompt) + request.budget > positions:
         raise RunError(
             f"A prompt of {len(request.prompt)} tokens and {request.budget} new ones do not fit "

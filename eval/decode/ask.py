@@ -15,6 +15,10 @@ from torch import Tensor
 from outrider.eval.decode.clock import Clock, Stopwatch
 from outrider.eval.decode.processors import History, Sampling
 from outrider.models.base import Drafter, State
+from outrider.train.errors import RunError
+
+NOT_FINITE = "The drafter's logits are not finite (NaN or infinite)."
+HINT = "Has its training diverged, is its precision wide enough, do its files belong together?"
 
 
 class Ask:
@@ -33,16 +37,19 @@ class Ask:
         history: History | None,
         watch: Stopwatch,
         clock: Clock,
+        fresh: bool = False,
     ) -> None:
         """
         Args:
             states: what the drafter has absorbed, one per prompt.
             history: the texts so far; needed where `sampling` has penalties or bans.
+            fresh: an answer begins: look whether the drafter's logits are numbers. Later ones that
+                are not make bad guesses, which the target refuses; to draw from them is refused.
         """
         self.drafter, self.states = drafter, list(states)
         self.vocab, self.reach = drafter.vocab, drafter.reach
         self.sampling, self.history = sampling, history
-        self.watch, self.clock = watch, clock
+        self.watch, self.clock, self.fresh = watch, clock, fresh
         self._paths: Int[Tensor, "B N P"] | None = None
 
     def step(
@@ -53,10 +60,15 @@ class Ask:
         Args:
             ids: tokens of that level; at depth 1 the roots.
             parents: for each of them, its place in the step before (ignored at depth 1).
+
+        Raises:
+            RunError: an answer begins with logits that are NaN or infinite.
         """
         self.watch.lap()
         logits, self.states = self.drafter.step_all(self.states, depth, ids, parents)
         self.clock.draft += self.watch.lap()
+        if self.fresh and depth == 1 and not bool(logits.amax().isfinite()):
+            raise RunError(NOT_FINITE, HINT)
         if self.sampling.plain or self.history is None:
             return logits
         self._paths = _longer(self._paths, ids, parents)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from outrider.eval.decode import layout
 from outrider.eval.decode.answer import Live, Memory, Output, Request, Stops, check
+from outrider.eval.decode.ask import HINT as BROKEN
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
 from outrider.eval.decode.news import News, decided, read
@@ -119,8 +120,8 @@ class Engine:
             memory: of a dialogue: what it holds of the prompt is not read again. For one request.
 
         Raises:
-            RunError: a prompt is empty, or too long for the target; a seed is negative; logits that
-                are read are NaN.
+            RunError: a prompt is empty, or too long for the target; a seed is negative; logits of
+                the target, or those of the drafter that are drawn from or begin an answer, are NaN.
             ValueError: no batch, or a memory for several requests.
         """
         self.rounds = 0
@@ -157,7 +158,7 @@ class Engine:
             raise ValueError(f"a dialogue's memory is of one prompt, and {len(requests)} are asked")
         positions = self.target.shape().max_positions
         for request in requests:
-            check(request, positions)
+            check(request, positions, self.target.vocab)
         nodes = self.policy.nodes if self.policy is not None else 0
         slots = min(batch, max(1, len(requests)))
         rows = nodes + 1 + max((len(r.prompt) + max(0, r.budget) for r in requests), default=1)
@@ -284,8 +285,12 @@ class Engine:
         if max(rooms) < 1:
             return Draft(Tree.chain(roots[:, None]), None)
         states = [one.state for one in live]
-        ask = Ask(self.drafter, states, self.sampling, self.history, self.watch, clock)
-        return self.policy.propose(ask, roots, rooms, self.sampling, coins)
+        fresh = not all(one.out.accepted for one in live)
+        ask = Ask(self.drafter, states, self.sampling, self.history, self.watch, clock, fresh)
+        try:
+            return self.policy.propose(ask, roots, rooms, self.sampling, coins)
+        except ValueError as error:
+            raise RunError(f"A round could not be drafted: {error}", BROKEN) from error
 
     def _coins(self, live: list[Live]) -> GeneratorCoins:
         """Random numbers for drafting, or for verifying: a stream of its own for every prompt.
@@ -390,3 +395,5 @@ def _check_fit(rule: Judge, policy: Policy) -> None:
             f"rule {rule.name!r} was made for {rule.draft!r} drafts, and the policy's are "
             f"{policy.draft!r}: it would be biased"
         )
+    if isinstance(rule, Fitted) and rule.chains_only and policy.branches:
+        raise ValueError(f"rule {rule.name!r} verifies chains only, and the policy grows trees")

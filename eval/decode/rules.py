@@ -64,6 +64,10 @@ class Fitted:
         return RULES[self.name].lossy
 
     @property
+    def chains_only(self) -> bool:
+        return RULES[self.name].chains_only
+
+    @property
     def on_cpu(self) -> cpu.OnCpu | None:
         return RULES[self.name].on_cpu
 

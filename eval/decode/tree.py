@@ -31,6 +31,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+NEVER = float("-inf")
+
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -168,8 +170,9 @@ def check_connected(parents: list[int], depths: list[int]) -> None:
 def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
     """EAGLE-2's choice: the `budget` most probable candidates, which always form a tree.
 
-    Equal scores prefer the lower index. Where candidates are stored level by level, and a child
-    never scores above its parent, its parent is therefore always chosen before it.
+    Equal scores prefer the lower index, and what is NaN comes last, with what is -inf. Where
+    candidates are stored level by level, and a child never scores above its parent, its parent is
+    therefore always chosen before it.
 
     Args:
         scores: cumulative log-probability of each candidate, float32 or wider: nats, <= 0.
@@ -185,5 +188,6 @@ def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
         raise ValueError(f"budget={budget}: a tree keeps at least one candidate")
     if scores.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"scores are {scores.dtype}: sum log-probabilities in float32")
+    scores = scores.nan_to_num(NEVER, neginf=NEVER)  # as it is, NaN would come first
     best_first = scores.sort(dim=-1, descending=True, stable=True).indices
     return best_first[:, :budget].sort(dim=-1).values

@@ -1,0 +1,57 @@
+"""The checks of shapes that `make test` runs with: they find a mistake, and they end."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from jaxtyping import Float, TypeCheckError, config, jaxtyped
+from torch import Tensor
+
+from tests import shapes
+
+Twice = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture
+def twice() -> Iterator[Twice]:
+    def doubled(x: Float[Tensor, "A B"]) -> Float[Tensor, "A B"]:
+        return torch.cat([x, x]) if len(x) == 2 else 2 * x
+
+    yield jaxtyped(doubled, typechecker=shapes.first_checks)
+    shapes.check_again()
+
+
+def test_what_comes_in_and_what_goes_out_is_checked(twice: Twice) -> None:
+    twice(torch.ones(3, 3))
+    with pytest.raises(TypeCheckError, match="parameters"):
+        twice(torch.ones(3))
+    with pytest.raises(TypeCheckError, match="return value"):
+        twice(torch.ones(2, 3))
+
+
+def test_every_function_has_its_own_first_calls(twice: Twice) -> None:
+    def same(x: Tensor) -> Tensor:
+        return x
+
+    other = jaxtyped(same, typechecker=shapes.first_checks)
+    for _ in range(10 * shapes.EACH):
+        other(torch.ones(1))
+    with pytest.raises(TypeCheckError):
+        twice(torch.ones(2, 3))
+
+
+def test_checks_end_and_begin_anew(twice: Twice) -> None:
+    for _ in range(shapes.EACH):
+        twice(torch.ones(3, 3))
+    twice(torch.ones(2, 3))
+    shapes.check_again()
+    with pytest.raises(TypeCheckError):
+        twice(torch.ones(2, 3))
+
+
+def test_behind_many_calls_nothing_is_left_of_them(twice: Twice) -> None:
+    for _ in range(shapes.CALLS):
+        twice(torch.ones(1, 1))
+    assert config.jaxtyping_disable
+    shapes.check_again()
+    assert not config.jaxtyping_disable
