@@ -25,6 +25,7 @@ from outrider.eval.timing import Parts, Shape
 from outrider.models.base import Drafter
 from outrider.models.target import Target
 
+FIXED = 5e-5
 PROBE = 8  # rows that a drafter has read when its next forwards are watched
 
 
@@ -42,7 +43,7 @@ class Machine:
     name: str
     bandwidth: float
     flops: float
-    fixed: float = 5e-5
+    fixed: float = FIXED
     memory: float = math.inf
 
 
@@ -131,6 +132,26 @@ def forward_seconds(
         return 0.0
     load, rates = model.load, (machine.bandwidth, machine.flops)
     return load.seconds(batch, tokens, context, *rates) + machine.fixed
+
+
+def no_room(
+    machine: Machine, target: ModelSize, drafter: Sequence[ModelSize], batch: int, context: int
+) -> str:
+    """A sentence where weights and caches are more than the machine's memory; "" where they fit.
+
+    Args:
+        drafter: its forwards; the largest one stands for its weights.
+    """
+    held = sum(
+        model.weights + batch * context * model.kv
+        for model in (target, max(drafter, key=lambda one: one.weights))
+    )
+    if held <= machine.memory:
+        return ""
+    return (
+        f"Batch {batch} with {context} tokens each does not fit: weights and caches are "
+        f"{held / 1e9:.3g} GB, and {machine.name} has {machine.memory / 1e9:g} GB."
+    )
 
 
 # ---- the real drafter ----

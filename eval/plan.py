@@ -17,29 +17,24 @@ Source: acceptance by rank and depth, Chen et al. 2024, "Sequoia", section 3, ar
 choice over measured times, its hardware-aware section.
 """
 
-import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from outrider.eval.decode import shapes
 from outrider.eval.decode.shapes import Paths
-from outrider.eval.machines import Foreseen, Machine, ModelSize
+from outrider.eval.machines import Foreseen, Machine, ModelSize, no_room
 from outrider.eval.theory import walltime_from_times
 from outrider.eval.timing import PLAIN, Parts, Shape
-from outrider.train.files import write, write_json
 
 FORMAT = "outrider-plan-1"
 ASSUMPTIONS = (
     "A tree is static: the likeliest `nodes` nodes of at most `width` children each, as the table "
-    "of ranks has them (decode=tree).",
+    "of ranks has them (decode=static_tree).",
     "The drafter guesses as it does on the text that the target wrote to these prompts; penalties "
     "and bans, where there are any, are not applied to its guesses.",
     "Guesses are the drafter's favourites, verified by `match` above temperature 0 "
@@ -124,13 +119,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows, and what they rest on."""
+    """All rows, and what they rest on.
+
+    Attributes:
+        warnings: what is foreseen although it cannot be.
+    """
 
     rows: list[Row]
     table: list[list[float]]
     name: str
     assumptions: tuple[str, ...]
     times: dict[str, Any]
+    warnings: tuple[str, ...] = ()
 
     @property
     def recommended(self) -> list[Row]:
@@ -142,6 +142,7 @@ class Plan:
             "format": FORMAT,
             "machine": self.name,
             "assumptions": list(self.assumptions),
+            "warnings": list(self.warnings),
             "table": self.table,
             "times": self.times,
             "recommended": [_fields(row) for row in self.recommended],
@@ -179,7 +180,10 @@ def predicted(
         drafter: what its forwards read, as `machines.drafter_sizes` gives it.
         budget: cached tokens that the drafter reads at most; None: all.
     """
-    return make_plan(table, tau, Foreseen(machine, target, tuple(drafter), budget), grid)
+    plan = make_plan(table, tau, Foreseen(machine, target, tuple(drafter), budget), grid)
+    longest, batches = max(grid.contexts), sorted(set(grid.batches))
+    wrong = [no_room(machine, target, drafter, batch, longest) for batch in batches]
+    return replace(plan, warnings=tuple(filter(None, wrong))[:1])  # larger ones fit even less
 
 
 def surface(table: Float[Tensor, "D K"], tau: Tau, clock: Clock, grid: Grid) -> list[Row]:
@@ -234,88 +238,5 @@ def recommended(rows: Sequence[Row]) -> list[Row]:
     return list(best.values())
 
 
-# ---- showing ----
-
-
-def print_plan(console: Console, plan: Plan) -> None:
-    """The best of each setting, the best chain and the best tree there, and the assumptions."""
-    title = f"plan: {plan.name}"
-    table = Table("batch", "context", "", "draft", "tau", title=title, title_justify="left")
-    for name in ("draft ms", "verify ms", "ms/round", "ms/plain", "speedup", "tokens/s"):
-        table.add_column(name, justify="right")
-    for best in plan.recommended:
-        here = [row for row in plan.rows if row[:2] == best[:2]]
-        table.add_row(*_cells(best, "best"), style="bold")
-        for name, trees in (("chain", False), ("tree", True)):
-            rows = [row for row in here if row.depth and (row.width > 1) == trees]
-            if rows and (other := max(rows, key=lambda row: row.speedup)) != best:
-                table.add_row(*_cells(other, name))
-        table.add_section()
-    console.print(table)
-    for sentence in plan.assumptions:
-        console.print(f"- {sentence}", style="dim", highlight=False)
-
-
-def _cells(row: Row, name: str) -> list[str]:
-    times = (row.draft_ms, row.verify_ms, row.round_ms, row.plain_ms)
-    return [
-        str(row.batch), str(row.context), name, row.shape, f"{row.tau:.2f}",
-        *(f"{ms:.3g}" for ms in times), f"{row.speedup:.2f}x", f"{row.tokens_per_second:.4g}",
-    ]  # fmt: skip
-
-
 def _fields(row: Row) -> dict[str, Any]:
     return {**row._asdict(), "shape": row.shape, "tokens_per_second": row.tokens_per_second}
-
-
-def write_plan(
-    folder: Path, plan: Plan, out: str = "plan", checks: Sequence[dict[str, Any]] = ()
-) -> None:
-    """`<out>.png`, then `<out>.json`: where the json is, the picture is too.
-
-    Args:
-        checks: what decoding made of some rows.
-
-    Raises:
-        RunError: the disk is full or the folder cannot be written.
-    """
-    write(folder / f"{out}.png", picture(plan))
-    write_json(folder / f"{out}.json", {**plan.fields(), "checks": list(checks)})
-
-
-def picture(plan: Plan) -> bytes:
-    """A png: speedup over nodes in the first setting, and the best speedup over batches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(f"speedup: {plan.name}", fontsize=9)
-    left, right = figure.subplots(1, 2)
-    first = [row for row in plan.rows if row[:2] == plan.rows[0][:2] and row.depth]
-    for width in sorted({row.width for row in first}):
-        curve = _upper(first, width)
-        name = "chain" if width == 1 else f"{width} children"
-        left.plot(list(curve), list(curve.values()), marker="o", ms=3, label=name)
-    batch, context = plan.rows[0][:2]
-    left.set(title=f"batch {batch}, context {context}", xlabel="drafted nodes", ylabel="speedup")
-    for context in sorted({row.context for row in plan.rows}):
-        best = [row for row in plan.recommended if row.context == context]
-        points = [row.batch for row in best], [row.speedup for row in best]
-        right.plot(*points, marker="o", ms=3, label=f"context {context}")
-    right.set(title="best draft", xlabel="batch")
-    right.set_xscale("log", base=2)
-    for axes in (left, right):
-        axes.axhline(1.0, color="tab:gray", lw=0.8)
-        axes.legend(fontsize=8)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
-
-
-def _upper(rows: Sequence[Row], width: int) -> dict[int, float]:
-    """Nodes -> the best speedup of any depth with this width."""
-    curve: dict[int, float] = {}
-    for row in sorted((row for row in rows if row.width == width), key=lambda row: row.nodes):
-        curve[row.nodes] = max(row.speedup, curve.get(row.nodes, 0.0))
-    return curve

@@ -28,7 +28,7 @@ from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Policy
 from outrider.eval.decode.shapes import Paths
 from outrider.eval.forwards import measure
-from outrider.eval.machines import MACHINES, Machine, ModelSize, drafter_sizes
+from outrider.eval.machines import FIXED, MACHINES, Machine, ModelSize, drafter_sizes
 from outrider.eval.plan import (
     Grid,
     Key,
@@ -37,9 +37,8 @@ from outrider.eval.plan import (
     drafts,
     make_plan,
     predicted,
-    print_plan,
-    write_plan,
 )
+from outrider.eval.planned import print_plan, write_plan
 from outrider.eval.ranks import rank_table
 from outrider.eval.run import told
 from outrider.eval.suite import suite_of
@@ -56,6 +55,10 @@ from outrider.train.planning import PlanConfig
 
 CLOSE = 0.10  # how near a prediction should be
 RANKS = 10
+OTHER = (
+    "Acceptance is that of this checkpoint with its own target; models of the sizes given, trained "
+    "like these, may do better or worse."
+)
 FULL = 3  # prompts per place of a batch
 
 T = TypeVar("T")
@@ -128,6 +131,9 @@ class Study:
     def __init__(
         self, config: Config, wanted: PlanConfig, loaded: Loaded, drafter: Drafter
     ) -> None:
+        for name in ("depths", "batches", "contexts"):
+            if not getattr(wanted, name):
+                raise ConfigError(f"plan.{name}", [], "It names nothing to try.", "Give some.")
         self.config, self.wanted, self.drafter = config, wanted, drafter
         self.target, self.tokenizer = loaded.target, loaded.tokenizer
         self.machine = _machine(wanted)
@@ -161,8 +167,10 @@ class Study:
     def foresee(self, machine: Machine) -> Plan:
         """The surface of another machine."""
         grid = self._grid()
-        found = _sizes(self.wanted) or self._own_sizes(max(grid.depths))
-        return predicted(self.table, self.tau, machine, *found, grid, self.wanted.budget)
+        other = _sizes(self.wanted)
+        found = other or self._own_sizes(max(grid.depths))
+        made = predicted(self.table, self.tau, machine, *found, grid, self.wanted.budget)
+        return replace(made, assumptions=(OTHER, *made.assumptions)) if other else made
 
     def plan(self, console: Console) -> tuple[Plan, list[Check]]:
         """The surface of this machine, and some of it held against decoding."""
@@ -269,7 +277,12 @@ class Study:
 def _machine(wanted: PlanConfig) -> Machine | None:
     """The machine to foresee; None is this one."""
     known = None if wanted.machine is None else MACHINES[wanted.machine]
+    if known is not None and wanted.fixed is not None:
+        known = replace(known, fixed=1e-6 * wanted.fixed)
     if wanted.bandwidth is None and wanted.flops is None:
+        if known is None and wanted.fixed is not None:
+            why, fix = "It is measured here.", "Give it for plan.machine=h100, for instance."
+            raise ConfigError("plan.fixed", wanted.fixed, why, fix)
         return known
     if known is None and (wanted.bandwidth is None or wanted.flops is None):
         why, fix = "A machine needs both.", "Set plan.bandwidth (TB/s) and plan.flops (TFLOP/s)."
@@ -280,6 +293,7 @@ def _machine(wanted: PlanConfig) -> Machine | None:
         "a machine of your own",
         1e12 * wanted.bandwidth if wanted.bandwidth else bandwidth,
         1e12 * wanted.flops if wanted.flops else flops,
+        FIXED if wanted.fixed is None else 1e-6 * wanted.fixed,
     )
 
 

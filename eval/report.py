@@ -211,12 +211,13 @@ def show(report: Report, console: Console, legend: bool = True) -> None:
 
 
 def describe_policy(setting: dict[str, Any]) -> str:
-    """`chain, depth 3`, or `dynamic_tree, depth 4, width 4, nodes 8`."""
+    """`chain, depth 3`, or `dynamic_tree, depth 4, width 4, nodes 8`; a lossy rule by its name."""
     grows = setting["policy"] in ("dynamic_tree", "opt_tree")
     names = ["depth"] if setting["policy"] == "chain" else ["depth", "nodes"]
     if grows:
         names.insert(1, "width")
-    return ", ".join([setting["policy"], *(f"{name} {setting[name]}" for name in names)])
+    lossy = [f"LOSSY ({setting['verify']})"] if setting.get("lossy") else []
+    return ", ".join([setting["policy"], *(f"{name} {setting[name]}" for name in names), *lossy])
 
 
 def _headline(setting: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from outrider.eval.machines import (
     ModelSize,
     drafter_sizes,
     forward_seconds,
+    no_room,
 )
 from outrider.eval.timing import PLAIN, Shape
 from outrider.models.base import Drafter
@@ -68,6 +69,16 @@ def test_a_budget_bounds_what_the_drafter_reads_and_nothing_else() -> None:
     long, short = free.parts(chain(4), 64, 32_768), bound.parts(chain(4), 64, 32_768)
     assert long.draft > 3 * short.draft
     assert long.target == short.target
+
+
+def test_what_does_not_fit_is_pointed_out() -> None:
+    card, large = MACHINES["rtx4090"], ModelSize(70e9, 140e9, 1e6, 8192, 80)
+    said = no_room(card, large, [large], 1, 64)
+    assert "280 GB" in said
+    assert "RTX 4090 has 24 GB" in said
+    small, steps = ModelSize(1e9, 2e9, 1e6, 64, 8), [ModelSize(1, 2, 0, 64, 1)] * 3
+    assert no_room(card, small, steps, 1, 1000) == ""
+    assert "Batch 23 with 1000 tokens each" in no_room(card, small, steps, 23, 1000)
 
 
 def test_the_assumptions_name_the_machine_and_its_rates() -> None:

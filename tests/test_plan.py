@@ -20,11 +20,10 @@ from outrider.eval.plan import (
     drafts,
     make_plan,
     predicted,
-    print_plan,
     recommended,
     surface,
-    write_plan,
 )
+from outrider.eval.planned import print_plan, write_plan
 from outrider.eval.timing import PLAIN, Parts, Shape
 from tests import tiny
 
@@ -192,6 +191,25 @@ def test_the_printed_plan_names_the_best_draft_and_every_assumption() -> None:
     for sentence in plan.assumptions:
         assert sentence in text
     assert "Nothing is real." in plan.assumptions
+
+
+def test_a_plan_can_be_read_in_eighty_columns() -> None:
+    """Nothing is cut, not even where numbers are long; every draft has its place."""
+    grid = Grid([1, 2], [2], [3, 4], [1, 4, 16, 128], [64, 65536])
+    plan = make_plan(TABLE, WORTH, Invented(), grid)
+    console = Console(file=io.StringIO(), width=80)
+    print_plan(console, plan)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for row in plan.rows:
+        assert row.depth == 0 or f"{row.speedup:.2f}" in text
+    lines = [line for line in text.splitlines() if line.startswith("tree 2x2, 4 nodes")]
+    assert len(lines) == 2  # eight settings, six side by side
+    rows = [row for row in plan.rows if row.shape == "tree 2x2, 4 nodes"]
+    assert [f"{row.speedup:.2f}" for row in rows] == [
+        word.lstrip("*") for line in lines for word in line.split()[5:]
+    ]
+    assert text.count("*") == 1 + sum(row.depth > 0 for row in plan.recommended) + 1
 
 
 def test_the_written_plan_is_json_and_a_picture(tmp_path: Path) -> None:

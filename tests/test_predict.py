@@ -92,6 +92,19 @@ def test_other_machines_and_other_models_are_foreseen(
     short = planned(run, *LARGE, "plan.contexts=[1024]", "plan.budget=16")
     assert short["times"]["budget"] == 16  # type: ignore[index]
     assert "H100" in capsys.readouterr().out
+    assert own["warnings"] == []
+    assert not any("Acceptance is that of" in said for said in own["assumptions"])  # type: ignore[attr-defined]
+    assert any("Acceptance is that of" in said for said in other["assumptions"])  # type: ignore[attr-defined]
+    words = ("plan.machine=rtx4090", "plan.target_params=70", "plan.batches=[1,4]", "plan.fixed=0")
+    tight = planned(run, *LARGE, *words)
+    assert tight["times"]["machine"]["fixed"] == 0  # type: ignore[index]
+    assert [said[:7] for said in tight["warnings"]] == ["Batch 1"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["depths", "batches", "contexts"])
+def test_a_plan_of_nothing_is_refused(run: Config, name: str) -> None:
+    with pytest.raises(ConfigError, match="names nothing to try"):
+        planned(run, f"plan.{name}=[]")
 
 
 def test_half_a_model_or_half_a_machine_is_refused(run: Config) -> None:
@@ -99,6 +112,8 @@ def test_half_a_model_or_half_a_machine_is_refused(run: Config) -> None:
         planned(run, "plan.machine=h100", "plan.target_params=8")
     with pytest.raises(ConfigError, match="needs both"):
         planned(run, "plan.bandwidth=2")
+    with pytest.raises(ConfigError, match="measured here"):
+        planned(run, "plan.fixed=20")
     for words in (LARGE[1:], ["plan.budget=16"]):
         with pytest.raises(ConfigError, match="a machine that is not here"):
             planned(run, *words)

@@ -53,6 +53,9 @@ def run(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, whose in (("mine", fingerprint(drafter.state_dict())), ("stale", "other")):
         report = {**about, "fingerprints": {"drafter": whose}}
         (run / "eval" / f"{name}.json").write_text(json.dumps(report))
+    mine = {"fingerprints": {"drafter": fingerprint(drafter.state_dict())}}
+    bent = {**about, **mine, "temperature": 1.0, "lossy": True, "verify": "lossy_typical", "tau": 3}
+    (run / "eval" / "bent.json").write_text(json.dumps(bent))
     (run / "plan").mkdir()
     row = {"batch": 4, "context": 256, "shape": "chain 3", "tau": 2.25, "speedup": 1.75}
     plan = {"machine": "H100 SXM 80GB", "recommended": [row]}
@@ -105,7 +108,8 @@ def test_a_card_says_what_the_runs_files_say(published: Path) -> None:
     assert data["license"] == "apache-2.0"
     assert data["library_name"] == "outrider"
     assert {"speculative-decoding", "eagle3", "vllm"} <= set(data["tags"])
-    (result,) = data["model-index"][0]["results"]
+    (result,) = data["model-index"][0]["results"]  # none of the lossy report's
+    assert "LOSSY (lossy_typical) | 1.0 | 3 | 3.00" in text
     assert {m["type"]: m["value"] for m in result["metrics"]} == {"tau": 2.5, "speedup": 1.5}
     assert "| chain, depth 2 | 0.0 | 3 | 2.50 (2.25-2.75) | 1.50x | float32" in text
     assert "| accept@k | 0.75 | 0.50 |" in text

@@ -11,6 +11,8 @@ from rich.console import Console
 from outrider.eval.compare import _measured, compare, overview, shape
 from outrider.eval.decode.clock import Clock
 from outrider.eval.metrics import METRICS, Record, predict, summarise
+from outrider.eval.page.folder import Run
+from outrider.eval.page.speed import measured_of
 from outrider.eval.report import Mismatch, Report, publish, save, show
 from outrider.train.errors import RunError
 from outrider.train.files import write_json
@@ -302,3 +304,8 @@ def test_compare_keeps_ways_of_verifying_apart(tmp_path: Path) -> None:
 def test_a_lossy_report_says_so() -> None:
     made = report(2.0, temperature=1.0, lossy=True, verify="lossy_typical")
     assert "LOSSY by choice (lossy_typical)" in made.verdict()
+    assert "chain, depth 3, LOSSY (lossy_typical), temperature 1" in printed(made)
+    assert "LOSSY" not in printed(report(2.0, temperature=1.0, lossy=False, verify="ratio"))
+    run = Run(Path(), "", [], None, None, {"eval": made, "usual": report(2.0)}, {}, None)
+    told = [str(part) for part in measured_of(run).parts]
+    assert any("LOSSY (lossy_typical)" in part for part in told)

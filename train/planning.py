@@ -28,6 +28,10 @@ class PlanConfig:
     )
     bandwidth: float | None = key(None, "of another machine: memory bandwidth, TB/s", "(0, inf)")
     flops: float | None = key(None, "of another machine: dense TFLOP/s", "(0, inf)")
+    fixed: float | None = key(
+        None, "of another machine: what any forward takes besides, microseconds; null: 50, a guess",
+        "[0, inf)",
+    )  # fmt: skip
     target_params: float | None = key(None, "of another target: weights, 1e9", "(0, inf)")
     target_layers: int | None = key(None, "of another target: attention layers", COUNT)
     target_width: int | None = key(None, "of another target: heads x head size", COUNT)

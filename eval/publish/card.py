@@ -132,9 +132,13 @@ def base_model(config: Config, wanted: PublishConfig) -> str | None:
 
 
 def results(subject: Subject) -> list[EvalResult]:
-    """Tau and speedup of every report, as the hub's model-index has them."""
+    """Tau and speedup of every report, as the hub's model-index has them: lossless ones alone, for
+    there is no word beside a number there.
+    """
     out = []
     for name, report in subject.reports.items():
+        if report.get("lossy"):
+            continue
         for metric, title in (("tau", "tokens per target forward"), ("speedup", "speedup")):
             if report[metric] is not None:
                 value = round(report[metric], 3)
