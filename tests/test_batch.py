@@ -10,13 +10,15 @@ from torch import Tensor
 
 from outrider.eval.decode import engine as engine_room
 from outrider.eval.decode import layout
+from outrider.eval.decode import sampling as sampling_room
 from outrider.eval.decode.answer import Live, Output, Request, Stops
 from outrider.eval.decode.clock import Clock
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import DRAWN, INDEPENDENT
+from outrider.eval.decode.rules import DRAWN, INDEPENDENT, Fitted
+from outrider.eval.decode.sampling import GeneratorCoins, invert
 from outrider.eval.decode.shapes import parse
 from outrider.eval.decode.static import StaticTree
 from outrider.models.base import Drafter, Trace
@@ -432,6 +434,34 @@ def test_nothing_is_drawn_from_what_is_no_number(value: float, name: str) -> Non
     decoder = Engine(tiny.target("llama"), drafter, DRAWING[name], sampling=Sampling(1.0))
     with pytest.raises(RunError, match=r"could not be drafted: (?s:.*)NaN"):
         decoder.generate_all([Request([9, 4], 14, 1)], 1)
+
+
+class Unwatched(GeneratorCoins):
+    """As on a GPU: nobody waits to see whether a row has mass."""
+
+    def draw(self, rows: Tensor) -> Tensor:
+        return invert(rows, self.uniforms(rows.shape[1], rows.device), look=False)
+
+
+@BAD
+@pytest.mark.parametrize("name", ["chain", "drawn", "independent"])
+def test_what_is_drawn_from_no_number_is_refused_where_it_is_verified(
+    value: float, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_room, "GeneratorCoins", Unwatched)
+    monkeypatch.setattr(sampling_room, "LONG", 1)  # by blocks
+    monkeypatch.setattr(Fitted, "on_cpu", None)
+    asked = [Request([9, 4], 14, 1), Request([8, 2, 7], 14, 2)]
+    how: dict[str, Any] = {"sampling": Sampling(1.0)}
+    drafter = Told(going_wrong(value, 4, 7), tiny.VOCAB)
+    decoder = Engine(tiny.target("llama"), drafter, DRAWING[name], **how)
+    with pytest.raises(RunError, match="could not be verified"):
+        decoder.generate_all(asked, 2)
+    target = Broken(small_model("llama"))
+    target.calls = 3
+    well = Told(by_chance(tiny.VOCAB), tiny.VOCAB)
+    with pytest.raises(RunError, match=r"(?i)\bnan\b"):
+        Engine(target, well, DRAWING[name], **how).generate_all(asked, 2)
 
 
 # ---- the control ---------------------------------------------------------------------------------
