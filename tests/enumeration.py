@@ -384,9 +384,15 @@ def sample(toy: Toy, propose: Propose, judge: ToyJudge, count: int) -> Tensor:
     return (said[:, None] == toy.ends).sum(0)
 
 
-def g_test(toy: Toy, propose: Propose, judge: ToyJudge, count: int) -> float:
-    """p-value of the likelihood-ratio test of the joint law of a whole text."""
-    expected = count * toy.law()
+def g_test(
+    toy: Toy, propose: Propose, judge: ToyJudge, count: int, law: Tensor | None = None
+) -> float:
+    """p-value of the likelihood-ratio test of the joint law of a whole text.
+
+    Args:
+        law: None: that of plain sampling.
+    """
+    expected = count * (toy.law() if law is None else law)
     assert float(expected.min()) > 5, "too few samples for the test to hold"
     observed = sample(toy, propose, judge, count)
     return float(power_divergence(observed, expected, lambda_="log-likelihood").pvalue)

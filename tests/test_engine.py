@@ -20,7 +20,7 @@ from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.news import News
 from outrider.eval.decode.policy import Chain, Draft, Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import Fitted
+from outrider.eval.decode.rules import DRAWN, Fitted, judge
 from outrider.eval.decode.shapes import parse
 from outrider.eval.decode.static import StaticTree
 from outrider.models.cache import RowCache
@@ -352,6 +352,19 @@ def test_samples_follow_the_law_of_plain_sampling(policy: Policy, tensors: bool)
     decoder = sampler(Engine, policy)
     assert isinstance(decoder.rule, Fitted)
     decoder.rule = decoder.rule.verify if tensors else decoder.rule
+    assert p_value(decoder, 400) > 1e-3
+
+
+DRAWS = StaticTree(((0,), (1,), (0, 0)), DRAWN)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [(Chain(2), "block"), (Chain(2), "traversal"), (DRAWS, "traversal"), (DRAWS, "sampled")],
+)
+def test_samples_follow_the_law_by_whatever_rule(policy: Policy, name: str) -> None:
+    decoder = sampler(Engine, policy)
+    decoder.rule = judge(name, DRAWN)
     assert p_value(decoder, 400) > 1e-3
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.eval.decode import verify
 from outrider.eval.decode.lossy import lenience, typical
 from outrider.eval.decode.rules import RULES, judge
 from outrider.eval.decode.tree import Tree
@@ -18,6 +19,7 @@ from tests.enumeration import (
     by,
     check_ragged,
     favourites,
+    g_test,
     law_of,
     sampled_chain,
     tokens_per_round,
@@ -61,14 +63,31 @@ def test_a_smaller_factor_keeps_more() -> None:
     assert kept[-1] > kept[0] + 0.3
 
 
-def test_the_bound_is_broken_by_a_wrong_residual() -> None:
-    """Lenient chances with q itself as the row: a token without a chance gets one."""
+def test_the_bound_is_broken_by_a_wrong_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn from p, not from max(p - l q, 0): what was kept too often is drawn once more."""
+    monkeypatch.setattr(verify, "residual", lambda p, q: (p, p.sum(-1)))
+    toy, factor = Toy(0, likeness=0.2), 0.9
+    law = law_of(toy, sampled_chain(2), lenient(factor))
+    assert float((law - toy.law() / factor**3).max()) > 1e-3
+
+
+def test_what_lenience_asks_of_its_coins() -> None:
     p = torch.tensor([[[0.9, 0.1], [0.5, 0.5]]], dtype=torch.float64)
     q = torch.tensor([[[0.1, 0.9], [0.5, 0.5]]], dtype=torch.float64)
     coins = Scripted([1, 0], [0])
     lenience(Tree.chain(torch.tensor([[0, 1]])), p, q, coins, 0.5)
     assert coins.asked[0] == pytest.approx([1.0, 0.1 / 0.45])
     assert coins.asked[1] == [pytest.approx([1.0, 0.0])]  # max(.9 - .05, 0) and max(.1 - .45, 0)
+
+
+@pytest.mark.parametrize(
+    "rule", [lenient(0.5), by(judge("lossy_typical", "drawn"))], ids=["lenience", "typical"]
+)
+def test_generator_coins_follow_the_lossy_law(rule: ToyJudge) -> None:
+    """The law that enumeration finds, which is not that of plain sampling."""
+    toy, propose = Toy(11, warp=(2.5, 0, 1.0)), sampled_chain(2)
+    assert g_test(toy, propose, rule, 5000, law_of(toy, propose, rule)) > 1e-3
+    assert g_test(toy, propose, rule, 5000) < 1e-6
 
 
 # ---- typical acceptance --------------------------------------------------------------------------

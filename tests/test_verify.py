@@ -84,12 +84,13 @@ def test_the_ratio_test_of_a_sampled_chain_is_exact(toy: Toy) -> None:
     assert bias(toy, sampled_chain(2), RATIO) < 1e-12
 
 
+@pytest.mark.parametrize("setting", WARPS)
 @pytest.mark.parametrize(
     "propose", [sampled_chain(2), sampled_tree((2, 1), True), sampled_tree((2, 1), False)]
 )
-def test_matching_is_exact_for_trees_drawn_in_any_way(propose: Propose) -> None:
+def test_matching_is_exact_for_trees_drawn_in_any_way(propose: Propose, setting: Warp) -> None:
     """Repeated siblings included: only the first of them is followed."""
-    assert bias(Toy(2), propose, SAMPLED) < 1e-12
+    assert bias(Toy(2, warp=setting), propose, SAMPLED) < 1e-12
 
 
 def test_a_perfect_drafter_is_always_accepted() -> None:
@@ -268,7 +269,13 @@ FLAT = Toy(11, warp=(2.5, 0, 1.0))
 
 
 @pytest.mark.parametrize(
-    ("propose", "rule"), [(sampled_chain(2), RATIO), (favourites(2, 1), MATCH)]
+    ("propose", "rule"),
+    [
+        (sampled_chain(2), RATIO),
+        (sampled_chain(2), SAMPLED),
+        (sampled_tree((2, 1), True), SAMPLED),
+        (favourites(2, 1), MATCH),
+    ],
 )
 def test_generator_coins_follow_the_joint_law(propose: Propose, rule: ToyJudge) -> None:
     """27 cells of three tokens, all expected more than five times; the seeds are fixed."""
