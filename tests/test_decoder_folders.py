@@ -11,7 +11,7 @@ from outrider.eval.decode.policy import Chain
 from outrider.eval.decoder import PLAIN as ALONE
 from outrider.eval.decoder import Chat, Decoder, Piece, Result
 from outrider.eval.ranks import FILE, FORMAT, TABLES
-from outrider.models import drafters
+from outrider.models import drafters, formats
 from outrider.models.base import Drafter
 from outrider.models.formats import native
 from outrider.models.load import load
@@ -62,6 +62,27 @@ def test_a_run_and_its_folders_say_the_same(run: Path, from_run: Decoder) -> Non
         assert by_parts.generate(dialogue(asked), 16, policy=policy).text == whole.text
     assert alone.generate(dialogue(asked), 16).text == whole.text
     assert (from_run.changed, alone.drafter, alone.policy) == (None, None, ALONE)
+
+
+@pytest.mark.parametrize("word", ["vllm", "speculators"])
+def test_a_drafter_may_come_in_any_format(
+    word: str, run: Path, from_run: Decoder, tmp_path: Path
+) -> None:
+    config, folder = load_run(run, []).drafter, tmp_path / word
+    folder.mkdir()
+    assert from_run.drafter is not None
+    formats.find(word, "eagle3").write(from_run.drafter, from_run.target, config, folder)
+    asked = Decoder.from_pretrained("tiny", folder, dtype="float32")
+    how = {"policy": "chain", "temperature": 1.0, "seed": 4}
+    mine, theirs = (one.generate("Once upon", 16, **how) for one in (from_run, asked))
+    assert (mine.output_ids, mine.accepted) == (theirs.output_ids, theirs.accepted)
+
+
+def test_what_is_no_drafter_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"is a run, not a drafter(?s:.*)/drafter, or use"):
+        Decoder.from_pretrained("tiny", run)
+    with pytest.raises(RunError, match="no folder, and not to be had from the hub"):
+        Decoder.from_pretrained("tiny", tmp_path / "nowhere")
 
 
 def test_the_weights_are_those_of_the_folder(run: Path, from_run: Decoder) -> None:
