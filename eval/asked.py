@@ -2,7 +2,7 @@
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, SupportsIndex
 
@@ -19,7 +19,12 @@ from outrider.train.errors import RunError
 
 Row = Int[Tensor, "*one S"] | Int[np.ndarray, "*one S"]  # one is 1, or not there
 Prompt = str | Sequence[SupportsIndex] | Row | Sequence[Message] | Sequence[str]
-KINDS = "Give text; token ids, in a list or a row of an array; or messages: [{'role': 'user', ...}]"
+KINDS = (
+    "Give text; token ids, in a list or a row of an array; or messages: [{'role': 'user', ...}]."
+)
+
+
+NO_ROWS = (Mapping, Set, bytes, bytearray)  # iterable, and yet no row of tokens
 
 
 def ids_of(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -42,7 +47,7 @@ def ids_of(tokenizer: Any, prompt: Prompt) -> list[int]:
     if all(isinstance(part, str) for part in parts) or all(map(_is_message, parts)):
         return prompt_ids(tokenizer, parts)
     wrong = next(part for part, token in zip(parts, found, strict=True) if token is None)
-    raise RunError(f"{wrong!r:.80} is no part of a prompt that holds {len(parts)}.", KINDS + ".")
+    raise RunError(f"{wrong!r:.80} is no part of a prompt that holds {len(parts)}.", KINDS)
 
 
 def _parts(prompt: Any) -> list[Any]:
@@ -50,8 +55,8 @@ def _parts(prompt: Any) -> list[Any]:
         prompt = prompt.tolist()
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
             (prompt,) = prompt
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
-        raise RunError(f"{prompt!r:.80} is no prompt.", KINDS + ".")
+    if isinstance(prompt, NO_ROWS) or not isinstance(prompt, Iterable):
+        raise RunError(f"{prompt!r:.80} is no prompt.", KINDS)
     return list(prompt)
 
 
@@ -102,8 +107,17 @@ class Setting:
             value = getattr(self, name)
             if isinstance(value, str) or not hasattr(value, "__float__"):
                 raise TypeError(f"{name}={value!r}: must be a number")
-        for name in ("top_k", "seed"):
-            _whole(name, getattr(self, name))
+        for name in (
+            "top_k",
+            "seed",
+        ):  # numpy's whole numbers are welcome, and are none of random's
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        if isinstance(self.banned, str) or not isinstance(self.banned, Iterable):
+            raise TypeError(f"banned={self.banned!r}: must be a list of tokens")
+        for token in self.banned:
+            _whole("banned", token)
+        if not isinstance(self.stop, Iterable) or not all(isinstance(s, str) for s in self.stop):
+            raise TypeError(f"stop={self.stop!r}: must be a string, or a list of strings")
         check_policy(self.policy)
         if isinstance(self.rule, str) and self.rule not in RULES:
             raise ValueError(f"rule={self.rule!r}: there is none, but {', '.join(RULES)}")
@@ -129,7 +143,7 @@ class Setting:
         return Sampling(
             float(self.temperature),
             float(self.top_p),
-            operator.index(self.top_k),
+            self.top_k,
             float(self.min_p),
             float(self.repetition_penalty),
             tuple(map(operator.index, self.banned)),

@@ -67,7 +67,7 @@ ASSUMPTIONS = (
     "All weights and caches lie on one device, in one number format; nothing travels between "
     "devices.",
     "Every forward, of the target or of the drafter, takes the machine's fixed time besides, "
-    "which is a guess and not a vendor's figure; choosing a tree and verifying it take none.",
+    "which is no vendor's figure; choosing a tree and verifying it take none.",
     "Every layer reads the whole context: sliding windows are not known here, and of a mixture of "
     "experts all experts are read and calculated.",
     "A drafter reads its whole cache in every forward and attends with as many query heads per "
@@ -149,7 +149,7 @@ def no_room(
     if held <= machine.memory:
         return ""
     return (
-        f"Batch {batch} with {context} tokens each does not fit: weights and caches are "
+        f"Batch {batch} with {context} tokens each does not fit: weights and caches are about "
         f"{held / 1e9:.3g} GB, and {machine.name} has {machine.memory / 1e9:g} GB."
     )
 

@@ -181,9 +181,11 @@ def predicted(
         budget: cached tokens that the drafter reads at most; None: all.
     """
     plan = make_plan(table, tau, Foreseen(machine, target, tuple(drafter), budget), grid)
-    longest, batches = max(grid.contexts), sorted(set(grid.batches))
-    wrong = [no_room(machine, target, drafter, batch, longest) for batch in batches]
-    return replace(plan, warnings=tuple(filter(None, wrong))[:1])  # larger ones fit even less
+    warnings = []
+    for context in sorted(set(grid.contexts)):
+        wrong = (no_room(machine, target, drafter, n, context) for n in sorted(set(grid.batches)))
+        warnings.append(next(filter(None, wrong), ""))  # larger batches fit even less
+    return replace(plan, warnings=tuple(filter(None, warnings)))
 
 
 def surface(table: Float[Tensor, "D K"], tau: Tau, clock: Clock, grid: Grid) -> list[Row]:

@@ -14,14 +14,14 @@ from outrider.eval.plan import Plan, Row
 from outrider.train.files import write, write_json
 
 SIDE_BY_SIDE = 6  # settings in one table of the surface: what 80 columns have room for
-Setting = tuple[int, int]  # batch and context
+Place = tuple[int, int]  # batch and context
 
 
 def print_plan(console: Console, plan: Plan) -> None:
     """The best drafts, the speedup of every draft in every setting, and the assumptions."""
     console.print(_best(plan))
-    for settings in _in_parts([row[:2] for row in plan.recommended]):
-        console.print(_surface(plan, settings))
+    for places in _in_parts([row[:2] for row in plan.recommended]):
+        console.print(_surface(plan, places))
     for sentence in plan.warnings:
         console.print(f"- {sentence}", style="yellow", highlight=False)
     for sentence in plan.assumptions:
@@ -58,16 +58,21 @@ def _cells(row: Row) -> list[str]:
     times = (row.draft_ms, row.verify_ms, row.round_ms, row.plain_ms)
     return [
         str(row.batch), str(row.context), row.shape, f"{row.tau:.2f}",
-        *(f"{ms:.3g}" for ms in times), f"{row.speedup:.2f}x", f"{row.tokens_per_second:,.0f}",
+        *map(_short, times), f"{row.speedup:.2f}x", f"{row.tokens_per_second:,.0f}",
     ]  # fmt: skip
 
 
-def _surface(plan: Plan, settings: Sequence[Setting]) -> Table:
+def _short(ms: float) -> str:
+    """Three digits, or all in front of the point."""
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
+
+
+def _surface(plan: Plan, places: Sequence[Place]) -> Table:
     """A line for every draft, a column for every setting; the best of a column is marked."""
     table = _table("\nspeedup of every draft by batch and context, the best marked *")
     table.add_column("draft", no_wrap=True)
     table.add_column("tau", justify="right", no_wrap=True)
-    for batch, context in settings:
+    for batch, context in places:
         table.add_column(f" {batch}\n {context}", justify="right", no_wrap=True)
     best = {row[:2]: row.key for row in plan.recommended}
     found = {(row[:2], row.key): row for row in plan.rows}
@@ -75,16 +80,16 @@ def _surface(plan: Plan, settings: Sequence[Setting]) -> Table:
         if row.depth == 0 or row[:2] != plan.rows[0][:2]:
             continue
         cells = [
-            f"{'*' if best[setting] == row.key else ''}{found[setting, row.key].speedup:.2f}"
-            for setting in settings
+            f"{'*' if best[place] == row.key else ''}{found[place, row.key].speedup:.2f}"
+            for place in places
         ]
         table.add_row(row.shape, f"{row.tau:.2f}", *cells)
     return table
 
 
-def _in_parts(settings: Sequence[Setting]) -> Iterator[Sequence[Setting]]:
-    for start in range(0, len(settings), SIDE_BY_SIDE):
-        yield settings[start : start + SIDE_BY_SIDE]
+def _in_parts(places: Sequence[Place]) -> Iterator[Sequence[Place]]:
+    for start in range(0, len(places), SIDE_BY_SIDE):
+        yield places[start : start + SIDE_BY_SIDE]
 
 
 # ---- files ----

@@ -7,12 +7,12 @@ beside their prediction. For another machine the times come from its bandwidth a
 instead, and nothing is decoded.
 """
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from math import ceil
 from pathlib import Path
 from typing import TypeVar
 
@@ -214,7 +214,7 @@ class Study:
             self.drafter,
             name=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
             tokens=sorted({1 + shape.nodes for shape in shapes}),
-            widths=sorted({*grid.widths, ceil(max(shape.width for shape in shapes))}),
+            widths=sorted({*grid.widths, math.ceil(max(shape.width for shape in shapes))}),
             depths=grid.depths,
             batches=grid.batches,
             contexts=grid.contexts,
@@ -294,6 +294,7 @@ def _machine(wanted: PlanConfig) -> Machine | None:
         1e12 * wanted.bandwidth if wanted.bandwidth else bandwidth,
         1e12 * wanted.flops if wanted.flops else flops,
         FIXED if wanted.fixed is None else 1e-6 * wanted.fixed,
+        known.memory if known else math.inf,
     )
 
 

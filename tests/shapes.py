@@ -35,8 +35,10 @@ def check_again() -> None:
 def unchecked() -> Iterator[None]:
     """For what a user may hand over although its type forbids it."""
     config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
+    try:
+        yield
+    finally:
+        config.update("jaxtyping_disable", False)
 
 
 def first_checks(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -414,14 +414,17 @@ def test_a_drafter_without_numbers_is_refused(
 
 @BAD
 @NODE
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
 def test_a_drafter_that_goes_wrong_later_changes_no_word(
     value: float, node: int | None, policy: Policy, batch: int
 ) -> None:
-    """Its guesses are bad ones: a node whose score is no number must not push out the root."""
+    """Its guesses are bad ones: a node whose score is no number must not push out the root.
+
+    Nor does an answer that begins beside it, in a batch of two, end it.
+    """
     drafter = Told(going_wrong(value, 4, node), tiny.VOCAB)
-    asked = [Request([9, 4], 14, 1), Request([5], 14, 2), Request([8, 2, 7], 14, 3)]
+    asked = [Request([9, 4], 6, 1), Request([5], 20, 2), Request([8, 2, 7], 8, 3)]
     outs = Engine(tiny.target("llama"), drafter, policy).generate_all(asked, batch)
     of = tiny.target("llama")
     assert words(outs) == [tiny.plain(of, one.prompt, one.budget) for one in asked]
@@ -437,10 +440,10 @@ def test_nothing_is_drawn_from_what_is_no_number(value: float, name: str) -> Non
 
 
 class Unwatched(GeneratorCoins):
-    """As on a GPU: nobody waits to see whether a row has mass."""
+    """As on a GPU: nobody waits to see whether a drafted row has mass."""
 
     def draw(self, rows: Tensor) -> Tensor:
-        return invert(rows, self.uniforms(rows.shape[1], rows.device), look=False)
+        return invert(rows, self.uniforms(rows.shape[1], rows.device), self.look)
 
 
 @BAD

@@ -492,6 +492,8 @@ def test_tokens_may_come_as_an_array(prompt: Any) -> None:
     [
         (None, "None is no prompt"),
         (5, "5 is no prompt"),
+        ({5, 6}, "is no prompt"),
+        (b"abc", "is no prompt"),
         ({"role": "user", "content": "a"}, "is no prompt"),
         ([1, "a"], "'a' is no part of a prompt"),
         ([1.5, 2], "1.5 is no part of a prompt"),
@@ -507,6 +509,16 @@ def test_what_is_no_prompt_is_refused(prompt: Any, said: str) -> None:
         decoder().generate(prompt, 4)
     with unchecked(), pytest.raises(RunError, match=said):
         decoder().generate_batch([QUESTION, prompt], 4)
+
+
+def test_settings_may_be_numbers_of_numpy() -> None:
+    how: dict[str, Any] = {"temperature": 1.0, "policy": CHAIN}
+    mine = decoder().generate(QUESTION, 8, seed=3, top_k=4, **how)
+    with unchecked():
+        numbers: list[Any] = [np.int64(8), np.uint8(3), np.int32(4)]
+        budget, seed, top_k = numbers
+        theirs = decoder().generate(QUESTION, budget, seed=seed, top_k=top_k, **how)
+    assert theirs.output_ids == mine.output_ids
 
 
 def test_several_prompts_are_a_list() -> None:
@@ -549,6 +561,10 @@ def test_a_searched_tree_without_chances_is_refused() -> None:
         ({"top_p": None}, TypeError, "top_p=None: must be a number"),
         ({"top_k": 2.5}, TypeError, "top_k=2.5: must be a whole number"),
         ({"seed": None}, TypeError, "seed=None: must be a whole number"),
+        ({"stop": [5]}, TypeError, "stop=.5.: must be a string, or a list of strings"),
+        ({"stop": None}, TypeError, "stop=None: must be"),
+        ({"banned": 3}, TypeError, "banned=3: must be a list"),
+        ({"banned": [1.5]}, TypeError, "banned=1.5: must be a whole number"),
         ({"policy": 5}, TypeError, "policy=5: must be a name, or a policy"),
         ({"policy": Chain}, TypeError, "must be a name, or a policy"),
         ({"rule": "nonsense"}, ValueError, "rule='nonsense': there is none, but match, ratio"),

@@ -98,7 +98,11 @@ def test_other_machines_and_other_models_are_foreseen(
     words = ("plan.machine=rtx4090", "plan.target_params=70", "plan.batches=[1,4]", "plan.fixed=0")
     tight = planned(run, *LARGE, *words)
     assert tight["times"]["machine"]["fixed"] == 0  # type: ignore[index]
-    assert [said[:7] for said in tight["warnings"]] == ["Batch 1"]  # type: ignore[attr-defined]
+    warnings: list[str] = tight["warnings"]  # type: ignore[assignment]
+    assert [said[:20] for said in warnings] == ["Batch 1 with 8 token", "Batch 1 with 24 toke"]
+    assert "RTX 4090 has 24 GB" in capsys.readouterr().out.replace("\n", " ")
+    faster = planned(run, *LARGE, *words, "plan.bandwidth=1.1")  # the rate is another, not the room
+    assert len(faster["warnings"]) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["depths", "batches", "contexts"])

@@ -95,7 +95,7 @@ def fresh(number: int, said: int) -> Random:
 class Numbered(Engine):
     """Plain decoding whose coins are known."""
 
-    def _coins(self, live: list[Live]) -> GeneratorCoins:
+    def _coins(self, live: list[Live], look: bool = True) -> GeneratorCoins:
         return GeneratorCoins([fresh(one.number, len(one.out.ids)) for one in live], 1)
 
 

@@ -58,7 +58,7 @@ def run(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "eval" / "bent.json").write_text(json.dumps(bent))
     (run / "plan").mkdir()
     row = {"batch": 4, "context": 256, "shape": "chain 3", "tau": 2.25, "speedup": 1.75}
-    plan = {"machine": "H100 SXM 80GB", "recommended": [row]}
+    plan = {"machine": "H100 SXM 80GB", "recommended": [row], "warnings": ["It does not *fit*."]}
     (run / "plan" / "plan.json").write_text(json.dumps(plan))
     argv = ["/somewhere/cli.py", "train", "drafter=eagle3", "train.lr=1e-3", f"run.dir={run}"]
     (run / "manifest.json").write_text(json.dumps({"argv": argv, "data": {"source": "tiny"}}))
@@ -117,7 +117,7 @@ def test_a_card_says_what_the_runs_files_say(published: Path) -> None:
     assert r"| a\|b \*c\* | 3 | 2.50 | 1.50x |" in text
     assert "left out: stale" in text
     assert "| 4 | 256 | chain 3 | 2.25 | 1.75x |" in text
-    assert "H100 SXM 80GB" in text
+    assert r"for H100 SXM 80GB: a prediction, not a measurement. It does not \*fit\*." in text
     assert "outrider train drafter=eagle3 train.lr=1e-3\n" in text
     assert '"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 3}' in text
 

@@ -332,7 +332,7 @@ class Tossing(Engine):
 
     coins: Any
 
-    def _coins(self, live: list[Live]) -> Any:
+    def _coins(self, live: list[Live], look: bool = True) -> Any:
         return self.coins
 
 

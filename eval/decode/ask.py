@@ -37,19 +37,20 @@ class Ask:
         history: History | None,
         watch: Stopwatch,
         clock: Clock,
-        fresh: bool = False,
+        fresh: Sequence[int] = (),
     ) -> None:
         """
         Args:
             states: what the drafter has absorbed, one per prompt.
             history: the texts so far; needed where `sampling` has penalties or bans.
-            fresh: an answer begins: look whether the drafter's logits are numbers. Later ones that
-                are not make bad guesses, which the target refuses; to draw from them is refused.
+            fresh: prompts whose answers begin: look whether the drafter's logits for them are
+                numbers. Later ones that are not make bad guesses, which the target refuses; to draw
+                from them is refused.
         """
         self.drafter, self.states = drafter, list(states)
         self.vocab, self.reach = drafter.vocab, drafter.reach
         self.sampling, self.history = sampling, history
-        self.watch, self.clock, self.fresh = watch, clock, fresh
+        self.watch, self.clock, self.fresh = watch, clock, list(fresh)
         self._paths: Int[Tensor, "B N P"] | None = None
 
     def step(
@@ -67,7 +68,7 @@ class Ask:
         self.watch.lap()
         logits, self.states = self.drafter.step_all(self.states, depth, ids, parents)
         self.clock.draft += self.watch.lap()
-        if self.fresh and depth == 1 and not bool(logits.amax().isfinite()):
+        if self.fresh and depth == 1 and not bool(logits[self.fresh].amax().isfinite()):
             raise RunError(NOT_FINITE, HINT)
         if self.sampling.plain or self.history is None:
             return logits

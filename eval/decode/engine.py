@@ -31,7 +31,7 @@ from outrider.eval.decode.news import News, decided, read
 from outrider.eval.decode.policy import Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
 from outrider.eval.decode.rules import BEST, Fitted, Judge, default_rule, judge
-from outrider.eval.decode.sampling import GeneratorCoins
+from outrider.eval.decode.sampling import GeneratorCoins, NoMass
 from outrider.eval.decode.tree import Tree
 from outrider.models.base import Drafter, Trace
 from outrider.models.slots import in_front
@@ -281,18 +281,20 @@ class Engine:
             return Draft(Tree.chain(torch.tensor(said, device=self.target.device)), None)
         roots = live[0].root if len(live) == 1 else torch.cat([one.root for one in live])
         rooms = [one.room - 1 for one in live]
-        coins = NO_COINS if self.policy.draft == BEST else self._coins(live)  # whatever the rooms
+        # whatever the rooms; a guess from a row of a GPU that is NaN is a bad one, or refused where
+        # it is verified, so that nobody waits for every guess
+        coins = NO_COINS if self.policy.draft == BEST else self._coins(live, look=False)
         if max(rooms) < 1:
             return Draft(Tree.chain(roots[:, None]), None)
         states = [one.state for one in live]
-        fresh = not all(one.out.accepted for one in live)
+        fresh = [slot for slot, one in enumerate(live) if not one.out.accepted]
         ask = Ask(self.drafter, states, self.sampling, self.history, self.watch, clock, fresh)
         try:
             return self.policy.propose(ask, roots, rooms, self.sampling, coins)
-        except ValueError as error:
+        except NoMass as error:
             raise RunError(f"A round could not be drafted: {error}", BROKEN) from error
 
-    def _coins(self, live: list[Live]) -> GeneratorCoins:
+    def _coins(self, live: list[Live], look: bool = True) -> GeneratorCoins:
         """Random numbers for drafting, or for verifying: a stream of its own for every prompt.
 
         However many are used of it, the next stream is the same: what a prompt is told must not
@@ -301,7 +303,7 @@ class Engine:
         if self.sampling.greedy:
             return NO_COINS
         most = 1 if self.policy is None else self.policy.nodes + 1
-        return GeneratorCoins([Random(one.generator.getrandbits(64)) for one in live], most)
+        return GeneratorCoins([Random(one.generator.getrandbits(64)) for one in live], most, look)
 
     def _adjusted(self, logits: Float[Tensor, "B N V"], tree: Tree, slot: int = 0) -> Tensor:
         """Penalties and bans, each node under its own text."""

@@ -30,8 +30,14 @@ SHORT = 2**13  # numbers up to which `first_argmax` leaves it to torch
 AT_ONCE = 2**14  # numbers up to which `first_max` finds largest and place faster at once
 LONG = 2**13  # tokens of a row from which on `invert` is faster by blocks
 BELOW_ONE = 1 - 2**-52  # times any total (not denormal) is below it
-MASSLESS = "cannot draw from a row without finite, positive mass (NaN logits?)"
 CANDIDATES = 128  # tokens ranked in the first attempt to cover top_p
+
+
+class NoMass(ValueError):
+    """A row that nothing can be drawn from."""
+
+    def __init__(self) -> None:
+        super().__init__("cannot draw from a row without finite, positive mass (NaN logits?)")
 
 
 def warp(
@@ -158,7 +164,7 @@ def draw(probs: Float[Tensor, "N V"], generator: torch.Generator) -> Int[Tensor,
             the same stream whatever the model runs on.
 
     Raises:
-        ValueError: a row holds a NaN, an infinity, or no mass at all.
+        NoMass: a row holds a NaN, an infinity, or no mass at all.
     """
     uniforms = torch.rand(
         len(probs), dtype=torch.float64, generator=generator, device=generator.device
@@ -180,7 +186,7 @@ def invert(
             some token comes otherwise.
 
     Raises:
-        ValueError: a row holds a NaN, an infinity, or no mass at all.
+        NoMass: with `look`, a row holds a NaN, an infinity, or no mass at all.
     """
     if probs.shape[-1] < LONG and not probs.is_cuda:  # there sums are not monotone to the last bit
         return _in_one(probs, uniforms)
@@ -195,7 +201,7 @@ def _in_one(
     ends = probs.cumsum(-1, dtype=torch.float64)
     total = ends[..., -1:]
     if not all(0 < mass < math.inf for mass in total.flatten().tolist()):
-        raise ValueError(MASSLESS)
+        raise NoMass
     # below the total, whatever the rounding
     mark = uniforms.clamp(max=BELOW_ONE)[..., None] * total
     return torch.searchsorted(ends, mark, right=True)[..., 0]
@@ -216,7 +222,7 @@ def _in_row(row: Float[Tensor, "*ones V"], uniform: float) -> int:
     ends = row.flatten().cumsum(0, dtype=torch.float64).numpy()
     total = ends.item(-1)
     if not 0 < total < math.inf:
-        raise ValueError(MASSLESS)
+        raise NoMass
     return bisect_right(ends, uniform * total)  # below the total: at most 1 - 2**-53 of it
 
 
@@ -237,7 +243,7 @@ def _by_blocks(
 
 def _check_mass(total: Float[Tensor, " N"]) -> None:
     if not bool(((total > 0) & (total < torch.inf)).all()):
-        raise ValueError(MASSLESS)
+        raise NoMass
 
 
 def _slice_holding(
@@ -313,13 +319,14 @@ class GeneratorCoins(Coins):
     batch it is in nor on the padding there. Keep the generators for the whole answer.
     """
 
-    def __init__(self, generators: Sequence[Random], most: int) -> None:
+    def __init__(self, generators: Sequence[Random], most: int, look: bool = True) -> None:
         """
         Args:
             generators: one per prompt.
             most: the largest K that will be asked for.
+            look: refuse rows without mass on a GPU too, for which the host waits at every draw.
         """
-        self.generators, self.most = generators, most
+        self.generators, self.most, self.look = generators, most, look
 
     def numbers(self, count: int) -> list[list[float]]:
         """As many numbers in [0, 1) for every prompt."""
@@ -343,9 +350,8 @@ class GeneratorCoins(Coins):
             if len(tokens) == 1:
                 return torch.full((1, 1), *tokens)  # half of a list's time
             return torch.tensor(tokens)[:, None]
-        # on a GPU a row that is NaN is refused with what hangs on it: where its token is verified
-        # (verify.unfit), or by the target's leads (news.read)
-        return invert(rows, self.uniforms(rows.shape[1], rows.device), look=not rows.is_cuda)
+        look = self.look or not rows.is_cuda
+        return invert(rows, self.uniforms(rows.shape[1], rows.device), look)
 
     def toss(self, chances: list[list[float]]) -> list[list[bool]]:
         numbers = self.numbers(len(chances[0]))

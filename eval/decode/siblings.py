@@ -172,7 +172,7 @@ def draw_siblings(
         than tokens with mass.
 
     Raises:
-        ValueError: a row is NaN or has no mass.
+        NoMass: a row is NaN or has no mass, and the coins look.
     """
     ids, live = [], [torch.ones_like(rows[..., 0], dtype=torch.bool)]
     for _ in range(count):

@@ -40,7 +40,6 @@ class StaticTree:
 
     paths: Paths
     draft: str = BEST
-    branches = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", parse(self.paths))
@@ -49,6 +48,10 @@ class StaticTree:
                 f"{self}: drawn siblings come one after the other, so the ranks below a node "
                 "are 0, 1, 2, .."
             )
+
+    @property
+    def branches(self) -> bool:
+        return len({path[:-1] for path in self.paths}) < len(self.paths)
 
     @property
     def nodes(self) -> int:

@@ -24,6 +24,7 @@ def plans_of(run: Run) -> Section:
         parts += _surface(name, plan)
         if plan.get("checks"):
             parts += _checks(name, plan["checks"])
+        parts += [Note(text) for text in plan.get("warnings", [])]
         said = [[text] for text in plan["assumptions"]]
         parts.append(Fold(f"assumptions: {name}", [table("assumptions", ["of it"], said, MEANT)]))
     if not parts:

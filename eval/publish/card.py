@@ -175,6 +175,7 @@ def facts(subject: Subject, repo: str) -> dict[str, Any]:
         "other": subject.other,
         "plan": list((subject.plan or {}).get("recommended", [])),
         "machine": (subject.plan or {}).get("machine", ""),
+        "warnings": list((subject.plan or {}).get("warnings", [])),
         "proof": subject.proof,
         "changed": bool(getattr(subject.cfg, "adapter_rank", 0)),
         "datasets": list(wanted.datasets),

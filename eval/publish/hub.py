@@ -62,7 +62,7 @@ def fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED))
