@@ -25,6 +25,7 @@ from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
 from outrider.eval.suite import suite_of
+from outrider.eval.tables import add_numbers, narrow
 from outrider.eval.turns import parts_of
 from outrider.launch import start
 from outrider.models.formats import native
@@ -66,9 +67,9 @@ def rounds(words: list[str]) -> int:
     """The bench: milliseconds per round, by part."""
     scene, console = _scene(words), Console()
     rows: list[dict[str, Any]] = []
-    table = Table(title="milliseconds per round (medians)")
-    for name in ("draft shape", "T", "tau", *PARTS, "other", "round", "overhead"):
-        table.add_column(name, justify="left" if name == "draft shape" else "right")
+    table = narrow("milliseconds per round (medians)")
+    table.add_column("draft shape", no_wrap=True)
+    add_numbers(table, "T", "tau", *PARTS, "other", "round", "overhead")
     for temperature in (0.0, 1.0):
         for name, policy in SHAPES.items():
             row = _parts(scene, policy, Sampling(temperature))

@@ -6,11 +6,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from outrider.eval.plan import Plan, Row
+from outrider.eval.tables import add_numbers, narrow
 from outrider.train.files import write, write_json
 
 SIDE_BY_SIDE = 6  # settings in one table of the surface: what 80 columns have room for
@@ -28,21 +28,13 @@ def print_plan(console: Console, plan: Plan) -> None:
         console.print(f"- {sentence}", style="dim", highlight=False)
 
 
-def _table(title: str) -> Table:
-    """Narrow enough for a terminal of 80 columns, or a pipe."""
-    lines = {"box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
-    return Table(title=title, title_justify="left", **lines)  # type: ignore[arg-type]
-
-
 def _best(plan: Plan) -> Table:
     """Of every setting the best draft, then the best of the other kind, chain or tree."""
-    table = _table(f"plan: {plan.name}; the best draft of each setting, then the best other kind")
-    for name in ("batch", "con-\ntext"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = narrow(f"plan: {plan.name}; the best draft of each setting, then the best other kind")
+    add_numbers(table, "batch", "con-\ntext")
     table.add_column("draft", no_wrap=True)
-    for name in ("tau", "draft\nms", "verify\nms", "round\nms", "plain\nms", "speed\nup",
-                 "tokens\nper s"):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
+    add_numbers(table, "tau", "draft\nms", "verify\nms", "round\nms", "plain\nms")
+    add_numbers(table, "speed\nup", "tokens\nper s")
     for best in plan.recommended:
         here = [row for row in plan.rows if row[:2] == best[:2]]
         table.add_row(*_cells(best), style="bold")
@@ -69,11 +61,9 @@ def _short(ms: float) -> str:
 
 def _surface(plan: Plan, places: Sequence[Place]) -> Table:
     """A line for every draft, a column for every setting; the best of a column is marked."""
-    table = _table("\nspeedup of every draft by batch and context, the best marked *")
+    table = narrow("\nspeedup of every draft by batch and context, the best marked *")
     table.add_column("draft", no_wrap=True)
-    table.add_column("tau", justify="right", no_wrap=True)
-    for batch, context in places:
-        table.add_column(f" {batch}\n {context}", justify="right", no_wrap=True)
+    add_numbers(table, "tau", *(f" {batch}\n {context}" for batch, context in places))
     best = {row[:2]: row.key for row in plan.recommended}
     found = {(row[:2], row.key): row for row in plan.rows}
     for row in plan.rows:

@@ -42,6 +42,7 @@ from outrider.eval.planned import print_plan, write_plan
 from outrider.eval.ranks import rank_table
 from outrider.eval.run import told
 from outrider.eval.suite import suite_of
+from outrider.eval.tables import add_numbers, narrow
 from outrider.eval.timing import Decoded, Shape, Timing
 from outrider.eval.turns import Turns, corners, decode
 from outrider.eval.ways import tau, ways
@@ -326,9 +327,9 @@ def _spread(settings: Sequence[T], count: int) -> list[T]:
 
 def shown(checks: Sequence[Check]) -> Table:
     """Predicted beside measured."""
-    table = Table(title="the plan held against decoding, same prompts")
-    for name in ("draft", "batch", "tau foreseen", "tau", "speedup foreseen", "speedup", "off"):
-        table.add_column(name, justify="left" if name == "draft" else "right")
+    table = narrow("\nthe plan held against decoding, same prompts")
+    table.add_column("draft", no_wrap=True)
+    add_numbers(table, "batch", "tau\nforeseen", " tau", "speedup\nforeseen", " speedup", " off")
     for check in checks:
         colour = "green" if abs(check.off) <= CLOSE else "red"
         row = check.row
