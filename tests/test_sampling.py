@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from outrider.eval.decode import sampling as sampling_room
 from outrider.eval.decode.sampling import (
     BLOCK,
     LONG,
@@ -70,6 +71,24 @@ def test_every_way_of_being_greedy_takes_the_lowest_id_of_equals(
 def test_a_vanishing_temperature_is_greedy_and_shares_between_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.999, -1.0], [2.0, 2.0, 1.0, 1.0]])
     assert warp(logits, 1e-30).tolist() == [[0, 1, 0, 0], [0.5, 0.5, 0, 0]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sorting_all_ranks_as_searching_does(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU: the same tokens kept, ties and all."""
+    dice = torch.Generator().manual_seed(4)
+    logits = 2 * torch.randn(6, 700, generator=dice)
+    logits = logits.round() if tied else logits
+    knobs = [(0.7, 5, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 40, 0.8, 0.01), (1.0, 0, 1e-4, 0.0)]
+    searched = [sampling_room.warp(logits, *knob) for knob in knobs]
+    monkeypatch.setattr(sampling_room, "_ranked", sampling_room._sorted)
+    monkeypatch.setattr(
+        sampling_room, "_cover", lambda probs, _: sampling_room._sorted(probs, probs.shape[-1])
+    )
+    for before, knob in zip(searched, knobs, strict=True):
+        after = sampling_room.warp(logits, *knob)
+        assert torch.equal(after > 0, before > 0)
+        torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-9)
 
 
 def test_ties_at_the_cut_go_to_the_lower_ids() -> None:

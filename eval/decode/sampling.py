@@ -108,8 +108,11 @@ def _cover(
 ) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
     """Enough of the most probable tokens to reach top_p in every row, best first.
 
-    Ranks ever more tokens until they do: a full sort of a large vocabulary is far slower.
+    Ranks ever more tokens until they do: a full sort of a large vocabulary is far slower. Not on a
+    GPU, whose host would wait every time to see whether they do.
     """
+    if probs.is_cuda:
+        return _sorted(probs, probs.shape[-1])
     count = CANDIDATES
     while True:
         leaders, ids = _ranked(probs, count)
@@ -134,6 +137,8 @@ def _ranked(
 
     torch.topk promises nothing about ties, neither which of them it takes nor their order.
     """
+    if values.is_cuda:
+        return _sorted(values, count)
     count = min(count, values.shape[-1])
     best, ids = values.topk(min(count + 1, values.shape[-1]))
     torn = best[:, count - 1] == best[:, -1]  # equal values on both sides of the cut
@@ -143,6 +148,14 @@ def _ranked(
     ids = ids.sort(-1).values
     best, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return best, ids.gather(-1, order)
+
+
+def _sorted(
+    values: Float[Tensor, "N V"], count: int
+) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
+    """`_ranked` by sorting all, for which no host waits."""
+    best, ids = values.sort(dim=-1, descending=True, stable=True)
+    return best[:, :count], ids[:, :count]
 
 
 def _first_largest(values: Float[Tensor, "N V"], best: Float[Tensor, "N K"]) -> Int[Tensor, "N K"]:
