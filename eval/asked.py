@@ -22,8 +22,6 @@ Prompt = str | Sequence[SupportsIndex] | Row | Sequence[Message] | Sequence[str]
 KINDS = (
     "Give text; token ids, in a list or a row of an array; or messages: [{'role': 'user', ...}]."
 )
-
-
 NO_ROWS = (Mapping, Set, bytes, bytearray)  # iterable, and yet no row of tokens
 
 
@@ -107,10 +105,8 @@ class Setting:
             value = getattr(self, name)
             if isinstance(value, str) or not hasattr(value, "__float__"):
                 raise TypeError(f"{name}={value!r}: must be a number")
-        for name in (
-            "top_k",
-            "seed",
-        ):  # numpy's whole numbers are welcome, and are none of random's
+        # numpy's whole numbers are welcome, and Python's `random` takes none of them
+        for name in ("top_k", "seed"):
             object.__setattr__(self, name, _whole(name, getattr(self, name)))
         if isinstance(self.banned, str) or not isinstance(self.banned, Iterable):
             raise TypeError(f"banned={self.banned!r}: must be a list of tokens")

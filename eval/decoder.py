@@ -155,8 +155,8 @@ class Decoder:
         Raises:
             RunError: the drafter is nowhere to be had, or was made for another target.
         """
-        known = str(target) in ("tiny", "smollm2")
-        names = {"name": str(target)} if known else {"name": "hf", "path": str(target)}
+        own = str(target) in ("tiny", "smollm2")
+        names = {"name": str(target)} if own else {"name": "hf", "path": str(target)}
         settings = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
         if drafter is None:
             return cls._loaded(settings, None, policy, None)

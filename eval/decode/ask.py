@@ -18,7 +18,7 @@ from outrider.models.base import Drafter, State
 from outrider.train.errors import RunError
 
 NOT_FINITE = "The drafter's logits are not finite (NaN or infinite)."
-HINT = "Has its training diverged, is its precision wide enough, do its files belong together?"
+BROKEN = "Has its training diverged, is its precision wide enough, do its files belong together?"
 
 
 class Ask:
@@ -69,7 +69,7 @@ class Ask:
         logits, self.states = self.drafter.step_all(self.states, depth, ids, parents)
         self.clock.draft += self.watch.lap()
         if self.fresh and depth == 1 and not bool(logits[self.fresh].amax().isfinite()):
-            raise RunError(NOT_FINITE, HINT)
+            raise RunError(NOT_FINITE, BROKEN)
         if self.sampling.plain or self.history is None:
             return logits
         self._paths = _longer(self._paths, ids, parents)

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from outrider.eval.decode import layout
 from outrider.eval.decode.answer import Live, Memory, Output, Request, Stops, check
-from outrider.eval.decode.ask import HINT as BROKEN
-from outrider.eval.decode.ask import Ask
+from outrider.eval.decode.ask import BROKEN, Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
 from outrider.eval.decode.news import News, decided, read
 from outrider.eval.decode.policy import Draft, Policy

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from outrider.eval.page.write import markdown
 from outrider.eval.publish.serving import Serving, serving
-from outrider.eval.report import FORMAT, number
+from outrider.eval.report import FORMAT, describe_policy, number
 from outrider.models.base import Drafter
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import SMOLLM2
@@ -69,7 +69,7 @@ def write_card(subject: Subject, repo: str | None) -> str:
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    room.filters |= {"number": number, "md": markdown}
+    room.filters |= {"number": number, "md": markdown, "policy": describe_policy}
     page = room.get_template("card.jinja").render(**facts(subject, repo or "FOLDER"))
     return f"---\n{metadata(subject, repo).to_yaml()}\n---\n\n{page}"
 
