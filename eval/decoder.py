@@ -26,7 +26,7 @@ from outrider.eval.decode.answer import Memory, Output, Request, Stops
 from outrider.eval.decode.choose import Tables, policy_of, shortfall
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Policy
-from outrider.eval.decode.rules import Judge, judge
+from outrider.eval.decode.rules import COUPLED, Fitted, Judge, judge
 from outrider.eval.publish.hub import fetch
 from outrider.eval.ranks import read_tables
 from outrider.launch import start
@@ -273,7 +273,8 @@ class Decoder:
         if self.drafter is None:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
         if isinstance(chosen, str):
-            chosen = policy_of(_named(chosen, setting.sampling.temperature), self.tables)
+            decode = _named(chosen, setting.sampling.temperature, _coupled(setting.rule))
+            chosen = policy_of(decode, self.tables)
         if short := shortfall(chosen, self.drafter):
             warnings.warn(short, stacklevel=6)
         return chosen
@@ -353,15 +354,22 @@ class Chat:
 
 def _rule(setting: Setting, policy: Policy | None) -> Judge | None:
     """The rule that was asked for, made for such guesses; greedily, and without any, none."""
-    if policy is None or setting.sampling.greedy or not isinstance(setting.rule, str):
+    if setting.sampling.greedy or not isinstance(setting.rule, str):
         return None if isinstance(setting.rule, str) else setting.rule
+    if policy is None:  # whose words only noise can change
+        return judge(COUPLED, COUPLED) if _coupled(setting.rule) else None
     return judge(setting.rule, policy.draft)
 
 
+def _coupled(rule: str | Judge | None) -> bool:
+    return rule == COUPLED or (isinstance(rule, Fitted) and rule.coupled)
+
+
 @lru_cache(maxsize=64)
-def _named(policy: str, temperature: float) -> DecodeConfig:
+def _named(policy: str, temperature: float, coupled: bool) -> DecodeConfig:
     """conf/decode/<policy>.yaml; composing it takes longer than many an answer."""
     _, decode = shaped(f"{policy}@{temperature:f}")
+    decode = replace(decode, draft="coupled") if coupled else decode
     check(decode)
     return decode
 

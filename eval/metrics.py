@@ -75,7 +75,9 @@ METRICS = (
     Metric("ms.baseline_prefill", "ms/prompt", "without a drafter"),
     Metric("shares", "share of round", "ms.draft, target, verify, commit, other / ms.round"),
     Metric("overhead", "share of round", "(ms.verify + ms.commit + ms.other) / ms.round"),
-    Metric("exact", "yes/no", "greedy: every answer equals plain decoding, token for token"),
+    Metric(
+        "exact", "yes/no", "greedy, or coupled: every answer equals plain decoding, token for token"
+    ),
 )
 
 

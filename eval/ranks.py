@@ -14,6 +14,9 @@ How the k-th child comes about, and when it is accepted:
             accepted with chance min(1, r / q) if those before it were not; r is the target's row
             at first and the residual after each rejection, q the row without the tokens drawn.
 
+    coupled the k-th favourite of a row with noise. Accepted iff it is the target's favourite with
+            the same noise (decode/coupled.py); counted for noise drawn here, one row per place.
+
 The chances of `drawn` are exact given the tokens rejected before. Those tokens are drawn here too,
 but from the law that rejection leaves them, max(q - r, 0), so that no coin is tossed.
 
@@ -36,6 +39,7 @@ from rich.table import Table
 from torch import Tensor
 
 from outrider.eval.decode import shapes
+from outrider.eval.decode.coupled import log_exponential
 from outrider.eval.decode.sampling import draw, warp
 from outrider.models.base import Drafter, Guess, Trace
 from outrider.models.target import Target
@@ -54,10 +58,12 @@ FILE, FORMAT = "ranks.json", "outrider-ranks-1"
 RANKS = 10  # columns of the tables that go with a run
 TOKENS = 8192  # of held-out text they are measured on
 TREE = 8  # nodes of the trees that `outrider ranks` shows and writes, for decode.tree
-TABLES: dict[str, tuple[float, Literal["best", "drawn"]]] = {
+Kind = Literal["best", "drawn", "coupled"]
+TABLES: dict[str, tuple[float, Kind]] = {
     "best@0": (0.0, "best"),
     "best@1": (1.0, "best"),
     "drawn@1": (1.0, "drawn"),
+    "coupled@1": (1.0, "coupled"),
 }
 
 
@@ -76,7 +82,7 @@ def rank_table(
     depths: int,
     ranks: int,
     temperature: float,
-    draft: Literal["best", "drawn"] = "best",
+    draft: Kind = "best",
     seed: int = 0,
 ) -> Ranks:
     """Measure the table on text that the target wrote at this temperature.
@@ -86,11 +92,11 @@ def rank_table(
         traces: with the drafter's taps; answers are the target's own words.
         depths: no more than the drafter unrolls.
         ranks: no more than the drafter has tokens.
-        seed: of the tokens that are drawn (`draft="drawn"`).
+        seed: of what is drawn: tokens (`draft="drawn"`) or noise (`"coupled"`).
 
     Raises:
-        ValueError: depths or ranks out of range, temperature < 0, drawn siblings at temperature 0,
-            or a text without any row at some depth.
+        ValueError: depths or ranks out of range, temperature < 0, drawn siblings or noise at
+            temperature 0, or a text without any row at some depth.
     """
     _check(drafter, depths, ranks, temperature, draft)
     generator = torch.Generator().manual_seed(seed)
@@ -102,6 +108,9 @@ def rank_table(
             if draft == "best":
                 favourites = drafter.vocab.to_target(logits.topk(ranks).indices)
                 chances = p.gather(1, favourites)
+            elif draft == "coupled":
+                q = warp(logits.double(), temperature)
+                chances = winners_met(p, q, drafter.vocab.kept, ranks, generator)
             else:
                 q = warp(logits.double(), temperature)
                 chances = sibling_chances(p[:, drafter.vocab.kept], q, ranks, generator)
@@ -117,7 +126,7 @@ def _check(drafter: Drafter, depths: int, ranks: int, temperature: float, draft:
         raise ValueError(f"depths = {depths}: use at least 1")
     if not 1 <= ranks <= len(drafter.vocab):
         raise ValueError(f"ranks = {ranks}: the drafter has {len(drafter.vocab)} tokens to rank")
-    if draft == "drawn" and temperature == 0:
+    if draft != "best" and temperature == 0:
         raise ValueError("temperature = 0: nothing is drawn there, use draft = 'best'")
 
 
@@ -193,6 +202,24 @@ def sibling_chances(
     return torch.stack(chances, dim=1)
 
 
+def winners_met(
+    p: Float[Tensor, "N V"],
+    q: Float[Tensor, "N Vd"],
+    kept: Int[Tensor, " Vd"],
+    ranks: int,
+    generator: torch.Generator,
+) -> Float[Tensor, "N K"]:
+    """1 where the target's winner is the drafter's k-th, one noise for both; else 0.
+
+    Args:
+        kept: the draft vocabulary's ids in the target's.
+    """
+    noise = log_exponential(len(p), p.shape[1], generator).to(p.device)
+    said = (p.log() - noise).argmax(1)
+    guesses = kept[(q.log() - noise[:, kept]).topk(ranks).indices]
+    return (guesses == said[:, None]).double()
+
+
 # ---- with a run ----------------------------------------------------------------------------------
 
 
@@ -225,6 +252,8 @@ def read_tables(folder: Path) -> dict[str, Tensor] | None:
     content = read_json(folder / FILE, fix)
     tables = {}
     for name in TABLES:
+        if name == "coupled@1" and name not in content:  # written before there was one
+            continue
         table = torch.tensor(content.get(name, []), dtype=torch.float64)
         if content.get("format") != FORMAT or table.ndim != 2:
             raise RunError(f"{folder / FILE} holds no table {name}.", fix)

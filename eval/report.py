@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from outrider.eval.decode.rules import COUPLED
 from outrider.eval.metrics import METRICS, Summary
 from outrider.train.errors import Damaged
 from outrider.train.files import read_json, read_lines, write, write_json
@@ -97,8 +98,11 @@ class Report:
         count, wrong = self.summary.prompts, len(self.mismatches)
         if self.setting.get("lossy"):
             return f"LOSSY by choice ({self.setting['verify']}): not the target's distribution"
-        if self.setting["temperature"] > 0:
-            return "not compared: sampled answers differ by chance (their law is under test)"
+        if self.setting["temperature"] > 0 and self.setting.get("verify") != COUPLED:
+            return (
+                "not compared: sampled answers differ by chance (their law is under test; with "
+                "decode.verify=coupled they are the same)"
+            )
         if self.exact is None:
             return "not compared: plain decoding was not run"
         if not wrong:

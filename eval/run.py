@@ -6,8 +6,9 @@ several repeats the middle one counts. A dialogue is decoded turn by turn with t
 as its history, so that both engines always see the same prompt; each turn is one prompt. A sampled
 answer depends on run.seed and the prompt's place alone: repeats draw the same tokens.
 
-What greedy speculation owes is checked here too: where an answer differs from the plain one, the
-target's lead of its first over its second choice at that place tells rounding from error.
+What greedy speculation owes is checked here too, and sampled one that is coupled: where an answer
+differs from the plain one, the target's lead of its first over its second choice at that place
+tells rounding from error.
 """
 
 import hashlib
@@ -195,8 +196,12 @@ class Bench:
         rule, drafter = rule_of(decode, policy), self.drafter
         self.rule = rule.name
         self.fast = Engine(self.target, drafter, policy, sampling=sampling, stops=stops, rule=rule)
-        self.plain = Engine(self.target, None, None, sampling=sampling, stops=stops)
-        self.gauge = Engine(self.target, None, None, keep_gaps=True)
+        plainly = rule if rule.coupled else None
+        self.plain = Engine(self.target, None, None, sampling=sampling, stops=stops, rule=plainly)
+        self.gauge = Engine(
+            self.target, None, None, sampling=sampling, rule=plainly, keep_gaps=True
+        )
+        self.comparable = sampling.greedy or rule.coupled  # answers owe to be the same
         measured = [self.plain, self.fast] if self.config.eval.baseline else [self.fast]
         self.engines = measured
         self.depth = min(policy.levels, self.drafter.reach)  # of the deepest draft there can be
@@ -231,7 +236,7 @@ class Bench:
         for repeat in range(self.config.eval.repeats):
             turned = (place + repeat) % 2 == 1
             for engine in self.engines[::-1] if turned else self.engines:
-                engine.generator.seed(self.config.run.seed * SEEDS_APART + place)
+                engine.generator.seed(self._seed(place))
                 runs[engine].append(engine.generate(ids, self.config.eval.max_new_tokens))
         return list(runs.values())
 
@@ -265,8 +270,9 @@ class Bench:
                 "rejected": fast.rejected,
             }
         )
-        if plain is not None and self.config.decode.temperature == 0 and fast.ids != plain.ids:
-            self.mismatches.append(self._mismatch(name, ids, fast.ids, plain.ids))
+        if plain is not None and self.comparable and fast.ids != plain.ids:
+            seed = self._seed(len(self.records) - 1)
+            self.mismatches.append(self._mismatch(name, ids, fast.ids, plain.ids, seed))
         return record
 
     def _steps(self, out: Output) -> int:
@@ -281,11 +287,21 @@ class Bench:
             written += accepted + 1
         return steps
 
-    def _mismatch(self, name: str, prompt: list[int], ids: list[int], plain: list[int]) -> Mismatch:
-        """Where two answers part, and how sure the target is there (one forward, not timed)."""
+    def _seed(self, place: int) -> int:
+        """Of the random numbers of a prompt."""
+        return self.config.run.seed * SEEDS_APART + place
+
+    def _mismatch(
+        self, name: str, prompt: list[int], ids: list[int], plain: list[int], seed: int
+    ) -> Mismatch:
+        """Where two answers part, and how sure the target is there (not timed)."""
         shorter = min(len(ids), len(plain))
         at = next((i for i in range(shorter) if ids[i] != plain[i]), shorter)
-        gap = self.gauge.generate([*prompt, *plain[:at]], 1).gaps[0]
+        if self.gauge.coupled:  # to the noise of a place leads none but the whole answer
+            self.gauge.generator.seed(seed)
+            gap = self.config.decode.temperature * self.gauge.generate(prompt, at + 1).gaps[at]
+        else:
+            gap = self.gauge.generate([*prompt, *plain[:at]], 1).gaps[0]
         tokens = [answer[at] if at < len(answer) else None for answer in (ids, plain)]
         return Mismatch(name, at, tokens[0], tokens[1], gap)
 
@@ -313,7 +329,7 @@ class Bench:
         total = summarise(self.records, depth, seed)
         names = dict.fromkeys(record.category for record in self.records)
         parts = {name: [r for r in self.records if r.category == name] for name in names}
-        compared = self.config.eval.baseline and self.config.decode.temperature == 0
+        compared = self.config.eval.baseline and self.comparable
         return Report(
             summary=total,
             categories={name: summarise(part, depth, seed) for name, part in parts.items()},

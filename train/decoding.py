@@ -26,15 +26,16 @@ class DecodeConfig:
     depth: int = key(3, "drafted tokens along one path", COUNT)
     width: int = key(1, "children kept per node and nodes expanded per level", COUNT)
     nodes: int = key(3, "drafted nodes the target verifies in one forward", COUNT)
-    draft: Literal["auto", "best", "drawn", "independent"] = key(
+    draft: Literal["auto", "best", "drawn", "independent", "coupled"] = key(
         "auto",
         "guesses above temperature 0: the drafter's favourites, or drawn from its rows without "
-        "replacement, or independently; auto: chain and sampled_tree drawn, the other trees best",
+        "replacement, or independently, or coupled to the target's by one noise; auto: chain and "
+        "sampled_tree drawn, the other trees best, all of them coupled with decode.verify=coupled",
     )
     verify: str = key(
         "auto",
         "rule above temperature 0: match, ratio, block, independent, without_replacement, "
-        "traversal, sampled, lossy_typical, lossy_lenience; auto: the usual lossless one",
+        "traversal, sampled, coupled, lossy_typical, lossy_lenience; auto: the usual lossless one",
     )
     tree: str | None = key(
         None,
@@ -70,6 +71,8 @@ class DecodeConfig:
         """`draft`, decided."""
         if self.draft != "auto":
             return self.draft
+        if self.verify == "coupled":
+            return "coupled"
         return "drawn" if self.name in ("chain", "sampled_tree") else "best"
 
     @property
@@ -106,9 +109,10 @@ def check(decode: DecodeConfig) -> None:
         why = f"A tree of decode.depth={decode.depth} has at least {decode.depth} nodes."
         fix = f"Use decode.nodes={decode.depth} or more, or a smaller depth."
         raise ConfigError("decode.nodes", decode.nodes, why, fix)
-    if decode.kind == "dynamic_tree" and decode.tossing != "best":
+    if decode.kind == "dynamic_tree" and decode.tossing not in ("best", "coupled"):
         why = "A tree that is cut by its tokens' chances must not toss them: that is biased."
-        raise ConfigError("decode.draft", decode.draft, why, "Use best, or decode=sampled_tree.")
+        fix = "Use best or coupled, or decode=sampled_tree."
+        raise ConfigError("decode.draft", decode.draft, why, fix)
     for name, of in (("confidence", "chain"), ("gain", "dynamic_tree"), ("tree", "static_tree")):
         if getattr(decode, name) and decode.kind != of:
             why = f"Only a {of} has it."

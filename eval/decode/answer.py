@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.eval.decode.clock import Clock
+from outrider.eval.decode.coupled import Noise
 from outrider.eval.decode.news import News
 from outrider.models.base import State
 from outrider.models.slots import SlotCache
@@ -44,7 +45,8 @@ class Output:
         drafted: per round, how deep the draft went.
         rejected: per round, the guess that a correction stands in place of; None where there was
             none, and in trees, where several are rejected at once.
-        gaps: per new token, the target's lead of the first over the second choice (logits);
+        gaps: per new token, the target's lead of the first over the second choice (logits,
+            or, with noise, log-probabilities);
             empty unless asked for.
         ended: why it is over: "budget", "end token" or "stop string"; "" while it is not.
     """
@@ -118,12 +120,14 @@ class Live:
     Attributes:
         number: of the request.
         state: what the drafter has absorbed.
+        noise: what its tokens are chosen with; None where they are not.
         root: the newest token on the device, once rows were handed to a drafter.
     """
 
     number: int
     request: Request
     generator: Random
+    noise: Noise | None = None
     state: State | None = None
     root: Tensor = field(init=False, repr=False, compare=False)
     out: Output = field(default_factory=Output)

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.eval.decode.clock import Clock, Stopwatch
+from outrider.eval.decode.coupled import Race
 from outrider.eval.decode.processors import History, Sampling
 from outrider.models.base import Drafter, State
 from outrider.train.errors import RunError
@@ -38,6 +39,7 @@ class Ask:
         watch: Stopwatch,
         clock: Clock,
         fresh: Sequence[int] = (),
+        race: Race | None = None,
     ) -> None:
         """
         Args:
@@ -46,11 +48,12 @@ class Ask:
             fresh: prompts whose answers begin: look whether the drafter's logits for them are
                 numbers. Later ones that are not make bad guesses, which the target refuses; to draw
                 from them is refused.
+            race: the noise that the target's tokens are chosen with; None where they are not.
         """
         self.drafter, self.states = drafter, list(states)
         self.vocab, self.reach = drafter.vocab, drafter.reach
         self.sampling, self.history = sampling, history
-        self.watch, self.clock, self.fresh = watch, clock, list(fresh)
+        self.watch, self.clock, self.fresh, self.race = watch, clock, list(fresh), race
         self._paths: Int[Tensor, "B N P"] | None = None
 
     def step(
@@ -70,11 +73,24 @@ class Ask:
         self.clock.draft += self.watch.lap()
         if self.fresh and depth == 1 and not bool(logits[self.fresh].amax().isfinite()):
             raise RunError(NOT_FINITE, BROKEN)
-        if self.sampling.plain or self.history is None:
+        if self.history is not None:
+            logits = self._adjusted(logits, self.history, ids, parents)
+        if self.race is None:
             return logits
+        kept = None if self.vocab.full else self.vocab.kept
+        return self.race.guesses(self.sampling.scores(logits), depth, kept)
+
+    def _adjusted(
+        self,
+        logits: Float[Tensor, "B N Vd"],
+        history: History,
+        ids: Int[Tensor, "B N"],
+        parents: Int[Tensor, "B N"],
+    ) -> Float[Tensor, "B N Vd"]:
+        """Penalties and bans, each node under its own text."""
         self._paths = _longer(self._paths, ids, parents)
         kept = None if self.vocab.full else self.vocab.kept
-        allowed = self.sampling.adjust(logits, self.history.along(self._paths), kept)
+        allowed = self.sampling.adjust(logits, history.along(self._paths), kept)
         some = (allowed > float("-inf")).any(-1, keepdim=True)
         return torch.where(some, allowed, logits.float())  # all is banned: the target refuses it
 

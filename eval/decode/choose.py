@@ -9,14 +9,14 @@ from outrider.eval.decode import shapes
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST, Fitted, default_rule, judge
+from outrider.eval.decode.rules import BEST, TOSSED, Fitted, default_rule, judge
 from outrider.eval.decode.static import StaticTree
 from outrider.eval.ranks import best_tree
 from outrider.models.base import Drafter
 from outrider.train.decoding import DecodeConfig
 from outrider.train.errors import ConfigError
 
-Tables = Mapping[str, Tensor]  # eval/ranks.py: "best@0", "best@1", "drawn@1" -> chances [D, K]
+Tables = Mapping[str, Tensor]  # eval/ranks.py: "best@0", "best@1", "drawn@1", .. -> chances [D, K]
 
 
 def sampling_of(decode: DecodeConfig) -> Sampling:
@@ -43,9 +43,9 @@ def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
     if decode.kind == "chain":
         return Chain(decode.depth, draft, decode.confidence)
     if decode.kind == "dynamic_tree":
-        return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain)
+        return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft)
     paths = shapes.read(Path(decode.tree)) if decode.tree else searched(decode, tables)
-    if draft != BEST and not shapes.contiguous(paths):
+    if draft in TOSSED and not shapes.contiguous(paths):
         why = "Drawn siblings come one after the other: the ranks below a node must be 0, 1, 2, .."
         raise ConfigError(
             "decode.tree", decode.tree, why, "Use decode.draft=best, or fill the gaps."
@@ -55,8 +55,8 @@ def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
 
 def searched(decode: DecodeConfig, tables: Tables | None) -> shapes.Paths:
     """The best shape of `decode.nodes` nodes for a checkpoint's chances."""
-    tossed = decode.temperature > 0 and decode.tossing != BEST
-    name = f"{'drawn' if tossed else 'best'}@{1 if decode.temperature > 0 else 0}"
+    draft = decode.tossing if decode.temperature > 0 else BEST
+    name = f"{'drawn' if draft in TOSSED else draft}@{1 if decode.temperature > 0 else 0}"
     if tables is None or name not in tables:
         why = f"The run has no measured chances ({name} in ranks.json) to search a tree by."
         fix = "Give decode.tree=FILE, or run: outrider ranks run.dir=..."

@@ -1,8 +1,9 @@
 """A tree that grows where the drafter is confident, and is cut to its best nodes.
 
 The children are the drafter's favourites, chosen without chance, so they are verified by `match`
-(rules R1 and R3). Scores are sums of log-probabilities of the drafter's raw softmax, in float32,
-whatever the temperature.
+(rules R1 and R3); or favourites of rows with noise, which belongs to a place and not to a tree, so
+that these may be cut by their chances too (`coupled`). Scores are sums of log-probabilities, in
+float32: of the drafter's raw softmax whatever the temperature, or of what noise has made of it.
 
 Shape letters: B prompts, n nodes of a level, M candidates, A parents of all levels, N kept ones and
 the root.
@@ -23,7 +24,7 @@ from torch import Tensor
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.policy import Draft
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST
+from outrider.eval.decode.rules import BEST, COUPLED
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree, rerank
 
@@ -44,12 +45,17 @@ class DynamicTree:
     width: int
     budget: int
     gain: float = 0.0
-    draft = BEST
+    draft: str = BEST
     branches = True
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width, self.budget) < 1 or not self.gain >= 0:
             raise ValueError(f"{self}: depth, width and budget are at least 1, gain at least 0")
+        if self.draft not in (BEST, COUPLED):
+            raise ValueError(
+                f"{self}: a tree that is cut by its tokens' chances must not toss them (R3): "
+                f"its draft is {BEST} or {COUPLED}"
+            )
 
     @property
     def nodes(self) -> int:

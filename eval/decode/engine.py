@@ -26,10 +26,11 @@ from outrider.eval.decode import layout
 from outrider.eval.decode.answer import Live, Memory, Output, Request, Stops, check
 from outrider.eval.decode.ask import BROKEN, Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
+from outrider.eval.decode.coupled import Noise, Race
 from outrider.eval.decode.news import News, decided, read
 from outrider.eval.decode.policy import Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
-from outrider.eval.decode.rules import BEST, Fitted, Judge, default_rule, judge
+from outrider.eval.decode.rules import BEST, COUPLED, TOSSED, Fitted, Judge, default_rule, judge
 from outrider.eval.decode.sampling import GeneratorCoins, NoMass
 from outrider.eval.decode.tree import Tree
 from outrider.models.base import Drafter, Trace
@@ -76,7 +77,7 @@ class Engine:
             rule: how guesses are verified at temperatures above 0; None takes the usual lossless
                 one for the policy's guesses (rules.py). Greedy decoding has one rule.
             seed: of `generate`, whose answers draw from one stream of numbers.
-            keep_gaps: measure the lead of the target's favourite at every token.
+            keep_gaps: measure the lead of the target's favourite at every token, in what decides.
             timed: book time where it is spent, which waits for a GPU at every part of a round.
 
         Raises:
@@ -87,6 +88,9 @@ class Engine:
         self.sampling = sampling.check(target.vocab)
         self.stops, self.keep_gaps, self.timed = stops or Stops(), keep_gaps, timed
         self.rule = rule or _usual(policy)
+        warm = not self.sampling.greedy
+        self.coupled = warm and isinstance(self.rule, Fitted) and self.rule.coupled
+        self.guesses_coupled = warm and policy is not None and policy.draft == COUPLED
         if policy is not None and not self.sampling.greedy:
             _check_fit(self.rule, policy)
         self.generator = Random(seed)
@@ -129,7 +133,7 @@ class Engine:
         while waiting or live:
             while waiting and len(live) < batch:
                 come = [
-                    Live(n, request, generators[n] if generators else Random(request.seed))
+                    self._come(n, request, generators[n] if generators else Random(request.seed))
                     for n, request in _alike(waiting, batch - len(live))
                 ]
                 asked = [one for one in come if one.request.budget > 0]
@@ -170,6 +174,12 @@ class Engine:
         plain, vocab = self.sampling.plain, self.target.vocab
         self.history = None if plain else History(slots, vocab, self.target.device)
 
+    def _come(self, number: int, request: Request, generator: Random) -> Live:
+        noise = None
+        if self.coupled or self.guesses_coupled:
+            noise = Noise(generator.getrandbits(64), self.target.vocab, self.target.device)
+        return Live(number, request, generator, noise)
+
     def _set_taps(self) -> None:
         """Between two rounds another engine may have used the target."""
         taps = () if self.drafter is None else self.drafter.taps
@@ -202,12 +212,13 @@ class Engine:
             for slot, prompt in enumerate(prompts, start=first):
                 self.history.start(slot, prompt)
         tree = Tree.chain(ids[:, -1:])
-        news, _ = self._decide(come, Draft(tree, None), self._adjusted(logits, tree, first))
+        scores = self._scores(come, logits, tree, first)
+        news, _ = self._decide(come, Draft(tree, None), scores)
         roots = [new.following for new in news]
         for i, (one, root) in enumerate(zip(come, roots, strict=True)):
             one.begin(root, self.stops)
             if self.keep_gaps:
-                self._measure(one, logits[i], [0])
+                self._measure(one, scores[i], [0])
             if self.history is not None:
                 self.history.add(first + i, [root])
         if self.drafter is not None:
@@ -252,12 +263,13 @@ class Engine:
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
-        news, choice = self._decide(live, draft, self._adjusted(logits, tree))
+        scores = self._scores(live, logits, tree)
+        news, choice = self._decide(live, draft, scores)
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
         kept = [new.path[:count] for new, count in zip(news, counts, strict=True)]
         for slot, (one, path) in enumerate(zip(live, kept, strict=True)):
             if self.keep_gaps:
-                self._measure(one, logits[slot], path)
+                self._measure(one, scores[slot], path)
             if self.history is not None:
                 self.history.add(slot, one.out.ids[-len(path) :])
         clock.verify += watch.lap()
@@ -282,12 +294,13 @@ class Engine:
         rooms = [one.room - 1 for one in live]
         # whatever the rooms; a guess from a row of a GPU that is NaN is a bad one, or refused where
         # it is verified, so that nobody waits for every guess
-        coins = NO_COINS if self.policy.draft == BEST else self._coins(live, look=False)
+        coins = self._coins(live, look=False) if self.policy.draft in TOSSED else NO_COINS
         if max(rooms) < 1:
             return Draft(Tree.chain(roots[:, None]), None)
         states = [one.state for one in live]
         fresh = [slot for slot, one in enumerate(live) if not one.out.accepted]
-        ask = Ask(self.drafter, states, self.sampling, self.history, self.watch, clock, fresh)
+        race = _race(live) if self.guesses_coupled else None
+        ask = Ask(self.drafter, states, self.sampling, self.history, self.watch, clock, fresh, race)
         try:
             return self.policy.propose(ask, roots, rooms, self.sampling, coins)
         except NoMass as error:
@@ -304,23 +317,29 @@ class Engine:
         most = 1 if self.policy is None else self.policy.nodes + 1
         return GeneratorCoins([Random(one.generator.getrandbits(64)) for one in live], most, look)
 
-    def _adjusted(self, logits: Float[Tensor, "B N V"], tree: Tree, slot: int = 0) -> Tensor:
-        """Penalties and bans, each node under its own text."""
-        if self.history is None:
+    def _scores(
+        self, live: list[Live], logits: Float[Tensor, "B N V"], tree: Tree, slot: int = 0
+    ) -> Float[Tensor, "B N V"]:
+        """Logits with penalties and bans, each node under its own text; and with noise, where it
+        decides.
+        """
+        if self.history is not None:
+            logits = self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
+        if not self.coupled:
             return logits
-        return self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
+        return _race(live).decided(self.sampling.scores(logits), tree)
 
     def _decide(
-        self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]
+        self, live: list[Live], draft: Draft, scores: Float[Tensor, "B N V"]
     ) -> tuple[list[News], Int[Tensor, "B N"] | None]:
-        """What is kept and said; and, greedily, what the target says behind every node (None where
-        a rule has drawn).
+        """What is kept and said; and, where that is a choice, what the target says behind every
+        node (None where a rule has drawn).
         """
         try:
-            if self.sampling.greedy:
-                choice, lead = self.sampling.favourites(logits)
+            if self.sampling.greedy or self.coupled:
+                choice, lead = self.sampling.favourites(scores)
                 return decided(draft.tree, choice, lead), choice
-            return self._judge(live, draft, logits), None
+            return self._judge(live, draft, scores), None
         except FloatingPointError:
             message = "The target's logits are not finite (NaN or infinite)."
             raise RunError(message, HINT) from None
@@ -351,10 +370,16 @@ class Engine:
             one.state = state
         clock.draft += self.watch.lap()
 
-    def _measure(self, one: Live, logits: Float[Tensor, "N V"], rows: list[int]) -> None:
+    def _measure(self, one: Live, scores: Float[Tensor, "N V"], rows: list[int]) -> None:
         """Leads of the target's favourites at some rows."""
-        top = logits[rows].float().topk(2, dim=-1).values
+        top = scores[rows].float().topk(2, dim=-1).values
         one.out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
+
+
+def _race(live: Sequence[Live]) -> Race:
+    """Of the tokens behind those that were said."""
+    noises = [one.noise for one in live if one.noise is not None]
+    return Race(noises, [len(one.out.ids) for one in live])
 
 
 def _rows(

@@ -3,7 +3,8 @@
 A policy asks the drafter level by level and returns a tree per prompt. Its guesses are `best`, the
 drafter's favourites, chosen without chance; or they are tossed from its warped rows: `drawn`,
 siblings without replacement, or `independent` ones. The rows go with the tree, because only they
-tell the verifier what a tossed guess is worth (rule R1); favourites need none.
+tell the verifier what a tossed guess is worth (rule R1); favourites need none. `coupled` guesses
+are favourites too, of rows that noise has been added to (coupled.py).
 
 Trees are in `static.py` and `dynamic.py`.
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST, DRAWN, known
+from outrider.eval.decode.rules import DRAWN, TOSSED, known
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree
 
@@ -45,7 +46,7 @@ class Policy(Protocol):
 
     @property
     def draft(self) -> str:
-        """How guesses come about at temperatures above 0: best, drawn or independent."""
+        """How guesses come about at temperatures above 0: one of rules.DRAFTS."""
         ...
 
     @property
@@ -84,8 +85,9 @@ class Chain:
     """One guess per depth: the favourite, or drawn from the warped draft row.
 
     Attributes:
-        confidence: drafting stops behind a guess that the drafter gives less chance than this. The
-            guess itself is still verified, or the answer's law would change (rule R2).
+        confidence: drafting stops behind a guess that the drafter gives less chance than this
+            (noise counted in, where guesses are coupled). The guess itself is still verified, or
+            the answer's law would change (rule R2).
     """
 
     depth: int
@@ -120,7 +122,7 @@ class Chain:
         drafted = None  # all of it
         if self.confidence > 0 or min(rooms) < deepest:
             drafted = torch.tensor(rooms, device=roots.device).clamp(max=self.depth)
-        tossed = not sampling.greedy and self.draft != BEST
+        tossed = not sampling.greedy and self.draft in TOSSED
         for depth in range(1, deepest + 1):
             logits = ask.step(depth, ids[-1], only)
             if tossed:

@@ -71,6 +71,12 @@ class Sampling(NamedTuple):
         out = warp(flat, self.temperature, self.top_k, self.top_p, self.min_p)
         return out.view(logits.shape)
 
+    def scores(self, logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+        """Logarithms of `rows`, up to one number per row; -infinity for what is dropped."""
+        if self.temperature == 1 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0:
+            return logits.float()
+        return self.rows(logits).log()
+
     def choice(self, logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
         """The greedy token."""
         return first_argmax(logits)

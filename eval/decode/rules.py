@@ -1,10 +1,11 @@
 """Which verification rule fits which draft: one table, and a refusal for what would be biased.
 
-A draft is made in one of three ways, and each has rules of its own:
+A draft is made in one of four ways, and each has rules of its own:
 
     best          the drafter's favourites, chosen without chance (no q rows)
     drawn         siblings drawn one after the other, none twice; in a chain, one draw per depth
     independent   siblings drawn independently from one row, repeats included
+    coupled       the favourites of rows with the noise that the target's tokens are chosen with
 
 Shape letters: B prompts, N nodes, V vocabulary.
 """
@@ -26,7 +27,8 @@ from outrider.eval.decode.verify import Accepted
 
 Judge = Callable[[Tree, Tensor, Tensor | None, Coins], Accepted]
 WithRows = Callable[[Tree, Tensor, Tensor, Coins], Accepted]
-BEST, DRAWN, INDEPENDENT = DRAFTS = ("best", "drawn", "independent")
+BEST, DRAWN, INDEPENDENT, COUPLED = DRAFTS = ("best", "drawn", "independent", "coupled")
+TOSSED = (DRAWN, INDEPENDENT)  # drafts that come with the rows they were drawn from
 
 
 class Rule(NamedTuple):
@@ -68,6 +70,11 @@ class Fitted:
         return RULES[self.name].chains_only
 
     @property
+    def coupled(self) -> bool:
+        """Whether the engine lets noise decide (coupled.py), and no coins."""
+        return self.name == COUPLED
+
+    @property
     def on_cpu(self) -> cpu.OnCpu | None:
         return RULES[self.name].on_cpu
 
@@ -104,7 +111,7 @@ def judge(name: str, draft: str, **knobs: float) -> Fitted:
     rule = RULES[name]
     if known(draft) not in rule.drafts:
         raise ValueError(
-            f"rule {name!r} is biased for {draft!r} drafts, {WHY[draft]}: "
+            f"rule {name!r} does not fit {draft!r} drafts, {WHY[draft]}: "
             f"use one of {', '.join(fitting(draft))}"
         )
     chosen = {**rule.knobs, **knobs}
@@ -129,8 +136,8 @@ def default_rule(draft: str, chain: bool) -> str:
         chain: nobody has a sibling. `block` would never keep less than `ratio`; but what `ratio`
             keeps is what training measures (alpha, and the tau it foresees).
     """
-    if draft == BEST:
-        return "match"
+    if draft in (BEST, COUPLED):
+        return {BEST: "match", COUPLED: COUPLED}[draft]
     if chain:
         return "ratio"
     return {DRAWN: "without_replacement", INDEPENDENT: "independent"}[draft]
@@ -140,6 +147,7 @@ WHY = {
     BEST: "whose tokens were not drawn from any row (R1)",
     DRAWN: "whose siblings are no independent draws (R3)",
     INDEPENDENT: "whose siblings may repeat a token (R3)",
+    COUPLED: "which come without the rows they were drawn from (R1)",
 }
 
 
@@ -182,13 +190,14 @@ def _lenience(draft: str, factor: float) -> Judge:
 
 
 RULES: dict[str, Rule] = {
-    "match": Rule(_match, (BEST,), on_cpu=cpu.match),
+    "match": Rule(_match, (BEST, COUPLED), on_cpu=cpu.match),
     "ratio": Rule(_reading(verify.ratio), (DRAWN, INDEPENDENT), chains_only=True, on_cpu=cpu.ratio),
     "independent": Rule(_reading(siblings.independent), (INDEPENDENT,)),
     "without_replacement": Rule(_reading(siblings.without_replacement), (DRAWN,)),
     "block": Rule(_reading(blocks.block), (DRAWN, INDEPENDENT), chains_only=True),
     "traversal": Rule(_traversal, (DRAWN, INDEPENDENT)),
     "sampled": Rule(_match, DRAFTS, on_cpu=cpu.match),
+    "coupled": Rule(_match, DRAFTS),  # with coins in place of noise: the same law
     "lossy_typical": Rule(_typical, DRAFTS, lossy=True, knobs={"epsilon": 0.09, "delta": 0.3}),
     "lossy_lenience": Rule(
         _lenience, (DRAWN, INDEPENDENT), chains_only=True, lossy=True, knobs={"factor": None}

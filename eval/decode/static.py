@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.policy import Draft
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST, INDEPENDENT, known
+from outrider.eval.decode.rules import BEST, INDEPENDENT, TOSSED, known
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.shapes import Paths, contiguous, parse
 from outrider.eval.decode.siblings import draw_siblings
@@ -43,7 +43,7 @@ class StaticTree:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", parse(self.paths))
-        if known(self.draft) != BEST and not contiguous(self.paths):
+        if known(self.draft) in TOSSED and not contiguous(self.paths):
             raise ValueError(
                 f"{self}: drawn siblings come one after the other, so the ranks below a node "
                 "are 0, 1, 2, .."
@@ -79,7 +79,7 @@ class StaticTree:
         sampling: Sampling,
         coins: Coins,
     ) -> Draft:
-        tossed = not sampling.greedy and self.draft != BEST
+        tossed = not sampling.greedy and self.draft in TOSSED
         deepest = min(self.levels, max(rooms), ask.reach)
         ids, real = [roots[:, None]], [torch.ones_like(roots, dtype=torch.bool)[:, None]]
         rows: list[tuple[Tensor, Float[Tensor, "B _ V"]]] = []
