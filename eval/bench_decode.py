@@ -1,14 +1,16 @@
 """`outrider bench rounds` and `batch`: where a round's time goes, and what a batch brings.
 
 Both decode a finished run's prompts greedily. `rounds` tells the parts of a round apart, for a
-chain and for trees, at temperature 0 and 1: the models' forwards, and all that is not the models'
-(choosing the tree, verifying, thinning caches, bookkeeping), which is the decoder's own cost.
+chain and for trees, at temperature 0 and 1, there by the usual rule and coupled: the models'
+forwards, and all that is not the models' (choosing the tree, verifying, thinning caches,
+bookkeeping), which is the decoder's own cost.
 `batch` decodes the same prompts 1, 4, 16 at a time, with the drafter and without it, by turns; one
 at a time, prompt by prompt.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
+from outrider.eval.decode.rules import COUPLED, default_rule
 from outrider.eval.suite import suite_of
 from outrider.eval.tables import add_numbers, narrow
 from outrider.eval.turns import parts_of
@@ -34,7 +37,7 @@ from outrider.train.config import load_run
 from outrider.train.errors import ConfigError, RunError
 from outrider.train.files import write_json
 
-SHAPES: dict[str, Policy] = {
+SHAPES: dict[str, Chain | DynamicTree] = {
     "chain of 3": Chain(3),
     "tree of 8": DynamicTree(4, 4, 8),
     "tree of 60": DynamicTree(6, 10, 60),
@@ -69,14 +72,17 @@ def rounds(words: list[str]) -> int:
     rows: list[dict[str, Any]] = []
     table = narrow("milliseconds per round (medians)")
     table.add_column("draft shape", no_wrap=True)
+    table.add_column("rule")
     add_numbers(table, "T", "tau", *PARTS, "other", "round", "overhead")
-    for temperature in (0.0, 1.0):
-        for name, policy in SHAPES.items():
+    for temperature, coupled in ((0.0, False), (1.0, False), (1.0, True)):
+        for name, shape in SHAPES.items():
+            policy = replace(shape, draft=COUPLED) if coupled else shape
+            rule = default_rule(policy.draft, not policy.branches) if temperature else "greedy"
             row = _parts(scene, policy, Sampling(temperature))
-            rows.append({"shape": name, "temperature": temperature, **row})
+            rows.append({"shape": name, "rule": rule, "temperature": temperature, **row})
             cells = [f"{row[part]:.2f}" for part in ("tau", *PARTS, "other", "round")]
             share = f"{100 * row['overhead']:.1f} %"
-            table.add_row(name, f"{temperature:g}", *cells, share)
+            table.add_row(name, rule, f"{temperature:g}", *cells, share)
     return _show(scene, console, table, rows)
 
 

@@ -214,7 +214,7 @@ def winners_met(
     Args:
         kept: the draft vocabulary's ids in the target's.
     """
-    noise = log_exponential(len(p), p.shape[1], generator).to(p.device)
+    noise = log_exponential(torch.rand(p.shape, dtype=p.dtype, generator=generator)).to(p.device)
     said = (p.log() - noise).argmax(1)
     guesses = kept[(q.log() - noise[:, kept]).topk(ranks).indices]
     return (guesses == said[:, None]).double()

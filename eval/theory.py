@@ -43,6 +43,24 @@ def acceptance(p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"]) -> Floa
     return torch.minimum(p, q).sum(-1)
 
 
+def coupled_acceptance(
+    p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"]
+) -> Float[Tensor, "*rows"]:
+    """Chance that one noise gives p and q the same winner: `acceptance` of coupled guesses.
+
+    Token x wins both iff its exponential number is below everybody's, e_y >= e_x m_y with m_y =
+    max(p_y / p_x, q_y / q_x); over e_x that is 1 / sum_y m_y. Never above 1 - TV, nor below
+    (1 - TV) / (1 + TV). Takes V times the memory of a row.
+
+    Source: Daliri, Musco, Suresh 2024, section 3, arXiv:2408.07978.
+    """
+    alive = (p > 0) & (q > 0)
+    one = torch.ones_like(p)
+    shares = (row[..., None, :] / torch.where(alive, row, one)[..., None] for row in (p, q))
+    least = torch.maximum(*shares).sum(-1)  # of y, for every x
+    return torch.where(alive, 1 / least, 0 * one).sum(-1)
+
+
 def survival(cond_at: Sequence[float]) -> list[float]:
     """accept@1, accept@2, ... from the conditional rates: their running product."""
     _check_rates("cond_at", cond_at)

@@ -569,7 +569,7 @@ def test_a_searched_tree_without_chances_is_refused() -> None:
         ({"policy": Chain}, TypeError, "must be a name, or a policy"),
         ({"rule": "nonsense"}, ValueError, "rule='nonsense': there is none, but match, ratio"),
         ({"rule": 5}, TypeError, "rule=5: must be a rule's name"),
-        ({"rule": "ratio", "policy": TREE, "temperature": 1.0}, ValueError, "biased for 'best'"),
+        ({"rule": "ratio", "policy": TREE, "temperature": 1.0}, ValueError, "does not fit 'best'"),
         ({"rule": "ratio", "policy": SAMPLED, "temperature": 1.0}, ValueError, "chains only"),
         ({"temperature": -1.0, "policy": "chain"}, ValueError, "temperature"),
         ({"top_p": 0.0}, ValueError, "top_p"),
@@ -659,6 +659,18 @@ def test_a_rule_goes_by_its_name(policy: Policy) -> None:
         plain.output_ids
         == decoder().generate(QUESTION, 4, policy=ALONE, temperature=1.0).output_ids
     )
+
+
+@pytest.mark.parametrize("policy", ["chain", "dynamic_tree", Chain(2), ALONE], ids=str)
+def test_coupled_answers_are_those_of_plain_sampling(policy: str | Policy) -> None:
+    """Whatever drafts them, by name or of one's own."""
+    how: dict[str, Any] = {"temperature": 1.0, "seed": 5, "rule": "coupled"}
+    plain = decoder().generate(QUESTION, BUDGET, policy=ALONE, **how)
+    ours = decoder().generate(QUESTION, BUDGET, policy=policy, **how)
+    assert ours.output_ids == plain.output_ids
+    assert ours.lossy is False
+    other = decoder().generate(QUESTION, BUDGET, policy=policy, **{**how, "seed": 6})
+    assert other.output_ids != plain.output_ids
 
 
 def test_nobody_knows_what_a_rule_of_ones_own_does() -> None:

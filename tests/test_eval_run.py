@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from outrider.data.sources import Message, Prompt
 from outrider.eval.compare import compare
 from outrider.eval.decode import engine
 from outrider.eval.decode.answer import Output
+from outrider.eval.decode.coupled import Noise
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.news import News
 from outrider.eval.decode.tree import Tree
@@ -238,8 +240,22 @@ def test_a_sampled_answer_depends_on_the_seed_and_its_place_alone(
     assert few.outputs != other.outputs
 
 
+@pytest.mark.parametrize("policy", ["chain", "dynamic_tree"])
+def test_coupled_answers_are_compared_with_plain_ones(
+    place: Path, loaded: Loaded, policy: str
+) -> None:
+    report = measured(place, loaded, policy, temperature=0.7, verify="coupled", repeats=2)
+    assert report.exact is True
+    assert "equal plain decoding" in report.exactness()
+    assert report.setting["draft"] == report.setting["verify"] == "coupled"
+    assert [row["output_ids"] for row in report.outputs] == [
+        row["baseline_ids"] for row in report.outputs
+    ]
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.8])
 def test_a_decoder_that_is_not_lossless_is_caught(
-    place: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    place: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, heat: float
 ) -> None:
     """Take every drafted token: the report names each answer, and the first place that is wrong."""
 
@@ -248,7 +264,7 @@ def test_a_decoder_that_is_not_lossless_is_caught(
         return [News.of_chain(ids, deep, deep, said[deep]) for ids, said, deep in chains]
 
     monkeypatch.setattr(engine, "decided", credulous)
-    report = measured(place, loaded)
+    report = measured(place, loaded, temperature=heat, verify="coupled" if heat else "auto")
     wrong = {m.id: m for m in report.mismatches}
     differing = [row for row in report.outputs if row["output_ids"] != row["baseline_ids"]]
     assert report.exact is False
@@ -259,14 +275,22 @@ def test_a_decoder_that_is_not_lossless_is_caught(
         ours, plain = row["output_ids"], row["baseline_ids"]
         assert ours[: found.position] == plain[: found.position]
         assert (found.token, found.baseline_token) == (ours[found.position], plain[found.position])
-        gap = lead(loaded, row["prompt_ids"] + plain[: found.position])
+        at, place_of = found.position, report.outputs.index(row)
+        noise = heat * seeded_noise(place_of, at) if heat else torch.zeros(VOCAB)
+        gap = lead(loaded, row["prompt_ids"] + plain[:at], noise)
         assert found.gap == pytest.approx(gap, abs=1e-4)
 
 
-def lead(loaded: Loaded, ids: list[int]) -> float:
+def seeded_noise(prompt: int, at: int) -> torch.Tensor:
+    """What is taken off the log-probabilities of an answer's token, run.seed being 0."""
+    return Noise(Random(prompt).getrandbits(64), VOCAB, torch.device("cpu")).rows(at, 1)[0]
+
+
+def lead(loaded: Loaded, ids: list[int], noise: torch.Tensor) -> float:
     """The target's lead of its first over its second choice, by the model itself."""
     with torch.no_grad():
-        top = loaded.target.model(torch.tensor([ids])).logits[0, -1].topk(2).values
+        logits = loaded.target.model(torch.tensor([ids])).logits[0, -1]
+    top = (logits - noise).topk(2).values
     return float(top[0] - top[1])
 
 

@@ -16,10 +16,11 @@ from scipy.stats import power_divergence
 from torch import Tensor
 
 from outrider.eval.decode.answer import Request
+from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import DRAWN
+from outrider.eval.decode.rules import COUPLED, DRAWN
 from outrider.eval.decode.static import StaticTree
 from outrider.models.load import load
 from outrider.models.target import Target
@@ -30,6 +31,7 @@ from tests.tiny import Text, Told
 RUNS, CONTROLS, BATCH = 20_000, 4_000, 64
 SAID = 3
 WARM = Sampling(temperature=1.3, top_k=6)
+COUPLED_TREE = DynamicTree(3, 3, 8, draft=COUPLED)
 SAMPLED = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), DRAWN)
 
 
@@ -95,7 +97,9 @@ def fit(counts: Counter[Text], runs: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("policy", [Chain(3), SAMPLED], ids=["chain", "sampled tree"])
+@pytest.mark.parametrize(
+    "policy", [Chain(3), SAMPLED, COUPLED_TREE], ids=["chain", "sampled tree", "coupled tree"]
+)
 def test_three_tokens_have_the_law_of_plain_sampling(policy: Policy) -> None:
     assert p_value(Engine, policy, RUNS) > 1e-4
 

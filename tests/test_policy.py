@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.policy import Chain, Draft, Policy
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST
+from outrider.eval.decode.rules import BEST, COUPLED
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.static import StaticTree
 from outrider.eval.decode.tree import Tree
@@ -202,7 +202,9 @@ def test_a_vocabulary_smaller_than_the_width_is_no_trouble() -> None:
 # ---- chains --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("draft", "sampling"), [("drawn", GREEDY), (BEST, WARM)])
+@pytest.mark.parametrize(
+    ("draft", "sampling"), [("drawn", GREEDY), (BEST, WARM), (COUPLED, GREEDY)]
+)
 def test_a_chain_of_favourites(draft: str, sampling: Sampling) -> None:
     drafter, text = told(), TEXT
     for _ in range(4):

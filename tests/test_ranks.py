@@ -1,9 +1,9 @@
 """The table of ranks: by hand, against loops over rows, and against the rule that it is about."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from outrider.eval import ranks as module
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.shapes import contiguous
 from outrider.eval.ranks import Ranks, rank_table, sibling_chances
+from outrider.eval.theory import coupled_acceptance
 from outrider.models import drafters
 from outrider.models.base import Drafter, Trace
 from outrider.models.target import Target
@@ -108,7 +109,13 @@ def test_what_is_drafted_without_the_target_is_not_taken() -> None:
     torch.testing.assert_close(best.table, torch.tensor([[0.0, 0.5, 0.0]]).double())
     drawn = rank_table(drafter, Mirror(), [told] * 400, 1, 3, 1.0, "drawn")
     assert drawn.table.sum() == pytest.approx(0.5, abs=1e-12)  # all three are drawn in the end
-    assert drawn.table[0, 0] == pytest.approx(float(torch.tensor([1.0, 2, 0]).softmax(0)[0]))
+    q = torch.tensor([1.0, 2, 0]).softmax(0)
+    assert drawn.table[0, 0] == pytest.approx(float(q[0]))
+    coupled = rank_table(drafter, Mirror(), [told] * 4000, 1, 3, 1.0, "coupled").table
+    p = torch.tensor([0.5, 0.5, 0.0, 0.0])
+    met = float(coupled_acceptance(p, torch.cat([torch.zeros(1), q])))
+    assert coupled[0, 0] == pytest.approx(met, abs=0.02)
+    assert coupled.sum() == pytest.approx(0.5, abs=0.02)
 
 
 # ---- against loops over rows ---------------------------------------------------------------------
@@ -186,9 +193,9 @@ def test_more_text_counts_row_by_row(
     assert not torch.allclose(alone[0].table, found.table, atol=1e-3)
 
 
-@pytest.mark.parametrize("draft", ["best", "drawn"])
+@pytest.mark.parametrize("draft", ["best", "drawn", "coupled"])
 def test_what_no_round_meets_does_not_matter(
-    target: Target, trace: Trace, draft: Literal["best", "drawn"]
+    target: Target, trace: Trace, draft: module.Kind
 ) -> None:
     """Neither guesses at rows that do not count, nor the target's rows that judge none."""
     drafter = disturbed(target, trace)
@@ -375,6 +382,7 @@ def test_a_seed_fixes_what_is_drawn(target: Target, trace: Trace) -> None:
         (3, 0, 0.0, "best", "ranks = 0"),
         (3, tiny.DRAFTED + 1, 0.0, "best", "the drafter has 40 tokens"),
         (3, 3, 0.0, "drawn", "nothing is drawn there"),
+        (3, 3, 0.0, "coupled", "nothing is drawn there"),
         (3, 3, -1.0, "best", "temperature"),
     ],
 )
@@ -384,7 +392,7 @@ def test_what_cannot_be_measured_is_refused(
     depths: int,
     ranks: int,
     temperature: float,
-    draft: Literal["best", "drawn"],
+    draft: module.Kind,
     words: str,
 ) -> None:
     drafter = disturbed(target, trace)
@@ -408,9 +416,13 @@ def test_a_run_keeps_its_tables(tmp_path: Path) -> None:
     module.record(tmp_path, drafter, of, [told])
     found = module.read_tables(tmp_path)
     assert found is not None
-    assert set(found) == {"best@0", "best@1", "drawn@1"}
+    assert set(found) == {"best@0", "best@1", "drawn@1", "coupled@1"}
     again = rank_table(drafter, of, [told], tiny.DEPTHS, 10, 1.0, "best").table
     assert torch.equal(found["best@1"], again)
+    old = json.loads((tmp_path / module.FILE).read_text())
+    del old["coupled@1"]  # as runs were left before there was such a table
+    (tmp_path / module.FILE).write_text(json.dumps(old))
+    assert set(module.read_tables(tmp_path) or ()) == {"best@0", "best@1", "drawn@1"}
     (tmp_path / module.FILE).write_text('{"format": "another"}')
     with pytest.raises(RunError, match="holds no table"):
         module.read_tables(tmp_path)

@@ -24,6 +24,7 @@ DRAWING: dict[str, tuple[Propose, Propose]] = {
     "best": (argmax_chain(2), favourites(2, 1)),
     "drawn": (sampled_chain(2), sampled_tree((2, 1), replacement=False)),
     "independent": (sampled_chain(2), sampled_tree((2, 1), replacement=True)),
+    "coupled": (argmax_chain(2), favourites(2, 1)),  # the noise given; the rest is the engine's
 }
 
 

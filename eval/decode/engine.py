@@ -212,7 +212,7 @@ class Engine:
             for slot, prompt in enumerate(prompts, start=first):
                 self.history.start(slot, prompt)
         tree = Tree.chain(ids[:, -1:])
-        scores = self._scores(come, logits, tree, first)
+        scores = self._scores(logits, tree, self._race(come, 0), first)
         news, _ = self._decide(come, Draft(tree, None), scores)
         roots = [new.following for new in news]
         for i, (one, root) in enumerate(zip(come, roots, strict=True)):
@@ -256,14 +256,15 @@ class Engine:
         clock = Clock()
         self._set_taps()
         cache.focus(0, len(live))
-        draft = self._draft(live, clock)
+        race = self._race(live, 0 if self.policy is None else self.policy.levels)
+        draft = self._draft(live, race, clock)
         tree, prefix = draft.tree, cache.active
         positions, visible = layout.laid_out(tree, prefix)
         watch.lap()  # choosing the tree and laying it out: nobody's, so it counts as overhead
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
-        scores = self._scores(live, logits, tree)
+        scores = self._scores(logits, tree, race)
         news, choice = self._decide(live, draft, scores)
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
         kept = [new.path[:count] for new, count in zip(news, counts, strict=True)]
@@ -286,7 +287,14 @@ class Engine:
             one.out.clock.add(clock, 1 / len(live))
         return counts
 
-    def _draft(self, live: list[Live], clock: Clock) -> Draft:
+    def _race(self, live: list[Live], levels: int) -> Race | None:
+        """The noise of a round whose guesses are so deep; None where nothing is chosen with any."""
+        if not (self.coupled or self.guesses_coupled):
+            return None
+        noises = [one.noise for one in live if one.noise is not None]
+        return Race(noises, [len(one.out.ids) for one in live], levels + 1)
+
+    def _draft(self, live: list[Live], race: Race | None, clock: Clock) -> Draft:
         if self.drafter is None or self.policy is None:
             said = [[one.out.ids[-1]] for one in live]
             return Draft(Tree.chain(torch.tensor(said, device=self.target.device)), None)
@@ -299,7 +307,7 @@ class Engine:
             return Draft(Tree.chain(roots[:, None]), None)
         states = [one.state for one in live]
         fresh = [slot for slot, one in enumerate(live) if not one.out.accepted]
-        race = _race(live) if self.guesses_coupled else None
+        race = race if self.guesses_coupled else None
         ask = Ask(self.drafter, states, self.sampling, self.history, self.watch, clock, fresh, race)
         try:
             return self.policy.propose(ask, roots, rooms, self.sampling, coins)
@@ -318,16 +326,16 @@ class Engine:
         return GeneratorCoins([Random(one.generator.getrandbits(64)) for one in live], most, look)
 
     def _scores(
-        self, live: list[Live], logits: Float[Tensor, "B N V"], tree: Tree, slot: int = 0
+        self, logits: Float[Tensor, "B N V"], tree: Tree, race: Race | None, slot: int = 0
     ) -> Float[Tensor, "B N V"]:
         """Logits with penalties and bans, each node under its own text; and with noise, where it
         decides.
         """
         if self.history is not None:
             logits = self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
-        if not self.coupled:
+        if race is None or not self.coupled:
             return logits
-        return _race(live).decided(self.sampling.scores(logits), tree)
+        return race.decided(self.sampling.scores(logits), tree)
 
     def _decide(
         self, live: list[Live], draft: Draft, scores: Float[Tensor, "B N V"]
@@ -374,12 +382,6 @@ class Engine:
         """Leads of the target's favourites at some rows."""
         top = scores[rows].float().topk(2, dim=-1).values
         one.out.gaps.extend((top[:, 0] - top[:, 1]).tolist())
-
-
-def _race(live: Sequence[Live]) -> Race:
-    """Of the tokens behind those that were said."""
-    noises = [one.noise for one in live if one.noise is not None]
-    return Race(noises, [len(one.out.ids) for one in live])
 
 
 def _rows(
