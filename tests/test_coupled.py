@@ -22,7 +22,7 @@ from outrider.eval.decode.answer import Output, Request
 from outrider.eval.decode.coupled import Noise, Race, log_exponential
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Chain, Policy
+from outrider.eval.decode.policy import Chain, Draft, Policy
 from outrider.eval.decode.processors import Sampling
 from outrider.eval.decode.rules import COUPLED, judge
 from outrider.eval.decode.shapes import parse
@@ -257,6 +257,16 @@ def test_no_draft_changes_a_word(policy: Policy, how: Sampling) -> None:
         assert policy.draft != COUPLED or sum(sum(out.accepted) for out in outs) > 10
 
 
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_all_nodes_at_once_decide_what_is_found_level_by_level(name: str) -> None:
+    """As a GPU decides; here with the leads that are measured so."""
+    how, policy, of = HEATS["penalised"], POLICIES[name], tiny.target()
+    drafter = Told(thought("llama"), tiny.VOCAB)
+    outs = Engine(of, drafter, policy, sampling=how, keep_gaps=True).generate_all(requests(), 3)
+    assert [out.ids for out in outs] == answers("llama", how)
+    assert all(len(out.gaps) == len(out.ids) for out in outs)
+
+
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
 def test_a_drafter_with_few_tokens_of_its_own_changes_none(name: str) -> None:
     of, how, policy = tiny.target(), HEATS["warm"], POLICIES[name]
@@ -309,12 +319,17 @@ def test_a_chain_is_noised_as_the_tree_it_is() -> None:
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def test_logits_that_are_nan_are_refused() -> None:
-    of = tiny.target()
-    with torch.no_grad():
-        of.model.get_output_embeddings().weight[3] = torch.nan
-    engine = Engine(of, None, None, sampling=Sampling(1.0), rule=judge(COUPLED, COUPLED))
-    with pytest.raises(RunError, match="not finite"):
+@pytest.mark.parametrize("name", ["chain", "dynamic"])
+def test_logits_that_become_nan_are_refused(name: str) -> None:
+    class Breaking(Engine):
+        def _draft(self, *args: Any) -> Draft:
+            drafted = super()._draft(*args)
+            self.target.model.get_output_embeddings().weight.data[3] = torch.nan
+            return drafted
+
+    of, drafter = tiny.target(), Told(by_chance(tiny.VOCAB), tiny.VOCAB)
+    engine = Breaking(of, drafter, POLICIES[name], sampling=Sampling(1.0))
+    with pytest.raises(RunError, match="logits are not finite"):
         engine.generate([4, 5], 3)
 
 

@@ -23,6 +23,7 @@ Differs: any tree, whose siblings are the largest of one row, and so, by the sam
 without replacement.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -30,6 +31,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.eval.decode.sampling import first_max
 from outrider.eval.decode.tree import Tree
 
 AT_ONCE = 2**15  # numbers made at once, where a row is shorter
@@ -104,3 +106,20 @@ class Race:
             return scores - self.rows[:, : tree.size]
         prompts = torch.arange(len(tree.depths), device=scores.device)[:, None]
         return scores - self.rows[prompts, tree.depths]
+
+
+class Winners:
+    """In place of coins, for `on_cpu.match`: what it picks n-th wins with the noise at depth n."""
+
+    def __init__(self, race: Race) -> None:
+        self.noise = iter(race.ahead)
+
+    def pick(self, rows: Float[Tensor, "B V"]) -> list[int]:
+        """
+        Raises:
+            FloatingPointError: a row is NaN or infinite.
+        """
+        winner, lead = first_max(rows - next(self.noise)[:, 0])
+        if not all(map(math.isfinite, lead.tolist())):
+            raise FloatingPointError
+        return winner.tolist()

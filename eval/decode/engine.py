@@ -26,8 +26,9 @@ from outrider.eval.decode import layout
 from outrider.eval.decode.answer import Live, Memory, Output, Request, Stops, check
 from outrider.eval.decode.ask import BROKEN, Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
-from outrider.eval.decode.coupled import Noise, Race
+from outrider.eval.decode.coupled import Noise, Race, Winners
 from outrider.eval.decode.news import News, decided, read
+from outrider.eval.decode.on_cpu import match
 from outrider.eval.decode.policy import Draft, Policy
 from outrider.eval.decode.processors import History, Sampling
 from outrider.eval.decode.rules import BEST, COUPLED, TOSSED, Fitted, Judge, default_rule, judge
@@ -265,7 +266,7 @@ class Engine:
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
         scores = self._scores(logits, tree, race)
-        news, choice = self._decide(live, draft, scores)
+        news, choice = self._decide(live, draft, scores, race)
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
         kept = [new.path[:count] for new, count in zip(news, counts, strict=True)]
         for slot, (one, path) in enumerate(zip(live, kept, strict=True)):
@@ -329,21 +330,28 @@ class Engine:
         self, logits: Float[Tensor, "B N V"], tree: Tree, race: Race | None, slot: int = 0
     ) -> Float[Tensor, "B N V"]:
         """Logits with penalties and bans, each node under its own text; and with noise, where it
-        decides.
+        decides at all nodes at once.
         """
         if self.history is not None:
             logits = self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
-        if race is None or not self.coupled:
+        if race is None or not self.coupled or self._climbs(tree):
             return logits
         return race.decided(self.sampling.scores(logits), tree)
 
     def _decide(
-        self, live: list[Live], draft: Draft, scores: Float[Tensor, "B N V"]
+        self,
+        live: list[Live],
+        draft: Draft,
+        scores: Float[Tensor, "B N V"],
+        race: Race | None = None,
     ) -> tuple[list[News], Int[Tensor, "B N"] | None]:
         """What is kept and said; and, where that is a choice, what the target says behind every
         node (None where a rule has drawn).
         """
         try:
+            if race is not None and self.coupled and self._climbs(draft.tree):
+                coins = Winners(race)
+                return match(draft.tree, scores, self.sampling.scores, None, coins), None
             if self.sampling.greedy or self.coupled:
                 choice, lead = self.sampling.favourites(scores)
                 return decided(draft.tree, choice, lead), choice
@@ -351,6 +359,10 @@ class Engine:
         except FloatingPointError:
             message = "The target's logits are not finite (NaN or infinite)."
             raise RunError(message, HINT) from None
+
+    def _climbs(self, tree: Tree) -> bool:
+        """A CPU goes up a tree whose rows have noise level by level, as with any draws."""
+        return not tree.straight and tree.ids.device.type == "cpu" and not self.keep_gaps
 
     def _judge(self, live: list[Live], draft: Draft, logits: Float[Tensor, "B N V"]) -> list[News]:
         """What the rule decides, at temperatures above 0."""

@@ -11,6 +11,7 @@ Shape letters: B prompts, N nodes, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from operator import lt, truediv
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -22,6 +23,15 @@ from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree
 
 Warp = Callable[[Tensor], Tensor]  # logits to probabilities, row by row
+
+
+@runtime_checkable
+class Picking(Protocol):
+    """What says a token per prompt: coins, or their place holder (coupled.Winners)."""
+
+    def pick(self, rows: Float[Tensor, "B V"]) -> list[int]: ...
+
+
 OnCpu = Callable[[Tree, Tensor, Warp, Tensor | None, Coins], list[News]]
 
 
@@ -30,7 +40,7 @@ def match(
     logits: Float[Tensor, "B N V"],
     warp: Warp,
     _q_rows: Float[Tensor, "B N V"] | None,
-    coins: Coins,
+    coins: Picking,
 ) -> list[News]:
     """`verify.match`: what is drawn behind a node says which child is next, or follows the path.
 
