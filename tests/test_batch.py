@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.eval.decode import answer as answer_room
 from outrider.eval.decode import engine as engine_room
 from outrider.eval.decode import layout
 from outrider.eval.decode import sampling as sampling_room
@@ -314,7 +315,7 @@ def test_neighbours_of_one_length_are_read_in_one_forward(
         read.extend([len(ids)] if not positions.any(0)[0] else [])
         return real(ids, positions, *rest)
 
-    monkeypatch.setattr(engine_room, "READ", most)
+    monkeypatch.setattr(answer_room, "READ", most)
     monkeypatch.setattr(decoder.target, "forward", forward)
     together = decoder.generate_all(asked, 4)
     assert sorted(read) == sorted(wanted)

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from outrider.eval.decode.answer import Live, Request
-from outrider.eval.decode.coupled import Race
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.news import News
@@ -169,7 +168,7 @@ class Checked(Engine):
     row: Row
 
     def _decide(
-        self, live: list[Live], draft: Draft, logits: Tensor, race: Race | None = None
+        self, live: list[Live], draft: Draft, logits: Tensor
     ) -> tuple[list[News], Tensor | None]:
         rows = self.sampling.rows(logits)
         for i, one in enumerate(live):
@@ -179,7 +178,7 @@ class Checked(Engine):
                 self._compare(rows[i, node], own_logits(self.target, text + path), text + path)
                 if draft.q_rows is not None and draft.q_rows[i, node].any():
                     self._compare_draft(draft.q_rows[i, node], text + path)
-        return super()._decide(live, draft, logits, race)
+        return super()._decide(live, draft, logits)
 
     def _compare(self, mine: Tensor, logits: Tensor, text: Text) -> None:
         theirs = scores(self.sampling, text, logits).softmax(-1)
@@ -225,11 +224,11 @@ class Listening(Engine):
     drafted: set[int]
 
     def _decide(
-        self, live: list[Live], draft: Draft, logits: Tensor, race: Race | None = None
+        self, live: list[Live], draft: Draft, logits: Tensor
     ) -> tuple[list[News], Tensor | None]:
         for i in range(len(live)):
             self.drafted |= {path[-1] for path in tiny.paths(draft.tree, i)}
-        return super()._decide(live, draft, logits, race)
+        return super()._decide(live, draft, logits)
 
 
 @pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])

@@ -1,6 +1,7 @@
 """One prompt on its way: what is asked for, what has been said, and where it ends."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from outrider.models.base import State
 from outrider.models.slots import SlotCache
 from outrider.train.errors import RunError
 
+READ = 2048  # tokens of several prompts that are read at once
 MARKS = 3  # newest places of a dialogue that are kept beside the first: each holds a drafter's rows
 FIRST, ACCEPTED, CORRECTION, BONUS = "first", "accepted", "correction", "bonus"
 
@@ -228,3 +230,12 @@ def check(request: Request, positions: int, vocab: int) -> None:
         )
     if request.seed < 0:  # Python's generators would take it for its opposite
         raise RunError(f"seed={request.seed} is negative.", "Give 0 or more.")
+
+
+def alike(waiting: deque[tuple[int, Request]], most: int) -> Iterator[tuple[int, Request]]:
+    """The next request, and those right behind it whose prompts can be read in one forward."""
+    length = len(waiting[0][1].prompt)
+    for _ in range(min(most, max(1, READ // length))):
+        if not waiting or len(waiting[0][1].prompt) != length:
+            return
+        yield waiting.popleft()

@@ -23,15 +23,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.eval.decode import layout
-from outrider.eval.decode.answer import Live, Memory, Output, Request, Stops, check
+from outrider.eval.decode.answer import Live, Memory, Output, Request, Stops, alike, check
 from outrider.eval.decode.ask import BROKEN, Ask
 from outrider.eval.decode.clock import Clock, Stopwatch
 from outrider.eval.decode.coupled import Noise, Race, Winners
 from outrider.eval.decode.news import News, decided, read
 from outrider.eval.decode.on_cpu import match
-from outrider.eval.decode.policy import Draft, Policy
+from outrider.eval.decode.policy import Draft, Policy, check_fit, usual_rule
 from outrider.eval.decode.processors import History, Sampling
-from outrider.eval.decode.rules import BEST, COUPLED, TOSSED, Fitted, Judge, default_rule, judge
+from outrider.eval.decode.rules import COUPLED, TOSSED, Fitted, Judge
 from outrider.eval.decode.sampling import GeneratorCoins, NoMass
 from outrider.eval.decode.tree import Tree
 from outrider.models.base import Drafter, Trace
@@ -39,7 +39,6 @@ from outrider.models.slots import in_front
 from outrider.models.target import Target
 from outrider.train.errors import RunError
 
-READ = 2048  # tokens of several prompts that are read at once
 NO_COINS = GeneratorCoins([], 0)
 HINT = "Is the model right, its precision wide enough, its cache what it believes?"
 
@@ -88,12 +87,12 @@ class Engine:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling = sampling.check(target.vocab)
         self.stops, self.keep_gaps, self.timed = stops or Stops(), keep_gaps, timed
-        self.rule = rule or _usual(policy)
+        self.rule = rule or usual_rule(policy)
         warm = not self.sampling.greedy
         self.coupled = warm and isinstance(self.rule, Fitted) and self.rule.coupled
         self.guesses_coupled = warm and policy is not None and policy.draft == COUPLED
         if policy is not None and not self.sampling.greedy:
-            _check_fit(self.rule, policy)
+            check_fit(self.rule, policy)
         self.generator = Random(seed)
 
     # ---- from outside ----
@@ -135,7 +134,7 @@ class Engine:
             while waiting and len(live) < batch:
                 come = [
                     self._come(n, request, generators[n] if generators else Random(request.seed))
-                    for n, request in _alike(waiting, batch - len(live))
+                    for n, request in alike(waiting, batch - len(live))
                 ]
                 asked = [one for one in come if one.request.budget > 0]
                 live.extend(asked)
@@ -213,7 +212,8 @@ class Engine:
             for slot, prompt in enumerate(prompts, start=first):
                 self.history.start(slot, prompt)
         tree = Tree.chain(ids[:, -1:])
-        scores = self._scores(logits, tree, self._race(come, 0), first)
+        self.race = self._race(come, 0)
+        scores = self._scores(logits, tree, first)
         news, _ = self._decide(come, Draft(tree, None), scores)
         roots = [new.following for new in news]
         for i, (one, root) in enumerate(zip(come, roots, strict=True)):
@@ -257,16 +257,16 @@ class Engine:
         clock = Clock()
         self._set_taps()
         cache.focus(0, len(live))
-        race = self._race(live, 0 if self.policy is None else self.policy.levels)
-        draft = self._draft(live, race, clock)
+        self.race = self._race(live, 0 if self.policy is None else self.policy.levels)
+        draft = self._draft(live, clock)
         tree, prefix = draft.tree, cache.active
         positions, visible = layout.laid_out(tree, prefix)
         watch.lap()  # choosing the tree and laying it out: nobody's, so it counts as overhead
         seen = self.target.forward(tree.ids, positions, visible, cache)
         logits = self.target.logits(seen.last)
         clock.target += watch.lap()
-        scores = self._scores(logits, tree, race)
-        news, choice = self._decide(live, draft, scores, race)
+        scores = self._scores(logits, tree)
+        news, choice = self._decide(live, draft, scores)
         counts = [one.take(new, self.stops) for one, new in zip(live, news, strict=True)]
         kept = [new.path[:count] for new, count in zip(news, counts, strict=True)]
         for slot, (one, path) in enumerate(zip(live, kept, strict=True)):
@@ -295,7 +295,7 @@ class Engine:
         noises = [one.noise for one in live if one.noise is not None]
         return Race(noises, [len(one.out.ids) for one in live], levels + 1)
 
-    def _draft(self, live: list[Live], race: Race | None, clock: Clock) -> Draft:
+    def _draft(self, live: list[Live], clock: Clock) -> Draft:
         if self.drafter is None or self.policy is None:
             said = [[one.out.ids[-1]] for one in live]
             return Draft(Tree.chain(torch.tensor(said, device=self.target.device)), None)
@@ -308,7 +308,7 @@ class Engine:
             return Draft(Tree.chain(roots[:, None]), None)
         states = [one.state for one in live]
         fresh = [slot for slot, one in enumerate(live) if not one.out.accepted]
-        race = race if self.guesses_coupled else None
+        race = self.race if self.guesses_coupled else None
         ask = Ask(self.drafter, states, self.sampling, self.history, self.watch, clock, fresh, race)
         try:
             return self.policy.propose(ask, roots, rooms, self.sampling, coins)
@@ -327,31 +327,27 @@ class Engine:
         return GeneratorCoins([Random(one.generator.getrandbits(64)) for one in live], most, look)
 
     def _scores(
-        self, logits: Float[Tensor, "B N V"], tree: Tree, race: Race | None, slot: int = 0
+        self, logits: Float[Tensor, "B N V"], tree: Tree, slot: int = 0
     ) -> Float[Tensor, "B N V"]:
         """Logits with penalties and bans, each node under its own text; and with noise, where it
         decides at all nodes at once.
         """
         if self.history is not None:
             logits = self.sampling.adjust(logits, self.history.at_nodes(tree, slot))
-        if race is None or not self.coupled or self._climbs(tree):
+        if self.race is None or not self.coupled or self._climbs(tree):
             return logits
-        return race.decided(self.sampling.scores(logits), tree)
+        return self.race.decided(self.sampling.scores(logits), tree)
 
     def _decide(
-        self,
-        live: list[Live],
-        draft: Draft,
-        scores: Float[Tensor, "B N V"],
-        race: Race | None = None,
+        self, live: list[Live], draft: Draft, scores: Float[Tensor, "B N V"]
     ) -> tuple[list[News], Int[Tensor, "B N"] | None]:
         """What is kept and said; and, where that is a choice, what the target says behind every
         node (None where a rule has drawn).
         """
         try:
-            if race is not None and self.coupled and self._climbs(draft.tree):
-                coins = Winners(race)
-                return match(draft.tree, scores, self.sampling.scores, None, coins), None
+            if self.race is not None and self.coupled and self._climbs(draft.tree):
+                winners = Winners(self.race)
+                return match(draft.tree, scores, self.sampling.scores, None, winners), None
             if self.sampling.greedy or self.coupled:
                 choice, lead = self.sampling.favourites(scores)
                 return decided(draft.tree, choice, lead), choice
@@ -412,28 +408,3 @@ def _rows(
         return layout.Rows(tree.ids, choice, positions)
     texts = [one.out.ids[-len(path) - 1 :] for one, path in zip(live, kept, strict=True)]
     return layout.send_rows(texts, prefix, kept, positions.device)
-
-
-def _alike(waiting: deque[tuple[int, Request]], most: int) -> Iterator[tuple[int, Request]]:
-    """The next request, and those right behind it whose prompts can be read in one forward."""
-    length = len(waiting[0][1].prompt)
-    for _ in range(min(most, max(1, READ // length))):
-        if not waiting or len(waiting[0][1].prompt) != length:
-            return
-        yield waiting.popleft()
-
-
-def _usual(policy: Policy | None) -> Judge:
-    """The usual lossless rule for a policy's guesses."""
-    draft, chain = (BEST, True) if policy is None else (policy.draft, not policy.branches)
-    return judge(default_rule(draft, chain), draft)
-
-
-def _check_fit(rule: Judge, policy: Policy) -> None:
-    if isinstance(rule, Fitted) and rule.draft != policy.draft:
-        raise ValueError(
-            f"rule {rule.name!r} was made for {rule.draft!r} drafts, and the policy's are "
-            f"{policy.draft!r}: it would be biased"
-        )
-    if isinstance(rule, Fitted) and rule.chains_only and policy.branches:
-        raise ValueError(f"rule {rule.name!r} verifies chains only, and the policy grows trees")

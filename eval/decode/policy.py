@@ -25,7 +25,16 @@ from torch import Tensor
 
 from outrider.eval.decode.ask import Ask
 from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import DRAWN, TOSSED, known
+from outrider.eval.decode.rules import (
+    BEST,
+    DRAWN,
+    TOSSED,
+    Fitted,
+    Judge,
+    default_rule,
+    judge,
+    known,
+)
 from outrider.eval.decode.sampling import Coins
 from outrider.eval.decode.tree import Tree
 
@@ -148,3 +157,23 @@ class Chain:
 def _only(batch: int, device: torch.device) -> Int[Tensor, "B 1"]:
     """The place of the only node of a level."""
     return torch.zeros(batch, 1, dtype=torch.long, device=device)
+
+
+def usual_rule(policy: Policy | None) -> Judge:
+    """The usual lossless rule for a policy's guesses."""
+    draft, chain = (BEST, True) if policy is None else (policy.draft, not policy.branches)
+    return judge(default_rule(draft, chain), draft)
+
+
+def check_fit(rule: Judge, policy: Policy) -> None:
+    """
+    Raises:
+        ValueError: the rule was made for other drafts than the policy's.
+    """
+    if isinstance(rule, Fitted) and rule.draft != policy.draft:
+        raise ValueError(
+            f"rule {rule.name!r} was made for {rule.draft!r} drafts, and the policy's are "
+            f"{policy.draft!r}: take judge({rule.name!r}, {policy.draft!r})"
+        )
+    if isinstance(rule, Fitted) and rule.chains_only and policy.branches:
+        raise ValueError(f"rule {rule.name!r} verifies chains only, and the policy grows trees")
