@@ -337,6 +337,8 @@ class Chat:
         An answer that is not heard to its end is kept as far as it came; a message without any
         answer (it does not fit the target, say) is taken back.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text={text!r:.80}: must be a string")
         setting = replace(self.setting, **known(how))
         asked = [*self.messages, Message(role="user", content=text)]
         ids = prompt_ids(self.decoder.tokenizer, asked)

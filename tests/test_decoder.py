@@ -444,6 +444,12 @@ def test_ctrl_c_while_the_drafter_absorbs_leaves_a_memory_that_is_right(
     assert said.ids == Engine(target(), None, None).generate(longer, 8).ids
 
 
+@pytest.mark.parametrize("message", [None, 3, ["why?"]], ids=str)
+def test_a_message_is_a_string(message: Any) -> None:
+    with unchecked(), pytest.raises(TypeError, match="must be a string"):
+        decoder().chat().say(message)
+
+
 def test_a_message_without_an_answer_is_taken_back() -> None:
     talk = decoder().chat()
     assert talk.say(QUESTION, 0).output_ids == []
