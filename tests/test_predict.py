@@ -137,13 +137,18 @@ def test_an_unfinished_run_is_refused(run: Config, tmp_path: Path) -> None:
 # ---- benches -------------------------------------------------------------------------------------
 
 
+GREEDY, USUAL, COUPLED = ("greedy",) * 3, ("ratio", "match", "match"), ("coupled",) * 3
+
+
 def test_the_parts_of_a_round_are_its_whole(run: Config, tmp_path: Path) -> None:
     out = tmp_path / "rounds.json"
     words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", f"out={out}"]
     assert bench_decode.rounds(words) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["shape"], row["temperature"]) for row in rows] == [
-        (shape, heat) for heat in (0.0, 1.0) for shape in bench_decode.SHAPES
+    assert [(row["temperature"], row["shape"], row["rule"]) for row in rows] == [
+        (heat, shape, rule)
+        for heat, rules in ((0, GREEDY), (1, USUAL), (1, COUPLED))
+        for shape, rule in zip(bench_decode.SHAPES, rules, strict=True)
     ]
     for row in rows:
         parts = sum(row[part] for part in (*bench_decode.PARTS, "other"))
