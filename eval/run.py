@@ -297,7 +297,7 @@ class Bench:
         """Where two answers part, and how sure the target is there (not timed)."""
         shorter = min(len(ids), len(plain))
         at = next((i for i in range(shorter) if ids[i] != plain[i]), shorter)
-        if self.gauge.coupled:  # to the noise of a place leads none but the whole answer
+        if self.gauge.coupled:  # a place's noise is made behind that of the places before it
             self.gauge.generator.seed(seed)
             gap = self.config.decode.temperature * self.gauge.generate(prompt, at + 1).gaps[at]
         else:

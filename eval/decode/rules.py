@@ -136,11 +136,12 @@ def default_rule(draft: str, chain: bool) -> str:
         chain: nobody has a sibling. `block` would never keep less than `ratio`; but what `ratio`
             keeps is what training measures (alpha, and the tau it foresees).
     """
-    if draft in (BEST, COUPLED):
-        return {BEST: "match", COUPLED: COUPLED}[draft]
-    if chain:
-        return "ratio"
-    return {DRAWN: "without_replacement", INDEPENDENT: "independent"}[draft]
+    return {
+        BEST: "match",
+        DRAWN: "ratio" if chain else "without_replacement",
+        INDEPENDENT: "ratio" if chain else "independent",
+        COUPLED: "coupled",
+    }[draft]
 
 
 WHY = {
