@@ -299,7 +299,7 @@ class Bench:
         at = next((i for i in range(shorter) if ids[i] != plain[i]), shorter)
         if self.gauge.coupled:  # a place's noise is made behind that of the places before it
             self.gauge.generator.seed(seed)
-            gap = self.config.decode.temperature * self.gauge.generate(prompt, at + 1).gaps[at]
+            gap = self.gauge.generate(prompt, at + 1).gaps[at]
         else:
             gap = self.gauge.generate([*prompt, *plain[:at]], 1).gaps[0]
         tokens = [answer[at] if at < len(answer) else None for answer in (ids, plain)]

@@ -285,10 +285,24 @@ def test_like_minds_agree_on_every_token(name: str) -> None:
     assert out.accepted == [3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("name", ["static", "dynamic", "opt-tree"])
+def test_near_temperature_0_drafts_are_the_greedy_ones(name: str) -> None:
+    """Second choices count there too, though no draw would be one."""
+    of, cold = tiny.target(), Sampling(1e-6)
+    outs = [
+        Engine(of, Told(thought("llama"), tiny.VOCAB), POLICIES[name], sampling=how).generate_all(
+            requests(), 1
+        )
+        for how in (Sampling(), cold)
+    ]
+    greedy, nearly = ([(out.ids, out.accepted) for out in some] for some in outs)
+    assert greedy == nearly
+
+
 def test_few_tokens_of_a_drafter_have_the_noise_of_their_ids_in_the_target() -> None:
     scores, kept = torch.zeros(1, 2, 3), torch.tensor([1, 4, 6])
-    race = Race([Noise(4, 11, CPU)], [6], 4)
-    expected = -Noise(4, 11, CPU).rows(7, 1)[0, kept]
+    race = Race([Noise(4, 11, CPU)], [6], 4, 0.5)
+    expected = -0.5 * Noise(4, 11, CPU).rows(7, 1)[0, kept]
     assert race.guesses(scores, 2, kept).equal(expected.expand(1, 2, 3))
 
 
@@ -296,11 +310,11 @@ def test_noise_of_a_round_in_place_of_a_place_is_noticed(monkeypatch: pytest.Mon
     """Control: with rows that are counted by rounds the words depend on what was drafted."""
     init = Race.__init__
 
-    def by_round(self: Race, noises: Sequence[Noise], places: Sequence[int], count: int) -> None:
+    def by_round(self: Race, noises: Sequence[Noise], places: Sequence[int], *rest: Any) -> None:
         asked = [noise.__dict__.setdefault("rounds", -1) + 1 for noise in noises]
         for noise, number in zip(noises, asked, strict=True):
             noise.__dict__["rounds"] = number
-        init(self, noises, [5 * number for number in asked], count)
+        init(self, noises, [5 * number for number in asked], *rest)
 
     monkeypatch.setattr(Race, "__init__", by_round)
     outs = decode("llama", POLICIES["chain"], HEATS["warm"], 3)
@@ -311,9 +325,9 @@ def test_a_chain_is_noised_as_the_tree_it_is() -> None:
     ids, parents = torch.tensor([[7, 3, 9]]), torch.tensor([[-1, 0, 1]])
     chain, tree = Tree.chain(ids), Tree.grown(ids, parents, torch.tensor([[0, 1, 2]]), 2)
     scores = torch.randn(1, 3, 11, generator=seeded(2))
-    race = Race([Noise(4, 11, CPU)], [6], 4)
+    race = Race([Noise(4, 11, CPU)], [6], 4, 0.5)
     assert race.decided(scores, chain).equal(race.decided(scores, tree))
-    assert race.decided(scores, chain).equal(scores - Noise(4, 11, CPU).rows(6, 3))
+    assert race.decided(scores, chain).equal(scores - 0.5 * Noise(4, 11, CPU).rows(6, 3))
 
 
 # ---- what is refused -----------------------------------------------------------------------------

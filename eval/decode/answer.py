@@ -48,7 +48,7 @@ class Output:
         rejected: per round, the guess that a correction stands in place of; None where there was
             none, and in trees, where several are rejected at once.
         gaps: per new token, the target's lead of the first over the second choice (logits,
-            or, with noise, log-probabilities);
+            with penalties, and with noise where that decides);
             empty unless asked for.
         ended: why it is over: "budget", "end token" or "stop string"; "" while it is not.
     """

@@ -82,17 +82,25 @@ def log_exponential(uniforms: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
 
 
 class Race:
-    """A round of a batch: the noise of the places from each prompt's next token on."""
+    """A round of a batch: the noise of the places from each prompt's next token on.
 
-    def __init__(self, noises: Sequence[Noise], places: Sequence[int], count: int) -> None:
+    In units of logits, as the scores it is taken off (`Sampling.scores`): the larger the
+    temperature, the more it weighs, and a tree that is cut by chances is at 0 the greedy one.
+    """
+
+    def __init__(
+        self, noises: Sequence[Noise], places: Sequence[int], count: int, temperature: float
+    ) -> None:
         rows = [noise.rows(place, count) for noise, place in zip(noises, places, strict=True)]
         self.rows = rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        if temperature != 1:
+            self.rows = self.rows * temperature
         self.ahead = self.rows.split(1, dim=1)
 
     def guesses(
         self, scores: Float[Tensor, "B n Vd"], depth: int, kept: Int[Tensor, " Vd"] | None
     ) -> Float[Tensor, "B n Vd"]:
-        """The drafter's log-probabilities of children at a depth, with the noise there.
+        """The drafter's scores of children at a depth, with the noise there.
 
         Args:
             kept: target ids of a reduced draft vocabulary; None: it is the target's.
@@ -101,7 +109,7 @@ class Race:
         return scores - (noise if kept is None else noise[..., kept])
 
     def decided(self, scores: Float[Tensor, "B N V"], tree: Tree) -> Float[Tensor, "B N V"]:
-        """The target's log-probabilities behind every node, with the noise there."""
+        """The target's scores behind every node, with the noise there."""
         if tree.straight:
             return scores - self.rows[:, : tree.size]
         prompts = torch.arange(len(tree.depths), device=scores.device)[:, None]

@@ -293,7 +293,8 @@ class Engine:
         if not (self.coupled or self.guesses_coupled):
             return None
         noises = [one.noise for one in live if one.noise is not None]
-        return Race(noises, [len(one.out.ids) for one in live], levels + 1)
+        places = [len(one.out.ids) for one in live]
+        return Race(noises, places, levels + 1, self.sampling.temperature)
 
     def _draft(self, live: list[Live], clock: Clock) -> Draft:
         if self.drafter is None or self.policy is None:

@@ -72,10 +72,13 @@ class Sampling(NamedTuple):
         return out.view(logits.shape)
 
     def scores(self, logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
-        """Logarithms of `rows`, up to one number per row; -infinity for what is dropped."""
-        if self.temperature == 1 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0:
-            return logits.float()
-        return self.rows(logits).log()
+        """Logits, where `rows` drops none: their logarithms times the temperature, up to a number
+        per row.
+        """
+        logits = logits.float()
+        if self.top_k == 0 and self.top_p == 1 and self.min_p == 0:
+            return logits
+        return logits.masked_fill(self.rows(logits) == 0, float("-inf"))
 
     def choice(self, logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
         """The greedy token."""
