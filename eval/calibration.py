@@ -40,7 +40,7 @@ def calibrate(config: Config, reports: dict[str, Report], console: Console) -> N
     Raises:
         RunError: there is no drafter, or no report with greedy answers.
     """
-    from outrider.eval.run import told
+    from outrider.eval.by_turns import told
     from outrider.launch import start
     from outrider.models.formats import native
     from outrider.models.load import load

@@ -22,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from outrider.data.chat import prompt_ids
+from outrider.eval.by_turns import told
 from outrider.eval.decode.answer import Request, Stops
 from outrider.eval.decode.choose import sampling_of
 from outrider.eval.decode.engine import Engine
@@ -40,7 +41,6 @@ from outrider.eval.plan import (
 )
 from outrider.eval.planned import print_plan, write_plan
 from outrider.eval.ranks import rank_table
-from outrider.eval.run import told
 from outrider.eval.suite import suite_of
 from outrider.eval.tables import add_numbers, narrow
 from outrider.eval.timing import Decoded, Shape, Timing

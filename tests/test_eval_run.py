@@ -18,6 +18,7 @@ from outrider.data.chat import prompt_ids
 from outrider.data.pack import Rows
 from outrider.data.prepare import Material
 from outrider.data.sources import Message, Prompt
+from outrider.eval.by_turns import measure
 from outrider.eval.compare import compare
 from outrider.eval.decode import engine
 from outrider.eval.decode.answer import Output
@@ -26,7 +27,7 @@ from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.news import News
 from outrider.eval.decode.tree import Tree
 from outrider.eval.report import Report
-from outrider.eval.run import evaluate, measure, quick_report
+from outrider.eval.run import evaluate, quick_report
 from outrider.models import drafters
 from outrider.models.formats import native
 from outrider.models.load import Loaded, load, stop_ids

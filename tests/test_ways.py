@@ -2,11 +2,11 @@
 
 import pytest
 
+from outrider.eval.by_turns import told
 from outrider.eval.decode.answer import Request
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.processors import Sampling
 from outrider.eval.decode.shapes import Paths, chain, full, parse
-from outrider.eval.run import told
 from outrider.eval.turns import policy_of
 from outrider.eval.ways import Way, rounds, tau, ways, whole
 from tests import tiny
