@@ -8,8 +8,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0# any torch >= 2.6, for instance a CUDA build you have
 BIN := .venv/bin
-# two workers, one thread each: threads that fight for a core are slower than none
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A virtual environment around this shell must not reach into ours.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME

@@ -2,6 +2,7 @@
 checks of shapes, and tests.
 """
 
+import os
 import time
 from collections import Counter
 
@@ -17,15 +18,22 @@ from tests import shapes
 from tests.runs import QUIET, config
 
 PROOFS = {  # that the decoder is lossless: by enumeration, and by token equality
-    "test_batch", "test_block", "test_engine", "test_lossy", "test_on_cpu", "test_rules",
-    "test_siblings", "test_static", "test_verify",
+    "test_batch", "test_block", "test_coupled", "test_engine", "test_lossy", "test_on_cpu",
+    "test_rules", "test_siblings", "test_static", "test_verify",
 }  # fmt: skip
+
+
+def pytest_configure() -> None:
+    """One thread per worker and child process, if nothing else is said: where two workers have two
+    each on two cores, the proofs take four times as long.
+    """
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
     """The embedded target."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a training in this process may have taken all cores
     return load.load(parse(compose(["target=tiny"])).target)
 
 
