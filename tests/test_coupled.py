@@ -23,7 +23,7 @@ from outrider.eval.decode.coupled import Noise, Race, log_exponential
 from outrider.eval.decode.dynamic import DynamicTree
 from outrider.eval.decode.engine import Engine
 from outrider.eval.decode.policy import Chain, Draft, Policy
-from outrider.eval.decode.processors import Sampling
+from outrider.eval.decode.processors import FALL, STEP, Sampling
 from outrider.eval.decode.rules import COUPLED, judge
 from outrider.eval.decode.shapes import parse
 from outrider.eval.decode.static import StaticTree
@@ -297,6 +297,29 @@ def test_near_temperature_0_drafts_are_the_greedy_ones(name: str) -> None:
     ]
     greedy, nearly = ([(out.ids, out.accepted) for out in some] for some in outs)
     assert greedy == nearly
+
+
+def test_what_a_drafter_would_drop_comes_behind_what_it_keeps() -> None:
+    logits = torch.tensor([[2.0, 5.0, 4.0, 1.0, -torch.inf]])
+    assert Sampling(0.5).hopes(logits).equal(logits)
+    step = STEP * 0.5
+    expected = torch.tensor([[2 - step - FALL * 2, 5, 4, 1 - step - FALL * 3, -torch.inf]])
+    assert Sampling(0.5, top_k=2).hopes(logits).equal(expected)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_bounds_leave_a_tree_its_siblings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of every row is left to say; a drafter's second may be it."""
+    how = Sampling(1.0, top_k=1)
+
+    def kept() -> int:
+        outs = decode("llama", POLICIES[name], how, 3)
+        assert [out.ids for out in outs] == answers("llama", how)
+        return sum(sum(out.accepted) for out in outs)
+
+    hoping = kept()
+    monkeypatch.setattr(Sampling, "hopes", Sampling.scores)
+    assert kept() < hoping
 
 
 def test_few_tokens_of_a_drafter_have_the_noise_of_their_ids_in_the_target() -> None:

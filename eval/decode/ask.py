@@ -78,7 +78,7 @@ class Ask:
         if self.race is None:
             return logits
         kept = None if self.vocab.full else self.vocab.kept
-        return self.race.guesses(self.sampling.scores(logits), depth, kept)
+        return self.race.guesses(self.sampling.hopes(logits), depth, kept)
 
     def _adjusted(
         self,

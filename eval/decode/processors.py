@@ -21,6 +21,8 @@ from torch import Tensor
 from outrider.eval.decode.sampling import first_argmax, first_max, soften, warp
 from outrider.eval.decode.tree import Tree
 
+STEP, FALL = 2.0, 3.0  # of `hopes`, found by trying (docs/log.md)
+
 
 class Sampling(NamedTuple):
     """How tokens are drawn; temperature 0 is greedy.
@@ -41,6 +43,11 @@ class Sampling(NamedTuple):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def whole(self) -> bool:
+        """No token is dropped for its small chance."""
+        return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
     @property
     def plain(self) -> bool:
@@ -65,7 +72,7 @@ class Sampling(NamedTuple):
 
     def rows(self, logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
         """Warped probabilities."""
-        if self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0:
+        if self.temperature > 0 and self.whole:
             return soften(logits, self.temperature)
         flat = logits.reshape(-1, logits.shape[-1])
         out = warp(flat, self.temperature, self.top_k, self.top_p, self.min_p)
@@ -76,9 +83,21 @@ class Sampling(NamedTuple):
         per row.
         """
         logits = logits.float()
-        if self.top_k == 0 and self.top_p == 1 and self.min_p == 0:
+        if self.whole:
             return logits
         return logits.masked_fill(self.rows(logits) == 0, float("-inf"))
+
+    def hopes(self, logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+        """`scores` of a drafter: what its own bounds drop, the target's may keep, and a tree has
+        room for it. Below the bound is a step, in temperatures, and further logits count for more.
+        """
+        logits = logits.float()
+        if self.whole:
+            return logits
+        dropped = self.rows(logits) == 0
+        least = logits.masked_fill(dropped, float("inf")).amin(-1, keepdim=True)
+        below = STEP * self.temperature + FALL * (least - logits)
+        return torch.where(dropped, logits - below, logits)
 
     def choice(self, logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
         """The greedy token."""
