@@ -14,9 +14,11 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from outrider.eval.decode import sampling as sampling_room
 from outrider.eval.decode.sampling import (
     BLOCK,
+    CANDIDATES,
     LONG,
     Coins,
     GeneratorCoins,
+    bound,
     draw,
     first_argmax,
     first_max,
@@ -114,6 +116,30 @@ def test_warping_agrees_with_transformers(
         theirs = TopKLogitsWarper(top_k)(None, theirs)
     theirs = TopPLogitsWarper(top_p)(None, theirs).softmax(-1)
     torch.testing.assert_close(warp(logits, temperature, top_k, top_p), theirs)
+
+
+@pytest.mark.parametrize("bounds", [
+    (1, 1.0, 0.0), (7, 1.0, 0.0), (500, 1.0, 0.0), (0, 0.3, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05),
+    (7, 0.9, 0.0), (7, 1.0, 0.05), (0, 0.9, 0.05), (7, 0.9, 0.05),
+])  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_what_lies_below_the_bound_is_what_is_dropped(
+    temperature: float, bounds: tuple[int, float, float]
+) -> None:
+    logits = 6 * torch.randn(2, 40, 300, generator=torch.Generator().manual_seed(bounds[0]))
+    kept = warp(logits.view(80, 300), temperature, *bounds).view_as(logits) > 0
+    assert (logits >= bound(logits, temperature, *bounds)).equal(kept)
+
+
+def test_the_bound_of_a_vanishing_temperature_is_finite() -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]])
+    for bounds in ((0, 0.5, 0.0), (2, 0.5, 0.1), (0, 1.0, 0.1)):
+        assert bound(logits, 1e-30, *bounds).item() == 3
+
+
+def test_the_bound_of_a_flat_row_is_looked_for_among_a_few() -> None:
+    logits = torch.linspace(1, 0, 4 * CANDIDATES)[None]
+    assert bound(logits, 1.0, 0, 0.99, 0.0).equal(logits[:, CANDIDATES - 1 : CANDIDATES])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

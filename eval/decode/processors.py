@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.eval.decode.sampling import first_argmax, first_max, soften, warp
+from outrider.eval.decode.sampling import bound, first_argmax, first_max, soften, warp
 from outrider.eval.decode.tree import Tree
 
 STEP, FALL = 2.0, 3.0  # of `hopes`, found by trying (docs/log.md)
@@ -94,10 +94,9 @@ class Sampling(NamedTuple):
         logits = logits.float()
         if self.whole:
             return logits
-        dropped = self.rows(logits) == 0
-        least = logits.masked_fill(dropped, float("inf")).amin(-1, keepdim=True)
+        least = bound(logits, self.temperature, self.top_k, self.top_p, self.min_p)
         below = STEP * self.temperature + FALL * (least - logits)
-        return torch.where(dropped, logits - below, logits)
+        return torch.where(logits < least, logits - below, logits)
 
     def choice(self, logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
         """The greedy token."""

@@ -82,6 +82,30 @@ def warp(
     return torch.zeros_like(logits).scatter_(-1, ids, kept)
 
 
+def bound(
+    logits: Float[Tensor, "*rows V"], temperature: float, top_k: int, top_p: float, min_p: float
+) -> Float[Tensor, "*rows 1"]:
+    """About the logit below which `warp` drops: for guesses alone, which owe nobody exactness.
+
+    In a fraction of its time: without care for ties, and a nucleus ends among the first CANDIDATES.
+
+    Args:
+        logits: warped by a temperature above 0, and by one at least of the three behind it.
+    """
+    best = logits.topk(min(top_k or CANDIDATES, logits.shape[-1])).values
+    most = best[..., :1]
+    least = best[..., -1:]
+    if top_p < 1:
+        mass = ((best if top_k else logits) - most).div(temperature).logsumexp(-1, keepdim=True)
+        shares = ((best - most) / temperature - mass).exp()
+        beyond = shares.cumsum(-1) - shares >= top_p
+        least = best.masked_fill(beyond, float("inf")).amin(-1, keepdim=True)
+    if min_p > 0:
+        chosen = most + temperature * math.log(min_p)
+        least = torch.maximum(least, chosen) if top_k or top_p < 1 else chosen
+    return least
+
+
 def _widened(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """In float32 or wider."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
