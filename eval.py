@@ -5,7 +5,7 @@ python eval.py run.dir=runs/eagle3-tiny
 
 import sys
 
-from outrider.train.cli import command
+from outrider.launch.cli import command
 
 if __name__ == "__main__":
     command(["eval", *sys.argv[1:]], program="eval.py")

@@ -5,7 +5,7 @@ accelerate launch train.py drafter=eagle3
 
 import sys
 
-from outrider.train.cli import command
+from outrider.launch.cli import command
 
 if __name__ == "__main__":
     command(["train", *sys.argv[1:]], program="train.py")

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data.answer_spans import Tokenizer
 from outrider.data.generate import Done, Question, Settings
-from outrider.data.spans import Tokenizer
 from outrider.data.traces import Written
 from outrider.models.target import Target
-from outrider.train.errors import ConfigError, RunError
 
 PROBED = 8  # tokens of the first answer that are held against our own target
 REFUSED = (400, 413, 422)  # the server will not have this request, however often

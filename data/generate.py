@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.conf.errors import NoRoom
 from outrider.data.traces import Store, Written
-from outrider.eval.decode.sampling import first_argmax, invert, warp
-from outrider.models.cache import RowCache
+from outrider.models.decode.sampling import first_argmax, invert, warp
+from outrider.models.kv_cache import RowCache
 from outrider.models.target import Target
-from outrider.train.errors import NoRoom
 
 SHARD = 64  # questions per shard
 ALIKE = 512  # prompts among which those of like length are neighbours

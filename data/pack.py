@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Int32
 from torch import Tensor
 
-from outrider.data.chat import Document
+from outrider.data.tokenise import Document
 
 TYPES = {"ids": np.int32, "answer": np.bool_, "document": np.int32, "positions": np.int32}
 BLANK = {"ids": 0, "answer": False, "document": -1, "positions": 0}  # of padding

@@ -17,25 +17,31 @@ from jaxtyping import Int
 from rich.console import Console
 from torch import Tensor
 
-from outrider.data.chat import Document, key_of, render_all, show_samples
-from outrider.data.loader import gather
-from outrider.data.overlap import Guard
-from outrider.data.own_text import CONVERSATIONS, is_written, questions_for, source_of, written
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data.batches import gather
+from outrider.data.contamination import Guard
+from outrider.data.conversations import Prompt, Summary, conversations
 from outrider.data.pack import Rows, pack, split
-from outrider.data.places import Source, data_source
+from outrider.data.record.cache import Hybrid
 from outrider.data.record.folder import Folder
-from outrider.data.record.hybrid import Hybrid
-from outrider.data.record.recorded import Recording, check_reads, open_recording
-from outrider.data.sources import Prompt, Summary, conversations
+from outrider.data.record.reader import Recording, check_reads, open_recording
+from outrider.data.self_generated import (
+    CONVERSATIONS,
+    is_written,
+    questions_for,
+    source_of,
+    written,
+)
+from outrider.data.sources import Source, data_source
+from outrider.data.suite import suite_of
+from outrider.data.tokenise import Document, key_of, render_all, show_samples
 from outrider.data.traces import Recorded, Store, Traces
-from outrider.eval.suite import suite_of
-from outrider.models.base import Trace
+from outrider.models.drafter import Trace
 from outrider.models.load import Loaded
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.config import Config, DataConfig
-from outrider.train.errors import ConfigError, RunError
 from outrider.train.manifest import identify
+from outrider.train.settings import Config, DataConfig
 
 
 @dataclass
@@ -93,8 +99,8 @@ class Material:
 
 def prepare(config: Config) -> int:
     """The verb: make the training text and show it."""
-    from outrider.launch import start
     from outrider.models import drafters, load
+    from outrider.train import distributed as start
 
     start.use_cores()
     console = Console()
@@ -113,7 +119,7 @@ def material(
     Raises:
         RunError: a file is damaged, or nothing is left to train or to evaluate on.
     """
-    from outrider.data.record.recorder import recording_of
+    from outrider.data.record.writer import recording_of
 
     if config.data.traces is not None:
         folder = Folder(Path(config.data.traces).expanduser())

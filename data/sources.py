@@ -1,275 +1,278 @@
-"""Named data sets and prompt suites: from files in the shapes of the field to turns of text.
+"""Where rows come from: a file, a folder, the model hub, an address; all read as a stream.
 
-A record becomes a conversation, a list of turns that starts with a question (after an optional
-system turn), alternates, and holds no empty turn: what every chat template can render. Records
-that are not like that are mended or left out by the rules in `RULES`, and each use of a rule is
-counted in a `Summary`; nothing disappears unseen.
-
-    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
-    {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
-    {"prompt": "2+2?", "completion": "4"}          both may also be lists of messages
-    {"turns": ["2+2?", "And times 3?"]}            questions only, as in Spec-Bench
-    {"question": "2+2?", "answer": "4"}            the answer is optional, as in GSM8K
-    {"instruction": "Add.", "input": "2 2", "output": "4"}
-
-A record may also carry `system` (text), `id` or `question_id`, and `category`.
+A place is written as one word: a name of `presets`, a name and a copy (`mt_bench@question.jsonl`),
+a file, a folder that `datasets` reads (parquet files, a clone of a hub repository, what
+`save_to_disk` wrote), a hub id (`org/name`) or a https address of a file.
 """
 
-import json
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, TypedDict
+import difflib
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from rich.table import Table
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import sha256_of
+from outrider.data.dataset_registry import DATASETS, PER_ROW, SUITES, Preset
+from outrider.data.readers import SUFFIXES, Patience, records
 
-from outrider.data.places import Source
-from outrider.train.errors import RunError
-
-SHOWN = 300  # characters of a record in a message
-SHAPES = "messages, conversations, prompt (+ completion), turns, question (+ answer), instruction"
-ROLES = {
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
-    **dict.fromkeys(("system", "developer"), "system"),
-}
-RULES = {
-    "used": "conversations that go on",
-    "bad row": "left out: it cannot be read (data.skip_bad)",
-    "in the suite": "left out: a question of eval.prompts, word for word or nearly",
-    "unknown shape": "record left out: none of the known keys holds turns",
-    "no turns": "record left out: nothing remains to render",
-    "leading answer": "dropped: a conversation starts with a question",
-    "turns joined": "neighbours of one role became one turn, joined by a blank line",
-    "text parts joined": "content given as parts, all text: joined",
-    "empty turn": "the conversation ends before it",
-    "unknown role": "the conversation ends before it (tool calls, for instance)",
-    "not text": "the conversation ends before it (an image, a number, half an emoji, ...)",
-    "late system turn": "the conversation ends before it: templates refuse it",
-    "unanswered question": "a last question without an answer: dropped",
-    "no answer": "questions only: a prompt, but no training text",
-    "rows of one answer": "each answer became a row, with what came before it",
-    "rewritten": "the template shows an earlier turn otherwise later: answers found in the text",
-    "cut": "longer than data.max_length: the head is kept",
-    "too long": "longer than data.max_length: left out",
-    "answers cut off": "every answer lies behind data.max_length: left out",
-}
-
-
-class Message(TypedDict):
-    """One turn. `role` is system, user or assistant."""
-
-    role: str
-    content: str
-
-
-@dataclass
-class Summary:
-    """How often each rule of `RULES` was used. Prints as a table: `console.print(summary)`."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, reason: str, count: int = 1) -> None:
-        if reason not in RULES:
-            raise ValueError(f"{reason!r} has no rule; there are {', '.join(RULES)}")
-        self.counts[reason] += count
-
-    def __rich__(self) -> Table:
-        table = Table("case", "count", "what is done", title="conversations")
-        for reason, rule in RULES.items():
-            if self.counts[reason]:
-                table.add_row(reason, f"{self.counts[reason]:,}", rule)
-        return table
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+ADDRESS = re.compile(r"https?://")
+SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves behind
+PLAIN = Preset("", "", "")  # rows as they are
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """The questions of one dialogue, asked one by one; the answers are the target's own."""
+class Source:
+    """Rows that can be read any number of times.
 
-    id: str
-    category: str
-    turns: list[str]
-    system: str | None = None
-
-    def opening(self) -> list[Message]:
-        """What stands before the first answer: the system turn, if any, and the first question."""
-        system = [] if self.system is None else [Message(role="system", content=self.system)]
-        return [*system, Message(role="user", content=self.turns[0])]
-
-
-def conversation(record: dict[str, Any], summary: Summary | None = None) -> list[Message]:
-    """The turns of a record, mended by `RULES`; empty when nothing usable is in it.
-
-    A result without an assistant turn is a prompt: the record asks and nobody answers.
-    The questions of a `turns` record stay separate turns, to be answered one by one.
+    Attributes:
+        place: file, folder, hub id or address.
+        key: the setting that named it, for messages.
+        splits: the part of a data set to read: the first of these that it has.
+        skip_bad: bad rows to leave out before the source is refused.
     """
-    summary = Summary() if summary is None else summary
-    turns = _mended(record, summary)
-    answered = any(turn["role"] == "assistant" for turn in turns)
-    if answered and turns[-1]["role"] == "user":
-        summary.add("unanswered question")
-        return turns[:-1]
-    if turns and not answered:
-        summary.add("no answer")
-    return turns
 
+    place: str
+    key: str
+    name: str = ""
+    preset: Preset = PLAIN
+    subset: str | None = None
+    splits: tuple[str, ...] = ()
+    revision: str | None = None
+    skip_bad: int = 0
 
-def conversations(source: Source, summary: Summary) -> Iterator[list[Message]]:
-    """The answered conversations of a source, streamed; what was done to them is counted.
+    @property
+    def local(self) -> Path | None:
+        """The file or folder on this machine, if it is one."""
+        path = Path(self.place).expanduser()
+        return path if path.exists() or (path.suffix in SUFFIXES and not self.remote) else None
 
-    Raises:
-        ConfigError, RunError: as the source; also when no record holds an answer.
-    """
-    first = ""
-    for number, record in enumerate(source.rows(lambda: summary.add("bad row"))):
-        if number == 0:
-            first = f"The first: {json.dumps(record, ensure_ascii=False, default=str)[:SHOWN]}"
-        turns = conversation(record, summary)
-        if any(turn["role"] == "assistant" for turn in turns):
-            summary.add("used")
-            yield turns
-    if not summary.counts["used"]:
-        counts = ", ".join(f"{reason}: {count}" for reason, count in summary.counts.items())
-        message = f"{source.place} holds no answered conversation ({counts or 'empty'}). {first}"
-        raise RunError(message.strip(), f"Known shapes: {SHAPES}. Prompts alone are for data=self.")
+    @property
+    def remote(self) -> bool:
+        return ADDRESS.match(self.place) is not None
 
+    def rows(self, noted: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
+        """One dict per row, in a shape that `sources` knows if there is a way.
 
-def prompts(
-    source: Source, limit: int | None = None, summary: Summary | None = None
-) -> list[Prompt]:
-    """The first `limit` prompts of a source, for evaluation and for self-generation.
+        Args:
+            noted: called for every bad row that is left out.
 
-    Answers in it are not used. A record without an id is named by its place (from 1); an id seen
-    before gets `#2`, `#3`, ... so that ids are unique.
+        Raises:
+            ConfigError: there is nothing at the place. Raised by the call itself.
+            RunError: a row cannot be read, and there are more of them than `skip_bad`.
+        """
+        option = "data.skip_bad" if self.key.startswith("data.") else ""
+        rows = self._read(Patience(self.skip_bad, noted, option))
+        return rows if self.preset is PLAIN else map(self.preset.row, rows)
 
-    Args:
-        limit: None takes all.
-        summary: counts what was mended, when the caller wants to print it.
+    def _read(self, patience: Patience) -> Iterator[dict[str, Any]]:
+        file = self._file()
+        if file is None:
+            return _dataset(self)
+        return records(file, key=self.key, patience=patience)
 
-    Raises:
-        ConfigError, RunError: as the source; also when it holds no question.
-    """
-    summary = Summary() if summary is None else summary
-    found, seen = list[Prompt](), Counter[str]()
-    for place, record in enumerate(source.rows(lambda: summary.add("bad row")), start=1):
-        if limit is not None and len(found) >= limit:
-            break
-        turns = _mended(record, summary)
-        asked = [turn["content"] for turn in turns if turn["role"] == "user"]
-        if asked:
-            name = str(record.get("id", record.get("question_id", place)))
-            seen[name] += 1
-            name = name if seen[name] == 1 else f"{name}#{seen[name]}"
-            system = turns[0]["content"] if turns[0]["role"] == "system" else None
-            found.append(Prompt(name, str(record.get("category") or "all"), asked, system))
-    if not found and limit != 0:
-        raise RunError(f"{source.place} holds no question", f"Known shapes: {SHAPES}.")
-    return found
+    def _file(self) -> Path | None:
+        """The single file that holds the rows, fetched if need be; None: `datasets` reads it."""
+        here = self.local
+        if here is not None:
+            return here if not here.is_dir() else _inside(here, self.preset.file)
+        if self.remote:
+            return _fetched(self.place, self.key)
+        return None if self.preset.file is None else _hub_file(self)
 
-
-def _mended(record: dict[str, Any], summary: Summary) -> list[Message]:
-    """The rules that conversations and prompts share; the last question may lack its answer."""
-    raw = _shape(record)
-    if raw is None:
-        summary.add("unknown shape")
-        return []
-    if isinstance(record.get("system"), str) and record["system"].strip():
-        has_system = bool(raw) and ROLES.get(str(raw[0][0])) == "system"
-        raw = raw if has_system else [("system", record["system"]), *raw]
-    turns = _alternating(_sound(raw, summary), summary, join_questions="turns" not in record)
-    if all(turn["role"] == "system" for turn in turns):
-        summary.add("no turns")
-        return []
-    return turns
-
-
-def _shape(record: dict[str, Any]) -> list[tuple[Any, Any]] | None:
-    """(role, content) pairs, unchecked; None when the record is in no known shape."""
-    for name in ("messages", "conversations", "conversation", "turns"):
-        if isinstance(record.get(name), list):
-            return [_pair(turn) for turn in record[name]]
-    written = record.get("completion", record.get("response"))
-    for asked, answer in (
-        (record.get("prompt"), written),
-        (record.get("question"), record.get("answer")),
-        (_instruction(record), record.get("output", written)),
-    ):
-        if asked is not None:
-            return [*_side("user", asked), *([] if answer is None else _side("assistant", answer))]
-    return None
-
-
-def _pair(turn: Any) -> tuple[Any, Any]:
-    if isinstance(turn, dict):
-        return turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    return "user", turn
-
-
-def _side(role: str, value: Any) -> list[tuple[Any, Any]]:
-    return [_pair(turn) for turn in value] if isinstance(value, list) else [(role, value)]
-
-
-def _instruction(record: dict[str, Any]) -> Any:
-    instruction, given = record.get("instruction"), record.get("input")
-    if isinstance(instruction, str) and isinstance(given, str) and given.strip():
-        return f"{instruction}\n\n{given}"
-    return instruction
-
-
-def _sound(raw: list[tuple[Any, Any]], summary: Summary) -> list[Message]:
-    """The turns up to the first that cannot be used; an empty system turn is simply no turn."""
-    turns: list[Message] = []
-    for name, value in raw:
-        role, content = ROLES.get(str(name).lower()), _text(value, summary)
-        if role is None:
-            summary.add("unknown role")
-        elif content is None:
-            summary.add("not text")
-        elif not content.strip():
-            if role == "system" and not turns:
-                continue
-            summary.add("empty turn")
-        elif role == "system" and turns:
-            summary.add("late system turn")
+    def fingerprint(self) -> str:
+        """Which rows these are: a hash of the bytes, or the commit on the hub."""
+        file = self._file()
+        if file is not None:
+            known = sha256_of(file)
         else:
-            turns.append(Message(role=role, content=content))
-            continue
-        break
-    return turns
+            known = f"{_version(self)} {self.subset} {' '.join(self.splits)}"
+        return f"{self.name} {known}" if self.name else known
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows are known to be of one category."""
+        return bool(self.name) and self.preset.category not in PER_ROW
+
+    def said(self) -> str:
+        """Name, place and licence, for people; "" for what is the user's own."""
+        if not self.name:
+            return ""
+        part = f" ({self.splits[0]})" if self.splits and self.local is None else ""
+        return f"{self.name}: {self.place}{part}, licence {self.preset.licence}"
 
 
-def _text(value: Any, summary: Summary) -> str | None:
-    if isinstance(value, list) and value:
-        parts = [part.get("text") if isinstance(part, dict) else part for part in value]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
-            return None
-        summary.add("text parts joined")
-        value = "".join(texts)
-    if isinstance(value, str):
-        return value if _encodes(value) else None
-    return "" if value is None or value == [] else None
+def data_source(
+    word: str,
+    key: str = "data.path",
+    *,
+    subset: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    skip_bad: int = 0,
+) -> Source:
+    """Training text: a name of `DATASETS`, or a place.
+
+    Raises:
+        ConfigError: neither a name nor a place, or a file that is said to have parts.
+    """
+    source = _source(word, key, DATASETS, ("train",))
+    here = source.local
+    for name, value in (("subset", subset), ("split", split), ("revision", revision)):
+        if value is not None and (source.remote or (here is not None and here.is_file())):
+            why, fix = f"{source.place} is a single file.", f"Drop data.{name}."
+            raise ConfigError(f"data.{name}", value, why, fix)
+    return replace(
+        source,
+        subset=subset or source.subset,
+        splits=(split,) if split else source.splits,
+        revision=revision,
+        skip_bad=skip_bad,
+    )
 
 
-def _encodes(text: str) -> bool:
-    """Half of a pair of surrogates, as a cut-off emoji leaves in json, is no text."""
+def suite_source(word: str, key: str = "eval.prompts") -> Source:
+    """Prompts for measuring: a name of `SUITES`, or a place.
+
+    Raises:
+        ConfigError: neither a name nor a place.
+    """
+    return _source(word, key, SUITES, ("test", "validation", "train"))
+
+
+def _source(word: str, key: str, names: Mapping[str, Preset], splits: tuple[str, ...]) -> Source:
+    name, copied, place = word.partition("@")
+    preset = names.get(name)
+    if preset is None:
+        return _checked(Source(word, key, splits=splits), names)
+    splits = (preset.split, *splits) if preset.split else splits
+    source = Source(place if copied else preset.place, key, name, preset, preset.subset, splits)
+    return _checked(source, names)
+
+
+def _checked(source: Source, names: Mapping[str, Preset]) -> Source:
+    """Refuse a word that can be no place; nothing is fetched for that."""
+    place, here = source.place, source.local
+    if (here is not None and here.exists()) or source.remote:
+        return source
+    if here is None and HUB_ID.fullmatch(place):
+        return source
+    near = difflib.get_close_matches(place, names, 1)
+    fix = f"Did you mean {near[0]}? " if near else f"Names: {', '.join(names)}. "
+    fix += f"Paths start at the current folder, {Path.cwd()}."
+    raise ConfigError(source.key, place, "There is no such file, folder or data set.", fix)
+
+
+def _inside(folder: Path, file: str | None) -> Path | None:
+    """A folder's one file of a preset, if this is a copy of that repository."""
+    return folder / file if file is not None and (folder / file).is_file() else None
+
+
+def _fetched(address: str, key: str) -> Path:
+    """The file behind an address, fetched once."""
+    from torch.hub import download_url_to_file
+
+    from outrider.models.load import cache_home
+
+    name = f"{hashlib.sha256(address.encode()).hexdigest()[:16]}-{address.rpartition('/')[2]}"
+    file = cache_home() / "files" / name
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            download_url_to_file(address, str(file), progress=False)
+        except (OSError, ValueError) as error:
+            raise _unreachable(key, address, error) from None
+    return file
+
+
+def _hub_file(source: Source) -> Path:
+    from huggingface_hub import hf_hub_download
+
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        found = hf_hub_download(
+            source.place, str(source.preset.file), repo_type="dataset", revision=source.revision
+        )
+    except Exception as error:  # the hub's errors have no common class
+        raise _unreachable(source.key, source.place, error) from None
+    return Path(found)
 
 
-def _alternating(turns: list[Message], summary: Summary, join_questions: bool) -> list[Message]:
-    result: list[Message] = []
-    for turn in turns:
-        last = result[-1]["role"] if result else "system"
-        if turn["role"] == "assistant" and last == "system":
-            summary.add("leading answer")
-        elif turn["role"] == last != "system" and (join_questions or last == "assistant"):
-            summary.add("turns joined")
-            joined = f"{result[-1]['content']}\n\n{turn['content']}"
-            result[-1] = Message(role=last, content=joined)
+def _unreachable(key: str, place: str, error: Exception) -> ConfigError:
+    why = f"It could not be read: {_first_line(error)}"
+    fix = "See that the name is right and the network is there, or give a copy: NAME@FILE."
+    return ConfigError(key, place, why, fix)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _version(source: Source) -> str:
+    """The commit of a hub repository; of a folder, a hash over its files."""
+    if source.local is not None:
+        digest = hashlib.sha256()
+        for file in sorted(f for f in source.local.rglob("*") if f.is_file()):
+            digest.update(f"{file.relative_to(source.local)} {sha256_of(file)}".encode())
+        return digest.hexdigest()
+    from huggingface_hub import HfApi
+
+    try:
+        return f"{source.place}@{HfApi().dataset_info(source.place, revision=source.revision).sha}"
+    except Exception as error:  # the hub's errors have no common class
+        raise _unreachable(source.key, source.place, error) from None
+
+
+def _dataset(source: Source) -> Iterator[dict[str, Any]]:
+    """What `datasets` reads, as a stream."""
+    import datasets
+
+    here = source.local
+    try:
+        if here is not None and any((here / name).is_file() for name in SAVED):
+            found = datasets.load_from_disk(str(here))
         else:
-            result.append(turn)
-    return result
+            found = datasets.load_dataset(
+                str(here or source.place), _subset(source), revision=source.revision, streaming=True
+            )
+    except Exception as error:  # there are a dozen kinds, and none is a bug of ours
+        raise _unreachable(source.key, source.place, error) from None
+    return _guarded(iter(_split(found, source)), source)
+
+
+def _subset(source: Source) -> str | None:
+    """The subset asked for; a copy of a preset's rows need not have subsets."""
+    if source.local is None or not source.name or source.subset is None:
+        return source.subset
+    import datasets
+
+    names = datasets.get_dataset_config_names(str(source.local))
+    return source.subset if source.subset in names else None
+
+
+def _split(found: Any, source: Source) -> Any:
+    if not isinstance(found, dict):
+        return found
+    chosen = next((name for name in source.splits if name in found), None)
+    if chosen is None and len(found) == 1 and (source.name or len(source.splits) > 1):
+        chosen = next(iter(found))
+    if chosen is None:
+        why = f"{source.place} has no part {source.splits[0]}; it has {', '.join(found)}."
+        raise ConfigError(source.key, source.place, why, "Choose one with data.split=...")
+    return found[chosen]
+
+
+def _guarded(rows: Iterator[dict[str, Any]], source: Source) -> Iterator[dict[str, Any]]:
+    """What goes wrong in the middle of a stream, told as an error of its source."""
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # of arrow, json, the network: there is no common class
+            cause = error.__cause__ or error
+            message = f"{source.place} cannot be read on: {_first_line(cause)}"  # type: ignore[arg-type]
+            raise RunError(message, "Fetch or write it again, or give a file of its own.") from None
+        yield row

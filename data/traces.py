@@ -20,11 +20,11 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.data.chat import Document
-from outrider.data.loader import Batch
-from outrider.models.base import Trace
-from outrider.train.errors import RunError
-from outrider.train.files import read_json, sha256_of, write_json, write_tensors
+from outrider.conf.errors import RunError
+from outrider.conf.files import read_json, sha256_of, write_json, write_tensors
+from outrider.data.batches import Batch
+from outrider.data.tokenise import Document
+from outrider.models.drafter import Trace
 
 MANIFEST = "manifest.json"
 

@@ -4,14 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outrider.eval.decode.dynamic import DynamicTree as DynamicTree
-    from outrider.eval.decode.policy import Chain as Chain
-    from outrider.eval.decode.rules import judge as judge
-    from outrider.eval.decode.static import StaticTree as StaticTree
     from outrider.eval.decoder import Chat as Chat
     from outrider.eval.decoder import Decoder as Decoder
     from outrider.eval.decoder import Piece as Piece
     from outrider.eval.decoder import Result as Result
+    from outrider.models.decode.dynamic_tree import DynamicTree as DynamicTree
+    from outrider.models.decode.policy import Chain as Chain
+    from outrider.models.decode.rules import judge as judge
+    from outrider.models.decode.static_tree import StaticTree as StaticTree
 
 __all__ = ["Chain", "Chat", "Decoder", "DynamicTree", "Piece", "Result", "StaticTree", "judge"]
 PLACES = {

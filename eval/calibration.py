@@ -22,13 +22,13 @@ from jaxtyping import Float
 from rich.console import Console
 from torch import Tensor
 
-from outrider.eval.ranks import guesses_of, pairs
+from outrider.conf.errors import Damaged, RunError
+from outrider.conf.files import fingerprint, read_json, write_json
+from outrider.eval.rank_tables import guesses_of, pairs
 from outrider.eval.report import Report
-from outrider.models.base import Drafter, Trace
-from outrider.train.config import Config
-from outrider.train.errors import Damaged, RunError
-from outrider.train.files import fingerprint, read_json, write_json
+from outrider.models.drafter import Drafter, Trace
 from outrider.train.objective import Teacher
+from outrider.train.settings import Config
 
 FILE, FORMAT = "calibration.json", "outrider-calibration-1"
 BINS = 10
@@ -40,10 +40,10 @@ def calibrate(config: Config, reports: dict[str, Report], console: Console) -> N
     Raises:
         RunError: there is no drafter, or no report with greedy answers.
     """
-    from outrider.eval.by_turns import told
-    from outrider.launch import start
+    from outrider.eval.measure import told
     from outrider.models.formats import native
     from outrider.models.load import load
+    from outrider.train import distributed as start
 
     folder = Path(config.run.dir)
     greedy = [out for out, r in reports.items() if not r.setting["temperature"] and r.outputs]

@@ -25,18 +25,18 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from outrider.eval.decode.answer import ACCEPTED, BONUS, CORRECTION, FIRST
-from outrider.eval.decode.choose import policy_of, rule_of, sampling_of, shortfall
-from outrider.eval.decode.policy import Policy
-from outrider.eval.decode.rules import RULES
+from outrider.conf.errors import RunError
 from outrider.eval.decoder import PLAIN, Decoder, Piece, Result
 from outrider.eval.decoder import Chat as Dialogue
-from outrider.eval.ranks import read_tables
+from outrider.eval.rank_tables import read_tables
 from outrider.eval.report import number
-from outrider.launch import start
-from outrider.train.config import Config
+from outrider.models.decode.from_config import policy_of, rule_of, sampling_of, shortfall
+from outrider.models.decode.policy import Policy
+from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
+from outrider.models.decode.rules import RULES
+from outrider.train import distributed as start
 from outrider.train.decoding import DecodeConfig
-from outrider.train.errors import RunError
+from outrider.train.settings import Config
 
 COLOURS = {ACCEPTED: "green", CORRECTION: "red", BONUS: "cyan", FIRST: "yellow", PLAIN: ""}
 LEGEND = {

@@ -15,9 +15,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from outrider.conf.errors import RunError
+from outrider.conf.files import read_json
 from outrider.eval.report import FORMAT, describe_policy, number
-from outrider.train.errors import RunError
-from outrider.train.files import read_json
 
 MB = 2.0**20
 # above temperature 0: how guesses come about and are verified unless something else was asked for
@@ -31,7 +31,7 @@ BRINGS = (
     "chain@0: chains decoded at temperature 0, and so on; "
     "foreseen: tau that the measure of training gives for the decoded text"
 )
-STUDY = "study.db"  # in the folder of a search (launch/searched.py)
+STUDY = "study.db"  # in the folder of a search (eval/search_results.py)
 FULL = 6  # reports that are shown in full, at most
 
 
@@ -93,13 +93,13 @@ def compare(words: list[str]) -> int:
     paths = [Path(word) for word in words if not word.startswith("to=")]
     runs, without, searches = found(paths)
     for path in searches:
-        from outrider.launch.searched import show
+        from outrider.eval.search_results import show
 
         show(path, Console(width=None if sys.stdout.isatty() else 160))
     if runs:
         _show(runs, without)
     for folder in (word.removeprefix("to=") for word in words if word.startswith("to=")):
-        from outrider.eval.page.make import write_compared
+        from outrider.eval.page.build import write_compared
 
         write_compared(runs, without, searches, Path(folder))
     return 0

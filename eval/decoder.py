@@ -19,25 +19,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from outrider.data.chat import prompt_ids
-from outrider.data.sources import Message
-from outrider.eval.asked import Prompt, Setting, budget_of, check_policy, ids_of, known
-from outrider.eval.decode.answer import Memory, Output, Request, Stops
-from outrider.eval.decode.choose import Tables, policy_of, shortfall
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Policy
-from outrider.eval.decode.rules import COUPLED, Fitted, Judge, judge
-from outrider.eval.publish.hub import fetch
-from outrider.eval.ranks import read_tables
-from outrider.launch import start
+from outrider.conf.compose import choices
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data.conversations import Message
+from outrider.data.tokenise import prompt_ids
+from outrider.eval.hub import fetch
+from outrider.eval.rank_tables import read_tables
+from outrider.eval.requests import Prompt, Setting, budget_of, check_policy, ids_of, known
 from outrider.models import formats
-from outrider.models.base import Drafter
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.from_config import Tables, policy_of, shortfall
+from outrider.models.decode.policy import Policy
+from outrider.models.decode.request import Memory, Output, Request, Stops
+from outrider.models.decode.rules import COUPLED, Fitted, Judge, judge
+from outrider.models.drafter import Drafter
 from outrider.models.load import load, stop_ids
 from outrider.models.target import Target
-from outrider.train.compose import choices
-from outrider.train.config import Config, TargetConfig, load_run
+from outrider.train import distributed as start
 from outrider.train.decoding import DecodeConfig, check, shaped
-from outrider.train.errors import ConfigError, RunError
+from outrider.train.settings import Config, TargetConfig, load_run
 
 PLAIN = "plain"
 
@@ -111,7 +111,7 @@ class Decoder:
         Args:
             drafter: None can only decode plainly.
             policy: used where a call names none.
-            tables: chances of the drafter's ranks, for static trees (eval/ranks.py).
+            tables: chances of the drafter's ranks, for static trees (eval/rank_tables.py).
         """
         self._check(policy)
         self.target, self.tokenizer = target, tokenizer

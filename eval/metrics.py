@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from outrider.eval import theory
-from outrider.eval.decode.clock import Clock
+from outrider.models.decode.round_times import Clock
 
 RESAMPLES = 2000  # of the bootstrap
 PARTS = ("draft", "target", "verify", "commit")  # what a round's time is booked on
@@ -50,7 +50,11 @@ class Metric(NamedTuple):
 
 METRICS = (
     Metric("tau", "tokens/round", "tokens emitted by the rounds / rounds; bonus in, prefill's out"),
-    Metric("forecast", "tokens/round", "tau of a chain foreseen on this text (train/forecast.py)"),
+    Metric(
+        "forecast",
+        "tokens/round",
+        "tau of a chain foreseen on this text (train/acceptance_forecast.py)",
+    ),
     Metric("tau_95", "tokens/round", "95 % interval of tau, bootstrap over dialogues"),
     Metric("accept_at", "share", "accept@k: rounds whose first k drafts were accepted / rounds"),
     Metric("cond_at", "share", "cond@k: accept@k / accept@(k-1)"),

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.eval.decode.rules import COUPLED
+from outrider.conf.errors import Damaged
+from outrider.conf.files import read_json, read_lines, write, write_json
 from outrider.eval.metrics import METRICS, Summary
-from outrider.train.errors import Damaged
-from outrider.train.files import read_json, read_lines, write, write_json
+from outrider.models.decode.rules import COUPLED
 
 # top-2 gaps of logits that rounding can bridge: about four units in the last place at 16 to 32
 ROUNDING = {"bfloat16": 0.5, "float16": 0.0625}

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from rich.console import Console
 
+from outrider.conf.errors import RunError
 from outrider.data.prepare import Material
-from outrider.data.template import change
-from outrider.eval.by_turns import measure
-from outrider.eval.origins import told_of
-from outrider.eval.publish.measured import find_drafter, open_drafter
-from outrider.eval.ranks import record_held
+from outrider.data.suite import suite_of
+from outrider.eval.contamination_check import unseen
+from outrider.eval.measure import measure
+from outrider.eval.open_drafter import find_drafter, open_drafter
+from outrider.eval.rank_tables import record_held
 from outrider.eval.report import publish
-from outrider.eval.seen import unseen
-from outrider.eval.suite import suite_of
-from outrider.launch import start
-from outrider.models.base import Drafter
+from outrider.eval.token_origins import told_of
+from outrider.models.chat_template import change
+from outrider.models.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.load import Loaded, load
 from outrider.models.target import Target
-from outrider.train.config import Config, decodings
-from outrider.train.errors import RunError
+from outrider.train import distributed as start
+from outrider.train.settings import Config, decodings
 from outrider.train.trackers import Background
 
 QUICK_PROMPTS = 8  # of the report at the end of training

@@ -24,18 +24,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.data.chat import Document
+from outrider.conf.errors import ConfigError
+from outrider.conf.files import claimed, read_json, write, write_json
 from outrider.data.pack import pack, split
 from outrider.data.prepare import Material, material
-from outrider.launch import start
-from outrider.launch.law import FAR, Foreseen, Point, bends, foresee, laws
+from outrider.data.tokenise import Document
+from outrider.launch.scaling_law import FAR, Foreseen, Point, bends, foresee, laws
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
+from outrider.train import distributed as start
 from outrider.train.checkpoint import FIX
-from outrider.train.config import Config, WandbConfig
 from outrider.train.doctoring import AdviseConfig
-from outrider.train.errors import ConfigError
-from outrider.train.files import claimed, read_json, write, write_json
+from outrider.train.settings import Config, WandbConfig
 
 FORMAT = "outrider-advice-1"
 LOOKS = 6  # held-out evaluations of a pilot

@@ -18,14 +18,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from outrider.launch import start
-from outrider.launch.jobs import ROOT
+from outrider.conf.clusters import ClusterConfig, Machine, machines
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError
+from outrider.conf.files import write
+from outrider.launch.job_pool import ROOT
+from outrider.train import distributed as start
 from outrider.train import trackers
-from outrider.train.clusters import ClusterConfig, Machine, machines
-from outrider.train.compose import compose
-from outrider.train.config import NEEDED, Config, check_files, parse
-from outrider.train.errors import ConfigError
-from outrider.train.files import write
+from outrider.train.settings import NEEDED, Config, check_files, parse
 
 ENTRY = "train.py"
 SLURM = """#!/usr/bin/env bash
@@ -53,7 +53,7 @@ def launch(overrides: list[str]) -> int:
     Raises:
         ConfigError: the run is wrong for so many ranks, or the shape lacks something.
     """
-    from outrider.train.clusters import read_cluster
+    from outrider.conf.clusters import read_cluster
 
     cluster, words = read_cluster(overrides)
     config = checked(cluster, words)

@@ -25,18 +25,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from outrider.eval.machines import MACHINES
+from outrider.conf.compose import compose
+from outrider.eval.plan.roofline import MACHINES
 from outrider.launch.cluster import as_ranks
-from outrider.launch.start import BUCKET
 from outrider.models import drafters
-from outrider.models.base import Drafter, Shape
+from outrider.models.drafter import Drafter, Shape
 from outrider.models.load import bare_model
 from outrider.models.target import PAIRS, Target, decoder_layers
 from outrider.models.vocab import DraftVocab
-from outrider.train.compose import compose
-from outrider.train.config import Config, LaunchConfig, parse
+from outrider.train.distributed import BUCKET
 from outrider.train.gpus import read_memory
 from outrider.train.objective import CHUNK_GPU
+from outrider.train.settings import Config, LaunchConfig, parse
 
 GB = 1e9  # as vendors count
 SPARE = 0.08  # share of a GPU that libraries, other streams and gaps take: an assumption

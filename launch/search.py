@@ -27,14 +27,14 @@ from optuna.trial import TrialState
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.launch import searched
-from outrider.launch.jobs import INTERRUPTED, Crew
+from outrider.conf.compose import compose, flat
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import claimed
+from outrider.conf.sweeps import SweepConfig, word
+from outrider.eval import search_results as searched
+from outrider.launch.job_pool import INTERRUPTED, Crew
 from outrider.launch.sweep import jobs, write_texts
-from outrider.train.compose import compose, flat
-from outrider.train.config import NEEDED, Config, check_files, decodings, parse, resolved
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import claimed
-from outrider.train.sweeping import SweepConfig, word
+from outrider.train.settings import NEEDED, Config, check_files, decodings, parse, resolved
 
 BEFORE = 4  # whole trials before one may be stopped
 CODE = "exit code"

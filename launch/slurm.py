@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from outrider.launch.jobs import INTERRUPTED, LOOK, opened
-from outrider.train.errors import ConfigError
-from outrider.train.sweeping import SweepConfig
+from outrider.conf.errors import ConfigError
+from outrider.conf.sweeps import SweepConfig
+from outrider.launch.job_pool import INTERRUPTED, LOOK, opened
 
 CLUSTER = "slurm"  # in tests submitit's "local": the same interface, processes in place of jobs
 AGAIN = 1000  # times that a job may be queued again; the run itself knows when it is done

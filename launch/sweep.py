@@ -18,11 +18,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from rich.console import Console
 
-from outrider.launch.jobs import INTERRUPTED, Crew
-from outrider.train.compose import compose
-from outrider.train.config import NEEDED, Config, check_files, parse
-from outrider.train.errors import ConfigError
-from outrider.train.sweeping import RANGE, SweepConfig, read_sweep, word
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError
+from outrider.conf.sweeps import RANGE, SweepConfig, read_sweep, word
+from outrider.launch.job_pool import INTERRUPTED, Crew
+from outrider.train.settings import NEEDED, Config, check_files, parse
 
 
 def sweep(overrides: list[str]) -> int:

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.models.base import Shape
-from outrider.models.few import lent_attention
+from outrider.models.drafter import Shape
+from outrider.models.small_matmul import lent_attention
 
 SCORES_CPU = 2**19  # scores held at once: about 2 MB in float32, a core's cache
 SCORES_GPU = 2**26

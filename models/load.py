@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from outrider.data.template import read_args, tell
-from outrider.models.place import Shared, apart, check_shares, quantised, sharded
+from outrider.conf.errors import ConfigError, RunError
+from outrider.models.chat_template import read_args, tell
+from outrider.models.placement import Shared, apart, check_shares, quantised, sharded
 from outrider.models.target import Target
-from outrider.train.errors import ConfigError, RunError
 
 TINY = Path(__file__).parent / "tiny"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"

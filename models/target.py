@@ -17,14 +17,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.models import probe
-from outrider.models.adapters import adapted
-from outrider.models.base import Shape, Trace
-from outrider.models.cache import RowCache
-from outrider.models.few import linear
-from outrider.models.lean import Lean, suits
-from outrider.models.slots import SlotCache
-from outrider.train.errors import ConfigError
+from outrider.conf.errors import ConfigError
+from outrider.models import target_check as probe
+from outrider.models.batch_kv_cache import SlotCache
+from outrider.models.drafter import Shape, Trace
+from outrider.models.fast_llama import Lean, suits
+from outrider.models.kv_cache import RowCache
+from outrider.models.lora import adapted
+from outrider.models.small_matmul import linear
 
 PAIRS = 2**26  # of tokens in one mask: 256 MB in float32
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")

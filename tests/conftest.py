@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 
+from outrider.conf.compose import compose
 from outrider.data.prepare import Material, material
 from outrider.models import load
 from outrider.models.load import Loaded
-from outrider.train.compose import compose
-from outrider.train.config import parse
+from outrider.train.settings import parse
 from tests import shapes
 from tests.runs import QUIET, config
 

@@ -22,10 +22,10 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from outrider.eval.decode.sampling import Coins, GeneratorCoins, warp
-from outrider.eval.decode.siblings import draw_siblings
-from outrider.eval.decode.tree import Tree
-from outrider.eval.decode.verify import Accepted
+from outrider.models.decode.sampling import Coins, GeneratorCoins, warp
+from outrider.models.decode.sibling_rules import draw_siblings
+from outrider.models.decode.tree import Tree
+from outrider.models.decode.verify import Accepted
 
 Context = tuple[int, ...]
 Law = dict[Context, float]

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from outrider.conf.files import write
 from outrider.models.load import cache_home
-from outrider.train.files import write
 
 VERSION = "3.7.2"
 FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from outrider.train import best, loop
-from outrider.train.run import Run
+from outrider.train import best_drafter as best
+from outrider.train import loop
+from outrider.train.trainer import Run
 from tests import runs
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.models import formats
-from outrider.models.base import Drafter
-from outrider.models.formats.outside import Format
+from outrider.models.drafter import Drafter
+from outrider.models.formats.external import Format
 from outrider.models.target import Target
 from tests import tiny
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.train.compose import compose
-from outrider.train.config import Config, parse
+from outrider.conf.compose import compose
+from outrider.train.settings import Config, parse
 
 QUIET = Console(quiet=True)
 SMALL = [

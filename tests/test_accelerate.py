@@ -11,11 +11,11 @@ import pytest
 from accelerate.commands import launch
 from accelerate.utils import launch as makers
 
-from outrider.launch import start
-from outrider.launch.jobs import ROOT, bare
-from outrider.train.compose import choices
-from outrider.train.config import LaunchConfig
-from outrider.train.files import read_json
+from outrider.conf.compose import choices
+from outrider.conf.files import read_json
+from outrider.launch.job_pool import ROOT, bare
+from outrider.train import distributed as start
+from outrider.train.settings import LaunchConfig
 from tests.runs import SMALL, free_port
 
 PLACE = ROOT / "launch" / "accelerate"

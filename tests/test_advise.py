@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from outrider.conf.errors import ConfigError
 from outrider.data.pack import split
 from outrider.data.prepare import Material
 from outrider.launch import advise as verb
+from outrider.launch import cli
 from outrider.launch.advise import Pilot, choose, first_of, judgement, run_pilot, tell
-from outrider.launch.law import Foreseen, Law
+from outrider.launch.scaling_law import Foreseen, Law
 from outrider.models.load import Loaded
-from outrider.train import cli
 from outrider.train.doctoring import AdviseConfig
-from outrider.train.errors import ConfigError
 from tests.runs import SMALL, config
 
 TRUE = Law("saturating", 2.6, 0.7, 0.5, 2e3, 3.0)

@@ -8,23 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.decode import answer as answer_room
-from outrider.eval.decode import engine as engine_room
-from outrider.eval.decode import layout
-from outrider.eval.decode import sampling as sampling_room
-from outrider.eval.decode.answer import Live, Output, Request, Stops
-from outrider.eval.decode.clock import Clock
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Chain, Policy
-from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import DRAWN, INDEPENDENT, Fitted
-from outrider.eval.decode.sampling import GeneratorCoins, invert
-from outrider.eval.decode.shapes import parse
-from outrider.eval.decode.static import StaticTree
-from outrider.models.base import Drafter, Trace
+from outrider.conf.errors import RunError
+from outrider.models.decode import engine as engine_room
+from outrider.models.decode import request as answer_room
+from outrider.models.decode import sampling as sampling_room
+from outrider.models.decode import tree_layout as layout
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Policy
+from outrider.models.decode.request import Live, Output, Request, Stops
+from outrider.models.decode.round_times import Clock
+from outrider.models.decode.rules import DRAWN, INDEPENDENT, Fitted
+from outrider.models.decode.sampling import GeneratorCoins, invert
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.decode.tree_shapes import parse
+from outrider.models.drafter import Drafter, Trace
 from outrider.models.target import Target
-from outrider.train.errors import RunError
 from tests import tiny
 from tests.families import FAMILIES as EVERY
 from tests.families import small_model

@@ -7,8 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.eval import bench
-from outrider.train.errors import ConfigError
+from outrider.conf.errors import ConfigError
+from outrider.launch.bench import train_step as bench
 
 SMALL = {
     **bench.SIZES, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "vocab": 300,

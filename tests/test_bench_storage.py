@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from outrider.eval import bench_storage
-from outrider.train.compose import compose
-from outrider.train.config import parse
-from outrider.train.errors import ConfigError
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError
+from outrider.launch.bench import storage as bench_storage
+from outrider.train.settings import parse
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.conf.compose import compose
+from outrider.conf.errors import RunError
 from outrider.eval.calibration import BINS, calibrate, described, read_calibration, reliability
-from outrider.train.compose import compose
-from outrider.train.config import parse
-from outrider.train.errors import RunError
+from outrider.train.settings import parse
 from tests import tiny
 from tests.runs import QUIET
-from tests.test_ranks import disturbed
+from tests.test_rank_tables import disturbed
 
 
 def test_means_and_error_of_the_bins_by_hand() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.train import cli
-from outrider.train.compose import compose, known_keys
-from outrider.train.config import Config, parse, to_yaml
-from outrider.train.errors import ConfigError, RunError, exit_on_error
+from outrider.conf.compose import compose, known_keys
+from outrider.conf.errors import ConfigError, RunError, exit_on_error
+from outrider.launch import cli
+from outrider.train.settings import Config, parse, to_yaml
 
 ROOT = Path(__file__).parent.parent
 CONTRACT = re.findall(

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from outrider.conf.clusters import ClusterConfig, read_cluster
+from outrider.conf.errors import ConfigError
+from outrider.launch.cli import main
 from outrider.launch.cluster import commands, environment, launch, run_here
-from outrider.launch.jobs import ROOT, bare
-from outrider.train.cli import main
-from outrider.train.clusters import ClusterConfig, read_cluster
-from outrider.train.errors import ConfigError
+from outrider.launch.job_pool import ROOT, bare
 from tests.runs import SMALL, free_port
 
 SIXTEEN = ["train.batch_tokens=8192", "launch=zero2"]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from outrider.data.record import steps
-from outrider.data.record.codes import CODES, bytes_per_row, decode, encode
-from outrider.data.record.sizes import fit
+from outrider.data.record import entropy_coding as steps
+from outrider.data.record.column_scales import fit
+from outrider.data.record.quantise import CODES, bytes_per_row, decode, encode
 
 WIDTHS = (1, 31, 64, 100, 256, 600)
 FAR = {"fp8": 2**-4, "int8": 0.5 / 127, "int4": 0.5 / 7}  # half a step, of a group's largest

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from outrider.train import compose as composing
-from outrider.train.compose import CONF, DRAFTERS, choices, compose, groups
-from outrider.train.config import (
+from outrider.conf import compose as composing
+from outrider.conf.compose import CONF, DRAFTERS, choices, compose, groups
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.fields import check_interval, convert, read
+from outrider.train.settings import (
     GROUPS,
     Config,
     GenerateConfig,
@@ -23,8 +25,6 @@ from outrider.train.config import (
     resolved,
     to_yaml,
 )
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.fields import check_interval, convert, read
 
 ALL_CHOICES = [
     f"{group}={choice}" for group in groups() for choice in choices(group) if group != "experiment"

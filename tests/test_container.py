@@ -3,7 +3,7 @@
 import re
 import shlex
 
-from outrider.launch.jobs import ROOT
+from outrider.launch.job_pool import ROOT
 
 FILE = ROOT / "launch" / "Containerfile"
 KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "USER", "WORKDIR"}

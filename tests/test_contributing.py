@@ -42,7 +42,11 @@ def test_the_example_is_a_drafter(tmp_path: Path) -> None:
     places = ("models/drafters/cell.py", "conf/drafter/cell.yaml", "tests/test_cell.py")
     for place, text in zip(places, blocks(), strict=True):
         (tmp_path / place).write_text(text, encoding="utf-8")
-    tests = ["tests/test_cell.py", "tests/test_drafter_contract.py", "tests/test_forecast.py"]
+    tests = [
+        "tests/test_cell.py",
+        "tests/test_drafter_contract.py",
+        "tests/test_acceptance_forecast.py",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "cell", "-p", "no:cacheprovider", *tests],
         cwd=tmp_path,

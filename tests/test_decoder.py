@@ -14,25 +14,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.data.chat import prompt_ids
-from outrider.data.sources import Message
-from outrider.eval.asked import Prompt
-from outrider.eval.decode.answer import Memory, Request, Stops
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Chain, Policy
-from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import DRAWN, judge
-from outrider.eval.decode.shapes import parse
-from outrider.eval.decode.static import StaticTree
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data.conversations import Message
+from outrider.data.tokenise import prompt_ids
 from outrider.eval.decoder import PLAIN as ALONE
 from outrider.eval.decoder import Decoder, Piece
+from outrider.eval.requests import Prompt
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Policy
+from outrider.models.decode.request import Memory, Request, Stops
+from outrider.models.decode.rules import DRAWN, judge
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.decode.tree_shapes import parse
 from outrider.models.load import stop_ids
 from outrider.models.target import Seen, Target
-from outrider.train.errors import ConfigError, RunError
 from tests.families import small_model
 from tests.shapes import unchecked
-from tests.test_chat import PLAIN, dialogue, octets
+from tests.test_tokenise import PLAIN, dialogue, octets
 from tests.tiny import Text, Told
 
 QUESTION = "why?"

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.eval.decode.policy import Chain
+from outrider.conf.compose import compose
+from outrider.conf.errors import RunError
+from outrider.conf.files import write_json
 from outrider.eval.decoder import PLAIN as ALONE
 from outrider.eval.decoder import Chat, Decoder, Piece, Result
-from outrider.eval.ranks import FILE, FORMAT, TABLES
+from outrider.eval.rank_tables import FILE, FORMAT, TABLES
 from outrider.models import drafters, formats
-from outrider.models.base import Drafter
+from outrider.models.decode.policy import Chain
+from outrider.models.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.load import load
 from outrider.models.vocab import DraftVocab
-from outrider.train.compose import compose
-from outrider.train.config import load_run, parse, to_yaml
-from outrider.train.errors import RunError
-from outrider.train.files import write_json
+from outrider.train.settings import load_run, parse, to_yaml
 from tests.families import small_model
-from tests.test_chat import PLAIN, dialogue, octets
+from tests.test_tokenise import PLAIN, dialogue, octets
 
 ROOT = Path(__file__).parent.parent
 

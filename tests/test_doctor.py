@@ -12,22 +12,24 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.data.chat import Document
+from outrider.conf.errors import RunError
+from outrider.data.conversations import Message
+from outrider.data.dataset_registry import TINY
 from outrider.data.prepare import Material, prepare
-from outrider.data.presets import TINY
-from outrider.data.sources import Message
-from outrider.eval.bench import resident
-from outrider.launch import plan, start
-from outrider.launch.doctor import costs, measured, ranks, target, template, text, vocabulary
+from outrider.data.tokenise import Document
+from outrider.launch import cli
+from outrider.launch import cost_estimate as plan
+from outrider.launch.bench.train_step import resident
+from outrider.launch.doctor import costs, ranks, target, template, text, vocabulary
+from outrider.launch.doctor import trial_steps as measured
 from outrider.launch.doctor.finding import Finding, Group, as_json, of_state, show, verdict
 from outrider.launch.doctor.run import at_start, doctor, examine
 from outrider.models.load import Loaded
-from outrider.train import cli
-from outrider.train.config import TargetConfig
+from outrider.train import distributed as start
 from outrider.train.doctoring import DoctorConfig
-from outrider.train.errors import RunError
 from outrider.train.loop import fit
-from outrider.train.run import Run
+from outrider.train.settings import TargetConfig
+from outrider.train.trainer import Run
 from tests.runs import QUIET, SMALL, config
 
 SHORT = DoctorConfig(measure=False, conversations=4)

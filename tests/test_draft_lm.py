@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.data.loader import Batch
-from outrider.models.base import Trace
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError
+from outrider.data.batches import Batch
+from outrider.models.causal_lm import sizes
+from outrider.models.drafter import Trace
 from outrider.models.drafters.draft_lm import Config, DraftLm, Memory
 from outrider.models.formats import native
-from outrider.models.small_lm import sizes
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.compose import compose
-from outrider.train.config import parse
-from outrider.train.errors import ConfigError
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
+from outrider.train.settings import parse
 from tests import tiny
 from tests.families import small_model
 

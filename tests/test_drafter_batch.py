@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
-from outrider.models.base import Drafter, State, Trace
-from outrider.models.small_lm import plain
+from outrider.models.causal_lm import plain
+from outrider.models.drafter import Drafter, State, Trace
 from outrider.models.target import Target
 from tests import tiny
 from tests.families import small_model

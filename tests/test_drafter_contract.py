@@ -14,14 +14,14 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Chain, Policy
-from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.sampling import Coins
-from outrider.eval.decode.static import StaticTree
 from outrider.models import drafters
-from outrider.models.base import Drafter, State, Trace
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Policy
+from outrider.models.decode.sampling import Coins
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.drafter import Drafter, State, Trace
 from outrider.models.formats import native
 from outrider.models.target import Target
 from outrider.train.objective import Objective

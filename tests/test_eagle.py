@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.base import Trace
+from outrider.conf.errors import RunError
+from outrider.models.drafter import Trace
 from outrider.models.drafters.eagle import Config, Eagle
 from outrider.models.formats import native
 from outrider.models.target import Target
-from outrider.train.errors import RunError
 from outrider.train.objective import Objective
 from tests import tiny
 

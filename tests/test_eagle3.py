@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.base import Trace
+from outrider.models.drafter import Trace
 from outrider.models.drafters.eagle3 import Config, Eagle3
+from outrider.models.self_feeding import Memory
 from outrider.models.target import Target, default_taps
-from outrider.models.unroll import Memory
 from outrider.train.objective import Objective
 from tests import tiny
 

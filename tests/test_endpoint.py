@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.data.chat import key_of, prompt_ids
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data.conversations import Message
 from outrider.data.endpoint import Link, Served
 from outrider.data.generate import Question, Settings, Writer, write_answers
 from outrider.data.prepare import material
-from outrider.data.sources import Message
+from outrider.data.tokenise import key_of, prompt_ids
 from outrider.data.traces import Store, Written
 from outrider.models.load import TINY, Loaded, load, stop_ids
-from outrider.train.compose import compose
-from outrider.train.config import parse
-from outrider.train.errors import ConfigError, RunError
+from outrider.train.settings import parse
 
 pytest.importorskip("openai")
 ANSWER = " It is best in spring."

@@ -14,18 +14,18 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from outrider.eval.decode.answer import Live, Output, Request, Stops
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.news import News
-from outrider.eval.decode.policy import Chain, Draft, Policy
-from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import DRAWN, Fitted, judge
-from outrider.eval.decode.shapes import parse
-from outrider.eval.decode.static import StaticTree
-from outrider.models.cache import RowCache
+from outrider.conf.errors import RunError
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Draft, Policy
+from outrider.models.decode.request import Live, Output, Request, Stops
+from outrider.models.decode.round_outcome import News
+from outrider.models.decode.rules import DRAWN, Fitted, judge
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.decode.tree_shapes import parse
+from outrider.models.kv_cache import RowCache
 from outrider.models.target import Target
-from outrider.train.errors import RunError
 from tests import tiny
 from tests.tiny import TOKENS, RawBonus, Text, Told, by_chance, knowing, logits_after, swift
 

@@ -14,28 +14,28 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data.chat import prompt_ids
+from outrider.conf.compose import compose
+from outrider.conf.errors import RunError
+from outrider.data.conversations import Message, Prompt
 from outrider.data.pack import Rows
 from outrider.data.prepare import Material
-from outrider.data.sources import Message, Prompt
-from outrider.eval.by_turns import measure
+from outrider.data.tokenise import prompt_ids
 from outrider.eval.compare import compare
-from outrider.eval.decode import engine
-from outrider.eval.decode.answer import Output
-from outrider.eval.decode.coupled import Noise
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.news import News
-from outrider.eval.decode.tree import Tree
+from outrider.eval.measure import measure
 from outrider.eval.report import Report
 from outrider.eval.run import evaluate, quick_report
 from outrider.models import drafters
+from outrider.models.decode import engine
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.gumbel_coupling import Noise
+from outrider.models.decode.request import Output
+from outrider.models.decode.round_outcome import News
+from outrider.models.decode.tree import Tree
 from outrider.models.formats import native
 from outrider.models.load import Loaded, load, stop_ids
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.compose import compose
-from outrider.train.config import Config, load_run, parse, to_yaml
-from outrider.train.errors import RunError
+from outrider.train.settings import Config, load_run, parse, to_yaml
 from tests.families import small_model
 
 VOCAB, BUDGET = 24, 9

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Engine
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import sha256_of
 from outrider.models import drafters, formats
-from outrider.models.base import Drafter
-from outrider.models.formats import writing
-from outrider.models.formats.folder import Folder
-from outrider.models.formats.writing import write_folder
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.drafter import Drafter
+from outrider.models.formats import atomic_folder as writing
+from outrider.models.formats.atomic_folder import write_folder
+from outrider.models.formats.weight_folder import Folder
 from outrider.models.target import Target
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import sha256_of
 from tests import outside, tiny
 from tests.outside import CASES, Case
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 import transformers as hf
 
-from outrider.eval.decode.answer import Stops
-from outrider.eval.decode.engine import Engine
-from outrider.eval.publish.serving import serving
+from outrider.conf.errors import RunError
+from outrider.eval.publish.serve_commands import serving
 from outrider.models import drafters, formats
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.request import Stops
 from outrider.models.drafters.draft_lm import Config, DraftLm
 from outrider.models.load import TINY, Loaded, stop_ids
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.errors import RunError
 from tests import outside, tiny
 from tests.families import small_model
-from tests.test_against import shallow
+from tests.test_bench_assisted import shallow
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.conf.errors import RunError
 from outrider.models import formats
-from outrider.models.base import Drafter
+from outrider.models.drafter import Drafter
 from outrider.models.target import Target
-from outrider.train.errors import RunError
 from tests import outside, tiny
 
 

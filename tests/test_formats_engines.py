@@ -16,7 +16,7 @@ import transformers as hf
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from outrider.models.base import Drafter, Trace
+from outrider.models.drafter import Drafter, Trace
 from outrider.models.target import Target
 from tests import outside, tiny
 from tests.outside import CASES, Case

@@ -10,11 +10,12 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from outrider.conf.errors import RunError
 from outrider.models import formats
-from outrider.models.base import Drafter
-from outrider.models.formats import mtp, stitching
+from outrider.models.drafter import Drafter
+from outrider.models.formats import mtp_merge as stitching
+from outrider.models.formats import mtp_target as mtp
 from outrider.models.target import Target
-from outrider.train.errors import RunError
 from tests import outside, tiny
 from tests.test_mtp_format import DEEPSEEK, Module, expected, part
 

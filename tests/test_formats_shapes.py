@@ -11,9 +11,9 @@ import transformers as hf
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.models import drafters, formats
-from outrider.models.base import Drafter
-from outrider.models.formats import body
-from outrider.models.formats.outside import Outside
+from outrider.models.drafter import Drafter
+from outrider.models.formats import hf_config as body
+from outrider.models.formats.external import Outside
 from outrider.models.layers import rotate
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab

@@ -7,18 +7,18 @@ import pytest
 import torch
 from rich.console import Console
 
+from outrider.conf.compose import compose
+from outrider.conf.errors import RunError
+from outrider.data.batches import gather
 from outrider.data.generate import Question, Settings, Writer, write_answers
-from outrider.data.loader import gather
 from outrider.data.prepare import material
 from outrider.data.traces import Store, Written
-from outrider.eval.decode.answer import Stops
-from outrider.eval.decode.engine import Engine
 from outrider.models import load
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.request import Stops
 from outrider.models.load import Loaded
 from outrider.models.target import Target
-from outrider.train.compose import compose
-from outrider.train.config import parse
-from outrider.train.errors import RunError
+from outrider.train.settings import parse
 from tests.families import small_model
 
 STOP, TAPS = [2], (0, 2)

@@ -15,16 +15,16 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from outrider.eval.decode.answer import Request
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Chain, Policy
-from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import COUPLED, DRAWN
-from outrider.eval.decode.static import StaticTree
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Policy
+from outrider.models.decode.request import Request
+from outrider.models.decode.rules import COUPLED, DRAWN
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.static_tree import StaticTree
 from outrider.models.load import load
 from outrider.models.target import Target
-from outrider.train.config import TargetConfig
+from outrider.train.settings import TargetConfig
 from tests import tiny
 from tests.tiny import Text, Told
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.base import Trace
+from outrider.models.drafter import Trace
 from outrider.models.drafters.hass import Config, Hass
 from outrider.models.layers import rotate
 from outrider.models.target import Target

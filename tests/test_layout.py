@@ -45,7 +45,7 @@ def test_links_are_relative() -> None:
 def test_importing_outrider_loads_no_library(tmp_path: Path) -> None:
     """Nor does importing the command line: help and mistakes answer at once."""
     heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed', 'datasets', 'wandb'}"
-    code = f"import sys, outrider, outrider.train.cli; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, outrider, outrider.launch.cli; print(sorted({heavy} & set(sys.modules)))"
     done = python("-c", code, cwd=tmp_path, path=ROOT)
     assert done.stdout == "[]\n", done.stderr
 
@@ -101,7 +101,7 @@ def test_a_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     place, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
     zipfile.ZipFile(wheel).extractall(place)
-    done = python("-m", "outrider.train.cli", "train", "--help", cwd=empty, path=place)
+    done = python("-m", "outrider.launch.cli", "train", "--help", cwd=empty, path=place)
     assert done.returncode == 0, done.stderr
     assert "drafter.draft_vocab_size" in done.stdout
     where = python("-c", "import outrider.conf as c; print(c.__file__)", cwd=empty, path=place)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from outrider.conf.errors import ConfigError
 from outrider.models import load
-from outrider.train.errors import ConfigError
 from tests.families import small_model
 
 

@@ -10,16 +10,17 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import claimed
 from outrider.data.prepare import Material, material
 from outrider.models import load
 from outrider.models.formats import native
 from outrider.models.load import Loaded
-from outrider.train import best, loop
-from outrider.train.compose import compose
-from outrider.train.config import parse
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import claimed
-from outrider.train.run import Run
+from outrider.train import best_drafter as best
+from outrider.train import loop
+from outrider.train.settings import parse
+from outrider.train.trainer import Run
 from tests.runs import QUIET, config
 
 

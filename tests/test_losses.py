@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.train.errors import ConfigError
+from outrider.conf.errors import ConfigError
 from outrider.train.losses import KINDS, Chunk, Term, parse_depth_weights, parse_loss
 
 SOFT = ("soft_ce", "soft_ce_reference")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import outrider
 from outrider.models.load import Loaded
-from outrider.train.config import parse, saved_config
 from outrider.train.manifest import git_state, identify, machine, write_manifest
+from outrider.train.settings import parse, saved_config
 from tests.runs import config
 
 ROOT = Path(__file__).parent.parent

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Chain, Policy
-from outrider.models.adapters import Pair, linears
-from outrider.models.base import Trace
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Policy
+from outrider.models.drafter import Trace
 from outrider.models.drafters.medusa import Config, Medusa
 from outrider.models.formats import native
+from outrider.models.lora import Pair, linears
 from outrider.models.target import Target
-from outrider.train.compose import compose
-from outrider.train.config import parse
-from outrider.train.errors import ConfigError
 from outrider.train.objective import Objective
+from outrider.train.settings import parse
 from tests import tiny
 
 H, RANK, ALPHA = 32, 4, 16.0

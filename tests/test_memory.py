@@ -5,13 +5,13 @@ from collections.abc import Generator, Sequence
 import pytest
 from torch import Tensor
 
-from outrider.eval.decode.answer import MARKS, Memory, Output, Request
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.policy import Chain, Policy
-from outrider.models.base import Trace
-from outrider.models.cache import RowCache
-from outrider.models.slots import SlotCache
+from outrider.models.batch_kv_cache import SlotCache
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Policy
+from outrider.models.decode.request import MARKS, Memory, Output, Request
+from outrider.models.drafter import Trace
+from outrider.models.kv_cache import RowCache
 from outrider.models.target import Seen, Target
 from tests import tiny
 from tests.families import small_model

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError
 from outrider.launch import memory
-from outrider.launch.jobs import bare, train_on
+from outrider.launch.cli import main
+from outrider.launch.job_pool import bare, train_on
 from outrider.models import drafters
-from outrider.models.base import Drafter, Trace
+from outrider.models.drafter import Drafter, Trace
 from outrider.models.load import bare_model
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.cli import main
-from outrider.train.compose import compose
-from outrider.train.config import LaunchConfig, TargetConfig, parse
-from outrider.train.errors import ConfigError
+from outrider.train.settings import LaunchConfig, TargetConfig, parse
 from tests.families import small_model
 
 ROOT = Path(__file__).parent.parent

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from outrider.eval import metrics
-from outrider.eval.decode.clock import Clock
 from outrider.eval.metrics import METRICS, Record, bootstrap, middle, predict, summarise
+from outrider.models.decode.round_times import Clock
 
 # Rounds of three drafted tokens: two prompts, times in quarters and eighths so that sums are exact.
 #   a: prefill 1 token, rounds emit 4 and 2                     7 tokens, 2 rounds, 1.5 s

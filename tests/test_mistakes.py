@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.launch import cli
 from outrider.models import load
-from outrider.train import cli
 from tests.families import small_model
 
 SMALL = [

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.base import Trace
-from outrider.models.chain import Memory
+from outrider.models.drafter import Trace
 from outrider.models.drafters.mtp import Config, Mtp
+from outrider.models.mtp_modules import Memory
 from outrider.models.target import Target
 from outrider.train.losses import parse_depth_weights
+from outrider.train.metric_sums import Sums
 from outrider.train.objective import Objective
-from outrider.train.sums import Sums
 from tests import tiny
 
 H, HEADS, KEY_HEADS, SIZE, INNER = 32, 4, 2, 8, 48  # of the small llama in families.py

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider.conf.errors import ConfigError, RunError
 from outrider.models.drafters.mtp import Mtp
-from outrider.models.formats import mtp
+from outrider.models.formats import mtp_target as mtp
 from outrider.models.target import Target
-from outrider.train.errors import ConfigError, RunError
 from tests import tiny
 
 H, HEADS, KEY_HEADS, SIZE, INNER, LAYERS = 32, 4, 2, 8, 48, 4  # of the small llama

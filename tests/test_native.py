@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.models.base import Drafter
+from outrider.conf.errors import RunError
+from outrider.models.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.target import Target
-from outrider.train.errors import RunError
 from tests import tiny
 
 ABOUT = {"step": 30, "accept_length": 1.5}

@@ -18,18 +18,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.conf import errors
+from outrider.conf.errors import NoRoom, RunError, exit_on_error
+from outrider.conf.files import append, copy_folder, write
 from outrider.data import generate
 from outrider.data.prepare import Material
 from outrider.data.record.folder import Folder
-from outrider.data.record.recorder import record
+from outrider.data.record.writer import record
 from outrider.data.traces import Store
 from outrider.eval.report import publish
+from outrider.launch import cli
 from outrider.models.load import Loaded
-from outrider.train import best, checkpoint, cli, errors, loop
-from outrider.train.errors import NoRoom, RunError, exit_on_error
-from outrider.train.files import append, copy_folder, write
-from outrider.train.run import Run
-from outrider.train.tracking import Tracker
+from outrider.train import best_drafter as best
+from outrider.train import checkpoint, loop
+from outrider.train.metrics_log import Tracker
+from outrider.train.trainer import Run
 from tests.runs import QUIET, SMALL, config, own_text
 
 

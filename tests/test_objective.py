@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.base import Drafter, Guess, Trace
+from outrider.models.drafter import Drafter, Guess, Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train import objective as module
+from outrider.train.metric_sums import Sums
 from outrider.train.objective import Objective
-from outrider.train.sums import Sums
 from tests import tiny
 from tests.tiny import Given
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.data.chat import Document
 from outrider.data.pack import pack, split
+from outrider.data.tokenise import Document
 
 
 def document(size: int, name: str = "k", first: int = 1) -> Document:

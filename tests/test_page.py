@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import write_json
 from outrider.eval.compare import compare
-from outrider.eval.decode.clock import Clock
 from outrider.eval.metrics import Record, predict, summarise
-from outrider.eval.page import folder as folders
+from outrider.eval.page import run_files as folders
 from outrider.eval.page.answers import answers_of
+from outrider.eval.page.build import report
+from outrider.eval.page.elements import Figure, Fold, Page, Section, table
 from outrider.eval.page.figures import bars, curves, draw
-from outrider.eval.page.folder import Run, read_run, rounds_of
-from outrider.eval.page.make import report
-from outrider.eval.page.parts import Figure, Fold, Page, Section, table
+from outrider.eval.page.run_files import Run, read_run, rounds_of
 from outrider.eval.page.write import as_html, as_markdown, code, markdown
-from outrider.eval.plan import FORMAT as PLAN
+from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.report import Report, load, save
-from outrider.train.cli import main
-from outrider.train.compose import compose
-from outrider.train.config import parse, to_yaml
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import write_json
+from outrider.launch.cli import main
+from outrider.models.decode.round_times import Clock
 from outrider.train.reporting import ReportConfig, read_report
+from outrider.train.settings import parse, to_yaml
 from tests.runs import SMALL
 
 EVIL = "<script>alert('x')</script>|`$\x00&amp;"
@@ -442,7 +442,8 @@ def test_only_keys_of_a_report_are_read(words: list[str]) -> None:
 
 def test_every_part_of_a_page_is_defined(tmp_path: Path) -> None:
     """Figures and tables of every section, folded ones too."""
-    from outrider.eval.page import acceptance, foreseen, speed, training
+    from outrider.eval.page import acceptance, speed, training
+    from outrider.eval.page import plans as foreseen
 
     run: Run = read_run(fill(tmp_path / "run"))
     makers: list[Callable[[Run], Section]] = [

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from outrider.data import places
-from outrider.data.places import data_source, suite_source
-from outrider.data.presets import DATASETS, GENERAL, SUITES
-from outrider.data.sources import Prompt, Summary, conversation, conversations, prompts
-from outrider.train.errors import ConfigError, RunError
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data import sources as places
+from outrider.data.conversations import Prompt, Summary, conversation, conversations, prompts
+from outrider.data.dataset_registry import DATASETS, GENERAL, SUITES
+from outrider.data.sources import data_source, suite_source
 
 DIALOGUE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 FROM = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]

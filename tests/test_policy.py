@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.eval.decode.dynamic import DynamicTree
-from outrider.eval.decode.policy import Chain, Draft, Policy
-from outrider.eval.decode.processors import Sampling
-from outrider.eval.decode.rules import BEST, COUPLED
-from outrider.eval.decode.sampling import Coins
-from outrider.eval.decode.static import StaticTree
-from outrider.eval.decode.tree import Tree
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.policy import Chain, Draft, Policy
+from outrider.models.decode.rules import BEST, COUPLED
+from outrider.models.decode.sampling import Coins
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.decode.tree import Tree
 from outrider.models.vocab import DraftVocab
 from tests import tiny
 from tests.enumeration import Law, distance, enumerate_law

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError, exit_on_error
 from outrider.data.prepare import Material, material
 from outrider.data.traces import Recorded
+from outrider.launch import cli
 from outrider.models import drafters
 from outrider.models.load import Loaded, load
-from outrider.train import cli
-from outrider.train.compose import compose
-from outrider.train.config import parse
-from outrider.train.errors import ConfigError, exit_on_error
+from outrider.train.settings import parse
 
 ANSWERS = 20
 OWN = [
@@ -83,7 +83,7 @@ def test_text_that_is_given_anyway_is_not_mixed(given: Path) -> None:
 PEAK = """
 import re, sys
 from pathlib import Path
-from outrider.train import cli
+from outrider.launch import cli
 cli.main(sys.argv[1:])
 # getrusage would count what the process held that started this one
 print("peak", int(re.findall(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[0]) * 1024)

@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load as tensors
 
+from outrider.conf.compose import compose
 from outrider.data import generate
 from outrider.data.prepare import Material, material
+from outrider.launch import cli
 from outrider.models.load import Loaded
-from outrider.train import cli
-from outrider.train.compose import compose
-from outrider.train.config import parse
+from outrider.train.settings import parse
 from tests.runs import own_text
 
 WORDS = [
@@ -35,7 +35,7 @@ WORDS = [
 TEXT = ("ids", "length", "prompt", "place")
 IMPORTED = [
     "hydra", "accelerate", "torch._dynamo", "transformers.models.llama.modeling_llama",
-    "outrider.launch.start", "outrider.models.drafters.eagle3",
+    "outrider.train.distributed", "outrider.models.drafters.eagle3",
 ]  # fmt: skip
 SHARD, SHARDS = 8, 40  # questions of a shard, and how many those of WORDS make
 ROUNDING = 1e-4  # of features around 1

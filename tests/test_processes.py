@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.launch.jobs import bare, train_on
+from outrider.launch.job_pool import bare, train_on
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -177,7 +177,7 @@ import sys
 sys.path.insert(0, {root!r})
 from outrider.train import objective
 objective.CHUNK = 2**17  # 85 rows of the tiny vocabulary: several chunks per forward
-from outrider.train.cli import command
+from outrider.launch.cli import command
 command(["train", *sys.argv[1:]])
 """
 
@@ -196,7 +196,7 @@ HOLDS_ITS_GROUP = """
 import sys
 import torch
 import torch.distributed as ranks
-from outrider.train.cli import end
+from outrider.launch.cli import end
 store, rank, code = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 ranks.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 held = list(ranks.distributed_c10d._world.pg_map)
@@ -220,7 +220,7 @@ ONE_RANK_HAS_NAN = """
 import os, sys
 sys.path.insert(0, {root!r})
 from outrider.train.objective import Objective
-from outrider.train.run import Run
+from outrider.train.trainer import Run
 forward, sow, now = Objective.forward, Run.sow, [0]
 def wrong(self, *args):
     loss, sums = forward(self, *args)
@@ -230,7 +230,7 @@ def noted(run, step):
     now[0] = step
     sow(run, step)
 Objective.forward, Run.sow = wrong, noted
-from outrider.train.cli import command
+from outrider.launch.cli import command
 command(["train", *sys.argv[1:]])
 """
 

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import sha256_of
 from outrider.eval.publish.bundle import FAMILIES, verifier
-from outrider.eval.publish.proof import Proof, Rounds, refuse_other
+from outrider.eval.publish.round_trip import Proof, Rounds, refuse_other
 from outrider.eval.publish.run import export, refuse
-from outrider.eval.publish.serving import serving
+from outrider.eval.publish.serve_commands import serving
 from outrider.models import drafters, formats
-from outrider.models.formats.writing import write_weights
+from outrider.models.formats.atomic_folder import write_weights
 from outrider.models.target import Target
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import sha256_of
 from tests import outside, tiny
 from tests.outside import CASES, Case
 

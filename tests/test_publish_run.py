@@ -10,18 +10,18 @@ import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 
+from outrider.conf.compose import compose
+from outrider.conf.files import fingerprint
 from outrider.eval.publish import card
-from outrider.eval.publish.proof import Proof
+from outrider.eval.publish.round_trip import Proof
+from outrider.launch.cli import main
 from outrider.models import drafters
 from outrider.models.formats import native
-from outrider.models.formats.sglang import SGLang
+from outrider.models.formats.eagle3_sglang import SGLang
 from outrider.models.load import TINY, Loaded
 from outrider.models.vocab import DraftVocab
-from outrider.train.cli import main
-from outrider.train.compose import compose
-from outrider.train.config import parse, to_yaml
-from outrider.train.files import fingerprint
 from outrider.train.publishing import read_publish
+from outrider.train.settings import parse, to_yaml
 from tests import fake_hub
 from tests.runs import config
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.conf.compose import compose
 from outrider.launch.sweep import jobs
-from outrider.train.compose import compose
-from outrider.train.config import parse
+from outrider.train.settings import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

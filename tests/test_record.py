@@ -14,29 +14,30 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.data.loader import Batch, gather
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError, Damaged, NoRoom, RunError
+from outrider.conf.files import sha256_of
+from outrider.data.batches import Batch, gather
 from outrider.data.prepare import Material, material
-from outrider.data.record import hybrid, recorder
-from outrider.data.record.columns import Kept, Layout
+from outrider.data.record import cache as hybrid
+from outrider.data.record import writer as recorder
+from outrider.data.record.cache import Hybrid
 from outrider.data.record.folder import Folder
-from outrider.data.record.hybrid import Hybrid
-from outrider.data.record.proof import Difference
-from outrider.data.record.recorder import record
+from outrider.data.record.layout import Kept, Layout
+from outrider.data.record.verify import Difference
+from outrider.data.record.writer import record
 from outrider.launch.doctor import target as probed
 from outrider.models import drafters
 from outrider.models import load as load_models
-from outrider.models.base import Top, Trace
+from outrider.models.drafter import Top, Trace
 from outrider.models.load import Loaded, load
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train import loop
-from outrider.train.compose import compose
-from outrider.train.config import Config, parse
-from outrider.train.errors import ConfigError, Damaged, NoRoom, RunError
-from outrider.train.files import sha256_of
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
-from outrider.train.run import Run
+from outrider.train.settings import Config, parse
+from outrider.train.trainer import Run
 from tests import runs
 
 WORDS = [
@@ -489,8 +490,8 @@ def test_the_estimate_is_what_is_written(tmp_path: Path, words: tuple[str, ...])
 KILLS = """
 import os, random, signal, sys
 from pathlib import Path
-import outrider.data.record.recorder, outrider.models.load
-from outrider.train.cli import main
+import outrider.data.record.writer, outrider.models.load
+from outrider.launch.cli import main
 
 alone, torn, ranks, *words = sys.argv[1:]
 rename = Path.replace

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from outrider.conf.errors import RunError
+from outrider.conf.files import write_json
 from outrider.eval.compare import _measured, compare, overview, shape
-from outrider.eval.decode.clock import Clock
 from outrider.eval.metrics import METRICS, Record, predict, summarise
-from outrider.eval.page.folder import Run
+from outrider.eval.page.run_files import Run
 from outrider.eval.page.speed import measured_of
 from outrider.eval.report import Mismatch, Report, publish, save, show
-from outrider.train.errors import RunError
-from outrider.train.files import write_json
+from outrider.models.decode.round_times import Clock
 
 SETTING = {
     "drafter": "eagle3",

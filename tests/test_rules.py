@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.decode.rules import DRAFTS, RULES, default_rule, fitting, judge
-from outrider.eval.decode.sampling import Coins
-from outrider.eval.decode.tree import Tree
+from outrider.models.decode.rules import DRAFTS, RULES, default_rule, fitting, judge
+from outrider.models.decode.sampling import Coins
+from outrider.models.decode.tree import Tree
 from tests.enumeration import (
     Propose,
     Scripted,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from outrider.eval.decode import sampling as sampling_room
-from outrider.eval.decode.sampling import (
+from outrider.models.decode import sampling as sampling_room
+from outrider.models.decode.sampling import (
     BLOCK,
     CANDIDATES,
     LONG,

@@ -12,13 +12,13 @@ import optuna
 import pytest
 from rich.console import Console
 
-from outrider.launch import searched
-from outrider.launch.jobs import INTERRUPTED, Crew
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.sweeps import read_sweep
+from outrider.eval import search_results as searched
+from outrider.launch.cli import main
+from outrider.launch.job_pool import INTERRUPTED, Crew
 from outrider.launch.search import search
-from outrider.train.cli import main
-from outrider.train.config import TrainConfig
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.sweeping import read_sweep
+from outrider.train.settings import TrainConfig
 
 Run = Callable[[dict[str, str], Path, Any], int]
 OVER = "+sweep.over={train.lr: {low: 1e-4, high: 1e-2, log: true}, drafter.loss: [[soft_ce], [tv]]}"

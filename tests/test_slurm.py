@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from outrider.conf.errors import ConfigError
+from outrider.conf.sweeps import SweepConfig, read_sweep
 from outrider.launch import slurm
-from outrider.launch.jobs import INTERRUPTED, Crew
+from outrider.launch.job_pool import INTERRUPTED, Crew
 from outrider.launch.sweep import sweep
-from outrider.train.errors import ConfigError
-from outrider.train.sweeping import SweepConfig, read_sweep
 from tests.runs import SMALL
 
 pytest.importorskip("submitit")

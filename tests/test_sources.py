@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.data.places import data_source, suite_source
-from outrider.data.sources import (
+from outrider.conf.errors import RunError
+from outrider.data.conversations import (
     RULES,
     Message,
     Prompt,
@@ -18,7 +18,7 @@ from outrider.data.sources import (
     conversations,
     prompts,
 )
-from outrider.train.errors import RunError
+from outrider.data.sources import data_source, suite_source
 
 
 def user(text: str) -> Message:

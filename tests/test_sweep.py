@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from outrider.launch.jobs import INTERRUPTED, Crew
+from outrider.conf.errors import ConfigError
+from outrider.launch.job_pool import INTERRUPTED, Crew
 from outrider.launch.sweep import jobs, sweep
-from outrider.train.errors import ConfigError
 
 DRAFTERS = "drafter=eagle,medusa"
 DISTINCT = "run.dir='{folder}/${{drafter.name}}'"
@@ -68,9 +68,9 @@ def test_ctrl_c_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_bakeoffs_train_every_drafter_on_equal_terms() -> None:
     """Nothing but the drafter differs between the runs of one table."""
+    from outrider.conf.compose import compose
     from outrider.models import drafters
-    from outrider.train.compose import compose
-    from outrider.train.config import parse, resolved
+    from outrider.train.settings import parse, resolved
 
     for experiment in ("bakeoff_tiny", "bakeoff_smollm2"):
         runs: list[dict[str, Any]] = []

@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers as hf
 
+from outrider.conf.errors import ConfigError
 from outrider.models.target import Target
-from outrider.train.errors import ConfigError
 from tests.families import FAMILIES, small_model
 
 PREFIX, TOLERANCE = 12, 1e-4

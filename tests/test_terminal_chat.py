@@ -10,18 +10,18 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
-from outrider.data.chat import prompt_ids
-from outrider.data.sources import Message
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data.conversations import Message
+from outrider.data.tokenise import prompt_ids
 from outrider.eval.chat import COLOURS, LEGEND, Page, Painted, Spelling, chat, full
-from outrider.eval.decode.answer import ACCEPTED, BONUS, CORRECTION, FIRST
 from outrider.eval.decoder import Decoder, Result
+from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
 from outrider.models.load import load
 from outrider.models.target import Seen, Target
-from outrider.train.config import Config, load_run
-from outrider.train.errors import ConfigError, RunError
-from tests.test_chat import PLAIN, octets
+from outrider.train.settings import Config, load_run
 from tests.test_decoder import oracle, target
 from tests.test_decoder_folders import untrained
+from tests.test_tokenise import PLAIN, octets
 
 ASKED = "When should I visit Amberton?"
 PARTS = [("The", FIRST), (" best", ACCEPTED), (" time", ACCEPTED), (" to", CORRECTION)]

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from outrider.train import cli, trackers
-from outrider.train.config import Config
-from outrider.train.errors import ConfigError
+from outrider.conf.errors import ConfigError
+from outrider.launch import cli
+from outrider.train import trackers
+from outrider.train.settings import Config
 from outrider.train.trackers import IDENTITY, ROOM, Answer, Background, Told, following, services
 from tests.runs import SMALL, config
 

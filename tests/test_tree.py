@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from outrider.eval.decode.tree import Tree, rerank
+from outrider.models.decode.tree import Tree, rerank
 
 
 def trees_of(*trees: list[int]) -> Tree:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.launch.jobs import ROOT, bare
+from outrider.launch.job_pool import ROOT, bare
 from tests.runs import SMALL
 from tests.test_processes import losses
 

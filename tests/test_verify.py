@@ -16,10 +16,10 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from outrider.eval.decode.rules import judge
-from outrider.eval.decode.sampling import Coins, GeneratorCoins
-from outrider.eval.decode.tree import Tree, rerank
-from outrider.eval.decode.verify import Accepted, at, continued, descend, greedy, match, ratio
+from outrider.models.decode.rules import judge
+from outrider.models.decode.sampling import Coins, GeneratorCoins
+from outrider.models.decode.tree import Tree, rerank
+from outrider.models.decode.verify import Accepted, at, continued, descend, greedy, match, ratio
 from tests.enumeration import (
     PLAIN,
     TOYS,

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.eval.decode.answer import Live
-from outrider.eval.decode.ask import Ask
-from outrider.eval.decode.clock import Clock, Stopwatch
-from outrider.eval.decode.engine import Engine
-from outrider.eval.decode.news import News, read
-from outrider.eval.decode.policy import Draft, Policy
-from outrider.eval.decode.processors import History, Sampling
-from outrider.eval.decode.sampling import GeneratorCoins
-from outrider.eval.decode.tree import Tree
 from outrider.models import drafters
-from outrider.models.base import Drafter, Guess, Trace
-from outrider.models.cache import RowCache
-from outrider.models.slots import SlotCache
+from outrider.models.batch_kv_cache import SlotCache
+from outrider.models.decode.draft_context import Ask
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Draft, Policy
+from outrider.models.decode.request import Live
+from outrider.models.decode.round_outcome import News, read
+from outrider.models.decode.round_times import Clock, Stopwatch
+from outrider.models.decode.sampling import GeneratorCoins
+from outrider.models.decode.sampling_params import History, Sampling
+from outrider.models.decode.tree import Tree
+from outrider.models.drafter import Drafter, Guess, Trace
+from outrider.models.kv_cache import RowCache
 from outrider.models.target import Seen, Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.objective import Objective

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from outrider.train.compose import choices, compose
-from outrider.train.config import Config, only_measures, parse
-from outrider.train.errors import ConfigError
+from outrider.conf.compose import choices, compose
+from outrider.conf.errors import ConfigError
+from outrider.train.settings import Config, only_measures, parse
 
 
 def load_alone(overrides: list[str]) -> Config:

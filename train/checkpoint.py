@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.train.errors import Damaged, RunError
-from outrider.train.files import (
+from outrider.conf.errors import Damaged, RunError
+from outrider.conf.files import (
     read_json,
     read_tensors,
     remove,
@@ -41,7 +41,7 @@ class Progress:
         seconds: training time so far, for train.max_minutes.
         best: longest held-out acceptance so far, and the step it was measured at.
         skipped: bad steps that were left out.
-        recent: losses of the last steps that were not (train/guard.py).
+        recent: losses of the last steps that were not (train/bad_steps.py).
         phases: seconds by what was done.
         joules: energy so far; None where it cannot be read.
     """

@@ -7,11 +7,11 @@ import dataclasses
 import os
 from pathlib import Path
 
+from outrider.conf.errors import ConfigError
 from outrider.models.drafters import kind
 from outrider.train import decoding
-from outrider.train.config import Config, decodings
-from outrider.train.errors import ConfigError
 from outrider.train.losses import parse_depth_weights, parse_loss
+from outrider.train.settings import Config, decodings
 
 
 def check_length(config: Config) -> None:

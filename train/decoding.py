@@ -8,9 +8,9 @@ import dataclasses
 import re
 from typing import Literal
 
-from outrider.train.compose import choices, compose, plain
-from outrider.train.errors import ConfigError
-from outrider.train.fields import key, read
+from outrider.conf.compose import choices, compose, plain
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import key, read
 
 COUNT = "[1, inf)"
 CHANCE = "[0, 1]"
@@ -123,7 +123,7 @@ def check(decode: DecodeConfig) -> None:
 def _check_rule(decode: DecodeConfig, chain: bool) -> None:
     if decode.verify == "auto":
         return
-    from outrider.eval.decode.rules import RULES, judge
+    from outrider.models.decode.rules import RULES, judge
 
     try:
         judge(decode.verify, decode.tossing, **decode.knobs)

@@ -14,21 +14,22 @@ import torch
 from rich.console import Console
 from torch.nn.utils import get_total_norm
 
+from outrider.conf.errors import RunError
+from outrider.conf.files import claimed, read_json, write_json
 from outrider.data.prepare import Material, material
-from outrider.launch import start
 from outrider.launch.doctor.run import at_start, check
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
 from outrider.models.target import default_taps, usual_taps
-from outrider.train import best, checkpoint, trackers
-from outrider.train.config import Config, check_files, decodings
-from outrider.train.errors import RunError
-from outrider.train.files import claimed, read_json, write_json
+from outrider.train import best_drafter as best
+from outrider.train import checkpoint, trackers
+from outrider.train import distributed as start
 from outrider.train.manifest import identify, write_manifest
-from outrider.train.run import Piece, Run, clock
-from outrider.train.sums import Sums
+from outrider.train.metric_sums import Sums
+from outrider.train.metrics_log import Tracker
+from outrider.train.settings import Config, check_files, decodings
 from outrider.train.trackers import Background
-from outrider.train.tracking import Tracker
+from outrider.train.trainer import Piece, Run, clock
 
 
 def train(config: Config) -> int:

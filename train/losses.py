@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.train.errors import ConfigError
-from outrider.train.fields import check_interval
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import check_interval
 
 FLOOR = 1e-30  # of an acceptance chance whose logarithm is taken
 

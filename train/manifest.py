@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import torch
 
-from outrider.data.template import template_hash
+from outrider.conf.files import write, write_json
+from outrider.models.chat_template import template_hash
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import Loaded
-from outrider.train.config import Config, resolved, to_yaml
-from outrider.train.files import write, write_json
+from outrider.train.settings import Config, resolved, to_yaml
 
 PACKAGES = (
     "outrider", "torch", "transformers", "accelerate", "deepspeed", "datasets", "hydra-core",

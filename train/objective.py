@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.eval.decode.sampling import first_argmax
-from outrider.models.base import Drafter, Guess, Top, Trace
-from outrider.train.forecast import rounds
+from outrider.models.decode.sampling import first_argmax
+from outrider.models.drafter import Drafter, Guess, Top, Trace
+from outrider.train.acceptance_forecast import rounds
 from outrider.train.losses import Chunk, Term, parse_loss
-from outrider.train.sums import Sums
+from outrider.train.metric_sums import Sums
 
 CHUNK = 2**23  # largest number of logits held at once, target's or drafter's: 32 MB in float32
 KEPT = parse_loss(["soft_ce"])  # what a changed target costs

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from outrider.train.compose import verb_group
-from outrider.train.fields import key
+from outrider.conf.compose import verb_group
+from outrider.conf.fields import key
 
 COUNT = "[1, inf)"
 

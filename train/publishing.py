@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.train.compose import verb_group
-from outrider.train.errors import ConfigError
-from outrider.train.fields import key
+from outrider.conf.compose import verb_group
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import key
 
 COUNT = "[1, inf)"
 REPO = r"[\w.-]+/[\w.-]+"

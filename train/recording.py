@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from outrider.train.fields import key
+from outrider.conf.fields import key
 
 COUNT = "[1, inf)"
 

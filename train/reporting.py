@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from outrider.train.compose import compose, plain
-from outrider.train.errors import ConfigError
-from outrider.train.fields import key, read
+from outrider.conf.compose import compose, plain
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import key, read
 
 
 @dataclasses.dataclass(frozen=True)

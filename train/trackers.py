@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from outrider.train.config import Config, resolved
-from outrider.train.errors import ConfigError
-from outrider.train.files import write
+from outrider.conf.errors import ConfigError
+from outrider.conf.files import write
+from outrider.train.settings import Config, resolved
 
 IDENTITY = "wandb-id.txt"  # in the run folder: which run of wandb this is
 ROOM = 1000  # lines that may wait for a service

@@ -24,11 +24,11 @@ from jaxtyping import Bool, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.data.chat import Document
-from outrider.data.record.columns import Kept, Layout
-from outrider.data.record.sizes import Sizes
-from outrider.train.errors import Damaged, RunError
-from outrider.train.files import read_json, read_tensors, sha256_of, write_json, write_tensors
+from outrider.conf.errors import Damaged, RunError
+from outrider.conf.files import read_json, read_tensors, sha256_of, write_json, write_tensors
+from outrider.data.record.column_scales import Sizes
+from outrider.data.record.layout import Kept, Layout
+from outrider.data.tokenise import Document
 
 MANIFEST, ABOUT = "manifest.json", "about.safetensors"
 VERSION = 3  # of all this

@@ -9,10 +9,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from outrider.eval.compare import shape
-from outrider.eval.page import folder
-from outrider.eval.page.figures import Paint, Span, curves, draw
-from outrider.eval.page.folder import Rounds, Run
-from outrider.eval.page.parts import (
+from outrider.eval.page import run_files as folder
+from outrider.eval.page.elements import (
     Fold,
     Note,
     Part,
@@ -22,6 +20,8 @@ from outrider.eval.page.parts import (
     of_console,
     table,
 )
+from outrider.eval.page.figures import Paint, Span, curves, draw
+from outrider.eval.page.run_files import Rounds, Run
 from outrider.eval.page.speed import nothing, with_span
 from outrider.eval.report import Report, describe_policy, number, speed_table
 

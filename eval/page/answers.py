@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from outrider.eval.origins import Speller, pieces
-from outrider.eval.page.folder import Run
-from outrider.eval.page.parts import Answer, Fold, Note, Part, Section
+from outrider.eval.page.elements import Answer, Fold, Note, Part, Section
+from outrider.eval.page.run_files import Run
+from outrider.eval.token_origins import Speller, pieces
 
 TITLE = "Answers: who proposed each token"
 LEGEND = (

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import ScalarFormatter
 
-from outrider.eval.page.parts import Figure
+from outrider.eval.page.elements import Figure
 
 SIZE = (4.6, 3.1)  # inches
 BAR = 0.15  # inches that a bar needs in a group

@@ -6,9 +6,9 @@ All numbers are those of the reports.
 from collections.abc import Iterator, Sequence
 
 from outrider.eval.metrics import PARTS, Summary
+from outrider.eval.page.elements import Note, Part, Section, meanings, table
 from outrider.eval.page.figures import Span, bars, draw, stacks
-from outrider.eval.page.folder import Run
-from outrider.eval.page.parts import Note, Part, Section, meanings, table
+from outrider.eval.page.run_files import Run
 from outrider.eval.report import Report, describe_policy, number
 
 THEORY = (

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.conf.compose import flat
 from outrider.eval.compare import MB
+from outrider.eval.page.elements import Fold, Listing, Note, Part, Section, Table, table
 from outrider.eval.page.figures import curves, draw, stacks
-from outrider.eval.page.folder import Run
-from outrider.eval.page.parts import Fold, Listing, Note, Part, Section, Table, table
-from outrider.train.compose import flat
-from outrider.train.tracking import METRICS
+from outrider.eval.page.run_files import Run
+from outrider.train.metrics_log import METRICS
 
 CURVES = (
     ("train", "objective", "training objective"),

@@ -15,9 +15,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from outrider.conf.files import write
 from outrider.eval.page.answers import LEGEND
-from outrider.eval.page.parts import Answer, Figure, Fold, Listing, Note, Page, Part, Table
-from outrider.train.files import write
+from outrider.eval.page.elements import Answer, Figure, Fold, Listing, Note, Page, Part, Table
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")

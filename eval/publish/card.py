@@ -16,16 +16,16 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from outrider.conf.files import fingerprint, read_json
 from outrider.eval.page.write import markdown
-from outrider.eval.publish.serving import Serving, serving
+from outrider.eval.publish.serve_commands import Serving, serving
 from outrider.eval.report import FORMAT, describe_policy, number
-from outrider.models.base import Drafter
+from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import SMOLLM2
 from outrider.models.target import Target
-from outrider.train.config import Config
-from outrider.train.files import fingerprint, read_json
 from outrider.train.publishing import REPO, PublishConfig
+from outrider.train.settings import Config
 
 HERE = Path(__file__).parent
 UNKNOWN = "unknown"  # a licence that the hub knows by this name

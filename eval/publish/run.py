@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outrider.eval.decode.answer import Stops
+from outrider.conf.errors import ConfigError
+from outrider.conf.files import sha256_of, write, write_json
+from outrider.eval.hub import tree, upload
+from outrider.eval.open_drafter import find_drafter
 from outrider.eval.publish.bundle import FAMILIES
 from outrider.eval.publish.card import Subject, base_model, read_plan_of, read_reports, write_card
-from outrider.eval.publish.golden import golden, write_golden
-from outrider.eval.publish.hub import tree, upload
-from outrider.eval.publish.measured import find_drafter
-from outrider.eval.publish.proof import Proof, first_prompts
-from outrider.launch import start
+from outrider.eval.publish.reference_outputs import golden, write_golden
+from outrider.eval.publish.round_trip import Proof, first_prompts
 from outrider.models import formats
-from outrider.models.base import Drafter
+from outrider.models.decode.request import Stops
+from outrider.models.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.formats.folder import STAMP
-from outrider.models.formats.outside import Format, demand
-from outrider.models.formats.stamp import stamped
-from outrider.models.formats.writing import appearing
+from outrider.models.formats.atomic_folder import appearing
+from outrider.models.formats.external import Format, demand
+from outrider.models.formats.sidecar import stamped
+from outrider.models.formats.weight_folder import STAMP
 from outrider.models.load import Loaded, load, stop_ids
 from outrider.models.target import Target
-from outrider.train.config import Config
-from outrider.train.errors import ConfigError
-from outrider.train.files import sha256_of, write, write_json
+from outrider.train import distributed as start
 from outrider.train.publishing import PublishConfig
+from outrider.train.settings import Config
 
 GOLDEN = "outrider-golden-1"
 

@@ -1,14 +1,14 @@
-"""What the run will take, by the sums of `launch/plan.py` and `launch/memory.py`."""
+"""What the run will take, by the sums of `launch/cost_estimate.py` and `launch/memory.py`."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 from outrider.data.traces import Store
+from outrider.launch.cost_estimate import Cost, existing
 from outrider.launch.doctor.finding import Finding, size_of, time_of
-from outrider.launch.plan import Cost, existing
-from outrider.train.config import Config
-from outrider.train.run import Run
+from outrider.train.settings import Config
+from outrider.train.trainer import Run
 
 WIDE, FAST = 512, 2e-3  # states from this size on, and a learning rate that is too much for them
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.train.errors import RunError
+from outrider.conf.errors import RunError
 
 State: TypeAlias = Literal["ok", "note", "wrong"]
 FORMAT = "outrider-doctor-1"

@@ -2,12 +2,12 @@
 
 import torch
 
-from outrider.launch import start
+from outrider.conf.errors import ConfigError
+from outrider.launch.cost_estimate import pieces_rate
 from outrider.launch.doctor.finding import Finding, State
-from outrider.launch.plan import pieces_rate
-from outrider.train.config import Config
-from outrider.train.errors import ConfigError
+from outrider.train import distributed as start
 from outrider.train.manifest import versions
+from outrider.train.settings import Config
 
 FASTER = 1.3  # times, from which the other precision is worth a word
 GOOD = 1e9

@@ -15,22 +15,24 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from outrider.data.chat import show_samples
-from outrider.data.overlap import Overlap
-from outrider.data.own_text import is_written, questions_for
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import write_json
+from outrider.data.contamination import Overlap
 from outrider.data.prepare import Material, material
-from outrider.data.record.recorder import Recorder
+from outrider.data.record.writer import Recorder
+from outrider.data.self_generated import is_written, questions_for
+from outrider.data.tokenise import show_samples
 from outrider.data.traces import Recorded
-from outrider.launch import plan, start
-from outrider.launch.doctor import costs, measured, ranks, target, template, text, vocabulary
+from outrider.launch import cost_estimate as plan
+from outrider.launch.doctor import costs, ranks, target, template, text, vocabulary
+from outrider.launch.doctor import trial_steps as measured
 from outrider.launch.doctor.finding import Finding, Group, as_json, refuse, show, table, verdict
 from outrider.models import drafters, load
 from outrider.models.load import Loaded
-from outrider.train.config import Config
+from outrider.train import distributed as start
 from outrider.train.doctoring import DoctorConfig
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import write_json
-from outrider.train.run import Run
+from outrider.train.settings import Config
+from outrider.train.trainer import Run
 
 SAMPLE = 16  # answers that the target is let write
 

@@ -4,13 +4,13 @@ import torch
 
 from outrider.launch.doctor.finding import Finding
 from outrider.models.load import Loaded
-from outrider.train.run import Run
+from outrider.train.trainer import Run
 
 APART = 0.05  # of the states' size, between recorded ones and those computed now
 
 
 def read_rightly(loaded: Loaded) -> Finding:
-    """`models/probe.py` has compared its words with our reading of it, when it was loaded."""
+    """`models/target_check.py` has compared its words with our reading of it, when it was loaded."""
     target = loaded.target
     facts = {"source": loaded.source, "parameters": target.parameters(), "layers": target.depth,
              "dtype": str(target.dtype).removeprefix("torch."), "vocab": target.vocab}  # fmt: skip

@@ -3,7 +3,7 @@
 A drafter is trained on whole conversations and decodes behind their beginnings. Both are the same
 text only if every beginning renders to a prefix of the whole, in tokens. Templates break that when
 they drop earlier thoughts, put an empty thought in front of an answer that the generation prompt
-lacks, or insert today's date. `data/spans.py` finds the answers all the same; what is supervised
+lacks, or insert today's date. `data/answer_spans.py` finds the answers all the same; what is supervised
 then stands behind other tokens than at decoding, and how often is said here.
 """
 
@@ -13,15 +13,15 @@ from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
-from outrider.data.chat import Document, key_of, render, told
-from outrider.data.own_text import CONVERSATIONS, questions_for, source_of
-from outrider.data.places import data_source
-from outrider.data.sources import Message, Summary, conversations
-from outrider.data.template import THINKING
+from outrider.conf.errors import RunError
+from outrider.data.conversations import Message, Summary, conversations
+from outrider.data.self_generated import CONVERSATIONS, questions_for, source_of
+from outrider.data.sources import data_source
+from outrider.data.tokenise import Document, key_of, render, told
 from outrider.launch.doctor.finding import Finding
+from outrider.models.chat_template import THINKING
 from outrider.models.load import Loaded
-from outrider.train.config import Config, TargetConfig
-from outrider.train.errors import RunError
+from outrider.train.settings import Config, TargetConfig
 
 Talk = Sequence[Message]
 NEAR = 6  # tokens shown on either side of a difference

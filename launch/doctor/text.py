@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from outrider.data.chat import Document, coloured
-from outrider.data.overlap import NAMED, SHOWN, Guard, Overlap
+from outrider.data.contamination import NAMED, SHOWN, Guard, Overlap
+from outrider.data.conversations import RULES, Prompt
 from outrider.data.prepare import Material
-from outrider.data.sources import RULES, Prompt
-from outrider.eval.seen import questions
-from outrider.eval.suite import suite_of, suite_place
+from outrider.data.suite import suite_of, suite_place
+from outrider.data.tokenise import Document, coloured
+from outrider.eval.contamination_check import questions
 from outrider.launch.doctor.finding import Finding, State
 from outrider.models.load import Loaded, stop_ids
-from outrider.train.config import Config
+from outrider.train.settings import Config
 
 LOOKED_AT = 2000  # documents, for how their answers end
 SAID = 200  # characters of a document in the json

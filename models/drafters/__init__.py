@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from outrider.models.base import Drafter, Lender, Shape
+from outrider.conf.errors import ConfigError
+from outrider.models.drafter import Drafter, Lender, Shape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.errors import ConfigError
 
 HERE = Path(__file__).parent
 

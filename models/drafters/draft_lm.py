@@ -28,10 +28,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.data.loader import Batch
-from outrider.models.base import BatchDrafter, Guess, Recipe, Trace
-from outrider.models.cache import RowCache
-from outrider.models.small_lm import (
+from outrider.data.batches import Batch
+from outrider.models.causal_lm import (
     Head,
     fresh,
     plain,
@@ -40,8 +38,10 @@ from outrider.models.small_lm import (
     refuse_code,
     untrained,
 )
+from outrider.models.drafter import BatchDrafter, Guess, Recipe, Trace
+from outrider.models.kv_cache import RowCache
+from outrider.models.self_feeding import descent, of_parents
 from outrider.models.target import Target, packed
-from outrider.models.unroll import descent, of_parents
 from outrider.models.vocab import DraftVocab
 
 

@@ -23,13 +23,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.models import fit
-from outrider.models.base import Lender, Recipe, Trace, borrowed_head
+from outrider.conf.errors import RunError
+from outrider.models import closed_form_init as fit
+from outrider.models.drafter import Lender, Recipe, Trace, borrowed_head
 from outrider.models.layers import Block, random_weights
+from outrider.models.self_feeding import SelfFeeding
 from outrider.models.target import Target
-from outrider.models.unroll import SelfFeeding
 from outrider.models.vocab import DraftVocab
-from outrider.train.errors import RunError
 
 USUAL_LENGTH = 512  # tokens of a document at which both kinds of noise are equal
 

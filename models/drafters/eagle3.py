@@ -2,7 +2,7 @@
 
 Source: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, and its reference code. At row t, depth 1, the
 layer reads the embedding of x_{t+1} and g_t = fc(low, middle, high features of row t); deeper it
-reads its own un-normed output ("training-time test", `models/unroll.py`). Gradients flow through
+reads its own un-normed output ("training-time test", `models/self_feeding.py`). Gradients flow through
 all depths. What the field added since are switches: a norm on every tap (`fc_norm`), the normed
 state fed back (`feedback=normed`, EAGLE-3.1) or taken as the residual (`residual=normed`, vLLM's
 speculators), more layers, query and key norms, another head size.
@@ -10,7 +10,7 @@ speculators), more layers, query and key norms, another head size.
 Differs: the weight of a row follows the *predicted* token (the reference lags by two); heads and
 losses run over supervised rows only; taps are divided by their typical size (`tap_scale`), so that
 one learning rate suits every target, and by a power of two, so that `fc` takes it up without a
-rounding when it is published; training starts from the best linear drafter (`models/fit.py`;
+rounding when it is published; training starts from the best linear drafter (`models/closed_form_init.py`;
 measured in docs/log.md).
 """
 
@@ -22,11 +22,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outrider.models import fit
-from outrider.models.base import Lender, Recipe, Shape, Trace
+from outrider.models import closed_form_init as fit
+from outrider.models.drafter import Lender, Recipe, Shape, Trace
 from outrider.models.layers import Block, Norm, random_weights
+from outrider.models.self_feeding import SelfFeeding
 from outrider.models.target import Target, default_taps
-from outrider.models.unroll import SelfFeeding
 from outrider.models.vocab import DraftVocab
 
 __all__ = ["Config", "Eagle3", "default_taps"]

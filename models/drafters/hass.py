@@ -10,7 +10,7 @@ arXiv:2408.15766, and its code. Two changes to EAGLE's training, none to its dec
 
 The authors' code has a frame of positions: forward n + 1 reads column r from version n of the
 features, column r - 1 from version n - 1, .., and all columns up to r - n from the true ones. Seen
-from row t = r - n, where the draft began, that is the unroll of `models/unroll.py` cut between its
+from row t = r - n, where the draft began, that is the unroll of `models/self_feeding.py` cut between its
 depths; `tests/test_hass.py` holds the two together, masks as literal matrices.
 
 Differs: a proper masked softmax (the released attention multiplies scores by a 0/1 mask, so that

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.models import fit
-from outrider.models.adapters import Adapters
-from outrider.models.base import (
+from outrider.conf.errors import ConfigError
+from outrider.models import closed_form_init as fit
+from outrider.models.drafter import (
     BatchDrafter,
     Guess,
     Lender,
@@ -38,9 +38,9 @@ from outrider.models.base import (
     Trace,
     borrowed_head,
 )
+from outrider.models.lora import Adapters
 from outrider.models.target import Target, packed
 from outrider.models.vocab import DraftVocab
-from outrider.train.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Source: DeepSeek-V3, arXiv:2412.19437, section 2.2 (`mode=chained`): module k continues module k-1
 at the same row and adds token x_{t+k}, so D modules guess D tokens. FastMTP, arXiv:2509.18362
 (`mode=recurrent`): one module runs on its own output, as deep as one likes. Embedding and head are
-the target's own, frozen. `models/chain.py` holds what a module computes and how both modes run.
+the target's own, frozen. `models/mtp_modules.py` holds what a module computes and how both modes run.
 
 Differs: the target is frozen and the loss is the drafter's alone (DeepSeek-V3 adds it to the
 pre-training loss); decoding keeps lasting keys of decided tokens only, so nothing is cropped or
@@ -20,14 +20,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.models import fit
-from outrider.models.base import BatchDrafter, Guess, Lender, Recipe, State, Trace, borrowed_head
-from outrider.models.chain import Chain, Loop, Stage
-from outrider.models.formats import mtp as shipped
+from outrider.conf.errors import ConfigError, RunError
+from outrider.models import closed_form_init as fit
+from outrider.models.drafter import BatchDrafter, Guess, Lender, Recipe, State, Trace, borrowed_head
+from outrider.models.formats import mtp_target as shipped
 from outrider.models.layers import random_weights
+from outrider.models.mtp_modules import Chain, Loop, Stage
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.errors import ConfigError, RunError
 
 HELD = 2**28  # numbers of the target's states that are held for the regressions, at most
 

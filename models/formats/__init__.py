@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.train.errors import ConfigError, RunError
+from outrider.conf.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     import torch
 
-    from outrider.models.base import Drafter
-    from outrider.models.formats.outside import Format
+    from outrider.models.drafter import Drafter
+    from outrider.models.formats.external import Format
     from outrider.models.target import Target
 
 HERE = Path(__file__).parent
@@ -81,7 +81,7 @@ def recognise(folder: Path) -> "Format":
         RunError: it is damaged, of no known format, or a drafter that Outrider has not.
     """
     from outrider.models.formats import native
-    from outrider.models.formats.folder import FIX, Folder
+    from outrider.models.formats.weight_folder import FIX, Folder
 
     opened = Folder(folder)
     if opened.config.get("format") == native.FORMAT:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.base import Drafter
+from outrider.models.drafter import Drafter
 from outrider.models.drafters.eagle import Eagle
-from outrider.models.formats import body
-from outrider.models.formats.folder import Folder
-from outrider.models.formats.outside import JOINS, Outside, bare
-from outrider.models.formats.stamp import Implied
+from outrider.models.formats import hf_config as body
+from outrider.models.formats.external import JOINS, Outside, bare
+from outrider.models.formats.sidecar import Implied
+from outrider.models.formats.weight_folder import Folder
 from outrider.models.target import Target
 
 PARA = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")

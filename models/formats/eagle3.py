@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.base import Drafter
+from outrider.models.drafter import Drafter
 from outrider.models.drafters.eagle3 import Eagle3
-from outrider.models.formats import body
-from outrider.models.formats.folder import STAMP, Folder
-from outrider.models.formats.outside import JOINS, Outside, bare
-from outrider.models.formats.stamp import Implied
+from outrider.models.formats import hf_config as body
+from outrider.models.formats.external import JOINS, Outside, bare
+from outrider.models.formats.sidecar import Implied
+from outrider.models.formats.weight_folder import STAMP, Folder
 from outrider.models.target import Target, usual_taps
 
 LAST = "it taps the last decoder layer, whose output no engine hands out before the final norm"

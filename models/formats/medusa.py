@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.base import Drafter
+from outrider.models.drafter import Drafter
 from outrider.models.drafters.medusa import Medusa
-from outrider.models.formats import body
-from outrider.models.formats.folder import Folder
-from outrider.models.formats.outside import Outside
-from outrider.models.formats.stamp import Implied
+from outrider.models.formats import hf_config as body
+from outrider.models.formats.external import Outside
+from outrider.models.formats.sidecar import Implied
+from outrider.models.formats.weight_folder import Folder
 from outrider.models.target import Target
 
 CHANGED = (

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import fingerprint, read_json, read_tensors, write_json, write_tensors
 from outrider.models import drafters
-from outrider.models.base import Drafter, Shape
-from outrider.models.formats.folder import Folder
+from outrider.models.drafter import Drafter, Shape
+from outrider.models.formats.weight_folder import Folder
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.errors import ConfigError, RunError
-from outrider.train.files import fingerprint, read_json, read_tensors, write_json, write_tensors
 
 FORMAT = "outrider-drafter-1"
 PARTS = {"drafter", "taps", "target", "sha256"}  # without one of them nothing can be loaded

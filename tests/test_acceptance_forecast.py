@@ -1,0 +1,161 @@
+"""Forecasts of decoding from text: a random walk by hand, and exactly what decoding does."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.models import drafters
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain
+from outrider.models.decode.sampling import Coins
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.drafter import Drafter, Trace
+from outrider.models.target import Target
+from outrider.train import acceptance_forecast as forecast
+from outrider.train.objective import Objective
+from tests import tiny
+from tests.enumeration import Context, enumerate_law
+
+PROMPT, BUDGET, DEPTH = [1, 2, 0, 2], 4, 2
+
+
+def trace_of(answer: list[int], document: list[int]) -> Trace:
+    ids = torch.zeros(1, len(answer), dtype=torch.long)
+    empty = torch.zeros(1, len(answer), 1)
+    return Trace(
+        ids, ids, torch.tensor([answer]).bool(), torch.tensor([document]), ids, empty, empty
+    )
+
+
+def test_an_answer_begins_behind_its_first_token() -> None:
+    """Document 0: a prompt, an answer, a turn of the user, an answer. Document 1: one answer."""
+    answer = [0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+    document = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, -1]
+    assert forecast.answers(trace_of(answer, document)) == [
+        forecast.Answer(0, 1, 2),
+        forecast.Answer(0, 5, 1),
+        forecast.Answer(0, 8, 1),  # x_8 opens the document: nobody guesses before x_9 is there
+    ]
+
+
+def test_a_walk_by_hand() -> None:
+    """Three tokens behind the first, one guess per round, always accepted with chance 1/2.
+
+    From row 0: one token (1/2) or two. Rounds from the end: r(3) = 0, r(2) = 1,
+    r(1) = 1 + r(2)/2 + 0 = 3/2, r(0) = 1 + r(1)/2 + r(2)/2 = 9/4.
+    """
+    trace = trace_of([0, 1, 1, 1, 1], [0] * 5)
+    chances = torch.full((1, 1, 5), 0.5)
+    tokens, rounds = forecast.rounds(chances, trace)
+    assert (tokens, round(rounds, 6)) == (3.0, 2.25)
+
+
+@pytest.mark.parametrize(("chance", "rounds"), [(0.0, 9.0), (1.0, 3.0)])
+def test_certain_coins_give_whole_rounds(chance: float, rounds: float) -> None:
+    """Nine tokens: one at a time, or two guesses and one more each time."""
+    trace = trace_of([0] + [1] * 10, [0] * 11)
+    assert forecast.rounds(torch.full((2, 1, 11), chance), trace) == (9.0, rounds)
+
+
+def test_a_text_without_answers_takes_no_rounds() -> None:
+    assert forecast.rounds(torch.ones(2, 1, 3), trace_of([0, 0, 0], [0, 0, 0])) == (0.0, 0.0)
+
+
+# ---- exactly what decoding does ------------------------------------------------------------------
+
+
+def pair(name: str) -> tuple[Target, Drafter]:
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    target = tiny.target(vocab_size=3, pad_token_id=0, **size, **heads)
+    return target, tiny.drafter(name, target, tiny.vocab(2, 3), depths=DEPTH).eval()
+
+
+def foreseen(target: Target, drafter: Drafter, answers: list[tuple[int, ...]]) -> Tensor:
+    """Tokens, greedy rounds, sampled rounds of each answer behind PROMPT."""
+    target.set_taps(drafter.taps)
+    objective = Objective(drafter, target, weights=[1.0] * DEPTH)
+    found = []
+    for answer in answers:
+        ids = torch.tensor([[*PROMPT, *answer]])
+        mask = torch.arange(ids.shape[1])[None] >= len(PROMPT)
+        trace = target.trace(ids, mask, ids * 0, torch.arange(ids.shape[1])[None])
+        with torch.no_grad():
+            found.append(objective(trace, torch.ones(DEPTH), measure=True)[1].rounds)
+    return torch.stack(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drafters.names())
+def test_sampled_rounds_are_foreseen_exactly(name: str) -> None:
+    """Training and decoding never part: every text of V = 3, every coin of every round.
+
+    E[rounds] of the engine, by enumerating its coins, equals the forecast, by enumerating texts.
+    The drafter knows two of the three tokens.
+    """
+    target, drafter = pair(name)
+    decoder = Engine(target, drafter, Chain(DEPTH), sampling=Sampling(1.0))
+    spent: list[int] = []
+
+    def run(coins: Coins) -> Context:
+        decoder._coins = lambda *_, **__: coins  # type: ignore[method-assign, assignment]
+        out = decoder.generate(PROMPT, BUDGET)
+        return (out.rounds, *out.ids)
+
+    law = enumerate_law(run)
+    spent = [said[0] for said in law]
+    decoded = sum(chance * said[0] for said, chance in law.items())
+    answers = list(itertools.product(range(3), repeat=BUDGET))
+    by_text: dict[tuple[int, ...], float] = {}
+    for said, chance in law.items():
+        by_text[said[1:]] = by_text.get(said[1:], 0.0) + chance
+    weights = torch.tensor([by_text.get(answer, 0.0) for answer in answers]).double()
+    numbers = foreseen(target, drafter, answers)
+    assert min(spent) < max(spent)
+    assert decoded == pytest.approx(float(weights @ numbers[:, 2]), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drafters.names())
+def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) -> None:
+    """Half-trained drafters: text held out from them, then decoding at temperature 1.
+
+    The law of what is decoded is the target's own, so the text need not be the same one.
+    """
+    target, _, drafter = tiny.half_trained(name, "llama")
+    sampling, prompt, count, depth = Sampling(1.0), list(tiny.PROMPTS[0]), 40, 3
+    plain = Engine(target, None, None, sampling=sampling, seed=1)
+    texts = [plain.generate(prompt, count).ids for _ in range(60)]
+    target.set_taps(drafter.taps)
+    ids = torch.tensor([[*prompt, *text] for text in texts])
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    row = torch.arange(len(ids))[:, None].expand_as(ids)
+    trace = target.trace(ids, positions >= len(prompt), row, positions)
+    objective = Objective(drafter, target, weights=[1.0] * depth)
+    with torch.no_grad():
+        sums = objective(trace, torch.ones(depth), measure=True)[1]
+    fast = Engine(target, drafter, Chain(depth), sampling=sampling, seed=2)
+    outputs = [fast.generate(prompt, count) for _ in range(60)]
+    tau = sum(len(out.ids) - 1 for out in outputs) / sum(out.rounds for out in outputs)
+    assert tau > 1.1
+    assert sums.means()["accept_length_sampling"] == pytest.approx(tau, rel=0.05)
+
+
+@pytest.mark.parametrize("name", drafters.names())
+def test_greedy_rounds_are_foreseen_exactly(name: str) -> None:
+    """On the target's own greedy text, for a drafter that is right now and then."""
+    target, answers, drafter = tiny.half_trained(name, "llama")
+    depths = 3
+    objective = Objective(drafter, target, weights=[1.0] * depths)
+    for prompt, answer in zip(tiny.PROMPTS, answers, strict=True):
+        out = Engine(target, drafter, Chain(depths)).generate(prompt, tiny.ANSWER)
+        target.set_taps(drafter.taps)
+        ids = torch.tensor([[*prompt, *answer]])
+        mask = torch.arange(ids.shape[1])[None] >= len(prompt)
+        trace = target.trace(ids, mask, ids * 0, torch.arange(ids.shape[1])[None])
+        with torch.no_grad():
+            sums = objective(trace, torch.ones(depths), measure=True)[1]
+        assert sums.rounds[:2].tolist() == [len(answer) - 1, out.rounds]

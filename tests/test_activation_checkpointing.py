@@ -1,0 +1,65 @@
+"""Gradient checkpointing changes memory and time, nothing else."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.models import drafters, target
+from outrider.models.drafter import Drafter, Trace
+from outrider.models.drafters.medusa import Medusa
+from outrider.models.target import Target
+from outrider.train.objective import Objective
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Target:
+    return tiny.target()
+
+
+@pytest.fixture(params=drafters.names())
+def drafter(request: pytest.FixtureRequest, frozen: Target) -> Drafter:
+    return tiny.drafter(request.param, frozen).train()
+
+
+def step(drafter: Drafter, frozen: Target, trace: Trace) -> tuple[float, list[Tensor], int]:
+    """The loss, the gradients, and the bytes that waited for the backward pass."""
+    depths = tiny.DEPTHS
+    objective = Objective(drafter, frozen, weights=[1.0] * depths)
+    divide, held = torch.ones(depths), dict[int, int]()
+
+    def keep(x: Tensor) -> Tensor:
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    torch.manual_seed(0)  # of the noise, for those that add some
+    objective.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss, _ = objective(trace, divide)
+    loss.backward()
+    grads = [p.grad.clone() for p in objective.parameters() if p.grad is not None]
+    return float(loss.detach()), grads, sum(held.values())
+
+
+def test_same_loss_and_gradients_with_less_kept(drafter: Drafter, frozen: Target) -> None:
+    """A Medusa head is one layer: there is nothing to run again."""
+    frozen.set_taps(drafter.taps)
+    trace = tiny.packed(frozen)
+    loss, grads, kept = step(drafter, frozen, trace)
+    drafter.recompute = True
+    again, same, fewer = step(drafter, frozen, trace)
+    assert again == loss
+    assert len(same) == len(grads) > 0
+    for one, other in zip(grads, same, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    assert fewer <= (1.0 if isinstance(drafter, Medusa) else 0.3) * kept
+
+
+def test_a_long_text_is_read_in_pieces(frozen: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen.set_taps((0, 1))
+    whole = tiny.packed(frozen)
+    monkeypatch.setattr(target, "PAIRS", 7 * whole.ids.numel())
+    pieces = frozen.trace(whole.ids, whole.answer, whole.document, whole.positions)
+    for name in ("taps", "last"):
+        torch.testing.assert_close(getattr(pieces, name), getattr(whole, name))
+    assert whole.ids.shape[1] > 14, "three pieces at least"

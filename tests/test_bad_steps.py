@@ -1,0 +1,164 @@
+"""Bad steps: what counts as one, that nothing of it stays, that a continued run judges alike."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data.prepare import Material
+from outrider.models.load import Loaded
+from outrider.train import loop
+from outrider.train.bad_steps import ENOUGH, RECENT, Guard
+from outrider.train.checkpoint import Progress
+from outrider.train.objective import Objective
+from outrider.train.settings import parse
+from outrider.train.trainer import Run
+from tests.runs import QUIET, config
+
+STEADY = ("train.schedule=constant", "train.warmup=0", "train.eval_every=100", "train.save_every=4")
+
+
+def judged(losses: list[float], skip_bad: int = 9, spike: float | None = 3.0) -> list[bool]:
+    guard = Guard(Progress(), skip_bad, spike)
+    return [bool(guard.wrong(loss)) for loss in losses]
+
+
+def test_a_spike_is_far_above_the_median_of_the_recent() -> None:
+    calm = [2.0] * ENOUGH
+    assert judged([*calm, 6.0, 6.1]) == [False] * (ENOUGH + 1) + [True]
+    assert judged([*calm, 6.1], spike=None)[-1] is False
+    assert judged([*calm[1:], 60.0])[-1] is False, "too few to know what is usual"
+    assert judged([*calm, math.nan, math.inf, -math.inf, 2.0])[-4:] == [True, True, True, False]
+
+
+def test_bad_losses_do_not_become_usual() -> None:
+    assert all(judged([*[1.0] * ENOUGH, *[10.0] * RECENT])[ENOUGH:])
+    falling = [100.0] * RECENT + [1.0] * RECENT + [5.0]
+    assert judged(falling)[-1], "and what is long past is forgotten"
+
+
+def test_so_many_may_be_left_out_and_no_more() -> None:
+    guard = Guard(Progress(), 2, None)
+    assert [guard.may_skip() for _ in range(3)] == [True, True, False]
+    assert guard.progress.skipped == 2
+
+
+@contextmanager
+def spoiled(factors: dict[int, float]) -> Iterator[None]:
+    """At these steps the loss is multiplied."""
+    forward, now = Objective.forward, [0]
+
+    def wrong(self: Objective, *args: Any) -> Any:
+        loss, sums = forward(self, *args)
+        return (loss * factors.get(now[0], 1.0) if self.training else loss), sums
+
+    sow = Run.sow
+
+    def noted(run: Run, step: int) -> None:
+        now[0] = step
+        sow(run, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Objective, "forward", wrong)
+        patch.setattr(Run, "sow", noted)
+        yield
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(
+        folder / "checkpoints" / f"step-{step:08d}" / "state.safetensors"
+    )
+    return tensors
+
+
+def test_a_step_that_is_left_out_changes_nothing(
+    loaded: Loaded,
+    made: Material,
+    tmp_path: Path,
+) -> None:
+    """Neither weights nor moments; the step after it goes on from there."""
+    words = (*STEADY, "train.skip_bad=2", "train.max_steps=4", "train.save_every=1",
+             "train.keep_last=9")  # fmt: skip
+    with spoiled({1: math.nan, 2: math.inf}):
+        loop.fit(config(tmp_path, *words), loaded, made, QUIET)
+    one, two, three, four = (state(tmp_path, step) for step in (1, 2, 3, 4))
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+        assert torch.equal(two[name], three[name]), name
+    assert any(not torch.equal(three[name], four[name]) for name in three)
+    kept = sorted(file.name for file in tmp_path.glob("bad-batch-*"))
+    assert [name[:23] for name in kept] == ["bad-batch-step-00000001", "bad-batch-step-00000002"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(x["step"], x["skipped"]) for x in lines if x["kind"] == "skipped"] == [(1, 1), (2, 2)]
+
+
+def test_the_step_after_the_last_allowed_one_stops_the_run(
+    loaded: Loaded,
+    made: Material,
+    tmp_path: Path,
+) -> None:
+    with (
+        spoiled({1: math.nan, 3: math.nan}),
+        pytest.raises(RunError, match=r"Step 3 is bad: its loss is nan; .*\n.*train.skip_bad"),
+    ):
+        loop.fit(config(tmp_path, *STEADY, "train.skip_bad=1"), loaded, made, QUIET)
+
+
+def test_a_gradient_without_a_norm_is_left_out_too(
+    loaded: Loaded,
+    made: Material,
+    tmp_path: Path,
+) -> None:
+    """The loss is a number, and the way back from it is not."""
+
+    def wrong(self: Objective, *args: Any) -> Any:
+        loss, sums = forward(self, *args)
+        parameter = next(p for p in self.parameters() if p.requires_grad)
+        return loss + 0 * (parameter.flatten()[0] - parameter.detach().flatten()[0]).sqrt(), sums
+
+    forward = Objective.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Objective, "forward", wrong)
+        with pytest.raises(RunError, match="Step 2 is bad: the norm of its gradient is"):
+            loop.fit(config(tmp_path, *STEADY, "train.skip_bad=2"), loaded, made, QUIET)
+
+
+def test_a_continued_run_judges_as_one_that_was_never_stopped(
+    loaded: Loaded,
+    made: Material,
+    tmp_path: Path,
+) -> None:
+    """A spike right behind the checkpoint is known as one by the losses before it."""
+    words = (*STEADY, "train.spike=2", "train.skip_bad=3")
+    with spoiled({10: 50.0, 13: 50.0}):
+        loop.fit(config(tmp_path / "whole", *words, "train.max_steps=16"), loaded, made, QUIET)
+        loop.fit(config(tmp_path / "parts", *words, "train.max_steps=12"), loaded, made, QUIET)
+        loop.fit(config(tmp_path / "parts", *words, "train.max_steps=16"), loaded, made, QUIET)
+    whole, parts = state(tmp_path / "whole", 16), state(tmp_path / "parts", 16)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    about = json.loads(
+        (tmp_path / "parts" / "checkpoints" / "step-00000016" / "state.json").read_text()
+    )
+    assert about["progress"]["skipped"] == 2
+
+
+def test_steps_are_measured(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+    loop.fit(config(tmp_path, *STEADY), loaded, made, QUIET)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    ratios = [line["update_ratio"] for line in lines if line["kind"] == "train"]
+    assert len(ratios) == 6
+    assert all(1e-5 < ratio < 1 for ratio in ratios)
+
+
+def test_deepspeed_cannot_forget_half_a_step() -> None:
+    words = ["launch=zero2", "launch.accumulation=2", "train.skip_bad=1"]
+    with pytest.raises(ConfigError, match=r"train.skip_bad = 1"):
+        parse(compose(words))

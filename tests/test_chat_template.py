@@ -1,0 +1,126 @@
+"""Template arguments: the same as passing them to every rendering, recorded, compared."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError
+from outrider.data.conversations import Message
+from outrider.data.tokenise import prompt_ids, render
+from outrider.eval.run import evaluate
+from outrider.models.chat_template import change, read_args, tell, template_hash
+from outrider.models.load import Loaded, load
+from outrider.train.loop import train
+from outrider.train.settings import load_run, parse
+from tests import runs
+
+# In the manner of Qwen3: a macro, a default, and an empty thought where thinking is off.
+TEMPLATE = (
+    "\n{%- macro say(role, text) %}<{{ role }}{{ date }}>{{ text }}\n{% endmacro %}"
+    "{% for m in messages %}{{ say(m.role, m.content) }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+DIALOGUE = [Message(role="user", content="2+2?"), Message(role="assistant", content="4")]
+CASES: list[dict[str, Any]] = [
+    {"enable_thinking": False},
+    {"enable_thinking": True, "date": "26 Jul 'x' \"y\" \u00e9 \\n"},
+    {"date": None},
+    {"date": [1, {"a": 2.5}]},
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(parse(compose(["target=tiny"])).target)
+
+
+@pytest.mark.parametrize("args", CASES, ids=str)
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.removeprefix("\n{%- "), "\n" + TEMPLATE])
+def test_a_told_template_renders_as_with_the_arguments_passed(
+    loaded: Loaded, args: dict[str, Any], template: str
+) -> None:
+    plain, told = (copy.deepcopy(loaded.tokenizer) for _ in range(2))
+    plain.chat_template = told.chat_template = (
+        template if template.startswith(("\n", "{")) else "{% " + template
+    )
+    tell(told, args)
+    assert template_hash(told) != template_hash(plain)
+    for prompt in (True, False):
+        texts = [
+            tokenizer.apply_chat_template(
+                DIALOGUE, tokenize=False, add_generation_prompt=prompt, **extra
+            )
+            for tokenizer, extra in ((plain, args), (told, {}))
+        ]
+        assert texts[0] == texts[1]
+    assert prompt_ids(told, DIALOGUE[:1]) == prompt_ids(plain, DIALOGUE[:1], args)
+    ours = render(told, DIALOGUE, max_length=200)
+    assert ours == render(plain, DIALOGUE, max_length=200, template_args=args)
+
+
+def test_words_become_values() -> None:
+    words = ("date_string=26 Jul 2024", "depth=3", "tools=null", "b=false", "eq=a=b")
+    assert read_args(True, words) == {
+        "enable_thinking": True, "date_string": "26 Jul 2024", "depth": 3, "tools": None,
+        "b": False, "eq": "a=b",
+    }  # fmt: skip
+    assert read_args(None, ()) == {}
+
+
+@pytest.mark.parametrize("word", ["date", "a-b=1", "=1", "enable_thinking=true"])
+def test_a_word_that_sets_nothing_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"target\.template_args"):
+        parse(compose(["target.thinking=false", f"target.template_args=['{word}']"]))
+
+
+def test_a_template_that_does_not_ask_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"target\.thinking = False\n.*does not ask"):
+        load(parse(compose(["target=tiny", "target.thinking=false"])).target)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory, loaded: Loaded) -> Path:
+    """The embedded target with a template that knows thinking."""
+    folder = tmp_path_factory.mktemp("thinker")
+    loaded.target.model.save_pretrained(folder)
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    mark = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
+    tokenizer.chat_template = str(tokenizer.chat_template) + mark
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_another_thinking_flag_than_in_training_is_said_in_red(
+    thinker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["target=hf", f"target.path={thinker}", "target.dtype=float32", "target.thinking=false"]
+    train(runs.config(tmp_path, *words, "data=jsonl", f"data.path={text(tmp_path)}"))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    config = load_run(tmp_path, [f"run.dir={tmp_path}"])
+    assert config.target.thinking is False
+    tokenizer = load(config.target).tokenizer
+    assert manifest["fingerprints"]["template"] == template_hash(tokenizer)
+    assert change(tmp_path, config.target, tokenizer) == ""
+    usual = ["eval.limit=1", "eval.max_new_tokens=4", "eval.warmup=0", f"run.dir={tmp_path}"]
+    evaluate(load_run(tmp_path, usual))
+    assert "not the one of training" not in capsys.readouterr().out
+    evaluate(load_run(tmp_path, [*usual, "target.thinking=true"]))
+    said = capsys.readouterr().out
+    assert "not the one of training" in said
+    assert "trained with enable_thinking=false" in said
+    assert "measured with enable_thinking=true" in said
+
+
+def text(folder: Path) -> Path:
+    """Sixty different conversations."""
+    file = folder / "text.jsonl"
+    rows = [{"prompt": f"What is {n} plus {n}?", "completion": str(2 * n)} for n in range(60)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file

@@ -1,0 +1,148 @@
+"""Prompts of the suite among the training questions: found exactly, named, left out or refused."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outrider.conf.compose import compose
+from outrider.conf.errors import RunError
+from outrider.data.contamination import NEAR, Guard, Index, grams, jaccard
+from outrider.data.conversations import Message, Prompt, Summary
+from outrider.data.prepare import Material, material
+from outrider.eval.run import evaluate
+from outrider.models.load import Loaded, load
+from outrider.train.loop import train
+from outrider.train.settings import load_run, parse
+from tests import runs
+
+LONG = "Explain to a child of ten why the sky is blue at noon and red when the sun goes down."
+
+
+def test_the_index_agrees_with_comparing_all_pairs() -> None:
+    """Texts over a small vocabulary, so that all similarities occur; equal ones may tie."""
+    dice = random.Random(0)
+    base = [[dice.choice("abcdef") for _ in range(dice.randint(1, 30))] for _ in range(60)]
+    texts = [" ".join(words) for words in base]
+    index, found = Index(texts), 0
+    for words in base:
+        for changes in range(4):
+            other = words.copy()
+            for _ in range(changes):
+                other[dice.randrange(len(other))] = dice.choice("abcdef")
+            text = " ".join(other)
+            best = max(jaccard(text, known) for known in texts)
+            twin = index.twin(text)
+            assert (twin is not None) == (best >= NEAR)
+            if twin is not None:
+                found += 1
+                assert twin[1] == pytest.approx(best)
+                assert jaccard(text, texts[twin[0]]) == pytest.approx(best)
+    assert 60 < found < 240
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (LONG, True),
+        (LONG.upper().replace(" ", "\n ").replace(".", " !?"), True),
+        (f"Please: {LONG}", True),
+        (LONG.replace("a child of ten", "my grandmother"), False),
+        (LONG[: len(LONG) // 2], False),
+        ("Explain.", False),
+        ("", False),
+    ],
+)
+def test_what_counts_as_the_same_question(other: str, same: bool) -> None:
+    assert (Index([LONG, "Hello"]).twin(other) is not None) == same
+
+
+def test_short_questions_are_compared_whole_and_signs_count_as_words() -> None:
+    assert Index(["Who are you?"]).twin("who are  you") == (0, 1.0)
+    assert Index(["Who are you?"]).twin("Who are they?") is None
+    assert grams("...") == set()
+    chinese = "\u5929\u7a7a\u4e3a\u4ec0\u4e48\u662f\u84dd\u8272\u7684"
+    assert len(grams(chinese)) == len(chinese) - 4
+    assert Index([chinese]).twin(f"{chinese}\uff1f") == (0, 1.0)
+
+
+def turns(question: str) -> list[Message]:
+    return [Message(role="user", content=question), Message(role="assistant", content=LONG)]
+
+
+def test_overlaps_are_refused_with_their_prompts_or_left_out_with_their_count() -> None:
+    suite = [Prompt("sky", "all", [LONG, "Go on."]), Prompt("hi", "all", ["Hello there"])]
+    text = [turns("Something else."), turns(LONG), [*turns("x y"), *turns("Hello there!")]]
+    guard = Guard(suite, "refuse")
+    assert list(guard.apart(text, Summary())) == text[:1]
+    with pytest.raises(RunError, match=r"2 training questions(.|\n)*sky \(100%\): 'Explain"):
+        guard.settle()
+    summary = Summary()
+    assert list(Guard(suite, "drop").apart(text, summary)) == text[:1]
+    assert summary.counts == {"in the suite": 2}
+    assert list(Guard(suite, "keep").apart(text, Summary())) == text
+    follow_up = turns("Go on.")  # nobody's opening
+    assert list(Guard(suite, "refuse").apart([follow_up], Summary())) == [follow_up]
+
+
+def test_the_search_ends_when_there_is_enough_to_say() -> None:
+    guard = Guard([Prompt("sky", "all", [LONG])], "refuse")
+    with pytest.raises(RunError, match="at least 10 training questions"):
+        list(guard.apart((turns(LONG) for _ in range(10**9)), Summary()))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(parse(compose(["target=tiny"])).target)
+
+
+def prepared(loaded: Loaded, *words: str) -> Material:
+    config = parse(compose(["target=tiny", "data.max_length=64", "data.holdout=0.2", *words]))
+    return material(config, loaded, (1,), Console(quiet=True), rank=0)
+
+
+def test_training_text_with_prompts_of_the_suite_is_refused_or_thinned(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations, and prompts that the target answers: the same rule."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    rows = [{"messages": turns(f"Question number {i}, what is it about?")} for i in range(20)]
+    text, suite = tmp_path / "text.jsonl", tmp_path / "suite.jsonl"
+    text.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    asked = {"id": "seven", "prompt": "question number 7: what is it about"}
+    suite.write_text(json.dumps(asked))
+    given = ["data=jsonl", f"data.path={text}", f"eval.prompts={suite}"]
+    own = [*given, "data=self", "data.generate.max_new_tokens=4"]
+    for words in (given, own):
+        with pytest.raises(RunError, match="seven"):
+            prepared(loaded, *words)
+        assert len(prepared(loaded, *words, "data.overlap=drop").documents) == 19
+        assert len(prepared(loaded, *words, "data.overlap=keep").documents) == 20
+    mixed = [*own, "data.overlap=drop", f"data.given={text}", "data.given_share=0.5"]
+    assert len(prepared(loaded, *mixed).documents) == 19 + 19
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_other_prompts_looks_for_them_in_the_training_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": turns(f"Question number {i}, what is it about?")} for i in range(40)]
+    text, suite = tmp_path / "text.jsonl", tmp_path / "suite.jsonl"
+    text.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    asked = ["Who are you?", "question number 7: what is it about"]
+    suite.write_text("".join(f"{json.dumps({'id': q[:3], 'prompt': q})}\n" for q in asked))
+    run = tmp_path / "run"
+    train(runs.config(run, "data=jsonl", f"data.path={text}"))
+    words = [f"run.dir={run}", f"eval.prompts={suite}", "eval.max_new_tokens=4", "eval.warmup=0"]
+    with pytest.raises(RunError, match=r"1 training questions(.|\n)*que \("):
+        evaluate(load_run(run, words))
+    evaluate(load_run(run, [*words, "data.overlap=drop"]))
+    assert "1 prompts were training questions and are left out" in capsys.readouterr().out
+    assert len((run / "eval" / "eval.outputs.jsonl").read_text().splitlines()) == 1
+    evaluate(load_run(run, [*words, "data.overlap=keep"]))
+    assert len((run / "eval" / "eval.outputs.jsonl").read_text().splitlines()) == 2
+    text.unlink()
+    evaluate(load_run(run, words))
+    assert "not compared with the training text" in capsys.readouterr().out

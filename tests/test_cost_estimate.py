@@ -1,0 +1,75 @@
+"""What a run is foreseen to cost is what it costs; launchers that contradict it are refused."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError
+from outrider.data.prepare import material
+from outrider.launch import cost_estimate as plan
+from outrider.models import load
+from outrider.train import distributed as start
+from outrider.train.settings import Config, LaunchConfig, parse
+from outrider.train.trainer import Run
+
+
+def config(folder: Path, *words: str) -> Config:
+    small = ["target=tiny", "data.max_samples=40", "data.max_length=128", "train.batch_tokens=512"]
+    return parse(compose([*small, f"run.dir={folder}", *words]))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    cfg = config(tmp_path_factory.mktemp("plan"))
+    loaded = load.load(cfg.target)
+    return Run(cfg, loaded, material(cfg, loaded, (1, 3, 4), Console(quiet=True), rank=0))
+
+
+def test_the_disk_estimate_is_what_a_run_writes(run: Run) -> None:
+    """Two checkpoints of 12 bytes per parameter are most of it."""
+    run.progress.step = 1
+    run.save()
+    run.behind.wait()
+    file = next((run.folder / "checkpoints").rglob("state.safetensors"))
+    size = sum(p.numel() for p in run.drafter.parameters())
+    assert 4 * size <= file.stat().st_size <= 13 * size  # no moments before the first step
+    assert plan.estimate(run).disk >= 2 * file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch", "said"),
+    [
+        ({"WORLD_SIZE": "2"}, LaunchConfig("single"), "started 2 processes"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+            LaunchConfig("zero2"),
+            "ZeRO stage 3",
+        ),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, LaunchConfig("ddp"), "--mixed_precision fp16"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, LaunchConfig("zero2"), "steps 4"),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, LaunchConfig("zero2"), "train.clip"),
+        ({"ACCELERATE_USE_FSDP": "true"}, LaunchConfig("ddp"), "use FSDP"),
+        (
+            {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "/a/ds.json"},
+            LaunchConfig("zero2"),
+            "settings from a file",
+        ),
+        (
+            {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"},
+            LaunchConfig("zero3"),
+            "offload parameters",
+        ),
+    ],
+)
+def test_a_launcher_that_contradicts_the_configuration_is_refused(
+    environment: dict[str, str],
+    launch: LaunchConfig,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        start.check(launch)

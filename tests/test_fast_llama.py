@@ -1,0 +1,170 @@
+"""The lean forward says what transformers' modules say, and steps aside where it does not fit.
+
+That both agree on trees, prefixes and cropped caches is `test_target.py`, family by family.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outrider.models.fast_llama import suits
+from outrider.models.lora import Adapters
+from outrider.models.target import Seen, Target
+from tests.families import FAMILIES, small_model
+from tests.test_target import DEPTHS, PARENTS, PREFIX, causal, tree_seen
+
+LEAN = ("llama", "llama_tied", "qwen2", "qwen3", "mistral")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+ROPES = [{"rope_type": "linear", "factor": 2.0}, LLAMA3, YARN]
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in LEAN),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+    *(("llama", {"rope_parameters": {**rope, "rope_theta": 100.0}}) for rope in ROPES),
+]
+
+
+def tree_behind_a_prefix(target: Target, slots: int = 1) -> Seen:
+    """The tree of `test_target.py`, behind the same prompt in every slot."""
+    cache = target.new_slots(slots, 64)
+    prompt = (torch.arange(PREFIX) + 3).expand(slots, -1)
+    at = torch.arange(PREFIX).expand(slots, -1)
+    target.forward(prompt, at, causal(PREFIX).expand(slots, -1, -1), cache)
+    tree = (torch.arange(len(PARENTS)) + 20).expand(slots, -1)
+    depths = (torch.tensor(DEPTHS) + PREFIX).expand(slots, -1)
+    return target.forward(tree, depths, tree_seen(PREFIX).expand(slots, -1, -1), cache)
+
+
+def by_modules(target: Target, slots: int = 1) -> Seen:
+    """The same by transformers' own modules."""
+    lean, target.lean = target.lean, None
+    try:
+        return tree_behind_a_prefix(target, slots)
+    finally:
+        target.lean = lean
+
+
+@pytest.mark.parametrize(("family", "changes"), CHANGES)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_both_say_the_same(family: str, changes: dict[str, Any], fuse: bool) -> None:
+    model = small_model(family, **changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases that do something
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+                assert "norm" in name or "bias" in name
+    target = Target(model, taps=(0, 2), fuse=fuse)
+    assert target.lean is not None
+    for slots in (1, 3):
+        ours, theirs = tree_behind_a_prefix(target, slots), by_modules(target, slots)
+        torch.testing.assert_close(ours.last, theirs.last, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.taps, theirs.taps, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_is_rounded_where_transformers_rounds() -> None:
+    """Against float32 neither is nearer: they part only where sums are taken in another order."""
+    target = Target(small_model("qwen3").bfloat16(), taps=(0,))
+    ours, theirs = tree_behind_a_prefix(target), by_modules(target)
+    apart = (ours.last - theirs.last).float().abs().mean() / theirs.last.float().abs().mean()
+    assert apart < 2**-8
+
+
+def test_it_runs_where_it_should_and_only_there() -> None:
+    target = Target(small_model("llama"))
+    assert target.lean is not None
+    calls = list[int]()
+    target.lean.register_forward_hook(lambda *_: calls.append(1))
+    tree_behind_a_prefix(target)
+    assert len(calls) == 2
+    target.trace(torch.arange(3, 7)[None], *_a_row())  # training: no cache
+    with torch.enable_grad():
+        ids = torch.arange(3, 7)[None]
+        target.forward(ids, torch.arange(4)[None], causal(4), target.new_cache(8), grad=True)
+    assert len(calls) == 2
+
+
+def _a_row() -> tuple[Tensor, Tensor, Tensor]:
+    zeros = torch.zeros(1, 4, dtype=torch.long)
+    return zeros.bool(), zeros, torch.arange(4)[None]
+
+
+def test_weights_that_are_put_together_stay_the_models_own() -> None:
+    model = small_model("qwen2")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    target = Target(model)
+    assert target.lean is not None
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    first: Any = target.layers[0]
+    q, k = first.self_attn.q_proj.weight, first.self_attn.k_proj.weight
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr(), "no second copy"
+    with torch.no_grad():
+        k.mul_(0.5)  # in place: both forwards follow
+    torch.testing.assert_close(tree_behind_a_prefix(target).last, by_modules(target).last)
+
+
+def test_weights_that_are_trained_are_left_where_they_are() -> None:
+    """A sharded optimizer moves them elsewhere; the lean forward reads them at every call."""
+    target = Target(small_model("llama"), fuse=False)
+    with torch.no_grad():
+        for parameter in target.model.parameters():
+            parameter.data = parameter.data.clone() * 0.9
+    torch.testing.assert_close(tree_behind_a_prefix(target).last, by_modules(target).last)
+
+
+def test_adapted_layers_run_by_their_modules() -> None:
+    target = Target(small_model("llama"))
+    plain = tree_behind_a_prefix(target).last
+    pairs = Adapters(target.layers, rank=2, alpha=4.0)
+    torch.nn.init.normal_(pairs.pairs["0/mlp/up_proj"].b)  # type: ignore[arg-type]
+    with pairs.active(target.layers), torch.no_grad():
+        adapted = tree_behind_a_prefix(target).last
+        torch.testing.assert_close(adapted, by_modules(target).last, atol=0.0, rtol=0.0)
+    assert (adapted - plain).abs().max() > 0.01
+    torch.testing.assert_close(tree_behind_a_prefix(target).last, plain)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LEAN])
+def test_other_families_run_by_their_modules(family: str) -> None:
+    assert Target(small_model(family)).lean is None
+
+
+def test_what_only_looks_alike_is_left_alone() -> None:
+    class Packed(nn.Linear):
+        """As quantised maps are: a Linear by name."""
+
+    model = small_model("llama")
+    layers = model.model.layers
+    assert suits(model, layers)
+    odd = copy.deepcopy(model)
+    inside = odd.model.layers[1].mlp
+    inside.up_proj = Packed(inside.up_proj.in_features, inside.up_proj.out_features, bias=False)
+    assert not suits(odd, odd.model.layers)
+    turning = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    odd = small_model("llama", rope_parameters=turning)
+    assert not suits(odd, odd.model.layers)
+    odd = small_model("llama", hidden_act="gelu")
+    assert not suits(odd, odd.model.layers)
+    odd = copy.deepcopy(model)
+    odd.model.layers[0].mlp.extra_norm = nn.Identity()
+    assert not suits(odd, odd.model.layers)
+
+
+def test_a_reading_that_is_wrong_is_noticed_and_set_aside() -> None:
+    """`check` looks on every load; transformers' modules are what counts."""
+    target = Target(small_model("llama"))
+    assert target.lean is not None
+    for layer in target.lean._layers:
+        layer.scale *= 1.5
+    target.check()
+    assert target.lean is None
+    torch.testing.assert_close(tree_behind_a_prefix(target).last, by_modules(target).last)

@@ -1,0 +1,74 @@
+"""What forwards take: who runs in front of whom, behind which rows, and what is refused."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.eval.plan.forward_times import draft_ms, medians, target_ms
+from outrider.eval.plan.round_costs import ROWS
+from tests import tiny
+
+
+def test_runs_take_turns_behind_one_warm_up_and_the_median_counts() -> None:
+    order: list[str] = []
+    runs = [lambda: order.append("a"), lambda: order.append("b")]
+    times = medians(runs, 3, torch.device("cpu"))
+    assert order == ["a", "b"] * 4
+    assert all(ms >= 0 for ms in times)
+    order.clear()
+
+    def pause() -> None:
+        order.append("-")
+        time.sleep(0.05)
+
+    alone = medians(runs, 3, torch.device("cpu"), before=[pause, None])
+    assert order == ["-", "a", "b"] * 4
+    assert max(alone) < 50  # what ran before is not counted
+    with pytest.raises(ValueError, match="repeats=0"):
+        medians(runs, 0, torch.device("cpu"))
+
+
+def test_the_target_is_timed_behind_the_rows_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two prompts, 20 cached rows before every timed forward, warm-ups included."""
+    target = tiny.target()
+    real, seen = target.forward, list[tuple[int, int, int]]()
+
+    def forward(ids: Tensor, positions: Tensor, visible: Tensor, cache: Any) -> Any:
+        (held,) = set(cache.active)
+        seen.append((len(ids), ids.shape[1], held))
+        assert visible.shape[-1] == held + ids.shape[1]
+        return real(ids, positions, visible, cache)
+
+    monkeypatch.setattr(target, "forward", forward)
+    drafter = tiny.drafter("eagle3", target).eval()
+    times = target_ms(target, drafter, [1, 16], batch=2, context=20, repeats=5)
+    assert seen == [(2, 20, 0), *[(2, 1, 20), (2, 1, 20), (2, 16, 20)] * 6]
+    assert times[1] > 0
+    assert times[16] > times[1] / 10
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "hass", "mtp", "medusa", "draft_lm"])
+def test_every_drafter_is_timed_on_its_own_steps(name: str, batch: int) -> None:
+    target = tiny.target()
+    drafter = tiny.drafter(name, target).eval()
+    times = draft_ms(drafter, target, [1, 4], [1, 3], batch, context=12, repeats=5)
+    assert set(times) == {(1, 1), (1, 3), (4, 1), (4, 3)}
+    assert all(ms > 0 for ms in times.values())
+    assert times[4, 3] > times[1, 1] / 10
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    target = tiny.target()
+    medusa = tiny.drafter("medusa", target).eval()
+    with pytest.raises(ValueError, match="reaches 3"):
+        draft_ms(medusa, target, [1], [4], 1, context=4)
+    with pytest.raises(ValueError, match="reads 128 tokens; 132 would"):
+        target_ms(target, medusa, [4], batch=1, context=128)
+    with pytest.raises(ValueError, match=f"reads 128 tokens; {128 + ROWS}"):
+        draft_ms(medusa, target, [1], [3], 1, context=125)

@@ -1,0 +1,382 @@
+"""Coupled sampling: every token a draw from p, and the plain sampler's words whatever is drafted.
+
+Where one noise decides, there is no law of a decoder left to prove: it must say what plain sampling
+with that noise says, token for token; and the winners of plain noise must follow p.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import power_divergence
+from torch import Tensor
+
+from outrider.conf.errors import RunError
+from outrider.eval import rank_tables as ranks
+from outrider.eval import theory
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.gumbel_coupling import Noise, Race, log_exponential
+from outrider.models.decode.policy import Chain, Draft, Policy
+from outrider.models.decode.request import Output, Request
+from outrider.models.decode.rules import COUPLED, judge
+from outrider.models.decode.sampling_params import FALL, STEP, Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.decode.tree import Tree
+from outrider.models.decode.tree_shapes import parse
+from outrider.models.drafter import Drafter
+from outrider.models.target import Target
+from tests import tiny
+from tests.tiny import Row, Told, by_chance
+
+CPU = torch.device("cpu")
+SHAPE = parse([(0,), (1,), (4,), (0, 0), (0, 2), (1, 0), (0, 0, 0)])
+POLICIES: dict[str, Policy] = {
+    "chain": Chain(3, COUPLED),
+    "early chain": Chain(4, COUPLED, confidence=0.5),
+    "static": StaticTree(SHAPE, COUPLED),
+    "dynamic": DynamicTree(3, 3, 8, draft=COUPLED),
+    "opt-tree": DynamicTree(4, 3, 8, gain=0.3, draft=COUPLED),
+    "best chain": Chain(3, "best"),
+    "drawn chain": Chain(3),
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+HEATS = {
+    "warm": Sampling(1.0),
+    "warped": Sampling(0.7, top_p=0.9, top_k=20, min_p=0.01),
+    "penalised": Sampling(1.3, repetition_penalty=1.4, banned=(5, 17)),
+}
+each_heat = pytest.mark.parametrize("how", HEATS.values(), ids=HEATS)
+SIZES = [(3, 12), (20, 5), (1, 15), (9, 0), (7, 1), (2, 2), (5, 14), (14, 9)]
+
+
+# ---- the noise -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7)), max_size=12))
+def test_noise_belongs_to_its_place_however_it_is_asked_for(steps: list[tuple[int, int]]) -> None:
+    asked, at_once = Noise(3, 7000, CPU), first_rows()
+    place = 0
+    for ahead, count in steps:
+        place += ahead
+        assert asked.rows(place, count).equal(at_once[place : place + count])
+
+
+@cache
+def first_rows() -> Tensor:
+    return Noise(3, 7000, CPU).rows(0, 60)
+
+
+def test_noise_behind_is_forgotten() -> None:
+    noise = Noise(0, 2**15, CPU)
+    for place in range(50):
+        noise.rows(place, 4)
+    assert len(noise.table) <= 5
+
+
+def test_other_seeds_and_places_have_other_noise() -> None:
+    rows = torch.cat([Noise(0, 50, CPU).rows(0, 20), Noise(1, 50, CPU).rows(0, 20)])
+    assert len({tuple(row) for row in rows.tolist()}) == 40
+
+
+def test_nobody_wins_for_certain_and_the_ends_are_harmless() -> None:
+    ends = torch.tensor([[0.0, 2.0**-53, 0.5, 1 - 2.0**-53]], dtype=torch.float64)
+    made = log_exponential(ends)
+    assert made[0, 0] == torch.inf  # off a logit it never wins
+    assert made[0, 1:].isfinite().all()
+    assert made[0, 3] == pytest.approx(-53 * torch.tensor(2.0).log().item())
+
+
+def winners(p: Tensor, runs: int, seed: int = 0) -> list[int]:
+    noise = Noise(seed, len(p), CPU)
+    said = [(p.log() - noise.rows(place, 1000)).argmax(-1) for place in range(0, runs, 1000)]
+    return [int(token) for token in torch.cat(said)]
+
+
+def fit(counts: Counter[Any], law: dict[Any, float]) -> float:
+    runs = sum(counts.values())
+    cells = [(counts[key], runs * chance) for key, chance in law.items()]
+    return float(power_divergence(*zip(*cells, strict=True), lambda_="log-likelihood").pvalue)
+
+
+P = torch.tensor([0.4, 0.02, 0.25, 0.3, 0.03], dtype=torch.float64)
+PAIRS = {(a, b): float(P[a] * P[b]) for a in range(5) for b in range(5)}
+
+
+def test_winners_follow_the_law_and_places_are_independent() -> None:
+    said = winners(P, 40_000)
+    pairs = Counter(zip(said[::2], said[1::2], strict=True))
+    assert fit(pairs, PAIRS) > 1e-4
+
+
+def test_noise_that_serves_two_places_is_noticed() -> None:
+    """Control: reused randomness."""
+    said = winners(P, 20_000)
+    assert fit(Counter(zip(said, said, strict=True)), PAIRS) < 1e-6
+
+
+def test_the_least_exponential_numbers_keep_their_digits() -> None:
+    """Rare tokens win by them alone; from float32 uniforms, of 24 bits, there would be few or 0."""
+    fine = torch.rand(2000, 1000, dtype=torch.float64, generator=seeded(1))
+    least = fine.amax(1).log().neg()
+    ours = log_exponential(fine.clone()).amin(1).double().exp()
+    torch.testing.assert_close(ours, least, rtol=1e-5, atol=0)
+    coarse = fine.float().amax(1).log().neg().double()
+    assert not torch.allclose(coarse, least, rtol=1e-3, atol=0)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- how often two winners are one ---------------------------------------------------------------
+
+
+def rows(count: int, vocab: int, seed: int, scale: float = 2.0) -> Tensor:
+    made = scale * torch.randn(count, vocab, generator=seeded(seed), dtype=torch.float64)
+    return made.softmax(-1)
+
+
+def test_winners_meet_as_often_as_theory_says() -> None:
+    """For five pairs of rows; with dropped tokens too."""
+    p, q = rows(5, 12, 1), rows(5, 12, 2)
+    p[0, :6], q[1, 3:8] = 0, 0
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    for a, b in zip(p, q, strict=True):
+        runs = 40_000
+        met = ranks.winners_met(
+            a.expand(runs, -1), b.expand(runs, -1), torch.arange(12), 1, seeded(7)
+        )
+        chance = float(theory.coupled_acceptance(a, b))
+        spread = (chance * (1 - chance) / runs) ** 0.5
+        assert float(met.mean()) == pytest.approx(chance, abs=4.5 * spread)
+
+
+def test_the_acceptance_lies_between_its_bounds() -> None:
+    p, q = rows(200, 9, 3, scale=3.0), rows(200, 9, 4, scale=3.0)
+    overlap, met = theory.acceptance(p, q), theory.coupled_acceptance(p, q)
+    assert (met <= overlap + 1e-12).all()
+    assert (met >= overlap / (2 - overlap) - 1e-12).all()  # (1 - TV) / (1 + TV)
+    assert (met < overlap - 0.01).any()
+    torch.testing.assert_close(theory.coupled_acceptance(p, p), torch.ones(200).double())
+    one, other = torch.eye(2, dtype=torch.float64)
+    assert float(theory.coupled_acceptance(one, other)) == 0
+
+
+def test_further_winners_are_drawn_without_replacement() -> None:
+    """Chances of ranks add up to at most 1, and to 1 where every token has a rank."""
+    p, q, kept = rows(50, 8, 5), rows(50, 5, 6), torch.tensor([0, 2, 3, 6, 7])
+    met = ranks.winners_met(p, q, kept, 3, seeded(1))
+    assert met.shape == (50, 3)
+    assert set(met.sum(1).tolist()) == {0.0, 1.0}
+    whole = ranks.winners_met(p, rows(50, 8, 6), torch.arange(8), 8, seeded(1))
+    assert whole.sum(1).eq(1).all()
+
+
+def test_a_residual_from_the_noise_of_the_rejected_guess_is_biased() -> None:
+    """Why this noise must not meet `ratio`: its residual needs fresh noise."""
+    runs, p, q = 60_000, P, torch.tensor([0.3, 0.3, 0.05, 0.05, 0.3], dtype=torch.float64)
+    guess_noise, fresh = (log_exponential(uniforms(runs, seed)) for seed in (1, 2))
+    guess = (q.log() - guess_noise).argmax(1)
+    kept = torch.rand(runs, dtype=torch.float64, generator=seeded(3)) < (p / q)[guess]
+    rest = (p - q).clamp(min=0).log()
+
+    def told(noise: Tensor) -> float:
+        said = torch.where(kept, guess, (rest - noise).argmax(1))
+        return fit(Counter(said.tolist()), dict(enumerate(p.tolist())))
+
+    assert told(fresh) > 1e-4
+    assert told(guess_noise) < 1e-6
+
+
+def uniforms(count: int, seed: int) -> Tensor:
+    return torch.rand(count, len(P), dtype=torch.float64, generator=seeded(seed))
+
+
+# ---- the words -----------------------------------------------------------------------------------
+
+
+def requests() -> list[Request]:
+    made = seeded(5)
+    return [
+        Request(torch.randint(3, tiny.VOCAB, (length,), generator=made).tolist(), budget, n)
+        for n, (length, budget) in enumerate(SIZES)
+    ]
+
+
+def plain_words(of: Target, how: Sampling, request: Request) -> list[int]:
+    """One token after the other by the model itself: no cache, no engine."""
+    noise = Noise(Random(request.seed).getrandbits(64), of.vocab, CPU)
+    text, said = list(request.prompt), torch.zeros(1, 1, of.vocab, dtype=torch.bool)
+    for place in range(request.budget):
+        said[0, 0, text] = True
+        logits = tiny.logits_after(of, text)[None, None]
+        chances = how.rows(how.adjust(logits, said) if not how.plain else logits)
+        text.append(int((chances.log() - noise.rows(place, 1)).argmax()))
+    return text[len(request.prompt) :]
+
+
+@cache
+def answers(family: str, how: Sampling) -> list[list[int]]:
+    return [plain_words(tiny.target(family), how, request) for request in requests()]
+
+
+@cache
+def thought(family: str) -> Row:
+    """Nearly what the target thinks."""
+    of, error = tiny.target(family), by_chance(tiny.VOCAB)
+    return cache(lambda text: tiny.logits_after(of, text) + error(text) / 2)
+
+
+def decode(family: str, policy: Policy | None, how: Sampling, batch: int) -> list[Output]:
+    rule = judge(COUPLED, COUPLED if policy is None else policy.draft)
+    drafter: Drafter | None = None if policy is None else Told(thought(family), tiny.VOCAB)
+    of = tiny.target(family)
+    return Engine(of, drafter, policy, sampling=how, rule=rule).generate_all(requests(), batch)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_plain_words_are_the_models_own(family: str) -> None:
+    how = HEATS["penalised"]
+    for batch in (1, 8):
+        assert [out.ids for out in decode(family, None, how, batch)] == answers(family, how)
+
+
+@each_heat
+@each_policy
+def test_no_draft_changes_a_word(policy: Policy, how: Sampling) -> None:
+    """Whatever is drafted, and whoever is decoded beside it."""
+    for batch in (1, 3):
+        outs = decode("llama", policy, how, batch)
+        assert [out.ids for out in outs] == answers("llama", how)
+        assert policy.draft != COUPLED or sum(sum(out.accepted) for out in outs) > 10
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_all_nodes_at_once_decide_what_is_found_level_by_level(name: str) -> None:
+    """As a GPU decides; here with the leads that are measured so."""
+    how, policy, of = HEATS["penalised"], POLICIES[name], tiny.target()
+    drafter = Told(thought("llama"), tiny.VOCAB)
+    outs = Engine(of, drafter, policy, sampling=how, keep_gaps=True).generate_all(requests(), 3)
+    assert [out.ids for out in outs] == answers("llama", how)
+    assert all(len(out.gaps) == len(out.ids) for out in outs)
+
+
+@pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
+def test_a_drafter_with_few_tokens_of_its_own_changes_none(name: str) -> None:
+    of, how, policy = tiny.target(), HEATS["warm"], POLICIES[name]
+    drafter = tiny.drafter("eagle3", of, tiny.vocab()).eval()
+    engine = Engine(of, drafter, policy, sampling=how)
+    outs = engine.generate_all(requests(), 3)
+    assert [out.ids for out in outs] == answers("llama", how)
+
+
+@pytest.mark.parametrize("name", ["chain", "static"])
+def test_like_minds_agree_on_every_token(name: str) -> None:
+    """A drafter that knows the target is never wrong, however warm."""
+    of = tiny.target()
+    drafter = Told(lambda text: tiny.logits_after(of, text), tiny.VOCAB)
+    out = Engine(of, drafter, POLICIES[name], sampling=Sampling(2.0)).generate([3, 9, 4], 17)
+    assert out.accepted == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic", "opt-tree"])
+def test_near_temperature_0_drafts_are_the_greedy_ones(name: str) -> None:
+    """Second choices count there too, though no draw would be one."""
+    of, cold = tiny.target(), Sampling(1e-6)
+    outs = [
+        Engine(of, Told(thought("llama"), tiny.VOCAB), POLICIES[name], sampling=how).generate_all(
+            requests(), 1
+        )
+        for how in (Sampling(), cold)
+    ]
+    greedy, nearly = ([(out.ids, out.accepted) for out in some] for some in outs)
+    assert greedy == nearly
+
+
+def test_what_a_drafter_would_drop_comes_behind_what_it_keeps() -> None:
+    logits = torch.tensor([[2.0, 5.0, 4.0, 1.0, -torch.inf]])
+    assert Sampling(0.5).hopes(logits).equal(logits)
+    step = STEP * 0.5
+    expected = torch.tensor([[2 - step - FALL * 2, 5, 4, 1 - step - FALL * 3, -torch.inf]])
+    assert Sampling(0.5, top_k=2).hopes(logits).equal(expected)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_bounds_leave_a_tree_its_siblings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of every row is left to say; a drafter's second may be it."""
+    how = Sampling(1.0, top_k=1)
+
+    def kept() -> int:
+        outs = decode("llama", POLICIES[name], how, 3)
+        assert [out.ids for out in outs] == answers("llama", how)
+        return sum(sum(out.accepted) for out in outs)
+
+    hoping = kept()
+    monkeypatch.setattr(Sampling, "hopes", Sampling.scores)
+    assert kept() < hoping
+
+
+def test_few_tokens_of_a_drafter_have_the_noise_of_their_ids_in_the_target() -> None:
+    scores, kept = torch.zeros(1, 2, 3), torch.tensor([1, 4, 6])
+    race = Race([Noise(4, 11, CPU)], [6], 4, 0.5)
+    expected = -0.5 * Noise(4, 11, CPU).rows(7, 1)[0, kept]
+    assert race.guesses(scores, 2, kept).equal(expected.expand(1, 2, 3))
+
+
+def test_noise_of_a_round_in_place_of_a_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: with rows that are counted by rounds the words depend on what was drafted."""
+    init = Race.__init__
+
+    def by_round(self: Race, noises: Sequence[Noise], places: Sequence[int], *rest: Any) -> None:
+        asked = [noise.__dict__.setdefault("rounds", -1) + 1 for noise in noises]
+        for noise, number in zip(noises, asked, strict=True):
+            noise.__dict__["rounds"] = number
+        init(self, noises, [5 * number for number in asked], *rest)
+
+    monkeypatch.setattr(Race, "__init__", by_round)
+    outs = decode("llama", POLICIES["chain"], HEATS["warm"], 3)
+    assert [out.ids for out in outs] != answers("llama", HEATS["warm"])
+
+
+def test_a_chain_is_noised_as_the_tree_it_is() -> None:
+    ids, parents = torch.tensor([[7, 3, 9]]), torch.tensor([[-1, 0, 1]])
+    chain, tree = Tree.chain(ids), Tree.grown(ids, parents, torch.tensor([[0, 1, 2]]), 2)
+    scores = torch.randn(1, 3, 11, generator=seeded(2))
+    race = Race([Noise(4, 11, CPU)], [6], 4, 0.5)
+    assert race.decided(scores, chain).equal(race.decided(scores, tree))
+    assert race.decided(scores, chain).equal(scores - 0.5 * Noise(4, 11, CPU).rows(6, 3))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chain", "dynamic"])
+def test_logits_that_become_nan_are_refused(name: str) -> None:
+    class Breaking(Engine):
+        def _draft(self, *args: Any) -> Draft:
+            drafted = super()._draft(*args)
+            self.target.model.get_output_embeddings().weight.data[3] = torch.nan
+            return drafted
+
+    of, drafter = tiny.target(), Told(by_chance(tiny.VOCAB), tiny.VOCAB)
+    engine = Breaking(of, drafter, POLICIES[name], sampling=Sampling(1.0))
+    with pytest.raises(RunError, match="logits are not finite"):
+        engine.generate([4, 5], 3)
+
+
+def test_a_tree_that_is_cut_takes_no_tossed_guesses() -> None:
+    with pytest.raises(ValueError, match="best or coupled"):
+        DynamicTree(2, 2, 4, draft="drawn")
+
+
+@pytest.mark.parametrize("rule", ["ratio", "without_replacement", "block", "traversal"])
+def test_rules_that_read_rows_do_not_take_coupled_guesses(rule: str) -> None:
+    with pytest.raises(ValueError, match="use one of match, sampled, coupled"):
+        judge(rule, COUPLED)

@@ -1,0 +1,181 @@
+"""Rules that change the law: how they change it, and that they do no more than they say."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.models.decode import verify
+from outrider.models.decode.lossy_rules import lenience, typical
+from outrider.models.decode.rules import RULES, judge
+from outrider.models.decode.tree import Tree
+from outrider.models.decode.verify import Accepted, descend
+from tests.enumeration import (
+    Draft,
+    Scripted,
+    Toy,
+    ToyJudge,
+    argmax_chain,
+    bias,
+    by,
+    check_ragged,
+    favourites,
+    g_test,
+    law_of,
+    sampled_chain,
+    tokens_per_round,
+)
+
+TYPICAL = by(judge("lossy_typical", "best"))
+
+
+def lenient(factor: float) -> ToyJudge:
+    return by(judge("lossy_lenience", "drawn", factor=factor))
+
+
+# ---- lenience ------------------------------------------------------------------------------------
+
+
+def test_lenience_one_is_lossless_and_less_is_not() -> None:
+    toy = Toy(1)
+    assert bias(toy, sampled_chain(2), lenient(1.0)) < 1e-12
+    assert bias(toy, sampled_chain(2), lenient(0.5)) > 0.01
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.6, 0.3])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_token_becomes_likelier_than_its_chance_over_the_factor(
+    seed: int, factor: float
+) -> None:
+    """Token for token after every text, so texts of three tokens at most by the cube of it."""
+    toy = Toy(seed, likeness=0.2)
+    law = law_of(toy, sampled_chain(2), lenient(factor))
+    first, plain = (one.view(3, 9).sum(-1) for one in (law, toy.law()))
+    assert bool((law <= toy.law() / factor**3 + 1e-12).all())
+    assert bool((first <= plain / factor + 1e-12).all())
+    assert float((first / plain).max()) > 1.01
+
+
+def test_a_smaller_factor_keeps_more() -> None:
+    toy = Toy(2, likeness=0.2)
+    factors = (1.0, 0.8, 0.5, 0.2)
+    kept = [tokens_per_round(toy, sampled_chain(2), lenient(factor)) for factor in factors]
+    assert kept == sorted(kept)
+    assert kept[-1] > kept[0] + 0.3
+
+
+def test_the_bound_is_broken_by_a_wrong_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn from p, not from max(p - l q, 0): what was kept too often is drawn once more."""
+    monkeypatch.setattr(verify, "residual", lambda p, q: (p, p.sum(-1)))
+    toy, factor = Toy(0, likeness=0.2), 0.9
+    law = law_of(toy, sampled_chain(2), lenient(factor))
+    assert float((law - toy.law() / factor**3).max()) > 1e-3
+
+
+def test_what_lenience_asks_of_its_coins() -> None:
+    p = torch.tensor([[[0.9, 0.1], [0.5, 0.5]]], dtype=torch.float64)
+    q = torch.tensor([[[0.1, 0.9], [0.5, 0.5]]], dtype=torch.float64)
+    coins = Scripted([1, 0], [0])
+    lenience(Tree.chain(torch.tensor([[0, 1]])), p, q, coins, 0.5)
+    assert coins.asked[0] == pytest.approx([1.0, 0.1 / 0.45])
+    assert coins.asked[1] == [pytest.approx([1.0, 0.0])]  # max(.9 - .05, 0) and max(.1 - .45, 0)
+
+
+@pytest.mark.parametrize(
+    "rule", [lenient(0.5), by(judge("lossy_typical", "drawn"))], ids=["lenience", "typical"]
+)
+def test_generator_coins_follow_the_lossy_law(rule: ToyJudge) -> None:
+    """The law that enumeration finds, which is not that of plain sampling."""
+    toy, propose = Toy(11, warp=(2.5, 0, 1.0)), sampled_chain(2)
+    assert g_test(toy, propose, rule, 5000, law_of(toy, propose, rule)) > 1e-3
+    assert g_test(toy, propose, rule, 5000) < 1e-6
+
+
+# ---- typical acceptance --------------------------------------------------------------------------
+
+
+def chain_and_rows() -> tuple[Tree, Tensor]:
+    """exp(-H) is 0.37.. for the first row and 1/4 for the flat one."""
+    p = torch.tensor([[[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25], [0.1, 0.0, 0.9, 0.0]]])
+    return Tree.chain(torch.tensor([[0, 1, 3]])), p
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "length"),
+    [
+        (0.09, 0.3, 2),  # 0.2 > min(.09, .3 * .43) and 1/4 > min(.09, .3 / 4)
+        (0.3, 0.3, 2),  # 0.2 > .3 * .43, the bar that a flat row lowers
+        (0.3, 1.0, 0),  # 0.2 < .3 < .43
+        (0.15, 2.0, 2),
+        (0.19, 9.0, 2),
+        (0.21, 9.0, 0),
+    ],
+)
+def test_a_token_is_kept_iff_it_is_above_the_bar(epsilon: float, delta: float, length: int) -> None:
+    tree, p = chain_and_rows()
+    accepted = typical(tree, p, Scripted([2]), epsilon, delta)
+    assert accepted.length.tolist() == [length]
+
+
+def test_the_next_token_is_drawn_from_the_row_at_the_end() -> None:
+    """Not the argmax, and nothing else is asked of the coins."""
+    tree, p = chain_and_rows()
+    coins = Scripted([0])
+    assert typical(tree, p, coins).next_ids.tolist() == [0]
+    assert coins.asked == [[pytest.approx([0.1, 0.0, 0.9, 0.0])]]
+
+
+def test_of_the_longest_paths_the_likeliest_is_kept() -> None:
+    ids, parents = torch.tensor([[0, 1, 2, 0, 0]]), torch.tensor([[-1, 0, 0, 1, 2]])
+    tree = Tree.grown(ids, parents, torch.tensor([[0, 1, 1, 2, 2]]), levels=2)
+    rows = torch.tensor([[[0.2, 0.3, 0.5], [0.4, 0.3, 0.3], [0.5, 0.25, 0.25]]])
+    p = torch.cat([rows, rows[:, :2]], dim=1)
+    assert typical(tree, p, Scripted([0])).path.tolist() == [[0, 2, 4]]  # .5 * .5 over .3 * .4
+    p[0, 0] = torch.tensor([0.2, 0.6, 0.2])
+    assert typical(tree, p, Scripted([0])).path.tolist() == [[0, 1, 3]]  # .6 * .4 over .2 * .5
+
+
+def test_certain_rows_are_greedy_and_others_are_not_lossless() -> None:
+    assert bias(Toy(3, warp=(0.0, 0, 1.0)), argmax_chain(2), TYPICAL) < 1e-12
+    assert bias(Toy(3), argmax_chain(2), TYPICAL) > 0.01
+
+
+def test_the_bar_is_the_parents() -> None:
+    """With epsilon high, a bar taken from the child's own row would decide otherwise."""
+
+    def own_bar(toy: Toy, draft: Draft, p_rows: Tensor, coins: Scripted) -> Accepted:
+        entropy = torch.special.entr(p_rows).sum(-1)
+        above = draft.tree.parents.clamp(min=0)
+        chances = p_rows.gather(1, above[..., None].expand_as(p_rows))
+        p = chances.gather(2, draft.tree.ids[..., None])[..., 0]
+        path, length = descend(draft.tree, p > (0.5 * (-entropy).exp()).clamp(max=0.9))
+        return Accepted(path, length, path[:, 0])
+
+    ids = torch.tensor([[0, 1]])
+    p = torch.tensor([[[0.34, 0.33, 0.33], [1.0, 0.0, 0.0]]])  # bars .5 / 3 and .5
+    draft = Draft(Tree.chain(ids), ids, None)
+    assert own_bar(Toy(0), draft, p, Scripted()).length.tolist() == [0]
+    assert typical(draft.tree, p, Scripted([0]), 0.9, 0.5).length.tolist() == [1]
+
+
+def test_a_ragged_batch_is_each_of_its_trees_alone() -> None:
+    check_ragged(Toy(12), [sampled_chain(1), sampled_chain(2)], lenient(0.5))
+    check_ragged(Toy(12), [argmax_chain(1), favourites(2, 2), favourites(3)], TYPICAL)
+
+
+def test_lossy_rules_say_so_in_their_names() -> None:
+    for name, rule in RULES.items():
+        assert name.startswith("lossy_") == rule.lossy
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1.5, float("nan")])
+def test_a_factor_out_of_range_is_refused(factor: float) -> None:
+    tree, p = chain_and_rows()
+    with pytest.raises(ValueError, match="0 < factor <= 1"):
+        lenience(tree, p, p, Scripted(), factor)
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.3), (1.0, 0.3), (0.1, 0.0)])
+def test_a_bar_out_of_range_is_refused(epsilon: float, delta: float) -> None:
+    tree, p = chain_and_rows()
+    with pytest.raises(ValueError, match="0 < epsilon < 1"):
+        typical(tree, p, Scripted(), epsilon, delta)

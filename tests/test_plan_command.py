@@ -1,0 +1,177 @@
+"""`outrider plan`, `bench rounds` and `bench batch`, on a folder as runs leave it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.conf.compose import compose
+from outrider.conf.errors import ConfigError, RunError
+from outrider.eval.compare import compare
+from outrider.eval.plan import command as predict
+from outrider.eval.plan.command import Check
+from outrider.eval.plan.surface import Grid, surface
+from outrider.eval.run import evaluate
+from outrider.launch.bench import decode as bench_decode
+from outrider.train.planning import PlanConfig, read_plan
+from outrider.train.settings import Config, parse, to_yaml
+from tests.test_eval_run import configured, place  # noqa: F401 - a fixture
+from tests.test_plan_surface import TABLE, WORTH, Invented
+
+SMALL = [
+    "plan.depths=[1,2,9]", "plan.widths=[1,2]", "plan.nodes=[2,3,4,5]", "plan.batches=[1,2]",
+    "plan.contexts=[8,24]", "plan.prompts=2", "plan.new_tokens=8", "plan.repeats=1", "plan.check=2",
+]  # fmt: skip
+LARGE = [
+    "plan.machine=h100", "plan.target_params=8", "plan.target_layers=32", "plan.target_width=4096",
+    "plan.target_kv_width=1024", "plan.drafter_params=0.4",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(place: Path) -> Config:  # noqa: F811
+    """The run, with prompts that its small target can read."""
+    config = configured(place)
+    written = parse(compose([
+        "target=hf", f"target.path={place / 'target'}", "target.dtype=float32",
+        f"run.dir={place / 'run'}", f"eval.prompts={place / 'suite.jsonl'}",
+    ], "train"))  # fmt: skip
+    (place / "run" / "config.yaml").write_text(to_yaml(written))
+    return config
+
+
+def planned(run: Config, *words: str) -> dict[str, object]:
+    assert predict.plan(run, read_plan([*SMALL, *words])) == 0
+    found: dict[str, object] = json.loads((Path(run.run.dir) / "plan" / "plan.json").read_text())
+    return found
+
+
+def test_a_plan_is_held_against_decoding_and_written(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = planned(run)
+    printed = capsys.readouterr().out
+    assert "depths [9] left out" in printed
+    assert "held against decoding" in printed
+    checks = said["checks"]
+    assert isinstance(checks, list)
+    # the times were brought in line with all others
+    free = [("tree 2x2, 4 nodes", 2), ("tree 2x2, 4 nodes", 1)]
+    assert [(check["shape"], check["batch"]) for check in checks] == free
+    for check in checks:
+        assert check["off"] == pytest.approx(check["speedup_foreseen"] / check["speedup"] - 1)
+        assert check["tau"] >= 1
+    decoded = said["times"]["decoded"]  # type: ignore[index]
+    assert {batch: len(rounds) for batch, rounds in decoded.items()} == {"1": 6, "2": 6}
+
+
+def test_where_all_shapes_are_corners_none_is_left_to_hold_the_plan_against(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(run, "plan.nodes=[3]")["checks"] == []
+    assert "none is left" in capsys.readouterr().out
+
+
+def test_runs_with_a_plan_can_still_be_compared(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned(run, "plan.check=0")
+    evaluate(run)
+    assert compare([run.run.dir]) == 0
+    assert "chain@0" in capsys.readouterr().out
+
+
+def test_other_machines_and_other_models_are_foreseen(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = planned(run, "plan.machine=h100"), planned(run, *LARGE)
+    assert own["times"]["target"]["parameters"] < 1e6  # type: ignore[index]
+    assert other["times"]["target"]["parameters"] == 8e9  # type: ignore[index]
+    assert other["times"]["target"]["kv"] == 2 * 1024 * 32 * 2  # type: ignore[index]
+    assert other["checks"] == []
+    short = planned(run, *LARGE, "plan.contexts=[1024]", "plan.budget=16")
+    assert short["times"]["budget"] == 16  # type: ignore[index]
+    assert "H100" in capsys.readouterr().out
+    assert own["warnings"] == []
+    assert not any("Acceptance is that of" in said for said in own["assumptions"])  # type: ignore[attr-defined]
+    assert any("Acceptance is that of" in said for said in other["assumptions"])  # type: ignore[attr-defined]
+    words = ("plan.machine=rtx4090", "plan.target_params=70", "plan.batches=[1,4]", "plan.fixed=0")
+    tight = planned(run, *LARGE, *words)
+    assert tight["times"]["machine"]["fixed"] == 0  # type: ignore[index]
+    warnings: list[str] = tight["warnings"]  # type: ignore[assignment]
+    assert [said[:20] for said in warnings] == ["Batch 1 with 8 token", "Batch 1 with 24 toke"]
+    assert "RTX 4090 has 24 GB" in capsys.readouterr().out.replace("\n", " ")
+    faster = planned(run, *LARGE, *words, "plan.bandwidth=1.1")  # the rate is another, not the room
+    assert len(faster["warnings"]) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["depths", "batches", "contexts"])
+def test_a_plan_of_nothing_is_refused(run: Config, name: str) -> None:
+    with pytest.raises(ConfigError, match="names nothing to try"):
+        planned(run, f"plan.{name}=[]")
+
+
+def test_half_a_model_or_half_a_machine_is_refused(run: Config) -> None:
+    with pytest.raises(ConfigError, match="need all of"):
+        planned(run, "plan.machine=h100", "plan.target_params=8")
+    with pytest.raises(ConfigError, match="needs both"):
+        planned(run, "plan.bandwidth=2")
+    with pytest.raises(ConfigError, match="measured here"):
+        planned(run, "plan.fixed=20")
+    for words in (LARGE[1:], ["plan.budget=16"]):
+        with pytest.raises(ConfigError, match="a machine that is not here"):
+            planned(run, *words)
+
+
+def test_how_far_off_a_prediction_was() -> None:
+    (row,) = (row for row in surface(TABLE, WORTH, Invented(), Grid([1])) if row.depth)
+    assert Check(row, tau=1.5, speedup=row.speedup / 1.1).off == pytest.approx(0.1)
+
+
+def test_an_unfinished_run_is_refused(run: Config, tmp_path: Path) -> None:
+    empty = dataclasses.replace(run, run=dataclasses.replace(run.run, dir=str(tmp_path)))
+    with pytest.raises(RunError, match="not finished"):
+        predict.plan(empty, PlanConfig())
+
+
+# ---- benches -------------------------------------------------------------------------------------
+
+
+GREEDY, USUAL, COUPLED = ("greedy",) * 3, ("ratio", "match", "match"), ("coupled",) * 3
+
+
+def test_the_parts_of_a_round_are_its_whole(run: Config, tmp_path: Path) -> None:
+    out = tmp_path / "rounds.json"
+    words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", f"out={out}"]
+    assert bench_decode.rounds(words) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["temperature"], row["shape"], row["rule"]) for row in rows] == [
+        (heat, shape, rule)
+        for heat, rules in ((0, GREEDY), (1, USUAL), (1, COUPLED))
+        for shape, rule in zip(bench_decode.SHAPES, rules, strict=True)
+    ]
+    for row in rows:
+        parts = sum(row[part] for part in (*bench_decode.PARTS, "other"))
+        assert parts == pytest.approx(row["round"])
+        assert 0 < row["overhead"] < 1
+
+
+def test_rounds_that_were_never_made_are_not_measured(run: Config) -> None:
+    """One token is the first, which reading the prompt says."""
+    with pytest.raises(RunError, match="ended with its first token"):
+        bench_decode.rounds([f"run.dir={run.run.dir}", "limit=2", "tokens=1", "repeats=1"])
+
+
+def test_a_batch_says_what_its_prompts_say_alone(run: Config, tmp_path: Path) -> None:
+    out = tmp_path / "batch.json"
+    words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", "batches=1,3"]
+    assert bench_decode.batch([*words, f"out={out}"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["batch"] for row in rows] == [1, 1, 3, 3]
+    assert all(row["same"] == 3 for row in rows)
+
+
+def test_a_batch_that_is_never_full_is_refused(run: Config) -> None:
+    with pytest.raises(ConfigError, match="never full"):
+        bench_decode.batch([f"run.dir={run.run.dir}", "limit=2", "batches=1,3"])

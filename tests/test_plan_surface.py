@@ -1,0 +1,249 @@
+"""Which draft a plan asks for: by hand on invented times, by enumeration, and in its limits."""
+
+import io
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from outrider.eval.plan.forward_times import measure
+from outrider.eval.plan.roofline import MACHINES, ModelSize
+from outrider.eval.plan.round_costs import PLAIN, Parts, Shape
+from outrider.eval.plan.show import print_plan, write_plan
+from outrider.eval.plan.surface import (
+    Grid,
+    Row,
+    drafts,
+    make_plan,
+    predicted,
+    recommended,
+    surface,
+)
+from outrider.models.decode.tree_shapes import expected
+from tests import tiny
+
+TABLE = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
+WORTH = partial(expected, table=TABLE)
+LARGE = ModelSize(8e9, 16e9, 131_072, 4096, 32)
+SMALL = ModelSize(0.4e9, 0.8e9, 4096, 4096, 1)
+
+
+@dataclass(frozen=True)
+class Invented:
+    """A plain step takes 10 ms, each token more adds 1 per prompt, each draft step takes 2."""
+
+    besides: float = 0.5
+    slower: float = 1.0
+    name: str = "nowhere"
+    assumptions: tuple[str, ...] = ("Nothing is real.",)
+
+    def parts(self, shape: Shape, batch: int, context: int) -> Parts:
+        rest = self.besides if shape.depth else 0.0
+        times = 2.0 * shape.depth, 10.0 + batch * shape.nodes, rest
+        return Parts(*(self.slower * time for time in times))
+
+    def fields(self) -> dict[str, Any]:
+        return {"invented": True}
+
+
+# ---- shapes --------------------------------------------------------------------------------------
+
+
+def test_what_a_shape_asks_of_the_drafter() -> None:
+    """Of the tree 0, 1, 00, 01, 10, 000: the root, then both of its children, then one."""
+    tree = Shape.of(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+    assert tree == Shape(depth=3, nodes=6, asked=(1, 2, 1))
+    assert (tree.kind, tree.width) == ("tree", 1.5)
+    chain = Shape.of(((0,), (0, 0)))
+    assert (chain, chain.kind, chain.width) == (Shape(2, 2, (1, 1)), "chain", 1.0)
+    assert (Shape.of(()), PLAIN.kind) == (PLAIN, "plain")
+    assert Shape.of(((0,), (1,))).width == 1.0  # the one step knows the root alone
+
+
+def test_a_tree_that_is_there_already_is_not_tried_again() -> None:
+    """Of 2 nodes the best are 0 and 00, the chain; a third rank is never among 3 nodes."""
+    table = torch.tensor([[0.6, 0.2, 0.01], [0.5, 0.1, 0.01]])
+    found = drafts(table, Grid([1, 2], [1, 2, 3], [2, 3]))
+    assert found == {
+        (1, 1, 1): ((0,),),
+        (2, 1, 2): ((0,), (0, 0)),
+        (1, 2, 2): ((0,), (1,)),
+        (1, 3, 3): ((0,), (1,), (2,)),
+        (2, 2, 3): ((0,), (1,), (0, 0)),
+    }
+
+
+# ---- the surface ---------------------------------------------------------------------------------
+
+
+def test_the_surface_holds_hand_numbers() -> None:
+    rows = {
+        row.shape: row
+        for row in surface(TABLE, WORTH, Invented(), Grid([1, 2], [1, 2], [3], [1], [64]))
+    }
+    assert set(rows) == {"plain", "chain 1", "chain 2", "tree 2x2, 3 nodes"}
+    chain, tree = rows["chain 2"], rows["tree 2x2, 3 nodes"]
+    assert (chain.tau, chain.draft_ms, chain.verify_ms, chain.round_ms) == pytest.approx(
+        (1.9, 4, 12, 16.5)
+    )
+    assert chain.speedup == pytest.approx(1.9 * 10 / 16.5)
+    assert (tree.tau, tree.round_ms) == pytest.approx((2.1, 17.5))
+    assert tree.speedup == pytest.approx(2.1 * 10 / 17.5)
+    assert tree.tokens_per_second == pytest.approx(1000 * 2.1 / 17.5)
+    assert rows["plain"].speedup == 1
+
+
+def test_each_setting_recommends_its_own_draft_and_plain_decoding_where_none_pays() -> None:
+    """Chains of 1 and 2: 1.6/1.35, 1.9/1.65 for one prompt; 1.6/2.25, 1.9/3.45 for ten."""
+    rows = surface(TABLE, WORTH, Invented(), Grid([1, 2], [], [], [1, 10], [64]))
+    assert [(row.batch, row.shape) for row in recommended(rows)] == [(1, "chain 1"), (10, "plain")]
+
+
+def test_a_tree_has_the_nodes_and_the_depth_that_it_says() -> None:
+    """Of 1 and 2 nodes it is a chain, and 7 there are not; at 4 levels 3 nodes stay above."""
+    rows = surface(TABLE, WORTH, Invented(), Grid([2], [2], [1, 2, 6, 7], [1], [64]))
+    assert [row.key for row in rows] == [(0, 0, 0), (2, 1, 2), (2, 2, 6)]
+    flat = torch.tensor([[0.5, 0.4]] * 4)
+    assert set(drafts(flat, Grid([4], [2], [3, 16]))) == {(4, 1, 4), (4, 2, 16)}
+
+
+def test_of_equal_speedups_the_smaller_draft_is_recommended() -> None:
+    row = Row(1, 64, 2, 1, 2, 1.5, 1.0, 1.0, 2.0, 2.0, 1.5)
+    small = row._replace(depth=1, nodes=1)
+    assert recommended([row, small]) == [small]
+
+
+@pytest.mark.parametrize(
+    ("table", "depth", "width", "said"),
+    [
+        ([[0.5, 0.5], [0.8, 0.3]], 1, 1, "sum to 1.1"),
+        ([[0.5, -0.1]], 1, 1, "chances from 0 to 1"),
+        (TABLE.tolist(), 3, 1, "deepest = 3: use 1 to 2"),
+        (TABLE.tolist(), 1, 3, "widest = 3: use 1 to 2"),
+    ],
+)
+def test_wrong_tables_and_shapes_are_refused(
+    table: list[list[float]], depth: int, width: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        surface(torch.tensor(table), WORTH, Invented(), Grid([depth], [width], [4]))
+
+
+# ---- another machine -----------------------------------------------------------------------------
+
+RATES = torch.tensor([[0.8], [0.8], [0.8], [0.8]])
+CHAINS = RATES, partial(expected, table=RATES)
+
+
+def _best(batch: int, context: int, drafter: ModelSize, budget: int | None) -> float:
+    grid = Grid(depths=[4], batches=[batch], contexts=[context])
+    rows = predicted(
+        RATES, partial(expected, table=RATES), MACHINES["h100"], LARGE, (drafter,), grid, budget
+    ).rows
+    return max(row.speedup for row in rows if row.depth)
+
+
+def test_large_batches_are_bound_by_arithmetic_and_speculation_stops_to_pay() -> None:
+    speedups = [_best(batch, 16, SMALL, None) for batch in (1, 64, 256, 1024)]
+    assert speedups == sorted(speedups, reverse=True)
+    assert speedups[0] > 2
+    assert speedups[-1] < 1
+
+
+def test_at_large_batches_a_drafter_of_constant_budget_gains_with_the_context() -> None:
+    """MagicDec: the target drafts for itself over 512 rows."""
+    contexts = (1024, 4096, 16_384, 65_536)
+    speedups = [_best(128, context, LARGE, 512) for context in contexts]
+    assert speedups == sorted(speedups)
+    assert speedups[0] < 1 < 1.5 < speedups[-1]
+    whole = [_best(128, context, LARGE, None) for context in contexts]
+    assert max(whole) < 1  # control: without a budget it reads what the target reads
+
+
+def test_what_is_foreseen_says_what_it_assumes() -> None:
+    plan = predicted(
+        RATES,
+        partial(expected, table=RATES),
+        MACHINES["a100"],
+        LARGE,
+        (SMALL,),
+        Grid(depths=[1, 2]),
+    )
+    assert plan.name == "A100 SXM 80GB, foreseen"
+    assert any("312 TFLOP/s" in sentence for sentence in plan.assumptions)
+    assert any("peak rates" in sentence for sentence in plan.assumptions)
+
+
+# ---- showing and writing -------------------------------------------------------------------------
+
+
+def test_the_printed_plan_names_the_best_draft_and_every_assumption() -> None:
+    plan = make_plan(TABLE, WORTH, Invented(), Grid([1, 2], [2], [3, 4], [1, 10], [64]))
+    console = Console(file=io.StringIO(), width=400)
+    print_plan(console, plan)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "tree 2x2, 3 nodes" in text
+    assert "1.20x" in text
+    assert "plain" in text
+    for sentence in plan.assumptions:
+        assert sentence in text
+    assert "Nothing is real." in plan.assumptions
+
+
+def test_a_plan_can_be_read_in_eighty_columns() -> None:
+    """Nothing is cut, not even where numbers are long; every draft has its place."""
+    grid = Grid([1, 2], [2], [3, 4], [1, 4, 16, 128], [64, 65536])
+    plan = make_plan(TABLE, WORTH, Invented(slower=400.0), grid)
+    console = Console(file=io.StringIO(), width=80)
+    print_plan(console, plan)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for row in plan.rows:
+        assert row.depth == 0 or f"{row.speedup:.2f}" in text
+    lines = [line for line in text.splitlines() if line.startswith("tree 2x2, 4 nodes")]
+    assert len(lines) == 2  # eight settings, six side by side
+    rows = [row for row in plan.rows if row.shape == "tree 2x2, 4 nodes"]
+    assert [f"{row.speedup:.2f}" for row in rows] == [
+        word.lstrip("*") for line in lines for word in line.split()[5:]
+    ]
+    titles = 2  # that say what is marked
+    assert text.count("*") == titles + sum(row.depth > 0 for row in plan.recommended)
+
+
+def test_the_written_plan_is_json_and_a_picture(tmp_path: Path) -> None:
+    plan = make_plan(TABLE, WORTH, Invented(), Grid([1, 2], [2], [3], [1, 4], [64, 128]))
+    write_plan(tmp_path, plan)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    said = json.loads((tmp_path / "plan.json").read_text())
+    assert len(said["rows"]) == len(plan.rows) == 16
+    assert said["times"] == {"invented": True}
+    assert said["table"] == TABLE.tolist()
+    assert [row["shape"] for row in said["recommended"]] == [r.shape for r in plan.recommended]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.png"]
+
+
+# ---- this machine --------------------------------------------------------------------------------
+
+
+def test_a_measured_grid_serves_a_whole_plan() -> None:
+    """Every shape between the points has a time; taps are put back as they were."""
+    target = tiny.target()
+    drafter = tiny.drafter("eagle3", target).eval()
+    target.set_taps([2])
+    timing = measure(
+        target, drafter, name="here", tokens=[8], widths=[1, 2], depths=[1, 2], batches=[1, 2],
+        contexts=[8, 16], repeats=1,
+    )  # fmt: skip
+    assert target.taps == (2,)
+    assert timing.target.axes == {"tokens": (1, 8), "batch": (1, 2), "context": (8, 16)}
+    assert timing.draft.axes["width"] == (1, 2)
+    plan = make_plan(TABLE, WORTH, timing, Grid([1, 2], [2], [3, 6], [1, 2], [8, 12]))
+    assert len(plan.rows) == 4 * (1 + 2 + 2)
+    assert all(row.round_ms > row.verify_ms > 0 for row in plan.rows if row.depth)
+    times = json.loads(json.dumps(plan.fields()))["times"]
+    assert set(times) == {"target", "draft", "decoded"}

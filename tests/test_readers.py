@@ -1,0 +1,147 @@
+"""Files to rows: every kind gives the same, streamed; every kind of damage is named or counted."""
+
+import csv
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data.readers import LONGEST, SUFFIXES, Patience, _elements, records
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"{n} [a, b] ] \u00e9", "deep": [{"n": n}, {"n": -n}]} for n in range(50)
+]
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", *ROWS)
+    lines(tmp_path / "lines.json", *ROWS)
+    (tmp_path / "b.json").write_text(json.dumps(ROWS, indent=1, ensure_ascii=False))
+    (tmp_path / "bom.json").write_text("\ufeff" + json.dumps(ROWS))
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet")
+    with (tmp_path / "c.csv").open("w", newline="") as stream:
+        table = csv.DictWriter(stream, ["prompt", "deep"])
+        table.writeheader()
+        table.writerows({**row, "deep": json.dumps(row["deep"])} for row in ROWS)
+    for name in ("a.jsonl", "lines.json", "b.json", "bom.json", "c.csv", "d.parquet"):
+        assert list(records(tmp_path / name)) == ROWS, name
+    for chunk in (1, 7, 64):  # an element may be cut anywhere
+        assert list(_elements(tmp_path / "b.json", Patience(), chunk)) == ROWS
+
+
+def test_blank_lines_and_an_empty_array_hold_no_record(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"prompt": "x"}\n\n')
+    (tmp_path / "b.json").write_text("[ ]\n")
+    assert list(records(tmp_path / "a.jsonl")) == [{"prompt": "x"}]
+    assert list(records(tmp_path / "b.json")) == []
+
+
+BAD = [
+    ("a.jsonl", b'{"a": 1}\n\n{"a": \n', 3),
+    ("a.jsonl", b'{"a": 1}\n[1]\n', 2),
+    ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', 2),
+    ("a.jsonl", b'{"a": 1}\n' + b"[" * 100_000 + b"\n", 2),
+    ("a.jsonl", b'{"a": 1}\n{"a": 2}{"a": 3}\n', 2),
+    ("a.jsonl", b'{"a": 1}\n' + bytes(100), 2),
+    ("a.jsonl", b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}", 2),
+    ("a.json", b'[{"a": 1},\n 7]', 2),
+    ("a.json", b'[{"a": 1},\n [[], 7]]', 2),
+    ("a.json", b'[{"a": 1},\n null]', 2),
+    ("a.csv", b"a\n1\n2,3\n", 3),
+    ("a.csv", b"a,b\n1,2\n3\n", 3),
+    ("a.csv", b"a\n1\n\xff\n", 3),
+    ("a.csv", b'a\n1\n"b" c\n', 3),
+]
+LOST = [  # nothing behind the damage can be told apart
+    ("a.json", b'[{"a": 1},\n {"b": 2},\n {"c": }]', 3),
+    ("a.json", b'[\n{"a":\n 1},\n\n {"b": 2}', 5),
+    ("a.json", b'[{"a": "\xff"}]', 1),
+    ("a.json", b'[{"a": 1},\n' + b"[" * 100_000, 2),
+    ("a.json", b'[{"a": 1}]\n[{"a": 1}]', 1),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "line"), BAD + LOST)
+def test_a_bad_record_names_file_and_line(
+    tmp_path: Path, name: str, content: bytes, line: int
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RunError, match=rf"{name}, line {line}:"):
+        list(records(tmp_path / name))
+
+
+@pytest.mark.parametrize(("name", "content", "line"), BAD)
+def test_a_bad_record_is_left_out_and_counted_if_it_may_be(
+    tmp_path: Path, name: str, content: bytes, line: int
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    noted: list[int] = []
+    patience = Patience(1, lambda: noted.append(1), "data.skip_bad")
+    assert len(list(records(tmp_path / name, patience=patience))) == 1
+    assert len(noted) == 1
+    with pytest.raises(RunError, match=r"or leave it out: data\.skip_bad=1"):
+        list(records(tmp_path / name, patience=Patience(0, option="data.skip_bad")))
+
+
+def test_a_line_of_a_hundred_megabytes_is_never_held_whole(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    with file.open("wb") as stream:
+        stream.write(b'{"a": 1}\n{"b": "')
+        for _ in range(100):
+            stream.write(b"x" * 1_000_000)
+        stream.write(b'"}\n{"c": 3}\n')
+    tracemalloc.start()
+    assert list(records(file, patience=Patience(1))) == [{"a": 1}, {"c": 3}]
+    assert tracemalloc.get_traced_memory()[1] < 5 * LONGEST  # 84 MB
+    tracemalloc.stop()
+    with pytest.raises(RunError, match=r"a\.jsonl, line 2: the line is longer"):
+        list(records(file))
+    array = tmp_path / "a.json"
+    array.write_bytes(b'[{"a": 1}, {"b": "' + b"x" * (3 * LONGEST) + b'"}]')
+    with pytest.raises(RunError, match=r"a\.json, line 1: an element is longer"):
+        list(records(array))
+
+
+def test_a_parquet_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for cut in (whole[:-100], b"PAR1"):
+        (tmp_path / "a.parquet").write_bytes(cut)
+        with pytest.raises(RunError, match=r"a\.parquet is damaged"):
+            list(records(tmp_path / "a.parquet"))
+
+
+def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_left_out(tmp_path: Path) -> None:
+    text = pa.array([b"%d" % n if n != 300 else b"\xff" for n in range(600)], pa.binary())
+    damaged = pa.StringArray.from_buffers(len(text), *text.buffers()[1:])
+    parquet.write_table(pa.table({"a": damaged}), tmp_path / "a.parquet")
+    with pytest.raises(RunError, match=r"a\.parquet, line 301: 'utf-8' codec can't decode"):
+        list(records(tmp_path / "a.parquet"))
+    rows = list(records(tmp_path / "a.parquet", patience=Patience(1)))
+    assert rows == [{"a": str(n)} for n in range(600) if n != 300]
+
+
+def test_a_file_that_cannot_hold_rows_is_an_error_of_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"eval\.prompts = .*nowhere.*\n.*no such file"):
+        records(tmp_path / "nowhere.jsonl", key="eval.prompts")
+    (tmp_path / "a.xlsx").touch()
+    with pytest.raises(ConfigError, match=r"data\.path = .*\n.*\.xlsx is not read"):
+        records(tmp_path / "a.xlsx")
+    for suffix in SUFFIXES:
+        (tmp_path / f"a{suffix}").touch()
+        with pytest.raises(ConfigError, match="empty"):
+            records(tmp_path / f"a{suffix}")
+    for wide in ("UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32", "UTF-32LE", "UTF-32BE"):
+        (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 9, wide)
+        with pytest.raises(ConfigError, match=f"iconv -f {wide} -t UTF-8"):
+            records(tmp_path / "a.jsonl")

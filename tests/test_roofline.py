@@ -1,0 +1,171 @@
+"""The roofline by hand, and the sizes of real modules against what those modules hold."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.eval.plan.roofline import (
+    ASSUMPTIONS,
+    MACHINES,
+    Foreseen,
+    Machine,
+    ModelSize,
+    drafter_sizes,
+    forward_seconds,
+    no_room,
+)
+from outrider.eval.plan.round_costs import PLAIN, Shape
+from outrider.models.drafter import Drafter
+from outrider.models.target import Target
+from tests import tiny
+
+TOY = Machine("toy", bandwidth=10.0, flops=100.0, fixed=1.0)
+MODEL = ModelSize(parameters=20, weights=40, kv=2, hidden=3, layers=2)
+LARGE = ModelSize(8e9, 16e9, 131_072, 4096, 32)  # an 8B with grouped queries, bfloat16
+SMALL = ModelSize(0.4e9, 0.8e9, 4096, 4096, 1)  # a layer and a head of it
+H100 = MACHINES["h100"]
+
+
+def chain(depth: int) -> Shape:
+    return Shape(depth, depth, (1,) * depth)
+
+
+def test_a_forward_is_the_roof_and_the_fixed_time() -> None:
+    """Reading 40 + 2 x 6 x 2 = 64 bytes; 2 x 2 x (2 x 20 + 6 x 4 x 3 x 2) = 736 operations."""
+    assert forward_seconds(TOY, MODEL, batch=2, tokens=2, context=5) == pytest.approx(7.36 + 1)
+    slow = Machine("slow", bandwidth=4.0, flops=100.0, fixed=0.0)
+    assert forward_seconds(slow, MODEL, batch=2, tokens=2, context=5) == pytest.approx(16)
+
+
+def test_a_model_without_weights_is_no_forward() -> None:
+    assert forward_seconds(TOY, ModelSize(0, 0, 0, 3, 2), 4, 4, 100) == 0
+
+
+def test_another_number_format_scales_all_bytes() -> None:
+    half = MODEL.stored(1)
+    assert (half.parameters, half.weights, half.kv) == (20, 20, 1)
+    assert half.stored(2) == MODEL
+
+
+def test_a_round_on_another_machine_is_its_forwards() -> None:
+    """`absorb` reads 10 bytes, the first step nothing, deeper ones 20: 2 + 0 + 3 + 3 seconds."""
+    sizes = [ModelSize(count, count, 0, 1, 0) for count in (10, 0, 20)]
+    clock = Foreseen(Machine("toy", 10.0, 1e9, 1.0), MODEL, sizes)
+    assert clock.parts(chain(3), batch=1, context=7).draft == pytest.approx(8000)
+    assert clock.parts(PLAIN, 1, 5) == pytest.approx((0.0, 1000 * (1 + 50 / 10), 0.0))
+
+
+def test_a_step_reads_the_drafter_once_however_many_nodes_it_is_asked_for() -> None:
+    """By arithmetic: 2 operations per number and node, and 1 node, then 3."""
+    clock = Foreseen(Machine("toy", 1e9, 10.0, 0.0), MODEL, [ModelSize(10, 10, 0, 1, 0)])
+    tree = Shape(depth=2, nodes=6, asked=(1, 3))
+    assert clock.parts(tree, 1, 7).draft == pytest.approx(1000 * 2 * (1 + 1 + 3))
+
+
+def test_a_budget_bounds_what_the_drafter_reads_and_nothing_else() -> None:
+    free, bound = (Foreseen(H100, LARGE, (LARGE,), budget) for budget in (None, 512))
+    assert free.parts(chain(4), 64, 512) == bound.parts(chain(4), 64, 512)
+    long, short = free.parts(chain(4), 64, 32_768), bound.parts(chain(4), 64, 32_768)
+    assert long.draft > 3 * short.draft
+    assert long.target == short.target
+
+
+def test_what_does_not_fit_is_pointed_out() -> None:
+    card, large = MACHINES["rtx4090"], ModelSize(70e9, 140e9, 1e6, 8192, 80)
+    said = no_room(card, large, [large], 1, 64)
+    assert "280 GB" in said
+    assert "RTX 4090 has 24 GB" in said
+    small, steps = ModelSize(1e9, 2e9, 1e6, 64, 8), [ModelSize(1, 2, 0, 64, 1)] * 3
+    assert no_room(card, small, steps, 1, 1000) == ""
+    assert "Batch 23 with 1000 tokens each" in no_room(card, small, steps, 23, 1000)
+
+
+def test_the_assumptions_name_the_machine_and_its_rates() -> None:
+    said = Foreseen(H100, LARGE, (SMALL,)).assumptions
+    assert said[0].startswith("H100 SXM 80GB: 3.35 TB/s, 989.4 TFLOP/s, 50 microseconds")
+    assert said[1:] == ASSUMPTIONS
+
+
+def test_presets_are_memory_bound_at_batch_one_and_compute_bound_at_large_batches() -> None:
+    """The ridge of every preset lies between 100 and 400 operations per byte."""
+    for machine in MACHINES.values():
+        assert 100 < machine.flops / machine.bandwidth < 400
+        one, many = (forward_seconds(machine, LARGE, 1, n, 0) for n in (1, 8))
+        assert many == pytest.approx(one, rel=1e-3)
+        crowd, crowds = (forward_seconds(machine, LARGE, 1024, n, 0) for n in (1, 8))
+        assert crowds > 7 * crowd
+
+
+# ---- real modules --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gemma3", "gpt2"])
+def test_the_size_of_a_target_is_what_it_multiplies_with_and_caches(family: str) -> None:
+    """Against hooks on its layers, and the bytes that a forward of ten tokens leaves behind."""
+    target = tiny.target(family)
+    size = ModelSize.of(target)
+    cache = target.new_cache(10)
+    ids = torch.arange(10)[None]
+    target.forward(ids, ids, torch.ones(1, 10, 10, dtype=torch.bool).tril(), cache)
+    kept = sum(x.numel() * 4 for layer in range(target.depth) for x in cache.rows(layer))
+    assert size.kv == kept / 10
+    body = sum(p.numel() for layer in target.layers for p in layer.parameters())
+    head = target.head_weight.numel()
+    norms = target.shape().hidden * 2  # the final one, with a bias in GPT-2
+    assert body + head <= size.parameters <= body + head + norms
+    assert size.weights == 4 * size.parameters
+
+
+def _matrices(*modules: torch.nn.Module) -> int:
+    """Numbers in the weights of all linear layers inside."""
+    found = [m for module in modules for m in module.modules()]
+    return sum(m.weight.numel() for m in found if isinstance(m, torch.nn.Linear))
+
+
+def _sizes(name: str) -> tuple[Any, Target, list[int], list[float]]:
+    target = tiny.target()
+    drafter = tiny.drafter(name, target).eval()
+    sizes = drafter_sizes(drafter, target, depth=3)
+    assert all(size.weights == 4 * size.parameters for size in sizes)
+    return drafter, target, [int(size.parameters) for size in sizes], [s.kv for s in sizes]
+
+
+def test_eagle3_reads_its_fusion_once_its_layer_deeper_and_its_head_always() -> None:
+    drafter, target, read, kv = _sizes("eagle3")
+    layer, head = _matrices(drafter.midlayer), drafter.lm_head.weight.numel()
+    assert read == [_matrices(drafter.fc) + layer, head, layer + head, layer + head]
+    shape = target.shape()
+    assert kv == [4 * 2 * shape.kv_heads * shape.head_dim] * 4
+
+
+def test_medusa_reads_all_heads_at_once_and_keeps_nothing() -> None:
+    drafter, _, read, kv = _sizes("medusa")
+    assert read == [0, _matrices(drafter), 0, 0]
+    assert kv == [0] * 4
+
+
+def test_mtp_reads_one_stage_per_step_and_the_targets_head_over_its_vocabulary() -> None:
+    drafter, target, read, kv = _sizes("mtp")
+    head = tiny.DRAFTED * target.shape().hidden
+    stage = _matrices(drafter.stages[0])
+    assert read[1:] == [head, stage + head, stage + head]
+    assert 2 * stage < read[0] < 3 * stage  # of the last stage no more than its keys and values
+    shape = target.shape()
+    assert kv[0] == 3 * 4 * 2 * shape.kv_heads * shape.head_dim
+
+
+def test_a_draft_model_reads_its_body_to_take_in_and_its_head_to_speak() -> None:
+    drafter, _, read, kv = _sizes("draft_lm")
+    shape = drafter.lm.shape()
+    body, head = _matrices(drafter.body), tiny.DRAFTED * shape.hidden
+    assert read == [body, head, body + head, body + head]
+    assert kv == [4 * 2 * shape.layers * shape.kv_heads * shape.head_dim] * 4
+
+
+def test_watching_a_drafter_changes_nothing_of_it() -> None:
+    target = tiny.target()
+    drafter: Drafter = tiny.drafter("eagle3", target).eval()
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    drafter_sizes(drafter, target, depth=2)
+    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())

@@ -1,0 +1,327 @@
+"""Warping, penalties and bans: at every step what transformers' own processors say of the text.
+
+The reference is plain decoding: the model itself, without a cache, and the classes that
+`generate` of transformers is made of, on the history of each step.
+"""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Draft, Policy
+from outrider.models.decode.request import Live, Request
+from outrider.models.decode.round_outcome import News
+from outrider.models.decode.rules import DRAWN, INDEPENDENT
+from outrider.models.decode.sampling import GeneratorCoins
+from outrider.models.decode.sampling_params import History, Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.decode.tree import Tree
+from outrider.models.decode.tree_shapes import parse
+from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
+from tests import tiny
+from tests.tiny import TOKENS, Row, Text, Told, by_chance, swift
+
+SHAPE = parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+POLICIES: dict[str, Policy] = {
+    "chain": Chain(3),
+    "static": StaticTree(SHAPE),
+    "dynamic": DynamicTree(depth=3, width=3, budget=8),
+    "drawn": StaticTree(SHAPE, DRAWN),
+    "independent": StaticTree(SHAPE, INDEPENDENT),
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+PROMPTS = ([27, 8, 30, 18, 56, 56, 34, 59], [5, 5, 11], [40])
+BANNED = (0, 4, 17, 23, 41, 58)
+CHANGES: dict[str, dict[str, Any]] = {
+    "penalty": {"repetition_penalty": 1.6},
+    "reward": {"repetition_penalty": 0.7},
+    "banned": {"banned": BANNED},
+    "both": {"repetition_penalty": 1.3, "banned": BANNED},
+}
+WARPS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6},
+    "top-k": {"temperature": 1.0, "top_k": 5},
+    "top-p": {"temperature": 1.0, "top_p": 0.7},
+    "min-p": {"temperature": 1.5, "min_p": 0.2},
+    "all": {"temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.05, **CHANGES["both"]},
+}
+each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+SETTINGS: dict[str, dict[str, Any]] = {
+    **WARPS,
+    **{name: {"temperature": 0.9, **how} for name, how in CHANGES.items()},
+}
+each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+
+
+def scores(sampling: Sampling, text: Sequence[int], logits: Tensor) -> Tensor:
+    """What transformers makes of the logits behind a text, in its own order."""
+    chosen: list[Any] = []
+    if sampling.repetition_penalty != 1:
+        chosen.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.banned:
+        chosen.append(hf.SuppressTokensLogitsProcessor(list(sampling.banned)))
+    if sampling.temperature > 0:
+        chosen.append(hf.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        chosen.append(hf.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        chosen.append(hf.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        chosen.append(hf.MinPLogitsWarper(sampling.min_p))
+    ids = torch.tensor([list(text)])
+    out: Tensor = hf.LogitsProcessorList(chosen)(ids, logits[None].clone())[0]
+    return out
+
+
+@torch.no_grad()
+def own_logits(target: Target, text: Sequence[int]) -> Tensor:
+    out: Tensor = target.model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0, -1]
+    return out
+
+
+def fresh(number: int, said: int) -> Random:
+    """Random numbers of a prompt's next token, of nothing else."""
+    return Random(1000 * number + said)
+
+
+class Numbered(Engine):
+    """Plain decoding whose coins are known."""
+
+    def _coins(self, live: list[Live], look: bool = True) -> GeneratorCoins:
+        return GeneratorCoins([fresh(one.number, len(one.out.ids)) for one in live], 1)
+
+
+def plainly(sampling: Sampling, prompt: Sequence[int], count: int, number: int = 0) -> list[int]:
+    """Plain decoding with transformers' processors; one uniform per token, the law inverted."""
+    target, text = tiny.target(), list(prompt)
+    for said in range(count):
+        left = scores(sampling, text, own_logits(target, text))
+        if sampling.greedy:
+            text.append(int(left.argmax()))
+            continue
+        ends = left.softmax(-1).double().cumsum(0)
+        uniform = fresh(number, said).random()
+        text.append(int((ends <= uniform * ends[-1]).sum()))
+    return text[len(prompt) :]
+
+
+def asked(budget: int = 14) -> list[Request]:
+    """Of unequal length, so that slots are given on and their histories with them."""
+    return [Request(prompt, budget - 4 * n, n) for n, prompt in enumerate(PROMPTS)]
+
+
+def choir(sampling: Sampling) -> Row:
+    """Knows two of three tokens of the greedy answers under these processors."""
+    noise, known = by_chance(tiny.VOCAB, scale=2.0), dict[Text, int]()
+    for prompt, budget, _ in asked():
+        text = (*prompt, *plainly(sampling._replace(temperature=0.0), prompt, budget))
+        known.update({text[:i]: text[i] for i in range(len(prompt), len(text))})
+
+    def row(said: Text) -> Tensor:
+        logits = noise(said).clone()
+        if said in known and len(said) % 3:
+            logits[known[said]] = 15.0
+        return logits
+
+    return row
+
+
+# ---- the words -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES.values()], ids=["plain", *POLICIES])
+@each_change
+def test_greedy_words_are_those_of_transformers(
+    policy: Policy | None, change: dict[str, Any]
+) -> None:
+    sampling = Sampling(**change)
+    drafter = Told(choir(sampling), tiny.VOCAB) if policy else None
+    for batch in (1, 2):
+        decoder = Engine(tiny.target(), drafter, policy, sampling=sampling)
+        outs = decoder.generate_all(asked(), batch)
+        assert [out.ids for out in outs] == [plainly(sampling, p, n) for p, n, _ in asked()]
+        assert policy is None or sum(sum(out.accepted) for out in outs) > 5
+
+
+@each_setting
+def test_sampled_words_are_those_of_transformers(setting: dict[str, Any]) -> None:
+    sampling = Sampling(**setting)
+    outs = Numbered(tiny.target(), None, None, sampling=sampling).generate_all(asked(), 3)
+    assert [out.ids for out in outs] == [plainly(sampling, p, n, s) for p, n, s in asked()]
+
+
+# ---- the rows of trees ---------------------------------------------------------------------------
+
+
+class Checked(Engine):
+    """Compares the rows of every node with transformers' on the node's own text."""
+
+    compared = 0
+    row: Row
+
+    def _decide(
+        self, live: list[Live], draft: Draft, logits: Tensor
+    ) -> tuple[list[News], Tensor | None]:
+        rows = self.sampling.rows(logits)
+        for i, one in enumerate(live):
+            text = (*one.request.prompt, *one.out.ids)
+            nodes = draft.tree.real[i].nonzero().flatten().tolist()
+            for node, path in zip(nodes, [(), *tiny.paths(draft.tree, i)], strict=True):
+                self._compare(rows[i, node], own_logits(self.target, text + path), text + path)
+                if draft.q_rows is not None and draft.q_rows[i, node].any():
+                    self._compare_draft(draft.q_rows[i, node], text + path)
+        return super()._decide(live, draft, logits)
+
+    def _compare(self, mine: Tensor, logits: Tensor, text: Text) -> None:
+        theirs = scores(self.sampling, text, logits).softmax(-1)
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
+        self.compared += 1
+
+    def _compare_draft(self, mine: Tensor, text: Text) -> None:
+        assert self.drafter is not None
+        whole = torch.full((tiny.VOCAB,), float("-inf"))
+        whole[self.drafter.vocab.kept] = self.row(text)
+        self._compare(mine, whole, text)
+
+
+def compare(policy: Policy, setting: dict[str, Any], kept: int) -> None:
+    row = by_chance(kept, scale=2.0)
+    drafter = Told(row, tiny.VOCAB)
+    drafter.vocab = tiny.vocab(kept)
+    decoder = Checked(tiny.target(), drafter, policy, sampling=Sampling(**setting))
+    decoder.row = row
+    decoder.generate_all(asked(12), 2)
+    assert decoder.compared > 40
+
+
+@each_setting
+@each_policy
+def test_every_node_is_judged_by_its_own_text(policy: Policy, setting: dict[str, Any]) -> None:
+    """Target and drafter alike (R7)."""
+    compare(policy, setting, kept=tiny.VOCAB)
+
+
+@each_policy
+def test_and_over_a_reduced_draft_vocabulary_too(policy: Policy) -> None:
+    for name in ("all", "reward"):
+        compare(policy, SETTINGS[name], kept=30)
+
+
+# ---- bans ----------------------------------------------------------------------------------------
+
+
+class Listening(Engine):
+    """Notes what was drafted."""
+
+    drafted: set[int]
+
+    def _decide(
+        self, live: list[Live], draft: Draft, logits: Tensor
+    ) -> tuple[list[News], Tensor | None]:
+        for i in range(len(live)):
+            self.drafted |= {path[-1] for path in tiny.paths(draft.tree, i)}
+        return super()._decide(live, draft, logits)
+
+
+@pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])
+@pytest.mark.parametrize("banned", [(), BANNED], ids=["free", "banned"])
+@each_policy
+def test_a_banned_token_is_never_proposed(
+    policy: Policy, warm: float, banned: tuple[int, ...]
+) -> None:
+    """By a drafter that likes them best; free, it proposes nothing else at first."""
+    noise = by_chance(tiny.VOCAB)
+    favourites = torch.zeros(tiny.VOCAB).index_fill_(0, torch.tensor(BANNED), 9.0)
+    drafter = Told(lambda text: noise(text) + favourites, tiny.VOCAB)
+    decoder = Listening(tiny.target(), drafter, policy, sampling=Sampling(warm, banned=banned))
+    decoder.drafted = set()
+    outs = decoder.generate_all(asked(), 3)
+    assert len(decoder.drafted) > 2
+    assert decoder.drafted.isdisjoint(BANNED) == bool(banned)
+    assert not banned or not {token for out in outs for token in out.ids} & set(BANNED)
+
+
+@pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])
+@each_policy
+def test_nor_where_hardly_a_token_is_left(policy: Policy, warm: float) -> None:
+    """Two of five tokens may be said; the trees want up to three children."""
+    sampling = Sampling(warm, banned=(0, 2, 4))
+    decoder = Listening(swift(), Told(by_chance(TOKENS), TOKENS), policy, sampling=sampling)
+    decoder.drafted = set()
+    outs = decoder.generate_all([Request([1, 3, 4], 12), Request([2], 9)], 2)
+    assert {token for out in outs for token in out.ids} <= {1, 3}
+    assert decoder.drafted <= {1, 3}
+
+
+@pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])
+@each_policy
+def test_a_draft_vocabulary_that_is_wholly_banned_is_no_trouble(
+    policy: Policy, warm: float
+) -> None:
+    """There is nothing to propose; the target goes on alone."""
+    drafter = Told(by_chance(2), TOKENS)
+    drafter.vocab = DraftVocab(torch.tensor([0, 4]), TOKENS)
+    decoder = Engine(swift(), drafter, policy, sampling=Sampling(warm, banned=(0, 4)))
+    out = decoder.generate_all([Request([1, 3, 4], 9)], 1)[0]
+    assert len(out.ids) == 9
+    assert set(out.accepted) == {0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be positive"),
+        ({"banned": (3, 61)}, "banned=61: the target's tokens are 0..60"),
+        ({"banned": tuple(range(61))}, "no token is left"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"min_p": 1.5}, "min_p=1.5"),
+    ],
+)
+def test_settings_without_sense_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny.target(), None, None, sampling=Sampling(**change))
+
+
+# ---- controls ------------------------------------------------------------------------------------
+
+
+def words(policy: Policy) -> list[list[int]]:
+    sampling = Sampling(**CHANGES["penalty"])
+    decoder = Engine(tiny.target(), Told(choir(sampling), tiny.VOCAB), policy, sampling=sampling)
+    return [out.ids for out in decoder.generate_all(asked(), 3)]
+
+
+def prompt_only(history: History, slot: int, text: Sequence[int]) -> None:
+    """Wrong on purpose: what is said later does not count."""
+    history.said[slot] = False
+    history.said[slot, torch.tensor(list(text))] = True
+
+
+def as_the_root(history: History, tree: Tree, first: int = 0) -> Tensor:
+    """Wrong on purpose: every node has the history of its root."""
+    return history.along(tree.ids[:, :1, None].expand(-1, tree.size, 1), first)
+
+
+@each_policy
+def test_a_history_that_ends_with_the_prompt_is_noticed(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = words(policy)
+    monkeypatch.setattr(History, "start", prompt_only)
+    monkeypatch.setattr(History, "add", lambda *_: None)
+    assert words(policy) != right
+
+
+@each_policy
+def test_a_tree_of_one_history_is_noticed(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = words(policy)
+    monkeypatch.setattr(History, "at_nodes", as_the_root)
+    assert words(policy) != right

@@ -1,0 +1,90 @@
+"""Few rows: the same numbers from either side, and from groups that ask together."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.models import small_matmul as few
+from outrider.models.small_matmul import lent_attention
+
+asked_anew = few.foreign.__wrapped__  # what is remembered for the process's whole life
+ATTEND = F.scaled_dot_product_attention
+
+
+@pytest.fixture(params=[True, False], ids=["AMD", "others"], autouse=True)
+def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test holds on either kind of processor."""
+    monkeypatch.setattr(few, "foreign", lambda: request.param)
+
+
+@pytest.mark.parametrize(
+    ("said", "amd"), [("vendor_id\t: AuthenticAMD\n", True), ("vendor_id\t: GenuineIntel\n", False)]
+)
+def test_the_maker_of_the_processor(
+    said: str, amd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux tells, and elsewhere as Python does."""
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(few, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "processor", lambda: f"Family 25 Model 1, {said}")
+    assert asked_anew() == amd
+    (tmp_path / "cpuinfo").write_text("vendor_id\t: GenuineIntel\n")
+    assert not asked_anew()
+
+
+@pytest.mark.parametrize("rows", [(0,), (1,), (3,), (1, 1), (2, 2), (1, 9), (10,)])
+@pytest.mark.parametrize("size", [(7, 5), (64, 16)], ids=["narrow", "wide"])
+def test_a_product_is_the_same_from_either_side(
+    rows: tuple[int, ...], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few, "WIDE", 1000)
+    dice = torch.Generator().manual_seed(sum(rows))
+    weight, x = torch.randn(size, generator=dice), torch.randn(*rows, size[1], generator=dice)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs = (f(x.to(dtype), weight.to(dtype), None) for f in (few.linear, F.linear))
+        assert ours.shape == theirs.shape
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, theirs)
+    bias = torch.randn(size[0], generator=dice)
+    assert torch.equal(few.linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("lent", [1, 2, 6])
+def test_query_heads_that_share_a_key_head_may_ask_as_its_rows(
+    lent: int, batch: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against every key head repeated; a mask of one prompt may stand for all.
+
+    What comes out may lie in memory row by row or, as on a GPU, position by position.
+    """
+    dice = torch.Generator().manual_seed(lent)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(*size, 8, generator=dice).to(dtype)
+
+    q = drawn(batch, count, 6).transpose(1, 2)
+    keys, values = (drawn(batch, lent, 11)[:, :, :9] for _ in range(2))
+    seen = torch.rand(batch, 1, count, 9, generator=dice) < 0.6
+    seen[..., 0] = True
+    added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf"))
+    for mask in (None, seen, added, added[:1]):
+        ours = lent_attention(q, keys, values, mask, 0.3)
+        each, all_values = (x.repeat_interleave(6 // lent, dim=1) for x in (keys, values))
+        theirs = F.scaled_dot_product_attention(q, each, all_values, mask, scale=0.3)
+        torch.testing.assert_close(ours, theirs)
+        with monkeypatch.context() as patched:
+            patched.setattr(F, "scaled_dot_product_attention", turned_around)
+            assert torch.equal(lent_attention(q, keys, values, mask, 0.3), ours)
+
+
+def turned_around(*what: Any, **how: Any) -> Tensor:
+    """Attention whose result lies as the memory-efficient kernel leaves it."""
+    return ATTEND(*what, **how).transpose(1, 2).contiguous().transpose(1, 2)

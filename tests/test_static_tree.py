@@ -1,0 +1,303 @@
+"""Trees of one shape: every node against a literal re-statement, and the law of what is said."""
+
+from random import Random
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.models.decode.policy import Draft, Policy
+from outrider.models.decode.rules import BEST, DRAWN, INDEPENDENT, judge
+from outrider.models.decode.sampling import Coins
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.decode.tree_shapes import Paths, parse
+from outrider.models.vocab import DraftVocab
+from tests import tiny
+from tests.enumeration import Law, distance, enumerate_law
+from tests.tiny import TOKENS, Row, Text, Told, Tossing, logits_after, paths, swift
+
+TEXT: Text = (3, 1, 4)
+VOCAB = 7
+SIZE = 11  # of a larger vocabulary, so that ranks may be skipped
+GREEDY, WARM = Sampling(), Sampling(0.8, 1.0, 4)
+WIDE = parse([(0,), (1,), (5,), (0, 0), (0, 3), (1, 1), (5, 0), (0, 3, 2), (1, 1, 0), (1, 1, 4)])
+DENSE = parse([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (0, 0, 1), (2, 0, 0)])
+
+
+def propose(
+    shape: Paths, drafter: Told, room: int = 99, sampling: Sampling = GREEDY, draft: str = BEST
+) -> Draft:
+    """For one prompt, with the coins of seed 0."""
+    return tiny.propose(StaticTree(shape, draft), drafter, [TEXT], [room], sampling)
+
+
+def told(size: int = VOCAB, seed: int = 0, scale: float = 1.0) -> Told:
+    return Told(tiny.by_chance(size, seed, scale), size)
+
+
+# ---- favourites ----------------------------------------------------------------------------------
+
+
+def literally(row: Row, text: Text, shape: Paths, room: int) -> list[Text]:
+    """The tokens of every path of ranks; what a vocabulary has no rank for is not there."""
+    found: list[Text] = []
+    for path in shape:
+        said: Text = ()
+        for rank in path:
+            ranked = row(text + said).sort(descending=True, stable=True).indices.tolist()
+            said = (*said, *ranked[rank : rank + 1])
+        if len(said) == len(path) <= room:
+            found.append(said)
+    return found
+
+
+ranks = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Paths:
+    """Some paths, and all that lies above them."""
+    tips = draw(st.lists(ranks, min_size=1, max_size=6))
+    return parse({tip[:depth] for tip in tips for depth in range(1, len(tip) + 1)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(), seed=st.integers(0, 99), room=st.integers(1, 5), size=st.integers(2, 8))
+def test_every_node_is_the_guess_of_its_ranks(
+    shape: Paths, seed: int, room: int, size: int
+) -> None:
+    drafter = told(size, seed)
+    tree = propose(shape, drafter, room).tree.check()
+    assert paths(tree) == literally(drafter.row, TEXT, shape, room)
+    assert tree.ids[0, 0] == TEXT[-1]
+    assert tree.size - 1 <= len(shape)
+
+
+def test_nodes_are_stored_as_the_shape_says() -> None:
+    tree = propose(WIDE, told(SIZE)).tree
+    assert tree.depths.tolist() == [[0, *map(len, WIDE)]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 0, 1, 1, 2, 3, 5, 6, 6]]
+    assert tree.real.all()
+    grown = [
+        [j == i or j in above for j in range(11)]
+        for i, above in enumerate(
+            [[], [0], [0], [0], [0, 1], [0, 1], [0, 2], [0, 3], [0, 1, 5], [0, 2, 6], [0, 2, 6]]
+        )
+    ]
+    assert tree.seen.tolist() == [grown]
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_no_level_behind_the_room_is_asked(room: int) -> None:
+    tree = propose(WIDE, told(SIZE), room).tree
+    assert tree.size == 1 + sum(len(path) <= room for path in WIDE)
+    assert tree.levels == room
+
+
+def test_what_a_tiny_vocabulary_cannot_fill_is_not_real() -> None:
+    """Three tokens: ranks 5, 3 and 4 are not there, and nothing below them."""
+    tree = propose(WIDE, told(3)).tree.check()
+    there = [max(path) < 3 for path in WIDE]
+    assert tree.real.tolist() == [[True, *there]]
+
+
+# ---- tossed siblings -----------------------------------------------------------------------------
+
+
+class Tossed(NamedTuple):
+    """What a literal draft came to: tokens of the nodes that are there, and their parents' rows."""
+
+    nodes: list[Text]
+    rows: dict[Text, Tensor]
+
+
+def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most: int) -> Tossed:
+    """One uniform per node with children and rank, level by level; the cumulative law inverted.
+
+    At every call of the coins `most` numbers are taken, and the first ones used.
+    """
+    generator = Random(0)
+    rows: dict[Text, Tensor] = {}
+    drawn: dict[Text, list[int]] = {}  # by path of ranks: tokens of the children, in order
+    said: dict[Text, Text] = {(): ()}  # path of ranks -> tokens
+    for depth in range(1, len(shape[-1]) + 1):
+        level = [path for path in shape if len(path) == depth]
+        parents = [node for node in [(), *shape] if any(path[:-1] == node for path in level)]
+        left = {}
+        for node in parents:
+            text = TEXT + said.get(node, (0,) * len(node))
+            left[node] = sampling.rows(row(text)[None])[0]
+            rows[node], drawn[node] = left[node].clone(), []
+        for _ in range(1 + max(path[-1] for path in level)):
+            uniforms = [generator.random() for _ in range(most)]
+            for node, uniform in zip(parents, uniforms, strict=False):
+                if not left[node].any():
+                    continue
+                ends = left[node].double().cumsum(0)
+                token = int((ends <= uniform * ends[-1]).sum())
+                drawn[node].append(token)
+                if not replacement:
+                    left[node][token] = 0.0
+        for path in level:
+            children = drawn[path[:-1]]
+            if path[:-1] in said and path[-1] < len(children):
+                said[path] = (*said[path[:-1]], children[path[-1]])
+    return Tossed([said[path] for path in shape if path in said], rows)
+
+
+@pytest.mark.parametrize("kind", [DRAWN, INDEPENDENT])
+@pytest.mark.parametrize("top_k", [3, 4, 7])
+def test_siblings_stand_in_the_order_in_which_they_were_drawn(kind: str, top_k: int) -> None:
+    """Rank k is the k-th draw (R3); the row of a node is what its first child was drawn from."""
+    sampling = Sampling(0.8, 1.0, top_k)
+    for seed in range(6):
+        drafter = told(seed=seed, scale=2.0)
+        hand = by_hand(drafter.row, DENSE, sampling, kind == INDEPENDENT, len(DENSE) + 1)
+        tree, q_rows = propose(DENSE, drafter, sampling=sampling, draft=kind)
+        assert paths(tree.check()) == hand.nodes
+        assert q_rows is not None
+        for node, row in hand.rows.items():
+            place = [(), *DENSE].index(node)
+            torch.testing.assert_close(q_rows[0, place], row)
+
+
+def test_no_more_siblings_are_real_than_tokens_have_mass() -> None:
+    """Two tokens, three children wanted: the third is not there, nor is anything below it."""
+    tree, q_rows = propose(DENSE, told(), sampling=Sampling(1.0, 1.0, 2), draft=DRAWN)
+    gone = [path[0] == 2 for path in DENSE]
+    assert tree.check().real.tolist() == [[True, *(not away for away in gone)]]
+    assert q_rows is not None
+    assert len({path for path in paths(tree) if len(path) == 1}) == 2
+
+
+def test_only_nodes_with_children_have_rows() -> None:
+    tree, q_rows = propose(DENSE, told(), sampling=WARM, draft=DRAWN)
+    assert q_rows is not None
+    inner = [node in {path[:-1] for path in DENSE} for node in [(), *DENSE]]
+    assert (q_rows[0].sum(-1) > 0.99).tolist() == inner
+    assert q_rows.any(-1)[0].tolist() == inner
+    assert tree.size == len(inner)
+
+
+def test_favourites_come_without_rows() -> None:
+    assert propose(DENSE, told(), sampling=WARM).q_rows is None
+    assert propose(DENSE, told(), sampling=GREEDY, draft=DRAWN).q_rows is None
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_of_a_reduced_vocabulary_are_zero_elsewhere(batch: int) -> None:
+    drafter = Told(tiny.by_chance(3), VOCAB)
+    drafter.vocab = DraftVocab(torch.tensor([1, 4, 6]), VOCAB)
+    policy, texts = StaticTree(DENSE, DRAWN), [TEXT, (2, 0)][:batch]
+    draft = tiny.propose(policy, drafter, texts, [9] * batch, WARM, range(batch))
+    assert draft.q_rows is not None
+    assert draft.q_rows.shape == (batch, len(DENSE) + 1, VOCAB)
+    assert not draft.q_rows[..., [0, 2, 3, 5]].any()
+    assert set(draft.tree.ids[:, 1:].unique().tolist()) <= {1, 4, 6}
+
+
+# ---- a batch -------------------------------------------------------------------------------------
+
+CROWD: list[Text] = [(3, 1, 4), (5,), (6, 2, 0, 1, 1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "draft"), [(GREEDY, BEST), (WARM, BEST), (WARM, DRAWN), (WARM, INDEPENDENT)]
+)
+def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(sampling: Sampling, draft: str) -> None:
+    policy, drafter = StaticTree(DENSE, draft), told(scale=2.0)
+    rooms = [99, 2, 3, 1]
+    made = tiny.propose(policy, drafter, CROWD, rooms, sampling, range(4))
+    made.tree.check()
+    for row, (text, room) in enumerate(zip(CROWD, rooms, strict=True)):
+        alone = tiny.propose(policy, drafter, [text], [room], sampling, [row])
+        assert paths(made.tree, row) == paths(alone.tree)
+        if alone.q_rows is not None:
+            assert made.q_rows is not None
+            inner = [i for i, node in enumerate([(), *DENSE]) if len(node) < room]
+            inner = [i for i in inner if i < alone.tree.size]
+            torch.testing.assert_close(made.q_rows[row, inner], alone.q_rows[0, inner])
+
+
+# ---- the law of what is said ---------------------------------------------------------------------
+
+PAIR, SMALL = parse([(0,), (1,)]), parse([(0,), (1,), (0, 0)])
+PROMPT = [1, 3, 4, 2]
+TWO, THREE = Sampling(0.8, 1.0, 2), Sampling(0.8, 1.0, 3)
+LAWS = [
+    (SMALL, BEST, "match"),
+    (SMALL, DRAWN, "without_replacement"),
+    (SMALL, DRAWN, "traversal"),
+    (SMALL, INDEPENDENT, "independent"),
+    (PAIR, DRAWN, "sampled"),
+    (PAIR, DRAWN, "without_replacement"),
+    (PAIR, INDEPENDENT, "traversal"),
+]
+
+
+def decoder(policy: Policy, rule: str, sampling: Sampling) -> Tossing:
+    """In float64; the drafter has a mind of its own."""
+    noise = tiny.by_chance(TOKENS, seed=3, scale=1.5)
+    drafter = Told(lambda text: noise(text).double(), TOKENS)
+    judged = judge(rule, policy.draft)
+    return Tossing(swift(torch.float64), drafter, policy, sampling=sampling, rule=judged)
+
+
+def law_of(of: Tossing, count: int) -> Law:
+    """The exact joint law of so many tokens: every outcome of every coin, run once."""
+
+    def run(coins: Coins) -> Text:
+        of.coins = coins
+        return tuple(of.generate(PROMPT, count).ids)
+
+    return enumerate_law(run)
+
+
+def plain_law(sampling: Sampling, count: int) -> Law:
+    law: Law = {(): 1.0}
+    for _ in range(count):
+        longer: Law = {}
+        for said, chance in law.items():
+            row = sampling.rows(logits_after(swift(torch.float64), [*PROMPT, *said])[None])[0]
+            longer.update({(*said, t): chance * p for t, p in enumerate(row.tolist()) if p > 0})
+        law = longer
+    return law
+
+
+@pytest.mark.parametrize(("shape", "draft", "rule"), LAWS)
+def test_what_is_said_has_exactly_the_law_of_plain_sampling(
+    shape: Paths, draft: str, rule: str
+) -> None:
+    """One token by the prompt's forward, and one more than the tree is deep."""
+    policy = StaticTree(shape, draft)
+    count, sampling = policy.levels + 2, THREE if shape is PAIR else TWO
+    found = law_of(decoder(policy, rule, sampling), count)
+    assert distance(found, plain_law(sampling, count)) < 1e-12
+
+
+class Sorted(StaticTree):
+    """Wrong on purpose: drawn siblings, the likelier one first (R3)."""
+
+    def propose(self, *args: object, **kwargs: object) -> Draft:
+        draft: Draft = super().propose(*args, **kwargs)  # type: ignore[arg-type]
+        tree, rows = draft
+        assert rows is not None
+        chance = rows[:, :1].gather(2, tree.ids[:, None, 1:])[:, 0]
+        order = chance.sort(descending=True, stable=True).indices
+        tree.ids[:, 1:] = tree.ids[:, 1:].gather(1, order)
+        return draft
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"), [(StaticTree, 0.0, 1e-12), (Sorted, 0.005, 1.0)]
+)
+def test_siblings_in_another_order_have_another_law(
+    kind: type[StaticTree], least: float, most: float
+) -> None:
+    """The control of the test above."""
+    of = decoder(kind(PAIR, DRAWN), "without_replacement", THREE)
+    assert least <= distance(law_of(of, 3), plain_law(THREE, 3)) < most

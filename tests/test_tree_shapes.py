@@ -1,0 +1,338 @@
+"""Shapes of static trees: their order, their errors, and searches against all trees there are."""
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.conf.errors import RunError
+from outrider.models.decode import tree_shapes as shapes
+from outrider.models.decode.tree_shapes import Paths
+
+# Small enough to do by hand: two depths, three ranks.
+TABLE = torch.tensor([[0.5, 0.25, 0.125], [0.5, 0.0, 0.25]], dtype=torch.float64)
+
+
+def random_table(seed: int, depths: int, ranks: int, ordered: bool = False) -> Tensor:
+    """Chances of siblings, which sum to less than 1."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(depths, ranks + 1, dtype=torch.float64, generator=generator)
+    table = (drawn / drawn.sum(-1, keepdim=True))[:, :ranks]
+    return table.sort(descending=True).values if ordered else table
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    """Any tree, in any order: each node hangs below the root or a node before it."""
+    found: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 12))):
+        above = draw(st.sampled_from([(), *found]))
+        found.append((*above, draw(st.integers(0, 5))))
+    return draw(st.permutations(sorted(set(found))))
+
+
+# ---- one way to write a tree ---------------------------------------------------------------------
+
+
+def test_parents_come_first_and_siblings_in_rank_order() -> None:
+    given_order = [[1, 0], [0, 2], [2], [0, 0, 1], [0], [0, 0], [1]]
+    found = shapes.parse(given_order)
+    assert found == ((0,), (1,), (2,), (0, 0), (0, 2), (1, 0), (0, 0, 1))
+
+
+@given(trees())
+def test_the_order_given_does_not_matter(tree: list[tuple[int, ...]]) -> None:
+    found = shapes.parse(tree)
+    assert set(found) == set(tree)
+    assert shapes.parse(found) == found == shapes.parse(sorted(tree))
+    for i, path in enumerate(found):
+        assert path[:-1] in {(), *found[:i]}
+        if i:
+            assert (len(found[i - 1]), found[i - 1]) < (len(path), path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        ([], "at least one node"),
+        ([[0], []], "an empty path is the root"),
+        ([[0], [0, -1]], r"path \[0, -1\]: ranks count from 0"),
+        ([[0], [1], [0]], r"path \[0\] is there twice"),
+        ([[0], [1, 2]], r"path \[1, 2\] has no parent: \[1\] is not there"),
+        ([[0], [0, 0, 0]], r"path \[0, 0, 0\] has no parent: \[0, 0\] is not there"),
+    ],
+)
+def test_what_is_no_tree_is_refused(paths: list[list[int]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        shapes.parse(paths)
+
+
+@given(trees())
+def test_contiguous_siblings_have_the_ranks_from_zero(tree: list[tuple[int, ...]]) -> None:
+    found = shapes.parse(tree)
+    below: dict[tuple[int, ...], list[int]] = {}
+    for path in found:
+        below.setdefault(path[:-1], []).append(path[-1])
+    whole = all(sorted(ranks) == list(range(len(ranks))) for ranks in below.values())
+    assert shapes.contiguous(found) == whole
+
+
+def test_a_gap_anywhere_is_seen() -> None:
+    assert shapes.contiguous(((0,), (1,), (1, 0)))
+    assert not shapes.contiguous(((1,),))
+    assert not shapes.contiguous(((0,), (1,), (1, 0), (1, 2)))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(trees())
+def test_a_tree_survives_its_file(
+    tmp_path_factory: pytest.TempPathFactory, tree: list[tuple[int, ...]]
+) -> None:
+    file = tmp_path_factory.mktemp("tree") / "tree.json"
+    shapes.write(shapes.parse(tree), file)
+    assert shapes.read(file) == shapes.parse(tree)
+
+
+def test_a_file_holds_a_node_a_line(tmp_path: Path) -> None:
+    shapes.write(((0,), (1,), (0, 0)), tmp_path / "tree.json")
+    assert (tmp_path / "tree.json").read_text() == "[\n [0],\n [1],\n [0, 0]\n]\n"
+    (tmp_path / "other.json").write_text("[[0, 0], [1], [0]]")  # as published by others
+    assert shapes.read(tmp_path / "other.json") == ((0,), (1,), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[0], [0", "delimiter"),
+        ("{}", "not a list of lists"),
+        ("[0, 1]", "not a list of lists"),
+        ('["00"]', "not a list of lists"),
+        ("[[0], [1.0]]", "not a list of lists of whole numbers"),
+        ("[[false]]", "not a list of lists of whole numbers"),
+        ("[]", "at least one node"),
+        ("[[0], [1, 2]]", "has no parent"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(text)
+    with pytest.raises(RunError, match=rf"tree\.json holds no tree: .*{words}"):
+        shapes.read(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"nowhere\.json holds no tree"):
+        shapes.read(tmp_path / "nowhere.json")
+
+
+def test_what_is_no_tree_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no parent"):
+        shapes.write(((0, 0),), tmp_path / "tree.json")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- well-known shapes ---------------------------------------------------------------------------
+
+
+def test_chains_and_full_trees() -> None:
+    assert shapes.chain(3) == ((0,), (0, 0), (0, 0, 0))
+    assert shapes.full([2, 1]) == ((0,), (1,), (0, 0), (1, 0))
+    assert len(shapes.full([3, 2, 2])) == 3 + 6 + 12
+    for widths in ([], [2, 0]):
+        with pytest.raises(ValueError, match="widths"):
+            shapes.full(widths)
+
+
+def test_the_tree_of_eagle_1() -> None:
+    """25 drafted nodes, 26 with the root; per level as in the paper's figure."""
+    levels = [[path for path in shapes.EAGLE1 if len(path) == depth] for depth in range(1, 6)]
+    assert [len(level) for level in levels] == [4, 8, 8, 3, 2]
+    assert len(shapes.EAGLE1) == 25
+    assert shapes.contiguous(shapes.EAGLE1)
+    second = ["00", "01", "02", "10", "11", "20", "21", "30"]
+    third = ["000", "001", "002", "010", "011", "020", "021", "100"]
+    assert ["".join(map(str, path)) for path in levels[1]] == second
+    assert ["".join(map(str, path)) for path in levels[2]] == third
+
+
+def test_a_picture() -> None:
+    drawn = shapes.picture(((0,), (0, 0), (0, 2), (1,), (0, 0, 0)))
+    assert drawn.splitlines() == [
+        "root",
+        "|-- 0",
+        "|   |-- 0",
+        "|   |   `-- 0",
+        "|   `-- 2",
+        "`-- 1",
+    ]
+
+
+# ---- what a shape is worth -----------------------------------------------------------------------
+
+
+def test_expected_tokens_by_hand() -> None:
+    assert shapes.expected(((0,),), TABLE) == 1.5
+    assert shapes.expected(((0,), (1,), (0, 0), (1, 2)), TABLE) == 1 + 0.5 + 0.25 + 0.25 + 0.0625
+    assert shapes.expected(shapes.full([3, 3]), TABLE) == 1 + 0.875 * 1.75
+
+
+def test_a_chain_is_worth_its_survival() -> None:
+    table = torch.full((6, 1), 0.8, dtype=torch.float64)
+    assert shapes.expected(shapes.chain(6), table) == pytest.approx((1 - 0.8**7) / 0.2, abs=1e-12)
+
+
+def test_a_table_must_know_every_node() -> None:
+    for paths in (((3,),), shapes.chain(3)):
+        with pytest.raises(ValueError, match="the table has 2 depths and 3 ranks"):
+            shapes.expected(paths, TABLE)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ([[0.5, 1.5]], "chances from 0 to 1"),
+        ([[0.5, float("nan")]], "chances from 0 to 1"),
+        ([[]], "chances from 0 to 1"),
+        ([[0.5, 0.2], [0.6, 0.7]], "sum to 1.3"),
+    ],
+)
+def test_what_is_no_table_is_refused(table: list[list[float]], words: str) -> None:
+    for search in (shapes.best_first, shapes.sequoia):
+        with pytest.raises(ValueError, match=words):
+            search(torch.tensor(table), 1, deepest=1)
+
+
+@cache
+def every_tree(nodes: int, depths: int, ranks: int) -> tuple[Paths, ...]:
+    """All trees of exactly so many nodes: choose which ranks a node has, then share the rest."""
+    return tuple(shapes.parse(tree) for tree in forests((), nodes, depths, ranks) if tree)
+
+
+def forests(
+    above: tuple[int, ...], nodes: int, depths: int, ranks: int
+) -> Iterator[list[tuple[int, ...]]]:
+    if nodes == 0:
+        yield []
+    if nodes == 0 or depths == 0:
+        return
+    for chosen in itertools.chain.from_iterable(
+        itertools.combinations(range(ranks), count) for count in range(1, ranks + 1)
+    ):
+        for shares in itertools.product(range(nodes), repeat=len(chosen)):
+            if sum(shares) + len(chosen) == nodes:
+                below = [
+                    list(forests((*above, rank), share, depths - 1, ranks))
+                    for rank, share in zip(chosen, shares, strict=True)
+                ]
+                for parts in itertools.product(*below):
+                    own = [(*above, rank) for rank in chosen]
+                    yield own + [path for part in parts for path in part]
+
+
+def test_there_are_as_many_trees_as_there_should_be() -> None:
+    """Two ranks, any depth: binary trees, counted by Catalan numbers (root included: n + 1)."""
+    assert [len(every_tree(n, n, 2)) for n in (1, 2, 3, 4)] == [2, 5, 14, 42]
+    assert len(set(every_tree(5, 3, 3))) == len(every_tree(5, 3, 3))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("nodes", "depths", "ranks"), [(1, 2, 2), (4, 3, 3), (6, 3, 2), (5, 2, 3)])
+def test_best_first_is_the_best_of_all_trees(
+    seed: int, nodes: int, depths: int, ranks: int, ordered: bool
+) -> None:
+    table = random_table(seed, depths, ranks, ordered)
+    found = shapes.best_first(table, nodes)
+    every = every_tree(nodes, depths, ranks)
+    worths = sorted(shapes.expected(tree, table) for tree in every)
+    assert len(found) == nodes
+    assert shapes.expected(found, table) == pytest.approx(worths[-1], abs=1e-12)
+    assert len(worths) == 1 or worths[0] < worths[-1] - 1e-3  # the search could have failed
+    assert shapes.contiguous(found) or not ordered
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("nodes", "depths", "ranks"), [(1, 2, 2), (4, 3, 3), (6, 3, 2), (5, 2, 3)])
+def test_sequoia_is_the_best_of_all_contiguous_trees(
+    seed: int, nodes: int, depths: int, ranks: int
+) -> None:
+    """Also where a later sibling is likelier than an earlier one, which then comes along."""
+    table = random_table(seed, depths, ranks)
+    found, value = shapes.sequoia(table, nodes, depths)
+    every = [tree for tree in every_tree(nodes, depths, ranks) if shapes.contiguous(tree)]
+    best = max(shapes.expected(tree, table) for tree in every)
+    assert len(found) == nodes
+    assert shapes.contiguous(found)
+    assert value == pytest.approx(shapes.expected(found, table), abs=1e-12)
+    assert value == pytest.approx(best, abs=1e-12)
+
+
+def test_a_gap_is_worth_something_and_drawn_siblings_cannot_have_it() -> None:
+    table = torch.tensor([[0.1, 0.8]], dtype=torch.float64)
+    assert shapes.best_first(table, 1) == ((1,),)
+    for nodes, worth in ((1, 1.1), (2, 1.9)):
+        found, value = shapes.sequoia(table, nodes, 1)
+        assert found == shapes.full([nodes])
+        assert value == pytest.approx(worth, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_searches_agree_where_ranks_are_in_order(seed: int) -> None:
+    """On a size that no list of all trees reaches."""
+    table = random_table(seed, 6, 8, ordered=True)
+    found, value = shapes.sequoia(table, 60, 6)
+    assert value == pytest.approx(shapes.expected(shapes.best_first(table, 60), table), abs=1e-12)
+    assert len(found) == 60
+
+
+def test_a_vector_holds_at_every_depth() -> None:
+    vector = torch.tensor([0.6, 0.2, 0.1], dtype=torch.float64)
+    assert shapes.sequoia(vector, 20, 5) == shapes.sequoia(vector.expand(5, -1), 20, 5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_more_nodes_and_more_depth_are_never_worse(seed: int) -> None:
+    table = random_table(seed, 6, 3)
+    values = torch.tensor(
+        [[shapes.sequoia(table, n, d)[1] for n in (1, 2, 3, 5, 9, 17, 33)] for d in range(1, 7)]
+    )
+    assert (values.diff(dim=0) >= -1e-12).all()
+    assert (values.diff(dim=1) >= -1e-12).all()
+    assert values[-1, -1] > values[0, -1] > values[0, 0]
+
+
+def test_a_search_that_runs_out_of_room_takes_everything() -> None:
+    table = random_table(0, 2, 3)
+    assert shapes.best_first(table, 100) == shapes.full([3, 3])
+    assert shapes.sequoia(table, 100, 2)[0] == shapes.full([3, 3])
+    assert shapes.best_first(table, 100, widest=2, deepest=1) == shapes.full([2])
+    assert shapes.sequoia(table, 100, 1)[0] == shapes.full([3])
+
+
+def test_nodes_without_worth_fill_up_what_was_asked_for() -> None:
+    """And of equal nodes the shallower, then the lower rank comes first."""
+    table = torch.tensor([[0.5, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    assert shapes.best_first(table, 1) == ((0,),)
+    assert shapes.best_first(table, 3) == ((0,), (1,), (0, 0))
+    found, value = shapes.sequoia(table, 4, 2)
+    assert (len(found), value) == (4, 2.0)
+
+
+@pytest.mark.parametrize("changes", [{"nodes": 0}, {"deepest": 0}, {"deepest": 3}])
+def test_limits_beyond_the_table_are_refused(changes: dict[str, int]) -> None:
+    limits = {"nodes": 3, "deepest": 2, **changes}
+    for search in (shapes.best_first, shapes.sequoia):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            search(TABLE, **limits)
+    for widest in (0, 4):
+        with pytest.raises(ValueError, match="widest"):
+            shapes.best_first(TABLE, 3, widest=widest)

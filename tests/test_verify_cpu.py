@@ -1,0 +1,324 @@
+"""The rules for a CPU have the laws of those in tensors, and the same words where coins agree."""
+
+from random import Random
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch import Tensor
+
+from outrider.models.decode import verify
+from outrider.models.decode import verify_cpu as on_cpu
+from outrider.models.decode.round_outcome import News, read
+from outrider.models.decode.sampling import Coins, GeneratorCoins
+from outrider.models.decode.tree import Tree
+from outrider.models.decode.verify import Accepted
+from outrider.models.decode.verify_cpu import OnCpu
+from tests.enumeration import (
+    PLAIN,
+    TOYS,
+    Draft,
+    Propose,
+    Scripted,
+    Toy,
+    ToyJudge,
+    any_trees,
+    argmax_chain,
+    bias,
+    check_ragged,
+    favourites,
+    g_test,
+    padded,
+    sampled_chain,
+    sampled_tree,
+    worst_bias,
+)
+
+
+def as_it_is(rows: Tensor) -> Tensor:
+    """The tests' rows are warped already."""
+    return rows
+
+
+def by(rule: OnCpu) -> ToyJudge:
+    """A rule for a CPU, in the form of the enumeration's judges."""
+
+    def judge(toy: Toy, draft: Draft, p_rows: Tensor, coins: Coins) -> Accepted:
+        news = rule(draft.tree, p_rows, as_it_is, draft.q_rows, coins)
+        most = draft.tree.levels + 1
+        paths = torch.tensor([(new.path + new.path[-1:] * most)[:most] for new in news])
+        lengths = torch.tensor([len(new.path) - 1 for new in news])
+        return Accepted(paths, lengths, torch.tensor([new.following for new in news]))
+
+    return judge
+
+
+MATCH, RATIO = by(on_cpu.match), by(on_cpu.ratio)
+
+
+def ragged(*proposals: Propose) -> Propose:
+    """Trees of unequal shape turn and turn about, filled up to one size."""
+
+    def propose(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
+        drafts = [one(toy, starts, coins) for one in proposals]
+        size = 1 + max(draft.tree.size for draft in drafts)
+        levels = max(draft.tree.levels for draft in drafts)
+        grown = [padded(draft, size, levels) for draft in drafts]
+        whose = torch.arange(len(starts)) % len(grown)
+
+        def mixed(parts: list[Tensor]) -> Tensor:
+            return torch.stack(parts)[whose, torch.arange(len(starts))]
+
+        trees = [draft.tree for draft in grown]
+        ids, parents, depths, real = (
+            mixed([getattr(tree, name) for tree in trees])
+            for name in ("ids", "parents", "depths", "real")
+        )
+        tree = Tree.grown(ids, parents, depths, levels, real)
+        return Draft(tree, mixed([draft.contexts for draft in grown]), None)
+
+    return propose
+
+
+# ---- exactness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("toy", TOYS)
+@pytest.mark.parametrize(
+    "propose",
+    [
+        argmax_chain(2),
+        favourites(2, 1),
+        sampled_tree((2, 1), True),  # siblings that repeat a token
+        ragged(argmax_chain(1), favourites(2, 1)),
+    ],
+    ids=["chain", "tree", "repeated", "ragged"],
+)
+def test_matching_is_exact(propose: Propose, toy: Toy) -> None:
+    assert bias(toy, propose, MATCH) < 1e-12
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_the_ratio_test_is_exact(toy: Toy) -> None:
+    assert bias(toy, sampled_chain(2), RATIO) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("propose", "judge"),
+    [(favourites(2, 1), MATCH), (sampled_chain(2), RATIO)],
+    ids=["match", "ratio"],
+)
+def test_whole_texts_follow_the_law_under_real_coins(propose: Propose, judge: ToyJudge) -> None:
+    assert g_test(Toy(6, sharpness=0.5), propose, judge, 2000) > 1e-3
+
+
+def test_what_a_prompt_is_told_does_not_depend_on_the_trees_beside_it() -> None:
+    check_ragged(Toy(11), [argmax_chain(1), favourites(2, 1), favourites(2, 2)], MATCH)
+
+
+# ---- negative controls ---------------------------------------------------------------------------
+
+
+def test_a_softmax_row_for_an_argmax_draft_is_caught() -> None:
+    """R1 broken."""
+
+    def with_rows(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
+        draft = argmax_chain(2)(toy, starts, coins)
+        return draft._replace(q_rows=toy.q[draft.contexts])
+
+    assert worst_bias(with_rows, RATIO) > 0.01
+
+
+def test_rows_of_another_node_are_caught() -> None:
+    """Each row told of the node before it."""
+
+    def shifted(rule: ToyJudge) -> ToyJudge:
+        return lambda toy, draft, p_rows, coins: rule(toy, draft, p_rows.roll(1, dims=1), coins)
+
+    assert worst_bias(favourites(2, 1), shifted(MATCH)) > 0.01
+    assert worst_bias(sampled_chain(2), shifted(RATIO)) > 0.01
+
+
+def test_unwarped_rows_are_caught() -> None:
+    """Right only at temperature 1."""
+
+    def raw(rule: ToyJudge) -> ToyJudge:
+        def judge(toy: Toy, draft: Draft, _p_rows: Tensor, coins: Coins) -> Accepted:
+            return rule(toy, draft, Toy(toy.seed, warp=PLAIN).p[draft.contexts], coins)
+
+        return judge
+
+    assert worst_bias(favourites(2, 1), raw(MATCH), (0.5, 0, 1.0)) > 0.01
+    assert worst_bias(sampled_chain(2), raw(RATIO), (0.5, 0, 1.0)) > 0.01
+
+
+# ---- against the rules in tensors ----------------------------------------------------------------
+
+
+def coins_of(seed: int, prompts: int, most: int = 9) -> GeneratorCoins:
+    return GeneratorCoins([Random(seed * 100 + prompt) for prompt in range(prompts)], most)
+
+
+def chains(
+    dice: torch.Generator, prompts: int, whole: bool
+) -> tuple[Tree, Tensor, Tensor, list[int]]:
+    """Guesses drawn from rows of q, p and q (p often 0; q too, behind what is real), and depths."""
+    p, q = (2 * torch.randn(2, prompts, 4, 5, generator=dice, dtype=torch.float64)).softmax(-1)
+    p = (p + 9 * q) / 10 if torch.rand(1, generator=dice) < 0.5 else p  # long drafts are kept too
+    p = p.masked_fill(p < 0.1, 0.0)
+    guesses = q.flatten(0, 1).multinomial(1, generator=dice).view(prompts, 4).roll(1, dims=1)
+    deep = torch.full((prompts,), 3) if whole else torch.randint(0, 4, (prompts,), generator=dice)
+    q = q.masked_fill((torch.arange(4) >= deep[:, None])[..., None], 0.0)
+    tree = Tree.chain(guesses, None if whole else deep)
+    return tree, p / p.sum(-1, keepdim=True), q, deep.tolist()
+
+
+@pytest.mark.parametrize("prompts", [1, 4])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_ratio_test_says_the_same_with_the_same_coins(whole: bool, prompts: int) -> None:
+    dice = torch.Generator().manual_seed(prompts)
+    lengths = set()
+    for seed in range(40):
+        tree, p, q, _ = chains(dice, prompts, whole)
+        wanted = verify.ratio(tree, p, q, coins_of(seed, prompts))
+        told = on_cpu.ratio(tree, p, as_it_is, q, coins_of(seed, prompts))
+        assert told == read(tree, wanted, p.amax(2))
+        lengths |= {len(new.tokens) for new in told}
+    assert lengths == {1, 2, 3, 4}
+
+
+def test_the_ratio_test_says_to_each_chain_what_it_says_to_it_alone() -> None:
+    dice = torch.Generator().manual_seed(2)
+    for seed in range(40):
+        tree, p, q, depths = chains(dice, 4, whole=False)
+        told = on_cpu.ratio(tree, p, as_it_is, q, coins_of(seed, 4))
+        for i, deep in enumerate(depths):
+            mine = slice(i, i + 1), slice(0, deep + 1)
+            coins = GeneratorCoins([Random(seed * 100 + i)], 9)
+            alone = on_cpu.ratio(Tree.chain(tree.ids[mine]), p[mine], as_it_is, q[mine], coins)
+            assert alone == told[i : i + 1]
+
+
+def test_the_ratio_test_takes_a_chain_in_any_form() -> None:
+    tree, p, q, _ = chains(torch.Generator().manual_seed(3), 4, whole=True)
+    nodes = torch.arange(4).expand(4, -1)
+    grown = Tree.grown(tree.ids, nodes - 1, nodes, 3)
+    told = on_cpu.ratio(grown, p, as_it_is, q, coins_of(0, 4))
+    plainly = on_cpu.ratio(tree, p, as_it_is, q, coins_of(0, 4))
+    assert [new.tokens for new in told] == [new.tokens for new in plainly]
+
+
+@pytest.mark.parametrize("chain", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_matching_says_the_same_where_nothing_is_left_to_chance(whole: bool, chain: bool) -> None:
+    """Rows of one token each; three tokens only, so that siblings repeat, and paths tie."""
+    dice = torch.Generator().manual_seed(1)
+    lengths = set()
+    for _ in range(60):
+        ids = torch.randint(0, 3, (4, 9), generator=dice)
+        drafted = None if whole else torch.randint(0, 9, (4,), generator=dice)
+        tree = Tree.chain(ids, drafted) if chain else any_trees(ids, whole, dice)
+        rows = torch.eye(3)[torch.randint(0, 3, (4, 9), generator=dice)]
+        wanted = read(tree, verify.match(tree, rows, coins_of(0, 4)), rows.amax(2))
+        assert on_cpu.match(tree, rows, as_it_is, None, coins_of(0, 4)) == wanted
+        lengths |= {len(new.tokens) for new in wanted}
+    assert lengths >= {1, 2, 3}
+
+
+# ---- what is read, and what is refused -----------------------------------------------------------
+
+TREE = Tree.grown(  # the root 5 with the children 1 and 2, and 3 below 1
+    torch.tensor([[5, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]]), 2
+)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "tokens", "path", "leaf"),
+    [
+        ([4], [4], [0], False),
+        ([2, 0], [2, 0], [0, 2], True),
+        ([1, 3, 6], [1, 3, 6], [0, 1, 3], True),
+        ([1, 2], [1, 2], [0, 1], False),  # a child of the root's is none of node 1's
+    ],
+)
+def test_matching_draws_behind_nodes_that_are_reached_alone(
+    drawn: list[int], tokens: list[int], path: list[int], leaf: bool
+) -> None:
+    """Each node's row says which it is."""
+    rows = torch.arange(4.0)[None, :, None].expand(1, 4, 7)
+    warped: list[int] = []
+
+    def warp(rows: Tensor) -> Tensor:
+        warped.append(int(rows[0, 0]))
+        return rows
+
+    coins = Scripted(*([token] for token in drawn))
+    assert on_cpu.match(TREE, rows, warp, None, coins) == [News(tokens, path, leaf, 2)]
+    assert warped == path
+
+
+def test_a_row_that_is_reached_must_have_mass_and_no_other() -> None:
+    rows = torch.full((1, 4, 7), torch.nan)
+    rows[0, 0] = torch.eye(7)[2]
+    with pytest.raises(ValueError, match="finite"):
+        on_cpu.match(TREE, rows, as_it_is, None, coins_of(0, 1))
+    rows[0, 2] = torch.eye(7)[6]
+    (told,) = on_cpu.match(TREE, rows, as_it_is, None, coins_of(0, 1))
+    assert told.tokens == [2, 6]
+
+
+CHAIN = Tree.chain(torch.tensor([[2, 1, 0]]))
+P_ROWS = torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.0, 0.5, 0.5]]])
+Q_ROWS = torch.tensor([[[0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [torch.nan] * 3]])
+
+
+def test_a_residual_without_mass_falls_back_to_p() -> None:
+    """R9: p = q, and a coin that lands on its impossible side."""
+    coins = Scripted([1, 0, 0], [1])
+    on_cpu.ratio(CHAIN, P_ROWS, as_it_is, P_ROWS.clone(), coins)
+    assert coins.asked == [[1.0, 1.0, 1.0], [[0.5, 0.25, 0.25]]]
+
+
+@pytest.mark.parametrize(
+    ("p_rows", "q_rows", "why"),
+    [
+        (P_ROWS, None, "the rows it was drawn from"),
+        (P_ROWS, torch.eye(3)[torch.full((1, 3), 2)], r"token 1 of node 1 has p = 0\.25 and q = 0"),
+        (torch.full((1, 3, 3), torch.nan), Q_ROWS, "p = nan"),
+        (P_ROWS, Q_ROWS.roll(1, dims=1), "q = nan"),
+    ],
+)
+def test_what_cannot_have_been_drawn_is_refused(
+    p_rows: Tensor, q_rows: Tensor | None, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        on_cpu.ratio(CHAIN, p_rows, as_it_is, q_rows, Scripted())
+
+
+def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
+    hidden = P_ROWS.clone()
+    hidden[0, 0, 2] = torch.nan
+
+    class Tails(GeneratorCoins):
+        def toss(self, chances: list[list[float]]) -> list[list[bool]]:
+            return [[True, *[False] * (len(row) - 1)] for row in chances]
+
+    with pytest.raises(ValueError, match="finite"):
+        on_cpu.ratio(CHAIN, hidden, as_it_is, Q_ROWS, Tails([Random(0)], 3))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 3, 2), (1, 3, 4)])
+def test_rows_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    """By our own checks, or before them by the shape checker when the tests run with one."""
+    rows = torch.ones(shape)
+    with pytest.raises((ValueError, TypeCheckError)):
+        on_cpu.ratio(CHAIN, P_ROWS, as_it_is, rows, coins_of(0, 1))
+    if shape[1] != 3:
+        with pytest.raises((ValueError, TypeCheckError)):
+            on_cpu.match(CHAIN, rows, as_it_is, None, coins_of(0, 1))
+
+
+def test_the_ratio_test_of_a_tree_is_refused() -> None:
+    rows = torch.full((1, 4, 7), 1 / 7)
+    with pytest.raises(ValueError, match="chains only"):
+        on_cpu.ratio(TREE, rows, as_it_is, rows, Scripted())

@@ -1,0 +1,122 @@
+"""Where numbers go: `metrics.jsonl` in the run folder, a progress bar, services if asked.
+
+Every metric has one definition, in `METRICS`; a name `x@d` is x at depth d.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.conf.files import append, write
+from outrider.train.settings import Config
+from outrider.train.trackers import Background
+
+LINE = 60.0  # seconds between lines of progress where there is no terminal
+
+
+class Metric(NamedTuple):
+    """What a logged number is."""
+
+    unit: str
+    reduction: str
+    meaning: str
+
+
+METRICS = {
+    "loss": Metric(
+        "nats", "mean over supervised rows", "the terms of drafter.loss together, depth d"
+    ),
+    "term.<name>": Metric(
+        "nats", "mean over rows it speaks of", "one term alone, where there are several"
+    ),
+    "agree": Metric("share", "mean over supervised rows", "drafter's favourite is the target's"),
+    "alpha": Metric("share", "mean over supervised rows", "sum of min(p, q) at temperature 1"),
+    "accept_length": Metric(
+        "tokens", "emitted / expected rounds", "greedy tau of a chain of drafter.depths"
+    ),
+    "accept_length_sampling": Metric(
+        "tokens", "emitted / expected rounds", "the same at temperature 1"
+    ),
+    "kept": Metric("nats", "mean over answer rows", "cost of the changed target (Medusa-2)"),
+    "objective": Metric("nats", "weights x losses, keep x kept", "what is minimised"),
+    "grad_norm": Metric("1", "of the last step", "norm of the gradient before clipping"),
+    "update_ratio": Metric(
+        "1", "of the last step", "norm of the step / norm of the weights (not under zero3)"
+    ),
+    "skipped": Metric("steps", "since the start", "bad steps that were left out"),
+    "lr": Metric("1", "of the last step", "learning rate"),
+    "tokens_per_second": Metric(
+        "1/s", "average since the start", "tokens trained on, all ranks, evaluations included"
+    ),
+}
+
+
+class Tracker:
+    """Rank 0 writes; on other ranks nothing happens."""
+
+    def __init__(
+        self, config: Config, console: Console, main: bool, services: Sequence[Background] = ()
+    ) -> None:
+        self.file, self.console = Path(config.run.dir) / "metrics.jsonl", console
+        self.main, self.spoke = main, time.monotonic()
+        self.bar = Progress(
+            TextColumn("training"), BarColumn(), TextColumn("{task.fields[said]}"),
+            TimeRemainingColumn(), console=console, disable=not main,
+        )  # fmt: skip
+        self.task = self.bar.add_task("training", total=1.0, said="")
+        self.services = services
+
+    def __enter__(self) -> "Tracker":
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _at: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
+
+    def rewind(self, step: int) -> None:
+        """Forget lines behind a step that training continues from; it logs that step again."""
+        if self.main and self.file.is_file():
+            lines = [x for x in map(_readable, self.file.read_text().splitlines()) if x]
+            kept = [
+                x for x in lines if x["step"] < step or (x["step"], x["kind"]) == (step, "held")
+            ]
+            write(self.file, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+    def log(self, step: int, kind: str, values: dict[str, float]) -> None:
+        """One line: {"step": .., "kind": "train" | "held" | "skipped", ...}."""
+        if not self.main:
+            return
+        append(self.file, json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        for service in self.services:
+            service.log(step, kind, values)
+
+    def show(self, done: float, said: str) -> None:
+        """Move the bar; where there is no terminal, print a line a minute."""
+        if self.main and not self.console.is_terminal and time.monotonic() - self.spoke > LINE:
+            self.spoke = time.monotonic()
+            self.console.print(f"{done:.0%}  {said}")
+        self.bar.update(self.task, completed=done, said=said)
+
+    def say(self, text: str) -> None:
+        if self.main:
+            self.bar.console.print(text)
+
+
+def _readable(line: str) -> dict[str, Any]:
+    """A line of the log; {} for one that a crash cut off."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
