@@ -1,34 +1,33 @@
-"""Hydra, at arm's length: yaml files and overrides -> one plain configuration.
+"""Composition of yaml files and overrides into one plain configuration, by Hydra's compose API.
 
-Only Hydra's compose API is used, so nothing is written, no folder changes and every rank may
-compose. Hydra's own exceptions leave here as `ConfigError`. `conf/train.yaml` and
-`conf/eval.yaml` are the two roots; each folder of `conf/` is a group, each file a choice.
+The compose API writes nothing and does not change the working directory, so every rank may compose.
+Hydra's exceptions become `ConfigError`. `conf/train.yaml`, `conf/eval.yaml` and `conf/report.yaml`
+are the roots; each folder of `conf/` is a group, each of its files a choice.
 """
 
 import functools
-import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import read, unknown
+from outrider.conf.fields import from_dict, leaf_fields, unknown_key
 
 T = TypeVar("T")
-CONF = Path(__file__).parent.parent / "conf"
-DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
+CONF = Path(__file__).parent
 
 
 def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
-    """The configuration that these overrides ask for, not yet validated (see `config.parse`).
+    """Compose a root with overrides; `train.settings.parse` validates the result.
 
     Args:
         overrides: Hydra's grammar, as on the command line: ["target=smollm2", "train.lr=1e-4"].
@@ -42,146 +41,166 @@ def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
             return hydra_compose(root, list(overrides))
     except OverrideParseException as error:
         why = "This is not an override."
-        fix = "Write key=value; quote what the shell or Hydra would read: 'key=\"a, b\"'."
+        fix = "Write key=value; quote special characters: 'key=\"a, b\"'."
         raise ConfigError("overrides", error.override, why, fix) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _translated(error, overrides, root) from None
+        raise _translate(error, overrides, root) from None
 
 
-def plain(node: DictConfig) -> dict[str, Any]:
-    """Plain dicts, lists and values, with every ${...} replaced.
+def to_container(node: DictConfig) -> dict[str, Any]:
+    """Convert to plain dicts, lists and values, with every ${...} resolved.
 
     Raises:
-        ConfigError: a ${...} that leads nowhere, or a value left as ???.
+        ConfigError: a ${...} without a value, or a value of ???.
     """
     try:
         values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        where = str(error.full_key or "configuration")
+        key = str(error.full_key or "configuration")
         why = str(error).splitlines()[0]
-        raise ConfigError(where, error.value, why, f"Give it a value: {where}=...") from None
-    assert isinstance(values, dict), "a DictConfig turns into a dict"
+        raise ConfigError(key, error.value, why, f"Set a value: {key}=...") from None
+    assert isinstance(values, dict), "a DictConfig becomes a dict"
     return {str(name): value for name, value in values.items()}
 
 
 def groups(root: str = "train") -> dict[str, str | None]:
-    """The groups of a root and the choice each starts with, as in {"target": "tiny", ...}."""
-    found: dict[str, str | None] = {}
+    """Return the groups of a root and the default choice of each, as in {"target": "tiny", ...}."""
+    defaults: dict[str, str | None] = {}
     node: Any = OmegaConf.load(CONF / f"{root}.yaml")
     for entry in node.get("defaults", []):
         if isinstance(entry, DictConfig):
             ((name, choice),) = _raw(entry).items()
             if not name.startswith("override "):
-                found[name] = choice
-    if "target" in found and "data" in found:  # data follows the target
-        found["data"] = compose([], root).data.name
-    return found
+                defaults[name] = choice
+    if "target" in defaults and "data" in defaults:  # the target decides the default data
+        defaults["data"] = compose([], root).data.name
+    return defaults
 
 
 def choices(group: str) -> list[str]:
-    """The files of a group in alphabetical order; of "target": ["hf", "smollm2", "tiny"]."""
+    """Return the files of a group, sorted: ["hf", "smollm2", "tiny"] of "target"."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("train.lr", 0.001), ... of nested mappings, in their order."""
+def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ("train.lr", 0.001), ... of nested mappings, in their order."""
     for name, value in node.items():
-        where = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{where}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
-            yield where, value
+            yield f"{prefix}{name}", value
 
 
 @functools.cache
-def values_of(group: str, choice: str) -> Mapping[str, Any]:
-    """What one file of a group sets; of "data", "tiny": {"data.name": "tiny", ...}."""
+def choice_values(group: str, choice: str) -> Mapping[str, Any]:
+    """Return the keys that one file of a group sets: {"data.name": "tiny", ...}."""
     node = compose([], f"{group}/{choice}")
-    return MappingProxyType(dict(flat(_raw(node))))
+    return MappingProxyType(dict(flatten(_raw(node))))
 
 
-def defaults_of(root: str) -> dict[str, Any]:
-    """Every key of a root with its default, ${...} as written."""
-    return dict(flat(_raw(compose([], root))))
+def default_values(root: str) -> dict[str, Any]:
+    """Return every key of a root with its default, ${...} unresolved."""
+    return dict(flatten(_raw(compose([], root))))
 
 
 @functools.cache
 def known_keys(root: str = "train") -> tuple[str, ...]:
-    """Every key that some choice of the groups has, and the groups themselves."""
-    found = dict.fromkeys(groups(root))
-    found.update(defaults_of(root))
+    """Return the groups of a root and every key that any of their choices has."""
+    keys = dict.fromkeys(groups(root))
+    keys.update(default_values(root))
     for group in groups(root):
         for choice in choices(group) if group != "experiment" else []:
-            found.update(values_of(group, choice))
-    return tuple(found)
+            keys.update(choice_values(group, choice))
+    return tuple(keys)
 
 
 def verb_group(schema: type[T], name: str, overrides: Sequence[str]) -> tuple[T, list[str]]:
-    """The settings of a group that belongs to one verb alone, and the other overrides.
+    """Read a group that only one verb has; return its settings and the other overrides.
 
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range.
     """
     own = [word for word in overrides if word.startswith(f"{name}.")]
-    settings = read(schema, plain(compose(own, f"{name}/default"))[name], name)
+    settings = from_dict(schema, to_container(compose(own, f"{name}/default"))[name], name)
     return settings, [word for word in overrides if word not in own]
 
 
-def drafter_schema(values: object) -> type:
-    """The `Config` dataclass of the drafter that these values name.
+def parse_words(schema: type[T], words: Sequence[str]) -> T:
+    """Build `schema` from the `key=value` words of a command that has no group in conf/.
 
-    A drafter is found by file name alone, so that a configuration from elsewhere can never name
-    code to run.
+    A list is written with or without brackets: `depths=3,7`. Text is taken literally.
 
     Raises:
-        ConfigError: no name, or no file of that name in models/drafters.
+        ConfigError: as `from_dict`, or a word without "=".
     """
-    name = values.get("name") if isinstance(values, dict) else None
-    known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
-    if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name) or name not in known:
-        why = "There is no drafter of this name in models/drafters."
-        raise ConfigError("drafter.name", name, why, f"Use one of: {', '.join(known)}.")
-    schema = importlib.import_module(f"outrider.models.drafters.{name}").Config
-    assert isinstance(schema, type), f"drafters/{name}.py defines Config as a dataclass"
-    return schema
+    kinds = {key: kind for key, kind, _ in leaf_fields(schema)}
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            fix = f"Write key=value. The keys are: {', '.join(kinds)}."
+            raise ConfigError("option", word, "This is not an option.", fix)
+        if key not in kinds:
+            raise unknown_key(key, text, kinds)
+        *parents, leaf = key.split(".")
+        group = functools.reduce(lambda node, name: node.setdefault(name, {}), parents, values)
+        group[leaf] = _parse(kinds[key], text)
+    return from_dict(schema, values, "")
+
+
+def _parse(kind: Any, text: str) -> Any:
+    """A word's text as a plain value of the type `kind`, not yet checked."""
+    if get_origin(kind) in (list, tuple):
+        return [_parse(get_args(kind)[0], part.strip()) for part in text.strip("[]").split(",")]
+    if kind is str or get_origin(kind) is Literal:
+        return text
+    try:
+        return OmegaConf.from_dotlist([f"value={text}"]).value
+    except YAMLError:
+        return text
 
 
 def _raw(node: DictConfig) -> dict[str, Any]:
     values = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(values, dict), "a DictConfig turns into a dict"
+    assert isinstance(values, dict), "a DictConfig becomes a dict"
     return {str(name): value for name, value in values.items()}
 
 
-def _translated(error: Exception, overrides: Sequence[str], root: str) -> ConfigError:
-    """Hydra's exception in this project's words; its own first line where no rule fits."""
-    typed = {left.lstrip("+~"): right for left, _, right in (o.partition("=") for o in overrides)}
+def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigError:
+    """Return the ConfigError for Hydra's exception; with its first line where no rule fits."""
+    values = {left.lstrip("+~"): right for left, _, right in (o.partition("=") for o in overrides)}
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-        if group in typed:
+        if group in values:
             fix = f"Use one of: {', '.join(choices(group))}."
             return ConfigError(group, choice, f"The group {group} has no such choice.", fix)
-    said = str(error).strip().splitlines()[0]
-    quoted = (name.lstrip("+~").partition("=")[0] for name in re.findall("'([^']+)'", said))
-    name = next((name for name in quoted if name in typed), None)
-    if name is None:
-        return ConfigError("overrides", " ".join(overrides), said, "--help shows four examples.")
-    if re.search(r"multirun|sweep(?![./])|ambiguous", said, re.IGNORECASE):
-        fix = f"One run takes one value; a list is written {name}=[{typed[name]}]."
-        return ConfigError(name, typed[name], "Several values ask for several runs.", fix)
-    return _misplaced(name, typed[name], said, root)
+    message = str(error).strip().splitlines()[0]
+    quoted = (name.lstrip("+~").partition("=")[0] for name in re.findall("'([^']+)'", message))
+    key = next((name for name in quoted if name in values), None)
+    if key is None:
+        return ConfigError("overrides", " ".join(overrides), message, "--help shows examples.")
+    if re.search(r"multirun|sweep(?![./])|ambiguous", message, re.IGNORECASE):
+        fix = f"Write a list as {key}=[{values[key]}]; train -m starts several runs."
+        return ConfigError(key, values[key], "A run takes one value.", fix)
+    return _misplaced_key(key, values[key], message, root)
 
 
-def _misplaced(name: str, value: str, said: str, root: str) -> ConfigError:
-    """A key that Hydra has no place for: another choice has it, another root, or nobody."""
-    group = name.partition(".")[0]
-    having = [c for c in choices(group) if name in values_of(group, c)] if group != name else []
-    if having and group in groups(root):
-        fix = f"Add {group}={having[0]}" + "".join(f" or {group}={c}" for c in having[1:]) + "."
-        return ConfigError(name, value, f"The chosen {group} has no such key.", fix)
+def _misplaced_key(key: str, value: str, message: str, root: str) -> ConfigError:
+    """Return the error for a key of another choice, of another root, or of none."""
+    group = key.partition(".")[0]
+    owners = [c for c in choices(group) if key in choice_values(group, c)] if group != key else []
+    if owners and group in groups(root):
+        fix = f"Add {' or '.join(f'{group}={choice}' for choice in owners)}."
+        return ConfigError(key, value, f"The chosen {group} has no such key.", fix)
     known = known_keys(root)
-    if root == "eval" and name not in known and name in known_keys("train"):
-        why = "The run folder fixes what was trained; eval only measures it."
-        return ConfigError(name, value, why, "outrider eval --help lists what may be set here.")
-    if name in known:
-        return ConfigError(name, value, said, "--help lists the keys and choices.")
-    return unknown(name, value, known)
+    if root == "eval" and key not in known and key in known_keys("train"):
+        return fixed_by_run(key, value)
+    if key in known:
+        return ConfigError(key, value, message, "--help lists the keys and choices.")
+    return unknown_key(key, value, known)
+
+
+def fixed_by_run(key: str, value: object) -> ConfigError:
+    """Return the error for a training key in an evaluation."""
+    why = "The run folder fixes what was trained; eval only measures it."
+    return ConfigError(key, value, why, "outrider eval --help lists the keys of an evaluation.")

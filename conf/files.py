@@ -1,11 +1,10 @@
-"""Writing that leaves a whole file or none, and reading that says what is wrong.
+"""Atomic writes, checked reads, folder locks and hashes.
 
-Everything a run keeps goes through `write`: a temporary name, fsync, rename, fsync of the folder.
-A crash or a full disk at any moment leaves the old file or the new one. Folders come and go by
-renaming too (`copy_folder`, `remove`): one that has its name is whole.
+`write` uses a temporary name, fsync, rename, fsync of the folder: a crash or a full disk at any
+moment leaves either the old file or the new one. `copy_folder` and `remove_folder` rename too, so a
+folder under its final name is complete.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,20 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, SoftFileLock, Timeout
 from rich.filesize import decimal
 from safetensors import SafetensorError
 from safetensors.torch import load as tensors_from
 from safetensors.torch import save as bytes_of
 from torch import Tensor
 
-from outrider.conf.errors import NO_ROOM, Damaged, NoRoom, RunError
+from outrider.conf.errors import DISK_FULL_ERRNOS, CorruptFile, DiskFull, RunError
 
 
 def write(file: Path, data: bytes) -> None:
-    """All of `data` under its final name, or nothing.
+    """Write a file atomically, and create its folder.
 
     Raises:
-        NoRoom: the disk is full.
+        DiskFull: the disk is full.
         RunError: the folder cannot be written.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
@@ -44,28 +44,28 @@ def write(file: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise unwritten(file, error, len(data)) from error
+        raise write_error(file, error, len(data)) from error
 
 
 def append(file: Path, text: str) -> None:
-    """Add to the end of a file. A full disk may leave a part of the text there.
+    """Append text to a file; not atomic, a full disk may leave a part of the text.
 
     Raises:
-        NoRoom: the disk is full.
+        DiskFull: the disk is full.
         RunError: the file cannot be written.
     """
     try:
         with file.open("a") as stream:
             stream.write(text)
     except OSError as error:
-        raise unwritten(file, error, len(text.encode())) from error
+        raise write_error(file, error, len(text.encode())) from error
 
 
 def copy_folder(source: Path, final: Path) -> None:
-    """The files of one folder under another name, in place of what had it.
+    """Copy the files of a folder, replacing the folder `final`.
 
     Raises:
-        NoRoom, RunError: as `write`; what was there before is still there.
+        DiskFull, RunError: as `write`; `final` is unchanged then.
     """
     partial = final.with_name(f".{final.name}.new")
     shutil.rmtree(partial, ignore_errors=True)
@@ -75,58 +75,68 @@ def copy_folder(source: Path, final: Path) -> None:
     except RunError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    remove(final)
+    remove_folder(final)
     partial.rename(final)
     sync_folder(final.parent)
 
 
-def remove(folder: Path) -> None:
-    """Take a folder away, if it is there."""
-    going = folder.with_name(f".{folder.name}.gone")
-    shutil.rmtree(going, ignore_errors=True)  # of a process that was killed here
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, if it exists."""
+    renamed = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(renamed, ignore_errors=True)  # left by a killed process
     with suppress(OSError):
-        folder.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+        folder.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
-def unwritten(file: Path, error: OSError, size: int) -> RunError:
-    """What to say of a file that could not be written: its size, the reason, the room there is."""
+def write_error(file: Path, error: OSError, size: int) -> RunError:
+    """Return the error for a failed write: the file's size, the reason, the free space."""
     message = f"{file} ({decimal(size)}) could not be written: {error.strerror or error}"
-    if error.errno not in NO_ROOM:
-        return RunError(f"{message}.", "See that the folder can be written to.")
+    if error.errno not in DISK_FULL_ERRNOS:
+        return RunError(f"{message}.", "Check that the folder is writable.")
     place = next(folder for folder in file.absolute().parents if folder.exists())
-    return NoRoom(f"{message}; {decimal(shutil.disk_usage(place).free)} are free there.")
+    return DiskFull(f"{message}; {decimal(shutil.disk_usage(place).free)} are free there.")
 
 
 @contextmanager
-def claimed(folder: Path, waiting: Callable[[], object] | None = None) -> Iterator[bool]:
-    """Nobody else writes there meanwhile; False on a file system without locks, which cannot say.
+def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> Iterator[bool]:
+    """Hold a folder's lock, which the system releases when the process dies.
 
     Args:
-        waiting: called if another process does, which is then waited for; None: refused.
+        on_wait: called once if another process holds the lock, before waiting for it; None: refuse.
+
+    Yields:
+        False on a file system without locks: nothing is held then.
 
     Raises:
-        RunError: another process does.
+        RunError: another process holds the lock, and `on_wait` is None.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waiting is None:
-                message = f"Another process is at work in {folder}."
-                fix = "Wait for it or stop it, or choose another folder."
-                raise RunError(message, fix) from None
-            waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        if on_wait is None:
+            message = f"Another process is at work in {folder}."
+            fix = "Wait for it or stop it, or choose another folder."
+            raise RunError(message, fix) from None
+        on_wait()
+        lock.acquire()
+    except (OSError, NotImplementedError):  # no flock on this file system
+        yield False
+        return
+    if isinstance(lock, SoftFileLock):  # filelock's substitute for flock outlives a killed process
+        lock.release()
+        yield False
+        return
+    try:
         yield True
+    finally:
+        lock.release()
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename inside the folder survive a power cut."""
+    """Flush a folder's entries to disk, so that a rename survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -135,79 +145,85 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(file: Path, value: object) -> None:
+    """Write sorted, indented JSON atomically."""
     write(file, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
 def read_json(file: Path, fix: str) -> dict[str, Any]:
-    """
+    """Read a JSON object.
+
+    Args:
+        fix: what the error message advises.
+
     Raises:
-        Damaged: missing, not json, or not an object.
+        CorruptFile: missing, not JSON, or not an object.
     """
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise Damaged(f"{file} cannot be read: {error}", fix) from None
+        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
     if not isinstance(value, dict):
-        raise Damaged(f"{file} does not hold a json object.", fix)
+        raise CorruptFile(f"{file} does not hold a JSON object.", fix)
     return value
 
 
 def read_lines(file: Path, fix: str, torn: bool = False) -> list[dict[str, Any]]:
-    """The objects of a jsonl file.
+    """Read the objects of a JSONL file.
 
     Args:
-        torn: the last line may have been cut off by a crash; it is left out then.
+        torn: skip an incomplete last line, which a crash leaves.
 
     Raises:
-        Damaged: missing, or a line is no object.
+        CorruptFile: missing, or a line is not an object.
     """
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        raise Damaged(f"{file} cannot be read: {error}", fix) from None
-    found = []
+        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
+    entries = []
     for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)
         except ValueError:
             value = None
         if isinstance(value, dict):
-            found.append(value)
+            entries.append(value)
         elif not (torn and number == len(lines)):
-            raise Damaged(f"{file} cannot be read: line {number} is no json object.", fix)
-    return found
+            raise CorruptFile(f"{file} cannot be read: line {number} is not a JSON object.", fix)
+    return entries
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
-    """A safetensors file with its metadata; returns the sha256 of its bytes."""
+    """Write a safetensors file with metadata `about`; return the sha256 of its bytes."""
     data = bytes_of({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, dict(about))
     write(file, data)
     return hashlib.sha256(data).hexdigest()
 
 
 def read_tensors(file: Path, sha256: str | None, fix: str) -> dict[str, Tensor]:
-    """
+    """Read a safetensors file.
+
     Args:
-        sha256: what the bytes must hash to; None skips the check.
+        sha256: expected hash of the file; None skips the check.
 
     Raises:
-        Damaged: missing, truncated, or not the bytes that were written.
+        CorruptFile: missing, truncated, or another hash.
     """
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise Damaged(f"{file} cannot be read: {error}", fix) from None
+        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-        raise Damaged(f"{file} is damaged: its bytes are not the ones that were written.", fix)
+        raise CorruptFile(f"{file} is damaged: its bytes are not the ones that were written.", fix)
     try:
         tensors: dict[str, Tensor] = tensors_from(data)
         return tensors
     except SafetensorError as error:
-        raise Damaged(f"{file} is damaged or truncated: {error}", fix) from None
+        raise CorruptFile(f"{file} is damaged or truncated: {error}", fix) from None
 
 
 def sha256_of(file: Path) -> str:
-    """In hex, read in pieces."""
+    """Return the sha256 of a file in hex."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
@@ -216,10 +232,9 @@ def sha256_of(file: Path) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor], rows: int = 64) -> str:
-    """A short name for a set of weights: names, shapes and a sample of the values.
+    """Return a short hash of names, shapes and the first `rows` rows of each tensor.
 
-    Values are rounded to bfloat16 first, so that the name is the same in float32 and bfloat16.
-    Reads at most `rows` leading rows of each tensor, so that it is fast for any size.
+    Values are rounded to bfloat16 first, so the hash is the same in float32 and bfloat16.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -1,21 +1,20 @@
-r"""Where the answers are in what a chat template renders, in tokens.
+r"""Token spans of the answers in the text that a chat template renders.
 
-The template says itself what an answer is:
+Cases:
 
-1. A template with `{% generation %}` marks the answers.
-2. Any other template is rendered turn by turn. What the conversation up to an answer renders to,
-   generation prompt included, must be a prefix of the whole in tokens; so must the conversation up
-   to the answer's end. The answer lies between the two.
-3. A template that rewrites earlier turns (it drops their thinking, say) breaks 2. Then the same
-   prefixes are sought in the text, an answer whose end was rewritten is found by rendering a mark
-   in its place, and the offsets of the tokens turn characters into tokens.
-4. A tokenizer without a template gets plain text: the turns joined by newlines, each piece
-   tokenised on its own, the text's end closed by the end token.
+1. A template with `{% generation %}` blocks marks the answers itself.
+2. Otherwise the conversation up to an answer (generation prompt included) and the conversation up
+   to its end are rendered. Both must be prefixes of the whole in tokens; the answer is between.
+3. A template that rewrites earlier turns (it removes their thinking, for instance) breaks 2. Then
+   the same prefixes are compared as text, an answer whose end was rewritten is found by rendering
+   a mark in its place, and token offsets turn characters into tokens.
+4. Without a template the text is the turns joined by newlines, each piece tokenised on its own; the
+   end token closes the last answer.
 
-An answer is what the target writes after the prompt: its text and the special token that ends the
-turn, for a drafter must learn to stop. What the template puts after that is not part of it. The
-text is cut where an answer starts if a token would straddle the place (an answer that begins with
-a newline, behind ChatML's own), for at decoding the prompt ends there. In ChatML:
+An answer is its text and the special token that ends the turn, since a drafter must learn to stop.
+What the template puts behind that token is not part of it. A token that would straddle the start of
+an answer (an answer that begins with a newline, behind ChatML's own) is split there, since at
+decoding the prompt ends there. In ChatML, x marks the answer:
 
     <|im_start|> user \n 2+2? <|im_end|> \n <|im_start|> assistant \n 4 <|im_end|> \n
          .        .   .    .       .      .       .          .      .  x     x       .
@@ -39,11 +38,10 @@ OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: Unicode keeps
 
 
 @dataclass(frozen=True)
-class Template:
-    """A tokenizer with a chat template, and the arguments the template is rendered with."""
+class ChatTemplate:
+    """A tokenizer with a chat template."""
 
     tokenizer: Tokenizer
-    args: dict[str, Any]
 
     @cached_property
     def special(self) -> set[int]:
@@ -58,42 +56,43 @@ class Template:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=prompt, **{**self.args, **more}
+                    messages, tokenize=False, add_generation_prompt=prompt, **more
                 )
             )
         except TemplateError as error:
+            reason = f"is refused by the chat template: {error}"
             fix = "Remove such conversations (or such turns), or use another chat template."
-            raise refused(messages, f"is refused by the chat template: {error}", fix) from None
+            raise conversation_error(messages, reason, fix) from None
 
     def answers(self, messages: list[Message]) -> tuple[list[int], list[Span], int]:
-        """Token ids of the whole conversation, the spans of its answers, and how many of them had
-        to be sought in the text.
+        """Return the tokens of a conversation, the spans of its answers, and the number of answers
+        that case 3 found.
         """
         text = self.text(messages)
-        places = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
-        letters, rewritten = self.marked(messages, text), 0
-        if letters is None:
+        turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+        characters, rewritten = self.generation_blocks(messages, text), 0
+        if characters is None:
             ids = self.ids(text)
-            found = [self.by_tokens(messages, place, text, ids) for place in places]
-            spans = [span for span in found if span is not None]
-            rewritten = len(places) - len(spans)
+            exact = [self.span_in_tokens(messages, i, text, ids) for i in turns]
+            spans = [span for span in exact if span is not None]
+            rewritten = len(turns) - len(spans)
             if rewritten:
-                letters = [self.by_text(messages, place, text) for place in places]
-        if letters is not None:
-            ids, spans = self.to_tokens(text, letters)
-        return ids, [self.to_end(messages, ids, span) for span in spans], rewritten
+                characters = [self.span_in_text(messages, i, text) for i in turns]
+        if characters is not None:
+            ids, spans = self.token_spans(text, characters)
+        return ids, [self.include_end_token(messages, ids, span) for span in spans], rewritten
 
-    def marked(self, messages: list[Message], text: str) -> list[Span] | None:
-        """The characters inside `{% generation %}`; None when the template has no such block.
+    def generation_blocks(self, messages: list[Message], text: str) -> list[Span] | None:
+        """Return the characters inside `{% generation %}`; None for a template without such blocks.
 
-        Each block is replaced by a filter that puts OPEN before it and CLOSE behind it; being a
-        block too, the filter leaves Jinja's trimming of white space as it was. (transformers'
-        own assistant mask runs on to the end of the conversation when the last character of a
-        block belongs to no token, and so supervises the next question.)
+        Each block is replaced by a filter that puts OPEN before it and CLOSE behind it. A filter is
+        a block too, so Jinja trims white space as before. (transformers' assistant mask runs on to
+        the end of the conversation when the last character of a block belongs to no token, and so
+        marks the next question.)
         """
-        template = self.tokenizer.get_chat_template(self.args.get("chat_template"))
         wrap = f"filter reverse|replace('','{CLOSE}',1)|reverse|replace('','{OPEN}',1)"
         tag = r"(\{%%[-+]?\s*)%s(\s*[-+]?%%\})"
+        template = self.tokenizer.get_chat_template()
         tagged, blocks = re.subn(tag % "generation", rf"\g<1>{wrap}\g<2>", template)
         if not blocks:
             return None
@@ -108,80 +107,80 @@ class Template:
                 plain += piece
         return spans if plain == text else None
 
-    def by_tokens(
-        self, messages: list[Message], place: int, text: str, ids: list[int]
+    def span_in_tokens(
+        self, messages: list[Message], turn: int, text: str, ids: list[int]
     ) -> Span | None:
-        """Answer `place` by true token prefixes; None when either is not one."""
-        before = self.ids(self.text(messages[:place], prompt=True))
-        ended = self.text(messages[: place + 1])
+        """Return the tokens of an answer by prefixes in tokens (case 2); None if one differs."""
+        before = self.ids(self.text(messages[:turn], prompt=True))
+        ended = self.text(messages[: turn + 1])
         after = ids if ended == text else self.ids(ended)
-        true = ids[: len(before)] == before and ids[: len(after)] == after
-        return (len(before), len(after)) if true and len(before) < len(after) else None
+        exact = ids[: len(before)] == before and ids[: len(after)] == after
+        return (len(before), len(after)) if exact and len(before) < len(after) else None
 
-    def by_text(self, messages: list[Message], place: int, text: str) -> Span:
-        """The characters of answer `place`: by prefixes, or by where a mark comes out instead."""
-        before = self.text(messages[:place], prompt=True)
-        after = self.text(messages[: place + 1])
-        sides = self.around(messages, place)
+    def span_in_text(self, messages: list[Message], turn: int, text: str) -> Span:
+        """Return the characters of an answer by prefixes of the text, or by a mark (case 3)."""
+        before = self.text(messages[:turn], prompt=True)
+        after = self.text(messages[: turn + 1])
+        sides = self.text_around(messages, turn)
         if sides and not (text.startswith(sides[0]) and text[len(sides[0]) :].endswith(sides[1])):
             sides = None
         start = len(before) if text.startswith(before) else sides and len(sides[0])
         end = len(after) if text.startswith(after) else sides and len(text) - len(sides[1])
         if end and not text.startswith(after):
-            end += self.closing(messages, text[end:])
+            end += self.end_token_length(messages, text[end:])
         if start is None or end is None or start > end:
-            reason = f"is rewritten by the chat template so that answer {place} is not found"
+            reason = f"is rewritten by the chat template so that answer {turn} is not found"
             fix = "Use a template with {% generation %} marks, or drop the earlier turns."
-            raise refused(messages, reason, fix)
+            raise conversation_error(messages, reason, fix)
         return start, end
 
-    def around(self, messages: list[Message], place: int) -> tuple[str, str] | None:
-        """The rendered text before and behind the content of turn `place`; None if not shown."""
-        mark = Message(role=messages[place]["role"], content=MARK)
-        text = self.text([*messages[:place], mark, *messages[place + 1 :]])
-        head, found, tail = text.partition(MARK)
-        return (head, tail) if found else None
+    def text_around(self, messages: list[Message], turn: int) -> tuple[str, str] | None:
+        """Return the text before and behind the content of a turn; None if it is not shown."""
+        mark = Message(role=messages[turn]["role"], content=MARK)
+        text = self.text([*messages[:turn], mark, *messages[turn + 1 :]])
+        head, shown, tail = text.partition(MARK)
+        return (head, tail) if shown else None
 
-    def closing(self, messages: list[Message], text: str) -> int:
-        """How many characters behind the content of an answer belong to its end."""
+    def end_token_length(self, messages: list[Message], text: str) -> int:
+        """Return the characters up to the end of the end token behind an answer, or 0."""
         ends = "|".join(map(re.escape, self.tokenizer.convert_ids_to_tokens(list(self.special))))
-        found = re.match(rf"\s*({ends})", text)
-        return found.end() if found and self.closes(messages) else 0
+        match = re.match(rf"\s*({ends})", text)
+        return match.end() if match and self.ends_with_special(messages) else 0
 
-    def closes(self, messages: list[Message]) -> bool:
-        """Whether the template ends an answer with a special token, as ChatML and Llama-3 do."""
-        answers = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
-        sides = self.around(messages[: answers[-1] + 1], answers[-1]) if answers else None
-        return sides is not None and self.after_blanks(self.ids(sides[1]), 0) is not None
+    def ends_with_special(self, messages: list[Message]) -> bool:
+        """Return whether the template ends answers with a special token (ChatML, Llama-3)."""
+        turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+        sides = self.text_around(messages[: turns[-1] + 1], turns[-1]) if turns else None
+        return sides is not None and self.next_special(self.ids(sides[1]), 0) is not None
 
-    def to_tokens(self, text: str, spans: list[Span]) -> tuple[list[int], list[Span]]:
-        """Token ids of the text, and for each span of characters the tokens wholly inside."""
-        ids, bounds = self.coded(text, [])
+    def token_spans(self, text: str, spans: list[Span]) -> tuple[list[int], list[Span]]:
+        """Return the tokens of a text, and for each span of characters the tokens wholly inside."""
+        ids, bounds = self.encode(text, [])
         cuts = [first for first, _ in spans if any(start < first < end for start, end in bounds)]
         if cuts:
-            ids, bounds = self.coded(text, cuts)
-        found = list[Span]()
+            ids, bounds = self.encode(text, cuts)
+        out = list[Span]()
         for first, last in spans:
             begin = next((j for j, (start, _) in enumerate(bounds) if start >= first), len(ids))
             end = begin
             while end < len(ids) and bounds[end][1] <= last:
                 end += 1
-            found.append((begin, end))
-        return ids, found
+            out.append((begin, end))
+        return ids, out
 
-    def coded(self, text: str, cuts: list[int]) -> tuple[list[int], list[Span]]:
-        """Token ids, none of them across a cut, and the characters of each token."""
+    def encode(self, text: str, cuts: list[int]) -> tuple[list[int], list[Span]]:
+        """Return tokens, none of them across a cut, and the characters of each token."""
         ids, bounds, before = list[int](), list[Span](), 0
         for left, right in pairwise([0, *cuts, len(text)]):
             for token, start, end in self.offsets(text[left:right]):
-                own = start if start < end else before - left  # a trimmed blank says (5, 5)
+                first = start if start < end else before - left  # trimmed blank: (5, 5)
                 ids.append(token)
-                bounds.append((left + own, left + end))
+                bounds.append((left + first, left + end))
                 before = max(before, left + end)
         return ids, bounds
 
     def offsets(self, text: str) -> list[tuple[int, int, int]]:
-        """(token, first character inside, first character behind) of each token."""
+        """Return (token, first character inside, first character behind) of each token."""
         try:
             coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError:
@@ -190,30 +189,32 @@ class Template:
         spans = coded["offset_mapping"]
         return [(i, *span) for i, span in zip(coded["input_ids"], spans, strict=True)]
 
-    def to_end(self, messages: list[Message], ids: list[int], span: Span) -> Span:
-        """The span without blanks behind the answer, and with the token that ends the turn."""
+    def include_end_token(self, messages: list[Message], ids: list[int], span: Span) -> Span:
+        """Return the span without blanks at its end, and with the token that ends the turn."""
         start, end = span
-        while end > start and self.blank(ids[end - 1]):
+        while end > start and self.is_blank(ids[end - 1]):
             end -= 1
         ended = end > start and ids[end - 1] in self.special
-        if not ended and self.closes(messages):
-            behind = self.after_blanks(ids, end)
-            end = end if behind is None else behind + 1
+        if not ended and self.ends_with_special(messages):
+            special = self.next_special(ids, end)
+            end = end if special is None else special + 1
         return start, end
 
-    def after_blanks(self, ids: list[int], place: int) -> int | None:
-        """Where the next special token is, when nothing but white space comes before it."""
-        while place < len(ids) and self.blank(ids[place]):
-            place += 1
-        return place if place < len(ids) and ids[place] in self.special else None
+    def next_special(self, ids: list[int], index: int) -> int | None:
+        """Return the index of the next special token if only white space comes before it."""
+        while index < len(ids) and self.is_blank(ids[index]):
+            index += 1
+        return index if index < len(ids) and ids[index] in self.special else None
 
-    def blank(self, token: int) -> bool:
+    def is_blank(self, token: int) -> bool:
         return not str(self.tokenizer.decode([token])).strip()
 
 
-def plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
-    """Ids and answer spans without a template; the end token closes an answer in last place."""
-    pieces = in_pieces(tokenizer, messages)
+def plain_answer_spans(
+    tokenizer: Tokenizer, messages: Sequence[Message]
+) -> tuple[list[int], list[Span]]:
+    """Return tokens and answer spans without a template; the end token closes a last answer."""
+    pieces = plain_pieces(tokenizer, messages)
     end_token = tokenizer.eos_token_id
     if messages and messages[-1]["role"] == "assistant":
         pieces[-1] = ([] if end_token is None else [end_token], True)
@@ -225,18 +226,18 @@ def plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int],
     return ids, spans
 
 
-def in_pieces(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tuple[list[int], bool]]:
-    """(ids, is an answer) in turn: the text up to an answer, the answer, ...; a text is last."""
-    bare = list(tokenizer("")["input_ids"])
-    head = bare[:1] if bare and bare[0] == tokenizer.bos_token_id else []
-    texts, asked = list[tuple[str, bool]](), ""
+def plain_pieces(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tuple[list[int], bool]]:
+    """Return (tokens, is an answer) of the text before each answer, the answer, the last text."""
+    empty = list(tokenizer("")["input_ids"])
+    head = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
+    texts, before = list[tuple[str, bool]](), ""
     for turn in messages:
         if turn["role"] == "assistant":
-            texts += [(asked, False), (turn["content"], True)]
-            asked = "\n"
+            texts += [(before, False), (turn["content"], True)]
+            before = "\n"
         else:
-            asked += f"{turn['content']}\n"
-    texts.append((asked, False))
+            before += f"{turn['content']}\n"
+    texts.append((before, False))
     coded = [
         (list(tokenizer(text, add_special_tokens=False)["input_ids"]), is_answer)
         for text, is_answer in texts
@@ -244,6 +245,7 @@ def in_pieces(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tuple[l
     return [(head, False), *coded]
 
 
-def refused(messages: Sequence[Message], reason: str, fix: str) -> RunError:
+def conversation_error(messages: Sequence[Message], reason: str, fix: str) -> RunError:
+    """Return an error that shows the conversation."""
     shown = "\n".join(f"    {turn['role']}: {turn['content'][:400]}" for turn in messages)
     return RunError(f"This conversation {reason}\n{shown}", fix)

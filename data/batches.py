@@ -1,10 +1,10 @@
-"""Which rows a step trains on: a pure function of seed and step, the same for every cluster.
+"""Row indices of each step: a pure function of seed and step, on any number of ranks.
 
 Legend: N rows, T tokens per row, B rows per micro-batch.
 
-Rows are counted through: step s takes samples s*b .. s*b+b-1, where b rows make a step over all
-ranks; sample i is row i mod N of epoch i // N, and each epoch is a permutation of its own. No row
-is dropped or repeated at an epoch's end, and a resumed run needs to know only its step.
+Step s takes samples s*b .. s*b+b-1, where b is the rows of a step over
+all ranks; sample i is row i mod N of epoch i // N, and every epoch has its own permutation. No
+row is dropped or repeated at the end of an epoch, and a resumed run needs only its step.
 
 With N = 5 and b = 2, step 2 takes the last row of epoch 0 and the first of epoch 1:
 
@@ -14,32 +14,23 @@ With N = 5 and b = 2, step 2 takes the last row of epoch 0 and the first of epoc
 
 import hashlib
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
 from outrider.data.pack import Rows
-
-
-class Batch(NamedTuple):
-    """Rows on their way to the target; the columns of `pack.Rows`, indices as int64."""
-
-    ids: Int64[Tensor, "B T"]
-    answer: Bool[Tensor, "B T"]
-    document: Int64[Tensor, "B T"]
-    positions: Int64[Tensor, "B T"]
+from outrider.models.interface import Batch
 
 
 class Batches:
-    """The training rows in the order of one seed.
+    """Training rows in the order of a seed.
 
     Args:
         rows: packed training documents, at least one row.
         batch_rows: rows per optimizer step, over all ranks and micro-batches.
-        seed: of the order; the same seed gives the same order on any number of ranks.
+        seed: the same seed gives the same order on any number of ranks.
 
     Raises:
         ValueError: no rows, or batch_rows < 1.
@@ -55,18 +46,18 @@ class Batches:
         self.seed = seed
 
     def indices(self, step: int) -> Int64[Tensor, " b"]:
-        """The rows of step 0, 1, ...; a batch that ends an epoch goes on into the next."""
+        """Return the rows of a step; a step at the end of an epoch continues in the next one."""
         first = step * self.batch_rows
         samples = range(first, first + self.batch_rows)
         total = len(self.rows)
         return torch.stack([permutation(self.seed, i // total, total)[i % total] for i in samples])
 
     def micro(self, step: int, rank: int, world: int, accumulation: int) -> list[Batch]:
-        """What one rank trains on in one step: `accumulation` batches of equal size.
+        """Return the `accumulation` micro-batches of one rank in one step.
 
-        The step's rows are cut into world * accumulation equal pieces. Micro-batch a of rank r is
-        piece a*world + r: what one rank alone would take as its (a*world + r)-th micro-batch if
-        it accumulated over all pieces. With 8 rows, 2 ranks and accumulation 2:
+        The rows of the step are split into world * accumulation equal parts. Micro-batch a of rank
+        r is part a*world + r: the one that a single rank accumulating over all parts would take as
+        its (a*world + r)-th. With 8 rows, 2 ranks and accumulation 2:
 
             rows       0 1   2 3   4 5   6 7
             rank       0     1     0     1
@@ -75,16 +66,16 @@ class Batches:
         Raises:
             ConfigError: the rows of a step do not divide evenly.
         """
-        pieces = world * accumulation
-        if self.batch_rows % pieces:
+        parts = world * accumulation
+        if self.batch_rows % parts:
             raise self._uneven(world, accumulation)
-        cut = self.indices(step).view(pieces, -1)
-        return [gather(self.rows, cut[a * world + rank]) for a in range(accumulation)]
+        parts_of_step = self.indices(step).view(parts, -1)
+        return [gather(self.rows, parts_of_step[a * world + rank]) for a in range(accumulation)]
 
     def _uneven(self, world: int, accumulation: int) -> ConfigError:
-        length, pieces = self.rows.length, world * accumulation
-        below = self.batch_rows // pieces * pieces * length
-        above = below + pieces * length
+        length, parts = self.rows.length, world * accumulation
+        below = self.batch_rows // parts * parts * length
+        above = below + parts * length
         return ConfigError(
             "train.batch_tokens",
             self.batch_rows * length,
@@ -95,7 +86,7 @@ class Batches:
 
 
 def gather(rows: Rows, index: Int64[Tensor, " B"]) -> Batch:
-    """The rows with these numbers, in this order."""
+    """Return the rows with these numbers, in this order."""
     ids, document, positions = (
         column[index].long() for column in (rows.ids, rows.document, rows.positions)
     )
@@ -104,7 +95,7 @@ def gather(rows: Rows, index: Int64[Tensor, " B"]) -> Batch:
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, total: int) -> Int64[Tensor, " N"]:
-    """The order of an epoch, from a generator of its own: neither steps nor ranks disturb it."""
-    mixed = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
+    """Return the order of an epoch, from a generator of its own."""
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.randperm(total, generator=generator)

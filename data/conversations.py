@@ -1,9 +1,8 @@
-"""Named data sets and prompt suites: from files in the shapes of the field to turns of text.
+"""Conversations and prompts from the record shapes that public data sets use.
 
-A record becomes a conversation, a list of turns that starts with a question (after an optional
-system turn), alternates, and holds no empty turn: what every chat template can render. Records
-that are not like that are mended or left out by the rules in `RULES`, and each use of a rule is
-counted in a `Summary`; nothing disappears unseen.
+A conversation is a list of turns: an optional system turn, a question, then answers and questions
+in turn, none of them empty. Every chat template can render that. Records that differ are repaired
+or left out by `RULES`, and each use of a rule is counted in a `Summary`.
 
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
     {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
@@ -12,7 +11,7 @@ counted in a `Summary`; nothing disappears unseen.
     {"question": "2+2?", "answer": "4"}            the answer is optional, as in GSM8K
     {"instruction": "Add.", "input": "2 2", "output": "4"}
 
-A record may also carry `system` (text), `id` or `question_id`, and `category`.
+A record may also have `system` (text), `id` or `question_id`, and `category`.
 """
 
 import json
@@ -34,25 +33,25 @@ ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
 }
 RULES = {
-    "used": "conversations that go on",
-    "bad row": "left out: it cannot be read (data.skip_bad)",
-    "in the suite": "left out: a question of eval.prompts, word for word or nearly",
-    "unknown shape": "record left out: none of the known keys holds turns",
-    "no turns": "record left out: nothing remains to render",
+    "used": "kept",
+    "bad row": "left out: cannot be read (data.skip_bad)",
+    "in the suite": "left out: has a question of eval.prompts, or nearly",
+    "unknown shape": "left out: none of the known keys holds turns",
+    "no turns": "left out: nothing remains to render",
     "leading answer": "dropped: a conversation starts with a question",
-    "turns joined": "neighbours of one role became one turn, joined by a blank line",
-    "text parts joined": "content given as parts, all text: joined",
+    "turns joined": "neighbours of one role are joined by a blank line",
+    "text parts joined": "content in parts, all text: joined",
     "empty turn": "the conversation ends before it",
     "unknown role": "the conversation ends before it (tool calls, for instance)",
     "not text": "the conversation ends before it (an image, a number, half an emoji, ...)",
     "late system turn": "the conversation ends before it: templates refuse it",
     "unanswered question": "a last question without an answer: dropped",
-    "no answer": "questions only: a prompt, but no training text",
-    "rows of one answer": "each answer became a row, with what came before it",
-    "rewritten": "the template shows an earlier turn otherwise later: answers found in the text",
+    "no answer": "left out: a prompt without an answer",
+    "rows of one answer": "each answer is a row, with the turns before it",
+    "rewritten": "the template changes earlier turns: answers found by text",
     "cut": "longer than data.max_length: the head is kept",
-    "too long": "longer than data.max_length: left out",
-    "answers cut off": "every answer lies behind data.max_length: left out",
+    "too long": "left out: longer than data.max_length",
+    "answers cut off": "left out: every answer is behind data.max_length",
 }
 
 
@@ -65,7 +64,7 @@ class Message(TypedDict):
 
 @dataclass
 class Summary:
-    """How often each rule of `RULES` was used. Prints as a table: `console.print(summary)`."""
+    """Counts of the rules in `RULES`. Prints as a table: `console.print(summary)`."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -75,7 +74,7 @@ class Summary:
         self.counts[reason] += count
 
     def __rich__(self) -> Table:
-        table = Table("case", "count", "what is done", title="conversations")
+        table = Table("case", "count", "rule", title="conversations")
         for reason, rule in RULES.items():
             if self.counts[reason]:
                 table.add_row(reason, f"{self.counts[reason]:,}", rule)
@@ -84,27 +83,27 @@ class Summary:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The questions of one dialogue, asked one by one; the answers are the target's own."""
+    """The questions of a dialogue; the target generates the answers one by one."""
 
     id: str
     category: str
     turns: list[str]
     system: str | None = None
 
-    def opening(self) -> list[Message]:
-        """What stands before the first answer: the system turn, if any, and the first question."""
+    def first_messages(self) -> list[Message]:
+        """Return the turns before the first answer: the system turn, if any, and a question."""
         system = [] if self.system is None else [Message(role="system", content=self.system)]
         return [*system, Message(role="user", content=self.turns[0])]
 
 
-def conversation(record: dict[str, Any], summary: Summary | None = None) -> list[Message]:
-    """The turns of a record, mended by `RULES`; empty when nothing usable is in it.
+def parse_conversation(record: dict[str, Any], summary: Summary | None = None) -> list[Message]:
+    """Return the turns of a record, repaired by `RULES`; empty when nothing is usable.
 
-    A result without an assistant turn is a prompt: the record asks and nobody answers.
-    The questions of a `turns` record stay separate turns, to be answered one by one.
+    A result without an assistant turn is a prompt. The questions of a `turns` record stay separate
+    turns, to be answered one by one.
     """
     summary = Summary() if summary is None else summary
-    turns = _mended(record, summary)
+    turns = _normalise(record, summary)
     answered = any(turn["role"] == "assistant" for turn in turns)
     if answered and turns[-1]["role"] == "user":
         summary.add("unanswered question")
@@ -114,88 +113,93 @@ def conversation(record: dict[str, Any], summary: Summary | None = None) -> list
     return turns
 
 
-def conversations(source: Source, summary: Summary) -> Iterator[list[Message]]:
-    """The answered conversations of a source, streamed; what was done to them is counted.
+def read_conversations(source: Source, summary: Summary) -> Iterator[list[Message]]:
+    """Yield the conversations of a source that have answers; count the rules in `summary`.
 
     Raises:
-        ConfigError, RunError: as the source; also when no record holds an answer.
+        ConfigError, RunError: those of the source; RunError also when no record has an answer.
     """
     first = ""
     for number, record in enumerate(source.rows(lambda: summary.add("bad row"))):
         if number == 0:
             first = f"The first: {json.dumps(record, ensure_ascii=False, default=str)[:SHOWN]}"
-        turns = conversation(record, summary)
+        turns = parse_conversation(record, summary)
         if any(turn["role"] == "assistant" for turn in turns):
             summary.add("used")
             yield turns
     if not summary.counts["used"]:
         counts = ", ".join(f"{reason}: {count}" for reason, count in summary.counts.items())
-        message = f"{source.place} holds no answered conversation ({counts or 'empty'}). {first}"
+        message = (
+            f"{source.location} has no conversation with an answer ({counts or 'empty'}). {first}"
+        )
         raise RunError(message.strip(), f"Known shapes: {SHAPES}. Prompts alone are for data=self.")
 
 
-def prompts(
+def read_prompts(
     source: Source, limit: int | None = None, summary: Summary | None = None
 ) -> list[Prompt]:
-    """The first `limit` prompts of a source, for evaluation and for self-generation.
+    """Return the first `limit` prompts of a source, for evaluation and for self-generation.
 
-    Answers in it are not used. A record without an id is named by its place (from 1); an id seen
-    before gets `#2`, `#3`, ... so that ids are unique.
+    Answers are not used. A record without an id is named by its number (from 1). An id that occurs
+    again gets `#2`, `#3`, ... so that ids are unique.
 
     Args:
-        limit: None takes all.
-        summary: counts what was mended, when the caller wants to print it.
+        limit: None returns all.
+        summary: counts the rules.
 
     Raises:
-        ConfigError, RunError: as the source; also when it holds no question.
+        ConfigError, RunError: those of the source; RunError also when it has no question.
     """
     summary = Summary() if summary is None else summary
-    found, seen = list[Prompt](), Counter[str]()
-    for place, record in enumerate(source.rows(lambda: summary.add("bad row")), start=1):
-        if limit is not None and len(found) >= limit:
+    prompts, ids = list[Prompt](), Counter[str]()
+    for number, record in enumerate(source.rows(lambda: summary.add("bad row")), start=1):
+        if limit is not None and len(prompts) >= limit:
             break
-        turns = _mended(record, summary)
-        asked = [turn["content"] for turn in turns if turn["role"] == "user"]
-        if asked:
-            name = str(record.get("id", record.get("question_id", place)))
-            seen[name] += 1
-            name = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        turns = _normalise(record, summary)
+        questions = [turn["content"] for turn in turns if turn["role"] == "user"]
+        if questions:
+            name = str(record.get("id", record.get("question_id", number)))
+            ids[name] += 1
+            name = name if ids[name] == 1 else f"{name}#{ids[name]}"
             system = turns[0]["content"] if turns[0]["role"] == "system" else None
-            found.append(Prompt(name, str(record.get("category") or "all"), asked, system))
-    if not found and limit != 0:
-        raise RunError(f"{source.place} holds no question", f"Known shapes: {SHAPES}.")
-    return found
+            prompts.append(Prompt(name, str(record.get("category") or "all"), questions, system))
+    if not prompts and limit != 0:
+        raise RunError(f"{source.location} has no question", f"Known shapes: {SHAPES}.")
+    return prompts
 
 
-def _mended(record: dict[str, Any], summary: Summary) -> list[Message]:
-    """The rules that conversations and prompts share; the last question may lack its answer."""
-    raw = _shape(record)
+def _normalise(record: dict[str, Any], summary: Summary) -> list[Message]:
+    """Apply the rules of conversations and prompts; the last question may lack its answer."""
+    raw = _role_content_pairs(record)
     if raw is None:
         summary.add("unknown shape")
         return []
     if isinstance(record.get("system"), str) and record["system"].strip():
         has_system = bool(raw) and ROLES.get(str(raw[0][0])) == "system"
         raw = raw if has_system else [("system", record["system"]), *raw]
-    turns = _alternating(_sound(raw, summary), summary, join_questions="turns" not in record)
+    turns = _alternate(_valid_turns(raw, summary), summary, join_questions="turns" not in record)
     if all(turn["role"] == "system" for turn in turns):
         summary.add("no turns")
         return []
     return turns
 
 
-def _shape(record: dict[str, Any]) -> list[tuple[Any, Any]] | None:
-    """(role, content) pairs, unchecked; None when the record is in no known shape."""
+def _role_content_pairs(record: dict[str, Any]) -> list[tuple[Any, Any]] | None:
+    """Return (role, content) pairs, unchecked; None when the record has no known shape."""
     for name in ("messages", "conversations", "conversation", "turns"):
         if isinstance(record.get(name), list):
             return [_pair(turn) for turn in record[name]]
-    written = record.get("completion", record.get("response"))
-    for asked, answer in (
-        (record.get("prompt"), written),
+    completion = record.get("completion", record.get("response"))
+    for question, answer in (
+        (record.get("prompt"), completion),
         (record.get("question"), record.get("answer")),
-        (_instruction(record), record.get("output", written)),
+        (_instruction(record), record.get("output", completion)),
     ):
-        if asked is not None:
-            return [*_side("user", asked), *([] if answer is None else _side("assistant", answer))]
+        if question is not None:
+            return [
+                *_as_pairs("user", question),
+                *([] if answer is None else _as_pairs("assistant", answer)),
+            ]
     return None
 
 
@@ -205,19 +209,19 @@ def _pair(turn: Any) -> tuple[Any, Any]:
     return "user", turn
 
 
-def _side(role: str, value: Any) -> list[tuple[Any, Any]]:
+def _as_pairs(role: str, value: Any) -> list[tuple[Any, Any]]:
     return [_pair(turn) for turn in value] if isinstance(value, list) else [(role, value)]
 
 
 def _instruction(record: dict[str, Any]) -> Any:
-    instruction, given = record.get("instruction"), record.get("input")
-    if isinstance(instruction, str) and isinstance(given, str) and given.strip():
-        return f"{instruction}\n\n{given}"
+    instruction, context = record.get("instruction"), record.get("input")
+    if isinstance(instruction, str) and isinstance(context, str) and context.strip():
+        return f"{instruction}\n\n{context}"
     return instruction
 
 
-def _sound(raw: list[tuple[Any, Any]], summary: Summary) -> list[Message]:
-    """The turns up to the first that cannot be used; an empty system turn is simply no turn."""
+def _valid_turns(raw: list[tuple[Any, Any]], summary: Summary) -> list[Message]:
+    """Return the turns before the first unusable one; an empty system turn is skipped."""
     turns: list[Message] = []
     for name, value in raw:
         role, content = ROLES.get(str(name).lower()), _text(value, summary)
@@ -247,12 +251,12 @@ def _text(value: Any, summary: Summary) -> str | None:
         summary.add("text parts joined")
         value = "".join(texts)
     if isinstance(value, str):
-        return value if _encodes(value) else None
+        return value if _is_unicode(value) else None
     return "" if value is None or value == [] else None
 
 
-def _encodes(text: str) -> bool:
-    """Half of a pair of surrogates, as a cut-off emoji leaves in json, is no text."""
+def _is_unicode(text: str) -> bool:
+    """Return False for half a surrogate pair, which a cut-off emoji leaves in json."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -260,7 +264,7 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def _alternating(turns: list[Message], summary: Summary, join_questions: bool) -> list[Message]:
+def _alternate(turns: list[Message], summary: Summary, join_questions: bool) -> list[Message]:
     result: list[Message] = []
     for turn in turns:
         last = result[-1]["role"] if result else "system"

@@ -1,8 +1,8 @@
-"""The data sets and prompt suites of the field by name: where they lie, under which licence.
+"""Public data sets and prompt suites by name: their location and licence.
 
-`data.path=ultrachat` and `eval.prompts=mt_bench` read them from the model hub, row by row;
-`ultrachat@FOLDER` and `mt_bench@question.jsonl` take the same rows from a copy. The licences are
-those that the pages of the data sets state; what a model wrote may be bound by that model's own.
+`data.path=ultrachat` and `eval.prompts=mt_bench` stream them from the model hub; `ultrachat@FOLDER`
+and `mt_bench@question.jsonl` read the same rows from a copy. The licences are those on the data
+sets' pages; text that a model generated may also be bound by that model's licence.
 """
 
 from dataclasses import dataclass
@@ -11,112 +11,114 @@ from typing import Any
 
 TINY = Path(__file__).parent / "tiny" / "prompts.jsonl"
 GENERAL = Path(__file__).parent / "prompts" / "eval.jsonl"
-PER_ROW = ("category", "subject")  # columns
+CATEGORY_COLUMNS = ("category", "subject")
 
 
 @dataclass(frozen=True)
-class Preset:
-    """A data set that has a name here.
+class DatasetSpec:
+    """A named data set.
 
     Attributes:
-        place: hub id, address or file.
-        file: of a hub repository that holds files of several kinds; null: all of its split.
-        ask: how a row becomes a question where its shape is none of the known ones; a row that
-            lacks these columns (a copy in another shape) is read as it is.
-        turns: the column that holds the questions of a dialogue as a list.
-        id: the column that names a row.
-        category: of all rows, or the column that has each row's own.
+        location: hub id, address or file.
+        split, subset: of the hub repository; None: the usual ones.
+        file: the one file to read in a hub repository with files of several kinds; None: `datasets`
+            reads the repository.
+        prompt_format: makes a prompt from a row's columns where no known shape fits. A row without
+            these columns (a copy in another shape) is read as it is.
+        turns: the column with the questions of a dialogue as a list.
+        id: the column with the name of a row.
+        category: of all rows, or the column that holds it.
     """
 
-    place: str
+    location: str
     licence: str
-    about: str
+    description: str
     split: str | None = None
     subset: str | None = None
     file: str | None = None
-    ask: str | None = None
+    prompt_format: str | None = None
     turns: str | None = None
     id: str | None = None
     category: str = "all"
 
-    def row(self, record: dict[str, Any]) -> dict[str, Any]:
-        """A record in a shape of `sources`, with its id and category."""
-        named = {"id": record.get(self.id)} if self.id in record else {}
-        own = record.get(self.category, self.category)
-        named["category"] = record.get("category", own)
+    def normalise(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return a record in a shape of `conversations`, with its id and category."""
+        fields = {"id": record.get(self.id)} if self.id in record else {}
+        fields["category"] = record.get("category", record.get(self.category, self.category))
         if self.turns in record and isinstance(record[self.turns], list):
-            return {"turns": record[self.turns], **named}
-        if self.ask is not None and "turns" not in record:
+            return {"turns": record[self.turns], **fields}
+        if self.prompt_format is not None and "turns" not in record:
             try:
-                return {"prompt": self.ask.format_map(record), **named}
+                return {"prompt": self.prompt_format.format_map(record), **fields}
             except KeyError:
                 pass
-        return {**record, **named}
+        return {**record, **fields}
 
 
 DATASETS = {
-    "sharegpt": Preset(
+    "sharegpt": DatasetSpec(
         "Aeala/ShareGPT_Vicuna_unfiltered", "Apache-2.0, text by users and ChatGPT",
-        "what people asked ChatGPT, 68k-120k dialogues: EAGLE's and HASS's text",
+        "68k-120k dialogues of users and ChatGPT: EAGLE's and HASS's training data",
         file="ShareGPT_V4.3_unfiltered_cleaned_split.json",
     ),
-    "ultrachat": Preset(
+    "ultrachat": DatasetSpec(
         "HuggingFaceH4/ultrachat_200k", "MIT", "200k dialogues of two ChatGPTs, filtered",
         split="train_sft",
     ),
-    "perfectblend": Preset(
+    "perfectblend": DatasetSpec(
         "mlabonne/open-perfectblend", "Apache-2.0", "1.4M: chat, mathematics, code, instructions",
         split="train",
     ),
-    "magpie": Preset(
+    "magpie": DatasetSpec(
         "Magpie-Align/Magpie-Pro-300K-Filtered", "Llama 3 Community License",
-        "300k prompts and answers that Llama-3-70B-Instruct wrote", split="train",
+        "300k prompts and answers of Llama-3-70B-Instruct", split="train",
     ),
-    "gsm8k": Preset(
-        "openai/gsm8k", "MIT", "7,473 word problems of the training part",
+    "gsm8k": DatasetSpec(
+        "openai/gsm8k", "MIT", "7,473 word problems, training split",
         split="train", subset="main",
     ),
-    "code": Preset(
+    "code": DatasetSpec(
         "ise-uiuc/Magicoder-Evol-Instruct-110K", "Apache-2.0", "110k programming tasks",
         split="train",
     ),
 }  # fmt: skip
 SUITES = {
-    "outrider": Preset(
-        str(GENERAL), "Apache-2.0", "ours: 80 prompts in 8 categories", category="category"
+    "outrider": DatasetSpec(
+        str(GENERAL), "Apache-2.0", "80 prompts in 8 categories, written for Outrider",
+        category="category",
     ),
-    "tiny": Preset(str(TINY), "Apache-2.0", "ours, for target=tiny", category="category"),
-    "mt_bench": Preset(
+    "tiny": DatasetSpec(str(TINY), "Apache-2.0", "written for target=tiny", category="category"),
+    "mt_bench": DatasetSpec(
         "HuggingFaceH4/mt_bench_prompts", "Apache-2.0", "80 dialogues of two turns",
         split="train", turns="prompt", id="prompt_id", category="category",
     ),
-    "humaneval": Preset(
+    "humaneval": DatasetSpec(
         "openai/openai_humaneval", "MIT", "164 functions to complete", split="test",
-        ask="Complete this Python function.\n\n```python\n{prompt}```", id="task_id",
+        prompt_format="Complete this Python function.\n\n```python\n{prompt}```", id="task_id",
         category="humaneval",
     ),
-    "gsm8k": Preset(
+    "gsm8k": DatasetSpec(
         "openai/gsm8k", "MIT", "1,319 word problems", split="test", subset="main",
-        ask="{question}", category="gsm8k",
+        prompt_format="{question}", category="gsm8k",
     ),
-    "alpaca": Preset(
+    "alpaca": DatasetSpec(
         "tatsu-lab/alpaca_eval", "CC-BY-NC-4.0", "805 instructions of AlpacaEval",
-        file="alpaca_eval.json", ask="{instruction}", category="alpaca",
+        file="alpaca_eval.json", prompt_format="{instruction}", category="alpaca",
     ),
-    "cnn_dm": Preset(
+    "cnn_dm": DatasetSpec(
         "abisee/cnn_dailymail", "Apache-2.0", "11,490 articles to summarise", split="test",
-        subset="3.0.0", ask="Summarize: {article}", id="id", category="cnn_dm",
+        subset="3.0.0", prompt_format="Summarize: {article}", id="id", category="cnn_dm",
     ),
-    "nq": Preset(
+    "nq": DatasetSpec(
         "google-research-datasets/nq_open", "CC-BY-SA-3.0", "3,610 questions to a search engine",
-        split="validation", ask="{question}?", category="nq",
+        split="validation", prompt_format="{question}?", category="nq",
     ),
-    "spec_bench": Preset(
+    "spec_bench": DatasetSpec(
         "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
         "Apache-2.0, parts under their own", "480 prompts of six tasks", category="category",
     ),
-    "math_500": Preset(
+    "math_500": DatasetSpec(
         "HuggingFaceH4/MATH-500", "MIT", "500 competition problems", split="test",
-        ask="{problem}", id="unique_id", category="subject",
+        prompt_format="{problem}", id="unique_id", category="subject",
     ),
 }  # fmt: skip

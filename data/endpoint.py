@@ -1,11 +1,11 @@
-"""The target writes its own training text on a server that speaks the OpenAI protocol.
+"""Self-generation by a server that speaks the OpenAI protocol.
 
-vLLM, SGLang, TGI and `transformers serve` answer many prompts at once, faster than one process
-does. What they are asked is the prompt's exact tokens, through /completions, so that no chat
-template but ours is ever used; a server that takes text only is given text that tokenises to them.
-What is kept is the exact tokens of the answer: those that the server returns (vLLM), or the text's,
-where both decoding them and the server's own count show that nothing was lost. Anything else is
-counted and left out. The first question is also the proof that the server has the same target.
+vLLM, SGLang, TGI and `transformers serve` generate for many prompts at once. A request holds the
+exact tokens of the prompt and goes to /completions, so that only our chat template is used; a
+server that takes text alone gets text that tokenises to these tokens. The answer's exact tokens are
+stored: those that the server returns (vLLM), or those of its text, if decoding them and the
+server's own count confirm that they are the same. Other answers are counted and left out. The first
+request also checks that the server has the same target.
 
 Retries, backoff and Retry-After are the `openai` client's (`pip install 'outrider[endpoint]'`).
 """
@@ -16,205 +16,203 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.schema import GenerateConfig
 from outrider.data.answer_spans import Tokenizer
-from outrider.data.generate import Done, Question, Settings
-from outrider.data.traces import Written
+from outrider.data.generate import OnAnswer, PromptTokens
+from outrider.data.generated_store import GeneratedAnswer
 from outrider.models.target import Target
 
-PROBED = 8  # tokens of the first answer that are held against our own target
-REFUSED = (400, 413, 422)  # the server will not have this request, however often
-SHOWN = 300  # characters of what the server says of an error
-AGAIN = "What was answered is kept; give the same command again when the server is well."
-
-
-@dataclass(frozen=True)
-class Link:
-    """Where the server is and how patient we are; see `data.generate` in the configuration."""
-
-    url: str
-    model: str | None = None
-    timeout: float = 600.0
-    retries: int = 8
+PROBE = 8  # tokens of the first answer that are compared with our own target
+REFUSED = (400, 413, 422)  # status codes that no retry changes
+SHOWN = 300  # characters of an error's body in a message
+RETRY = "Finished answers are stored; give the same command again when the server responds."
 
 
 class Dialect(NamedTuple):
-    """What a server understands."""
+    """What a server accepts."""
 
     ids: bool  # prompts as token ids
     extras: bool  # fields beyond OpenAI's own
 
 
-# vLLM and SGLang speak the first, TGI and `transformers serve` the last
+# vLLM and SGLang accept the first, TGI and `transformers serve` the last
 DIALECTS = (Dialect(True, True), Dialect(True, False), Dialect(False, True), Dialect(False, False))
 EXTRAS = {"return_token_ids": True, "skip_special_tokens": False, "add_special_tokens": False}
 
 
-class Unproved(Exception):
+class UnverifiedAnswer(Exception):
     """An answer whose tokens are not certain."""
 
 
-class Served:
-    """Answers questions by a server; `run` is that of `generate.Writer`."""
+class EndpointGenerator:
+    """Generate answers with a server (an `AnswerBackend`).
+
+    Attributes:
+        answer_tokens: generated so far.
+        counts: answers by what became of them.
+    """
 
     def __init__(
         self,
-        link: Link,
+        options: GenerateConfig,
         tokenizer: Tokenizer,
         stop_ids: Sequence[int],
-        settings: Settings,
+        seed: int = 0,
         target: Target | None = None,
     ) -> None:
         """
         Args:
-            target: what the server is to have; None leaves that unproved.
+            options: address, model name, patience and sampling; `options.endpoint` is set.
+            target: what the server must have; None skips this check.
 
         Raises:
             ConfigError: the client is not installed.
         """
-        self.link, self.tokenizer, self.settings, self.target = link, tokenizer, settings, target
-        self.stop_ids = set(stop_ids)
-        self.dialect, self.model = DIALECTS[0], link.model or ""
-        self.wrote = 0
+        self.options, self.url, self.seed = options, str(options.endpoint), seed
+        self.tokenizer, self.target, self.stop_ids = tokenizer, target, set(stop_ids)
+        self.dialect, self.model = DIALECTS[0], options.model or ""
+        self.answer_tokens = 0
         self.counts: Counter[str] = Counter()
         try:
             import openai
         except ImportError:
-            why = "A server is asked by the package openai, which is not installed."
+            why = "Requests need the package openai, which is not installed."
             fix = "pip install 'outrider[endpoint]'"
-            raise ConfigError("data.generate.endpoint", link.url, why, fix) from None
+            raise ConfigError("data.generate.endpoint", self.url, why, fix) from None
         self.openai = openai
 
-    def run(self, questions: Sequence[Question], done: Done) -> None:
-        """Answer all questions, `settings.batch` at a time.
+    def run(self, prompts: Sequence[PromptTokens], on_answer: OnAnswer) -> None:
+        """Answer all prompts, `options.batch` at a time.
 
         Args:
-            done: called with each finished answer, or None; returning False stops the writing.
+            on_answer: called with each finished answer, or None; False stops the generation.
 
         Raises:
             ConfigError: the server has no such model, or several and none was named.
-            RunError: it does not answer, or has another target than we.
+            RunError: it does not respond, or has another target.
         """
-        if questions:
+        if prompts:
             try:
-                asyncio.run(self._run(questions, done))
+                asyncio.run(self._run(prompts, on_answer))
             except self.openai.OpenAIError as error:
-                raise self._told(error) from None
+                raise self._convert(error) from None
 
-    def said(self) -> str:
-        """What became of the answers, for people."""
-        how = "returned" if self.counts["exact"] else "proved by its counts"
+    def summary(self) -> str:
+        """Return a message with the number of answers by what became of them."""
+        how = "returned" if self.counts["exact"] else "confirmed by its counts"
         lost = {k: n for k, n in self.counts.items() if k not in ("kept", "exact")}
         listed = "".join(f", {n} {reason}" for reason, n in sorted(lost.items()))
         return f"the server's tokens are {how}: {self.counts['kept']} answers kept{listed}"
 
-    async def _run(self, questions: Sequence[Question], done: Done) -> None:
-        key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers of one's own want no key
+    async def _run(self, prompts: Sequence[PromptTokens], on_answer: OnAnswer) -> None:
+        key = os.environ.get("OPENAI_API_KEY") or "none"  # a local server needs no key
         async with self.openai.AsyncOpenAI(
-            base_url=self.link.url, api_key=key, timeout=self.link.timeout,
-            max_retries=self.link.retries,
+            base_url=self.url, api_key=key, timeout=self.options.timeout,
+            max_retries=self.options.retries,
         ) as client:  # fmt: skip
-            await self._meet(client, questions[0])
-            waiting, over = iter(questions), asyncio.Event()
+            await self._negotiate(client, prompts[0])
+            waiting, stopped = iter(prompts), asyncio.Event()
 
             async def work() -> None:
-                for question in waiting:
-                    if over.is_set():
+                for prompt in waiting:
+                    if stopped.is_set():
                         return
-                    answer = await self._answer(client, question)
-                    if not done(question, answer):
-                        over.set()
+                    answer = await self._answer(client, prompt)
+                    if not on_answer(prompt, answer):
+                        stopped.set()
 
-            tasks = [asyncio.create_task(work()) for _ in range(self.settings.batch)]
+            tasks = [asyncio.create_task(work()) for _ in range(self.options.batch)]
             try:
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
 
-    async def _meet(self, client: Any, question: Question) -> None:
-        """Learn the model's name and the server's dialect, and see that it has our target."""
-        if self.link.model is None:
-            self.model = self._only(await self._listed(client))
-        read = ""
+    async def _negotiate(self, client: Any, prompt: PromptTokens) -> None:
+        """Find the model's name and the server's dialect; check that it has our target."""
+        if self.options.model is None:
+            self.model = await self._only_model(client)
+        mismatch = ""
         for self.dialect in DIALECTS:
             try:
-                answer = await self._ask(client, question, PROBED, 0.0)
-                self._check_prompt(answer, question)
+                response = await self._complete(client, prompt, PROBE, 0.0)
+                self._check_prompt(response, prompt)
                 break
-            except Unproved as error:
-                read = str(error)
+            except UnverifiedAnswer as error:
+                mismatch = str(error)
             except self.openai.APIStatusError as error:
                 if error.status_code not in REFUSED or self.dialect == DIALECTS[-1]:
                     raise
         else:
-            message = f"{self.link.url} reads our prompts as other tokens: {read}."
+            message = f"{self.url} reads our prompts as other tokens: {mismatch}."
             raise RunError(message, "See that it serves the target, with the same tokenizer.")
-        with suppress(Unproved):  # a text that is not certain proves nothing
-            self._same_target(question, self._ids(answer, question))
+        with suppress(UnverifiedAnswer):  # uncertain tokens show nothing
+            self._check_target(prompt, self._answer_ids(response))
 
-    async def _listed(self, client: Any) -> list[str]:
-        """The models that the server says it has; none if it says nothing."""
+    async def _only_model(self, client: Any) -> str:
+        """Return the name of the one model that the server lists."""
         try:
-            return [model.id async for model in client.with_options(max_retries=2).models.list()]
+            models = client.with_options(max_retries=2).models.list()
+            names = [model.id async for model in models]
         except self.openai.APIStatusError:
-            return []
-
-    def _only(self, names: list[str]) -> str:
+            names = []
         if len(names) == 1:
-            return names[0]
-        why = f"{self.link.url} lists {', '.join(names) or 'no model'}."
+            return str(names[0])
+        why = f"{self.url} lists {', '.join(names) or 'no model'}."
         raise ConfigError("data.generate.model", None, why, "Name the one that is the target.")
 
-    async def _ask(self, client: Any, question: Question, room: int, temperature: float) -> Any:
-        """One request; an answer that is damaged on its way is asked for again."""
-        seed = hashlib.sha256(f"{self.settings.seed} {question.key} {question.place}".encode())
-        wish: dict[str, Any] = {
-            "model": self.model, "prompt": self._prompt(question), "max_tokens": room,
-            "temperature": temperature, "seed": int.from_bytes(seed.digest()[:4], "big") >> 1,
+    async def _complete(
+        self, client: Any, prompt: PromptTokens, max_tokens: int, temperature: float
+    ) -> Any:
+        """Send one request; repeat it while the response is damaged."""
+        digest = hashlib.sha256(f"{self.seed} {prompt.key} {prompt.index}".encode()).digest()
+        fields: dict[str, Any] = {
+            "model": self.model, "prompt": self._prompt(prompt), "max_tokens": max_tokens,
+            "temperature": temperature, "seed": int.from_bytes(digest[:4], "big") >> 1,
         }  # fmt: skip
-        if self.settings.top_p < 1:
-            wish["top_p"] = self.settings.top_p
-        for attempt in range(self.link.retries + 1):
+        if self.options.top_p < 1:
+            fields["top_p"] = self.options.top_p
+        for attempt in range(self.options.retries + 1):
             try:
-                answer = await client.completions.create(
-                    **wish, extra_body=EXTRAS if self.dialect.extras else None
+                response = await client.completions.create(
+                    **fields, extra_body=EXTRAS if self.dialect.extras else None
                 )
-                if answer.choices and answer.choices[0].text is not None:
-                    return answer
+                if response.choices and response.choices[0].text is not None:
+                    return response
             except (ValueError, AttributeError, self.openai.APIResponseValidationError):
-                pass  # cut off, or no json at all
+                pass  # cut off, or no json
             await asyncio.sleep(min(8.0, 0.5 * 2**attempt))
-        raise RunError(f"{self.link.url} answers with damaged json again and again.", AGAIN)
+        raise RunError(f"{self.url} responds with damaged json repeatedly.", RETRY)
 
-    def _prompt(self, question: Question) -> list[int] | str:
-        """The prompt as this server takes it.
+    def _prompt(self, prompt: PromptTokens) -> list[int] | str:
+        """Return the prompt in the form that the server accepts.
 
         Raises:
-            Unproved: there is no text that the server would read as these tokens.
+            UnverifiedAnswer: no text tokenises to the prompt's tokens.
         """
         if self.dialect.ids:
-            return question.ids
-        text = str(self.tokenizer.decode(question.ids, skip_special_tokens=False))
-        first = self.tokenizer.bos_token or ""
-        for said in (text, text.removeprefix(first)):  # the server may put it there itself
-            ids = self.tokenizer(said, add_special_tokens=not self.dialect.extras)["input_ids"]
-            if list(ids) == question.ids:
-                return said
-        raise Unproved("no text gives the prompt's tokens")
+            return prompt.ids
+        text = str(self.tokenizer.decode(prompt.ids, skip_special_tokens=False))
+        start = self.tokenizer.bos_token or ""
+        for candidate in (text, text.removeprefix(start)):  # the server may add the start token
+            coded = self.tokenizer(candidate, add_special_tokens=not self.dialect.extras)
+            if list(coded["input_ids"]) == prompt.ids:
+                return candidate
+        raise UnverifiedAnswer("no text gives the prompt's tokens")
 
-    async def _answer(self, client: Any, question: Question) -> Written | None:
-        room, heat = self.settings.max_new_tokens, self.settings.temperature
+    async def _answer(self, client: Any, prompt: PromptTokens) -> GeneratedAnswer | None:
+        """Return one answer; None where the server refuses or the tokens are not certain."""
+        limit, temperature = self.options.max_new_tokens, self.options.temperature
         try:
-            answer = await self._ask(client, question, room, heat)
-            self._check_prompt(answer, question)
-            ids = self._ids(answer, question)
-        except Unproved:
+            response = await self._complete(client, prompt, limit, temperature)
+            self._check_prompt(response, prompt)
+            ids = self._answer_ids(response)
+        except UnverifiedAnswer:
             self.counts["left out: tokens not certain"] += 1
             return None
         except self.openai.APIStatusError as error:
@@ -226,88 +224,89 @@ class Served:
             self.counts["left out: empty"] += 1
             return None
         self.counts["kept"] += 1
-        self.wrote += len(ids)
-        return Written(question.place, question.key, question.ids + ids, len(question.ids))
+        self.answer_tokens += len(ids)
+        return prompt.with_answer(ids)
 
-    def _check_prompt(self, answer: Any, question: Question) -> None:
+    def _check_prompt(self, response: Any, prompt: PromptTokens) -> None:
         """
         Raises:
-            Unproved: the server read other tokens than ours.
+            UnverifiedAnswer: the server read other tokens than the prompt's.
         """
-        read = _extra(answer.choices[0], "prompt_token_ids") or _extra(answer, "prompt_token_ids")
-        count = len(read) if read else answer.usage.prompt_tokens if answer.usage else 0
-        if (read and list(read) != question.ids) or count != len(question.ids):
-            raise Unproved(f"{count} tokens, {len(question.ids)} of ours")
+        read = _extra(response.choices[0], "prompt_token_ids")
+        read = read or _extra(response, "prompt_token_ids")
+        count = len(read) if read else response.usage.prompt_tokens if response.usage else 0
+        if (read and list(read) != prompt.ids) or count != len(prompt.ids):
+            raise UnverifiedAnswer(f"{count} tokens instead of {len(prompt.ids)}")
 
-    def _ids(self, answer: Any, question: Question) -> list[int]:
-        """The answer's tokens, the one that ends it included.
+    def _answer_ids(self, response: Any) -> list[int]:
+        """Return the answer's tokens, the end token included.
 
         Raises:
-            Unproved: they were not returned, and the text's are not surely the same.
+            UnverifiedAnswer: they were not returned, and those of the text may be others.
         """
-        choice = answer.choices[0]
-        count = answer.usage.completion_tokens if answer.usage else -1
-        given = _extra(choice, "token_ids")
+        choice = response.choices[0]
+        count = response.usage.completion_tokens if response.usage else -1
+        returned = _extra(choice, "token_ids")
         ended = choice.finish_reason == "stop"
-        if given is not None:
+        if returned is not None:
             self.counts["exact"] += 1
-            ids = list(given)
+            ids = list(returned)
             missing = ended and ids and ids[-1] not in self.stop_ids
             return [*ids, self._stop(choice)] if missing else ids
         ids = list(self.tokenizer(choice.text, add_special_tokens=False)["input_ids"])
-        same = self.tokenizer.decode(
+        text = self.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         ids += [self._stop(choice)] if ended else []
-        if same != choice.text or len(ids) != count:
-            raise Unproved(f"{count} tokens written, {len(ids)} in the text")
+        if text != choice.text or len(ids) != count:
+            raise UnverifiedAnswer(f"{count} tokens generated, {len(ids)} in the text")
         return ids
 
     def _stop(self, choice: Any) -> int:
-        """The token that ended an answer: what the server says, or the usual one."""
-        said = _extra(choice, "stop_reason")
-        if isinstance(said, int) and said in self.stop_ids:
-            return said
-        usual = self.tokenizer.eos_token_id
-        if usual is None:
-            raise Unproved("no token is known to end an answer")
-        return int(usual)
+        """Return the token that ended an answer: the server's stop reason, or the end token."""
+        reason = _extra(choice, "stop_reason")
+        if isinstance(reason, int) and reason in self.stop_ids:
+            return reason
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise UnverifiedAnswer("no end token is known")
+        return int(end)
 
     @torch.no_grad()
-    def _same_target(self, question: Question, written: list[int]) -> None:
-        """The server's greedy tokens are ours, give or take what rounding does.
+    def _check_target(self, prompt: PromptTokens, answer: list[int]) -> None:
+        """Compare the server's greedy tokens with the target's; rounding may change some.
 
         Raises:
-            RunError: fewer than half of them are.
+            RunError: fewer than half of them agree.
         """
-        if self.target is None or not written:
+        if self.target is None or not answer:
             return
-        ids = torch.tensor([question.ids + written], device=self.target.device)
+        ids = torch.tensor([prompt.ids + answer], device=self.target.device)
         length = ids.shape[1]
         causal = torch.ones(1, length, length, dtype=torch.bool, device=ids.device).tril()
-        seen = self.target.forward(ids, torch.arange(length, device=ids.device)[None], causal)
-        ours = self.target.logits(seen.last[0, len(question.ids) - 1 : -1]).argmax(-1).tolist()
-        agreed = sum(a == b for a, b in zip(ours, written, strict=True))
-        if 2 * agreed < len(written):
+        states = self.target.forward(ids, torch.arange(length, device=ids.device)[None], causal)
+        logits = self.target.logits(states.last[0, len(prompt.ids) - 1 : -1])
+        agreed = sum(a == b for a, b in zip(logits.argmax(-1).tolist(), answer, strict=True))
+        if 2 * agreed < len(answer):
             raise RunError(
-                f"{self.link.url} has another model than the target: of its first {len(written)} "
-                f"greedy tokens the target would write {agreed}.",
+                f"{self.url} has another model than the target: {agreed} of its first "
+                f"{len(answer)} greedy tokens are the target's.",
                 "Serve the target itself, or give the served model as target.",
             )
 
-    def _told(self, error: Exception) -> ConfigError | RunError:
-        """An error of the client, as one of ours."""
+    def _convert(self, error: Exception) -> ConfigError | RunError:
+        """Return an error of the client as one of ours."""
         code = getattr(error, "status_code", None)
         body = " ".join(error.response.text.split()) if code is not None else ""  # type: ignore[attr-defined]
-        told = f"{error} {body}" if body and body not in str(error) else str(error)
-        why = f"{self.link.url}: {told[:SHOWN]}"
+        message = f"{error} {body}" if body and body not in str(error) else str(error)
+        why = f"{self.url}: {message[:SHOWN]}"
         if code == 404:
             return ConfigError("data.generate.model", self.model, why, "Give the name it serves.")
         if code in (401, 403):
-            return RunError(why, "The key is taken from the environment: OPENAI_API_KEY.")
-        return RunError(why, AGAIN)
+            return RunError(why, "Set the key in the environment: OPENAI_API_KEY.")
+        return RunError(why, RETRY)
 
 
 def _extra(part: Any, name: str) -> Any:
-    """A field that OpenAI's own protocol does not have."""
+    """Return a field that OpenAI's own protocol does not have."""
     return (part.model_extra or {}).get(name)

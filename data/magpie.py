@@ -1,9 +1,8 @@
-"""Prompts that the target writes itself: no data set is needed at all.
+"""Prompts that the target generates, so that no data set is needed.
 
-An instruct model that is given nothing but the opening of a user's turn goes on as a user would.
-What it writes there is kept if it is a text that ended, says something and was not said before;
-what is left out is counted by reason. The prompts do not depend on how many are asked for: the
-first hundred of a thousand are the hundred.
+Given only the tokens that open a user's turn, an instruct model continues as a user would. The text
+is kept when it has ended, asks something and is no near duplicate of an earlier one. Texts that are
+left out are counted by reason. A larger number of prompts begins with those of a smaller number.
 
 Source: Xu et al. 2024, "Magpie", arXiv:2406.08464, section 2.1 (temperature 1, no nucleus).
 Differs: no second model judges quality or difficulty; near duplicates are found by 5-grams of
@@ -12,105 +11,104 @@ words instead of embeddings.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.data.answer_spans import MARK, Tokenizer
-from outrider.data.contamination import Seen, grams, words
+from outrider.data.answer_spans import MARK, ChatTemplate, Tokenizer
+from outrider.data.contamination import NearDuplicateFilter, ngrams, split_words
 from outrider.data.conversations import Message, Prompt
-from outrider.data.generate import SHARD, Answering, Question, write_answers
-from outrider.data.tokenise import turn_edges
-from outrider.data.traces import Store, Written
+from outrider.data.generate import SHARD, AnswerBackend, PromptTokens, write_answers
+from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 
-LONGEST = 256  # tokens of a prompt
+MAX_TOKENS = 256  # of a prompt
 TEMPERATURE = 1.0
-FEWEST = 2  # words that say something
-REPEATS = 0.5  # share of different 5-grams below which a text goes round in circles
-MOST = 20  # texts written per prompt wanted before we give up
+MIN_WORDS = 2
+MIN_DISTINCT = 0.5  # share of distinct 5-grams below which a text counts as repetitive
+MAX_ATTEMPTS = 20  # generated texts per requested prompt
 
 
-def bare(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The template's tokens before a user's words, and the tokens that may end these.
+def user_turn_prefix(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the template's tokens before a user's text, and the tokens that may end the text.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or its user turns have no end.
     """
-    edges = turn_edges(tokenizer, Message(role="user", content=MARK))
-    if edges is None or not edges[0]:
+    chat = ChatTemplate(tokenizer)
+    turn = [Message(role="user", content=MARK)]
+    sides = chat.text_around(turn, 0) if getattr(tokenizer, "chat_template", None) else None
+    if sides is None or not sides[0]:
         why = "The target has no chat template that opens a user's turn."
-        fix = "Take an instruct model, or bring prompts: data.path=..."
+        fix = "Use an instruct model, or give prompts: data.path=..."
         raise ConfigError("data.generate.self_prompted", True, why, fix)
-    head, tail = edges
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return head, [token for token in tail if token in special][:1]
+    return chat.ids(sides[0]), [token for token in chat.ids(sides[1]) if token in special][:1]
 
 
-def write_prompts(
-    store: Store,
-    writer: Answering,
+def generate_prompts(
+    store: GeneratedStore,
+    backend: AnswerBackend,
     tokenizer: Tokenizer,
-    wanted: int,
+    count: int,
     ends: Sequence[int],
 ) -> tuple[list[Prompt], Counter[str]]:
-    """The first `wanted` usable prompts, and what was left out for which reason.
+    """Return the first `count` usable prompts, and the number of texts left out by reason.
 
-    Goes on where an earlier call was stopped, by the same steps from the first on.
+    A call that continues after a kill takes the same steps and uses the texts in the store.
 
     Raises:
-        RunError: hardly any text is usable.
+        RunError: of `MAX_ATTEMPTS` texts per prompt too few are usable.
     """
-    head, asked = bare(tokenizer)[0], 0
+    head, total = user_turn_prefix(tokenizer)[0], 0
     while True:
-        questions = [Question(i, f"own prompt {i}", head) for i in range(asked)]
-        write_answers(writer, questions, store)
-        answers = [answer for answer in store.answers() if answer.place < asked]
-        kept, reasons = sift(tokenizer, answers, ends, wanted)
-        if len(kept) == wanted:
-            return kept, reasons
-        if asked >= max(MOST * wanted, SHARD):
+        openings = [PromptTokens(i, f"own prompt {i}", head) for i in range(total)]
+        write_answers(backend, openings, store)
+        answers = [answer for answer in store.answers() if answer.index < total]
+        prompts, reasons = filter_prompts(tokenizer, answers, ends, count)
+        if len(prompts) == count:
+            return prompts, reasons
+        if total >= max(MAX_ATTEMPTS * count, SHARD):
             raise RunError(
-                f"Of {asked} texts that the target wrote as a user, {len(kept)} are prompts "
-                f"({said(reasons)}).",
-                "Take an instruct model, or bring prompts: data.path=...",
+                f"Of {total} texts that the target generated as a user, {len(prompts)} are prompts "
+                f"({format_reasons(reasons)}).",
+                "Use an instruct model, or give prompts: data.path=...",
             )
-        asked += max(SHARD, 2 * (wanted - len(kept)))
+        total += max(SHARD, 2 * (count - len(prompts)))
 
 
-def sift(
-    tokenizer: Tokenizer, answers: Iterable[Written], ends: Sequence[int], wanted: int
+def filter_prompts(
+    tokenizer: Tokenizer, answers: Iterable[GeneratedAnswer], ends: Sequence[int], count: int
 ) -> tuple[list[Prompt], Counter[str]]:
-    """The first `wanted` usable prompts in the order of their places; what others lacked."""
-    seen, kept, reasons = Seen(), list[Prompt](), Counter[str]()
+    """Return the first `count` usable prompts by index, and what the others lacked."""
+    distinct, prompts, reasons = NearDuplicateFilter(), list[Prompt](), Counter[str]()
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for answer in sorted(answers, key=lambda a: a.place):
-        if len(kept) == wanted:
+    for answer in sorted(answers, key=lambda a: a.index):
+        if len(prompts) == count:
             break
-        ids = answer.ids[answer.prompt :]
+        ids = answer.ids[answer.prompt_length :]
         text = str(tokenizer.decode(ids[:-1], skip_special_tokens=False)).strip()
         if ids[-1] not in ends:
             reasons["without end"] += 1
         elif special & set(ids[:-1]):
-            reasons["with marks of the template"] += 1
-        elif lacking := degenerate(text):
-            reasons[lacking] += 1
-        elif not seen.add(text):
-            reasons["nearly as one before"] += 1
+            reasons["with special tokens"] += 1
+        elif reason := rejection_reason(text):
+            reasons[reason] += 1
+        elif not distinct.add(text):
+            reasons["near duplicates"] += 1
         else:
-            kept.append(Prompt(f"own-{answer.place}", "own", [text]))
-    return kept, reasons
+            prompts.append(Prompt(f"own-{answer.index}", "own", [text]))
+    return prompts, reasons
 
 
-def degenerate(text: str) -> str:
-    """Why a text asks nothing; "" if it may."""
+def rejection_reason(text: str) -> str:
+    """Return why a text is no question; "" if it may be one."""
     if "\ufffd" in text or not all(c.isprintable() or c in "\n\t" for c in text):
         return "not text"
-    said = words(text)
-    if len(said) < FEWEST:
+    words = split_words(text)
+    if len(words) < MIN_WORDS:
         return "too short"
-    runs = len(said) - 4  # of five words
-    return "in circles" if runs > 8 and len(grams(text)) < REPEATS * runs else ""
+    runs = len(words) - 4  # of five words
+    return "repetitive" if runs > 8 and len(ngrams(text)) < MIN_DISTINCT * runs else ""
 
 
-def said(reasons: Counter[str]) -> str:
-    """Counts by reason, for people."""
-    return ", ".join(f"{count} {reason}" for reason, count in islice(reasons.most_common(), 9))
+def format_reasons(reasons: Counter[str]) -> str:
+    """Return the most common reasons with their counts, for a message."""
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(9))

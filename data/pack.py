@@ -1,15 +1,15 @@
-"""Rows of documents: packed with little padding, split for validation.
+"""Documents packed into rows with little padding, and the split for validation.
 
 Legend: N rows, T tokens per row.
 
-Best-fit decreasing: the longest document first, each into the row where it leaves the least
-room. With T = 6 and documents of 4, 3, 2, 2 tokens:
+Best-fit decreasing: documents from the longest to the shortest, each into the row with the least
+free space that it fits. With T = 6 and documents of 4, 3, 2, 2 tokens:
 
     ids        a a a a c c      document   0 0 0 0 2 2      positions  0 1 2 3 0 1
                b b b d d .                 1 1 1 3 3 -1                0 1 2 0 1 0
 
-Every document stays whole, so attention and every shifted comparison need only ask whether two
-columns carry the same document number.
+Every document stays whole, so attention and shifted comparisons need only compare the document
+numbers of two columns.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Rows:
     Attributes:
         ids: tokens; 0 where padded.
         answer: True where the token belongs to an answer.
-        document: which document (its index in the packed sequence) a token is of; -1 is padding.
+        document: index of the document that a token belongs to; -1 where padded.
         positions: from 0 in every document; 0 where padded.
     """
 
@@ -55,58 +55,58 @@ class Rows:
 
     @property
     def fill(self) -> float:
-        """Share of the tokens that are not padding, 0..1."""
+        """Return the share of tokens that are not padding, 0..1."""
         return int((self.document >= 0).sum()) / max(1, self.ids.numel())
 
     @property
     def supervised(self) -> float:
-        """Share of the tokens that belong to an answer, 0..1."""
+        """Return the share of tokens that belong to an answer, 0..1."""
         return int(self.answer.sum()) / max(1, self.ids.numel())
 
 
 def pack(documents: Sequence[Document], length: int) -> Rows:
-    """Whole documents into rows of `length` tokens. The same input gives the same rows.
+    """Pack whole documents into rows of `length` tokens, deterministically.
 
     Ties go to the earlier document and to the older row.
 
     Raises:
-        ValueError: a document is empty or longer than a row (`chat.render` cuts to a length).
+        ValueError: a document is empty or longer than a row (`render` cuts to a length).
     """
     for number, document in enumerate(documents):
         if not 1 <= len(document.ids) <= length:
             raise ValueError(f"document {number} has {len(document.ids)} tokens, a row {length}")
     plan = _best_fit([len(document.ids) for document in documents], length)
-    laid: dict[str, np.ndarray] = {
+    columns: dict[str, np.ndarray] = {
         name: np.full((len(plan), length), BLANK[name], TYPES[name]) for name in TYPES
     }
     for row, numbers in enumerate(plan):
-        at = 0
+        start = 0
         for number in numbers:
             document = documents[number]
-            part = slice(at, at + len(document.ids))
-            laid["ids"][row, part] = document.ids
-            laid["answer"][row, part] = document.answer
-            laid["document"][row, part] = number
-            laid["positions"][row, part] = np.arange(len(document.ids))
-            at = part.stop
-    return Rows(**{name: torch.from_numpy(values) for name, values in laid.items()})
+            part = slice(start, start + len(document.ids))
+            columns["ids"][row, part] = document.ids
+            columns["answer"][row, part] = document.answer
+            columns["document"][row, part] = number
+            columns["positions"][row, part] = np.arange(len(document.ids))
+            start = part.stop
+    return Rows(**{name: torch.from_numpy(values) for name, values in columns.items()})
 
 
 def _best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Which documents share a row, in O(n log n + n * distinct gaps)."""
+    """Return the documents of each row, in O(n log n + n * distinct gaps)."""
     rows: list[list[int]] = []
     waiting: dict[int, list[int]] = defaultdict(list)  # gap -> heap of the rows that have it
     gaps: list[int] = []  # the keys of `waiting` that have rows, ascending
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-        place = bisect_left(gaps, sizes[number])
-        if place == len(gaps):
+        index = bisect_left(gaps, sizes[number])
+        if index == len(gaps):
             row, gap = len(rows), length
             rows.append([])
         else:
-            gap = gaps[place]
+            gap = gaps[index]
             row = heappop(waiting[gap])
             if not waiting[gap]:
-                gaps.pop(place)
+                gaps.pop(index)
         rows[row].append(number)
         gap -= sizes[number]
         if gap and not waiting[gap]:
@@ -117,12 +117,12 @@ def _best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 
 def split(documents: Sequence[Document], holdout: float) -> tuple[list[Document], list[Document]]:
-    """(training, held out), decided for each document by its key alone.
+    """Return (training, held out) documents, decided for each by its key alone.
 
     sha256 of the key gives a number u in [0, 1); the document is held out iff u < holdout. So a
-    conversation stays on its side when others come or go, and copies of it are never on both.
-    Only when a side would be empty does the document nearest to the border change sides (with its
-    copies): two different conversations always give one document or more on each side.
+    conversation stays on its side when others are added or removed, and copies of it are never on
+    both sides. Only when a side would be empty, the document nearest to the border changes sides
+    (with its copies): two different conversations always give a document on each side.
 
     Args:
         documents: in any order, which both results keep.
@@ -130,12 +130,12 @@ def split(documents: Sequence[Document], holdout: float) -> tuple[list[Document]
     """
     if not 0 <= holdout < 1:
         raise ValueError(f"holdout={holdout} is not in 0 <= holdout < 1")
-    place = {document.key: _uniform(document.key) for document in documents}
-    held = {key for key, u in place.items() if u < holdout}
-    if holdout and len(place) > 1 and not held:
-        held = {min(place, key=lambda key: (place[key], key))}
-    elif holdout and len(place) > 1 and len(held) == len(place):
-        held.remove(max(place, key=lambda key: (place[key], key)))
+    position = {document.key: _uniform(document.key) for document in documents}
+    held = {key for key, u in position.items() if u < holdout}
+    if holdout and len(position) > 1 and not held:
+        held = {min(position, key=lambda key: (position[key], key))}
+    elif holdout and len(position) > 1 and len(held) == len(position):
+        held.remove(max(position, key=lambda key: (position[key], key)))
     return (
         [document for document in documents if document.key not in held],
         [document for document in documents if document.key in held],

@@ -1,4 +1,4 @@
-"""Reading what later steps need while this one trains."""
+"""Preparation of later steps in threads while the current one trains."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,37 +7,37 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
-    """Answers for steps 0, 1, ..., each made in a thread before it is asked for.
+class Prefetcher(Generic[T]):
+    """Values of steps 0, 1, ..., each computed in a thread before it is needed.
 
     Args:
-        make: what a step needs; called from several threads, each step once as a rule.
-        workers: threads, and steps that are under way at most; 0: nothing is done ahead.
-        stop: steps behind this one are not needed.
+        make: computes the value of a step; called from several threads.
+        workers: threads, and most steps in progress; 0: values are computed when they are needed.
+        stop: the first step that is not needed.
     """
 
     def __init__(self, make: Callable[[int], T], workers: int, stop: int | None = None) -> None:
         self.make, self.workers, self.stop = make, workers, stop
-        self._pool = ThreadPoolExecutor(workers, "ahead") if workers else None
-        self._under_way: dict[int, Future[T]] = {}
+        self._pool = ThreadPoolExecutor(workers, "prefetch") if workers else None
+        self._pending: dict[int, Future[T]] = {}
 
-    def take(self, step: int) -> T:
-        """What this step needs; the next ones are begun.
+    def get(self, step: int) -> T:
+        """Return the value of a step and start the next ones.
 
         Raises:
-            Exception: whatever `make` raised.
+            Exception: the error of `make`.
         """
         if self._pool is None:
             return self.make(step)
-        mine = self._under_way.pop(step, None)
-        for old in [s for s in self._under_way if not step < s <= step + self.workers]:
-            self._under_way.pop(old).cancel()  # of a run that went somewhere else
+        future = self._pending.pop(step, None)
+        for old in [s for s in self._pending if not step < s <= step + self.workers]:
+            self._pending.pop(old).cancel()  # the caller jumped to another step
         for later in range(step + 1, step + 1 + self.workers):
-            if later not in self._under_way and (self.stop is None or later < self.stop):
-                self._under_way[later] = self._pool.submit(self.make, later)
-        return self.make(step) if mine is None else mine.result()
+            if later not in self._pending and (self.stop is None or later < self.stop):
+                self._pending[later] = self._pool.submit(self.make, later)
+        return self.make(step) if future is None else future.result()
 
     def close(self) -> None:
-        """Nothing more is needed."""
+        """Cancel the pending steps and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""Where rows come from: a file, a folder, the model hub, an address; all read as a stream.
+"""Sources of rows: a file, a folder, a hub repository or an address, read as a stream.
 
-A place is written as one word: a name of `presets`, a name and a copy (`mt_bench@question.jsonl`),
-a file, a folder that `datasets` reads (parquet files, a clone of a hub repository, what
-`save_to_disk` wrote), a hub id (`org/name`) or a https address of a file.
+A source is given as one word: a name of `dataset_registry`, a name with a copy
+(`mt_bench@question.jsonl`), a file, a folder that `datasets` reads (parquet files, a clone of a hub
+repository, the output of `save_to_disk`), a hub id (`org/name`) or the https address of a file.
 """
 
 import difflib
@@ -15,13 +15,13 @@ from typing import Any
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import sha256_of
-from outrider.data.dataset_registry import DATASETS, PER_ROW, SUITES, Preset
-from outrider.data.readers import SUFFIXES, Patience, records
+from outrider.data.dataset_registry import CATEGORY_COLUMNS, DATASETS, SUITES, DatasetSpec
+from outrider.data.readers import SUFFIXES, BadRowPolicy, read_records
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 ADDRESS = re.compile(r"https?://")
-SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves behind
-PLAIN = Preset("", "", "")  # rows as they are
+SAVED = ("state.json", "dataset_dict.json")  # files of `save_to_disk`
+UNNAMED = DatasetSpec("", "", "")  # rows stay as they are
 
 
 @dataclass(frozen=True)
@@ -29,101 +29,101 @@ class Source:
     """Rows that can be read any number of times.
 
     Attributes:
-        place: file, folder, hub id or address.
-        key: the setting that named it, for messages.
-        splits: the part of a data set to read: the first of these that it has.
-        skip_bad: bad rows to leave out before the source is refused.
+        location: file, folder, hub id or address.
+        option: configuration key of the source, for messages.
+        name: in the registry; "" for the user's own data.
+        splits: the first of these that the data set has is read.
+        skip_bad: bad rows that may be skipped.
     """
 
-    place: str
-    key: str
+    location: str
+    option: str
     name: str = ""
-    preset: Preset = PLAIN
+    spec: DatasetSpec = UNNAMED
     subset: str | None = None
     splits: tuple[str, ...] = ()
     revision: str | None = None
     skip_bad: int = 0
 
     @property
-    def local(self) -> Path | None:
-        """The file or folder on this machine, if it is one."""
-        path = Path(self.place).expanduser()
+    def local_path(self) -> Path | None:
+        """Return the file or folder on this machine, if it is one."""
+        path = Path(self.location).expanduser()
         return path if path.exists() or (path.suffix in SUFFIXES and not self.remote) else None
 
     @property
     def remote(self) -> bool:
-        return ADDRESS.match(self.place) is not None
+        return ADDRESS.match(self.location) is not None
 
-    def rows(self, noted: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
-        """One dict per row, in a shape that `sources` knows if there is a way.
+    def rows(self, on_skip: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
+        """Return one dict per row; those of named data sets in a shape of `conversations`.
 
         Args:
-            noted: called for every bad row that is left out.
+            on_skip: called for every bad row that is skipped.
 
         Raises:
-            ConfigError: there is nothing at the place. Raised by the call itself.
-            RunError: a row cannot be read, and there are more of them than `skip_bad`.
+            ConfigError: nothing is at the location. Raised by the call itself.
+            RunError: more rows than `skip_bad` cannot be read.
         """
-        option = "data.skip_bad" if self.key.startswith("data.") else ""
-        rows = self._read(Patience(self.skip_bad, noted, option))
-        return rows if self.preset is PLAIN else map(self.preset.row, rows)
-
-    def _read(self, patience: Patience) -> Iterator[dict[str, Any]]:
-        file = self._file()
-        if file is None:
-            return _dataset(self)
-        return records(file, key=self.key, patience=patience)
+        option = "data.skip_bad" if self.option.startswith("data.") else ""
+        if (file := self._file()) is None:
+            rows = _dataset(self)
+        else:
+            policy = BadRowPolicy(self.skip_bad, on_skip, option)
+            rows = read_records(file, key=self.option, policy=policy)
+        return rows if self.spec is UNNAMED else map(self.spec.normalise, rows)
 
     def _file(self) -> Path | None:
-        """The single file that holds the rows, fetched if need be; None: `datasets` reads it."""
-        here = self.local
-        if here is not None:
-            return here if not here.is_dir() else _inside(here, self.preset.file)
-        if self.remote:
-            return _fetched(self.place, self.key)
-        return None if self.preset.file is None else _hub_file(self)
+        """Return the single file with the rows, downloaded if needed; None: `datasets` reads."""
+        local, name = self.local_path, self.spec.file
+        if local is None and self.remote:
+            return _download(self.location, self.option)
+        if local is None:
+            return None if name is None else _hub_file(self)
+        if not local.is_dir():
+            return local
+        return local / name if name is not None and (local / name).is_file() else None
 
     def fingerprint(self) -> str:
-        """Which rows these are: a hash of the bytes, or the commit on the hub."""
-        file = self._file()
-        if file is not None:
-            known = sha256_of(file)
+        """Return what identifies these rows: a hash of the bytes, or the commit on the hub."""
+        if (file := self._file()) is not None:
+            version = sha256_of(file)
         else:
-            known = f"{_version(self)} {self.subset} {' '.join(self.splits)}"
-        return f"{self.name} {known}" if self.name else known
+            version = f"{_version(self)} {self.subset} {' '.join(self.splits)}"
+        return f"{self.name} {version}" if self.name else version
 
     @property
-    def uniform(self) -> bool:
-        """Whether all rows are known to be of one category."""
-        return bool(self.name) and self.preset.category not in PER_ROW
+    def single_category(self) -> bool:
+        """Return whether all rows are known to be of one category."""
+        return bool(self.name) and self.spec.category not in CATEGORY_COLUMNS
 
-    def said(self) -> str:
-        """Name, place and licence, for people; "" for what is the user's own."""
+    def describe(self) -> str:
+        """Return name, location and licence as a message; "" for the user's own data."""
         if not self.name:
             return ""
-        part = f" ({self.splits[0]})" if self.splits and self.local is None else ""
-        return f"{self.name}: {self.place}{part}, licence {self.preset.licence}"
+        part = f" ({self.splits[0]})" if self.splits and self.local_path is None else ""
+        return f"{self.name}: {self.location}{part}, licence {self.spec.licence}"
 
 
 def data_source(
     word: str,
-    key: str = "data.path",
+    option: str = "data.path",
     *,
     subset: str | None = None,
     split: str | None = None,
     revision: str | None = None,
     skip_bad: int = 0,
 ) -> Source:
-    """Training text: a name of `DATASETS`, or a place.
+    """Return a source of training text: a name of `DATASETS`, or a location.
 
     Raises:
-        ConfigError: neither a name nor a place, or a file that is said to have parts.
+        ConfigError: neither a name nor a location, or a split of a single file.
     """
-    source = _source(word, key, DATASETS, ("train",))
-    here = source.local
+    source = _source(word, option, DATASETS, ("train",))
+    local = source.local_path
     for name, value in (("subset", subset), ("split", split), ("revision", revision)):
-        if value is not None and (source.remote or (here is not None and here.is_file())):
-            why, fix = f"{source.place} is a single file.", f"Drop data.{name}."
+        if value is not None and (source.remote or (local is not None and local.is_file())):
+            why, fix = f"{source.location} is a single file.", f"Drop data.{name}."
             raise ConfigError(f"data.{name}", value, why, fix)
     return replace(
         source,
@@ -134,48 +134,45 @@ def data_source(
     )
 
 
-def suite_source(word: str, key: str = "eval.prompts") -> Source:
-    """Prompts for measuring: a name of `SUITES`, or a place.
+def suite_source(word: str, option: str = "eval.prompts") -> Source:
+    """Return a source of prompts for evaluation: a name of `SUITES`, or a location.
 
     Raises:
-        ConfigError: neither a name nor a place.
+        ConfigError: neither a name nor a location.
     """
-    return _source(word, key, SUITES, ("test", "validation", "train"))
+    return _source(word, option, SUITES, ("test", "validation", "train"))
 
 
-def _source(word: str, key: str, names: Mapping[str, Preset], splits: tuple[str, ...]) -> Source:
-    name, copied, place = word.partition("@")
-    preset = names.get(name)
-    if preset is None:
-        return _checked(Source(word, key, splits=splits), names)
-    splits = (preset.split, *splits) if preset.split else splits
-    source = Source(place if copied else preset.place, key, name, preset, preset.subset, splits)
-    return _checked(source, names)
+def _source(
+    word: str, option: str, specs: Mapping[str, DatasetSpec], splits: tuple[str, ...]
+) -> Source:
+    name, copied, copy = word.partition("@")
+    spec = specs.get(name)
+    if spec is None:
+        return _check_location(Source(word, option, splits=splits), specs)
+    splits = (spec.split, *splits) if spec.split else splits
+    location = copy if copied else spec.location
+    return _check_location(Source(location, option, name, spec, spec.subset, splits), specs)
 
 
-def _checked(source: Source, names: Mapping[str, Preset]) -> Source:
-    """Refuse a word that can be no place; nothing is fetched for that."""
-    place, here = source.place, source.local
-    if (here is not None and here.exists()) or source.remote:
+def _check_location(source: Source, specs: Mapping[str, DatasetSpec]) -> Source:
+    """Raise ConfigError for what can be no location; nothing is downloaded."""
+    location, local = source.location, source.local_path
+    if (local is not None and local.exists()) or source.remote:
         return source
-    if here is None and HUB_ID.fullmatch(place):
+    if local is None and HUB_ID.fullmatch(location):
         return source
-    near = difflib.get_close_matches(place, names, 1)
-    fix = f"Did you mean {near[0]}? " if near else f"Names: {', '.join(names)}. "
+    near = difflib.get_close_matches(location, specs, 1)
+    fix = f"Did you mean {near[0]}? " if near else f"Names: {', '.join(specs)}. "
     fix += f"Paths start at the current folder, {Path.cwd()}."
-    raise ConfigError(source.key, place, "There is no such file, folder or data set.", fix)
+    raise ConfigError(source.option, location, "There is no such file, folder or data set.", fix)
 
 
-def _inside(folder: Path, file: str | None) -> Path | None:
-    """A folder's one file of a preset, if this is a copy of that repository."""
-    return folder / file if file is not None and (folder / file).is_file() else None
-
-
-def _fetched(address: str, key: str) -> Path:
-    """The file behind an address, fetched once."""
+def _download(address: str, option: str) -> Path:
+    """Return the file of an address; download it once."""
     from torch.hub import download_url_to_file
 
-    from outrider.models.load import cache_home
+    from outrider.conf.paths import cache_home
 
     name = f"{hashlib.sha256(address.encode()).hexdigest()[:16]}-{address.rpartition('/')[2]}"
     file = cache_home() / "files" / name
@@ -184,7 +181,7 @@ def _fetched(address: str, key: str) -> Path:
         try:
             download_url_to_file(address, str(file), progress=False)
         except (OSError, ValueError) as error:
-            raise _unreachable(key, address, error) from None
+            raise _unreachable(option, address, error) from None
     return file
 
 
@@ -192,87 +189,91 @@ def _hub_file(source: Source) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        found = hf_hub_download(
-            source.place, str(source.preset.file), repo_type="dataset", revision=source.revision
+        file = hf_hub_download(
+            source.location, str(source.spec.file), repo_type="dataset", revision=source.revision
         )
     except Exception as error:  # the hub's errors have no common class
-        raise _unreachable(source.key, source.place, error) from None
-    return Path(found)
+        raise _unreachable(source.option, source.location, error) from None
+    return Path(file)
 
 
-def _unreachable(key: str, place: str, error: Exception) -> ConfigError:
+def _unreachable(option: str, location: str, error: Exception) -> ConfigError:
     why = f"It could not be read: {_first_line(error)}"
-    fix = "See that the name is right and the network is there, or give a copy: NAME@FILE."
-    return ConfigError(key, place, why, fix)
+    fix = "Check the name and the network, or give a copy: NAME@FILE."
+    return ConfigError(option, location, why, fix)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _version(source: Source) -> str:
-    """The commit of a hub repository; of a folder, a hash over its files."""
-    if source.local is not None:
+    """Return the commit of a hub repository, or a hash over the files of a folder."""
+    if source.local_path is not None:
         digest = hashlib.sha256()
-        for file in sorted(f for f in source.local.rglob("*") if f.is_file()):
-            digest.update(f"{file.relative_to(source.local)} {sha256_of(file)}".encode())
+        for file in sorted(f for f in source.local_path.rglob("*") if f.is_file()):
+            digest.update(f"{file.relative_to(source.local_path)} {sha256_of(file)}".encode())
         return digest.hexdigest()
     from huggingface_hub import HfApi
 
     try:
-        return f"{source.place}@{HfApi().dataset_info(source.place, revision=source.revision).sha}"
+        info = HfApi().dataset_info(source.location, revision=source.revision)
     except Exception as error:  # the hub's errors have no common class
-        raise _unreachable(source.key, source.place, error) from None
+        raise _unreachable(source.option, source.location, error) from None
+    return f"{source.location}@{info.sha}"
 
 
 def _dataset(source: Source) -> Iterator[dict[str, Any]]:
-    """What `datasets` reads, as a stream."""
+    """Return the rows that `datasets` reads, as a stream."""
     import datasets
 
-    here = source.local
+    local = source.local_path
     try:
-        if here is not None and any((here / name).is_file() for name in SAVED):
-            found = datasets.load_from_disk(str(here))
+        if local is not None and any((local / name).is_file() for name in SAVED):
+            data = datasets.load_from_disk(str(local))
         else:
-            found = datasets.load_dataset(
-                str(here or source.place), _subset(source), revision=source.revision, streaming=True
-            )
-    except Exception as error:  # there are a dozen kinds, and none is a bug of ours
-        raise _unreachable(source.key, source.place, error) from None
-    return _guarded(iter(_split(found, source)), source)
+            data = datasets.load_dataset(
+                str(local or source.location), _subset(source),
+                revision=source.revision, streaming=True,
+            )  # fmt: skip
+    except Exception as error:  # the errors of `datasets` have no common class
+        raise _unreachable(source.option, source.location, error) from None
+    return _with_run_errors(iter(_split(data, source)), source)
 
 
 def _subset(source: Source) -> str | None:
-    """The subset asked for; a copy of a preset's rows need not have subsets."""
-    if source.local is None or not source.name or source.subset is None:
+    """Return the subset to load; a copy of a named data set need not have subsets."""
+    if source.local_path is None or not source.name or source.subset is None:
         return source.subset
     import datasets
 
-    names = datasets.get_dataset_config_names(str(source.local))
+    names = datasets.get_dataset_config_names(str(source.local_path))
     return source.subset if source.subset in names else None
 
 
-def _split(found: Any, source: Source) -> Any:
-    if not isinstance(found, dict):
-        return found
-    chosen = next((name for name in source.splits if name in found), None)
-    if chosen is None and len(found) == 1 and (source.name or len(source.splits) > 1):
-        chosen = next(iter(found))
-    if chosen is None:
-        why = f"{source.place} has no part {source.splits[0]}; it has {', '.join(found)}."
-        raise ConfigError(source.key, source.place, why, "Choose one with data.split=...")
-    return found[chosen]
+def _split(data: Any, source: Source) -> Any:
+    if not isinstance(data, dict):
+        return data
+    split = next((name for name in source.splits if name in data), None)
+    if split is None and len(data) == 1 and (source.name or len(source.splits) > 1):
+        split = next(iter(data))
+    if split is None:
+        why = f"{source.location} has no split {source.splits[0]}; it has {', '.join(data)}."
+        raise ConfigError(source.option, source.location, why, "Choose one with data.split=...")
+    return data[split]
 
 
-def _guarded(rows: Iterator[dict[str, Any]], source: Source) -> Iterator[dict[str, Any]]:
-    """What goes wrong in the middle of a stream, told as an error of its source."""
+def _with_run_errors(rows: Iterator[dict[str, Any]], source: Source) -> Iterator[dict[str, Any]]:
+    """Yield the rows; raise RunError for any error of the stream."""
     while True:
         try:
             row = next(rows)
         except StopIteration:
             return
         except Exception as error:  # of arrow, json, the network: there is no common class
-            cause = error.__cause__ or error
-            message = f"{source.place} cannot be read on: {_first_line(cause)}"  # type: ignore[arg-type]
-            raise RunError(message, "Fetch or write it again, or give a file of its own.") from None
+            message = (
+                f"{source.location} cannot be read on: {_first_line(error.__cause__ or error)}"
+            )
+            fix = "Download or write it again, or give its file."
+            raise RunError(message, fix) from None
         yield row

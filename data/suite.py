@@ -1,28 +1,28 @@
-"""Which prompts are measured: those that `eval.prompts` names, or the embedded ones."""
+"""The prompts of an evaluation: those of `eval.prompts`, or the embedded ones."""
 
 from collections import Counter
 
-from outrider.data.conversations import Prompt, prompts
+from outrider.conf.schema import Config
+from outrider.data.conversations import Prompt, read_prompts
 from outrider.data.sources import Source, suite_source
-from outrider.train.settings import Config
 
 
-def suite_place(config: Config) -> Source:
-    """Where the prompts are; null is the embedded suite that suits the target."""
-    usual = "tiny" if config.target.name == "tiny" else "outrider"
-    return suite_source(config.eval.prompts or usual)
+def eval_source(config: Config) -> Source:
+    """Return the source of `eval.prompts`; null: the embedded suite that suits the target."""
+    default = "tiny" if config.target.name == "tiny" else "outrider"
+    return suite_source(config.eval.prompts or default)
 
 
-def suite_of(config: Config, limit: int | None) -> list[Prompt]:
-    """`limit` prompts, the categories in turn, however the rows are sorted."""
-    place = suite_place(config)
-    suite = prompts(place, limit if place.uniform else None)
+def load_suite(config: Config, limit: int | None) -> list[Prompt]:
+    """Return `limit` prompts, spread evenly over the categories."""
+    source = eval_source(config)
+    suite = read_prompts(source, limit if source.single_category else None)
     if limit is None or limit >= len(suite):
         return suite
-    rank: Counter[str] = Counter()
-    places: list[int] = []  # of each prompt within its category
+    count: Counter[str] = Counter()
+    ranks: list[int] = []  # of each prompt within its category
     for prompt in suite:
-        places.append(rank[prompt.category])
-        rank[prompt.category] += 1
-    chosen = sorted(range(len(suite)), key=lambda i: (places[i], i))[:limit]
+        ranks.append(count[prompt.category])
+        count[prompt.category] += 1
+    chosen = sorted(range(len(suite)), key=lambda i: (ranks[i], i))[:limit]
     return [suite[i] for i in sorted(chosen)]

@@ -1,14 +1,14 @@
-"""How sure the drafter is, and how often it is right: `calibration.json` beside a run's drafter.
+"""Calibration of a drafter's confidence: `calibration.json` beside a run's drafter.
 
-Measured by teacher forcing on answers that the target has written greedily in a report of the run,
-so nothing is decoded. A guess at depth d, row t counts where a round could have begun at row t
-(as in `ranks.py`). Its confidence is the drafter's softmax chance of its own favourite at
-temperature 1, over its draft vocabulary: what `decode.confidence` asks about and what a dynamic
-tree multiplies along a path. It is right where the target's favourite is the same token.
+Measured by teacher forcing on greedy answers in a report of the run, so nothing is decoded. A
+guess at depth d, row t counts where a round could have begun at row t (as in `rank_tables.py`).
+Its confidence is the drafter's top-1 softmax probability at temperature 1 over its draft
+vocabulary, as `decode.confidence` compares and dynamic trees multiply along a path. It is correct
+if the target's top-1 token is the same.
 
-A drafter is calibrated where, of the guesses it gives a chance of 0.8, eight in ten are right. The
-error of a depth is the mean distance between the two over ten bins of confidence, weighted by
-guesses: expected calibration error.
+A drafter is calibrated if eight in ten of its guesses with confidence 0.8 are correct. The error
+of a depth is the expected calibration error: the mean distance between confidence and accuracy
+over ten bins of confidence, weighted by guesses.
 
 Source: Guo et al. 2017, "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
 """
@@ -22,13 +22,15 @@ from jaxtyping import Float
 from rich.console import Console
 from torch import Tensor
 
-from outrider.conf.errors import Damaged, RunError
+from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import fingerprint, read_json, write_json
-from outrider.eval.rank_tables import guesses_of, pairs
+from outrider.conf.schema import Config
+from outrider.eval.rank_tables import guesses_to_depth, teacher_pairs
 from outrider.eval.report import Report
-from outrider.models.drafter import Drafter, Trace
-from outrider.train.objective import Teacher
-from outrider.train.settings import Config
+from outrider.models import process
+from outrider.models.drafter import Drafter
+from outrider.models.interface import Trace
+from outrider.train.teacher import TargetHead
 
 FILE, FORMAT = "calibration.json", "outrider-calibration-1"
 BINS = 10
@@ -40,76 +42,76 @@ def calibrate(config: Config, reports: dict[str, Report], console: Console) -> N
     Raises:
         RunError: there is no drafter, or no report with greedy answers.
     """
-    from outrider.eval.measure import told
+    from outrider.eval.measure import answered_trace
     from outrider.models.formats import native
-    from outrider.models.load import load
-    from outrider.train import distributed as start
+    from outrider.models.load import load_target
 
     folder = Path(config.run.dir)
     greedy = [out for out, r in reports.items() if not r.setting["temperature"] and r.outputs]
     if not greedy or not (folder / "drafter").is_dir():
         message = f"{folder} has no drafter with a report of greedy answers."
         raise RunError(message, f"Measure one first: outrider eval run.dir={folder}")
-    start.use_cores()
-    target = load(config.target, start.device()).target
+    process.set_threads()
+    target = load_target(config.target, process.device()).target
     drafter, _ = native.load(folder / "drafter", target)
-    drafter.change(target)
+    drafter.patch_target(target)
     target.set_taps(drafter.taps)
     rows = reports[greedy[0]].outputs
-    with console.status("the drafter is asked how sure it is"):
+    with console.status("measuring calibration"):
         answers = ((row["prompt_ids"], row["baseline_ids"] or row["output_ids"]) for row in rows)
-        traces = (told(target, *pair) for pair in answers if len(pair[1]) > 1)
-        depths = min(config.drafter.depths, drafter.reach)
-        found = reliability(drafter, target, traces, depths)
+        traces = (answered_trace(target, *pair) for pair in answers if len(pair[1]) > 1)
+        depths = min(config.drafter.depths, drafter.max_depth)
+        sums = reliability(drafter, target, traces, depths)
     about = {"report": greedy[0], "drafter": fingerprint(drafter.state_dict())}
-    write_json(folder / FILE, {"format": FORMAT, **about, "depths": described(found)})
+    write_json(folder / FILE, {"format": FORMAT, **about, "depths": depth_summaries(sums)})
 
 
 @torch.no_grad()
 def reliability(
-    drafter: Drafter, target: Teacher, traces: Iterable[Trace], depths: int
+    drafter: Drafter, target: TargetHead, traces: Iterable[Trace], depths: int
 ) -> Float[Tensor, "D bins 3"]:
-    """Per depth and bin of confidence: guesses, the sum of their confidence, those that were right.
+    """Return sums per depth and bin of confidence: guesses, their confidence, correct guesses.
 
     Args:
-        traces: with the drafter's taps; answers are the target's own greedy words.
+        traces: with the drafter's taps; answers generated greedily by the target.
     """
     sums = torch.zeros(depths, BINS, 3, dtype=torch.float64)
     for trace in traces:
-        guesses = guesses_of(drafter, trace, depths)
-        for guess, p, logits in pairs(drafter, target, trace, guesses, 0.0):
-            sure, token = logits.double().softmax(-1).max(-1)
-            right = p.gather(1, drafter.vocab.to_target(token)[:, None])[:, 0]
-            each = torch.stack([torch.ones_like(sure), sure, right], dim=1)
-            place = (sure * BINS).long().clamp(max=BINS - 1).cpu()
-            sums[guess.depth - 1].index_add_(0, place, each.cpu())
+        guesses = guesses_to_depth(drafter, trace, depths)
+        for guess, p, logits in teacher_pairs(drafter, target, trace, guesses, 0.0):
+            confidence, token = logits.double().softmax(-1).max(-1)
+            correct = p.gather(1, drafter.vocab.to_target(token)[:, None])[:, 0]
+            terms = torch.stack([torch.ones_like(confidence), confidence, correct], dim=1)
+            bins = (confidence * BINS).long().clamp(max=BINS - 1).cpu()
+            sums[guess.depth - 1].index_add_(0, bins, terms.cpu())
     return sums
 
 
-def described(found: Float[Tensor, "D bins 3"]) -> list[dict[str, Any]]:
-    """For json: means of the bins that have guesses, and the error of every depth."""
+def depth_summaries(sums: Float[Tensor, "D bins 3"]) -> list[dict[str, Any]]:
+    """Return for json the means of non-empty bins, and the error of every depth."""
     depths = []
-    for depth, bins in enumerate(found.tolist(), start=1):
+    for depth, bins in enumerate(sums.tolist(), start=1):
         count = sum(guesses for guesses, _, _ in bins)
         rows = [
-            {"from": i / BINS, "guesses": int(n), "confidence": sure / n, "right": right / n}
-            for i, (n, sure, right) in enumerate(bins)
+            {"from": i / BINS, "guesses": int(n), "confidence": total / n, "right": correct / n}
+            for i, (n, total, correct) in enumerate(bins)
             if n
         ]
-        error = sum(abs(sure - right) for _, sure, right in bins) / max(1, count)
+        error = sum(abs(total - correct) for _, total, correct in bins) / max(1, count)
         depths.append({"depth": depth, "guesses": int(count), "error": error, "bins": rows})
     return depths
 
 
 def read_calibration(file: Path) -> dict[str, Any] | None:
-    """
+    """Read what `calibrate` wrote; None without the file.
+
     Raises:
-        Damaged: it is not what `calibrate` writes.
+        CorruptFile: it is of another format.
     """
     if not file.is_file():
         return None
     fix = f"Measure it again: outrider report run.dir={file.parent} report.measure=true"
     content = read_json(file, fix)
     if content.get("format") != FORMAT:
-        raise Damaged(f"{file} is not a calibration of this format ({FORMAT}).", fix)
+        raise CorruptFile(f"{file} is not a calibration of this format ({FORMAT}).", fix)
     return content

@@ -1,15 +1,15 @@
-"""Tables of many numbers, for terminals of 80 columns and for pipes."""
+"""Console tables of numbers that fit 80 columns."""
 
 from rich import box
 from rich.table import Table
 
 
-def narrow(title: str) -> Table:
-    """No lines but one below the head, and no room beside a word."""
+def narrow_table(title: str) -> Table:
+    """Return a table without padding, with one line below the header."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
 
 
-def add_numbers(table: Table, *names: str) -> None:
-    """Columns of numbers, which are never cut."""
+def add_number_columns(table: Table, *names: str) -> None:
+    """Add right-aligned columns that are never truncated."""
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)

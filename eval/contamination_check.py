@@ -1,6 +1,7 @@
-"""Prompts that the drafter was trained on: an evaluation on other prompts than training's looks.
+"""Removal of evaluation prompts that the drafter was trained on.
 
-Training has compared its text with the suite of its own `eval.prompts` already (`data.overlap`).
+Training compares its text with its own `eval.prompts` (`data/contamination.py`); this check is
+for an evaluation on other prompts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,57 +10,56 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.data.contamination import Guard
-from outrider.data.conversations import Prompt, Summary, conversations, prompts
-from outrider.data.self_generated import CONVERSATIONS, source_of, usual_prompts
+from outrider.conf.schema import Config
+from outrider.data.contamination import OverlapFilter
+from outrider.data.conversations import Prompt, Summary, read_conversations, read_prompts
+from outrider.data.self_generated import conversation_source, prompt_source
 from outrider.data.sources import data_source
-from outrider.train.settings import Config, saved_config
+from outrider.train.settings import read_saved_config
 
 
-def unseen(config: Config, suite: Sequence[Prompt], console: Console) -> list[Prompt]:
-    """The suite, without the prompts that were training questions where these are dropped.
+def drop_contaminated(config: Config, suite: Sequence[Prompt], console: Console) -> list[Prompt]:
+    """Return the suite without prompts that are questions of the training text.
 
     Args:
-        config: as it is measured; its data are those of training.
+        config: of the evaluation; its data are those of training.
 
     Raises:
-        RunError: there are such prompts, and overlaps are refused.
+        RunError: there are such prompts and data.overlap=refuse, or no prompt is left.
     """
-    trained = saved_config(Path(config.run.dir))
-    same = trained.get("eval", {}).get("prompts") == config.eval.prompts
-    if same or config.data.overlap == "keep":
+    saved = read_saved_config(Path(config.run.dir))
+    if saved.get("eval", {}).get("prompts") == config.eval.prompts or config.data.overlap == "keep":
         return list(suite)
     if (traces := config.data.traces) is not None:
         console.print(f"not compared with the training text: it is in {traces}", style="yellow")
         return list(suite)
-    guard = Guard(suite, config.data.overlap)
+    overlap = OverlapFilter(suite, config.data.overlap)
     try:
-        for asked in questions(config):
-            guard.meets(asked)
+        for questions in training_questions(config):
+            overlap.overlaps(questions)
     except ConfigError as error:
         console.print(f"not compared with the training text: {error.why}", style="yellow")
         return list(suite)
-    guard.settle()
-    known = {name for name, _, _ in guard.hits}
-    if known:
-        console.print(f"{len(known)} prompts were training questions and are left out")
-    if len(known) == len(suite):
-        raise RunError(
-            "The drafter was trained on all of these prompts.", "Use other eval.prompts."
-        )
-    return [prompt for prompt in suite if prompt.id not in known]
+    overlap.raise_if_refused()
+    trained_on = {name for name, _, _ in overlap.hits}
+    if trained_on:
+        console.print(f"{len(trained_on)} prompts were training questions and are left out")
+    if len(trained_on) == len(suite):
+        message = "The drafter was trained on all of these prompts."
+        raise RunError(message, "Use other eval.prompts.")
+    return [prompt for prompt in suite if prompt.id not in trained_on]
 
 
-def questions(config: Config) -> Iterator[list[str]]:
-    """What was asked in every conversation of the training text, as far as it can be read again."""
+def training_questions(config: Config) -> Iterator[list[str]]:
+    """Yield the user turns of every conversation of the training text that can be read."""
     data = config.data
     own = data.generate
     if data.name == "self" and own is not None and not own.self_prompted:
-        for prompt in prompts(source_of(data, usual_prompts(config)), own.samples):
+        for prompt in read_prompts(prompt_source(config), own.samples):
             yield prompt.turns[:1]
-    given = [] if data.given is None else [data_source(data.given, skip_bad=data.skip_bad)]
+    sources = [] if data.given is None else [data_source(data.given, skip_bad=data.skip_bad)]
     if data.name != "self":
-        given.append(source_of(data, str(CONVERSATIONS)))
-    for source in given:
-        for turns in conversations(source, Summary()):
+        sources.append(conversation_source(data))
+    for source in sources:
+        for turns in read_conversations(source, Summary()):
             yield [turn["content"] for turn in turns if turn["role"] == "user"]

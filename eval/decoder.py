@@ -1,4 +1,4 @@
-"""The decoder for a script: a target, a drafter, and text in and out.
+"""Decoder: speculative generation for scripts.
 
     decoder = Decoder.from_run("runs/eagle3-tiny")
     answer = decoder.generate([{"role": "user", "content": "When should I visit Amberton?"}])
@@ -7,9 +7,9 @@
     for piece in decoder.stream("Once upon a time", max_new_tokens=64):
         print(piece.text, end="")
 
-What comes out has the law of plain decoding, whatever the drafter; greedily, in float32, it is the
-same text. The policy is a name of conf/decode/ ("chain", "dynamic_tree", ...), a policy object, or
-"plain" for no speculation.
+Outputs have the distribution of plain decoding, whatever the drafter; greedily, in float32, they
+are the same text. The policy is a name of conf/decode/ ("chain", "dynamic_tree", ...), a policy
+object, or "plain" for no speculation.
 """
 
 import warnings
@@ -21,23 +21,34 @@ from typing import Any
 
 from outrider.conf.compose import choices
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.schema import Config, DecodeConfig, TargetConfig
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.hub import fetch
 from outrider.eval.rank_tables import read_tables
-from outrider.eval.requests import Prompt, Setting, budget_of, check_policy, ids_of, known
-from outrider.models import formats
+from outrider.eval.requests import (
+    GenerationSettings,
+    Prompt,
+    check_budget,
+    check_names,
+    check_policy,
+    tokenise_prompt,
+)
+from outrider.models import formats, process
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.from_config import Tables, policy_of, shortfall
+from outrider.models.decode.from_config import (
+    Tables,
+    check_decode,
+    depth_warning,
+    parse_policy_at_temperature,
+    policy_of,
+)
 from outrider.models.decode.policy import Policy
-from outrider.models.decode.request import Memory, Output, Request, Stops
-from outrider.models.decode.rules import COUPLED, Fitted, Judge, judge
+from outrider.models.decode.request import DialogueCache, Output, Request, Stops
 from outrider.models.drafter import Drafter
-from outrider.models.load import load, stop_ids
+from outrider.models.load import load_target, stop_ids
 from outrider.models.target import Target
-from outrider.train import distributed as start
-from outrider.train.decoding import DecodeConfig, check, shaped
-from outrider.train.settings import Config, TargetConfig, load_run
+from outrider.train.settings import load_run
 
 PLAIN = "plain"
 
@@ -48,14 +59,14 @@ class Result:
 
     Attributes:
         output_ids: new tokens, an end token included.
-        text: of them, up to a stop string, without special tokens and the end token.
-        accepted: drafted tokens accepted in every round.
-        origins: who proposed each token: first, accepted, correction or bonus.
-        tau: tokens per forward of the target behind the prompt's; None without a round.
-        seconds: of the rounds; the prompt's own time is `prefill_seconds`.
-        ended: "budget", "end token" or "stop string"; "" where no token was asked for.
-        lossy: the rule was one that changes what the target says; None: nobody knows, for it was no
-            rule of Outrider's.
+        text: their text up to a stop string, without special tokens and the end token.
+        accepted: accepted draft tokens of every round.
+        origins: origin of each token: first (of the prompt's forward), accepted, correction or
+            bonus.
+        tau: tokens per target forward after the prompt's; None without a round.
+        seconds: of the rounds; the prompt's time is `prefill_seconds`.
+        ended: "budget", "end token" or "stop string"; "" if max_new_tokens is 0.
+        lossy: whether the rule changes the target's distribution; None: unknown (a custom rule).
     """
 
     output_ids: list[int]
@@ -70,19 +81,19 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the rounds."""
+        """Speed of the rounds; None without a round."""
         new = len(self.output_ids) - 1
         return new / self.seconds if new > 0 and self.seconds > 0 else None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a round has brought.
+    """The new part of an answer after one round.
 
     Attributes:
-        text: new text. Characters whose tokens are not all there yet wait for the next piece, and
-            so does what may become a stop string.
-        ids, origins: new tokens, and who proposed each.
+        text: new text. Incomplete characters and possible beginnings of a stop string are held
+            back for the next piece.
+        ids, origins: new tokens and their origins.
         result: the whole answer so far.
     """
 
@@ -93,10 +104,10 @@ class Piece:
 
 
 class Decoder:
-    """A target with a drafter, ready to answer.
+    """Speculative decoder of a target and a drafter.
 
     Attributes:
-        changed: what the drafter has done to the target, as Medusa-2 does; None: nothing.
+        changed: how the drafter modified the target, as Medusa-2 does; None: it did not.
     """
 
     def __init__(
@@ -109,9 +120,9 @@ class Decoder:
     ) -> None:
         """
         Args:
-            drafter: None can only decode plainly.
-            policy: used where a call names none.
-            tables: chances of the drafter's ranks, for static trees (eval/rank_tables.py).
+            drafter: None allows plain decoding only.
+            policy: default of all calls.
+            tables: acceptance by rank, for static trees (eval/rank_tables.py).
         """
         self._check(policy)
         self.target, self.tokenizer = target, tokenizer
@@ -120,19 +131,19 @@ class Decoder:
 
     @classmethod
     def from_run(cls, path: str | Path, policy: str | Policy = "chain") -> "Decoder":
-        """The target and the drafter of a finished run.
+        """Load the target and the drafter of a finished run.
 
         Raises:
-            RunError, ConfigError: the folder holds no finished run, or its target is not found.
+            RunError, ConfigError: the folder has no finished run, or its target is not found.
         """
         return cls.from_config(load_run(path, []), policy)
 
     @classmethod
     def from_config(cls, config: Config, policy: str | Policy = "chain") -> "Decoder":
-        """`from_run`, with the changes that `load_run` was given (another target.dtype, say)."""
+        """Load a run from its configuration, which may differ from the saved one (target.dtype)."""
         folder = Path(config.run.dir)
         if not (folder / "drafter").is_dir():
-            message = f"{folder} holds no drafter/: its training has not finished."
+            message = f"{folder} has no drafter/: its training has not finished."
             raise RunError(message, "Finish it (train.resume=auto continues), or give another run.")
         return cls._loaded(config.target, folder / "drafter", policy, read_tables(folder))
 
@@ -145,18 +156,18 @@ class Decoder:
         dtype: str = "auto",
         policy: str | Policy = "chain",
     ) -> "Decoder":
-        """Any causal language model, with a drafter of any format that Outrider reads.
+        """Load any causal language model, with a drafter of any format that Outrider reads.
 
         Args:
             target: "tiny", "smollm2", or a folder or hub id.
-            drafter: the folder that holds its config.json, or its hub id; None decodes plainly.
+            drafter: the folder of its config.json, or its hub id; None allows plain decoding only.
             dtype: of the target: auto, float32, bfloat16 or float16.
 
         Raises:
-            RunError: the drafter is nowhere to be had, or was made for another target.
+            RunError: the drafter is not found, or was trained for another target.
         """
-        own = str(target) in ("tiny", "smollm2")
-        names = {"name": str(target)} if own else {"name": "hf", "path": str(target)}
+        built_in = str(target) in ("tiny", "smollm2")
+        names = {"name": str(target)} if built_in else {"name": "hf", "path": str(target)}
         settings = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
         if drafter is None:
             return cls._loaded(settings, None, policy, None)
@@ -175,45 +186,45 @@ class Decoder:
         policy: str | Policy,
         tables: Tables | None,
     ) -> "Decoder":
-        start.use_cores()
-        target, tokenizer, _ = load(settings, start.device())
+        process.set_threads()
+        target, tokenizer, _ = load_target(settings, process.device())
         if folder is None:
             return cls(target, tokenizer, None, PLAIN, tables)
         drafter, _ = formats.load(folder, target)
         decoder = cls(target, tokenizer, drafter, policy, tables)
-        decoder.changed = drafter.change(target)
+        decoder.changed = drafter.patch_target(target)
         return decoder
 
-    # ---- answers ----
+    # ---- generation ----
 
     def generate(self, prompt: Prompt, max_new_tokens: int = 256, **how: Any) -> Result:
-        """One answer.
+        """Generate one answer.
 
         Args:
-            prompt: token ids; text, tokenised as it is; or messages, for the chat template
-                (plain strings are of user and assistant in turn).
-            max_new_tokens: at most so many.
+            prompt: token ids; text, tokenised without a template; or messages, for the chat
+                template (strings are of user and assistant alternating).
+            max_new_tokens: maximum number of new tokens.
             **how: temperature, top_p, top_k, min_p, repetition_penalty, banned (token ids), seed,
-                stop (strings), policy, rule (above temperature 0: a name of decoder.md's table, or
-                one of `rules.judge`; None: the usual lossless one).
+                stop (strings), policy, rule (above temperature 0: a name from the table in
+                docs/decoding.md, or a result of `bind_rule`; None: the policy's lossless default).
 
         Raises:
-            RunError: the prompt is none, empty, too long for the target, or not of its tokens.
-            ConfigError: there is no such policy, or the checkpoint cannot be drafted with so.
-            ValueError, TypeError: a setting out of range, or unknown.
+            RunError: the prompt is invalid, empty, too long for the target, or has unknown tokens.
+            ConfigError: the policy is unknown, or the checkpoint does not support it.
+            ValueError, TypeError: a setting is out of range or unknown.
         """
         return list(self.stream(prompt, max_new_tokens, **how))[-1].result
 
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new_tokens: int = 256, *, batch: int = 8, **how: Any
     ) -> list[Result]:
-        """Answers to several prompts, `batch` of them decoded together at a time.
+        """Generate answers to several prompts, decoding `batch` of them together.
 
-        The n-th answer is that of `generate` with the seed raised by n.
+        The n-th answer equals that of `generate` with seed + n.
         """
-        setting, budget = Setting(**known(how)), budget_of(max_new_tokens)
+        setting, budget = GenerationSettings(**check_names(how)), check_budget(max_new_tokens)
         if isinstance(prompts, str):
-            raise RunError("Several prompts are wanted, and this is one text.", "Give a list.")
+            raise RunError("Expected several prompts, got one text.", "Give a list.")
         requests = [
             Request(self.ids(prompt), budget, setting.seed + n) for n, prompt in enumerate(prompts)
         ]
@@ -223,61 +234,63 @@ class Decoder:
     def stream(
         self, prompt: Prompt, max_new_tokens: int = 256, **how: Any
     ) -> Generator[Piece, None, None]:
-        """`generate`, piece by piece: one per round, as it comes."""
-        setting = Setting(**known(how))
-        request = Request(self.ids(prompt), budget_of(max_new_tokens), setting.seed)
+        """Generate one answer and yield a piece after every round; arguments as for `generate`."""
+        setting = GenerationSettings(**check_names(how))
+        request = Request(self.ids(prompt), check_budget(max_new_tokens), setting.seed)
         return self._stream(request, setting)
 
     def chat(self, **how: Any) -> "Chat":
-        """A dialogue whose turns go on where the last one ended, caches and all.
+        """Start a dialogue; its turns reuse the caches of earlier ones.
 
         Args:
             **how: as for `generate`, for every turn.
         """
-        return Chat(self, Setting(**known(how)))
+        return Chat(self, GenerationSettings(**check_names(how)))
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """A prompt as tokens."""
-        return ids_of(self.tokenizer, prompt)
+        """Return the token ids of a prompt."""
+        return tokenise_prompt(self.tokenizer, prompt)
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _stream(
-        self, request: Request, setting: Setting, memories: "Memories | None" = None
+        self, request: Request, setting: GenerationSettings, caches: "Caches | None" = None
     ) -> Generator[Piece, None, None]:
-        engine, shown = self._engine(setting), ""
-        memory = None if memories is None else memories[engine.drafter is not None]
-        for event in engine.run([request], 1, memory=memory):
+        engine, emitted = self._engine(setting), ""
+        cache = None if caches is None else caches[engine.drafter is not None]
+        for event in engine.run([request], 1, dialogue=cache):
             result = self._result(event.out, setting)
-            text = result.text if event.out.ended else _settled(result.text, setting.strings)
-            fresh = text[len(shown) :] if text.startswith(shown) else ""
-            shown = shown + fresh
+            text = result.text
+            if not event.out.ended:
+                text = _stable_text(text, setting.stop_strings)
+            new = text[len(emitted) :] if text.startswith(emitted) else ""
+            emitted += new
             count = len(event.tokens)
-            yield Piece(fresh, event.tokens, result.origins[len(result.origins) - count :], result)
+            yield Piece(new, event.tokens, result.origins[len(result.origins) - count :], result)
 
-    def _engine(self, setting: Setting) -> Engine:
-        sampling = setting.sampling.check(self.target.vocab)
+    def _engine(self, setting: GenerationSettings) -> Engine:
+        sampling = setting.sampling.check(self.target.vocab_size)
         policy = self._policy(setting)
-        stops = Stops(stop_ids(self.tokenizer, self.target), setting.strings, self.text)
+        stops = Stops(stop_ids(self.tokenizer, self.target), setting.stop_strings, self.text)
         drafter = self.drafter if policy is not None else None
-        rule = _rule(setting, policy)
+        rule = setting.bound_rule(policy)
         return Engine(
             self.target, drafter, policy, sampling=sampling, stops=stops, rule=rule, timed=False
         )
 
-    def _policy(self, setting: Setting) -> Policy | None:
-        chosen = self.policy if setting.policy is None else setting.policy
-        if chosen == PLAIN:
+    def _policy(self, setting: GenerationSettings) -> Policy | None:
+        policy = self.policy if setting.policy is None else setting.policy
+        if policy == PLAIN:
             return None
-        self._check(chosen)
+        self._check(policy)
         if self.drafter is None:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
-        if isinstance(chosen, str):
-            decode = _named(chosen, setting.sampling.temperature, _coupled(setting.rule))
-            chosen = policy_of(decode, self.tables)
-        if short := shortfall(chosen, self.drafter):
-            warnings.warn(short, stacklevel=6)
-        return chosen
+        if isinstance(policy, str):
+            decode = _decode_config(policy, setting.sampling.temperature, setting.coupled)
+            policy = policy_of(decode, self.tables)
+        if warning := depth_warning(policy, self.drafter):
+            warnings.warn(warning, stacklevel=6)
+        return policy
 
     @staticmethod
     def _check(policy: str | Policy) -> None:
@@ -287,98 +300,84 @@ class Decoder:
             raise ConfigError("policy", policy, "There is no such policy.", f"Use one of: {names}.")
 
     def text(self, ids: list[int]) -> str:
-        """Tokens as text, without special ones."""
+        """Decode token ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _result(self, out: Output, setting: Setting) -> Result:
+    def _result(self, out: Output, setting: GenerationSettings) -> Result:
         text = self.text(out.ids[:-1] if out.ended == "end token" else out.ids)
-        ends = [at for stop in setting.strings if (at := text.find(stop)) >= 0]
+        ends = [at for stop in setting.stop_strings if (at := text.find(stop)) >= 0]
         return Result(
             list(out.ids),
             text[: min(ends)] if ends else text,
             list(out.accepted),
             list(out.origins),
             out.tau,
-            out.clock.rounds,
-            out.clock.prefill,
+            out.times.rounds,
+            out.times.prefill,
             out.ended,
             setting.lossy if (setting.policy or self.policy) != PLAIN else False,
         )
 
 
-Memories = dict[bool, Memory]  # with a drafter, whose state belongs to the cache, and without
+Caches = dict[bool, DialogueCache]  # by whether a drafter runs: its state is part of the cache
 
 
 class Chat:
-    """A dialogue: what was said, and the caches that hold it.
+    """A dialogue and its caches.
 
     Attributes:
-        messages: so far; a system message may be put in front before the first turn.
+        messages: so far; a system message may be inserted before the first turn.
     """
 
-    def __init__(self, decoder: Decoder, setting: Setting) -> None:
+    def __init__(self, decoder: Decoder, setting: GenerationSettings) -> None:
         self.decoder, self.setting = decoder, setting
         self.messages: list[Message] = []
-        self._memories: Memories = {True: Memory(), False: Memory()}
+        self._caches: Caches = {True: DialogueCache(), False: DialogueCache()}
 
     def say(self, text: str, max_new_tokens: int = 256, **how: Any) -> Result:
-        """The answer to the next message of the user.
+        """Generate the answer to the next message of the user.
 
         Args:
-            **how: what is different in this turn.
+            **how: settings of this turn that differ from the dialogue's.
         """
         return list(self.stream(text, max_new_tokens, **how))[-1].result
 
     def stream(
         self, text: str, max_new_tokens: int = 256, **how: Any
     ) -> Generator[Piece, None, None]:
-        """`say`, piece by piece.
+        """Generate the answer piece by piece.
 
-        An answer that is not heard to its end is kept as far as it came; a message without any
-        answer (it does not fit the target, say) is taken back.
+        If the iteration stops early, `messages` keeps the answer so far; a message without any
+        answer (it exceeds the target's context, for example) is dropped.
         """
         if not isinstance(text, str):
             raise TypeError(f"text={text!r:.80}: must be a string")
-        setting = replace(self.setting, **known(how))
-        asked = [*self.messages, Message(role="user", content=text)]
-        ids = prompt_ids(self.decoder.tokenizer, asked)
-        request = Request(ids, budget_of(max_new_tokens), setting.seed + len(asked))
-        said: str | None = None
+        setting = replace(self.setting, **check_names(how))
+        messages = [*self.messages, Message(role="user", content=text)]
+        ids = prompt_ids(self.decoder.tokenizer, messages)
+        request = Request(ids, check_budget(max_new_tokens), setting.seed + len(messages))
+        answer: str | None = None
         try:
-            for piece in self.decoder._stream(request, setting, self._memories):
-                said = piece.result.text if piece.result.output_ids else None
+            for piece in self.decoder._stream(request, setting, self._caches):
+                answer = piece.result.text if piece.result.output_ids else None
                 yield piece
         finally:
-            if said is not None:
-                self.messages.append(asked[-1])
-                self.messages.append(Message(role="assistant", content=said))
-
-
-def _rule(setting: Setting, policy: Policy | None) -> Judge | None:
-    """The rule that was asked for, made for such guesses; greedily, and without any, none."""
-    if setting.sampling.greedy or not isinstance(setting.rule, str):
-        return None if isinstance(setting.rule, str) else setting.rule
-    if policy is None:  # whose words only noise can change
-        return judge(COUPLED, COUPLED) if _coupled(setting.rule) else None
-    return judge(setting.rule, policy.draft)
-
-
-def _coupled(rule: str | Judge | None) -> bool:
-    return rule == COUPLED or (isinstance(rule, Fitted) and rule.coupled)
+            if answer is not None:
+                self.messages += [messages[-1], Message(role="assistant", content=answer)]
 
 
 @lru_cache(maxsize=64)
-def _named(policy: str, temperature: float, coupled: bool) -> DecodeConfig:
-    """conf/decode/<policy>.yaml; composing it takes longer than many an answer."""
-    _, decode = shaped(f"{policy}@{temperature:f}")
+def _decode_config(policy: str, temperature: float, coupled: bool) -> DecodeConfig:
+    """Return conf/decode/<policy>.yaml at a temperature; cached, since composing is slow."""
+    _, decode = parse_policy_at_temperature(f"{policy}@{temperature:f}")
     decode = replace(decode, draft="coupled") if coupled else decode
-    check(decode)
+    check_decode(decode)
     return decode
 
 
-def _settled(text: str, stops: Sequence[str]) -> str:
-    """What will stay of an unfinished answer: neither half a character nor half a stop string."""
+def _stable_text(text: str, stops: Sequence[str]) -> str:
+    """Return unfinished text without an incomplete character or beginning of a stop string."""
     text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-    halves = (stop[:size] for stop in stops for size in range(1, len(stop)))
-    held = max((len(half) for half in halves if text.endswith(half)), default=0)
+    beginnings = (stop[:size] for stop in stops for size in range(1, len(stop)))
+    held = max((len(part) for part in beginnings if text.endswith(part)), default=0)
     return text[: len(text) - held]

@@ -1,8 +1,8 @@
-"""The model hub, through huggingface_hub: a folder goes up, a drafter comes down.
+"""Upload and download of drafters, through huggingface_hub.
 
-The token is the one that `hf auth login` keeps, or HF_TOKEN; it is read by huggingface_hub alone,
-and what the hub answers is printed without it. An upload that was cut off goes on when the same
-command is given again: files that are there are not sent twice.
+The token is that of `hf auth login` or HF_TOKEN. Only huggingface_hub reads it, and it is removed
+from error messages. An interrupted upload continues when the command is repeated: files that the
+hub has are not sent again.
 """
 
 from pathlib import Path
@@ -14,12 +14,12 @@ from rich.tree import Tree
 
 from outrider.conf.errors import RunError
 
-WANTED = ["*.json", "*.safetensors"]  # of a drafter's repository; never a pickle
-AGAIN = "Log in (hf auth login, or HF_TOKEN), and give the same command again: it goes on."
+DRAFTER_FILES = ["*.json", "*.safetensors"]  # what a drafter needs; never a pickle
+RETRY = "Log in (hf auth login, or HF_TOKEN) and repeat the command; it continues the upload."
 
 
-def tree(folder: Path, name: str) -> Tree:
-    """The files of a folder and their sizes."""
+def file_tree(folder: Path, name: str) -> Tree:
+    """Return the files of a folder and their sizes for the console."""
     files = sorted(f for f in folder.rglob("*") if f.is_file())
     total = decimal(sum(f.stat().st_size for f in files))
     out = Tree(f"{name}  {total}", highlight=False)
@@ -29,17 +29,17 @@ def tree(folder: Path, name: str) -> Tree:
 
 
 def upload(folder: Path, repo: str, private: bool, console: Console) -> None:
-    """Make the repository if there is none, and send what it lacks, in one commit.
+    """Create the repository if needed and upload what it lacks, in one commit.
 
     Raises:
-        RunError: the hub refuses or cannot be reached, or it would be seen by everybody where it
-            should be private.
+        RunError: the hub refuses or cannot be reached, or the repository is public and `private`
+            is set.
     """
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="outrider")
     try:
-        place = api.create_repo(repo, private=private, exist_ok=True)
+        url = api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.repo_info(repo).private:
             message = f"{repo} is public on the hub, and publish.private is true."
             raise RunError(message, "Set publish.private=false, or choose another publish.repo.")
@@ -49,12 +49,12 @@ def upload(folder: Path, repo: str, private: bool, console: Console) -> None:
     except RunError:
         raise
     except _errors() as error:
-        raise RunError(f"{repo} was not uploaded: {without_token(error)}", AGAIN) from None
-    console.print(f"uploaded: {place}", highlight=False)
+        raise RunError(f"{repo} was not uploaded: {without_token(error)}", RETRY) from None
+    console.print(f"uploaded: {url}", highlight=False)
 
 
 def fetch(name: str) -> Path:
-    """The folder of a drafter: on this machine, or a copy of its repository on the hub.
+    """Return a drafter's folder: a local one, or the downloaded copy of a hub repository.
 
     Raises:
         RunError: it is neither.
@@ -65,24 +65,25 @@ def fetch(name: str) -> Path:
     if name and folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED))
+        return Path(snapshot_download(name, allow_patterns=DRAFTER_FILES))
     except _errors() as error:
-        message = f"{name} is no folder, and not to be had from the hub: {without_token(error)}"
-        raise RunError(message, "Give the folder of a drafter, or its hub id.") from None
+        why = "is no folder, and cannot be downloaded from the hub"
+        message = f"{name} {why}: {without_token(error)}"
+        raise RunError(message, "Use the folder of a drafter, or its hub id.") from None
 
 
 def without_token(error: Exception) -> str:
-    """What an error says first, the user's token left out."""
+    """Return the first line of an error, without the user's token."""
     from huggingface_hub import get_token
 
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
     token = get_token()
-    return said.replace(token, "***") if token else said
+    return message.replace(token, "***") if token else message
 
 
 def _errors() -> tuple[Any, ...]:
-    """What huggingface_hub raises where a user can help it; a failed upload is a RuntimeError."""
+    """Return huggingface_hub's errors that a user can fix; a failed upload is a RuntimeError."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    transport = HfHubHTTPError.__bases__  # of the library it speaks http with, which has changed
+    transport = HfHubHTTPError.__bases__  # of its HTTP library, which depends on the version
     return (*transport, OSError, ValueError, RuntimeError)

@@ -1,47 +1,36 @@
-"""What a decoder is worth, in numbers: pure functions over per-prompt records.
+"""Metrics of a decoder: pure functions over per-prompt records.
 
-Every number of a report is defined once, in `METRICS`, and the report prints that definition. The
-means are micro-averages, a sum over prompts divided by a sum over prompts, so that short answers
-do not count for more than long ones; the one exception says so in its name (`speedup_median`).
+`METRICS` defines every number of a report. Means are micro-averages, a sum over prompts divided by
+a sum over prompts, so that short answers do not count for more than long ones; the one exception
+is named `speedup_median`.
 
 Worked example, two rounds that drafted 3 tokens each and accepted 3 and 1: the rounds emitted
 4 + 2 tokens, the prefill one before them, so tokens = 7, tau = 6 / 2 = 3.0 and
 
     k            1     2     3
-    accept@k    2/2   1/2   1/2     of all rounds, the first k drafted tokens were accepted
+    accept@k    2/2   1/2   1/2     share of rounds whose first k draft tokens were accepted
     cond@k      2/2   1/2   1/1     the same, given that the first k - 1 were
 
-A number that a run cannot give (no baseline, no round) is None, never 0.
+A number without a value (no baseline, no round) is None, never 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
 from outrider.eval import theory
-from outrider.models.decode.round_times import Clock
+from outrider.models.decode.round_times import RoundTimes
 
 RESAMPLES = 2000  # of the bootstrap
-PARTS = ("draft", "target", "verify", "commit")  # what a round's time is booked on
-
-
-@runtime_checkable
-class Resampled(Protocol):
-    """What is drawn with replacement: all that belongs to one dialogue together."""
-
-    @property
-    def dialogue(self) -> str: ...
-
-
-R = TypeVar("R", bound=Resampled)
+ROUND_PARTS = ("draft", "target", "verify", "commit")  # measured parts of a round
 
 
 class Metric(NamedTuple):
-    """One number of a report: its name there, its unit, how it is computed."""
+    """One number of a report: name, unit, definition."""
 
     name: str
     unit: str
@@ -49,39 +38,33 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("tau", "tokens/round", "tokens emitted by the rounds / rounds; bonus in, prefill's out"),
-    Metric(
-        "forecast",
-        "tokens/round",
-        "tau of a chain foreseen on this text (train/acceptance_forecast.py)",
-    ),
+    Metric("tau", "tokens/round", "tokens of the rounds / rounds; bonus in, the prefill's out"),
+    Metric("forecast", "tokens/round", "tau of a chain, predicted by teacher forcing on this text"),
     Metric("tau_95", "tokens/round", "95 % interval of tau, bootstrap over dialogues"),
     Metric("accept_at", "share", "accept@k: rounds whose first k drafts were accepted / rounds"),
     Metric("cond_at", "share", "cond@k: accept@k / accept@(k-1)"),
-    Metric("alpha", "share", "accepted drafts / drafts on the path tested, the rejected one in"),
+    Metric("alpha", "share", "accepted / tested draft tokens; the rejected one was tested"),
     Metric("prompts", "prompts", "answers decoded; every turn of a dialogue is one"),
     Metric("tokens", "tokens", "new tokens with speculation; end tokens and the prefill's in"),
-    Metric("rounds", "rounds", "target forwards behind the prefill"),
+    Metric("rounds", "rounds", "target forwards after the prefill"),
     Metric("tokens_per_second", "tokens/s", "tokens of the rounds / seconds of the rounds"),
     Metric("baseline_tokens_per_second", "tokens/s", "the same engine without a drafter"),
     Metric("speedup", "factor", "plain seconds per token / speculative seconds per token"),
     Metric("speedup_95", "factor", "95 % interval of speedup, bootstrap over dialogues"),
     Metric("speedup_median", "factor", "median over prompts of each prompt's own speedup"),
-    Metric("ms.draft", "ms/round", "the drafter: its steps, and taking in verified rows"),
+    Metric("ms.draft", "ms/round", "the drafter: its steps, and absorbing verified rows"),
     Metric("ms.target", "ms/round", "the target's forward over the tree, and its head"),
-    Metric("ms.verify", "ms/round", "which drafted tokens are kept"),
-    Metric("ms.commit", "ms/round", "thinning the cache, bookkeeping"),
-    Metric("ms.other", "ms/round", "the rest: choosing the tree, its mask, the loop itself"),
-    Metric("ms.round", "ms/round", "a whole round: ms/step"),
+    Metric("ms.verify", "ms/round", "accepting and rejecting draft tokens"),
+    Metric("ms.commit", "ms/round", "keeping the accepted rows of the cache"),
+    Metric("ms.other", "ms/round", "the rest: building the tree and its mask, the loop itself"),
+    Metric("ms.round", "ms/round", "a whole round"),
     Metric("ms.draft_step", "ms/step", "one level of a draft: time of drafting / drafter steps"),
     Metric("ms.baseline", "ms/token", "a step of plain decoding"),
-    Metric("ms.prefill", "ms/prompt", "with speculation; the drafter reads the prompt too"),
+    Metric("ms.prefill", "ms/prompt", "with speculation; the drafter absorbs the prompt too"),
     Metric("ms.baseline_prefill", "ms/prompt", "without a drafter"),
     Metric("shares", "share of round", "ms.draft, target, verify, commit, other / ms.round"),
     Metric("overhead", "share of round", "(ms.verify + ms.commit + ms.other) / ms.round"),
-    Metric(
-        "exact", "yes/no", "greedy, or coupled: every answer equals plain decoding, token for token"
-    ),
+    Metric("exact", "yes/no", "greedy or coupled: every answer equals plain decoding exactly"),
 )
 
 
@@ -90,14 +73,14 @@ class Record:
     """One prompt, decoded with speculation and (perhaps) plainly.
 
     Attributes:
-        dialogue: prompts of one dialogue are resampled together, for they are alike.
+        dialogue: prompts of one dialogue are resampled together, since they are correlated.
         tokens: new tokens, the prefill's one included.
-        accepted: per round, drafted tokens that were accepted and emitted.
-        drafted: per round, how deep the verified tree was.
-        steps: drafter steps of all rounds; a tree's deepest levels may all be cut.
+        accepted: per round, draft tokens that were accepted and emitted.
+        drafted: per round, depth of the verified tree.
+        steps: drafter steps of all rounds; pruning may remove a tree's deepest levels.
         clock: seconds.
         baseline_tokens: new tokens of the plain answer.
-        baseline: its clock; None when it was not measured.
+        baseline: its times in seconds; None if it was not measured.
     """
 
     id: str
@@ -107,25 +90,25 @@ class Record:
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
     steps: int
-    clock: Clock
+    clock: RoundTimes
     baseline_tokens: int = 0
-    baseline: Clock | None = None
+    baseline: RoundTimes | None = None
 
     @property
     def emitted(self) -> int:
-        """Tokens of the rounds; the prefill's one is not theirs."""
+        """Tokens of the rounds, without the prefill's one."""
         return max(0, self.tokens - 1)
 
     @property
     def cut(self) -> bool:
-        """The end token was a drafted one, so the last round emitted no bonus token."""
+        """Whether the end token was a draft token, so that the last round emitted no bonus."""
         return sum(self.accepted) + len(self.accepted) > self.emitted
 
     @property
     def tested(self) -> int:
-        """Drafted tokens the target judged on its path: the accepted, and the one rejected."""
-        judged = [min(a + 1, d) for a, d in zip(self.accepted, self.drafted, strict=True)]
-        return sum(judged) - (self.cut and judged[-1] > self.accepted[-1])
+        """Draft tokens tested by the target: the accepted ones, and the rejected one."""
+        tested = [min(a + 1, d) for a, d in zip(self.accepted, self.drafted, strict=True)]
+        return sum(tested) - (self.cut and tested[-1] > self.accepted[-1])
 
     @property
     def baseline_emitted(self) -> int:
@@ -133,7 +116,7 @@ class Record:
 
     @property
     def speedup(self) -> float | None:
-        """Of this prompt alone; None when an engine made no round or was not measured."""
+        """Speedup of this prompt alone; None without a round or a baseline."""
         if self.baseline is None:
             return None
         plain = ratio(self.baseline.rounds, self.baseline_emitted)
@@ -143,7 +126,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `METRICS` defines, over some prompts. Fields carry the names of the report."""
+    """The numbers of `METRICS` over some prompts, under their names in the report."""
 
     prompts: int
     tokens: int
@@ -164,10 +147,10 @@ class Summary:
 
 
 def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
-    """All numbers of a set of prompts.
+    """Return all numbers of a set of prompts.
 
     Args:
-        depth: levels a draft can have; accept_at and cond_at have this length.
+        depth: maximum depth of a draft; the length of accept_at and cond_at.
         seed: of the bootstrap.
     """
     rounds = sum(len(record.accepted) for record in records)
@@ -175,23 +158,24 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
     seconds = sum(record.clock.rounds for record in records)
     ms = _milliseconds(records, rounds)
     accept_at = survival([a for record in records for a in record.accepted], depth)
-    own = [record.speedup for record in records if record.speedup is not None]
-    shares = {part: ratio(ms[part], ms["round"]) for part in (*PARTS, "other")}
+    speedups = [record.speedup for record in records if record.speedup is not None]
+    dialogues = [record.dialogue for record in records]
+    shares = {part: ratio(ms[part], ms["round"]) for part in (*ROUND_PARTS, "other")}
     plain = ratio(1000.0, ms["baseline"])
     return Summary(
         prompts=len(records),
         tokens=sum(record.tokens for record in records),
         rounds=rounds,
         tau=ratio(emitted, rounds),
-        tau_95=bootstrap(records, _tau_terms, seed),
+        tau_95=bootstrap([(r.emitted, len(r.accepted)) for r in records], dialogues, seed),
         accept_at=accept_at,
         cond_at=conditional(accept_at),
         alpha=ratio(sum(sum(r.accepted) for r in records), sum(r.tested for r in records)),
         tokens_per_second=ratio(emitted, seconds),
         baseline_tokens_per_second=plain,
         speedup=ratio(ratio(emitted, seconds), plain),
-        speedup_95=bootstrap(records, _speedup_terms, seed),
-        speedup_median=median(own) if own else None,
+        speedup_95=bootstrap([_speedup_terms(r) for r in records], dialogues, seed),
+        speedup_median=median(speedups) if speedups else None,
         ms=ms,
         shares=shares,
         overhead=None if not rounds else sum(shares[p] or 0 for p in ("verify", "commit", "other")),
@@ -199,7 +183,7 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
 
 
 def survival(accepted: Sequence[int], depth: int) -> list[float]:
-    """accept@1 .. accept@depth of rounds that accepted this many; zeros without rounds.
+    """Return accept@1 .. accept@depth of rounds by accepted tokens; zeros without rounds.
 
     [3, 1], depth 3 -> [1.0, 0.5, 0.5]
     """
@@ -209,51 +193,52 @@ def survival(accepted: Sequence[int], depth: int) -> list[float]:
 
 
 def conditional(accept_at: Sequence[float]) -> list[float | None]:
-    """cond@k = accept@k / accept@(k-1), accept@0 = 1; None where nothing came that far."""
+    """Return cond@k = accept@k / accept@(k-1), accept@0 = 1; None after a rate of 0."""
     return [ratio(deep, shallow) for shallow, deep in pairwise([1.0, *accept_at])]
 
 
 def ratio(over: int | float | None, under: int | float | None) -> float | None:
-    """`over / under`; None where that says nothing."""
+    """Return `over / under`; None if either is missing or `under` is 0."""
     return None if over is None or not under else over / under
 
 
-def middle(clocks: Sequence[Clock]) -> Clock:
-    """The median of repeated measurements: of the run in the middle by its rounds' time.
+def median_clock(clocks: Sequence[RoundTimes]) -> RoundTimes:
+    """Return the times of the repeat with the median time of rounds.
 
-    Of an even number the two in the middle are averaged. All parts come from the same runs, so
-    that they still add up to the whole.
+    Of an even number the two middle ones are averaged. All parts come from the same repeats, so
+    that they still add up to the total.
 
     Args:
         clocks: one or more.
     """
     ranked = sorted(clocks, key=lambda clock: clock.rounds)
     low, high = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
-    return Clock(
+    return RoundTimes(
         **{f.name: (getattr(low, f.name) + getattr(high, f.name)) / 2 for f in fields(low)}
     )
 
 
 def bootstrap(
-    records: Sequence[R], terms: Callable[[R], tuple[int | float, ...]], seed: int
+    terms: Sequence[Sequence[float]] | np.ndarray, groups: Sequence[Hashable], seed: int
 ) -> tuple[float, float] | None:
-    """95 % percentile interval of a ratio of sums, dialogues drawn with replacement.
+    """Return the 95 % percentile interval of a ratio of sums, groups drawn with replacement.
 
     Args:
-        terms: (a, b) of a record for sum a / sum b, or (a, b, c, d) for (sum a / sum b) divided
-            by (sum c / sum d).
+        terms: [N, 2], rows (a, b) for sum a / sum b; or [N, 4], rows (a, b, c, d) for
+            (sum a / sum b) / (sum c / sum d).
+        groups: one per row; rows of a group (a dialogue) are drawn together.
 
     Returns:
-        None with fewer than two dialogues, or when the ratio is undefined.
+        None with fewer than two groups, or if the ratio of some resample is undefined.
     """
-    sums: dict[str, np.ndarray] = {}
-    for record in records:
-        sums[record.dialogue] = sums.get(record.dialogue, 0.0) + np.array(terms(record), float)
+    sums: dict[Hashable, np.ndarray] = {}
+    for row, group in zip(terms, groups, strict=True):
+        sums[group] = sums.get(group, 0.0) + np.array(row, float)
     count = len(sums)
     if count < 2:
         return None
-    drawn = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=RESAMPLES)
-    totals = drawn @ np.stack(list(sums.values()))
+    draws = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=RESAMPLES)
+    totals = draws @ np.stack(list(sums.values()))
     with np.errstate(divide="ignore", invalid="ignore"):
         values = totals[:, 0] / totals[:, 1]
         values = values / (totals[:, 2] / totals[:, 3]) if totals.shape[1] == 4 else values
@@ -263,17 +248,19 @@ def bootstrap(
     return float(low), float(high)
 
 
-def predict(summary: Summary, depth: int, chain: bool) -> dict[str, float | int | None] | None:
-    """What theory makes of the measured times and rates; None without a baseline or a round.
+def predicted_speedups(
+    summary: Summary, depth: int, chain: bool
+) -> dict[str, float | int | None] | None:
+    """Return the speedups that theory predicts; None without a baseline or a round.
 
     Returns:
-        from_times: tau x plain step / round. It restates the measured speedup: if the two
-            differ, the books are wrong.
-        no_overhead: the same, were verify, commit and other free.
-        free_verify: moreover, were the forward over the tree as cheap as a plain step.
+        from_times: tau x plain step / round. It equals the measured speedup unless the times
+            are inconsistent.
+        no_overhead: the same with verify, commit and other at no cost.
+        free_verify: moreover with the forward over the tree at the cost of a plain step.
         iid: Leviathan's formula, one alpha for all depths (chains only).
-        best_gamma: the chain length with the largest predicted speedup, 0 if none pays; no
-            deeper than was measured, target time taken as linear in the length (chains only).
+        best_gamma: the chain length with the largest predicted speedup, at most the measured
+            depth; 0 if none is faster. Target time is assumed linear in the length (chains only).
     """
     ms, tau, plain = summary.ms, summary.tau, summary.ms["baseline"]
     if tau is None or plain is None or not ms["target"]:
@@ -292,32 +279,28 @@ def predict(summary: Summary, depth: int, chain: bool) -> dict[str, float | int 
         out["iid"] = theory.walltime_factor(summary.alpha, depth, step / plain, verify_cost)
         slope = (forward - plain) / depth
         costs = {gamma: plain + slope * gamma + extra for gamma in range(1, depth + 1)}
-        known = [rate for rate in summary.cond_at if rate is not None]
-        out["best_gamma"] = theory.best_gamma_from_times(known, step, costs, plain)
+        rates = [rate for rate in summary.cond_at if rate is not None]
+        out["best_gamma"] = theory.best_gamma(rates, step, costs, plain)
     return out
 
 
 def _milliseconds(records: Sequence[Record], rounds: int) -> dict[str, float | None]:
-    """The `ms` field: per round, per plain token, per prompt."""
+    """Return the `ms` field: per round, per plain token, per prompt."""
     clocks = [record.clock for record in records]
     plain = [record.baseline for record in records if record.baseline is not None]
-    whole = sum(clock.rounds for clock in clocks)
-    spent = {part: sum(float(getattr(clock, part)) for clock in clocks) for part in PARTS}
-    spent["other"] = whole - sum(spent.values())
+    total = sum(clock.rounds for clock in clocks)
+    seconds = {part: sum(float(getattr(clock, part)) for clock in clocks) for part in ROUND_PARTS}
+    seconds["other"] = total - sum(seconds.values())
     steps = sum(record.steps for record in records)
     plain_steps = sum(record.baseline_emitted for record in records)
     return {
-        **{part: ratio(1000 * seconds, rounds) for part, seconds in spent.items()},
-        "round": ratio(1000 * whole, rounds),
-        "draft_step": ratio(1000 * spent["draft"], steps),
+        **{part: ratio(1000 * value, rounds) for part, value in seconds.items()},
+        "round": ratio(1000 * total, rounds),
+        "draft_step": ratio(1000 * seconds["draft"], steps),
         "baseline": ratio(1000 * sum(clock.rounds for clock in plain), plain_steps),
         "prefill": ratio(1000 * sum(clock.prefill for clock in clocks), len(clocks)),
         "baseline_prefill": ratio(1000 * sum(clock.prefill for clock in plain), len(plain)),
     }
-
-
-def _tau_terms(record: Record) -> tuple[int, int]:
-    return record.emitted, len(record.accepted)
 
 
 def _speedup_terms(record: Record) -> tuple[float, int, float, int]:

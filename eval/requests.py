@@ -1,4 +1,4 @@
-"""What a script may ask of a `Decoder`: prompts and settings, refused before any decoding."""
+"""Prompts and generation settings of a `Decoder`, validated before decoding."""
 
 import difflib
 import operator
@@ -14,23 +14,23 @@ from outrider.conf.errors import RunError
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.models.decode.policy import Policy
-from outrider.models.decode.rules import RULES, Fitted, Judge
+from outrider.models.decode.rules import COUPLED, RULES, BoundRule, VerifyFn, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 
-Row = Int[Tensor, "*one S"] | Int[np.ndarray, "*one S"]  # one is 1, or not there
+Row = Int[Tensor, "*one S"] | Int[np.ndarray, "*one S"]  # "one": an optional leading dimension of 1
 Prompt = str | Sequence[SupportsIndex] | Row | Sequence[Message] | Sequence[str]
-KINDS = (
+PROMPT_FORMS = (
     "Give text; token ids, in a list or a row of an array; or messages: [{'role': 'user', ...}]."
 )
-NO_ROWS = (Mapping, Set, bytes, bytearray)  # iterable, and yet no row of tokens
+NOT_SEQUENCES = (Mapping, Set, bytes, bytearray)  # iterable, but not a row of tokens
 
 
-def ids_of(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """A prompt as tokens.
+def tokenise_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Return the token ids of a prompt.
 
     Args:
-        prompt: text, tokenised as it is; token ids, also as an array of one row; messages, or plain
-            strings of user and assistant in turn, for the chat template.
+        prompt: text, tokenised without a template; token ids, also as an array of one row;
+            messages, or strings of user and assistant alternating, for the chat template.
 
     Raises:
         RunError: it is none of these.
@@ -38,14 +38,14 @@ def ids_of(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         return [int(token) for token in tokenizer(prompt)["input_ids"]]
     parts = _parts(prompt)
-    found = [_token(part) for part in parts]
-    ids = [token for token in found if token is not None]
+    tokens = [_token(part) for part in parts]
+    ids = [token for token in tokens if token is not None]
     if len(ids) == len(parts):
         return ids
     if all(isinstance(part, str) for part in parts) or all(map(_is_message, parts)):
         return prompt_ids(tokenizer, parts)
-    wrong = next(part for part, token in zip(parts, found, strict=True) if token is None)
-    raise RunError(f"{wrong!r:.80} is no part of a prompt that holds {len(parts)}.", KINDS)
+    wrong = next(part for part, token in zip(parts, tokens, strict=True) if token is None)
+    raise RunError(f"{wrong!r:.80} is not a valid part of a prompt of {len(parts)}.", PROMPT_FORMS)
 
 
 def _parts(prompt: Any) -> list[Any]:
@@ -53,8 +53,8 @@ def _parts(prompt: Any) -> list[Any]:
         prompt = prompt.tolist()
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
             (prompt,) = prompt
-    if isinstance(prompt, NO_ROWS) or not isinstance(prompt, Iterable):
-        raise RunError(f"{prompt!r:.80} is no prompt.", KINDS)
+    if isinstance(prompt, NOT_SEQUENCES) or not isinstance(prompt, Iterable):
+        raise RunError(f"{prompt!r:.80} is not a prompt.", PROMPT_FORMS)
     return list(prompt)
 
 
@@ -69,24 +69,25 @@ def _is_message(part: Any) -> bool:
     return isinstance(part, Mapping) and {"role", "content"} <= part.keys()
 
 
-def budget_of(max_new_tokens: Any) -> int:
-    """
+def check_budget(max_new_tokens: Any) -> int:
+    """Return max_new_tokens as an int.
+
     Raises:
-        ValueError, TypeError: it is no count.
+        ValueError, TypeError: it is not a count.
     """
-    budget = _whole("max_new_tokens", max_new_tokens)
+    budget = _integer("max_new_tokens", max_new_tokens)
     if budget < 0:
         raise ValueError(f"max_new_tokens={budget}: must be 0 or more")
     return budget
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How one call decodes.
+class GenerationSettings:
+    """Settings of one call; see `Decoder.generate`.
 
     Raises:
-        TypeError: a value that is not of its kind.
-        ValueError: there is no such rule.
+        TypeError: a value of a wrong type.
+        ValueError: an unknown rule.
     """
 
     temperature: float = 0.0
@@ -98,40 +99,54 @@ class Setting:
     stop: str | Sequence[str] = ()
     seed: int = 0
     policy: str | Policy | None = None
-    rule: str | Judge | None = None
+    rule: str | VerifyFn | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             if isinstance(value, str) or not hasattr(value, "__float__"):
                 raise TypeError(f"{name}={value!r}: must be a number")
-        # numpy's whole numbers are welcome, and Python's `random` takes none of them
+        # convert numpy integers, which Python's `random` rejects
         for name in ("top_k", "seed"):
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
         if isinstance(self.banned, str) or not isinstance(self.banned, Iterable):
             raise TypeError(f"banned={self.banned!r}: must be a list of tokens")
         for token in self.banned:
-            _whole("banned", token)
+            _integer("banned", token)
         if not isinstance(self.stop, Iterable) or not all(isinstance(s, str) for s in self.stop):
             raise TypeError(f"stop={self.stop!r}: must be a string, or a list of strings")
         check_policy(self.policy)
         if isinstance(self.rule, str) and self.rule not in RULES:
-            raise ValueError(f"rule={self.rule!r}: there is none, but {', '.join(RULES)}")
+            raise ValueError(f"rule={self.rule!r}: unknown; use one of {', '.join(RULES)}")
         if not (self.rule is None or isinstance(self.rule, str) or callable(self.rule)):
-            raise TypeError(f"rule={self.rule!r}: must be a rule's name, or one of rules.judge")
+            raise TypeError(f"rule={self.rule!r}: must be a rule's name, or a result of bind_rule")
 
     @property
     def lossy(self) -> bool | None:
-        """Whether the rule changes what the target says; None: nobody knows, it is your own."""
+        """Whether the rule changes the target's distribution; None: unknown (a custom rule)."""
         if self.temperature == 0 or self.rule is None:
             return False
         if isinstance(self.rule, str):
             return RULES[self.rule].lossy
-        return self.rule.lossy if isinstance(self.rule, Fitted) else None
+        return self.rule.lossy if isinstance(self.rule, BoundRule) else None
 
     @property
-    def strings(self) -> tuple[str, ...]:
-        """Stop strings."""
+    def coupled(self) -> bool:
+        """Whether drafter and target share noise."""
+        is_coupled = isinstance(self.rule, BoundRule) and self.rule.coupled
+        return self.rule == COUPLED or is_coupled
+
+    def bound_rule(self, policy: Policy | None) -> VerifyFn | None:
+        """Return the rule for the drafts of a policy; None greedily and for the default."""
+        if not isinstance(self.rule, str):
+            return self.rule
+        if self.sampling.greedy or (policy is None and not self.coupled):
+            return None  # plain decoding differs by noise only
+        return bind_rule(self.rule, COUPLED if policy is None else policy.draft)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -146,32 +161,33 @@ class Setting:
         )
 
 
-def known(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name, as `Setting` takes them.
+def check_names(how: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of `GenerationSettings`.
 
     Raises:
-        TypeError: a name that is none; the message has the known ones.
+        TypeError: an unknown name; the message lists the valid ones.
     """
-    names = [field.name for field in fields(Setting)]
+    names = [field.name for field in fields(GenerationSettings)]
     for name in how:
         if name not in names:
             close = difflib.get_close_matches(name, names, 1)
             meant = f"did you mean {close[0]}? " if close else ""
-            raise TypeError(f"there is no setting {name!r}: {meant}known are {', '.join(names)}")
+            raise TypeError(f"unknown setting {name!r}: {meant}valid are {', '.join(names)}")
     return dict(how)
 
 
 def check_policy(policy: Any) -> None:
-    """
+    """Check the type of a policy.
+
     Raises:
-        TypeError: neither a name nor a policy (a class is none yet).
+        TypeError: neither a name nor a policy object.
     """
-    made = isinstance(policy, Policy) and not isinstance(policy, type)
-    if not (policy is None or isinstance(policy, str) or made):
+    is_object = isinstance(policy, Policy) and not isinstance(policy, type)
+    if not (policy is None or isinstance(policy, str) or is_object):
         raise TypeError(f"policy={policy!r}: must be a name, or a policy such as Chain(3)")
 
 
-def _whole(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:

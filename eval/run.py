@@ -1,4 +1,4 @@
-"""`outrider eval`, and the report that training ends with."""
+"""`outrider eval`, and the report at the end of training."""
 
 import sys
 from collections.abc import Sequence
@@ -8,69 +8,73 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.conf.errors import RunError
-from outrider.data.prepare import Material
-from outrider.data.suite import suite_of
-from outrider.eval.contamination_check import unseen
+from outrider.conf.schema import Config
+from outrider.data.suite import load_suite
+from outrider.data.training_data import TrainingData
+from outrider.eval.contamination_check import drop_contaminated
 from outrider.eval.measure import measure
 from outrider.eval.open_drafter import find_drafter, open_drafter
-from outrider.eval.rank_tables import record_held
-from outrider.eval.report import publish
-from outrider.eval.token_origins import told_of
-from outrider.models.chat_template import change
+from outrider.eval.rank_tables import measure_held_out
+from outrider.eval.report_tables import explain_metrics, show_and_save
+from outrider.eval.token_origins import report_summary
+from outrider.models import process
+from outrider.models.chat_template import template_change
+from outrider.models.decode.from_config import decodings
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.load import Loaded, load
+from outrider.models.load import LoadedTarget, load_target
 from outrider.models.target import Target
-from outrider.train import distributed as start
-from outrider.train.settings import Config, decodings
-from outrider.train.trackers import Background
+from outrider.train.trackers import TrackerThread
 
 QUICK_PROMPTS = 8  # of the report at the end of training
 
 
-def evaluate(config: Config) -> int:
-    """`outrider eval`: measure a run's drafter, or a published one; print and write the report.
+def evaluate(config: Config, explain: bool = False) -> int:
+    """Run `outrider eval`: measure a run's drafter, or a published one; print and write the report.
 
     Args:
-        config: as `load_run` or `load_alone` gives it.
+        config: from `load_run` or `load_published`.
+        explain: print the definitions of the metrics, too.
 
     Raises:
         ConfigError, RunError: the target, the drafter or the prompts cannot be used.
     """
     folder = Path(config.run.dir)
-    place = find_drafter(config)
+    source = find_drafter(config)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if start.world_size() > 1:
-        message = f"eval was started by {start.world_size()} processes; one measures."
+    if process.world_size() > 1:
+        message = f"eval was started by {process.world_size()} processes; it runs in one."
         raise RunError(message, "Use: python eval.py run.dir=...")
-    start.use_cores()
-    target, tokenizer, source = load(config.target, start.device())
-    console.print(f"target: {source}", highlight=False)
-    opened = open_drafter(place, config, target)
+    process.set_threads()
+    target, tokenizer, origin = load_target(config.target, process.device())
+    console.print(f"target: {origin}", highlight=False)
+    opened = open_drafter(source, config, target)
     drafter, config = opened.drafter, opened.config
-    if opened.said:
-        console.print(opened.said, highlight=False)
-    suite = suite_of(config, config.eval.limit)
-    if config.eval.drafter is None:  # of a published one nobody knows the training
-        if said := change(folder, config.target, tokenizer):
-            console.print(said, style="red")
-        suite = unseen(config, suite, console)
-    _say_change(drafter, target, console)
-    for i, part in enumerate(measurements(config)):
+    if opened.summary:
+        console.print(opened.summary, highlight=False)
+    suite = load_suite(config, config.eval.limit)
+    if config.eval.drafter is None:  # the training text of a published drafter is unknown
+        if warning := template_change(folder, config.target, tokenizer):
+            console.print(warning, style="red")
+        suite = drop_contaminated(config, suite, console)
+    _patch_target(drafter, target, console)
+    for part in report_configs(config):
         report = measure(target, tokenizer, drafter, part, console, suite)
         report = replace(report, setting={**report.setting, **opened.about})
-        publish(report, folder / "eval", part.eval.out, console, legend=i == 0)
+        show_and_save(report, folder / "eval", part.eval.out, console)
+    if explain:
+        explain_metrics(console)
     return 0
 
 
-def _say_change(drafter: Drafter, target: Target, console: Console) -> None:
-    """Plain and speculative decoding both run on the target as the drafter wants it."""
-    if said := drafter.change(target):
-        console.print(f"{said}: lossless for the changed target only", style="yellow")
+def _patch_target(drafter: Drafter, target: Target, console: Console) -> None:
+    """Apply the drafter's changes of the target, for plain and speculative decoding alike."""
+    if change := drafter.patch_target(target):
+        console.print(f"{change}: lossless for the changed target only", style="yellow")
 
 
-def measurements(config: Config) -> list[Config]:
-    """One configuration per report: `decode` as it is, or each entry of `eval.grid`."""
+def report_configs(config: Config) -> list[Config]:
+    """Return one configuration per report: `decode` as it is, or each entry of `eval.grid`."""
     return [
         replace(config, decode=decode, eval=replace(config.eval, out=out, grid=()))
         for out, decode in decodings(config)
@@ -79,26 +83,26 @@ def measurements(config: Config) -> list[Config]:
 
 def quick_report(
     config: Config,
-    loaded: Loaded,
-    made: Material,
+    loaded: LoadedTarget,
+    data: TrainingData,
     console: Console,
-    services: Sequence[Background] = (),
+    services: Sequence[TrackerThread] = (),
 ) -> None:
-    """What `train` ends with: the published drafter on a few prompts, printed and written.
+    """Measure the published drafter on a few prompts at the end of `train`; print and write.
 
-    Takes `eval.limit` prompts, 8 where that is null. What its choices are worth on held-out text
-    is written first (ranks.json).
+    Uses `eval.limit` prompts, 8 if that is null. The acceptance of its ranks on held-out text is
+    written first (ranks.json).
 
     Args:
-        services: are told of every report once it is written.
+        services: receive every report once it is written.
     """
     folder = Path(config.run.dir)
     drafter, _ = native.load(folder / "drafter", loaded.target)
-    _say_change(drafter, loaded.target, console)
-    record_held(folder, drafter, loaded.target, made, config.data.max_length)
-    suite = suite_of(config, config.eval.limit or QUICK_PROMPTS)
-    for i, part in enumerate(measurements(config)):
+    _patch_target(drafter, loaded.target, console)
+    measure_held_out(folder, drafter, loaded.target, data, config.data.max_length)
+    suite = load_suite(config, config.eval.limit or QUICK_PROMPTS)
+    for part in report_configs(config):
         report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
-        publish(report, folder / "eval", part.eval.out, console, legend=i == 0)
+        show_and_save(report, folder / "eval", part.eval.out, console)
         for service in services:
-            service.report(told_of(report, folder / "eval", part.eval.out, loaded.tokenizer))
+            service.report(report_summary(report, folder / "eval", part.eval.out, loaded.tokenizer))

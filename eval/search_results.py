@@ -1,8 +1,8 @@
-"""What a search has found: a table of its trials, what mattered, and what quality costs.
+"""Results of a search: a table of trials, parameter importance, quality against training time.
 
 Reads `<sweep.dir>/study.db` and the runs beside it; writes `search.json` and `search.png` there.
-The importance of a key is PED-ANOVA's (Watanabe et al. 2023, arXiv:2304.10255): how much the
-better trials' values of it differ from all trials' values.
+Importance is PED-ANOVA's (Watanabe et al. 2023, arXiv:2304.10255): how much a key's values in the
+best trials differ from its values in all trials.
 """
 
 import io
@@ -23,162 +23,169 @@ from outrider.conf.files import read_json, write, write_json
 
 STUDY = "study.db"
 FORMAT = "outrider-search-1"
-SHOWN = 10
-FEW = 4  # whole trials below which nothing is said of importance
-FIX = "Give the same command again, or remove the trial's folder."
-OF_A_REPORT = ("tau", "speedup", "tokens_per_second")
+MAX_ROWS = 10
+MIN_TRIALS = 4  # complete trials that importance needs
+FIX = "Run the same command again, or remove the trial's folder."
+REPORT_METRICS = ("tau", "speedup", "tokens_per_second")
 
 
-def held(log: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) of the held-out evaluations so far."""
+def held_out_curve(log: Path, name: str) -> list[tuple[int, float]]:
+    """Return (step, value) of the held-out evaluations so far."""
     try:
         lines = log.read_text().splitlines()
     except OSError:
         return []
-    found = []
+    curve = []
     for line in lines:
         try:
             entry = json.loads(line)
         except ValueError:
             continue  # being written
         if entry.get("kind") == "held" and name in entry:
-            found.append((int(entry["step"]), float(entry[name])))
-    return found
+            curve.append((int(entry["step"]), float(entry[name])))
+    return curve
 
 
-def value_of(folder: Path, metric: str, report: str) -> float:
-    """What a finished run has reached.
+def metric_of_run(folder: Path, metric: str, report: str) -> float:
+    """Return a metric of a finished run.
 
     Args:
         report: name of its first decoding's report.
 
     Raises:
-        RunError: it was not measured.
+        RunError: the metric was not measured.
     """
-    if metric in OF_A_REPORT:
-        found = _report(folder, report)
-        if found is None or found.get(metric) is None:
+    if metric in REPORT_METRICS:
+        value = _read_report(folder, report).get(metric)
+        if value is None:
             fix = f"{metric} needs train.quick_eval=true, and speedup eval.baseline=true."
             raise RunError(f"{folder} has no {metric}.", fix)
-        return float(found[metric])
+        return float(value)
     training = read_json(folder / "training.json", FIX)
     return float(training["held_out"][metric])
 
 
-def facts(folder: Path, report: str) -> dict[str, float]:
-    """What a run cost and brought, as far as it came."""
-    found = dict[str, float]()
+def run_summary(folder: Path, report: str) -> dict[str, float]:
+    """Return costs and results of a run, as far as they exist."""
+    summary = dict[str, float]()
     if (folder / "training.json").is_file():
         training = read_json(folder / "training.json", FIX)
         names = ("seconds", "steps", "parameters", "tokens_per_second")
-        found = {name: float(training[name]) for name in names}
-    said = _report(folder, report) or {}
-    return found | {
-        f"decoded {name}": float(said[name]) for name in ("tau", "speedup") if said.get(name)
+        summary = {name: float(training[name]) for name in names}
+    decoded = _read_report(folder, report)
+    return summary | {
+        f"decoded {name}": float(decoded[name]) for name in ("tau", "speedup") if decoded.get(name)
     }
 
 
-def _report(folder: Path, name: str) -> dict[str, Any] | None:
+def _read_report(folder: Path, name: str) -> dict[str, Any]:
+    """Read a report; {} if there is none."""
     file = folder / "eval" / f"{name}.json"
-    return read_json(file, FIX) if file.is_file() else None
+    return read_json(file, FIX) if file.is_file() else {}
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
+    """Return a key without its group."""
     return name.rpartition(".")[2]
 
 
 def load(folder: Path) -> optuna.Study:
-    """
+    """Load the study of a search.
+
     Raises:
-        RunError: there is no study.
+        RunError: there is none.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     if not (folder / STUDY).is_file():
         fix = "Start one: python train.py -m sweep=search."
-        raise RunError(f"{folder} holds no search.", fix)
+        raise RunError(f"{folder} has no search.", fix)
     return optuna.load_study(storage=f"sqlite:///{folder / STUDY}", study_name="search")
 
 
 def show(folder: Path, console: Console) -> None:
-    """Print, and write `search.json` and `search.png`."""
+    """Print the results, and write `search.json` and `search.png`."""
     study = load(folder)
     trials = study.get_trials(deepcopy=False)
-    whole = ranked(trials)
+    complete = rank_trials(trials)
     metric = str(study.user_attrs["metric"])
-    console.print(_table(trials, whole, metric))
-    mattered = importance(study, whole)
-    if mattered:
-        parts = "  ".join(f"{name} {share:.0%}" for name, share in mattered.items())
+    console.print(_table(trials, complete, metric))
+    shares = importance(study, complete)
+    if shares:
+        parts = "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
         console.print(f"importance (PED-ANOVA): {parts}", highlight=False)
-    if whole:
-        words = [*study.user_attrs["overrides"], *whole[0].user_attrs["words"]]
-        said = f"best: python train.py {' '.join(map(shlex.quote, words))}"
-        console.print(Text(said), soft_wrap=True)
-    write_json(folder / "search.json", _fields(study, trials, whole, mattered))
-    if whole:
-        write(folder / "search.png", _picture(whole, mattered, metric))
+    if complete:
+        words = [*study.user_attrs["overrides"], *complete[0].user_attrs["words"]]
+        command = f"python train.py {' '.join(map(shlex.quote, words))}"
+        console.print(Text(f"best: {command}"), soft_wrap=True)
+    write_json(folder / "search.json", _fields(study, trials, complete, shares))
+    if complete:
+        write(folder / "search.png", _plot(complete, shares, metric))
         console.print(f"written: {folder}/search.json, search.png", highlight=False)
 
 
-def ranked(trials: list[FrozenTrial]) -> list[FrozenTrial]:
-    """Whole ones, best first."""
-    whole = [t for t in trials if t.state == TrialState.COMPLETE and t.value is not None]
-    return sorted(whole, key=lambda trial: (-float(trial.value or 0), trial.number))
+def rank_trials(trials: list[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the complete trials, best first."""
+    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.value is not None]
+    return sorted(complete, key=lambda trial: (-float(trial.value or 0), trial.number))
 
 
-def importance(study: optuna.Study, whole: list[FrozenTrial]) -> dict[str, float]:
-    """Shares that sum to 1, largest first; {} of too few trials, or of equal ones."""
-    if len(whole) < FEW or len({trial.value for trial in whole}) == 1:
+def importance(study: optuna.Study, complete: list[FrozenTrial]) -> dict[str, float]:
+    """Return shares that sum to 1, largest first; {} for too few trials or equal values."""
+    if len(complete) < MIN_TRIALS or len({trial.value for trial in complete}) == 1:
         return {}
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.25)
     return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
 
 
-def front(costs: list[float], values: list[float]) -> list[int]:
-    """Whom nobody beats in both, cheapest first; of costs 1, 2, 3 with values 5, 4, 6: 0 and 2."""
-    found, best = list[int](), float("-inf")
+def pareto_front(costs: list[float], values: list[float]) -> list[int]:
+    """Return the Pareto-optimal indices, cheapest first.
+
+    pareto_front([1, 2, 3], [5, 4, 6]) == [0, 2]
+    """
+    front, best = list[int](), float("-inf")
     for i in sorted(range(len(costs)), key=lambda i: (costs[i], -values[i])):
         if values[i] > best:
-            found.append(i)
+            front.append(i)
             best = values[i]
-    return found
+    return front
 
 
-def _table(trials: list[FrozenTrial], whole: list[FrozenTrial], metric: str) -> Table:
+def _table(trials: list[FrozenTrial], complete: list[FrozenTrial], metric: str) -> Table:
     count = {state: sum(t.state == state for t in trials) for state in TrialState}
     title = (
-        f"{count[TrialState.COMPLETE]} whole trials, {count[TrialState.PRUNED]} stopped, "
+        f"{count[TrialState.COMPLETE]} complete trials, {count[TrialState.PRUNED]} pruned, "
         f"{count[TrialState.FAIL]} failed; the best by {metric}"
     )
     table = Table(title=title)
-    names = list(dict.fromkeys(name for trial in whole for name in trial.params))
-    extra = [n for n in ("decoded tau", "decoded speedup") if any(n in t.user_attrs for t in whole)]
-    for head in ("trial", metric, *map(short, names), "minutes", *extra):
+    names = list(dict.fromkeys(name for trial in complete for name in trial.params))
+    decoded = ("decoded tau", "decoded speedup")
+    extra = [name for name in decoded if any(name in t.user_attrs for t in complete)]
+    for head in ("trial", metric, *map(short_name, names), "minutes", *extra):
         table.add_column(head, justify="right")
-    for trial in whole[:SHOWN]:
-        given = [Text(_shown(trial.params.get(name))) for name in names]
+    for trial in complete[:MAX_ROWS]:
+        params = [Text(_format(trial.params.get(name))) for name in names]
         minutes = f"{trial.user_attrs.get('seconds', 0) / 60:.1f}"
-        more = [f"{trial.user_attrs[n]:.2f}" if n in trial.user_attrs else "-" for n in extra]
-        table.add_row(str(trial.number), f"{trial.value:.3f}", *given, minutes, *more)
+        numbers = [f"{trial.user_attrs[n]:.2f}" if n in trial.user_attrs else "-" for n in extra]
+        table.add_row(str(trial.number), f"{trial.value:.3f}", *params, minutes, *numbers)
     return table
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value).replace('"', "")
 
 
 def _fields(
     study: optuna.Study,
     trials: list[FrozenTrial],
-    whole: list[FrozenTrial],
-    mattered: dict[str, float],
+    complete: list[FrozenTrial],
+    shares: dict[str, float],
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
         **study.user_attrs,
-        "importance": mattered,
-        "best": whole[0].number if whole else None,
+        "importance": shares,
+        "best": complete[0].number if complete else None,
         "trials": [
             {"number": t.number, "state": t.state.name, "value": t.value, "params": t.params}
             | dict(t.user_attrs)
@@ -187,27 +194,27 @@ def _fields(
     }
 
 
-def _picture(whole: list[FrozenTrial], mattered: dict[str, float], metric: str) -> bytes:
-    """Left: value against minutes of training, and the front. Right: what mattered."""
+def _plot(complete: list[FrozenTrial], shares: dict[str, float], metric: str) -> bytes:
+    """Plot, left, value against minutes of training with the Pareto front; right, importance."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    costs = [float(t.user_attrs.get("seconds", 0)) / 60 for t in whole]
-    by_speed = all("decoded speedup" in trial.user_attrs for trial in whole)
+    costs = [float(t.user_attrs.get("seconds", 0)) / 60 for t in complete]
+    by_speed = all("decoded speedup" in trial.user_attrs for trial in complete)
     name = "decoded speedup" if by_speed else metric
-    values = [float(t.user_attrs[name] if by_speed else t.value or 0) for t in whole]
+    values = [float(t.user_attrs[name] if by_speed else t.value or 0) for t in complete]
     left.scatter(costs, values, color="tab:blue")
-    best = front(costs, values)
+    best = pareto_front(costs, values)
     left.plot([costs[i] for i in best], [values[i] for i in best], color="tab:orange", marker="o")
     left.set_xlabel("minutes of training")
     left.set_ylabel(name)
-    left.set_title("what it costs (orange: nobody is better and cheaper)")
-    names = list(mattered)[::-1]
-    right.barh([short(n) for n in names], [mattered[n] for n in names], color="tab:blue")
-    right.set_title("what mattered (PED-ANOVA)")
+    left.set_title("quality against training time (orange: Pareto front)")
+    names = list(shares)[::-1]
+    right.barh([short_name(n) for n in names], [shares[n] for n in names], color="tab:blue")
+    right.set_title("importance (PED-ANOVA)")
     figure.tight_layout()
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=120)

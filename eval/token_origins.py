@@ -1,7 +1,7 @@
-"""An answer as text: who proposed each token, and which guess was turned down there.
+"""Answers as text annotated with the origin of each token, for experiment trackers and pages.
 
-For people who look at a run from afar (train/trackers.py). A chain's rejected guesses are known; a
-tree's are not, and only the token in their place is shown.
+The rejected draft tokens of a chain are recorded; those of a tree are not, and only the token in
+their place is shown.
 """
 
 import html
@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from outrider.eval.report import Report
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION
-from outrider.train.trackers import Answer, Told
+from outrider.train.trackers import AnswerSample, ReportSummary
 
 REJECTED = "rejected"
-MOST = 16  # answers of a report that are told
+MAX_ANSWERS = 16  # answers of a report that are sent to a tracker
 STYLES = {
     ACCEPTED: "color:green", CORRECTION: "color:crimson", BONUS: "color:steelblue",
     REJECTED: "color:gray;text-decoration:line-through",
@@ -23,69 +23,71 @@ STYLES = {
 
 
 @runtime_checkable
-class Speller(Protocol):
-    """The part of a tokenizer that makes text."""
+class TextDecoder(Protocol):
+    """The part of a tokenizer that decodes."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
-def pieces(row: dict[str, Any], tokenizer: Speller) -> Iterator[tuple[str, str]]:
-    """Text and origin of every token of an answer, a rejected guess before its correction.
+def origin_spans(row: dict[str, Any], tokenizer: TextDecoder) -> Iterator[tuple[str, str]]:
+    """Yield text and origin of every token of an answer, a rejected token before its correction.
 
-    A token that ends within a character has no text of its own; the one that ends the character
+    A token that ends within a character has no text; the token that completes the character
     has all of it.
 
     Args:
         row: a line of `<out>.outputs.jsonl`.
     """
-    ids, shown = row["output_ids"], ""
-    rejected = (guess for guess in row["rejected"] if guess is not None)
+    ids, emitted = row["output_ids"], ""
+    rejected = (token for token in row["rejected"] if token is not None)
     for i, origin in enumerate(row["origins"]):
-        if origin == CORRECTION and (guess := next(rejected, None)) is not None:
-            yield _text(tokenizer, [*ids[:i], guess]).removeprefix(shown), REJECTED
+        if origin == CORRECTION and (token := next(rejected, None)) is not None:
+            yield _text(tokenizer, [*ids[:i], token]).removeprefix(emitted), REJECTED
         text = _text(tokenizer, ids[: i + 1])
-        yield text.removeprefix(shown) if text.startswith(shown) else "", origin
-        shown = text
+        yield text.removeprefix(emitted) if text.startswith(emitted) else "", origin
+        emitted = text
 
 
-def _text(tokenizer: Speller, ids: list[int]) -> str:
+def _text(tokenizer: TextDecoder, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def marked(parts: list[tuple[str, str]]) -> str:
-    """`The[ best time to]~ go~ visit`: what the drafter wrote, and where it was wrong."""
+def bracketed_text(spans: list[tuple[str, str]]) -> str:
+    """Return `The[ best time to]~ go~ visit`: [accepted] and ~rejected~ draft tokens."""
     frames = {ACCEPTED: ("[", "]"), REJECTED: ("~", "~")}
     out = ""
-    for origin, group in groupby(parts, key=lambda part: part[1]):
+    for origin, group in groupby(spans, key=lambda span: span[1]):
         left, right = frames.get(origin, ("", ""))
         out += left + "".join(text for text, _ in group) + right
     return out
 
 
-def coloured(parts: list[tuple[str, str]]) -> str:
-    """The same in html."""
-    spans = (f'<span style="{STYLES.get(o, "")}">{html.escape(text)}</span>' for text, o in parts)
-    return f'<div style="white-space:pre-wrap">{"".join(spans)}</div>'
+def coloured_html(spans: list[tuple[str, str]]) -> str:
+    """Return the spans as html."""
+    parts = (f'<span style="{STYLES.get(o, "")}">{html.escape(text)}</span>' for text, o in spans)
+    return f'<div style="white-space:pre-wrap">{"".join(parts)}</div>'
 
 
-def told_of(report: Report, folder: Path, out: str, tokenizer: Speller) -> Told:
-    """What a service is told of a report that lies in `folder`."""
+def report_summary(report: Report, folder: Path, out: str, tokenizer: TextDecoder) -> ReportSummary:
+    """Return what a tracker receives of a report in `folder`."""
     answers = []
-    for row in report.outputs[:MOST]:
-        parts = list(pieces(row, tokenizer))
+    for row in report.outputs[:MAX_ANSWERS]:
+        spans = list(origin_spans(row, tokenizer))
         rounds = len(row["accepted"])
         tau = (len(row["output_ids"]) - 1) / rounds if rounds else None
         counts = {kind: row["origins"].count(kind) for kind in (ACCEPTED, CORRECTION, BONUS)}
         answers.append(
-            Answer(row["id"], row["category"], row["prompt"], tau, counts, marked(parts),
-                   coloured(parts))
+            AnswerSample(
+                row["id"], row["category"], row["prompt"], tau, counts, bracketed_text(spans),
+                coloured_html(spans),
+            )
         )  # fmt: skip
     files = [folder / f"{out}.{kind}" for kind in ("json", "outputs.jsonl", "png")]
-    return Told(out, _headline(report), answers, files)
+    return ReportSummary(out, _headline(report), answers, files)
 
 
 def _headline(report: Report) -> dict[str, float]:
-    """The numbers that runs are compared by; those that there are."""
+    """Return the numbers that runs are compared by, without missing ones."""
     total = report.summary
     numbers: dict[str, float | None] = {
         "tau": total.tau, "alpha": total.alpha, "speedup": total.speedup,

@@ -1,16 +1,14 @@
-"""`outrider advise`: what more training text would bring, from pilot runs on a little of it.
+"""`outrider advise`: predict the gain of more training text from pilot runs.
 
     outrider advise drafter=eagle3 target=tiny advise.shares=[0.01,0.02,0.04]
 
-A pilot is a run of the configured drafter on a part of the training conversations, measured on the
-same held-out text as all others, with the draft vocabulary that its own text gives. All pilots take
-the same number of steps, not the same number of passes: the question is what text brings at a
-price that is already decided, and with equal passes the smallest pilot would take a handful of
-steps, most of them warm-up, so that the law would be one of training time. A pilot that has little
-text passes over it often and is judged by its best held-out evaluation, as a run is.
+A pilot is a run of the configured drafter on a part of the training conversations. All pilots share
+the held-out text; each has the draft vocabulary of its own text. All take the same number of steps,
+not of epochs: with equal epochs the smallest pilot would take a few steps, most of them warm-up,
+and the fit would measure training time. A pilot counts by its best held-out evaluation, as a run.
 
-What is foreseen therefore holds for runs of `advise.steps`; longer ones get more out of much text
-than out of little. Finished pilots are kept in `<run.dir>/advise` and found again.
+The prediction holds for runs of `advise.steps` steps; longer runs gain more from more text.
+Finished pilots are stored in `<run.dir>/advise` and reused.
 """
 
 import io
@@ -18,37 +16,48 @@ import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from outrider.conf.commands import AdviseConfig
 from outrider.conf.errors import ConfigError
-from outrider.conf.files import claimed, read_json, write, write_json
+from outrider.conf.files import folder_lock, read_json, write, write_json
+from outrider.conf.schema import Config, WandbConfig
+from outrider.data.corpus import load_training_data
 from outrider.data.pack import pack, split
-from outrider.data.prepare import Material, material
+from outrider.data.reporter import Reporter
 from outrider.data.tokenise import Document
-from outrider.launch.scaling_law import FAR, Foreseen, Point, bends, foresee, laws
-from outrider.models import drafters, load
-from outrider.models.load import Loaded
-from outrider.train import distributed as start
+from outrider.data.training_data import TrainingData
+from outrider.launch.scaling_law import (
+    FAR,
+    Forecast,
+    Point,
+    ScalingFit,
+    candidate_fits,
+    forecast,
+    saturates,
+)
+from outrider.models import drafters, load, process
+from outrider.models.load import LoadedTarget
+from outrider.train import distributed
 from outrider.train.checkpoint import FIX
-from outrider.train.doctoring import AdviseConfig
-from outrider.train.settings import Config, WandbConfig
 
 FORMAT = "outrider-advice-1"
-LOOKS = 6  # held-out evaluations of a pilot
-LITTLE = 0.02  # tokens per round that a doubling should bring to be worth the trouble
+EVALUATIONS = 6  # held-out evaluations per pilot
+SMALL_GAIN = 0.02  # tokens per round, of twice the text
 
 
 @dataclass(frozen=True)
 class Pilot:
-    """A part of the training text, and what a run on it has reached.
+    """A part of the training text, and the result of a run on it.
 
     Attributes:
-        tokens: of its conversations.
-        accept_length: held out, at its best step; nan before it has run.
+        tokens: tokens of its conversations.
+        accept_length: held-out acceptance length at `best_step`; nan before the run.
     """
 
     share: float
@@ -59,36 +68,36 @@ class Pilot:
     best_step: int = -1
 
 
-def advise(config: Config, wanted: AdviseConfig) -> int:
-    """The verb: pilots, a law, a picture.
+def advise(config: Config, settings: AdviseConfig) -> int:
+    """Run the verb: pilots, a scaling fit, a plot. Returns the exit code.
 
     Raises:
-        ConfigError: a share is less than one step's rows.
+        ConfigError: a share has fewer rows than one step.
     """
-    start.check(config.launch)
-    start.use_cores()
+    distributed.require_matching_launcher(config.launch)
+    process.set_threads()
     if config.target.place in ("sharded", "tensor"):
-        start.join(config.launch)
-    main, console = start.rank() == 0, Console(quiet=start.rank() > 0)
-    loaded = load.load(config.target, start.device())
-    taps = drafters.taps_of(config.drafter, loaded.target.depth)
-    made = material(config, loaded, taps, console, start.rank())
-    train, held = split(made.documents, config.data.holdout)
-    parts = choose(train, config, wanted)
+        process.init_group(config.launch)
+    main, console = process.rank() == 0, Console(quiet=process.rank() > 0)
+    loaded = load.load_target(config.target, process.device())
+    taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
+    data = load_training_data(config, loaded, taps, Reporter(console, main), record=False)
+    train, held = split(data.documents, config.data.holdout)
+    parts = choose_pilots(train, config, settings)
     folder = Path(config.run.dir) / "advise"
     pilots = []
-    with claimed(folder) if main else nullcontext():
+    with folder_lock(folder) if main else nullcontext():
         for pilot, documents in parts:
             console.print(_label(pilot), highlight=False)
-            part = made.part([*documents, *held], config.data)
-            done = run_pilot(config, wanted, loaded, part, pilot)
+            part = data.with_documents([*documents, *held], config.data)
+            done = run_pilot(config, settings, loaded, part, pilot)
             if done is None:
                 return 130
             pilots.append(done)
         whole = sum(len(document.ids) for document in train)
         if main:
-            tell(console, folder, config, wanted, pilots, whole)
-    start.leave()
+            write_advice(console, folder, config, settings, pilots, whole)
+    process.destroy_group()
     return 0
 
 
@@ -97,36 +106,36 @@ def _label(pilot: Pilot) -> str:
     return f"pilot on {pilot.share:.3%}: {text}"
 
 
-def choose(
-    train: Sequence[Document], config: Config, wanted: AdviseConfig
+def choose_pilots(
+    train: Sequence[Document], config: Config, settings: AdviseConfig
 ) -> list[tuple[Pilot, list[Document]]]:
-    """The pilots' conversations; in one repeat each is a part of the next larger.
+    """Choose the conversations of each pilot; within a repeat each contains the next smaller.
 
     Raises:
-        ConfigError: a share is less than one step's rows.
+        ConfigError: a share has fewer rows than one step.
     """
     whole = sum(len(document.ids) for document in train)
     needed = config.train.batch_tokens // config.data.max_length
-    found = []
-    for repeat in range(wanted.repeats):
+    pilots = []
+    for repeat in range(settings.repeats):
         order = random.Random(config.run.seed + repeat).sample(list(train), len(train))
-        for share in sorted(set(wanted.shares)):
-            part = first_of(order, share * whole)
-            there = len(pack(part, config.data.max_length))
-            if there < needed:
-                least = share * needed / max(1, there)
+        for share in sorted(set(settings.shares)):
+            part = take_tokens(order, share * whole)
+            rows = len(pack(part, config.data.max_length))
+            if rows < needed:
+                least = share * needed / max(1, rows)
                 raise ConfigError(
                     "advise.shares", share,
-                    f"That is {len(part)} conversations in {there} rows; a step takes {needed}.",
-                    f"Use shares from about {least:.2g} on, more text, or less train.batch_tokens.",
+                    f"That is {len(part)} conversations in {rows} rows; a step takes {needed}.",
+                    f"Use shares from about {least:.2g}, more text, or less train.batch_tokens.",
                 )  # fmt: skip
             tokens = sum(len(document.ids) for document in part)
-            found.append((Pilot(share, repeat, len(part), tokens), part))
-    return found
+            pilots.append((Pilot(share, repeat, len(part), tokens), part))
+    return pilots
 
 
-def first_of(order: Sequence[Document], tokens: int | float) -> list[Document]:
-    """The first documents that have so many tokens together; at least one."""
+def take_tokens(order: Sequence[Document], tokens: int | float) -> list[Document]:
+    """Return the first documents until they have so many tokens; at least one."""
     part, count = list[Document](), 0
     for document in order:
         if part and count >= tokens:
@@ -137,46 +146,60 @@ def first_of(order: Sequence[Document], tokens: int | float) -> list[Document]:
 
 
 def run_pilot(
-    config: Config, wanted: AdviseConfig, loaded: Loaded, made: Material, pilot: Pilot
+    config: Config, settings: AdviseConfig, loaded: LoadedTarget, data: TrainingData, pilot: Pilot
 ) -> Pilot | None:
-    """Train and read what it has reached; None after Ctrl-C."""
+    """Train a pilot and return it with its result; None after Ctrl-C."""
+    from outrider.launch.doctor.run import print_start_summary, require_trainable
     from outrider.train.loop import fit
 
     name = f"share-{pilot.share:g}-{pilot.repeat}"
-    folder = Path(config.run.dir) / "advise" / f"steps-{wanted.steps}" / name
+    folder = Path(config.run.dir) / "advise" / f"steps-{settings.steps}" / name
     train = replace(
-        config.train, max_steps=wanted.steps, max_minutes=None, quick_eval=False, resume="auto",
-        eval_every=max(1, wanted.steps // LOOKS), save_every=wanted.steps, keep_last=1,
+        config.train, max_steps=settings.steps, max_minutes=None, quick_eval=False, resume="auto",
+        eval_every=max(1, settings.steps // EVALUATIONS), save_every=settings.steps, keep_last=1,
         keep_every=None, tensorboard=False, wandb=WandbConfig(),
     )  # fmt: skip
     run = replace(config.run, dir=str(folder), seed=config.run.seed + pilot.repeat)
-    if fit(replace(config, run=run, train=train), loaded, made, Console(quiet=True)) is None:
+    quiet, pilot_config = Console(quiet=True), replace(config, run=run, train=train)
+    require_trainable(pilot_config, loaded, data)
+    if (
+        fit(
+            pilot_config,
+            loaded,
+            data,
+            quiet,
+            on_start=partial(print_start_summary, quiet, loaded=loaded),
+        )
+        is None
+    ):
         return None
-    account = read_json(folder / "training.json", FIX)
-    length = float(account["held_out"]["accept_length"])
-    return replace(pilot, accept_length=length, best_step=int(account["best_step"]))
+    summary = read_json(folder / "training.json", FIX)
+    length = float(summary["held_out"]["accept_length"])
+    return replace(pilot, accept_length=length, best_step=int(summary["best_step"]))
 
 
-def tell(
-    console: Console, folder: Path, config: Config, wanted: AdviseConfig,
+def write_advice(
+    console: Console, folder: Path, config: Config, settings: AdviseConfig,
     pilots: Sequence[Pilot], whole: int,
 ) -> None:  # fmt: skip
-    """Table, sentences, `advise.json`, `advise.png`."""
+    """Print a table and the prediction, and write `advise.json` and `advise.png`."""
     points: list[Point] = [(float(pilot.tokens), pilot.accept_length) for pilot in pilots]
     most = float(config.drafter.depths + 1)
     largest = max(tokens for tokens, _ in points)
-    near, far = foresee(points, largest, most), foresee(points, float(whole), most)
-    known = laws(points, most)
+    near, far = forecast(points, largest, most), forecast(points, float(whole), most)
+    fits = candidate_fits(points, most)
     console.print(_table(pilots))
-    bent = "" if bends(points, most) else "; the pilots show no bend yet"
-    said = f"{known[0].said()}, at {wanted.steps} steps{bent}"
-    console.print(said, highlight=False, soft_wrap=True)
-    for said in (_sentence("the largest pilot's text", near), _sentence("all of this text", far)):
-        console.print(said, highlight=False, soft_wrap=True)
-    console.print(judgement(far, largest), style="bold", soft_wrap=True)
-    write(folder / "advise.png", _picture(points, known, far))
+    note = "" if saturates(points, most) else "; no saturation visible yet"
+    for text in (
+        f"{fits[0].formula()}, at {settings.steps} steps{note}",
+        _sentence("the largest pilot's text", near),
+        _sentence("all training text", far),
+    ):
+        console.print(text, highlight=False, soft_wrap=True)
+    console.print(verdict(far, largest), style="bold", soft_wrap=True)
+    write(folder / "advise.png", _plot(points, fits, far))
     fields: dict[str, Any] = {
-        "format": FORMAT, "steps": wanted.steps, "tokens": whole, "law": known[0]._asdict(),
+        "format": FORMAT, "steps": settings.steps, "tokens": whole, "law": fits[0]._asdict(),
         "pilots": [asdict(pilot) for pilot in pilots],
         "largest_pilot": near._asdict(), "all_text": far._asdict(),
     }  # fmt: skip
@@ -194,28 +217,27 @@ def _table(pilots: Sequence[Pilot]) -> Table:
     return table
 
 
-def _sentence(text: str, found: Foreseen) -> str:
+def _sentence(text: str, f: Forecast) -> str:
     return (
-        f"{text}, {found.tokens:,.0f} tokens: {found.now:.2f} ({found.now_low:.2f} to "
-        f"{found.now_high:.2f}); twice as much: {found.gain:+.2f} ({found.low:+.2f} to "
-        f"{found.high:+.2f})"
+        f"{text}, {f.tokens:,.0f} tokens: {f.now:.2f} ({f.now_low:.2f} to {f.now_high:.2f}); "
+        f"twice as much: {f.gain:+.2f} ({f.low:+.2f} to {f.high:+.2f})"
     )
 
 
-def judgement(found: Foreseen, largest: float) -> str:
-    """Whether more text is worth its price, as far as that can be said from so far away."""
-    factor = found.tokens / largest
-    doubt = f" It is {factor:.0f} times the largest pilot: larger shares would make this surer."
-    doubt = doubt if factor > FAR else ""
-    if found.high < LITTLE:
-        return f"More text would bring little: less than {LITTLE} tokens per round.{doubt}"
-    if found.low > LITTLE:
-        return f"More text is worth having: {found.low:.2f} tokens per round at least.{doubt}"
-    return f"Whether more text is worth having cannot be said from these pilots.{doubt}"
+def verdict(prediction: Forecast, largest: float) -> str:
+    """Return whether more text helps; with a caveat if it is many times the largest pilot's."""
+    factor = prediction.tokens / largest
+    caveat = f" It is {factor:.0f} times the largest pilot: larger shares give a better prediction."
+    caveat = caveat if factor > FAR else ""
+    if prediction.high < SMALL_GAIN:
+        return f"More text brings little: less than {SMALL_GAIN} tokens per round.{caveat}"
+    if prediction.low > SMALL_GAIN:
+        return f"More text helps: by at least {prediction.low:.2f} tokens per round.{caveat}"
+    return f"These pilots do not show whether more text helps.{caveat}"
 
 
-def _picture(points: Sequence[Point], known: Sequence[Any], far: Foreseen) -> bytes:
-    """Pilots, the law with its doubt, and where all of the text and twice as much lie."""
+def _plot(points: Sequence[Point], fits: Sequence[ScalingFit], far: Forecast) -> bytes:
+    """Plot pilots, the fit with its range, and the prediction for all text and twice that."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -224,14 +246,14 @@ def _picture(points: Sequence[Point], known: Sequence[Any], far: Foreseen) -> by
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     tokens = np.geomspace(min(n for n, _ in points), 2 * far.tokens, 200)
-    curves = np.array([[law.at(n) for n in tokens] for law in known])
-    doubt = "the other law, and each pilot left out"
-    axes.fill_between(tokens, curves.min(0), curves.max(0), alpha=0.2, label=doubt)
-    axes.plot(tokens, curves[0], label=known[0].said())
+    curves = np.array([[fit.at(n) for n in tokens] for fit in fits])
+    band = "range: other form, each pilot left out"
+    axes.fill_between(tokens, curves.min(0), curves.max(0), alpha=0.2, label=band)
+    axes.plot(tokens, curves[0], label=fits[0].formula())
     axes.plot(*zip(*points, strict=True), "ko", label="pilots")
     whole, twice = (far.tokens, 2 * far.tokens), (far.now, far.twice)
     axes.plot(
-        whole, twice, "o", mfc="none", mec="tab:red", label="all of this text, and twice that"
+        whole, twice, "o", mfc="none", mec="tab:red", label="all training text, and twice that"
     )
     axes.set_xscale("log")
     axes.set_xlabel("tokens of training text")

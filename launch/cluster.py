@@ -1,10 +1,9 @@
-"""`outrider launch`: what to type where, for a cluster of a given shape; or why it cannot work.
+"""`outrider launch`: check a run for a cluster and print the command of each machine.
 
     outrider launch cluster.nodes=2 cluster.gpus=8 cluster.host=node-0 launch=zero2 drafter=eagle3
     outrider launch cluster.hosts=hostfile launch=zero2 drafter=eagle3
 
-The run's configuration is checked as every rank will check it, for as many ranks as there will be,
-before anything is started or a queue is waited for.
+The configuration is validated for the cluster's number of ranks before anything starts or queues.
 """
 
 import os
@@ -18,14 +17,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from outrider.conf.clusters import ClusterConfig, Machine, machines
-from outrider.conf.compose import compose
+from outrider.conf.clusters import ClusterConfig, Machine, list_machines
+from outrider.conf.compose import compose, verb_group
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
-from outrider.launch.job_pool import ROOT
-from outrider.train import distributed as start
-from outrider.train import trackers
-from outrider.train.settings import NEEDED, Config, check_files, parse
+from outrider.conf.schema import Config
+from outrider.launch.processes import ROOT
+from outrider.train import distributed, trackers
+from outrider.train.settings import INPUT_FILES, check_files, parse
 
 ENTRY = "train.py"
 SLURM = """#!/usr/bin/env bash
@@ -39,7 +38,7 @@ SLURM = """#!/usr/bin/env bash
 #SBATCH --requeue
 #SBATCH --open-mode=append
 {partition}
-# {grace} s before the limit every rank is told, saves and leaves; submitted again, it goes on.
+# {grace} s before the limit Slurm signals every rank, which saves and exits; requeued, it resumes.
 set -euo pipefail
 {exports}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -48,23 +47,21 @@ srun --cpus-per-task={cores} {command}
 
 
 def launch(overrides: list[str]) -> int:
-    """The verb: print, write, or start.
+    """Print the commands, and write or start them if the settings say so. Returns the exit code.
 
     Raises:
-        ConfigError: the run is wrong for so many ranks, or the shape lacks something.
+        ConfigError: the configuration is invalid for so many ranks, or the cluster's shape is.
     """
-    from outrider.conf.clusters import read_cluster
-
-    cluster, words = read_cluster(overrides)
-    config = checked(cluster, words)
-    text = script(cluster, words, config)
+    cluster, words = verb_group(ClusterConfig, "cluster", overrides)
+    config = checked_config(cluster, words)
+    text = launch_script(cluster, words, config)
     console = Console()
-    ranks = sum(one.slots for one in machines(cluster))
+    ranks = sum(machine.slots for machine in list_machines(cluster))
     rows = config.train.batch_tokens // config.data.max_length
-    each = rows // (ranks * config.launch.accumulation)
+    rows_per_forward = rows // (ranks * config.launch.accumulation)
     console.print(
-        f"{ranks} ranks ({config.launch.name}); a step of {config.train.batch_tokens:,} tokens is "
-        f"{each} x {config.data.max_length} per forward pass and rank",
+        f"{ranks} ranks ({config.launch.name}); {config.train.batch_tokens:,} tokens per step: "
+        f"{rows_per_forward} x {config.data.max_length} per forward pass and rank",
         highlight=False,
         soft_wrap=True,
     )
@@ -74,31 +71,31 @@ def launch(overrides: list[str]) -> int:
         console.print(f"written: {cluster.out}", highlight=False)
     if not cluster.run:
         return 0
-    command = run_here(commands(cluster, words)[0])
-    env = {**os.environ, **environment(cluster, machines(cluster)[0].slots)}
+    command = local_command(launch_commands(cluster, words)[0])
+    env = {**os.environ, **rank_environment(cluster, list_machines(cluster)[0].slots)}
     return subprocess.run(command, env=env, check=False).returncode
 
 
-def checked(cluster: ClusterConfig, words: list[str]) -> Config:
-    """The configuration, if so many ranks can train it."""
-    there = machines(cluster)
-    if len(there) > 1 and not there[0].host and cluster.by != "slurm":
-        why = "Several machines meet at the first one."
-        raise ConfigError("cluster.host", None, why, "Give its name or address.")
-    if cluster.run and (len(there) > 1 or cluster.by == "slurm"):
-        why = "Only one machine's processes can be started from here."
-        raise ConfigError("cluster.run", True, why, "Type the commands, or submit the script.")
-    with as_ranks(sum(one.slots for one in there)):
+def checked_config(cluster: ClusterConfig, words: list[str]) -> Config:
+    """Return the configuration, validated for the cluster's number of ranks."""
+    machines = list_machines(cluster)
+    if len(machines) > 1 and not machines[0].host and cluster.by != "slurm":
+        why = "The processes of several machines connect to the first one."
+        raise ConfigError("cluster.host", None, why, "Set its name or address.")
+    if cluster.run and (len(machines) > 1 or cluster.by == "slurm"):
+        why = "Only processes on this machine can be started."
+        raise ConfigError("cluster.run", True, why, "Run the commands, or submit the script.")
+    with assume_world_size(sum(machine.slots for machine in machines)):
         config = parse(compose(words))
-        start.check(config.launch)
-    trackers.check(config)
-    check_files(config, *NEEDED)
+        distributed.require_matching_launcher(config.launch)
+    trackers.require_packages(config)
+    check_files(config, *INPUT_FILES)
     return config
 
 
 @contextmanager
-def as_ranks(count: int) -> Iterator[None]:
-    """Checks ask the environment how many ranks there are."""
+def assume_world_size(count: int) -> Iterator[None]:
+    """Set WORLD_SIZE, which the checks read, to `count`."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(count)
     try:
@@ -109,81 +106,82 @@ def as_ranks(count: int) -> Iterator[None]:
             os.environ["WORLD_SIZE"] = before
 
 
-def environment(cluster: ClusterConfig, slots: int) -> dict[str, str]:
-    """What every process finds, on a machine of so many."""
+def rank_environment(cluster: ClusterConfig, slots: int) -> dict[str, str]:
+    """Return the environment of the processes of a machine with `slots` of them."""
     threads = max(1, cluster.cores // slots)
     return {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(cluster.grace),  # before torchrun kills its ranks
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(cluster.grace),  # until torchrun kills its ranks
     }
 
 
-def commands(cluster: ClusterConfig, words: list[str]) -> list[str]:
-    """One per machine, or one that is the same on all."""
-    there, run = machines(cluster), [ENTRY, *words]
+def launch_commands(cluster: ClusterConfig, words: list[str]) -> list[str]:
+    """Return a command per machine, or one command for all."""
+    machines, run = list_machines(cluster), [ENTRY, *words]
     if cluster.by == "accelerate":
-        return [
-            shlex.join([*_accelerate(cluster, there, node), *run]) for node in range(len(there))
-        ]
-    if len(there) == 1:
-        how = ["torchrun", "--standalone", f"--nproc_per_node={there[0].slots}"]
-        return [shlex.join([*how, *run])]
-    typed = [_torchrun(cluster, there, one, run) for one in there]
-    return typed if cluster.hosts else typed[:1]
+        nodes = range(len(machines))
+        return [shlex.join([*_accelerate(cluster, machines, node), *run]) for node in nodes]
+    if len(machines) == 1:
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={machines[0].slots}"]
+        return [shlex.join([*launcher, *run])]
+    commands = [_torchrun(cluster, machines, machine, run) for machine in machines]
+    return commands if cluster.hosts else commands[:1]
 
 
-def _torchrun(cluster: ClusterConfig, there: list[Machine], one: Machine, run: list[str]) -> str:
-    """Numbers of processes may differ: each machine says its own when they meet."""
-    host = "$head" if cluster.by == "slurm" else there[0].host
-    how = [
-        "torchrun", f"--nnodes={len(there)}", f"--nproc_per_node={one.slots}",
+def _torchrun(
+    cluster: ClusterConfig, machines: list[Machine], machine: Machine, run: list[str]
+) -> str:
+    """Return torchrun's command for one machine; machines may have different slots."""
+    host = "$head" if cluster.by == "slurm" else machines[0].host
+    launcher = [
+        "torchrun", f"--nnodes={len(machines)}", f"--nproc_per_node={machine.slots}",
         "--rdzv_id=outrider", "--rdzv_backend=c10d",
     ]  # fmt: skip
-    return f'{shlex.join(how)} --rdzv_endpoint="{host}:{cluster.port}" {shlex.join(run)}'
+    return f'{shlex.join(launcher)} --rdzv_endpoint="{host}:{cluster.port}" {shlex.join(run)}'
 
 
-def _accelerate(cluster: ClusterConfig, there: list[Machine], node: int) -> list[str]:
-    ranks = sum(one.slots for one in there)
-    several = [] if len(there) == 1 else [
-        f"--machine_rank={node}", f"--main_process_ip={there[0].host}",
+def _accelerate(cluster: ClusterConfig, machines: list[Machine], node: int) -> list[str]:
+    ranks = sum(machine.slots for machine in machines)
+    rendezvous = [] if len(machines) == 1 else [
+        f"--machine_rank={node}", f"--main_process_ip={machines[0].host}",
         f"--main_process_port={cluster.port}",
     ]  # fmt: skip
     return [
-        "accelerate", "launch", f"--num_machines={len(there)}", f"--num_processes={ranks}",
-        *(["--multi_gpu"] if ranks > 1 else []), *several,
+        "accelerate", "launch", f"--num_machines={len(machines)}", f"--num_processes={ranks}",
+        *(["--multi_gpu"] if ranks > 1 else []), *rendezvous,
         "--mixed_precision=no", "--dynamo_backend=no",
     ]  # fmt: skip
 
 
-def script(cluster: ClusterConfig, words: list[str], config: Config) -> str:
-    """A Slurm script, or the commands with their environment."""
-    there, typed = machines(cluster), commands(cluster, words)
+def launch_script(cluster: ClusterConfig, words: list[str], config: Config) -> str:
+    """Return a Slurm script, or the commands with their environment."""
+    machines, commands = list_machines(cluster), launch_commands(cluster, words)
     if cluster.by == "slurm":
         minutes = round(60 * cluster.hours)
         return SLURM.format(
             name=Path(config.run.dir).name, nodes=cluster.nodes, gpus=cluster.gpus,
             cores=cluster.cores, time=f"{minutes // 60:02d}:{minutes % 60:02d}:00",
-            grace=cluster.grace, exports=_exports(cluster, cluster.gpus), command=typed[0],
+            grace=cluster.grace, exports=_exports(cluster, cluster.gpus), command=commands[0],
             partition=f"#SBATCH --partition={cluster.partition}\n" if cluster.partition else "",
         )  # fmt: skip
-    if len(typed) == 1:
-        where = "# on every machine\n" if len(there) > 1 else ""
-        return f"{where}{_exports(cluster, there[0].slots)}\n{typed[0]}\n"
+    if len(commands) == 1:
+        comment = "# on every machine\n" if len(machines) > 1 else ""
+        return f"{comment}{_exports(cluster, machines[0].slots)}\n{commands[0]}\n"
     return "\n".join(
-        f"# on {one.host if cluster.hosts else f'machine {node}'}\n"
-        f"{_exports(cluster, one.slots)}\n{command}\n"
-        for node, (one, command) in enumerate(zip(there, typed, strict=True))
+        f"# on {machine.host if cluster.hosts else f'machine {node}'}\n"
+        f"{_exports(cluster, machine.slots)}\n{command}\n"
+        for node, (machine, command) in enumerate(zip(machines, commands, strict=True))
     )
 
 
 def _exports(cluster: ClusterConfig, slots: int) -> str:
-    pairs = environment(cluster, slots).items()
+    pairs = rank_environment(cluster, slots).items()
     return "\n".join(f"export {name}={value}" for name, value in pairs)
 
 
-def run_here(command: str) -> list[str]:
-    """The command with this interpreter's own launchers and this checkout's entry."""
+def local_command(command: str) -> list[str]:
+    """Return the command with this interpreter's launchers and this checkout's train.py."""
     words = [str(ROOT / ENTRY) if word == ENTRY else word for word in shlex.split(command)]
     module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.launch"}
     rest = words[2:] if words[0] == "accelerate" else words[1:]

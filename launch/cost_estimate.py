@@ -1,8 +1,7 @@
-"""What a run will cost, foreseen before it starts; `outrider doctor` measures some of it too.
+"""Estimates of a run's memory, disk and time, made before it starts.
 
-Memory and disk are sums of what is known to be allocated; time is the arithmetic of a step
-divided by a rate measured in half a second of matrix products on this machine. All three are
-estimates and are said to be such.
+Memory and disk are sums of known allocations. Time is the floating-point operations of a step
+divided by this machine's rate, measured in a quarter of a second of matrix products.
 """
 
 import time
@@ -12,75 +11,74 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from outrider.launch import memory
-from outrider.train.objective import chunk_of
+from outrider.train.teacher import max_logits
 
 if TYPE_CHECKING:
-    from outrider.train.trainer import Run
+    from outrider.train.trainer import Trainer
 
-EFFICIENCY = 0.5  # of that rate; softmax, norms and copies take the rest of the time
-SQUARE = 512  # side of the matrices whose product is timed
+EFFICIENCY = 0.5  # share of that rate in a step: softmax, norms and copies take the rest
+MATRIX_SIZE = 512  # of the timed matrix product
 
 
 class Cost(NamedTuple):
-    """Estimates for one rank."""
+    """Estimates per rank."""
 
     memory: float  # bytes
-    disk: float  # bytes, checkpoints and drafter
+    disk: float  # bytes of checkpoints and drafter
     flops: float  # of one optimizer step, all ranks
     seconds: float  # of one optimizer step
 
 
-def existing(folder: Path) -> Path:
-    """The folder, or the one that it will lie in."""
+def existing_parent(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
-def estimate(run: "Run") -> Cost:
-    """Memory, disk and time of this run on this machine."""
+def estimate(run: "Trainer") -> Cost:
+    """Estimate memory, disk and time of a run on this machine."""
     trained = [p for p in run.objective.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)
     tokens = run.config.train.batch_tokens
     bytes_of = 2 if run.config.launch.precision == "bf16" else 4
-    supervised = run.material.train.supervised
-    found = memory.parts(
-        run.config, memory.Sizes.of(run.target.model), run.target.shape(), run.drafter,
-        run.accelerator.num_processes, chunk_of(run.target.device), supervised,
+    supervised = run.data.train.supervised
+    parts = memory.memory_by_part(
+        run.config, memory.ParameterCounts.of(run.target.model), run.target.shape(), run.drafter,
+        run.accelerator.num_processes, max_logits(run.target.device), supervised,
     )  # fmt: skip
     disk = (run.config.train.keep_last + 1) * 12 * size + 3 * 4 * size
-    rate = EFFICIENCY * pieces_rate(bytes_of)
+    rate = EFFICIENCY * matmul_rate(bytes_of)
     flops = _flops(run, size, supervised * tokens, tokens)
-    return Cost(sum(found.values()), disk, flops, flops / rate / run.accelerator.num_processes)
+    return Cost(sum(parts.values()), disk, flops, flops / rate / run.accelerator.num_processes)
 
 
-def _flops(run: "Run", size: int, rows: float, tokens: int) -> float:
-    """Two per weight and row forward, four backward; the teacher's head; the target if it runs."""
+def _flops(run: "Trainer", size: int, rows: float, tokens: int) -> float:
+    """Count operations: 2 per weight and row forward, 4 backward; teacher's head; online target."""
     trained = sum(weight > 0 for weight in run.objective.weights)
-    unrolled = 6.0 * size * rows * run.drafter.passes(trained)
+    drafter = 6.0 * size * rows * run.drafter.forward_count(trained)
     vocab, hidden = len(run.drafter.vocab), run.target.head_weight.shape[1]
     if not any(p.ndim > 1 and len(p) == vocab for p in run.drafter.parameters()):
-        unrolled += 4.0 * vocab * hidden * rows * trained  # through the target's frozen head
-    recorded = run.material.recorded
-    noted = recorded is not None and recorded[0].knows_favourites
-    noted = noted and not run.objective.asks_whole(measure=False)
-    judging = len(run.drafter.vocab) if noted else run.target.vocab
-    teacher = 2.0 * judging * hidden * rows
-    online = 0.0 if run.material.recorded else 2.0 * run.target.parameters() * tokens
-    total: float = unrolled + teacher + online
+        drafter += 4.0 * vocab * hidden * rows * trained  # through the target's frozen head
+    recorded = run.data.recorded
+    has_argmax = recorded is not None and recorded.train.has_argmax
+    draft_head_only = has_argmax and not run.objective.needs_full_head(measure=False)
+    teacher = 2.0 * (vocab if draft_head_only else run.target.vocab_size) * hidden * rows
+    online = 0.0 if recorded else 2.0 * run.target.parameter_count() * tokens
+    total: float = drafter + teacher + online
     return total
 
 
-def pieces_rate(bytes_of: int) -> float:
-    """Floating point operations per second of this machine's matrix products, measured now."""
+def matmul_rate(bytes_of: int) -> float:
+    """Measure floating-point operations per second of this machine's matrix products."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if bytes_of == 2 else torch.float32
-    x = torch.randn(SQUARE, SQUARE, device=device, dtype=dtype)
+    x = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=dtype)
     count = 0
     started = time.perf_counter()
     while (elapsed := time.perf_counter() - started) < 0.25:
         float((x @ x)[0, 0])
         count += 1
-    rate: float = 2.0 * SQUARE**3 * count / elapsed
+    rate: float = 2.0 * MATRIX_SIZE**3 * count / elapsed
     return rate

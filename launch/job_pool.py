@@ -1,8 +1,7 @@
-"""Runs as processes of their own: several at a time, on devices of their own, again if they fail.
+"""A pool of runs: several at a time, each on its own devices, restarted after a failure.
 
-A process of its own, so that memory and settings of one run never touch the next. It is started
-here, or on a machine that Slurm chooses (slurm.py). Whoever stops a sweep stops its runs: they are
-told, they save, and the same command continues them.
+Every run is a process, local or in a Slurm job (slurm.py), so runs share no memory or settings.
+Stopping a sweep stops its runs: they save, and the same command resumes them.
 """
 
 import os
@@ -12,56 +11,47 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import Any
 
-import outrider
 from outrider.conf.sweeps import SweepConfig
+from outrider.launch.processes import (
+    INTERRUPTED,
+    POLL_SECONDS,
+    ROOT,
+    RunHandle,
+    open_log,
+    train_command,
+)
+from outrider.models.process import THREADS
 
-INTERRUPTED = 130
-ROOT = Path(outrider.__file__).parents[1]
-LOOK = 0.3  # seconds between looks at a run
-THREADS = "OUTRIDER_THREADS"  # of each rank; a launcher that is told nothing says one
 GRACE = 300  # seconds that torchrun gives ranks to save
-
-Watch = Callable[[], bool]  # whether a run is to be stopped now
-
-
-@runtime_checkable
-class Started(Protocol):
-    """A run under way: a process here, or a job in a queue."""
-
-    @property
-    def returncode(self) -> int | None: ...
-    def poll(self) -> int | None: ...
-    def terminate(self) -> None: ...
-    def wait(self) -> int: ...
+ShouldStop = Callable[[], bool]
 
 
-class Crew:
-    """Places for runs, and the runs in them. As a context it passes SIGTERM on to them."""
+class JobPool:
+    """Slots for runs, `sweep.jobs` of them. As a context manager it passes SIGTERM to its runs."""
 
     def __init__(self, sweep: SweepConfig) -> None:
         self.sweep, self.stopped = sweep, False
-        self._running: set[Started] = set()
-        self._places: queue.Queue[int] = queue.Queue()
-        for place in range(sweep.jobs):
-            self._places.put(place)
+        self._running: set[RunHandle] = set()
+        self._slots: queue.Queue[int] = queue.Queue()
+        for slot in range(sweep.jobs):
+            self._slots.put(slot)
 
     @property
-    def alone(self) -> bool:
-        """One run at a time, here: what it says may go to the terminal."""
+    def prints(self) -> bool:
+        """Whether a run may print to the terminal: one at a time, on this machine."""
         return self.sweep.jobs == 1 and self.sweep.by == "local"
 
-    def __enter__(self) -> "Crew":
-        def told(_number: int, _frame: FrameType | None) -> None:
+    def __enter__(self) -> "JobPool":
+        def handle(_number: int, _frame: FrameType | None) -> None:
             self.stop()
 
         if threading.current_thread() is threading.main_thread():
-            self._before: Any = signal.signal(signal.SIGTERM, told)
+            self._previous_handler: Any = signal.signal(signal.SIGTERM, handle)
         return self
 
     def __exit__(
@@ -70,71 +60,73 @@ class Crew:
         if kind is not None:
             self.stop()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, self._previous_handler)
 
     def stop(self) -> None:
-        """Tell all runs to save and end; none is started any more."""
+        """Make all runs save and exit, and start no more."""
         self.stopped = True
         for process in list(self._running):
             process.terminate()
 
     def run(
-        self, verb: str, words: list[str], log: Path | None = None, watch: Watch | None = None
-    ) -> int:
-        """Wait for a place, run to the end there, try again if it failed and that was asked for.
+        self, verb: str, words: list[str], log: Path | None = None,
+        should_stop: ShouldStop | None = None,
+    ) -> int:  # fmt: skip
+        """Wait for a slot, run to the end, and restart a failed run up to `sweep.retries` times.
 
         Args:
-            log: what it says goes there; None: to the terminal.
-            watch: asked now and then; True stops the run, which saves and ends with INTERRUPTED.
+            log: file for its output; None: the terminal.
+            should_stop: called repeatedly; True makes the run save and end with INTERRUPTED.
 
         Returns:
-            The exit code; INTERRUPTED too where the sweep was stopped before it began.
+            The exit code; also INTERRUPTED if the sweep was stopped before the run started.
         """
-        place = self._places.get()
+        slot = self._slots.get()
         try:
             for _ in range(self.sweep.retries + 1):
                 if self.stopped:
                     return INTERRUPTED
-                code = self._once(verb, words, place, log, watch)
+                code = self._run_once(verb, words, slot, log, should_stop)
                 if code in (0, INTERRUPTED):
                     break
             return code
         finally:
-            self._places.put(place)
+            self._slots.put(slot)
 
-    def _once(
-        self, verb: str, words: list[str], place: int, log: Path | None, watch: Watch | None
-    ) -> int:
-        process = self._start(verb, words, place, log)
+    def _run_once(
+        self, verb: str, words: list[str], slot: int, log: Path | None,
+        should_stop: ShouldStop | None,
+    ) -> int:  # fmt: skip
+        process = self._start(verb, words, slot, log)
         self._running.add(process)
-        if self.stopped:  # meanwhile
+        if self.stopped:  # since the check in `run`
             process.terminate()
         try:
-            return self._awaited(process, watch)
+            return self._wait(process, should_stop)
         finally:
             self._running.discard(process)
 
-    def _start(self, verb: str, words: list[str], place: int, log: Path | None) -> Started:
-        command, told = self.command(verb, words), self.told(place)
+    def _start(self, verb: str, words: list[str], slot: int, log: Path | None) -> RunHandle:
+        command, environment = self.command(verb, words), self.run_environment(slot)
         if self.sweep.by == "slurm":
             from outrider.launch.slurm import submit
 
-            return submit(self.sweep, command, told, log)
-        with opened(log) as output:
+            return submit(self.sweep, command, environment, log)
+        with open_log(log) as output:
             return subprocess.Popen(
-                command, env={**os.environ, **told},
+                command, env={**os.environ, **environment},
                 stdout=output, stderr=None if output is None else subprocess.STDOUT,
             )  # fmt: skip
 
-    def _awaited(self, process: Started, watch: Watch | None) -> int:
-        told = False
+    def _wait(self, process: RunHandle, should_stop: ShouldStop | None) -> int:
+        terminated = False
         try:
             while process.poll() is None:
-                time.sleep(LOOK)
-                if watch is not None and not told and watch():
-                    told = True
+                time.sleep(POLL_SECONDS)
+                if should_stop is not None and not terminated and should_stop():
+                    terminated = True
                     process.terminate()
-        except KeyboardInterrupt:  # the run was told too, and saves; a second one ends the waiting
+        except KeyboardInterrupt:  # the run got it too, and saves; a second one ends the waiting
             self.stop()
             process.wait()
         except BaseException:
@@ -142,61 +134,33 @@ class Crew:
             process.wait()
             raise
         code = process.returncode
-        return INTERRUPTED if told or self.stopped or code is None else code
+        return INTERRUPTED if terminated or self.stopped or code is None else code
 
     def command(self, verb: str, words: list[str]) -> list[str]:
-        """One process, or a launcher of several."""
+        """Return the command of a run: one process, or a launcher of several."""
         if self.sweep.processes == 1 or verb != "train":
             return [sys.executable, "-m", "outrider.launch.cli", verb, *words]
-        return [*train_on(self.sweep.processes), *words]
+        return [*train_command(self.sweep.processes), *words]
 
-    def told(self, place: int) -> dict[str, str]:
-        """What a run finds in its environment beside the rest: its GPUs, its share of the cores."""
+    def run_environment(self, slot: int) -> dict[str, str]:
+        """Return the variables to set for a run: its GPUs, its share of the cores."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         group = os.environ.get("WANDB_RUN_GROUP", Path(self.sweep.dir).name)
-        told = {"PYTHONPATH": path, "WANDB_RUN_GROUP": group}
-        told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE)
-        )
+        grace = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
+        environment = {
+            "PYTHONPATH": path, "WANDB_RUN_GROUP": group, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace
+        }  # fmt: skip
         if self.sweep.devices:
-            told["CUDA_VISIBLE_DEVICES"] = self.sweep.devices[place]
-        if (share := self._threads()) is not None:
-            told["OMP_NUM_THREADS"] = told[THREADS] = str(share)
-        return told
+            environment["CUDA_VISIBLE_DEVICES"] = self.sweep.devices[slot]
+        if (threads := self._threads()) is not None:
+            environment["OMP_NUM_THREADS"] = environment[THREADS] = str(threads)
+        return environment
 
     def _threads(self) -> int | None:
-        """Of each rank, where it shares cores with others; None where it need not be told."""
+        """Return the threads per rank if ranks share cores; None: the default."""
         if self.sweep.by == "slurm":
             return max(1, self.sweep.cores // self.sweep.processes)
         if self.sweep.jobs == 1:
             return None
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         return max(1, cores // (self.sweep.jobs * self.sweep.processes))
-
-
-@contextmanager
-def opened(log: Path | None) -> Iterator[IO[bytes] | None]:
-    """A file to append to, or nothing."""
-    if log is None:
-        yield None
-        return
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        yield file
-
-
-def train_on(ranks: int) -> list[str]:
-    """The command that trains here, on so many ranks; overrides follow."""
-    entry = str(ROOT / "train.py")
-    if ranks == 1:
-        return [sys.executable, entry]
-    return [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
-        "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", entry,
-    ]  # fmt: skip
-
-
-def bare() -> dict[str, str]:
-    """The environment without what a launcher has told this process."""
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in launched}

@@ -1,15 +1,15 @@
-"""How acceptance grows with text, from few points, and what doubling the text would bring.
+"""Fits of acceptance length against training tokens, and a forecast for more tokens.
 
-    saturating   tau(n) = a - b * (n / n0)^-c   three sizes or more; a is what text alone can reach
-    line         tau(n) = a + b * ln(n / n0)    two sizes; and beside the other, for its doubt
+    saturating   tau(n) = a - b * (n / n0)^-c   three sizes or more; a is the limit
+    line         tau(n) = a + b * ln(n / n0)    two sizes; else a second candidate
 
-n0 is the smallest size, so that b has tau's unit. Both are least squares. Points are so few that a
-standard error would say little: the doubt is the range over everything that could as well have
-been fitted, both laws, and every point left out in turn. No value exceeds what the chain can
-reach. Where the points show no bend (the saturating law leaves hardly less over than a line does),
-nothing says where one will come, and far away a doubling may bring nothing: the range says so.
+n0 is the smallest size, so b has tau's unit. Both are least-squares fits, limited to the longest
+possible acceptance. With few points a standard error means little, so a forecast's range is the
+range over all candidates: both fits, and fits with each point left out. If the saturating fit is
+hardly better than the line, its limit is unknown; a forecast for much more text then includes a
+gain of zero.
 
-Source: the saturating law is that of Kaplan et al. 2020 (arXiv:2001.08361) for losses.
+Source: the saturating form is that of Kaplan et al. 2020 (arXiv:2001.08361) for losses.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ import numpy as np
 from scipy.optimize import least_squares
 
 Point = tuple[float, float]  # tokens, acceptance length
-POWERS = (0.05, 2.0)  # smallest and largest c: slower is no saturation, faster a step
-FAR = 4  # times the largest size, from where a bend that nobody has seen may lie between
-BEND = 0.5  # of what a line leaves over (sum of squares), at most, is left by a law that bends
-SIZES = 3  # from which the saturating law has a size for every number of its own
+EXPONENTS = (0.05, 2.0)  # bounds of c
+FAR = 4  # times the largest size: beyond it the curve may saturate unseen
+SATURATION = 0.5  # residual of the saturating fit, at most, as a share of the line's
+MIN_SIZES = 3  # of a saturating fit, which has three parameters
 
 
-class Law(NamedTuple):
-    """A fitted law; see the head of this file."""
+class ScalingFit(NamedTuple):
+    """A fitted curve, see the head of this file; `most` is the largest value."""
 
     kind: str
     a: float
@@ -36,24 +36,26 @@ class Law(NamedTuple):
     most: float
 
     def at(self, tokens: float) -> float:
+        """Return the acceptance length after training on so many tokens."""
         x = tokens / self.n0
         if self.kind == "line":
             return float(min(self.most, self.a + self.b * np.log(x)))
         return float(min(self.most, self.a - self.b * x**-self.c))
 
-    def said(self) -> str:
+    def formula(self) -> str:
+        """Return the curve as text."""
         n0 = f"{self.n0:,.0f}"
         if self.kind == "line":
             return f"tau = {self.a:.3f} + {self.b:.3f} ln(tokens / {n0})"
         return f"tau = {self.a:.3f} - {self.b:.3f} (tokens / {n0})^-{self.c:.2f}"
 
 
-class Foreseen(NamedTuple):
-    """What so much text would bring, and twice as much.
+class Forecast(NamedTuple):
+    """Acceptance length for a number of tokens and for twice as many.
 
     Attributes:
-        now: with its range.
-        gain: twice - now, with its range.
+        now: at `tokens`; its range is now_low..now_high.
+        gain: twice - now; its range is low..high.
     """
 
     tokens: float
@@ -66,8 +68,8 @@ class Foreseen(NamedTuple):
     high: float
 
 
-def line(points: Sequence[Point], most: float) -> Law:
-    """Least squares in the logarithm.
+def fit_line(points: Sequence[Point], most: float) -> ScalingFit:
+    """Fit the line in ln(tokens) by least squares.
 
     Raises:
         ValueError: all points have one size.
@@ -77,32 +79,33 @@ def line(points: Sequence[Point], most: float) -> Law:
         raise ValueError("a line needs two sizes")
     n0 = float(tokens.min())
     b, a = np.polyfit(np.log(tokens / n0), values, 1)
-    return Law("line", float(a), float(b), 0.0, n0, most)
+    return ScalingFit("line", float(a), float(b), 0.0, n0, most)
 
 
-def saturating(points: Sequence[Point], most: float) -> Law:
-    """Least squares; b >= 0, c within POWERS, a at most what the chain can reach.
+def fit_saturating(points: Sequence[Point], most: float) -> ScalingFit:
+    """Fit the saturating curve by least squares; b >= 0, c within EXPONENTS, a <= most.
 
-    For a given c the law is a line in n^-c, so a and b start from that line at the best of some
-    values of c, and all three are refined together.
+    For a given c the curve is a line in n^-c: a and b start from that line at the best of 12 values
+    of c, then all three are refined together.
     """
     tokens, values = np.array(points, dtype=float).T
     n0 = float(tokens.min())
     x = tokens / n0
-    starts = [_start(x, values, c, most) for c in np.geomspace(*POWERS, 12)]
+    starts = [_start(x, values, c, most) for c in np.geomspace(*EXPONENTS, 12)]
     best = min(starts, key=lambda s: float(np.square(_residual(s, x, values)).sum()))
-    lower, upper = (-np.inf, 0.0, POWERS[0]), (most, np.inf, POWERS[1])
+    lower, upper = (-np.inf, 0.0, EXPONENTS[0]), (most, np.inf, EXPONENTS[1])
     start = np.clip(best, np.array(lower) + 1e-9, np.array(upper) - 1e-9)
-    found = least_squares(_residual, start, bounds=(lower, upper), args=(x, values)).x
-    a, b, c = (float(value) for value in found)
-    return Law("saturating", a, b, c, n0, most)
+    solution = least_squares(_residual, start, bounds=(lower, upper), args=(x, values)).x
+    a, b, c = (float(value) for value in solution)
+    return ScalingFit("saturating", a, b, c, n0, most)
 
 
 def _start(x: np.ndarray, values: np.ndarray, c: float, most: float) -> np.ndarray:
+    """Return a, b of the best curve with this c, as a start for the refinement."""
     slope, a = np.polyfit(x**-c, values, 1)
-    if a > most:  # held there; b alone is free
+    if a > most:  # fix a, fit b alone
         a, slope = most, float((x**-c) @ (values - most) / ((x**-c) @ (x**-c)))
-    if slope > 0:  # more text did harm: flat is the nearest
+    if slope > 0:  # acceptance falls with text: a constant is the nearest curve
         a, slope = float(values.mean()), 0.0
     return np.array([a, -slope, c])
 
@@ -113,43 +116,43 @@ def _residual(abc: np.ndarray, x: np.ndarray, values: np.ndarray) -> np.ndarray:
     return out
 
 
-def law_of(points: Sequence[Point], most: float) -> Law:
-    """The saturating law where there are sizes enough, else the line."""
+def scaling_fit(points: Sequence[Point], most: float) -> ScalingFit:
+    """Return the saturating fit if there are enough sizes, else the line."""
     sizes = len({tokens for tokens, _ in points})
-    return saturating(points, most) if sizes >= SIZES else line(points, most)
+    return fit_saturating(points, most) if sizes >= MIN_SIZES else fit_line(points, most)
 
 
-def laws(points: Sequence[Point], most: float) -> list[Law]:
-    """The chosen one first, then all that could as well have been fitted."""
-    found = [law_of(points, most), line(points, most)]
-    for out in range(len(points)):
-        rest = [*points[:out], *points[out + 1 :]]
+def candidate_fits(points: Sequence[Point], most: float) -> list[ScalingFit]:
+    """Return the chosen fit, the line, and the fits with each point left out."""
+    fits = [scaling_fit(points, most), fit_line(points, most)]
+    for i in range(len(points)):
+        rest = [*points[:i], *points[i + 1 :]]
         if len({tokens for tokens, _ in rest}) >= 2:
-            found.append(law_of(rest, most))
-    return found
+            fits.append(scaling_fit(rest, most))
+    return fits
 
 
-def left_over(law: Law, points: Sequence[Point]) -> float:
-    """Sum of squares between the law and the points."""
-    return sum((law.at(tokens) - value) ** 2 for tokens, value in points)
+def residual_sum(fit: ScalingFit, points: Sequence[Point]) -> float:
+    """Return the sum of squared residuals."""
+    return sum((fit.at(tokens) - value) ** 2 for tokens, value in points)
 
 
-def bends(points: Sequence[Point], most: float) -> bool:
-    """Whether the points themselves say that more text brings less and less."""
-    first = law_of(points, most)
-    if first.kind == "line" or first.b == 0:
+def saturates(points: Sequence[Point], most: float) -> bool:
+    """Return whether the saturating curve fits the points clearly better than a line."""
+    fit = scaling_fit(points, most)
+    if fit.kind == "line" or fit.b == 0:
         return False
-    return left_over(first, points) < BEND * left_over(line(points, most), points)
+    return residual_sum(fit, points) < SATURATION * residual_sum(fit_line(points, most), points)
 
 
-def foresee(points: Sequence[Point], tokens: float, most: float) -> Foreseen:
-    """What `tokens` of text would bring, and what twice as much would bring beyond that."""
-    known = laws(points, most)
-    nows = [law.at(tokens) for law in known]
-    gains = [law.at(2 * tokens) - now for law, now in zip(known, nows, strict=True)]
+def forecast(points: Sequence[Point], tokens: float, most: float) -> Forecast:
+    """Return the acceptance length for `tokens` and twice as many, with ranges."""
+    fits = candidate_fits(points, most)
+    nows = [fit.at(tokens) for fit in fits]
+    gains = [fit.at(2 * tokens) - now for fit, now in zip(fits, nows, strict=True)]
     largest = max(size for size, _ in points)
-    if tokens > FAR * largest and not bends(points, most):  # it may bend right behind the last
-        nows.append(known[0].at(largest))
+    if tokens > FAR * largest and not saturates(points, most):  # may saturate at the largest pilot
+        nows.append(fits[0].at(largest))
         gains.append(0.0)
-    ranges = min(nows), max(nows), known[0].at(2 * tokens), gains[0], min(gains), max(gains)
-    return Foreseen(tokens, nows[0], *ranges)
+    ranges = min(nows), max(nows), fits[0].at(2 * tokens), gains[0], min(gains), max(gains)
+    return Forecast(tokens, nows[0], *ranges)

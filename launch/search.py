@@ -1,14 +1,13 @@
-"""A search for the best recipe: Optuna says what to try next, each trial is a run of its own.
+"""A hyperparameter search with Optuna; each trial is a run.
 
     python train.py -m sweep=search drafter=eagle3 sweep.trials=24
 
-The first trial is the recipe as it is, so that the search can only find something better. A run
-that falls behind the median of the others at a held-out evaluation is stopped. The study lies in
-`<sweep.dir>/study.db` (SQLite): the same command goes on where the search was stopped, and trials
-that were under way continue from their checkpoints.
+The first trial is the unchanged configuration. A run below the median of the others at a held-out
+evaluation is pruned. The study is stored in `<sweep.dir>/study.db` (SQLite): the same command
+resumes a stopped search, and its unfinished trials continue from their checkpoints.
 
-Source: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization" (TPE), as Optuna has it
-(Akiba et al. 2019, arXiv:1907.10902); stopping below the median, Golovin et al. 2017, "Vizier".
+Source: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization" (TPE), as implemented in
+Optuna (Akiba et al. 2019, arXiv:1907.10902); median pruning, Golovin et al. 2017, "Vizier".
 """
 
 import json
@@ -27,179 +26,178 @@ from optuna.trial import TrialState
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.conf.compose import compose, flat
+from outrider.conf.compose import compose, flatten
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.files import claimed
-from outrider.conf.sweeps import SweepConfig, word
-from outrider.eval import search_results as searched
-from outrider.launch.job_pool import INTERRUPTED, Crew
-from outrider.launch.sweep import jobs, write_texts
-from outrider.train.settings import NEEDED, Config, check_files, decodings, parse, resolved
+from outrider.conf.files import folder_lock
+from outrider.conf.schema import Config, resolved
+from outrider.conf.sweeps import SweepConfig, to_override
+from outrider.eval import search_results
+from outrider.eval.search_results import short_name
+from outrider.launch.grid import expand_overrides, generate_texts
+from outrider.launch.job_pool import JobPool
+from outrider.launch.processes import INTERRUPTED
+from outrider.models.decode.from_config import decodings
+from outrider.train.settings import INPUT_FILES, check_files, parse
 
-BEFORE = 4  # whole trials before one may be stopped
-CODE = "exit code"
+MIN_TRIALS = 4  # before pruning starts
+EXIT_CODE = "exit code"  # attribute of a failed trial
 
 
 def search(overrides: list[str], sweep: SweepConfig) -> int:
-    """Run trials until there are `sweep.trials`, then say what was found.
+    """Run trials until there are `sweep.trials`, then print the results.
 
     Returns:
-        0, or 130 where the search was stopped.
+        0, or 130 if the search was stopped.
 
     Raises:
-        ConfigError: nothing is varied, a value is no valid setting, `sweep.dir` holds another
-            search, or run.dir is given (every trial has its own).
+        ConfigError: nothing is varied, a value is invalid, `sweep.dir` has another search, or
+            run.dir is set (every trial has its own).
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    base, console = _base(overrides, sweep), Console()
-    sweep = _with_present(sweep, base, console)
-    with claimed(Path(sweep.dir)):
-        study = _study(overrides, sweep)
-        _recover(study)
-        if not study.trials:
-            _enqueue_present(study, base, sweep)
+    base, console = _base_config(overrides, sweep), Console()
+    sweep, params = _include_base(sweep, base, console)
+    with folder_lock(Path(sweep.dir)):
+        study = _open_study(overrides, sweep)
+        _requeue_orphans(study)
+        if not study.trials and len(params) == len(sweep.over):
+            study.enqueue_trial(params)
         return Search(study, overrides, sweep, console, decodings(base)[0][0]).run(base)
 
 
-def _base(overrides: list[str], sweep: SweepConfig) -> Config:
-    """The recipe as it is; every value that may be tried is tried on it here, without training."""
+def _base_config(overrides: list[str], sweep: SweepConfig) -> Config:
+    """Return the unchanged configuration, after validating every value of `sweep.over` with it."""
     if not sweep.over:
-        why = "A search needs something to vary."
+        why = "A search needs keys to vary."
         fix = "Add sweep=search, or '+sweep.over={train.lr: {low: 1e-4, high: 1e-2, log: true}}'."
         raise ConfigError("sweep.over", sweep.over, why, fix)
-    if any(text.startswith("run.dir=") for text in overrides):
-        why = "Every trial has a folder of its own in sweep.dir."
+    if any(word.startswith("run.dir=") for word in overrides):
+        why = "Every trial has its own folder in sweep.dir."
         raise ConfigError("run.dir", overrides, why, "Set sweep.dir instead.")
-    if len(jobs(overrides)) > 1:
-        why = "A search varies what sweep.over lists; a list on the command line is a grid."
-        raise ConfigError("overrides", overrides, why, "Give one value, or use sweep.over.")
+    if len(expand_overrides(overrides)) > 1:
+        why = "A search varies the keys of sweep.over; a list on the command line is a grid."
+        raise ConfigError("overrides", overrides, why, "Use one value, or sweep.over.")
     config = parse(compose(overrides))
-    if sweep.metric in searched.OF_A_REPORT and not config.train.quick_eval:
-        why = "It is read from the report of the run's first decoding."
+    if sweep.metric in search_results.REPORT_METRICS and not config.train.quick_eval:
+        why = "This metric comes from the run's report."
         raise ConfigError("sweep.metric", sweep.metric, why, "Set train.quick_eval=true.")
     if sweep.metric == "speedup" and not config.eval.baseline:
-        why = "A speedup is measured against plain decoding."
+        why = "A speedup needs plain decoding as its baseline."
         raise ConfigError("sweep.metric", sweep.metric, why, "Set eval.baseline=true.")
     for name, values in sweep.over.items():
         ends = [values["low"], values["high"]] if isinstance(values, Mapping) else values
         for value in ends:
-            parse(compose([*overrides, word(name, value)]))
-    check_files(config, *NEEDED)
+            parse(compose([*overrides, to_override(name, value)]))
+    check_files(config, *INPUT_FILES)
     return config
 
 
-def _study(overrides: list[str], sweep: SweepConfig) -> optuna.Study:
+def _open_study(overrides: list[str], sweep: SweepConfig) -> optuna.Study:
+    """Create or load the study.
+
+    Raises:
+        ConfigError: the folder has a search with other settings.
+    """
     folder = Path(sweep.dir)
     folder.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
-        storage=f"sqlite:///{folder / searched.STUDY}", study_name="search",
+        storage=f"sqlite:///{folder / search_results.STUDY}", study_name="search",
         direction="maximize", load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=BEFORE, n_warmup_steps=1),
+        pruner=optuna.pruners.MedianPruner(MIN_TRIALS, n_warmup_steps=1),
     )  # fmt: skip
-    # another seed after every stop, or it would draw the same trials again
+    # a new seed after every stop, or the sampler would repeat its trials
     seed = sweep.seed + len(study.get_trials(deepcopy=False))
     study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
-    about = {
-        "overrides": overrides,
-        "over": json.loads(json.dumps(sweep.over)),
-        "metric": sweep.metric,
-    }
-    for name, value in about.items():
+    over = json.loads(json.dumps(sweep.over))
+    settings = {"overrides": overrides, "over": over, "metric": sweep.metric}
+    for name, value in settings.items():
         known = study.user_attrs.get(name, value)
         if known != value:
-            why = f"{folder} holds a search with {name} = {known}."
+            why = f"{folder} has a search with {name} = {known}."
             raise ConfigError("sweep.dir", sweep.dir, why, "Choose another sweep.dir.")
         study.set_user_attr(name, value)
     return study
 
 
-def _recover(study: optuna.Study) -> None:
-    """Trials whose search was killed are tried again, in the folder that holds their checkpoint."""
+def _requeue_orphans(study: optuna.Study) -> None:
+    """Requeue the trials of a killed search, in the folders of their checkpoints."""
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
         study.tell(trial.number, state=TrialState.FAIL)
         study.enqueue_trial(trial.params, user_attrs={"folder": trial.user_attrs.get("folder")})
 
 
-def _with_present(sweep: SweepConfig, base: Config, console: Console) -> SweepConfig:
-    """The recipe's own values are among the choices."""
-    now, over = dict(flat(plain_of(base))), dict[str, Any]()
+def _include_base(
+    sweep: SweepConfig, base: Config, console: Console
+) -> tuple[SweepConfig, dict[str, Any]]:
+    """Add the base configuration's values to the choices.
+
+    Returns:
+        The sweep, and Optuna's parameters of the base; without those outside their range.
+    """
+    base_values, over, params = dict(flatten(json_values(base))), dict[str, Any](), dict[str, Any]()
     for name, values in sweep.over.items():
-        value = now.get(name)
+        value = base_values.get(name)
         if isinstance(values, Mapping):
-            number = isinstance(value, int | float)
-            if not (number and values["low"] <= float(value or 0) <= values["high"]):
-                console.print(f"{name} = {value} lies outside its range: the recipe is not tried")
             over[name] = values
+            if isinstance(value, int | float) and values["low"] <= value <= values["high"]:
+                params[name] = value
+            else:
+                console.print(f"{name} = {value} is outside its range: not the first trial")
         else:
             known = json.dumps(value) in map(json.dumps, values)
             over[name] = list(values) if known else [value, *values]
-    return replace(sweep, over=over)
+            params[name] = json.dumps(value)
+    return replace(sweep, over=over), params
 
 
-def _enqueue_present(study: optuna.Study, base: Config, sweep: SweepConfig) -> None:
-    """The settings as they are come first, where they are among those that may be tried."""
-    now, present = dict(flat(plain_of(base))), dict[str, Any]()
-    for name, values in sweep.over.items():
-        value = now.get(name)
-        if isinstance(values, Mapping):
-            if isinstance(value, int | float) and values["low"] <= value <= values["high"]:
-                present[name] = value
-        elif json.dumps(value) in map(json.dumps, values):
-            present[name] = json.dumps(value)
-    if len(present) == len(sweep.over):
-        study.enqueue_trial(present)
+def is_orphaned(trial: optuna.trial.FrozenTrial) -> bool:
+    """Return whether the trial's search was killed; another trial continues its run."""
+    return trial.state == TrialState.FAIL and EXIT_CODE not in trial.user_attrs
 
 
-def abandoned(trial: optuna.trial.FrozenTrial) -> bool:
-    """Its search was killed; another trial continues its run."""
-    return trial.state == TrialState.FAIL and CODE not in trial.user_attrs
+def json_values(config: Config) -> dict[str, Any]:
+    """Return the configuration with JSON's types: lists, no tuples."""
+    values: dict[str, Any] = json.loads(json.dumps(resolved(config)))
+    return values
 
 
-def plain_of(config: Config) -> dict[str, Any]:
-    """Settings as json has them: lists, no tuples."""
-    out: dict[str, Any] = json.loads(json.dumps(resolved(config)))
-    return out
-
-
-def suggested(trial: optuna.Trial, over: Mapping[str, Any]) -> dict[str, Any]:
-    """A value for every key. Choices are known to Optuna by their json, which may be a list's."""
-    found = dict[str, Any]()
+def suggest_values(trial: optuna.Trial, over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Optuna's value for every key; it stores choices as JSON, since they may be lists."""
+    params = dict[str, Any]()
     for name, values in over.items():
         if not isinstance(values, Mapping):
-            found[name] = json.loads(
-                trial.suggest_categorical(name, [json.dumps(value) for value in values])
-            )
+            choices = [json.dumps(value) for value in values]
+            params[name] = json.loads(trial.suggest_categorical(name, choices))
             continue
-        low, high, how = values["low"], values["high"], {"log": bool(values.get("log"))}
+        low, high, step, log = values["low"], values["high"], values.get("step"), values.get("log")
         if isinstance(low, int) and isinstance(high, int):
-            found[name] = trial.suggest_int(name, low, high, step=values.get("step") or 1, **how)
+            params[name] = trial.suggest_int(name, low, high, step=step or 1, log=bool(log))
         else:
-            found[name] = trial.suggest_float(name, low, high, step=values.get("step"), **how)
-    return found
+            params[name] = trial.suggest_float(name, low, high, step=step, log=bool(log))
+    return params
 
 
 class Search:
-    """The trials of one study."""
+    """Trials of a study, `sweep.jobs` at a time.
+
+    Attributes:
+        report: name of the run's report that a metric is read from.
+    """
 
     def __init__(
         self, study: optuna.Study, overrides: list[str], sweep: SweepConfig, console: Console,
         report: str,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            report: name of the first decoding's report.
-        """
-        self.report = report
         self.study, self.overrides, self.sweep, self.console = study, overrides, sweep, console
-        self.folder, self._turn = Path(sweep.dir), threading.Lock()
-        self._began = time.monotonic()
+        self.report, self.folder = report, Path(sweep.dir)
+        self._lock, self._start = threading.Lock(), time.monotonic()
 
     def run(self, base: Config) -> int:
-        said = f"{self.sweep.trials} trials in {self.folder}, {self.sweep.jobs} at a time: "
-        self.console.print(said + ", ".join(self.sweep.over), highlight=False)
-        with Crew(self.sweep) as self.crew:
-            if code := write_texts(self.crew, [self.overrides], [base]):
+        """Run all trials and print the results. Returns the exit code."""
+        title = f"{self.sweep.trials} trials in {self.folder}, {self.sweep.jobs} at a time: "
+        self.console.print(title + ", ".join(self.sweep.over), highlight=False)
+        with JobPool(self.sweep) as self.pool:
+            if code := generate_texts(self.pool, [self.overrides], [base]):
                 return code
             with ThreadPoolExecutor(self.sweep.jobs) as threads:
                 workers = [threads.submit(self._work) for _ in range(self.sweep.jobs)]
@@ -207,113 +205,111 @@ class Search:
                     for worker in workers:
                         worker.result()
                 except BaseException:
-                    self.crew.stop()
+                    self.pool.stop()
                     raise
-        searched.show(self.folder, self.console)
-        if self.crew.stopped:
-            self.console.print("stopped; the same command goes on")
+        search_results.show(self.folder, self.console)
+        if self.pool.stopped:
+            self.console.print("stopped; the same command resumes the search")
             return INTERRUPTED
         return 0
 
     def _work(self) -> None:
-        while not self.crew.stopped:
-            with self._turn:
-                if self._enough():
+        while not self.pool.stopped:
+            with self._lock:
+                if self._is_finished():
                     return
                 trial = self.study.ask()
-                values = suggested(trial, self.sweep.over)
+                values = suggest_values(trial, self.sweep.over)
                 if trial.user_attrs.get("folder") is None:
                     trial.set_user_attr("folder", f"trial-{trial.number:04d}")
-            self._try(trial, values)
+            self._run_trial(trial, values)
 
-    def _enough(self) -> bool:
-        known = self.study.get_trials(deepcopy=False)
-        tried = [t for t in known if t.state != TrialState.WAITING and not abandoned(t)]
-        late = self.sweep.minutes and time.monotonic() - self._began > 60 * self.sweep.minutes
+    def _is_finished(self) -> bool:
+        trials = self.study.get_trials(deepcopy=False)
+        tried = [t for t in trials if t.state != TrialState.WAITING and not is_orphaned(t)]
+        late = self.sweep.minutes and time.monotonic() - self._start > 60 * self.sweep.minutes
         assert self.sweep.trials is not None, "a search has a number of trials"
         return bool(late) or len(tried) >= self.sweep.trials
 
-    def _try(self, trial: optuna.Trial, values: dict[str, Any]) -> None:
+    def _run_trial(self, trial: optuna.Trial, values: dict[str, Any]) -> None:
         folder = self.folder / trial.user_attrs["folder"]
-        words = [*self.overrides, *(word(*pair) for pair in values.items()), f"run.dir={folder}"]
-        trial.set_user_attr("words", [word(*pair) for pair in values.items()])
-        watch = Watching(trial, folder, self.sweep)
-        code = self.crew.run("train", words, folder / "output.txt", watch)
-        if code == INTERRUPTED and not watch.pruned:
-            if not self.crew.stopped:  # somebody stopped this run alone
-                self._again(trial)
-            return  # still running, as far as the study knows: it goes on next time
+        own = [to_override(*pair) for pair in values.items()]
+        trial.set_user_attr("words", own)
+        pruning = PruningWatch(trial, folder, self.sweep)
+        words = [*self.overrides, *own, f"run.dir={folder}"]
+        code = self.pool.run("train", words, folder / "output.txt", pruning)
+        if code == INTERRUPTED and not pruning.pruned:
+            if not self.pool.stopped:  # this run alone was stopped from outside
+                self._requeue(trial)
+            return  # the study has it as running; the next search requeues it
         state, value = TrialState.FAIL, None
-        if watch.pruned:
+        if pruning.pruned:
             state = TrialState.PRUNED
         elif code == 0:
             state, value, code = self._result(folder)
         if state == TrialState.FAIL:
-            trial.set_user_attr(CODE, code)
+            trial.set_user_attr(EXIT_CODE, code)
         else:
-            for name, fact in searched.facts(folder, self.report).items():
-                trial.set_user_attr(name, fact)
-            _tidy(folder)
-        with self._turn:
+            for name, number in search_results.run_summary(folder, self.report).items():
+                trial.set_user_attr(name, number)
+            _remove_checkpoints(folder)
+        with self._lock:
             self.study.tell(trial, value, state)
-        self._say(trial, values, state, value, code)
+        self._print_trial(trial, values, state, value, code)
 
     def _result(self, folder: Path) -> tuple[TrialState, float | None, int]:
         try:
-            value = searched.value_of(folder, self.sweep.metric, self.report)
+            value = search_results.metric_of_run(folder, self.sweep.metric, self.report)
         except RunError as error:
             self.console.print(error.message, highlight=False)
             return TrialState.FAIL, None, 2
         return TrialState.COMPLETE, value, 0
 
-    def _again(self, trial: optuna.Trial) -> None:
-        with self._turn:
+    def _requeue(self, trial: optuna.Trial) -> None:
+        with self._lock:
             self.study.tell(trial, state=TrialState.FAIL)
             folder = trial.user_attrs["folder"]
             self.study.enqueue_trial(trial.params, user_attrs={"folder": folder})
 
-    def _say(
+    def _print_trial(
         self, trial: optuna.Trial, values: dict[str, Any], state: TrialState, value: Any, code: int
     ) -> None:
-        how = {
+        result = {
             TrialState.COMPLETE: f"{value:.3f}" if value is not None else "",
-            TrialState.PRUNED: "[dim]behind, stopped[/dim]",
+            TrialState.PRUNED: "[dim]pruned[/dim]",
             TrialState.FAIL: f"[red]exit code {code}[/red], see output.txt",
         }[state]
-        shown = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in values.items()}
-        given = escape("  ".join(f"{searched.short(name)}={v}" for name, v in shown.items()))
-        best = f"  best {self.study.best_value:.3f}" if self._any_whole() else ""
-        self.console.print(f"trial {trial.number}: {how}  {given}{best}", highlight=False)
-
-    def _any_whole(self) -> bool:
-        states = [TrialState.COMPLETE]
-        return bool(self.study.get_trials(deepcopy=False, states=states))
+        texts = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in values.items()}
+        params = escape("  ".join(f"{short_name(name)}={text}" for name, text in texts.items()))
+        complete = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        best = f"  best {self.study.best_value:.3f}" if complete else ""
+        self.console.print(f"trial {trial.number}: {result}  {params}{best}", highlight=False)
 
 
-class Watching:
-    """Looks into a run's log; tells the study of held-out evaluations, and whether to stop."""
+class PruningWatch:
+    """Reports a run's held-out evaluations to the study and returns whether to prune the run."""
 
     def __init__(self, trial: optuna.Trial, folder: Path, sweep: SweepConfig) -> None:
         self.trial, self.log, self.sweep = trial, folder / "metrics.jsonl", sweep
-        of_training = sweep.metric.startswith("accept_length")
-        # depths may differ between trials: the first guess is what all of them have
-        self.name = sweep.metric if of_training else "agree@1"
-        self.pruned, self._seen = False, set[int]()
+        held_out = sweep.metric.startswith("accept_length")
+        # for tau and speedup depth 1, since trials may differ in their other depths
+        self.name = sweep.metric if held_out else "agree@1"
+        self.pruned, self._reported = False, set[int]()
 
     def __call__(self) -> bool:
-        """Whether the run is to be stopped."""
+        """Return whether the run must stop."""
         if not self.sweep.prune or self.pruned:
             return self.pruned
-        for step, value in searched.held(self.log, self.name):
-            if step in self._seen:
+        for step, value in search_results.held_out_curve(self.log, self.name):
+            if step in self._reported:
                 continue
-            self._seen.add(step)
-            self.trial.report(value, len(self._seen) - 1)
+            self._reported.add(step)
+            self.trial.report(value, len(self._reported) - 1)
             self.pruned = self.pruned or bool(self.trial.should_prune())
         return self.pruned
 
 
-def _tidy(folder: Path) -> None:
-    """A trial that is over is not continued; its drafter, logs and reports stay."""
+def _remove_checkpoints(folder: Path) -> None:
+    """Remove what only resuming needs; the drafter, logs and reports stay."""
     for name in ("checkpoints", "best"):
         shutil.rmtree(folder / name, ignore_errors=True)

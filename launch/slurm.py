@@ -2,10 +2,9 @@
 
     python train.py -m drafter=eagle,medusa sweep.by=slurm sweep.jobs=8 sweep.partition=a100
 
-A job holds one run: the command that would have been started here is started there, and its exit
-code is the job's result. Near the time limit, or when Slurm takes the machine away, the run is told
-to save, and the job waits in the queue again. A sweep that was killed finds the jobs it left behind
-by `job.txt` beside the run's output, and waits for them.
+A job runs one command and returns its exit code. Near the time limit, or at preemption, the run
+saves and the job is requeued. After a killed sweep, the same command finds its jobs by `job.txt`
+beside each run's output and waits for them.
 """
 
 import contextlib
@@ -22,67 +21,67 @@ from typing import Any
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.sweeps import SweepConfig
-from outrider.launch.job_pool import INTERRUPTED, LOOK, opened
+from outrider.launch.processes import INTERRUPTED, POLL_SECONDS, open_log
 
-CLUSTER = "slurm"  # in tests submitit's "local": the same interface, processes in place of jobs
-AGAIN = 1000  # times that a job may be queued again; the run itself knows when it is done
-TAKEN = 60.0  # seconds between Slurm's two signals, and some more
-FAILED = 1  # a job that left no exit code: cancelled by somebody, or its machine is gone
+EXECUTOR = "slurm"  # tests: submitit's "local", which starts processes instead of jobs
+MAX_REQUEUES = 1000  # the run itself decides when it is done
+KILL_DELAY = 60.0  # seconds, longer than the time between Slurm's two signals
+FAILED = 1  # exit code of a job without a result: cancelled, or its machine failed
 
 
 @dataclass
-class Work:
-    """What a job does: start the run, tell it to end when somebody wants that, return its code.
+class SlurmTask:
+    """The work of a job: start the run, stop it on request, return its exit code.
 
     Attributes:
         command: the run.
-        told: what it finds in its environment beside what the job has.
-        log: file that its output is added to; None: the job's own.
-        stop: when this file appears, the run is to save and end.
+        environment: variables to add to the job's.
+        log: file that output is appended to; None: the job's own output.
+        stop: file whose appearance makes the run save and exit.
     """
 
     command: list[str]
-    told: dict[str, str]
+    environment: dict[str, str]
     log: Path | None
     stop: Path
 
     def __call__(self) -> int:
-        if self.stop.exists():  # while it waited in the queue
+        if self.stop.exists():  # stopped while the job was queued
             return INTERRUPTED
-        with opened(self.log) as output:
+        with open_log(self.log) as output:
             self._run = subprocess.Popen(
-                self.command, env={**os.environ, **self.told}, preexec_fn=_deaf,
+                self.command, env={**os.environ, **self.environment}, preexec_fn=_ignore_sigusr2,
                 stdout=output, stderr=None if output is None else subprocess.STDOUT,
             )  # fmt: skip
-        asked = False
+        stopped = False
         while self._run.poll() is None:
-            time.sleep(LOOK)
-            if not asked and self.stop.exists():
-                asked = True
+            time.sleep(POLL_SECONDS)
+            if not stopped and self.stop.exists():
+                stopped = True
                 self._run.terminate()
-        if self._run.returncode == INTERRUPTED and not asked:
-            time.sleep(TAKEN)  # Slurm told it: the kill comes next, and no result means no end
-        return INTERRUPTED if asked else self._run.returncode
+        if self._run.returncode == INTERRUPTED and not stopped:
+            time.sleep(KILL_DELAY)  # Slurm's signal: its kill follows, and must find no result
+        return INTERRUPTED if stopped else self._run.returncode
 
     def checkpoint(self) -> Any:
-        """Asked by submitit near the limit: the run saves, and the same work is queued again."""
+        """Save the run and requeue the same work; submitit calls this near the time limit."""
         from submitit.helpers import DelayedSubmission
 
         self._run.terminate()
         self._run.wait()
-        return DelayedSubmission(Work(self.command, self.told, self.log, self.stop))
+        return DelayedSubmission(SlurmTask(self.command, self.environment, self.log, self.stop))
 
 
-def _deaf() -> None:
-    """Slurm sends submitit's signal to all processes of a job; to a run it would be the end."""
+def _ignore_sigusr2() -> None:
+    """Ignore submitit's signal, which Slurm sends to all processes and which would kill a run."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 class Job:
-    """A job in the queue or at work, with the face of a process."""
+    """A queued or running job, with the interface of a process (`RunHandle`)."""
 
-    def __init__(self, job: Any, stop: Path, paper: Path) -> None:
-        self.job, self._stop, self._paper = job, stop, paper
+    def __init__(self, job: Any, stop: Path, id_file: Path) -> None:
+        self.job, self._stop, self._id_file = job, stop, id_file
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -101,39 +100,41 @@ class Job:
     def _end(self, code: int) -> None:
         self.returncode = code
         self._stop.unlink(missing_ok=True)
-        self._paper.unlink(missing_ok=True)
+        self._id_file.unlink(missing_ok=True)
 
     def terminate(self) -> None:
-        """A run saves and ends; what still waits in the queue is taken out of it."""
+        """Make the run save and exit; cancel the job if it is still queued."""
         self._stop.touch()
         if self.job.get_info().get("State") == "PENDING":
-            with contextlib.suppress(subprocess.CalledProcessError):  # it is gone already
+            with contextlib.suppress(subprocess.CalledProcessError):  # already gone
                 self.job.cancel()
             self._end(INTERRUPTED)
 
     def wait(self) -> int:
         while (code := self.poll()) is None:
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return code
 
 
-def submit(sweep: SweepConfig, command: list[str], told: dict[str, str], log: Path | None) -> Job:
-    """Queue a run, or find the job that an earlier sweep has left at work on it.
+def submit(
+    sweep: SweepConfig, command: list[str], environment: dict[str, str], log: Path | None
+) -> Job:
+    """Queue a run, or return the job that an earlier sweep queued for it.
 
     Raises:
-        ConfigError: there is no submitit, or no Slurm.
+        ConfigError: submitit is not installed, or there is no Slurm.
     """
-    executor, folder = _executor(sweep, told), _folder(sweep)
+    executor, folder = _executor(sweep, environment), _folder(sweep)
     name = re.sub(r"[^\w.-]+", "-", str(log.parent if log else "prepare")).strip("-")
-    stop, paper = folder / f"{name}.stop", (log.parent if log else folder) / "job.txt"
+    stop, id_file = folder / f"{name}.stop", (log.parent if log else folder) / "job.txt"
     stop.unlink(missing_ok=True)
-    if log is not None and (left := _left(paper, folder)) is not None:
-        return Job(left, stop, paper)
+    if log is not None and (earlier := _earlier_job(id_file, folder)) is not None:
+        return Job(earlier, stop, id_file)
     executor.update_parameters(name=Path(name).name[-40:])
-    job = executor.submit(Work(command, told, log and log.absolute(), stop))
-    paper.parent.mkdir(parents=True, exist_ok=True)
-    paper.write_text(f"{job.job_id}\n")
-    return Job(job, stop, paper)
+    job = executor.submit(SlurmTask(command, environment, log and log.absolute(), stop))
+    id_file.parent.mkdir(parents=True, exist_ok=True)
+    id_file.write_text(f"{job.job_id}\n")
+    return Job(job, stop, id_file)
 
 
 def _folder(sweep: SweepConfig) -> Path:
@@ -141,18 +142,21 @@ def _folder(sweep: SweepConfig) -> Path:
 
 
 def check(sweep: SweepConfig) -> None:
-    """
+    """Check that runs can be queued.
+
     Raises:
-        ConfigError: there is no submitit, or no Slurm.
+        ConfigError: submitit is not installed, or there is no Slurm.
     """
     _executor(sweep, {"PYTHONPATH": ""})
 
 
-def _executor(sweep: SweepConfig, told: dict[str, str]) -> Any:
+def _executor(sweep: SweepConfig, environment: dict[str, str]) -> Any:
     submitit = _submitit()
     folder = _folder(sweep)
     try:
-        executor = submitit.AutoExecutor(folder, cluster=CLUSTER, slurm_max_num_timeout=AGAIN)
+        executor = submitit.AutoExecutor(
+            folder, cluster=EXECUTOR, slurm_max_num_timeout=MAX_REQUEUES
+        )
     except RuntimeError as error:
         why = f"submitit finds no Slurm here: {error}"
         raise ConfigError("sweep.by", sweep.by, why, "Start the sweep on a login node.") from None
@@ -160,7 +164,7 @@ def _executor(sweep: SweepConfig, told: dict[str, str]) -> Any:
         timeout_min=max(1, round(60 * sweep.hours)), gpus_per_node=sweep.gpus or None,
         cpus_per_task=sweep.cores, nodes=1, tasks_per_node=1, stderr_to_stdout=True,
         slurm_partition=sweep.partition, slurm_signal_delay_s=sweep.grace,
-        slurm_setup=[f"export PYTHONPATH={shlex.quote(told['PYTHONPATH'])}"],
+        slurm_setup=[f"export PYTHONPATH={shlex.quote(environment['PYTHONPATH'])}"],
     )  # fmt: skip
     return executor
 
@@ -169,16 +173,16 @@ def _submitit() -> ModuleType:
     try:
         import submitit
     except ImportError:
-        why, fix = "Slurm is spoken to by submitit.", "pip install 'outrider[slurm]'"
+        why, fix = "Slurm jobs need submitit.", "pip install 'outrider[slurm]'"
         raise ConfigError("sweep.by", "slurm", why, fix) from None
     return submitit
 
 
-def _left(paper: Path, folder: Path) -> Any:
-    """A job that waits or works; None where there is none."""
+def _earlier_job(id_file: Path, folder: Path) -> Any:
+    """Return the queued or running job of this id; None if there is none."""
     from submitit import SlurmJob
 
-    if CLUSTER != "slurm" or not paper.is_file():
+    if EXECUTOR != "slurm" or not id_file.is_file():
         return None
-    job: Any = SlurmJob(folder, paper.read_text().strip())
+    job: Any = SlurmJob(folder, id_file.read_text().strip())
     return None if job.done(force_check=True) else job

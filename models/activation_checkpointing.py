@@ -1,6 +1,6 @@
-"""Gradient checkpointing: a part of an unroll that is run once more instead of being remembered.
+"""Gradient checkpointing of a part of an unroll.
 
-Source: Chen et al. 2016, arXiv:1604.06174; the variant of PyTorch that is not reentrant.
+Source: Chen et al. 2016, arXiv:1604.06174; PyTorch's non-reentrant variant.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 T = TypeVar("T")
 
 
-def again(recompute: bool, part: Callable[..., T], *inputs: Any) -> T:
-    """`part(*inputs)`; with `recompute` only inputs and outputs are kept for the backward pass,
-    which runs the part again, with the same random numbers.
+def maybe_checkpoint(enabled: bool, function: Callable[..., T], *inputs: Any) -> T:
+    """Return `function(*inputs)`; if enabled, recompute it in the backward pass.
+
+    Then only inputs and outputs are saved, and the recomputation uses the same random numbers.
     """
-    if not (recompute and torch.is_grad_enabled()):
-        return part(*inputs)
-    out: T = checkpoint(part, *inputs, use_reentrant=False)
+    if not (enabled and torch.is_grad_enabled()):
+        return function(*inputs)
+    out: T = checkpoint(function, *inputs, use_reentrant=False)
     return out

@@ -1,7 +1,7 @@
-"""A causal language model as a part that is trained: built from settings, read, and its head.
+"""A trainable causal language model: its configuration, its weights and its head.
 
-`Target` does the reading (masks, cache, families), as it does for the model that is drafted for.
-Nothing that a configuration names is ever run: keys that could name code are refused.
+`Target` runs it, with the same masks and cache as the target. Configuration keys that could name
+code to run are refused.
 """
 
 import json
@@ -15,18 +15,18 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
-from outrider.models.drafter import Shape
+from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
-CODE = ("auto_map", "implementation", "kernel", "remote")  # words of keys that can name code to run
-MODEL = "Give a folder or hub id of a causal language model with safetensors."
+CODE_KEYS = ("auto_map", "implementation", "kernel", "remote")  # parts of keys that name code
+FIX = "Give a folder or hub id of a causal language model with safetensors."
 
 
-class Head(nn.Module):
+class LmHead(nn.Module):
     """The output embedding, over the draft vocabulary.
 
-    A tied one is the body's input embedding: the same parameter, and it is saved there alone.
+    A tied one shares its parameter with the input embedding and is saved there only.
     """
 
     def __init__(self, lm: Target) -> None:
@@ -35,26 +35,27 @@ class Head(nn.Module):
         self.tied = out.weight is lm.model.get_input_embeddings().weight
         self.weight: nn.Parameter = out.weight
         self.bias: nn.Parameter | None = getattr(out, "bias", None)
-        self.finish = lm.shape_logits
-        self.rows: tuple[tuple[int, int], Tensor] | None = None  # their origin, and they
+        self.scale_logits = lm.scale_logits
+        # address and version of the weight, and its rows of the draft vocabulary
+        self._cached_rows: tuple[tuple[int, int], Tensor] | None = None
 
     def forward(
         self, hidden: Float[Tensor, "*rows D"], vocab: DraftVocab
     ) -> Float[Tensor, "*rows Vd"]:
-        if vocab.full:
-            return self.finish(F.linear(hidden, self.weight, self.bias))
-        bias = None if self.bias is None else self.bias[vocab.kept]
-        return self.finish(F.linear(hidden, self._rows(vocab), bias))
+        if vocab.is_full:
+            return self.scale_logits(F.linear(hidden, self.weight, self.bias))
+        bias = None if self.bias is None else self.bias[vocab.target_ids]
+        return self.scale_logits(F.linear(hidden, self._select_rows(vocab), bias))
 
-    def _rows(self, vocab: DraftVocab) -> Float[Tensor, "Vd D"]:
-        """The rows of the draft vocabulary; kept as long as nothing is trained."""
+    def _select_rows(self, vocab: DraftVocab) -> Float[Tensor, "Vd D"]:
+        """Return the rows of the draft vocabulary; cached while the weight does not change."""
         if torch.is_grad_enabled():
-            self.rows = None
-            return self.weight[vocab.kept]
-        now = (self.weight.data_ptr(), self.weight._version)
-        if self.rows is None or self.rows[0] != now:
-            self.rows = now, self.weight[vocab.kept]
-        return self.rows[1]
+            self._cached_rows = None
+            return self.weight[vocab.target_ids]
+        version = (self.weight.data_ptr(), self.weight._version)
+        if self._cached_rows is None or self._cached_rows[0] != version:
+            self._cached_rows = version, self.weight[vocab.target_ids]
+        return self._cached_rows[1]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -69,13 +70,15 @@ class Head(nn.Module):
             missing.remove(f"{prefix}weight")
 
 
-def fresh(target: Target, layers: int, hidden: int | None, heads: int | None) -> dict[str, Any]:
-    """A small Llama for this target: configuration as transformers writes it."""
+def small_llama_config(
+    target: Target, layers: int, hidden: int | None, heads: int | None
+) -> dict[str, Any]:
+    """Return the configuration of a small Llama for this target, as transformers writes it."""
     shape = target.shape()
-    hidden, heads = sizes(shape, hidden, heads)
+    hidden, heads = resolve_width(shape, hidden, heads)
     return {
         "model_type": "llama",
-        "vocab_size": target.vocab,
+        "vocab_size": target.vocab_size,
         "hidden_size": hidden,
         "intermediate_size": max(1, shape.intermediate * hidden // shape.hidden),
         "num_hidden_layers": layers,
@@ -86,15 +89,15 @@ def fresh(target: Target, layers: int, hidden: int | None, heads: int | None) ->
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "tie_word_embeddings": True,
         "bos_token_id": None,
-        "eos_token_id": getattr(target.text, "eos_token_id", None),
+        "eos_token_id": getattr(target.text_config, "eos_token_id", None),
     }
 
 
-def sizes(shape: Shape, hidden: int | None, heads: int | None) -> tuple[int, int]:
-    """Hidden size and heads: half the target's width, heads of the target's size.
+def resolve_width(shape: ModelShape, hidden: int | None, heads: int | None) -> tuple[int, int]:
+    """Return hidden size and heads; by default half the target's width, in heads of its size.
 
-    What is not given follows what is: the width is rounded down to whole pairs per head, the
-    heads to the largest number that divides the width.
+    A default adapts to a given value: the width is rounded down to whole rotary pairs per head, the
+    number of heads to the largest that divides the width.
     """
     width = hidden or max(2, shape.hidden // 2)
     count = heads or max(1, width // shape.head_dim)
@@ -105,7 +108,12 @@ def sizes(shape: Shape, hidden: int | None, heads: int | None) -> tuple[int, int
     return width, count
 
 
-def untrained(body: dict[str, Any]) -> Any:
+def build_lm(body: dict[str, Any]) -> Any:
+    """Build an untrained model from a configuration.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -113,12 +121,18 @@ def untrained(body: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            "drafter.body", body["model_type"], f"transformers cannot build it: {_first(error)}",
+            "drafter.body", body["model_type"],
+            f"transformers cannot build it: {_first_line(error)}",
             "Use the config.json of a causal language model.",
         ) from error  # fmt: skip
 
 
-def pretrained(path: str) -> Any:
+def load_lm(path: str) -> Any:
+    """Load a model from a folder or hub id, in float32.
+
+    Raises:
+        ConfigError: it fails.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
@@ -130,49 +144,54 @@ def pretrained(path: str) -> Any:
             dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
         )  # fmt: skip
     except (*wrong, StrictDataclassError) as error:
-        why = f"It could not be loaded: {_first(error)}"
-        raise ConfigError("drafter.path", path, why, MODEL) from error
+        why = f"It could not be loaded: {_first_line(error)}"
+        raise ConfigError("drafter.path", path, why, FIX) from error
 
 
-def _first(error: Exception) -> str:
-    """First line of what another library says."""
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def reader(model: Any, key: str, target: Target) -> Target:
-    """What runs the model; a target is read in the same way."""
+def as_target(model: Any, key: str, target: Target) -> Target:
+    """Wrap a draft model in a `Target`, which runs it.
+
+    Raises:
+        ConfigError: its family is not supported, or its vocabulary is not the target's.
+    """
     name = str(model.config.name_or_path or model.config.model_type)
     try:
         lm = Target(model, name=name, fuse=False)
     except ConfigError as error:
         fix = "Use a model whose layers are all attention layers."
         raise ConfigError(key, name, error.why, fix) from None
-    if lm.vocab != target.vocab:
+    if lm.vocab_size != target.vocab_size:
         raise ConfigError(
-            key, name, f"It knows {lm.vocab} tokens and the target {target.vocab}; ids must agree.",
-            "Use a model with the target's tokenizer; where only the padding of the embedding "
-            "differs, save it once more behind model.resize_token_embeddings.",
+            key, name,
+            f"It has {lm.vocab_size} tokens and the target {target.vocab_size}; ids must agree.",
+            "Use a model with the target's tokenizer; if only the padding of the embedding "
+            "differs, apply model.resize_token_embeddings and save it again.",
         )  # fmt: skip
     return lm
 
 
-def plain(config: Any) -> dict[str, Any]:
-    """A model's configuration as json says it, without where it came from and what could run."""
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Return a configuration as JSON fields, without its origin and keys that name code."""
     fields: dict[str, Any] = json.loads(config.to_json_string())
     return {k: v for k, v in fields.items() if k != "_name_or_path" and not _names_code(k)}
 
 
 def _names_code(key: object) -> bool:
-    return any(word in str(key) for word in CODE)
+    return any(word in str(key) for word in CODE_KEYS)
 
 
-def refuse_code(fields: object) -> None:
-    """No configuration may name code to run, however deep."""
+def refuse_code_keys(fields: object) -> None:
+    """Raise ValueError if a key at any depth could name code to run."""
     if isinstance(fields, dict):
         for key, value in fields.items():
             if _names_code(key):
                 raise ValueError(f"body = {key}: a configuration must not name code to run")
-            refuse_code(value)
+            refuse_code_keys(value)
     elif isinstance(fields, list | tuple):
         for value in fields:
-            refuse_code(value)
+            refuse_code_keys(value)

@@ -1,8 +1,8 @@
-"""What the chat template is told besides the turns: whether to think, which date it is, ...
+"""Arguments of the chat template besides the messages: thinking, the date, ...
 
-The values are written at the head of the template itself, so that everybody who renders with this
-tokenizer (training, the target's own text, the decoder, the prompts of a server) renders alike,
-and the hash of the template, which every run and report keeps, knows of them.
+The values are assigned at the start of the template itself. So everything that renders with this
+tokenizer (training, self-generation, the decoder, prompts of a server) uses them, and the hash of
+the template, which every run and report stores, covers them.
 
     target.thinking=false target.template_args=['date_string=26 Jul 2024']
     {% set enable_thinking = false %}{% set date_string = "26 Jul 2024" %}{{ bos_token }}...
@@ -10,85 +10,65 @@ and the hash of the template, which every run and report keeps, knows of them.
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from outrider.conf.errors import ConfigError
-
-THINKING = "enable_thinking"  # as Qwen3 and those after it call it
-
-
-def read_args(thinking: bool | None, words: Sequence[str]) -> dict[str, Any]:
-    """The arguments by name; a value is json if it can be, else text.
-
-    Raises:
-        ValueError: a word is not of the form name=value, or two say the same name.
-    """
-    args: dict[str, Any] = {} if thinking is None else {THINKING: thinking}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"template_args = {word}: write name=value")
-        if name in args:
-            raise ValueError(f"template_args = {word}: {name} is set twice")
-        try:
-            args[name] = json.loads(value)
-        except ValueError:
-            args[name] = value
-    return args
+from outrider.conf.schema import THINKING_ARG, parse_template_args
 
 
-def tell(tokenizer: Any, args: dict[str, Any]) -> None:
-    """Give the tokenizer's template these arguments.
+def set_template_args(tokenizer: Any, args: dict[str, Any]) -> None:
+    """Set arguments of the tokenizer's chat template.
 
     Raises:
-        ConfigError: there is no template, or it does not ask for one of them.
+        ConfigError: there is no template, or it does not use one of them.
     """
     if not args:
         return
-    has_one = getattr(tokenizer, "chat_template", None)
-    known = str(tokenizer.get_chat_template()) if has_one else ""
+    original = getattr(tokenizer, "chat_template", None)
+    template = str(tokenizer.get_chat_template()) if original else ""
     for name, value in args.items():
-        if name not in known:
-            key = "target.thinking" if name == THINKING else "target.template_args"
-            why = f"The chat template does not ask for {name}." if known else "There is none."
+        if name not in template:
+            key = "target.thinking" if name == THINKING_ARG else "target.template_args"
+            why = f"The chat template does not use {name}." if template else "There is none."
             raise ConfigError(key, value, why, "Drop it, or take another target.")
     # +%} keeps a newline that the template begins with
-    told = "".join(f"{{% set {name} = {_literal(value)} +%}}" for name, value in args.items())
-    tokenizer.chat_template = told + known
+    assignments = "".join(
+        f"{{% set {name} = {_literal(value)} +%}}" for name, value in args.items()
+    )
+    tokenizer.chat_template = assignments + template
 
 
 def _literal(value: Any) -> str:
-    """As Jinja writes it: like json, except that null is none."""
+    """Return a value as Jinja writes it: as JSON, but none for null."""
     return "none" if value is None else json.dumps(value)
 
 
 def template_hash(tokenizer: Any) -> str:
-    """Of the chat template with its arguments."""
+    """Return the hash of the chat template with its arguments."""
     text = str(getattr(tokenizer, "chat_template", None))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def change(folder: Any, target: Any, tokenizer: Any) -> str:
-    """What is to be said where a run was trained with another template; "" where it was not.
+def template_change(folder: Any, target: Any, tokenizer: Any) -> str:
+    """Return a warning if a run was trained with another template, else "".
 
     Args:
-        folder: of the run.
-        target: its settings now.
+        folder: the run's folder.
+        target: the present settings of its target.
     """
     from outrider.conf.files import read_json
 
     if not (folder / "manifest.json").is_file():
         return ""
-    then = read_json(folder / "manifest.json", f"Train {folder} again.")
-    was = then.get("fingerprints", {}).get("template")
+    manifest = read_json(folder / "manifest.json", f"Train {folder} again.")
+    was = manifest.get("fingerprints", {}).get("template")
     if was is None or was == template_hash(tokenizer):
         return ""
-    told = then.get("config", {}).get("target", {})
-    before = read_args(told.get("thinking"), told.get("template_args") or ())
-    now = read_args(target.thinking, target.template_args)
+    settings = manifest.get("config", {}).get("target", {})
+    before = parse_template_args(settings.get("thinking"), settings.get("template_args") or ())
+    now = parse_template_args(target.thinking, target.template_args)
     return (
-        "the chat template is not the one of training: the drafter has never seen such prompts\n"
+        "the chat template is not the one of training, so these prompts are new to the drafter\n"
         f"  trained with {_shown(before)}, template {was[:8]}\n"
         f"  measured with {_shown(now)}, template {template_hash(tokenizer)[:8]}"
     )

@@ -1,9 +1,8 @@
-"""First weights in closed form: all that a linear drafter can know, before the first step.
+"""Closed-form initial weights: the best linear drafter, from one pass over some text.
 
-To a good part the target's next state is a linear function of what a drafter is given: the tapped
-states of row t and the embedding of x_{t+1}. So that regression is solved first, from one pass
-over some text, and training begins where it ends: ahead of where a hundred steps from random
-weights arrive (docs/log.md).
+The target's next state is largely a linear function of the drafter's inputs: the tapped states of
+row t and the embedding of x_{t+1}. Training that starts from this regression is ahead of a hundred
+steps from random weights (docs/log.md).
 
 Legend: N rows, F features (inputs), H outputs, R rank.
 
@@ -16,14 +15,14 @@ from jaxtyping import Float
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-ROWS = 64  # of a regression, per input feature: more change little
-SHARP_ROWS = 512  # that the scale of the first logits is found from
-STRENGTH = 1e-2  # of the ridge, relative to the mean variance of an input
-SHARPEST, FLATTEST = 4.0, 0.02  # between these the scale of the logits is searched
+ROWS_PER_FEATURE = 64  # of a regression, per input feature; more change little
+SCALE_FIT_ROWS = 512  # from which the scale of the initial logits is fitted
+RIDGE = 1e-2  # strength, relative to the mean variance of an input
+MIN_SCALE, MAX_SCALE = 0.02, 4.0  # search interval of the logit scale
 
 
-class Moments:
-    """Sums over rows of inputs x and outputs y: enough for every linear fit of y on x."""
+class RegressionMoments:
+    """Sums over rows of inputs x and outputs y, from which y is regressed on x."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -38,32 +37,32 @@ class Moments:
         self.count += len(x)
 
     @property
-    def spread(self) -> Float[Tensor, " H"]:
+    def output_std(self) -> Float[Tensor, " H"]:
         """Standard deviation of each output."""
         variance = self.yy / self.count - (self.y / self.count).square()
         return variance.clamp(min=1e-12).sqrt()
 
     @property
     def covariance(self) -> Float[Tensor, "F F"]:
-        """Of the inputs, about zero."""
+        """Second moment of the inputs, not centred."""
         return self.xx / self.count
 
     def ridge(self) -> Float[Tensor, "H F"]:
-        """The least-squares map from x to y / spread, without an offset."""
-        return _solve(self.covariance, self.xy / self.count / self.spread).mT
+        """Return the ridge regression of y / output_std on x, without intercept."""
+        return _solve(self.covariance, self.xy / self.count / self.output_std).mT
 
 
 def _solve(covariance: Float[Tensor, "F F"], right: Float[Tensor, "F any"]) -> Tensor:
     damped = covariance.double()
-    damped.diagonal().add_(STRENGTH * float(damped.diagonal().mean()))
+    damped.diagonal().add_(RIDGE * float(damped.diagonal().mean()))
     solution: Tensor = torch.linalg.solve(damped, right.double())
     return solution.float()
 
 
-def reduced(
+def low_rank(
     weight: Float[Tensor, "H F"], covariance: Float[Tensor, "F F"], rank: int
 ) -> tuple[Float[Tensor, "H R"], Float[Tensor, "R F"]]:
-    """Two factors whose product is `weight` as nearly as `rank` allows on such inputs.
+    """Factor `weight` with the least error on inputs of this covariance.
 
     Returns:
         (out, into): into @ x has unit covariance times the singular values' roots.
@@ -76,20 +75,20 @@ def reduced(
     return (left[:, :rank] * scale).float(), into.float()
 
 
-def constant(x: Float[Tensor, "N F"]) -> Float[Tensor, " F"]:
-    """The direction along which all rows are nearly 1: what stands in for a bias."""
+def bias_direction(x: Float[Tensor, "N F"]) -> Float[Tensor, " F"]:
+    """Return the direction on which all rows have a value of about 1, in place of a bias."""
     mean = x.mean(0)
     direction = _solve(x.mT @ x / len(x), mean[:, None])[:, 0]
     return direction / (direction @ mean)
 
 
-def sharpness(logits: Float[Tensor, "N V"], teacher: Float[Tensor, "N V"]) -> float:
-    """The factor on the logits at which their cross-entropy against the teacher is least."""
+def optimal_logit_scale(logits: Float[Tensor, "N V"], teacher: Float[Tensor, "N V"]) -> float:
+    """Return the factor on the logits that minimises cross-entropy with the teacher."""
 
     def nats(log_scale: float) -> float:
         rows = (logits * torch.tensor(log_scale).exp()).log_softmax(-1)
         return float(-(teacher * rows).sum(-1).mean())
 
-    low, high = torch.tensor([FLATTEST, SHARPEST]).log().tolist()
-    found = minimize_scalar(nats, bounds=(low, high), method="bounded", options={"xatol": 0.05})
-    return float(torch.tensor(found.x).exp())
+    low, high = torch.tensor([MIN_SCALE, MAX_SCALE]).log().tolist()
+    result = minimize_scalar(nats, bounds=(low, high), method="bounded", options={"xatol": 0.05})
+    return float(torch.tensor(result.x).exp())

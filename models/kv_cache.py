@@ -1,8 +1,8 @@
-"""The target's key-value cache: preallocated, appended to, thinned and cropped in place.
+"""Key-value cache of one forward batch: preallocated, and edited in place.
 
-transformers writes into it through `update`; the engine owns its length. Decoding appends a whole
-tree, keeps the rows of the accepted path (`keep`) and forgets the rest, without a copy of the
-prefix. Rows are kept per layer as [B, A, capacity, C].
+transformers writes to it through `update`; the engine controls its length. Decoding appends a whole
+tree, keeps the rows of the accepted path (`keep_rows`) and drops the rest, without copying the
+prefix. Rows are stored per layer as [B, A, capacity, C].
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class RowCache(Cache):
+class KVCache(Cache):
     """One buffer of `capacity` rows per layer, allocated when the layer first writes."""
 
     is_compileable = False
 
     def __init__(self, capacity: int) -> None:
-        self.layers: list[Any] = []  # transformers looks here; the rows live in `_keys`, `_values`
+        self.layers: list[Any] = []  # read by transformers; the rows are in `_keys`, `_values`
         self.offloading = False
         self.layer_class_to_replicate = None
         self.capacity = capacity
@@ -35,17 +35,17 @@ class RowCache(Cache):
     def layers_written(self) -> int:
         return len(self._keys)
 
-    def past(self) -> Int[Tensor, "B S"]:
-        """Positions of the rows that `update` returns in front of the new ones."""
+    def past_positions(self) -> Int[Tensor, "B S"]:
+        """Return the positions of the rows that `update` returns before the new ones."""
         return self.positions
 
-    def columns(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B S"]:
-        """Position of every row that new tokens find, their own included."""
-        past = self.past().to(positions.device).expand(len(positions), -1)
+    def column_positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B S"]:
+        """Return the position of every row that `update` returns, the new ones included."""
+        past = self.past_positions().to(positions.device).expand(len(positions), -1)
         return torch.cat([past, positions], dim=1)
 
     def reserve(self, count: int) -> None:
-        """Refuse loudly before a forward that would not fit."""
+        """Raise ValueError if `count` more rows do not fit."""
         if self.length + count > self.capacity:
             raise ValueError(
                 f"cache of {self.capacity} rows holds {self.length}; {count} more do not fit"
@@ -54,7 +54,7 @@ class RowCache(Cache):
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S Cv"]]:
-        """Called by every attention layer: append rows, return all of them as views."""
+        """Append rows and return all as views; called by every attention layer."""
         stop = self.length + key.shape[2]
         if layer_idx not in self._keys:
             self._keys[layer_idx] = self._allocate(key)
@@ -69,20 +69,20 @@ class RowCache(Cache):
         return rows.new_zeros(batch, heads, self.capacity, size)
 
     def commit(self, positions: Int[Tensor, "B T"]) -> None:
-        """All layers have written: the new rows are part of the cache."""
+        """Count the new rows as part of the cache, after all layers have written."""
         past = self.positions.to(positions.device).expand(len(positions), -1)
         self.positions = torch.cat([past, positions], dim=1)
         self.length = self.positions.shape[1]
 
     def crop(self, length: int) -> None:
-        """Forget everything behind the first `length` rows."""
+        """Drop everything after the first `length` rows."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot crop {self.length} rows to {length}")
         self.length = length
         self.positions = self.positions[:, :length]
 
-    def keep(self, start: int, rows: Int[Tensor, " R"]) -> None:
-        """Keep the first `start` rows and, behind them, `rows` (absolute, ascending), no others."""
+    def keep_rows(self, start: int, rows: Int[Tensor, " R"]) -> None:
+        """Keep the first `start` rows and then `rows` (absolute, ascending); drop the others."""
         stop = start + len(rows)
         if not torch.equal(rows, torch.arange(start, stop, device=rows.device)):
             for buffer in (*self._keys.values(), *self._values.values()):
@@ -91,10 +91,10 @@ class RowCache(Cache):
         self.length = stop
 
     def rows(self, layer: int) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S Cv"]]:
-        """What the cache holds for one layer."""
+        """Return the keys and values of one layer."""
         return self._keys[layer][:, :, : self.length], self._values[layer][:, :, : self.length]
 
-    # what transformers asks of a cache
+    # interface of transformers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length

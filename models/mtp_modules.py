@@ -1,23 +1,23 @@
-"""MTP modules at work: a chain of several, or a loop of one on its own output.
+"""MTP modules, run as a chain of several or as a loop of one on its own output.
 
-A stage is one module: the embedding of a token and a state, each normed, are joined to one vector,
-a decoder layer follows, and a norm stands in front of the target's head. In a chain, stage k at
-row t reads token x_{t+k} and stage k-1's output at the same row (stage 1: the target's last state),
-and attends to its own keys of rows <= t. Which tokens are in what it sees, for row t = 2:
+A module joins the normed embedding of a token and a normed state to one vector, and applies a
+decoder layer; a norm precedes the target's head. In a chain, stage k at row t reads token x_{t+k}
+and stage k-1's output at the same row (stage 1: the target's last state), and attends to its own
+keys of rows <= t. The tokens that row t = 2 depends on:
 
     stage 1    x1 x2 x3           rows 0..2 read the token after their own
     stage 2    x1 x2 x3 x4        rows 0..2 read the token after that, and stage 1's outputs
 
-So with T true rows and x_T the newest token, stage k can run for good at T-k+1 rows only; at the
-k-1 behind them it reads tokens that are only drafted. The lasting memory holds the former. Of
-stage k-1 it keeps one output more than stage k has read, and the drafted tail is computed in the
-round's own states, k-1 rows per node at depth k. So nothing is rolled back when drafts are
-rejected, where the reference implementation crops all caches and computes those rows again.
+With T true rows and newest token x_T, stage k can therefore run on T-k+1 rows for good; at the k-1
+rows after them it reads draft tokens. The decoding state keeps keys of the former, and of stage k-1
+one output more than stage k has read. The rows of draft tokens, k-1 per node at depth k, belong to
+the round, so nothing is rolled back when drafts are rejected. (The reference implementation crops
+all caches and computes those rows again.)
 
-The loop (FastMTP) is `models/self_feeding.py` with one stage; its deeper guesses stand at later rotary
-positions, and only its own branch sees them.
+The loop (FastMTP) is `models/self_feeding.py` with one module; its deeper guesses have later rotary
+positions, and attend to their own branch only.
 
-Legend: B rows of a batch, T tokens, N nodes of a tree level, R rows that a node computes, P drafted
+Legend: B rows of a batch, T tokens, N nodes of a tree level, R rows that a node computes, P draft
 tokens of its path, A key heads, C head size, H hidden size.
 """
 
@@ -28,266 +28,255 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.models.activation_checkpointing import again
-from outrider.models.drafter import Guess, Lender, Shape, Trace, borrowed_head
-from outrider.models.layers import (
-    Asking,
-    Block,
-    Norm,
-    appended,
-    asking,
-    branch_attention,
-    dense_attention,
-    each_attention,
+from outrider.models.activation_checkpointing import maybe_checkpoint
+from outrider.models.attention_masks import causal_mask
+from outrider.models.branch_attention import ATTENTIONS, QueryPlan, plan_queries
+from outrider.models.drafter import target_head_logits
+from outrider.models.interface import Guess, ModelShape, TargetEnds, Trace
+from outrider.models.layers import DecoderLayer, Norm, append_rows
+from outrider.models.self_feeding import (
+    Rows,
+    SelfFeeding,
+    gather_parents,
+    scatter_rows,
+    transpose_rows,
 )
-from outrider.models.self_feeding import Rows, SelfFeeding, by_prompt, causal, of_parents, spread
 from outrider.models.vocab import DraftVocab
 
 
-class Stage(nn.Module):
-    """One module; its names are those of DeepSeek's checkpoints, the layer's under `block`."""
+class MtpModule(nn.Module):
+    """One module, with the parameter names of DeepSeek's checkpoints; the layer is `block`."""
 
-    def __init__(self, shape: Shape, order: str, feed: str, qk_norm: bool) -> None:
+    def __init__(self, shape: ModelShape, order: str, feed: str, qk_norm: bool) -> None:
         """
         Args:
-            order: "embedding_first" or "state_first", the halves of the joint's input.
-            feed: "raw" or "normed", the state that the next depth is given.
+            order: "embedding_first" or "state_first", the halves of the input of `eh_proj`.
+            feed: "raw" or "normed", the output that the next depth reads.
         """
         super().__init__()
         hidden, eps = shape.hidden, shape.eps
-        self.order, self.fed = order, feed
+        self.order, self.feed = order, feed
         self.enorm, self.hnorm = Norm(hidden, eps), Norm(hidden, eps)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        self.block = Block(shape, qk_norm=qk_norm)
+        self.block = DecoderLayer(shape, qk_norm=qk_norm)
         self.norm = Norm(hidden, eps)
 
-    def pair(
+    def concat_inputs(
         self, embedding: Float[Tensor, "N H"], state: Float[Tensor, "N H"]
     ) -> Float[Tensor, "N HH"]:
         halves = [self.enorm(embedding), self.hnorm(state)]
         return torch.cat(halves if self.order == "embedding_first" else halves[::-1], dim=-1)
 
-    def join(
+    def layer_inputs(
         self, embedding: Float[Tensor, "N H"], state: Float[Tensor, "N H"]
     ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:
-        """The residual input of the layer, and what its attention reads."""
-        residual = self.eh_proj(self.pair(embedding, state))
+        """Return the residual input of the layer and the input of its attention."""
+        residual = self.eh_proj(self.concat_inputs(embedding, state))
         return residual, self.block.input_layernorm(residual)
 
-    def feed(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
-        """The state of the next depth."""
-        return hidden if self.fed == "raw" else self.norm(hidden)
-
-    def remember(
-        self,
-        read: Float[Tensor, "R H"],
-        at: Int[Tensor, " R"],
-        keys: Sequence[Float[Tensor, "_ A C"]],
-        values: Sequence[Float[Tensor, "_ A C"]],
-        counts: Sequence[int],
-    ) -> tuple[Rows, Rows]:
-        """Decoding: the keys and values of these rows behind those there are, for every prompt."""
-        key, value = self.block.self_attn.key_value(read, at)
-        return appended(keys, key, counts), appended(values, value, counts)
-
-    def run(
-        self,
-        residual: Float[Tensor, "R H"],
-        read: Float[Tensor, "R H"],
-        at: Int[Tensor, " R"],
-        keys: Sequence[Float[Tensor, "_ A C"]],
-        values: Sequence[Float[Tensor, "_ A C"]],
-        seen: Sequence[Bool[Tensor, "_ _"] | None],
-        counts: Sequence[int],
-    ) -> tuple[Float[Tensor, "R H"], Rows, Rows]:
-        """Decoding: the layer's output, before the norm, and what `remember` says."""
-        query, key, value = self.block.self_attn.query_key_value(read, at)
-        grown = appended(keys, key, counts), appended(values, value, counts)
-        return self.block.finish(residual, each_attention(query, *grown, seen, counts)), *grown
+    def next_state(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        """Return the state that the next depth reads."""
+        return hidden if self.feed == "raw" else self.norm(hidden)
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What the decoder of a chain carries: per stage its true rows; per node its drafted ones."""
+class MtpChainState:
+    """Decoding state of a chain: true rows of each stage, and draft rows of each node.
 
-    keys: tuple[Float[Tensor, "_ A C"], ...]  # of each stage; stage k has k-1 rows fewer
+    Attributes:
+        keys: of each stage; stage k has k-1 rows fewer than stage 1.
+        values: of each stage.
+        newest: each stage's output at the last of its rows; no row in short texts.
+        position: rotary position of the newest true row.
+        path: draft tokens from the root to each node.
+        branch: outputs of the stage that ran last, at the rows of draft tokens.
+    """
+
+    keys: tuple[Float[Tensor, "_ A C"], ...]
     values: tuple[Float[Tensor, "_ A C"], ...]
-    newest: tuple[Float[Tensor, "_ H"], ...]  # output at the last of them; none in short texts
-    position: Int[Tensor, " 1"]  # rotary position of the newest true row
-    path: Int[Tensor, "N P"]  # drafted tokens from the root to each node
-    branch: Float[Tensor, "N R H"]  # outputs of the stage run last, at the rows drafts reach
+    newest: tuple[Float[Tensor, "_ H"], ...]
+    position: Int[Tensor, " 1"]
+    path: Int[Tensor, "N P"]
+    branch: Float[Tensor, "N R H"]
 
 
-class Chain:
-    """Stages one behind the other, one for every depth."""
+class MtpChain:
+    """One stage per depth; each reads the outputs of the one before."""
 
-    recompute = False  # of the drafter, while it unrolls
+    gradient_checkpointing = False
 
     def __init__(
-        self, stages: Sequence[Stage], target: Lender, vocab: DraftVocab, attention: str
+        self, stages: Sequence[MtpModule], target: TargetEnds, vocab: DraftVocab, attention: str
     ) -> None:
         self.stages, self.target, self.vocab = stages, target, vocab
-        self.attend = branch_attention if attention == "fast" else dense_attention
+        self.attend = ATTENTIONS[attention]
 
     @property
     def dtype(self) -> torch.dtype:
         return self.stages[0].eh_proj.weight.dtype
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
-        """All rows ask in a stage that feeds another one; in the last, those that count."""
+        """Run every stage; the last one only at supervised rows."""
         heads = self.stages[0].block.self_attn.heads
-        everyone = torch.ones_like(trace.answer)
-        state, at = trace.last.flatten(0, 1).to(self.dtype), trace.positions.flatten()
+        state, positions = trace.last.flatten(0, 1).to(self.dtype), trace.positions.flatten()
         for depth, stage in enumerate(self.stages, start=1):
-            wanted = trace.counts(depth) if depth == len(self.stages) else everyone
-            plan = asking(wanted, trace.document, heads)
-            ids = trace.ahead(depth).flatten()
-            state = again(self.recompute, self._stage, stage, ids, state, at, plan)
-            yield Guess(depth, spread(stage.norm(state), plan, wanted))
-            state = stage.feed(state)
+            last = depth == len(self.stages)
+            queries = trace.supervised_mask(depth) if last else torch.ones_like(trace.answer)
+            plan = plan_queries(queries, trace.document, heads)
+            ids = trace.tokens_ahead(depth).flatten()
+            state = maybe_checkpoint(
+                self.gradient_checkpointing, self._run_stage, stage, ids, state, positions, plan
+            )
+            yield Guess(depth, scatter_rows(stage.norm(state), plan, queries))
+            state = stage.next_state(state)
 
-    def _stage(
+    def _run_stage(
         self,
-        stage: Stage,
+        stage: MtpModule,
         ids: Int[Tensor, " BT"],
         state: Float[Tensor, "BT H"],
-        at: Int[Tensor, " BT"],
-        plan: Asking,
+        positions: Int[Tensor, " BT"],
+        plan: QueryPlan,
     ) -> Float[Tensor, "N H"]:
-        """The output of the asking rows, before the norm."""
-        residual, read = self._join(stage, ids, state)
-        key, value = stage.block.self_attn.key_value(read, at)
-        query = stage.block.self_attn.query(read[plan.rows], at[plan.rows])
-        attended = self.attend(query, key, value, [], [], plan)
-        return stage.block.finish(residual[plan.rows], attended)
+        residual, x = self._embed(stage, ids, state)
+        return stage.block.unroll(residual, x, positions, plan, self.attend)[0]
 
-    def _join(
-        self, stage: Stage, ids: Int[Tensor, " N"], state: Float[Tensor, "N H"]
+    def _embed(
+        self, stage: MtpModule, ids: Int[Tensor, " N"], state: Float[Tensor, "N H"]
     ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:
-        return stage.join(self.target.embed(ids).to(state.dtype), state)
+        return stage.layer_inputs(self.target.embed(ids).to(state.dtype), state)
 
-    def _logits(self, stage: Stage, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows Vd"]:
-        return borrowed_head(self.target, self.vocab, stage.norm(hidden))
+    def _logits(
+        self, stage: MtpModule, hidden: Float[Tensor, "*rows H"]
+    ) -> Float[Tensor, "*rows Vd"]:
+        return target_head_logits(self.target, self.vocab, stage.norm(hidden))
 
     # ---- decoding ----
 
-    def absorb_all(
-        self, memories: Sequence[Memory | None], traces: Sequence[Trace]
-    ) -> list[Memory]:
-        """Every stage goes on to the last row whose token is decided: one row less per stage."""
+    def absorb_batch(
+        self, states: Sequence[MtpChainState | None], traces: Sequence[Trace]
+    ) -> list[MtpChainState]:
+        """Run every stage up to the last row whose token is decided: one row less per stage."""
         device = traces[0].ids.device
-        held = [memory or self._blank(device) for memory in memories]
-        ids, places = [t.next_ids[0] for t in traces], [t.positions[0, -1:] for t in traces]
-        totals = [len(m.keys[0]) + len(new) for m, new in zip(held, ids, strict=True)]
-        keys, values = by_prompt(m.keys for m in held), by_prompt(m.values for m in held)
-        newest = by_prompt(m.newest for m in held)
-        states: Rows = tuple(trace.last[0].to(self.dtype) for trace in traces)
+        old = [state or self._empty_state(device) for state in states]
+        ids, ends = [t.next_ids[0] for t in traces], [t.positions[0, -1:] for t in traces]
+        totals = [len(state.keys[0]) + len(new) for state, new in zip(old, ids, strict=True)]
+        keys = transpose_rows(state.keys for state in old)
+        values = transpose_rows(state.values for state in old)
+        newest = transpose_rows(state.newest for state in old)
+        inputs: Rows = tuple(trace.last[0].to(self.dtype) for trace in traces)
         for k, stage in enumerate(self.stages):
-            due = [max(0, n - k) - len(known) for n, known in zip(totals, keys[k], strict=True)]
-            if not any(due):
-                break  # the texts are too short for this stage and those behind it
-            at = torch.cat([_up_to(place - k, n) for place, n in zip(places, due, strict=True)])
-            tokens = torch.cat([new[len(new) - n :] for new, n in zip(ids, due, strict=True)])
-            given = torch.cat([state[:n] for state, n in zip(states, due, strict=True)])
-            residual, read = self._join(stage, tokens, given)
-            if k and stage is self.stages[-1]:  # no stage reads its outputs, and no guess is made
-                keys[k], values[k] = stage.remember(read, at, keys[k], values[k], due)
+            counts = [max(0, n - k) - len(past) for n, past in zip(totals, keys[k], strict=True)]
+            if not any(counts):
+                break  # the texts are too short for this stage and those after it
+            at = torch.cat([_positions(end - k, n) for end, n in zip(ends, counts, strict=True)])
+            tokens = torch.cat([new[len(new) - n :] for new, n in zip(ids, counts, strict=True)])
+            state = torch.cat([rows[:n] for rows, n in zip(inputs, counts, strict=True)])
+            residual, x = self._embed(stage, tokens, state)
+            if k and stage is self.stages[-1]:  # only its keys and values are needed
+                key, value = stage.block.self_attn.key_value(x, at)
+                keys[k] = append_rows(keys[k], key, counts)
+                values[k] = append_rows(values[k], value, counts)
                 break
-            masks = [causal(n, device) for n in due]
-            out, keys[k], values[k] = stage.run(residual, read, at, keys[k], values[k], masks, due)
-            states = appended(newest[k], out, due)
-            newest[k] = tuple(state[-1:] for state in states)
-            states = tuple(stage.feed(state) for state in states)
-        lasting = zip(by_prompt(keys), by_prompt(values), by_prompt(newest), places, strict=True)
-        blank = held[0].path[:1, :0], held[0].branch[:1, :0]
-        return [Memory(*rows, *blank) for rows in lasting]
+            past = list(zip(keys[k], values[k], strict=True))
+            masks = [causal_mask(count, device) for count in counts]
+            out, keys[k], values[k] = stage.block.decode(residual, x, at, past, masks, counts)
+            outputs = append_rows(newest[k], out, counts)
+            newest[k] = tuple(rows[-1:] for rows in outputs)
+            inputs = tuple(stage.next_state(rows) for rows in outputs)
+        no_path, no_branch = old[0].path[:1, :0], old[0].branch[:1, :0]
+        rows = [transpose_rows(part) for part in (keys, values, newest)]
+        prompts = zip(*rows, ends, strict=True)
+        return [MtpChainState(k, v, n, end, no_path, no_branch) for k, v, n, end in prompts]
 
-    def _blank(self, device: torch.device) -> Memory:
-        attn = self.stages[0].block.self_attn
+    def _empty_state(self, device: torch.device) -> MtpChainState:
+        attn, count = self.stages[0].block.self_attn, len(self.stages)
         hidden = self.stages[0].eh_proj.out_features
-        heads = attn.k_proj.out_features // attn.size
-        row = torch.zeros(0, heads, attn.size, dtype=self.dtype, device=device)
-        state = torch.zeros(1, 0, hidden, dtype=self.dtype, device=device)
-        rows, path = (row,) * len(self.stages), torch.zeros(1, 0, dtype=torch.long, device=device)
-        return Memory(
-            rows, rows, (state[0],) * len(self.stages), path.new_full((1,), -1), path, state
-        )
+        heads = attn.k_proj.out_features // attn.head_dim
+        row = torch.zeros(0, heads, attn.head_dim, dtype=self.dtype, device=device)
+        branch = torch.zeros(1, 0, hidden, dtype=self.dtype, device=device)
+        path = torch.zeros(1, 0, dtype=torch.long, device=device)
+        rows, position = (row,) * count, path.new_full((1,), -1)
+        return MtpChainState(rows, rows, (branch[0],) * count, position, path, branch)
 
-    def step_all(
+    def step_batch(
         self,
-        memories: Sequence[Memory],
+        states: Sequence[MtpChainState],
         depth: int,
         ids: Int[Tensor, "B N"],
         parents: Int[Tensor, "B N"],
-    ) -> tuple[Float[Tensor, "B N Vd"], list[Memory]]:
-        """Stage `depth` at the rows that drafted tokens have brought within its reach.
+    ) -> tuple[Float[Tensor, "B N Vd"], list[MtpChainState]]:
+        """Run stage `depth` at the rows whose input token is a draft token.
 
-        Its states there are the output that was waiting and, of the node's own path, those of the
-        step before; its tokens are the path's last ones.
+        Their states are the stored output of the stage before and, for the node's own path, those
+        of the previous step; their tokens are the last ones of the path.
         """
         if depth == 1:
-            newest = torch.stack([memory.newest[0] for memory in memories])
-            return self._logits(self.stages[0], newest), list(memories)
+            newest = torch.stack([state.newest[0] for state in states])
+            return self._logits(self.stages[0], newest), list(states)
         before, stage, nodes = self.stages[depth - 2], self.stages[depth - 1], ids.shape[1]
-        paths = torch.cat([of_parents([m.path for m in memories], parents), ids[..., None]], dim=2)
-        states = [
-            torch.cat([m.newest[depth - 2].expand(nodes, -1, -1), m.branch[above]], dim=1)
-            for m, above in zip(memories, parents, strict=True)
+        paths = torch.cat(
+            [gather_parents([state.path for state in states], parents), ids[..., None]], dim=2
+        )
+        inputs = [
+            torch.cat([s.newest[depth - 2].expand(nodes, -1, -1), s.branch[above]], dim=1)
+            for s, above in zip(states, parents, strict=True)
         ]
-        lengths = [state.shape[1] for state in states]  # a short text has no output waiting
+        lengths = [rows.shape[1] for rows in inputs]  # a short text has no stored output
         counts = [nodes * n for n in lengths]
-        at = [_up_to(m.position, n).repeat(nodes) for m, n in zip(memories, lengths, strict=True)]
-        tokens = [path[:, -n:].flatten() for path, n in zip(paths, lengths, strict=True)]
-        fed = before.feed(torch.cat([state.flatten(0, 1) for state in states]))
-        residual, read = self._join(stage, torch.cat(tokens), fed)
-        rows = [m.keys[depth - 1] for m in memories], [m.values[depth - 1] for m in memories]
-        masks = {n: _paths(nodes, n, ids.device) for n in set(lengths)}
-        seen = [masks[n] for n in lengths]
-        out, *_ = stage.run(residual, read, torch.cat(at), *rows, seen, counts)
-        branches = [x.unflatten(0, (nodes, -1)) for x in out.split_with_sizes(counts)]
+        at = [_positions(s.position, n).repeat(nodes) for s, n in zip(states, lengths, strict=True)]
+        tokens = torch.cat([p[:, -n:].flatten() for p, n in zip(paths, lengths, strict=True)])
+        fed = before.next_state(torch.cat([rows.flatten(0, 1) for rows in inputs]))
+        residual, x = self._embed(stage, tokens, fed)
+        past = [(s.keys[depth - 1], s.values[depth - 1]) for s in states]
+        masks = {n: _node_masks(nodes, n, ids.device) for n in set(lengths)}
+        out, *_ = stage.block.decode(
+            residual, x, torch.cat(at), past, [masks[n] for n in lengths], counts
+        )
+        branches = [rows.unflatten(0, (nodes, -1)) for rows in out.split_with_sizes(counts)]
         logits = self._logits(stage, torch.stack([branch[:, -1] for branch in branches]))
-        grown = zip(memories, paths, branches, strict=True)
-        return logits, [replace(m, path=path, branch=branch) for m, path, branch in grown]
+        prompts = zip(states, paths, branches, strict=True)
+        return logits, [replace(s, path=path, branch=branch) for s, path, branch in prompts]
 
 
-def _up_to(place: Int[Tensor, " 1"], count: int) -> Int[Tensor, " count"]:
-    """The last `count` positions, `place` the last of them."""
-    return torch.arange(1 - count, 1, device=place.device) + place
+def _positions(last: Int[Tensor, " 1"], count: int) -> Int[Tensor, " count"]:
+    """Return `count` consecutive positions that end with `last`."""
+    return torch.arange(1 - count, 1, device=last.device) + last
 
 
-def _paths(nodes: int, length: int, device: torch.device) -> Bool[Tensor, "NR NR"] | None:
-    """Every node has rows of its own, of which each sees those in front of it."""
+def _node_masks(nodes: int, length: int, device: torch.device) -> Bool[Tensor, "NR NR"] | None:
+    """Return a causal mask for the rows of each node; nodes do not attend to each other."""
     if nodes == 1:
-        return causal(length, device)
+        return causal_mask(length, device)
     one = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     out: Tensor = torch.block_diag(*[one] * nodes)
     return out
 
 
-class Loop(SelfFeeding):
-    """One stage at every depth: true states first, then its own."""
+class MtpLoop(SelfFeeding):
+    """One module at every depth: it reads true states first, then its own."""
 
     def __init__(
-        self, stage: Stage, target: Lender, vocab: DraftVocab, depths: int, attention: str
+        self, stage: MtpModule, target: TargetEnds, vocab: DraftVocab, depths: int, attention: str
     ) -> None:
         super().__init__()
         self.stage, self.target, self.vocab = stage, target, vocab
         self.depths, self.attention = depths, attention
 
     @property
-    def blocks(self) -> list[Block]:
+    def decoder_layers(self) -> list[DecoderLayer]:
         return [self.stage.block]
 
-    def start(self, trace: Trace) -> Float[Tensor, "BT H"]:
+    def initial_state(self, trace: Trace) -> Float[Tensor, "BT H"]:
         return trace.last.flatten(0, 1).to(self.stage.eh_proj.weight.dtype)
 
-    def join(
+    def layer_inputs(
         self, embedding: Float[Tensor, "N H"], state: Float[Tensor, "N H"]
     ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:
-        return self.stage.join(embedding, state)
+        return self.stage.layer_inputs(embedding, state)
 
-    def feed(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
-        return self.stage.feed(hidden)
+    def next_state(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
+        return self.stage.next_state(hidden)
 
     def head(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows Vd"]:
-        return borrowed_head(self.target, self.vocab, self.stage.norm(hidden))
+        return target_head_logits(self.target, self.vocab, self.stage.norm(hidden))

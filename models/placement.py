@@ -1,16 +1,14 @@
-"""Where the frozen target lies while ranks train a drafter beside it.
+"""Placement of the frozen target over the ranks and devices of a training run.
 
-    replicated   every rank holds all of it: the fastest, if it fits
-    sharded      every rank holds a share of every decoder layer; a layer is put together while it
-                 runs, as ZeRO-3 and FSDP do with weights that are trained (arXiv:1910.02054)
-    tensor       every rank holds a share of every matrix and multiplies with that, by the plan that
-                 transformers has for the family (arXiv:1909.08053)
+    replicated   a full copy on every rank: the fastest, if it fits
+    sharded      a shard of every decoder layer on every rank, gathered while the layer runs, as in
+                 ZeRO-3 and FSDP (arXiv:1910.02054)
+    tensor       tensor parallel, by transformers' plan for the family (arXiv:1909.08053)
     apart        on devices of its own, beside those of the ranks
 
-Embedding and head are lent to the drafter and so are whole on every rank, wherever the layers lie.
-The ranks of `tensor` read each other's rows together, since one forward needs them all: each rank
-is handed its own rows of the result. For `sharded`, rank 0 alone reads the weights from the disk;
-the others are sent their shares.
+The drafter uses embedding and head, so every rank has them in full. With `tensor`, one forward runs
+the rows of all ranks, and each rank gets its own rows of the result. With `sharded`, only rank 0
+reads the weights from the disk and sends the shards.
 """
 
 import importlib
@@ -23,49 +21,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.models.target import Seen, Target, decoder_layers
+from outrider.models.target import Target, TargetStates, decoder_layers
 
-QUANTISERS = {"int8": "torchao", "nf4": "bitsandbytes"}  # and the packages that do it
+QUANTISERS = {"int8": "torchao", "nf4": "bitsandbytes"}  # package of each kind
 
 
-class Shared(Target):
-    """A target of which every rank computes a part: all ranks read all rows."""
+class TensorParallelTarget(Target):
+    """A tensor-parallel target: all ranks run all rows."""
 
-    def _read(self, ids: Tensor, positions: Tensor, document: Tensor) -> Seen:
+    def _read_rows(self, ids: Tensor, positions: Tensor, document: Tensor) -> TargetStates:
         rows = len(ids)
-        every = (_of_all_ranks(part) for part in (ids, positions, document))
-        seen = super()._read(*every)
-        mine = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
-        return Seen(seen.taps[mine], seen.last[mine])
+        states = super()._read_rows(*(_all_gather(part) for part in (ids, positions, document)))
+        own = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
+        return TargetStates(states.taps[own], states.last[own])
 
 
-def _of_all_ranks(part: Tensor) -> Tensor:
+def _all_gather(part: Tensor) -> Tensor:
     """[B, ...] of this rank -> [ranks * B, ...]."""
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.contiguous())
     return torch.cat(parts)
 
 
-def check_shares(model: Any) -> Any:
-    """The model, if transformers has dealt its decoder layers out.
+def require_sharded_layers(model: Any) -> Any:
+    """Return the model, if transformers sharded its decoder layers.
 
     Raises:
-        ConfigError: it has not, and every rank holds them whole.
+        ConfigError: it did not; every rank has full layers.
     """
     from torch.distributed.tensor import DTensor
 
     if not any(isinstance(p.data, DTensor) for p in decoder_layers(model).parameters()):
-        why = f"transformers has no plan for {model.config.model_type} that deals out its layers."
+        why = (
+            f"transformers has no tensor-parallel plan for the layers of {model.config.model_type}."
+        )
         raise ConfigError("target.place", "tensor", why, "Use target.place=sharded.")
     return model
 
 
-def sharded(model: Any, empty: Any, device: torch.device) -> Any:
-    """The model with a share of every decoder layer on this rank.
+def shard_layers(model: Any, empty: Any, device: torch.device) -> Any:
+    """Shard every decoder layer over the ranks, and load the weights.
 
     Args:
-        model: with its weights, on rank 0; None elsewhere.
-        empty: the same model on the meta device, which is filled.
+        model: the model with its weights on rank 0; None elsewhere.
+        empty: the same model on the meta device; it is filled and returned.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -83,7 +82,7 @@ def sharded(model: Any, empty: Any, device: torch.device) -> Any:
 
 
 def _send_buffers(model: Any, filled: Any) -> None:
-    """Rotary frequencies and their like, which no checkpoint holds."""
+    """Broadcast buffers that no checkpoint holds, such as rotary frequencies."""
     names = dict(model.named_buffers()) if model is not None else {}
     for name, buffer in filled.named_buffers():
         if name in names:
@@ -91,30 +90,28 @@ def _send_buffers(model: Any, filled: Any) -> None:
         dist.broadcast(buffer, 0)
 
 
-def apart(model: Any, devices: Sequence[str]) -> Any:
-    """The model on one device, or its layers dealt out over several, in order."""
-    places = [torch.device(name) for name in devices]
-    if len(places) == 1:
-        return model.to(places[0])
+def on_own_devices(model: Any, devices: Sequence[str]) -> Any:
+    """Move the model to one device, or distribute its layers over several, in order."""
+    if len(devices) == 1:
+        return model.to(torch.device(devices[0]))
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    whole = [type(layer).__name__ for layer in decoder_layers(model)]  # no layer is cut in two
-    room: Any = {place.index: 2**60 for place in places}
-    room = get_balanced_memory(model, max_memory=room, no_split_module_classes=whole)
-    table = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
+    no_split = [type(layer).__name__ for layer in decoder_layers(model)]
+    memory: Any = {torch.device(name).index: 2**60 for name in devices}
+    memory = get_balanced_memory(model, max_memory=memory, no_split_module_classes=no_split)
+    table = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=no_split)
     return dispatch_model(model, device_map=table)
 
 
-def quantised(kind: str) -> Any:
-    """What transformers is told, to read the weights of linear maps in fewer bits.
+def quantization_config(kind: str) -> Any:
+    """Return transformers' configuration for quantised linear maps.
 
-    Embedding and head stay as they are. int8: by torchao, scaled per row, multiplied in the
-    model's own precision (arXiv:2208.07339 without outliers). nf4: by bitsandbytes
-    (arXiv:2305.14314).
+    Embedding and head keep their precision. int8: torchao, scaled per row, multiplied in the
+    model's precision (arXiv:2208.07339 without outliers). nf4: bitsandbytes (arXiv:2305.14314).
 
     Raises:
-        ConfigError: the package that does it is not there.
+        ConfigError: the package is not installed.
     """
     package = QUANTISERS[kind]
     if importlib.util.find_spec(package) is None:

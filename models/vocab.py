@@ -1,4 +1,4 @@
-"""The reduced draft vocabulary: which target tokens a drafter can propose.
+"""The draft vocabulary: the subset of target tokens that a drafter can propose.
 
 Source: EAGLE-3 (arXiv:2503.01840) and its code: count the supervised tokens, keep the Vd most
 frequent, sort them by id. Stored as two maps, the layout that vLLM and SGLang read:
@@ -16,40 +16,41 @@ from torch import Tensor, nn
 
 
 class DraftVocab(nn.Module):
-    """Maps between draft ids and target ids; the identity when every token is kept."""
+    """Maps between draft ids and target ids; the identity if every token is in it."""
 
     d2t: Int[Tensor, " Vd"]
     t2d: Bool[Tensor, " V"]
 
-    def __init__(self, kept: Int[Tensor, " Vd"], size: int) -> None:
+    def __init__(self, ids: Int[Tensor, " Vd"], size: int) -> None:
         """
         Args:
-            kept: target ids of the draft vocabulary, ascending and distinct.
+            ids: target ids of the draft vocabulary, ascending and distinct.
             size: the target's vocabulary V.
 
         Raises:
             ValueError: the ids are not ascending, not distinct or out of range.
         """
         super().__init__()
-        kept = kept.to(torch.int64)
-        if kept.numel() == 0 or kept[0] < 0 or kept[-1] >= size or (kept.diff() <= 0).any():
+        ids = ids.to(torch.int64)
+        if ids.numel() == 0 or ids[0] < 0 or ids[-1] >= size or (ids.diff() <= 0).any():
             raise ValueError(f"draft vocabulary: ids must ascend without repeats in 0..{size - 1}")
-        self.full = kept.numel() == size
+        self.is_full = ids.numel() == size
         t2d = torch.zeros(size, dtype=torch.bool)
-        t2d[kept] = True
-        self.register_buffer("d2t", kept - torch.arange(kept.numel()))
+        t2d[ids] = True
+        self.register_buffer("d2t", ids - torch.arange(ids.numel()))
         self.register_buffer("t2d", t2d)
-        self._kept: Tensor | None = None
+        self._target_ids: Tensor | None = None
 
     @classmethod
-    def whole(cls, size: int) -> "DraftVocab":
+    def identity(cls, size: int) -> "DraftVocab":
+        """Return the vocabulary of all `size` target tokens."""
         return cls(torch.arange(size), size)
 
     @classmethod
     def from_counts(cls, counts: Int[Tensor, " V"], size: int) -> "DraftVocab":
         """Keep the `size` most frequent tokens; ties and unseen tokens by ascending id."""
         if size >= counts.numel():
-            return cls.whole(counts.numel())
+            return cls.identity(counts.numel())
         order = torch.sort(counts, descending=True, stable=True).indices  # stable: lower id first
         return cls(order[:size].sort().values, counts.numel())
 
@@ -57,45 +58,45 @@ class DraftVocab(nn.Module):
         return int(self.d2t.numel())
 
     @property
-    def kept(self) -> Int[Tensor, " Vd"]:
+    def target_ids(self) -> Int[Tensor, " Vd"]:
         """Target ids of the draft vocabulary, ascending."""
-        if self._kept is None or self._kept.device != self.d2t.device:
-            self._kept = self.d2t + torch.arange(len(self), device=self.d2t.device)
-        return self._kept
+        if self._target_ids is None or self._target_ids.device != self.d2t.device:
+            self._target_ids = self.d2t + torch.arange(len(self), device=self.d2t.device)
+        return self._target_ids
 
     def to_target(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-        """Target ids of draft ids (int64, as torch finds them)."""
-        return ids if self.full else self.kept.take(ids)
+        """Return target ids of draft ids."""
+        return ids if self.is_full else self.target_ids.take(ids)
 
     def to_draft(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-        """Draft ids of target ids, -1 for those that cannot be drafted."""
-        if self.full:
+        """Return draft ids of target ids, -1 for tokens outside the draft vocabulary."""
+        if self.is_full:
             return ids
-        place = torch.searchsorted(self.kept, ids)
-        return torch.where(self.t2d[ids], place, -1)
+        index = torch.searchsorted(self.target_ids, ids)
+        return torch.where(self.t2d[ids], index, -1)
 
     def expand(self, probs: Float[Tensor, "*rows Vd"]) -> Float[Tensor, "*rows V"]:
-        """Rows over the target's vocabulary: 0 where the drafter cannot propose."""
-        if self.full:
+        """Expand rows to the target's vocabulary, with 0 outside the draft vocabulary."""
+        if self.is_full:
             return probs
         out = probs.new_zeros(*probs.shape[:-1], self.t2d.numel())
-        out[..., self.kept] = probs
+        out[..., self.target_ids] = probs
         return out
 
     def coverage(self, counts: Int[Tensor, " V"]) -> float:
-        """Share of the counted tokens that the drafter can propose."""
+        """Return the share of the counted tokens that the drafter can propose."""
         total = int(counts.sum())
         return float(counts[self.t2d.to(counts.device)].sum()) / total if total else 0.0
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ValueError unless d2t and t2d describe the same ascending set of tokens."""
-        kept = self.kept
-        named = torch.nonzero(self.t2d).flatten()
-        if kept.shape != named.shape or not torch.equal(kept, named):
+        ids = self.target_ids
+        members = torch.nonzero(self.t2d).flatten()
+        if ids.shape != members.shape or not torch.equal(ids, members):
             raise ValueError("draft vocabulary: d2t and t2d disagree; the checkpoint is damaged")
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._kept = None
-        self.full = len(self) == self.t2d.numel()
-        self.check()
+        self._target_ids = None
+        self.is_full = len(self) == self.t2d.numel()
+        self.validate()

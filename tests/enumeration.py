@@ -1,7 +1,7 @@
-"""Exact laws of random decoding: coins that visit every branch, and toy models to decode.
+"""Exact distributions of random decoding: every branch of toy models, by enumeration.
 
-The process under test runs as it is; only its coins are exchanged for `Branches`, which replays
-it once for every path through its flips and draws and multiplies up the exact probabilities.
+The process under test runs as it is; only its random source is replaced by `Branches`, which
+replays it once for every path through its flips and draws and multiplies the exact probabilities.
 
 One round of the rules is replayed for all contexts and all drafts at once, as one batch, and gives
 the chance to go from any context to any other. Whole texts are the powers of that matrix. A
@@ -22,20 +22,27 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from outrider.models.decode.sampling import Coins, GeneratorCoins, warp
+from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.sibling_rules import draw_siblings
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verify import Accepted
+from outrider.models.decode.warping import warp
 
 Context = tuple[int, ...]
 Law = dict[Context, float]
 Warp = tuple[float, int, float]  # temperature, top_k, top_p
 PLAIN: Warp = (1.0, 0, 1.0)
-PARTS = ("ids", "parents", "depths", "seen", "real")  # of a tree, each with a row per prompt
+PARTS = (
+    "ids",
+    "parents",
+    "depths",
+    "ancestor_mask",
+    "real",
+)  # of a tree, each with a row per prompt
 
 
-class Branches(Coins):
-    """Coins that follow a script of branch numbers, then always the first possible branch.
+class Branches(RandomSource):
+    """A random source that follows a script of branches, then always the first possible one.
 
     All prompts of a batch take the same branch, each at its own chance; a branch is possible if
     it is for one of them.
@@ -68,8 +75,8 @@ class Branches(Coins):
         return torch.full((len(weights),), possible[taken])
 
 
-class Scripted(Coins):
-    """Coins whose answers are written down; `asked` is what they were asked."""
+class Scripted(RandomSource):
+    """A random source with given results; `asked` holds the arguments."""
 
     def __init__(self, *answers: list[int]) -> None:
         self.answers = list(answers)
@@ -85,12 +92,12 @@ class Scripted(Coins):
 
 
 def every_path(process: Callable[[Branches], None]) -> None:
-    """Call the process once for every path through its coins."""
+    """Call the process once for every outcome of its random numbers."""
     script: list[int] = []
     while True:
-        coins = Branches(script)
-        process(coins)
-        trail = coins.trail
+        rng = Branches(script)
+        process(rng)
+        trail = rng.trail
         while trail and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
         if not trail:
@@ -99,13 +106,13 @@ def every_path(process: Callable[[Branches], None]) -> None:
         script[-1] += 1
 
 
-def enumerate_law(process: Callable[[Coins], Context]) -> Law:
+def enumerate_law(process: Callable[[RandomSource], Context]) -> Law:
     """The exact law of a random process on a batch of one prompt."""
     law: defaultdict[Context, float] = defaultdict(float)
 
-    def add(coins: Branches) -> None:
-        said = process(coins)
-        law[said] += coins.chance
+    def add(rng: Branches) -> None:
+        said = process(rng)
+        law[said] += rng.chance
 
     every_path(add)
     return law
@@ -176,13 +183,13 @@ class Draft(NamedTuple):
     q_rows: Tensor | None
 
 
-Propose = Callable[[Toy, Tensor, Coins], Draft]
-ToyJudge = Callable[[Toy, Draft, Tensor, Coins], Accepted]
+Propose = Callable[[Toy, Tensor, RandomSource], Draft]
+ToyRule = Callable[[Toy, Draft, Tensor, RandomSource], Accepted]
 
 
-def by(judge: Callable[[Tree, Tensor, Any, Coins], Accepted]) -> ToyJudge:
+def by(toy_rule: Callable[[Tree, Tensor, Any, RandomSource], Accepted]) -> ToyRule:
     """A rule, in a form in which the tests can also state wrong ones that see the toy."""
-    return lambda toy, draft, p_rows, coins: judge(draft.tree, p_rows, draft.q_rows, coins)
+    return lambda toy, draft, p_rows, rng: toy_rule(draft.tree, p_rows, draft.q_rows, rng)
 
 
 WARPS: list[Warp] = [PLAIN, (0.5, 0, 1.0), (1.5, 2, 1.0), (0.8, 0, 0.7), (1.2, 3, 0.8)]
@@ -210,8 +217,8 @@ class Round(NamedTuple):
     tokens: Tensor
 
 
-def enumerate_round(toy: Toy, propose: Propose, judge: ToyJudge, starts: Tensor) -> Round:
-    """One round from each of these contexts: every draft, and every outcome of every coin."""
+def enumerate_round(toy: Toy, propose: Propose, toy_rule: ToyRule, starts: Tensor) -> Round:
+    """One round from each of these contexts: every draft, every outcome of every draw."""
     drafts = list(every_draft(toy, propose, starts))
     chances = torch.cat([chance for _, chance in drafts])
     draft = stack([draft for draft, _ in drafts])
@@ -221,9 +228,9 @@ def enumerate_round(toy: Toy, propose: Propose, judge: ToyJudge, starts: Tensor)
     step[toy.ends, toy.ends] = 1.0
     tokens = torch.zeros(len(toy.p), dtype=torch.float64)
 
-    def add(coins: Branches) -> None:
-        accepted = judge(toy, draft, p_rows, coins)
-        weights = chances * coins.chances
+    def add(rng: Branches) -> None:
+        accepted = toy_rule(toy, draft, p_rows, rng)
+        weights = chances * rng.chances
         step.index_put_((begun, reached(toy, draft, accepted)), weights, accumulate=True)
         tokens.index_add_(0, begun, weights * (accepted.length + 1))
 
@@ -234,9 +241,9 @@ def enumerate_round(toy: Toy, propose: Propose, judge: ToyJudge, starts: Tensor)
 def every_draft(toy: Toy, propose: Propose, starts: Tensor) -> Iterator[tuple[Draft, Tensor]]:
     found: list[tuple[Draft, Tensor]] = []
 
-    def add(coins: Branches) -> None:
-        draft = propose(toy, starts, coins)
-        chances = coins.chances.expand(len(starts))
+    def add(rng: Branches) -> None:
+        draft = propose(toy, starts, rng)
+        chances = rng.chances.expand(len(starts))
         found.append((pick(draft, chances > 0), chances[chances > 0]))
 
     every_path(add)
@@ -252,9 +259,9 @@ def reached(toy: Toy, draft: Draft, accepted: Accepted) -> Tensor:
     return after
 
 
-def law_of(toy: Toy, propose: Propose, judge: ToyJudge) -> Tensor:
+def law_of(toy: Toy, propose: Propose, toy_rule: ToyRule) -> Tensor:
     """The joint law of the whole text, as rounds emit it."""
-    step = enumerate_round(toy, propose, judge, toy.starts).step
+    step = enumerate_round(toy, propose, toy_rule, toy.starts).step
     law = torch.zeros(len(toy.p), dtype=torch.float64)
     law[1] = 1.0
     for _ in range(toy.length):
@@ -262,31 +269,31 @@ def law_of(toy: Toy, propose: Propose, judge: ToyJudge) -> Tensor:
     return law[toy.ends]
 
 
-def bias(toy: Toy, propose: Propose, judge: ToyJudge) -> float:
+def bias(toy: Toy, propose: Propose, toy_rule: ToyRule) -> float:
     """Total variation between the law of the rounds and that of plain decoding."""
-    return variation(law_of(toy, propose, judge), toy.law())
+    return variation(law_of(toy, propose, toy_rule), toy.law())
 
 
-def worst_bias(propose: Propose, judge: ToyJudge, setting: Warp = PLAIN) -> float:
+def worst_bias(propose: Propose, toy_rule: ToyRule, setting: Warp = PLAIN) -> float:
     """Of a few random toys: one toy might hide a bias by chance."""
-    return max(bias(Toy(seed, warp=setting), propose, judge) for seed in range(3))
+    return max(bias(Toy(seed, warp=setting), propose, toy_rule) for seed in range(3))
 
 
 def variation(law: Tensor, other: Tensor) -> float:
     return float((law - other).abs().sum()) / 2
 
 
-def tokens_per_round(toy: Toy, propose: Propose, judge: ToyJudge) -> float:
+def tokens_per_round(toy: Toy, propose: Propose, toy_rule: ToyRule) -> float:
     """Emitted by the first round on average, the next token included."""
     first = torch.ones(1, dtype=torch.long)
-    return float(enumerate_round(toy, propose, judge, first).tokens[1])
+    return float(enumerate_round(toy, propose, toy_rule, first).tokens[1])
 
 
 def pick(draft: Draft, rows: Tensor) -> Draft:
     """Some of the prompts of a batch."""
     tree, contexts, q_rows = draft
     parts: dict[str, Any] = {name: getattr(tree, name)[rows] for name in PARTS}
-    chosen = Tree(**parts, levels=tree.levels, straight=tree.straight, whole=tree.whole)
+    chosen = Tree(**parts, levels=tree.levels, is_chain=tree.is_chain, unpadded=tree.unpadded)
     return Draft(chosen, contexts[rows], None if q_rows is None else q_rows[rows])
 
 
@@ -297,9 +304,11 @@ def stack(drafts: list[Draft]) -> Draft:
         name: torch.cat([getattr(tree, name) for tree in trees]) for name in PARTS
     }
     straight, whole = (
-        all(flags) for flags in zip(*((t.straight, t.whole) for t in trees), strict=True)
+        all(flags) for flags in zip(*((t.is_chain, t.unpadded) for t in trees), strict=True)
     )
-    tree = Tree(**parts, levels=max(tree.levels for tree in trees), straight=straight, whole=whole)
+    tree = Tree(
+        **parts, levels=max(tree.levels for tree in trees), is_chain=straight, unpadded=whole
+    )
     contexts = torch.cat([draft.contexts for draft in drafts])
     rows = [draft.q_rows for draft in drafts if draft.q_rows is not None]
     return Draft(tree, contexts, torch.cat(rows) if rows else None)
@@ -311,9 +320,9 @@ def stack(drafts: list[Draft]) -> Draft:
 def sampled_tree(widths: tuple[int, ...], replacement: bool) -> Propose:
     """Every node at depth d has widths[d] children, drawn from the drafter's row."""
 
-    def propose(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
+    def propose(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
         def below(rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
-            return draw_siblings(rows, width, coins, replacement)
+            return draw_siblings(rows, width, rng, replacement)
 
         draft = grow(toy, starts, widths, below)
         return draft._replace(q_rows=toy.q[draft.contexts])
@@ -328,7 +337,7 @@ def favourites(*widths: int) -> Propose:
         best = rows.topk(width).indices
         return best, torch.ones_like(best, dtype=torch.bool)
 
-    return lambda toy, starts, coins: grow(toy, starts, widths, below)
+    return lambda toy, starts, rng: grow(toy, starts, widths, below)
 
 
 def sampled_chain(depth: int) -> Propose:
@@ -369,23 +378,23 @@ def grow(toy: Toy, starts: Tensor, widths: tuple[int, ...], below: Below) -> Dra
     return Draft(tree, nodes, None)
 
 
-# ---- whole batches under the coins of a real run -------------------------------------------------
+# ---- whole batches with real random numbers ------------------------------------------------------
 
 
-def sample(toy: Toy, propose: Propose, judge: ToyJudge, count: int) -> Tensor:
+def sample(toy: Toy, propose: Propose, toy_rule: ToyRule, count: int) -> Tensor:
     """How often each whole text comes out, of `count` prompts decoded side by side."""
-    coins = GeneratorCoins([Random(seed) for seed in range(count)], 8)
+    rng = GeneratorSource([Random(seed) for seed in range(count)], 8)
     said = torch.ones(count, dtype=torch.long)
     while bool((said < toy.vocab**toy.length).any()):
         growing = said.clamp(max=toy.vocab**toy.length - 1)  # whole texts decode on, unheard
-        draft = propose(toy, growing, coins)
-        after = reached(toy, draft, judge(toy, draft, toy.p[draft.contexts], coins))
+        draft = propose(toy, growing, rng)
+        after = reached(toy, draft, toy_rule(toy, draft, toy.p[draft.contexts], rng))
         said = torch.where(said < toy.vocab**toy.length, after, said)
     return (said[:, None] == toy.ends).sum(0)
 
 
 def g_test(
-    toy: Toy, propose: Propose, judge: ToyJudge, count: int, law: Tensor | None = None
+    toy: Toy, propose: Propose, toy_rule: ToyRule, count: int, law: Tensor | None = None
 ) -> float:
     """p-value of the likelihood-ratio test of the joint law of a whole text.
 
@@ -394,7 +403,7 @@ def g_test(
     """
     expected = count * (toy.law() if law is None else law)
     assert float(expected.min()) > 5, "too few samples for the test to hold"
-    observed = sample(toy, propose, judge, count)
+    observed = sample(toy, propose, toy_rule, count)
     return float(power_divergence(observed, expected, lambda_="log-likelihood").pvalue)
 
 
@@ -404,8 +413,8 @@ def g_test(
 def padded(draft: Draft, size: int, levels: int) -> Draft:
     """The same trees among more nodes: what is added hangs below the root, and is not real.
 
-    Its tokens are those of the root's children, and its rows are the root's, so that whoever
-    takes an added node for a sibling is wrong.
+    Its tokens are those of the root's children, and its rows are the root's, so that
+    taking an added node for a sibling gives a wrong result.
     """
     tree, contexts, q_rows = draft
     more = size - tree.size
@@ -436,23 +445,23 @@ def any_trees(ids: Tensor, whole: bool, dice: torch.Generator) -> Tree:
     for node in range(1, size):
         above = parents[:, node : node + 1] = torch.randint(0, node, (batch, 1), generator=dice)
         depths[:, node] = depths.gather(1, above)[:, 0] + 1
-        real[:, node] &= real.gather(1, above)[:, 0]  # whoever is real has real ancestors
+        real[:, node] &= real.gather(1, above)[:, 0]  # a real node has real ancestors
     return Tree.grown(ids, parents, depths, size - 1, None if whole else real)
 
 
-def check_ragged(toy: Toy, proposals: list[Propose], judge: ToyJudge) -> None:
+def check_ragged(toy: Toy, proposals: list[Propose], toy_rule: ToyRule) -> None:
     """Trees of unequal shape in one batch get what each of them gets alone."""
     starts = toy.starts[:4]
-    coins = GeneratorCoins([Random(9) for _ in starts], 16)
-    drafts = [propose(toy, starts, coins) for propose in proposals]
+    rng = GeneratorSource([Random(9) for _ in starts], 16)
+    drafts = [propose(toy, starts, rng) for propose in proposals]
     size = max(draft.tree.size for draft in drafts)
     levels = max(draft.tree.levels for draft in drafts)
     batch = stack([padded(draft, size + 1, levels) for draft in drafts])
     alone = [pick(d, torch.tensor([row])) for d in drafts for row in range(len(starts))]
     for seed in range(25):
-        every = judged(toy, batch, judge, range(seed, seed + len(alone)))
+        every = apply_rule(toy, batch, toy_rule, range(seed, seed + len(alone)))
         for row, draft in enumerate(alone):
-            one = judged(toy, draft, judge, [seed + row])
+            one = apply_rule(toy, draft, toy_rule, [seed + row])
             length = int(one.length)
             assert every.length[row] == length
             assert every.next_ids[row] == one.next_ids[0]
@@ -460,6 +469,6 @@ def check_ragged(toy: Toy, proposals: list[Propose], judge: ToyJudge) -> None:
             assert bool((every.path[row, length:] == every.path[row, length]).all())
 
 
-def judged(toy: Toy, draft: Draft, judge: ToyJudge, seeds: Iterable[int]) -> Accepted:
-    coins = GeneratorCoins([Random(seed) for seed in seeds], 16)
-    return judge(toy, draft, toy.p[draft.contexts], coins)
+def apply_rule(toy: Toy, draft: Draft, toy_rule: ToyRule, seeds: Iterable[int]) -> Accepted:
+    rng = GeneratorSource([Random(seed) for seed in seeds], 16)
+    return toy_rule(toy, draft, toy.p[draft.contexts], rng)

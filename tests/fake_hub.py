@@ -1,7 +1,7 @@
-"""A model hub in miniature, on this machine: what huggingface_hub asks of the real one.
+"""A local model hub with the calls that huggingface_hub makes.
 
-Repositories are made; files that are not text go by git-LFS's batch calls, the others inside the
-commit; what was uploaded can be listed and fetched. Not here: Xet, which the real hub prefers.
+It creates repositories, takes binary files by git-LFS's batch calls and others inside the commit,
+lists and serves what was uploaded. It has no Xet, which the real hub prefers.
 """
 
 import base64
@@ -21,21 +21,21 @@ LFS = (".safetensors",)
 
 
 class Hub:
-    """What the hub holds, and what was asked of it.
+    """Content of the hub, and the requests it received.
 
     Attributes:
-        repos: name -> private, files by name.
+        repos: name -> whether it is private, and its files by name.
         blobs: bytes by sha256.
         sent: names of objects that were uploaded, in order.
-        refuse_after: how many objects are taken before uploads are refused; None for all.
-        open: whether tokens are taken.
+        refuse_after: number of objects accepted before uploads are refused; None: all.
+        open: whether tokens are accepted.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, Any]] = {}
         self.blobs: dict[str, bytes] = {}
         self.sent: list[str] = []
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.commits = 0
         self.refuse_after: int | None = None
         self.open = True
@@ -45,7 +45,7 @@ class Hub:
 
 @contextmanager
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that huggingface_hub of this process speaks to, with a token."""
+    """Run a hub that huggingface_hub of this process uses, with a token."""
     from huggingface_hub import constants
 
     hub = Hub()
@@ -69,70 +69,70 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *words: object) -> None:
-        """Nothing on the terminal."""
+        """Print nothing."""
 
     def do_POST(self) -> None:
         body = self._body()
-        if not self._known():
+        if not self._authorised():
             return
         if self.path == "/api/validate-yaml":
-            self._say({"errors": [], "warnings": []})
+            self._reply({"errors": [], "warnings": []})
         elif self.path == "/api/repos/create":
             self._create(json.loads(body))
         elif "/preupload/" in self.path:
             files = json.loads(body)["files"]
-            self._say({"files": [self._mode(file["path"]) for file in files]})
+            self._reply({"files": [self._mode(file["path"]) for file in files]})
         elif self.path.endswith("/info/lfs/objects/batch"):
-            self._say({"objects": [self._batch(one) for one in json.loads(body)["objects"]]})
+            self._reply({"objects": [self._batch(one) for one in json.loads(body)["objects"]]})
         elif match := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
             self._commit(match[1], [json.loads(line) for line in body.splitlines()])
         else:
-            self._say({"error": "unknown"}, 404)
+            self._reply({"error": "unknown"}, 404)
 
     def do_PUT(self) -> None:
         body, oid = self._body(), self.path.rpartition("/")[2]
         assert hashlib.sha256(body).hexdigest() == oid, "the bytes are not the ones announced"
-        with self.hub.lock:  # uploads come side by side: the last place is given once
+        with self.hub.lock:  # uploads run in parallel
             full = self.hub.refuse_after is not None and len(self.hub.sent) >= self.hub.refuse_after
             if not full:
                 self.hub.blobs[oid] = body
                 self.hub.sent.append(oid)
         if full:
-            self._say({"error": f"go away, {TOKEN}"}, 403)
+            self._reply({"error": f"go away, {TOKEN}"}, 403)
         else:
-            self._say({})
+            self._reply({})
 
     def do_GET(self) -> None:
-        if not self._known():
+        if not self._authorised():
             return
         if match := re.match(r"/api/models/(.+)/tree/", self.path):
             files = self.hub.repos[match[1]]["files"]
-            self._say([self._entry(name, data) for name, data in files.items()])
+            self._reply([self._entry(name, data) for name, data in files.items()])
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/main)?", self.path):
             self._info(match[1])
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", self.path):
             data = self.hub.repos[match[1]]["files"].get(match[2])
             self._send(b"" if data is None else data, 404 if data is None else 200)
         else:
-            self._say({"error": "unknown"}, 404)
+            self._reply({"error": "unknown"}, 404)
 
     do_HEAD = do_GET
 
-    # ---- what is asked ----
+    # ---- requests ----
 
-    def _known(self) -> bool:
-        self.hub.asked.append(f"{self.command} {self.path}")
+    def _authorised(self) -> bool:
+        self.hub.requests.append(f"{self.command} {self.path}")
         good = self.hub.open and self.headers.get("authorization") == f"Bearer {TOKEN}"
         if not good:
-            self._say({"error": f"no such token: {TOKEN}"}, 401)
+            self._reply({"error": f"no such token: {TOKEN}"}, 401)
         return good
 
-    def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked['organization']}/{asked['name']}"
-        private = asked.get("private", asked.get("visibility") == "private")
+    def _create(self, request: dict[str, Any]) -> None:
+        name = f"{request['organization']}/{request['name']}"
+        private = request.get("private", request.get("visibility") == "private")
         known = name in self.hub.repos
         self.hub.repos.setdefault(name, {"private": private, "files": {}})
-        self._say({"url": f"{self.hub.url}/{name}"}, 409 if known else 200)
+        self._reply({"url": f"{self.hub.url}/{name}"}, 409 if known else 200)
 
     def _mode(self, path: str) -> dict[str, Any]:
         mode = "lfs" if path.endswith(LFS) else "regular"
@@ -154,23 +154,23 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.blobs[value["oid"]]
         self.hub.commits += 1
         oid = f"{self.hub.commits:040x}"
-        self._say({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repo}"})
+        self._reply({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repo}"})
 
     def _info(self, repo: str) -> None:
         if repo not in self.hub.repos:
-            self._say({"error": "Repository not found"}, 404)
+            self._reply({"error": "Repository not found"}, 404)
             return
-        held = self.hub.repos[repo]
-        siblings = [{"rfilename": name} for name in held["files"]]
+        content = self.hub.repos[repo]
+        siblings = [{"rfilename": name} for name in content["files"]]
         sha = f"{self.hub.commits:040x}"
-        about = {"id": repo, "sha": sha, "private": held["private"], "siblings": siblings}
-        self._say(about)
+        about = {"id": repo, "sha": sha, "private": content["private"], "siblings": siblings}
+        self._reply(about)
 
     def _entry(self, name: str, data: bytes) -> dict[str, Any]:
         oid = hashlib.sha256(data).hexdigest()[:40]
         return {"type": "file", "path": name, "size": len(data), "oid": oid}
 
-    # ---- what is answered ----
+    # ---- replies ----
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("transfer-encoding", ""):
@@ -182,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _say(self, value: object, code: int = 200) -> None:
+    def _reply(self, value: object, code: int = 200) -> None:
         self._send(json.dumps(value).encode(), code)
 
     def _send(self, data: bytes, code: int) -> None:

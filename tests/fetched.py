@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from outrider.conf.files import write
-from outrider.models.load import cache_home
+from outrider.conf.paths import cache_home
 
 VERSION = "3.7.2"
 FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from outrider.train import best_drafter as best
-from outrider.train import loop
-from outrider.train.trainer import Run
+from outrider.launch import train
+from outrider.train import best_drafter
+from outrider.train.trainer import Trainer
 from tests import runs
 
 
@@ -28,10 +28,10 @@ def storages(tensors: object) -> dict[int, int]:
     return found
 
 
-def held(run: Run) -> float:
+def held(run: Trainer) -> float:
     """Bytes per parameter, gradients not counted."""
     gc.collect()
-    model, material = run.target.model, run.material
+    model, material = run.target.model, run.data
     known = storages([*model.parameters(), *model.buffers()])
     known |= storages([v for part in (material.train, material.held) for v in vars(part).values()])
     found = storages(obj for obj in gc.get_objects() if type(obj) is not type)
@@ -40,15 +40,15 @@ def held(run: Run) -> float:
 
 
 def main(folder: str, *words: str) -> None:
-    def publish(run: Run) -> Path:
+    def publish(run: Trainer) -> Path:
         if run.main:
             print(f"held {held(run):.2f}", flush=True)
         return run.folder
 
-    best.publish, best.keep = publish, lambda *_: False
-    Run.save = lambda self: None  # type: ignore[method-assign]
+    best_drafter.publish, best_drafter.save_if_best = publish, lambda *_: False
+    Trainer.save = lambda self: None  # type: ignore[method-assign]
     config = runs.config(Path(folder), "train.max_steps=2", "train.eval_every=9", *words)
-    loop.train(config)
+    train.train(config)
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Drafters of every kind that some format can hold, and what is the same about two of them."""
+"""Drafters of every kind in every format that holds them, and functions that compare them."""
 
 import json
 from collections.abc import Callable
@@ -26,15 +26,15 @@ QK: dict[str, Any] = {"qk_norm": True}
 
 
 class Case(NamedTuple):
-    """A drafter as it is configured, and the format that it is written in."""
+    """A drafter's configuration and the format it is written in."""
 
     name: str
     word: str
     changes: dict[str, Any]
-    whole: bool  # it can propose every token
+    whole: bool  # whether it can propose every token
 
     def drafter(self, target: Target) -> Drafter:
-        return scrambled(tiny.drafter(self.name, target, vocab(self.whole), **self.changes))
+        return randomise(tiny.drafter(self.name, target, vocab(self.whole), **self.changes))
 
     @property
     def format(self) -> Format:
@@ -50,31 +50,31 @@ def vocab(whole: bool) -> Any:
 
 
 def _cases() -> list[Case]:
-    found = [Case("eagle3", w, c, False) for w in ("sglang", "vllm", "speculators") for c in EAGLE3]
-    found += [Case("eagle3", w, {}, True) for w in ("sglang", "vllm", "speculators")]
-    found += [Case("eagle3", w, NORMED, False) for w in ("vllm", "speculators")]
-    found += [Case("eagle3", "speculators", {**QK, "taps": (1,)}, False)]
+    cases = [Case("eagle3", w, c, False) for w in ("sglang", "vllm", "speculators") for c in EAGLE3]
+    cases += [Case("eagle3", w, {}, True) for w in ("sglang", "vllm", "speculators")]
+    cases += [Case("eagle3", w, NORMED, False) for w in ("vllm", "speculators")]
+    cases += [Case("eagle3", "speculators", {**QK, "taps": (1,)}, False)]
     for name in ("eagle", "hass"):
-        found += [Case(name, word, {"bias": False}, True) for word in ("eagle", "sglang", "vllm")]
-        found += [Case(name, word, {}, True) for word in ("eagle", "sglang")]
-    found += [Case("medusa", "medusa", {"own_heads": own}, True) for own in (True, False)]
+        cases += [Case(name, word, {"bias": False}, True) for word in ("eagle", "sglang", "vllm")]
+        cases += [Case(name, word, {}, True) for word in ("eagle", "sglang")]
+    cases += [Case("medusa", "medusa", {"own_heads": own}, True) for own in (True, False)]
     for own in (True, False):
         changes = {"own_heads": own, "res_layers": 2}
-        found += [Case("medusa", "vllm", changes, whole) for whole in (True, False)]
-    found += [Case("mtp", "deepseek", c, True) for c in ({}, {**QK, "depths": 1})]
+        cases += [Case("medusa", "vllm", changes, whole) for whole in (True, False)]
+    cases += [Case("mtp", "deepseek", c, True) for c in ({}, {**QK, "depths": 1})]
     state_first = {"mode": "recurrent", "order": "state_first", "feed": "normed", **QK}
-    found += [Case("mtp", w, state_first, True) for w in ("qwen3_next", "speculators")]
-    found += [Case("mtp", w, {"depths": 1}, True) for w in ("qwen3_next", "speculators")]
-    found += [Case("draft_lm", "transformers", {}, True)]
+    cases += [Case("mtp", w, state_first, True) for w in ("qwen3_next", "speculators")]
+    cases += [Case("mtp", w, {"depths": 1}, True) for w in ("qwen3_next", "speculators")]
+    cases += [Case("draft_lm", "transformers", {}, True)]
     every = ("draft_lm", "eagle", "eagle3", "hass", "medusa", "mtp")
-    return found + [Case(name, "native", {}, False) for name in every]
+    return cases + [Case(name, "native", {}, False) for name in every]
 
 
 CASES = _cases()
 
 
-def scrambled(drafter: Drafter) -> Drafter:
-    """No weight is what it was set to at first; norms stay where subtracting 1 is exact."""
+def randomise(drafter: Drafter) -> Drafter:
+    """Change every weight from its initial value; norms stay where subtracting 1 is exact."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, value in drafter.named_parameters():
@@ -87,22 +87,22 @@ def scrambled(drafter: Drafter) -> Drafter:
 
 @torch.no_grad()
 def logits(drafter: Drafter, target: Target) -> list[Tensor]:
-    """Of every depth where it counts, on `tiny`'s packed rows; then of two steps of decoding."""
+    """Return the logits of every depth on `tiny`'s packed rows, then of two decoding steps."""
     target.set_taps(drafter.taps)
-    trace, found = tiny.packed(target), []
+    trace, out = tiny.packed_trace(target), []
     for depth, hidden in drafter.unroll(trace):
-        said = drafter.heads([hidden[trace.counts(depth)]], [depth])
-        found.append(said)
-    state = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+        rows = drafter.heads_by_depth([hidden[trace.supervised_mask(depth)]], [depth])
+        out.append(rows)
+    state = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     for depth, token in ((1, 3), (2, 7)):
-        if depth <= min(drafter.reach, len(found)):
-            said, state = drafter.step(state, depth, torch.tensor([token]), torch.tensor([0]))
-            found.append(said)
-    return found
+        if depth <= min(drafter.max_depth, len(out)):
+            rows, state = drafter.step(state, depth, torch.tensor([token]), torch.tensor([0]))
+            out.append(rows)
+    return out
 
 
-def same(one: Drafter, other: Drafter) -> None:
-    """Every tensor of both, bit for bit."""
+def assert_equal_weights(one: Drafter, other: Drafter) -> None:
+    """Compare every tensor bit for bit."""
     ours, theirs = one.state_dict(), other.state_dict()
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
@@ -111,14 +111,14 @@ def same(one: Drafter, other: Drafter) -> None:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, whatever its files."""
+    """Return all tensors of a folder."""
     return {
         k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
     }
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the weights of a folder of one file, and forget what Outrider wrote beside them."""
+def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the weights of a folder with one weight file, and remove outrider.json."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     change(tensors)
@@ -127,29 +127,29 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     (folder / "outrider.json").unlink(missing_ok=True)
 
 
-def published(
+def publish_as(
     drafter: Drafter, target: Target, path: Path, word: str = "sglang", **changes: object
 ) -> Path:
-    """As it lies on a hub: config.json with some fields changed (None: gone), and weights."""
+    """Write a folder as on a hub: without outrider.json, some config fields changed or removed."""
     name = str(vars(drafter)["cfg"].name)
     formats.find(word, name).write(drafter, target, None, path)
     (path / "outrider.json").unlink()
-    return edit(path, **changes)
+    return edit_config(path, **changes)
 
 
-def edit(path: Path, **changes: object) -> Path:
-    """Change fields of config.json; None takes them out."""
+def edit_config(path: Path, **changes: object) -> Path:
+    """Change fields of config.json; None removes them."""
     config = {**json.loads((path / "config.json").read_text()), **changes}
     gone = {k for k, v in changes.items() if v is None}
-    kept = {k: v for k, v in config.items() if k not in gone}
-    (path / "config.json").write_text(json.dumps(kept))
+    rest = {k: v for k, v in config.items() if k not in gone}
+    (path / "config.json").write_text(json.dumps(rest))
     return path
 
 
-def renamed(path: Path, name: Callable[[str], str]) -> Path:
+def rename_keys(path: Path, name: Callable[[str], str]) -> Path:
     def change(tensors: dict[str, Tensor]) -> None:
         for key in list(tensors):
             tensors[name(key)] = tensors.pop(key)
 
-    rewrite(path, change)
+    rewrite_weights(path, change)
     return path

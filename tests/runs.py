@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from outrider.conf.compose import compose
-from outrider.train.settings import Config, parse
+from outrider.conf.schema import Config
+from outrider.train.settings import parse
 
 QUIET = Console(quiet=True)
 SMALL = [
@@ -22,8 +23,8 @@ def config(folder: Path, *words: str) -> Config:
     return parse(compose([*SMALL, f"run.dir={folder}", *words]))
 
 
-def own_text(cache: Path) -> dict[str, Any]:
-    """Every file of the one text that a target wrote there; of its manifest all but the seconds."""
+def generated_text(cache: Path) -> dict[str, Any]:
+    """Return every file of the self-generated text there; the manifest without its seconds."""
     (folder,) = (cache / "self").iterdir()
     found: dict[str, Any] = {file.name: file.read_bytes() for file in folder.iterdir()}
     found["manifest.json"] = json.loads(found["manifest.json"])

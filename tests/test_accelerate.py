@@ -13,9 +13,9 @@ from accelerate.utils import launch as makers
 
 from outrider.conf.compose import choices
 from outrider.conf.files import read_json
-from outrider.launch.job_pool import ROOT, bare
-from outrider.train import distributed as start
-from outrider.train.settings import LaunchConfig
+from outrider.conf.schema import LaunchConfig
+from outrider.launch.processes import ROOT, clean_environment
+from outrider.train import distributed
 from tests.runs import SMALL, free_port
 
 PLACE = ROOT / "launch" / "accelerate"
@@ -65,14 +65,14 @@ def test_what_accelerate_tells_the_ranks_is_what_launch_says(
 ) -> None:
     for name, value in told(path, monkeypatch).items():
         monkeypatch.setenv(name, value)
-    start.check(launch_of(path))
+    distributed.require_matching_launcher(launch_of(path))
 
 
 def begun(path: Path, *words: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     return subprocess.Popen(
-        [*command, *words], cwd=ROOT, env={**bare(), "OMP_NUM_THREADS": "1"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*command, *words], cwd=ROOT, env={**clean_environment(), "OMP_NUM_THREADS": "1"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from outrider.models import drafters
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.drafter import Drafter, Trace
+from outrider.models.drafter import Drafter
+from outrider.models.interface import Trace
 from outrider.models.target import Target
-from outrider.train import acceptance_forecast as forecast
+from outrider.train import acceptance_forecast
 from outrider.train.objective import Objective
 from tests import tiny
 from tests.enumeration import Context, enumerate_law
@@ -30,18 +31,20 @@ def trace_of(answer: list[int], document: list[int]) -> Trace:
     )
 
 
-def test_an_answer_begins_behind_its_first_token() -> None:
+def test_an_answer_span_starts_after_its_first_token() -> None:
     """Document 0: a prompt, an answer, a turn of the user, an answer. Document 1: one answer."""
     answer = [0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     document = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, -1]
-    assert forecast.answers(trace_of(answer, document)) == [
-        forecast.Answer(0, 1, 2),
-        forecast.Answer(0, 5, 1),
-        forecast.Answer(0, 8, 1),  # x_8 opens the document: nobody guesses before x_9 is there
+    assert acceptance_forecast.answer_spans(trace_of(answer, document)) == [
+        acceptance_forecast.AnswerSpan(0, 1, 2),
+        acceptance_forecast.AnswerSpan(0, 5, 1),
+        acceptance_forecast.AnswerSpan(
+            0, 8, 1
+        ),  # x_8 opens the document: nobody guesses before x_9 is there
     ]
 
 
-def test_a_walk_by_hand() -> None:
+def test_expected_rounds_by_hand() -> None:
     """Three tokens behind the first, one guess per round, always accepted with chance 1/2.
 
     From row 0: one token (1/2) or two. Rounds from the end: r(3) = 0, r(2) = 1,
@@ -49,19 +52,27 @@ def test_a_walk_by_hand() -> None:
     """
     trace = trace_of([0, 1, 1, 1, 1], [0] * 5)
     chances = torch.full((1, 1, 5), 0.5)
-    tokens, rounds = forecast.rounds(chances, trace)
+    tokens, rounds = acceptance_forecast.expected_rounds(chances, trace)
     assert (tokens, round(rounds, 6)) == (3.0, 2.25)
 
 
 @pytest.mark.parametrize(("chance", "rounds"), [(0.0, 9.0), (1.0, 3.0)])
-def test_certain_coins_give_whole_rounds(chance: float, rounds: float) -> None:
+def test_certain_acceptance_gives_whole_rounds(chance: float, rounds: float) -> None:
     """Nine tokens: one at a time, or two guesses and one more each time."""
     trace = trace_of([0] + [1] * 10, [0] * 11)
-    assert forecast.rounds(torch.full((2, 1, 11), chance), trace) == (9.0, rounds)
+    assert acceptance_forecast.expected_rounds(torch.full((2, 1, 11), chance), trace) == (
+        9.0,
+        rounds,
+    )
 
 
 def test_a_text_without_answers_takes_no_rounds() -> None:
-    assert forecast.rounds(torch.ones(2, 1, 3), trace_of([0, 0, 0], [0, 0, 0])) == (0.0, 0.0)
+    assert acceptance_forecast.expected_rounds(
+        torch.ones(2, 1, 3), trace_of([0, 0, 0], [0, 0, 0])
+    ) == (
+        0.0,
+        0.0,
+    )
 
 
 # ---- exactly what decoding does ------------------------------------------------------------------
@@ -90,7 +101,7 @@ def foreseen(target: Target, drafter: Drafter, answers: list[tuple[int, ...]]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
-def test_sampled_rounds_are_foreseen_exactly(name: str) -> None:
+def test_sampled_rounds_are_predicted_exactly(name: str) -> None:
     """Training and decoding never part: every text of V = 3, every coin of every round.
 
     E[rounds] of the engine, by enumerating its coins, equals the forecast, by enumerating texts.
@@ -100,8 +111,8 @@ def test_sampled_rounds_are_foreseen_exactly(name: str) -> None:
     decoder = Engine(target, drafter, Chain(DEPTH), sampling=Sampling(1.0))
     spent: list[int] = []
 
-    def run(coins: Coins) -> Context:
-        decoder._coins = lambda *_, **__: coins  # type: ignore[method-assign, assignment]
+    def run(rng: RandomSource) -> Context:
+        tiny.inject_random_source(decoder, rng)
         out = decoder.generate(PROMPT, BUDGET)
         return (out.rounds, *out.ids)
 
@@ -145,7 +156,7 @@ def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) 
 
 
 @pytest.mark.parametrize("name", drafters.names())
-def test_greedy_rounds_are_foreseen_exactly(name: str) -> None:
+def test_greedy_rounds_are_predicted_exactly(name: str) -> None:
     """On the target's own greedy text, for a drafter that is right now and then."""
     target, answers, drafter = tiny.half_trained(name, "llama")
     depths = 3

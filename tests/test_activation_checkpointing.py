@@ -1,12 +1,13 @@
-"""Gradient checkpointing changes memory and time, nothing else."""
+"""Gradient checkpointing changes memory and time only."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from outrider.models import drafters, target
-from outrider.models.drafter import Drafter, Trace
+from outrider.models.drafter import Drafter
 from outrider.models.drafters.medusa import Medusa
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
@@ -41,12 +42,12 @@ def step(drafter: Drafter, frozen: Target, trace: Trace) -> tuple[float, list[Te
     return float(loss.detach()), grads, sum(held.values())
 
 
-def test_same_loss_and_gradients_with_less_kept(drafter: Drafter, frozen: Target) -> None:
+def test_loss_and_gradients_are_equal_with_less_saved(drafter: Drafter, frozen: Target) -> None:
     """A Medusa head is one layer: there is nothing to run again."""
     frozen.set_taps(drafter.taps)
-    trace = tiny.packed(frozen)
+    trace = tiny.packed_trace(frozen)
     loss, grads, kept = step(drafter, frozen, trace)
-    drafter.recompute = True
+    drafter.gradient_checkpointing = True
     again, same, fewer = step(drafter, frozen, trace)
     assert again == loss
     assert len(same) == len(grads) > 0
@@ -55,10 +56,10 @@ def test_same_loss_and_gradients_with_less_kept(drafter: Drafter, frozen: Target
     assert fewer <= (1.0 if isinstance(drafter, Medusa) else 0.3) * kept
 
 
-def test_a_long_text_is_read_in_pieces(frozen: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_read_in_chunks(frozen: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen.set_taps((0, 1))
-    whole = tiny.packed(frozen)
-    monkeypatch.setattr(target, "PAIRS", 7 * whole.ids.numel())
+    whole = tiny.packed_trace(frozen)
+    monkeypatch.setattr(target, "MASK_ELEMENTS", 7 * whole.ids.numel())
     pieces = frozen.trace(whole.ids, whole.answer, whole.document, whole.positions)
     for name in ("taps", "last"):
         torch.testing.assert_close(getattr(pieces, name), getattr(whole, name))

@@ -1,4 +1,4 @@
-"""Somebody looks at a run's folders all the time: what has its name is whole."""
+"""Atomic writes: a concurrent reader of a run's folders sees complete files only."""
 
 import hashlib
 import json
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import claimed, copy_folder, remove, write, write_json
-from outrider.train.checkpoint import Keep, Progress, found, save
+from outrider.conf.files import copy_folder, folder_lock, remove_folder, write, write_json
+from outrider.train.checkpoint import Progress, RetentionPolicy, list_checkpoints, save
 
 PARTS = {"state.json", "state.safetensors"}
 
@@ -52,8 +52,8 @@ def test_no_checkpoint_is_ever_half_visible(tmp_path: Path) -> None:
     tensors = {f"parameter.{i}": torch.randn(64, 64) for i in range(8)}
     with watched(tmp_path, "step-*") as seen:
         for step in range(1, 101):
-            save(tmp_path, tensors, Progress(step=step), Keep(2, every=50))
-    assert [f.name[-3:] for f in found(tmp_path)] == ["050", "099", "100"]
+            save(tmp_path, tensors, Progress(step=step), RetentionPolicy(2, every=50))
+    assert [f.name[-3:] for f in list_checkpoints(tmp_path)] == ["050", "099", "100"]
     assert seen.count(True) > 50
     assert seen.count(False) == 0
     assert not list(tmp_path.glob(".*")), "nothing is left behind"
@@ -80,21 +80,21 @@ def test_the_watcher_sees_what_is_half_there(tmp_path: Path) -> None:
 def test_what_a_kill_left_of_a_removal_is_no_hindrance(tmp_path: Path) -> None:
     write(tmp_path / ".old.gone" / "half", b"x")
     write(tmp_path / "old" / "whole", b"x")
-    remove(tmp_path / "old")
-    remove(tmp_path / "old")
+    remove_folder(tmp_path / "old")
+    remove_folder(tmp_path / "old")
     assert not list(tmp_path.iterdir())
 
 
-def test_who_waits_for_a_folder_gets_it_when_it_is_free(tmp_path: Path) -> None:
+def test_a_waiting_process_gets_the_folder_when_it_is_free(tmp_path: Path) -> None:
     met, order = threading.Event(), list[str]()
 
     def second() -> None:
-        with claimed(tmp_path, met.set):
+        with folder_lock(tmp_path, met.set):
             order.append("second")
 
     thread = threading.Thread(target=second)
-    with claimed(tmp_path):
-        with pytest.raises(RunError, match="at work"), claimed(tmp_path):
+    with folder_lock(tmp_path):
+        with pytest.raises(RunError, match="at work"), folder_lock(tmp_path):
             pass
         thread.start()
         assert met.wait(10)

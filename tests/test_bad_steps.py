@@ -13,25 +13,25 @@ from safetensors.torch import load_file
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
-from outrider.data.prepare import Material
-from outrider.models.load import Loaded
+from outrider.data.training_data import TrainingData
+from outrider.models.load import LoadedTarget
 from outrider.train import loop
-from outrider.train.bad_steps import ENOUGH, RECENT, Guard
+from outrider.train.bad_steps import ENOUGH, RECENT, BadStepGuard
 from outrider.train.checkpoint import Progress
 from outrider.train.objective import Objective
 from outrider.train.settings import parse
-from outrider.train.trainer import Run
+from outrider.train.trainer import Trainer
 from tests.runs import QUIET, config
 
 STEADY = ("train.schedule=constant", "train.warmup=0", "train.eval_every=100", "train.save_every=4")
 
 
 def judged(losses: list[float], skip_bad: int = 9, spike: float | None = 3.0) -> list[bool]:
-    guard = Guard(Progress(), skip_bad, spike)
-    return [bool(guard.wrong(loss)) for loss in losses]
+    guard = BadStepGuard(Progress(), skip_bad, spike)
+    return [bool(guard.problem(loss)) for loss in losses]
 
 
-def test_a_spike_is_far_above_the_median_of_the_recent() -> None:
+def test_a_spike_is_far_above_the_recent_median() -> None:
     calm = [2.0] * ENOUGH
     assert judged([*calm, 6.0, 6.1]) == [False] * (ENOUGH + 1) + [True]
     assert judged([*calm, 6.1], spike=None)[-1] is False
@@ -39,14 +39,14 @@ def test_a_spike_is_far_above_the_median_of_the_recent() -> None:
     assert judged([*calm, math.nan, math.inf, -math.inf, 2.0])[-4:] == [True, True, True, False]
 
 
-def test_bad_losses_do_not_become_usual() -> None:
+def test_bad_losses_do_not_enter_the_median() -> None:
     assert all(judged([*[1.0] * ENOUGH, *[10.0] * RECENT])[ENOUGH:])
     falling = [100.0] * RECENT + [1.0] * RECENT + [5.0]
     assert judged(falling)[-1], "and what is long past is forgotten"
 
 
-def test_so_many_may_be_left_out_and_no_more() -> None:
-    guard = Guard(Progress(), 2, None)
+def test_only_skip_bad_steps_may_be_skipped() -> None:
+    guard = BadStepGuard(Progress(), 2, None)
     assert [guard.may_skip() for _ in range(3)] == [True, True, False]
     assert guard.progress.skipped == 2
 
@@ -60,15 +60,15 @@ def spoiled(factors: dict[int, float]) -> Iterator[None]:
         loss, sums = forward(self, *args)
         return (loss * factors.get(now[0], 1.0) if self.training else loss), sums
 
-    sow = Run.sow
+    seed_step = Trainer.seed_step
 
-    def noted(run: Run, step: int) -> None:
+    def noted(run: Trainer, step: int) -> None:
         now[0] = step
-        sow(run, step)
+        seed_step(run, step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Objective, "forward", wrong)
-        patch.setattr(Run, "sow", noted)
+        patch.setattr(Trainer, "seed_step", noted)
         yield
 
 
@@ -79,12 +79,12 @@ def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_a_step_that_is_left_out_changes_nothing(
-    loaded: Loaded,
-    made: Material,
+def test_a_skipped_step_changes_neither_weights_nor_moments(
+    loaded: LoadedTarget,
+    made: TrainingData,
     tmp_path: Path,
 ) -> None:
-    """Neither weights nor moments; the step after it goes on from there."""
+    """The next step continues from the same state."""
     words = (*STEADY, "train.skip_bad=2", "train.max_steps=4", "train.save_every=1",
              "train.keep_last=9")  # fmt: skip
     with spoiled({1: math.nan, 2: math.inf}):
@@ -101,8 +101,8 @@ def test_a_step_that_is_left_out_changes_nothing(
 
 
 def test_the_step_after_the_last_allowed_one_stops_the_run(
-    loaded: Loaded,
-    made: Material,
+    loaded: LoadedTarget,
+    made: TrainingData,
     tmp_path: Path,
 ) -> None:
     with (
@@ -112,12 +112,12 @@ def test_the_step_after_the_last_allowed_one_stops_the_run(
         loop.fit(config(tmp_path, *STEADY, "train.skip_bad=1"), loaded, made, QUIET)
 
 
-def test_a_gradient_without_a_norm_is_left_out_too(
-    loaded: Loaded,
-    made: Material,
+def test_a_step_with_a_nan_gradient_is_skipped(
+    loaded: LoadedTarget,
+    made: TrainingData,
     tmp_path: Path,
 ) -> None:
-    """The loss is a number, and the way back from it is not."""
+    """The loss is finite and its gradient is not."""
 
     def wrong(self: Objective, *args: Any) -> Any:
         loss, sums = forward(self, *args)
@@ -131,12 +131,12 @@ def test_a_gradient_without_a_norm_is_left_out_too(
             loop.fit(config(tmp_path, *STEADY, "train.skip_bad=2"), loaded, made, QUIET)
 
 
-def test_a_continued_run_judges_as_one_that_was_never_stopped(
-    loaded: Loaded,
-    made: Material,
+def test_a_continued_run_finds_the_same_spikes(
+    loaded: LoadedTarget,
+    made: TrainingData,
     tmp_path: Path,
 ) -> None:
-    """A spike right behind the checkpoint is known as one by the losses before it."""
+    """The recent losses are in the checkpoint."""
     words = (*STEADY, "train.spike=2", "train.skip_bad=3")
     with spoiled({10: 50.0, 13: 50.0}):
         loop.fit(config(tmp_path / "whole", *words, "train.max_steps=16"), loaded, made, QUIET)
@@ -150,7 +150,7 @@ def test_a_continued_run_judges_as_one_that_was_never_stopped(
     assert about["progress"]["skipped"] == 2
 
 
-def test_steps_are_measured(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+def test_steps_are_measured(loaded: LoadedTarget, made: TrainingData, tmp_path: Path) -> None:
     loop.fit(config(tmp_path, *STEADY), loaded, made, QUIET)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     ratios = [line["update_ratio"] for line in lines if line["kind"] == "train"]
@@ -158,7 +158,7 @@ def test_steps_are_measured(loaded: Loaded, made: Material, tmp_path: Path) -> N
     assert all(1e-5 < ratio < 1 for ratio in ratios)
 
 
-def test_deepspeed_cannot_forget_half_a_step() -> None:
+def test_deepspeed_with_accumulation_cannot_skip_steps() -> None:
     words = ["launch=zero2", "launch.accumulation=2", "train.skip_bad=1"]
     with pytest.raises(ConfigError, match=r"train.skip_bad = 1"):
         parse(compose(words))

@@ -1,6 +1,7 @@
-"""Batches: what a prompt is told does not depend on who is decoded beside it."""
+"""Batches: an answer does not depend on the rest of its batch."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,26 +10,26 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.decode import engine as engine_room
-from outrider.models.decode import request as answer_room
-from outrider.models.decode import sampling as sampling_room
-from outrider.models.decode import tree_layout as layout
+from outrider.models.decode import request as request_module
+from outrider.models.decode import sampling as sampling_module
+from outrider.models.decode import tree_layout, verifier
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.request import Live, Output, Request, Stops
-from outrider.models.decode.round_times import Clock
-from outrider.models.decode.rules import DRAWN, INDEPENDENT, Fitted
-from outrider.models.decode.sampling import GeneratorCoins, invert
+from outrider.models.decode.request import ActiveRequest, Output, Request, Stops
+from outrider.models.decode.round_times import RoundTimes
+from outrider.models.decode.rules import DRAWN, INDEPENDENT, BoundRule
+from outrider.models.decode.sampling import GeneratorSource, invert
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
-from outrider.models.drafter import Drafter, Trace
+from outrider.models.drafter import Drafter
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 from tests import tiny
 from tests.families import FAMILIES as EVERY
 from tests.families import small_model
-from tests.tiny import TOKENS, Row, Told, by_chance, swift
+from tests.tiny import TOKENS, Row, ScriptedDrafter, mean_target, random_logits
 
 SHAPE = parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
 POLICIES: dict[str, Policy] = {
@@ -62,12 +63,12 @@ def requests() -> list[Request]:
 def answers(family: str) -> tuple[list[int], ...]:
     """The model's own words: one prompt at a time, no cache, no mask."""
     of = tiny.target(family)
-    return tuple(tiny.plain(of, prompt, budget) for prompt, budget, _ in requests())
+    return tuple(tiny.greedy_tokens(of, prompt, budget) for prompt, budget, _ in requests())
 
 
 def choir(family: str) -> Row:
     """Knows every other token of all the answers."""
-    noise, known = by_chance(tiny.VOCAB, scale=3.0), {}
+    noise, known = random_logits(tiny.VOCAB, scale=3.0), {}
     for request, answer in zip(requests(), answers(family), strict=True):
         text = (*request.prompt, *answer)
         known.update({text[:i]: text[i] for i in range(len(request.prompt), len(text))})
@@ -82,7 +83,7 @@ def choir(family: str) -> Row:
 
 
 def engine(family: str, policy: Policy, kind: type[Engine] = Engine, **how: Any) -> Engine:
-    return kind(tiny.target(family), Told(choir(family), tiny.VOCAB), policy, **how)
+    return kind(tiny.target(family), ScriptedDrafter(choir(family), tiny.VOCAB), policy, **how)
 
 
 def words(outs: Sequence[Output]) -> list[list[int]]:
@@ -114,9 +115,9 @@ def test_a_prompt_may_end_where_the_targets_positions_do(name: str) -> None:
     """Its neighbour drafts deeper than it has room; learned positions have nothing beyond 127."""
     full, short = Request([7] * 120, 8), Request([5], 40)
     target = tiny.target("gpt2")
-    wrong = Told(by_chance(tiny.VOCAB), tiny.VOCAB)
+    wrong = ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB)
     outs = Engine(target, wrong, POLICIES[name]).generate_all([full, short], 2)
-    assert words(outs) == [tiny.plain(target, r.prompt, r.budget) for r in (full, short)]
+    assert words(outs) == [tiny.greedy_tokens(target, r.prompt, r.budget) for r in (full, short)]
 
 
 def test_without_a_drafter_too() -> None:
@@ -139,8 +140,8 @@ def test_real_drafters_change_no_word_either(name: str, family: str) -> None:
 
 def sampled(policy: Policy) -> Engine:
     """A drafter that is right now and then, at temperature 1."""
-    drafter = Told(by_chance(TOKENS, seed=3, scale=1.5), TOKENS)
-    return Engine(swift(), drafter, policy, sampling=Sampling(1.0))
+    drafter = ScriptedDrafter(random_logits(TOKENS, seed=3, scale=1.5), TOKENS)
+    return Engine(mean_target(), drafter, policy, sampling=Sampling(1.0))
 
 
 def few_tokens() -> list[Request]:
@@ -207,16 +208,16 @@ class Watched(Engine):
 
     who: list[list[int]]
 
-    def _round(self, live: list[Live]) -> list[int]:
+    def _round(self, live: list[ActiveRequest]) -> list[int]:
         self.who.append([one.number for one in live])
         return super()._round(live)
 
-    def _release(self, live: list[Live]) -> None:
+    def _release(self, live: list[ActiveRequest]) -> None:
         self._look(live)
         super()._release(live)
         self._look(live)
 
-    def _look(self, live: list[Live]) -> None:
+    def _look(self, live: list[ActiveRequest]) -> None:
         """A slot holds what a fresh prefill of its text would, but for the newest token."""
         for slot, one in enumerate(live):
             text = [*one.request.prompt, *one.out.ids[:-1]]
@@ -225,7 +226,7 @@ class Watched(Engine):
             self.target.forward(torch.tensor([text]), torch.arange(count)[None], causal, fresh)
             assert self.cache.lengths[slot] == count
             assert torch.equal(self.cache.positions(slot), fresh.positions)
-            for layer in range(self.target.depth):
+            for layer in range(self.target.num_layers):
                 held, wanted = self.cache.rows(layer, slot), fresh.rows(layer)
                 for mine, theirs in zip(held, wanted, strict=True):
                     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
@@ -244,7 +245,7 @@ class Handing(Engine):
     """Holds what every prompt's drafter is handed against the prompt's own text."""
 
     def _absorb(
-        self, drafter: Drafter, live: list[Live], traces: list[Trace], clock: Clock
+        self, drafter: Drafter, live: list[ActiveRequest], traces: list[Trace], clock: RoundTimes
     ) -> None:
         super()._absorb(drafter, live, traces, clock)
         for one, trace in zip(live, traces, strict=True):
@@ -263,7 +264,7 @@ def test_every_drafter_is_handed_the_text_of_its_own_prompt(
     policy: Policy, batch: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that come and go and end in the middle of rounds; kept masks are grown often."""
-    monkeypatch.setattr(layout, "RULER", 4)
+    monkeypatch.setattr(tree_layout, "MASK_STEP", 4)
     (stop, *_) = {ids[len(ids) // 2] for ids in answers("llama") if ids}
     how = {"sampling": Sampling(temperature), "stops": Stops([stop])}
     decoder = engine("llama", policy, Handing, **how)
@@ -315,7 +316,7 @@ def test_neighbours_of_one_length_are_read_in_one_forward(
         read.extend([len(ids)] if not positions.any(0)[0] else [])
         return real(ids, positions, *rest)
 
-    monkeypatch.setattr(answer_room, "READ", most)
+    monkeypatch.setattr(request_module, "PREFILL_TOKENS", most)
     monkeypatch.setattr(decoder.target, "forward", forward)
     together = decoder.generate_all(asked, 4)
     assert sorted(read) == sorted(wanted)
@@ -375,7 +376,9 @@ def test_logits_that_are_no_numbers_end_the_run(
     """In the prompt's forward, or in a round; with a message, not with a token."""
     target = Broken(small_model("llama"))
     target.calls = after
-    drafter: Drafter | None = Told(by_chance(tiny.VOCAB), tiny.VOCAB) if policy else None
+    drafter: Drafter | None = (
+        ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB) if policy else None
+    )
     decoder = Engine(target, drafter, policy, sampling=sampling)
     asked = [Request([9, 4, 5], 12), Request([8, 2], 12), Request([7], 12)]
     with pytest.raises(RunError, match=r"(?i)\bnan\b"):
@@ -407,7 +410,7 @@ NODE = pytest.mark.parametrize("node", [None, 7], ids=["all", "one"])
 def test_a_drafter_without_numbers_is_refused(
     value: float, node: int | None, policy: Policy, sampling: Sampling
 ) -> None:
-    drafter = Told(going_wrong(value, 0, node), tiny.VOCAB)
+    drafter = ScriptedDrafter(going_wrong(value, 0, node), tiny.VOCAB)
     decoder = Engine(tiny.target("llama"), drafter, policy, sampling=sampling)
     with pytest.raises(RunError, match="drafter's logits are not finite"):
         decoder.generate_all(requests(), 3)
@@ -424,27 +427,27 @@ def test_a_drafter_that_goes_wrong_later_changes_no_word(
 
     Nor does an answer that begins beside it, in a batch of two, end it.
     """
-    drafter = Told(going_wrong(value, 4, node), tiny.VOCAB)
+    drafter = ScriptedDrafter(going_wrong(value, 4, node), tiny.VOCAB)
     asked = [Request([9, 4], 6, 1), Request([5], 20, 2), Request([8, 2, 7], 8, 3)]
     outs = Engine(tiny.target("llama"), drafter, policy).generate_all(asked, batch)
     of = tiny.target("llama")
-    assert words(outs) == [tiny.plain(of, one.prompt, one.budget) for one in asked]
+    assert words(outs) == [tiny.greedy_tokens(of, one.prompt, one.budget) for one in asked]
 
 
 @BAD
 @pytest.mark.parametrize("name", ["drawn", "independent"])
 def test_nothing_is_drawn_from_what_is_no_number(value: float, name: str) -> None:
-    drafter = Told(going_wrong(value, 4, 7), tiny.VOCAB)
+    drafter = ScriptedDrafter(going_wrong(value, 4, 7), tiny.VOCAB)
     decoder = Engine(tiny.target("llama"), drafter, DRAWING[name], sampling=Sampling(1.0))
     with pytest.raises(RunError, match=r"could not be drafted: (?s:.*)NaN"):
         decoder.generate_all([Request([9, 4], 14, 1)], 1)
 
 
-class Unwatched(GeneratorCoins):
-    """As on a GPU: nobody waits to see whether a drafted row has mass."""
+class UncheckedSource(GeneratorSource):
+    """As on a GPU: draws do not check whether a draft row has mass."""
 
     def draw(self, rows: Tensor) -> Tensor:
-        return invert(rows, self.uniforms(rows.shape[1], rows.device), self.look)
+        return invert(rows, self.uniforms(rows.shape[1], rows.device), self.check_mass)
 
 
 @BAD
@@ -452,20 +455,26 @@ class Unwatched(GeneratorCoins):
 def test_what_is_drawn_from_no_number_is_refused_where_it_is_verified(
     value: float, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_room, "GeneratorCoins", Unwatched)
-    monkeypatch.setattr(sampling_room, "LONG", 1)  # by blocks
-    monkeypatch.setattr(Fitted, "on_cpu", None)
+    monkeypatch.setattr(verifier, "GeneratorSource", UncheckedSource)
+    monkeypatch.setattr(sampling_module, "LONG", 1)  # by blocks
     asked = [Request([9, 4], 14, 1), Request([8, 2, 7], 14, 2)]
     how: dict[str, Any] = {"sampling": Sampling(1.0)}
-    drafter = Told(going_wrong(value, 4, 7), tiny.VOCAB)
+    drafter = ScriptedDrafter(going_wrong(value, 4, 7), tiny.VOCAB)
     decoder = Engine(tiny.target("llama"), drafter, DRAWING[name], **how)
     with pytest.raises(RunError, match="could not be verified"):
-        decoder.generate_all(asked, 2)
+        by_tensors(decoder).generate_all(asked, 2)
     target = Broken(small_model("llama"))
     target.calls = 3
-    well = Told(by_chance(tiny.VOCAB), tiny.VOCAB)
+    well = ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB)
     with pytest.raises(RunError, match=r"(?i)\bnan\b"):
-        Engine(target, well, DRAWING[name], **how).generate_all(asked, 2)
+        by_tensors(Engine(target, well, DRAWING[name], **how)).generate_all(asked, 2)
+
+
+def by_tensors(decoder: Engine) -> Engine:
+    """The same, verified as on a GPU."""
+    assert isinstance(decoder.verifier.rule, BoundRule)
+    decoder.verifier.rule = replace(decoder.verifier.rule, cpu_rule=None)
+    return decoder
 
 
 # ---- the control ---------------------------------------------------------------------------------
@@ -477,14 +486,14 @@ def see_all(tree: Any, prefix: list[int]) -> tuple[Tensor, Tensor]:
     columns = torch.arange(max(prefix) + size)
     visible = (columns < max(prefix)).repeat(len(prefix), size, 1)
     own = (at + columns[:size])[:, None].expand(-1, size, -1)
-    return tree.depths + at, visible.scatter(2, own, tree.seen)
+    return tree.depths + at, visible.scatter(2, own, tree.ancestor_mask)
 
 
 @pytest.mark.parametrize("build", [lambda: Chain(3), lambda: StaticTree(SHAPE)])
 def test_looking_at_stale_rows_is_noticed(
     build: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "laid_out", see_all)
+    monkeypatch.setattr(tree_layout, "positions_and_mask", see_all)
     decoder = engine("llama", build())
     assert words(decoder.generate_all(requests(), 1)) == list(answers("llama"))  # one length
     assert words(decoder.generate_all(requests(), 4)) != list(answers("llama"))

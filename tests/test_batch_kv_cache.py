@@ -1,4 +1,4 @@
-"""The slots of a batch against plain lists of rows, and against caches of one prompt each."""
+"""Slots of a batch cache against plain lists of rows, and against one cache per prompt."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.models.batch_kv_cache import SlotCache, in_front
-from outrider.models.kv_cache import RowCache
+from outrider.models.batch_kv_cache import BatchKVCache, is_prefix
+from outrider.models.kv_cache import KVCache
 from outrider.models.target import Target
 from tests import tiny
 
@@ -27,22 +27,22 @@ def named(rows: list[list[int]], layer: int, kind: int, size: int) -> Tensor:
 class Plain:
     """A cache beside the lists of rows it should hold; a row's name is its position too."""
 
-    cache: SlotCache = field(
-        default_factory=lambda: SlotCache(SLOTS, CAPACITY, LAYERS, torch.device("cpu"))
+    cache: BatchKVCache = field(
+        default_factory=lambda: BatchKVCache(SLOTS, CAPACITY, LAYERS, torch.device("cpu"))
     )
     rows: list[list[int]] = field(default_factory=lambda: [[] for _ in range(SLOTS)])
     named: int = 0
 
     def forward(self, first: int, count: int, new: int) -> None:
         """Every layer appends; the last one has keys and values of other sizes."""
-        self.cache.focus(first, count)
-        assert self.cache.active == [len(rows) for rows in self.rows[first : first + count]]
+        self.cache.select_slots(first, count)
+        assert self.cache.active_lengths == [len(rows) for rows in self.rows[first : first + count]]
         self.cache.reserve(new)
         fresh = [[self.named + i * new + j for j in range(new)] for i in range(count)]
         self.named += count * new
         positions = torch.tensor(fresh)
         whole = [[*self.rows[first + i], *fresh[i]] for i in range(count)]
-        columns = self.cache.columns(positions)
+        columns = self.cache.column_positions(positions)
         for layer in range(LAYERS):
             sizes = (SIZE, SIZE + 2 * (layer == LAYERS - 1))
             parts = [named(fresh, layer, kind, size) for kind, size in enumerate(sizes)]
@@ -68,7 +68,7 @@ class Plain:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_slots_hold_what_plain_lists_hold(data: st.DataObject) -> None:
+def test_slots_equal_plain_lists(data: st.DataObject) -> None:
     """Forwards on any slots, paths kept, slots moved, cropped and widened, in any order."""
     plain = Plain()
     for _ in range(data.draw(st.integers(1, 12), "steps")):
@@ -89,13 +89,13 @@ def test_slots_hold_what_plain_lists_hold(data: st.DataObject) -> None:
                 # what lies behind a path's end is nobody's
                 most, ends = max(map(len, paths)), data.draw(st.integers(0, new - 1))
                 there = torch.tensor([[*p, *[ends] * (most + 1 - len(p))] for p in paths])
-                needed = not in_front(paths) or data.draw(st.booleans())
-                plain.cache.keep(paths, there if needed else None)
+                needed = not is_prefix(paths) or data.draw(st.booleans())
+                plain.cache.keep_rows(paths, there if needed else None)
                 for i, path in enumerate(paths, start=slot):
                     fresh = plain.rows[i][before[i] :]
                     plain.rows[i][before[i] :] = [fresh[node] for node in path]
         elif what == "move":
-            plain.cache.move(slot, other)
+            plain.cache.move_slot(slot, other)
             plain.rows[other] = list(plain.rows[slot])
         elif what == "crop":
             length = data.draw(st.integers(0, len(plain.rows[slot])))
@@ -104,7 +104,7 @@ def test_slots_hold_what_plain_lists_hold(data: st.DataObject) -> None:
         else:
             wanted = data.draw(st.integers(1, 40))
             known = plain.cache.capacity
-            plain.cache.ensure(wanted)
+            plain.cache.ensure_capacity(wanted)
             assert plain.cache.capacity == max(wanted, known)
         plain.check()
 
@@ -116,13 +116,13 @@ def test_the_worked_example() -> None:
         plain.forward(slot, 1, length)
     plain.forward(0, 3, 2)
     assert plain.cache.lengths[:3] == [7, 4, 6]
-    plain.cache.keep([[0], [1], [0, 1]], torch.tensor([[0, 0], [1, 0], [0, 1]]))
+    plain.cache.keep_rows([[0], [1], [0, 1]], torch.tensor([[0, 0], [1, 0], [0, 1]]))
     plain.rows[0].pop()
     del plain.rows[1][2]
     plain.check()
 
 
-def test_a_slot_is_cropped_only_to_what_it_holds() -> None:
+def test_crop_beyond_the_length_of_a_slot_is_refused() -> None:
     plain = Plain()
     plain.forward(1, 2, 3)
     for length in (-1, 4):
@@ -136,15 +136,15 @@ def test_nothing_is_allocated_after_the_first_rows() -> None:
     plain.forward(0, 4, 2)
     before = plain.cache.rows(0)[0].data_ptr()
     plain.forward(1, 2, 3)
-    plain.cache.keep([[0, 2], [1]], torch.tensor([[0, 2], [1, 0]]))
-    plain.cache.move(1, 3)
+    plain.cache.keep_rows([[0, 2], [1]], torch.tensor([[0, 2], [1, 0]]))
+    plain.cache.move_slot(1, 3)
     assert plain.cache.rows(0)[0].data_ptr() == before
 
 
-def test_transformers_is_told_the_sizes_its_masks_need() -> None:
+def test_sizes_for_the_masks_of_transformers() -> None:
     plain = Plain()
     plain.forward(0, 1, 3)
-    plain.cache.focus(0, 2)
+    plain.cache.select_slots(0, 2)
     assert plain.cache.get_mask_sizes(4) == (7, 0)
     assert (plain.cache.get_query_offset(), plain.cache.get_max_length()) == (3, CAPACITY)
     assert (plain.cache.get_seq_length(), len(plain.cache)) == (3, LAYERS)
@@ -165,7 +165,7 @@ def alone(target: Target, text: list[int], tree: list[int]) -> tuple[Tensor, Ten
     return target.logits(read.last[0]), branch(target, cache, tree, count)
 
 
-def branch(target: Target, cache: RowCache, tree: list[int], count: int) -> Tensor:
+def branch(target: Target, cache: KVCache, tree: list[int], count: int) -> Tensor:
     seen = torch.zeros(1, 4, count + 4, dtype=torch.bool)
     seen[..., :count] = True
     seen[0, :, count:] = ancestors()
@@ -182,10 +182,10 @@ def ancestors() -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_a_target_says_the_same_on_slots_and_on_caches_of_their_own(family: str) -> None:
+def test_a_target_gives_equal_logits_on_slots_and_separate_caches(family: str) -> None:
     """Ragged slots, a tree behind each, and garbage behind the shorter ones."""
     target = tiny.target(family)
-    cache = target.new_slots(3, 40)
+    cache = target.new_batch_cache(3, 40)
     waste = torch.arange(3, 18)[None].repeat(3, 1)
     causal = torch.ones(3, 15, 15, dtype=torch.bool).tril()
     target.forward(waste, torch.arange(15).repeat(3, 1), causal, cache)
@@ -193,14 +193,14 @@ def test_a_target_says_the_same_on_slots_and_on_caches_of_their_own(family: str)
     wanted = [alone(target, text, tree) for text, tree in zip(TEXTS, trees, strict=True)]
     for slot, text in enumerate(TEXTS):
         cache.crop(slot, 0)
-        cache.focus(slot, 1)
+        cache.select_slots(slot, 1)
         own = torch.ones(1, len(text), len(text), dtype=torch.bool).tril()
         ids, positions = torch.tensor([text]), torch.arange(len(text))[None]
         read = target.forward(ids, positions, own, cache)
         torch.testing.assert_close(target.logits(read.last[0]), wanted[slot][0])
-    cache.focus(0, 3)
-    at = torch.tensor(cache.active)[:, None]
-    visible = torch.zeros(3, 4, max(cache.active) + 4, dtype=torch.bool)
+    cache.select_slots(0, 3)
+    at = torch.tensor(cache.active_lengths)[:, None]
+    visible = torch.zeros(3, 4, max(cache.active_lengths) + 4, dtype=torch.bool)
     for slot, text in enumerate(TEXTS):
         visible[slot, :, : len(text)] = True
         visible[slot, :, len(text) : len(text) + 4] = ancestors()

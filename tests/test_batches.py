@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.conf.errors import ConfigError
-from outrider.data.batches import Batch, Batches
+from outrider.data.batches import Batches
 from outrider.data.pack import Rows, pack
 from outrider.data.tokenise import Document
+from outrider.models.interface import Batch
 
 T = 4
 sizes = st.integers(1, 12)
@@ -48,7 +49,7 @@ def test_a_resumed_run_reads_the_same_rows() -> None:
     assert [resumed.indices(step).tolist() for step in range(19, 9, -1)] == straight[19:9:-1]
 
 
-def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+def test_seeds_and_epochs_have_different_orders() -> None:
     """Four of 20! orders coincide with a probability below 1e-17."""
     orders = {
         tuple(Batches(rows(20), 20, seed).indices(epoch).tolist())
@@ -58,7 +59,7 @@ def test_seeds_and_epochs_have_orders_of_their_own() -> None:
     assert len(orders) == 4
 
 
-def test_the_caller_cannot_spoil_the_order() -> None:
+def test_changing_the_returned_indices_does_not_change_the_order() -> None:
     batches = Batches(rows(6), 6, seed=0)
     before = batches.indices(0).tolist()
     batches.indices(0).zero_()
@@ -99,13 +100,13 @@ def test_a_batch_carries_all_columns_of_its_rows() -> None:
     assert [column.dtype for column in batch] == [torch.int64, torch.bool, torch.int64, torch.int64]
 
 
-def test_an_uneven_share_names_the_sizes_that_would_do() -> None:
+def test_an_uneven_division_names_valid_sizes() -> None:
     """6 rows of 4 tokens for 4 pieces: 4 or 8 rows would do, 16 or 32 tokens."""
     with pytest.raises(ConfigError, match=r"train\.batch_tokens = 24\n(.|\n)*Use 32 or 16\."):
         Batches(rows(9), 6, seed=0).micro(0, rank=0, world=2, accumulation=2)
 
 
-def test_nothing_to_train_on_is_refused() -> None:
+def test_no_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="0 rows"):
         Batches(rows(0), 1, seed=0)
     with pytest.raises(ValueError, match="batches of 0"):

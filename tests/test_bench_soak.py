@@ -1,4 +1,4 @@
-"""The soak: every fault comes its turn, and a run that was hurt is the run that was not."""
+"""`outrider bench soak`: the schedule of faults, and a run with faults equals one without."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from outrider.conf.errors import ConfigError
 from outrider.launch.bench.soak import FAULTS, Options, _schedule, soak
 
 
-def test_every_fault_comes_as_often_as_the_others() -> None:
+def test_all_faults_are_equally_frequent() -> None:
     names = _schedule(Options(faults=20))
     assert len(names) == 20
     assert {names.count(name) for name in FAULTS} <= {2, 3}
@@ -25,11 +25,11 @@ def test_wrong_options_are_refused(word: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_of_two_ranks_is_hurt_four_times_and_ends_bit_equal(tmp_path: Path) -> None:
-    """`outrider bench soak` does so twenty times."""
+def test_a_run_of_two_ranks_with_four_faults_ends_bit_equal(tmp_path: Path) -> None:
+    """The command injects twenty by default."""
     out = tmp_path / "soak.json"
     assert soak(["faults=4", f"dir={tmp_path / 'runs'}", f"out={out}"]) == 0
-    found = json.loads(out.read_text())
-    assert found["weights_equal"]
-    assert found["log_equal"]
-    assert len(found["faults"]) == 4
+    result = json.loads(out.read_text())
+    assert result["weights_equal"]
+    assert result["log_equal"]
+    assert len(result["faults"]) == 4

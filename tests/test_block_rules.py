@@ -4,18 +4,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.decode import sibling_rules as siblings
+from outrider.models.decode import sibling_rules
 from outrider.models.decode.block_rules import block, leaves_first
-from outrider.models.decode.rules import judge
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode.rules import bind_rule
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import Accepted, at, continued, descend, draw_one, path_to
+from outrider.models.decode.verify import (
+    Accepted,
+    deepest_path,
+    draw_one,
+    has_child,
+    path_to,
+    select_node,
+)
 from tests.enumeration import (
     TOYS,
     Draft,
     Scripted,
     Toy,
-    ToyJudge,
+    ToyRule,
     bias,
     by,
     check_ragged,
@@ -27,13 +34,13 @@ from tests.enumeration import (
     worst_bias,
 )
 
-RATIO = by(judge("ratio", "drawn"))
-BLOCK = by(judge("block", "drawn"))
-NONE_TWICE = by(judge("without_replacement", "drawn"))
-IID = by(judge("independent", "independent"))
+RATIO = by(bind_rule("ratio", "drawn"))
+BLOCK = by(bind_rule("block", "drawn"))
+NONE_TWICE = by(bind_rule("without_replacement", "drawn"))
+IID = by(bind_rule("independent", "independent"))
 TRAVERSAL = {
-    False: by(judge("traversal", "drawn")),
-    True: by(judge("traversal", "independent")),
+    False: by(bind_rule("traversal", "drawn")),
+    True: by(bind_rule("traversal", "independent")),
 }
 WAYS = pytest.mark.parametrize("replacement", [False, True], ids=["none twice", "independent"])
 
@@ -72,7 +79,7 @@ def test_traversal_of_a_bushy_tree_is_exact() -> None:
 
 @WAYS
 def test_a_chain_under_traversal_equals_block(replacement: bool) -> None:
-    """Not only in law: the same chances and the same rows, coin by coin."""
+    """Not only in distribution: the same probabilities and rows at every flip."""
     toy = Toy(17, levels=3)
     for rule in (BLOCK, TRAVERSAL[replacement]):
         step, tokens = enumerate_round(toy, sampled_chain(3), rule, toy.starts)
@@ -87,8 +94,8 @@ def test_a_chain_under_traversal_equals_block(replacement: bool) -> None:
     [((1, 1), BLOCK, True), ((2, 1), TRAVERSAL[True], True), ((2, 1), TRAVERSAL[False], False)],
     ids=["block", "traversal, independent", "traversal, none twice"],
 )
-def test_generator_coins_follow_the_joint_law(
-    widths: tuple[int, ...], rule: ToyJudge, replacement: bool
+def test_generator_random_numbers_follow_the_joint_law(
+    widths: tuple[int, ...], rule: ToyRule, replacement: bool
 ) -> None:
     toy = Toy(11, warp=(2.5, 0, 1.0))
     assert g_test(toy, sampled_tree(widths, replacement), rule, 2000) > 1e-3
@@ -108,7 +115,7 @@ def test_a_ragged_batch_is_each_of_its_trees_alone(replacement: bool) -> None:
 
 
 @pytest.mark.parametrize(("rule", "tokens"), [(RATIO, 10 / 9), (BLOCK, 11 / 9)])
-def test_the_toy_example_of_the_paper(rule: ToyJudge, tokens: float) -> None:
+def test_the_toy_example_of_the_paper(rule: ToyRule, tokens: float) -> None:
     """P = (1/3, 2/3) and q = (2/3, 1/3) after every text, two drafted tokens."""
 
     class Constant(Toy):
@@ -136,7 +143,7 @@ def test_the_gain_over_token_by_token_grows_with_the_draft(gamma: int, gain: flo
 
 @pytest.mark.parametrize("gamma", [2, 4])
 def test_both_rules_keep_what_theory_says(gamma: int) -> None:
-    """Enumerated with every coin, against E[prod min(1, p/q)] and E[r] over all prefixes."""
+    """Enumerated over all flips, against E[prod min(1, p/q)] and E[r] over all prefixes."""
     tokens, blocks = closed_form(GAINS, gamma)
     assert tokens_per_round(GAINS, sampled_chain(gamma), RATIO) == pytest.approx(tokens, abs=1e-12)
     assert tokens_per_round(GAINS, sampled_chain(gamma), BLOCK) == pytest.approx(blocks, abs=1e-12)
@@ -174,10 +181,10 @@ def test_blocks_and_traversal_never_keep_less(seed: int) -> None:
 # ---- negative controls ---------------------------------------------------------------------------
 
 
-def loose_block(first_failure: bool = False, tokenwise: bool = False) -> ToyJudge:
+def loose_block(first_failure: bool = False, tokenwise: bool = False) -> ToyRule:
     """Block verification a second time, with the two mistakes that were made in the field."""
 
-    def verified(toy: Toy, draft: Draft, p_rows: Tensor, coins: Coins) -> Accepted:
+    def verified(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepted:
         tree, q_rows = draft.tree, draft.q_rows
         assert q_rows is not None
         share, keep = torch.ones(len(p_rows), tree.size, dtype=torch.float64), []
@@ -190,18 +197,18 @@ def loose_block(first_failure: bool = False, tokenwise: bool = False) -> ToyJudg
             r = share[:, node]
             z = (r[:, None] * p_rows[:, node] - q_rows[:, node]).clamp(min=0).sum(-1)
             keep.append(r if node == tree.size - 1 else (z / (z + 1 - r)).nan_to_num(1.0))
-        heads = coins.flip(torch.stack([torch.ones_like(share[:, 0]), *keep[1:]], dim=1))
-        path, length = descend(tree, heads)
+        heads = rng.flip(torch.stack([torch.ones_like(share[:, 0]), *keep[1:]], dim=1))
+        path, length = deepest_path(tree, heads)
         if not first_failure:
             last = (heads * tree.depths).argmax(-1)
-            path, length = path_to(tree, last), at(tree.depths, last)
+            path, length = path_to(tree, last), select_node(tree.depths, last)
         last = path[:, -1]
-        r = torch.ones_like(share[:, :1]) if tokenwise else at(share, last)[:, None]
-        rest = (r * at(p_rows, last) - at(q_rows, last)).clamp(min=0)
+        r = torch.ones_like(share[:, :1]) if tokenwise else select_node(share, last)[:, None]
+        rest = (r * select_node(p_rows, last) - select_node(q_rows, last)).clamp(min=0)
         mass = rest.sum(-1, keepdim=True)
-        rest = torch.where(mass > 0, rest / mass, at(p_rows, last))
-        row = torch.where(continued(tree, last)[:, None], rest, at(p_rows, last))
-        return Accepted(path, length, draw_one(row, coins))
+        rest = torch.where(mass > 0, rest / mass, select_node(p_rows, last))
+        row = torch.where(has_child(tree, last)[:, None], rest, select_node(p_rows, last))
+        return Accepted(path, length, draw_one(row, rng))
 
     return verified
 
@@ -226,7 +233,7 @@ def test_traversal_for_the_other_kind_of_siblings_is_caught() -> None:
 
 
 def test_traversal_without_renormalising_q_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "without", lambda q, tokens: q.scatter(1, tokens, 0.0))
+    monkeypatch.setattr(sibling_rules, "remove_tokens", lambda q, tokens: q.scatter(1, tokens, 0.0))
     assert worst_bias(sampled_tree((2,), replacement=False), TRAVERSAL[False]) > 0.01
 
 
@@ -248,21 +255,21 @@ THIRD = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).expand(1, 3, 2)
 OTHER = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64).expand(1, 3, 2)
 
 
-def test_luck_is_carried_past_a_failed_coin() -> None:
+def test_surplus_is_carried_past_a_failed_flip() -> None:
     """Tokens 0 then 1: r = 1/2, then min(1, 1/2 * 2) = 1, so the whole chain is kept."""
-    coins = Scripted([1, 0, 1], [1])
-    accepted = block(Tree.chain(torch.tensor([[0, 0, 1]])), THIRD, OTHER, coins)
+    rng = Scripted([1, 0, 1], [1])
+    accepted = block(Tree.chain(torch.tensor([[0, 0, 1]])), THIRD, OTHER, rng)
     assert accepted.path.tolist() == [[0, 1, 2]]
-    assert coins.asked[0] == pytest.approx([1.0, 0.0, 1.0])  # Z = max(1/2 p - q, 0) = 0
-    assert coins.asked[1] == [pytest.approx([1 / 3, 2 / 3])]
+    assert rng.asked[0] == pytest.approx([1.0, 0.0, 1.0])  # Z = max(1/2 p - q, 0) = 0
+    assert rng.asked[1] == [pytest.approx([1 / 3, 2 / 3])]
 
 
 def test_a_residual_without_mass_falls_back_to_p() -> None:
-    """R9: p = q, every coin on its impossible side."""
-    coins = Scripted([1, 0, 0], [1])
-    accepted = block(Tree.chain(torch.tensor([[0, 0, 1]])), THIRD, THIRD, coins)
+    """R9: p = q, every flip with its impossible result."""
+    rng = Scripted([1, 0, 0], [1])
+    accepted = block(Tree.chain(torch.tensor([[0, 0, 1]])), THIRD, THIRD, rng)
     assert accepted.length.tolist() == [0]
-    assert coins.asked == [[1.0, 1.0, 1.0], [pytest.approx([1 / 3, 2 / 3])]]
+    assert rng.asked == [[1.0, 1.0, 1.0], [pytest.approx([1 / 3, 2 / 3])]]
 
 
 def test_what_cannot_be_verified_losslessly_is_refused() -> None:

@@ -7,7 +7,13 @@ import torch
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
-from outrider.eval.calibration import BINS, calibrate, described, read_calibration, reliability
+from outrider.eval.calibration import (
+    BINS,
+    calibrate,
+    depth_summaries,
+    read_calibration,
+    reliability,
+)
 from outrider.train.settings import parse
 from tests import tiny
 from tests.runs import QUIET
@@ -19,7 +25,7 @@ def test_means_and_error_of_the_bins_by_hand() -> None:
     sums = torch.zeros(1, BINS, 3)
     sums[0, 5] = torch.tensor([4.0, 2.2, 2.0])
     sums[0, 9] = torch.tensor([1.0, 0.95, 1.0])
-    (depth,) = described(sums)
+    (depth,) = depth_summaries(sums)
     assert (depth["depth"], depth["guesses"]) == (1, 5)
     assert [row["from"] for row in depth["bins"]] == [0.5, 0.9]
     assert depth["bins"][0]["confidence"] == pytest.approx(0.55)
@@ -31,12 +37,12 @@ def test_means_and_error_of_the_bins_by_hand() -> None:
 def test_every_place_where_a_round_could_begin_is_counted_once() -> None:
     """The index rule, row by row: the guess at depth d, row t against the target's row t + d."""
     target = tiny.target()
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     drafter = disturbed(target, trace)
     found = reliability(drafter, target, [trace], tiny.DEPTHS)
     slow = torch.zeros_like(found)
     for guess in drafter.unroll(trace):
-        counts = torch.stack([trace.counts(d) for d in range(guess.depth + 1)]).all(0)
+        counts = torch.stack([trace.supervised_mask(d) for d in range(guess.depth + 1)]).all(0)
         for row, t in counts.nonzero().tolist():
             chances = drafter.head(guess.hidden[row, t]).double().softmax(-1)
             favourite = int(drafter.vocab.to_target(chances.argmax()))
@@ -48,7 +54,7 @@ def test_every_place_where_a_round_could_begin_is_counted_once() -> None:
     torch.testing.assert_close(found, slow)
 
 
-def test_a_run_without_greedy_answers_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_run_without_greedy_answers_is_refused_with_a_fix(tmp_path: Path) -> None:
     config = parse(compose([f"run.dir={tmp_path}"]))
     with pytest.raises(RunError, match="outrider eval"):
         calibrate(config, {}, QUIET)

@@ -1,4 +1,4 @@
-"""Template arguments: the same as passing them to every rendering, recorded, compared."""
+"""Chat template arguments: rendering, parsing, and the warning about changes."""
 
 import copy
 import json
@@ -9,12 +9,13 @@ import pytest
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
+from outrider.conf.schema import parse_template_args
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids, render
 from outrider.eval.run import evaluate
-from outrider.models.chat_template import change, read_args, tell, template_hash
-from outrider.models.load import Loaded, load
-from outrider.train.loop import train
+from outrider.launch.train import train
+from outrider.models.chat_template import set_template_args, template_change, template_hash
+from outrider.models.load import LoadedTarget, load_target
 from outrider.train.settings import load_run, parse
 from tests import runs
 
@@ -36,20 +37,20 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load(parse(compose(["target=tiny"])).target)
+def loaded() -> LoadedTarget:
+    return load_target(parse(compose(["target=tiny"])).target)
 
 
 @pytest.mark.parametrize("args", CASES, ids=str)
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.removeprefix("\n{%- "), "\n" + TEMPLATE])
-def test_a_told_template_renders_as_with_the_arguments_passed(
-    loaded: Loaded, args: dict[str, Any], template: str
+def test_set_arguments_render_like_passed_arguments(
+    loaded: LoadedTarget, args: dict[str, Any], template: str
 ) -> None:
     plain, told = (copy.deepcopy(loaded.tokenizer) for _ in range(2))
     plain.chat_template = told.chat_template = (
         template if template.startswith(("\n", "{")) else "{% " + template
     )
-    tell(told, args)
+    set_template_args(told, args)
     assert template_hash(told) != template_hash(plain)
     for prompt in (True, False):
         texts = [
@@ -59,33 +60,34 @@ def test_a_told_template_renders_as_with_the_arguments_passed(
             for tokenizer, extra in ((plain, args), (told, {}))
         ]
         assert texts[0] == texts[1]
-    assert prompt_ids(told, DIALOGUE[:1]) == prompt_ids(plain, DIALOGUE[:1], args)
-    ours = render(told, DIALOGUE, max_length=200)
-    assert ours == render(plain, DIALOGUE, max_length=200, template_args=args)
+    assert told.decode(prompt_ids(told, DIALOGUE)) == plain.apply_chat_template(
+        DIALOGUE, tokenize=False, add_generation_prompt=True, **args
+    )
+    assert told.decode(render(told, DIALOGUE, max_length=200).ids) == texts[1]
 
 
-def test_words_become_values() -> None:
+def test_arguments_are_parsed_to_values() -> None:
     words = ("date_string=26 Jul 2024", "depth=3", "tools=null", "b=false", "eq=a=b")
-    assert read_args(True, words) == {
+    assert parse_template_args(True, words) == {
         "enable_thinking": True, "date_string": "26 Jul 2024", "depth": 3, "tools": None,
         "b": False, "eq": "a=b",
     }  # fmt: skip
-    assert read_args(None, ()) == {}
+    assert parse_template_args(None, ()) == {}
 
 
 @pytest.mark.parametrize("word", ["date", "a-b=1", "=1", "enable_thinking=true"])
-def test_a_word_that_sets_nothing_is_refused(word: str) -> None:
+def test_an_argument_without_value_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=r"target\.template_args"):
         parse(compose(["target.thinking=false", f"target.template_args=['{word}']"]))
 
 
-def test_a_template_that_does_not_ask_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"target\.thinking = False\n.*does not ask"):
-        load(parse(compose(["target=tiny", "target.thinking=false"])).target)
+def test_an_unused_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"target\.thinking = False\n.*does not use"):
+        load_target(parse(compose(["target=tiny", "target.thinking=false"])).target)
 
 
 @pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory, loaded: Loaded) -> Path:
+def thinker(tmp_path_factory: pytest.TempPathFactory, loaded: LoadedTarget) -> Path:
     """The embedded target with a template that knows thinking."""
     folder = tmp_path_factory.mktemp("thinker")
     loaded.target.model.save_pretrained(folder)
@@ -97,7 +99,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory, loaded: Loaded) -> Path:
 
 
 @pytest.mark.slow
-def test_another_thinking_flag_than_in_training_is_said_in_red(
+def test_another_thinking_flag_than_in_training_is_warned_about(
     thinker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["target=hf", f"target.path={thinker}", "target.dtype=float32", "target.thinking=false"]
@@ -105,9 +107,9 @@ def test_another_thinking_flag_than_in_training_is_said_in_red(
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     config = load_run(tmp_path, [f"run.dir={tmp_path}"])
     assert config.target.thinking is False
-    tokenizer = load(config.target).tokenizer
+    tokenizer = load_target(config.target).tokenizer
     assert manifest["fingerprints"]["template"] == template_hash(tokenizer)
-    assert change(tmp_path, config.target, tokenizer) == ""
+    assert template_change(tmp_path, config.target, tokenizer) == ""
     usual = ["eval.limit=1", "eval.max_new_tokens=4", "eval.warmup=0", f"run.dir={tmp_path}"]
     evaluate(load_run(tmp_path, usual))
     assert "not the one of training" not in capsys.readouterr().out

@@ -10,44 +10,44 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.conf.errors import RunError
-from outrider.data.prepare import Material
-from outrider.models.load import Loaded
+from outrider.data.training_data import TrainingData
+from outrider.models.load import LoadedTarget
 from outrider.train import checkpoint, loop
-from outrider.train.background import Behind
+from outrider.train.checkpoint_writer import BackgroundWriter
 from tests.runs import QUIET, config
 
 
-def test_the_next_piece_waits_for_the_one_before() -> None:
-    behind, gate, done = Behind(), threading.Event(), list[int]()
+def test_the_next_job_waits_for_the_one_before() -> None:
+    behind, gate, done = BackgroundWriter(), threading.Event(), list[int]()
 
     def first() -> None:
         gate.wait()
         done.append(1)
 
-    behind.begin(first)
+    behind.submit(first)
     assert done == [], "nobody has waited"
     gate.set()
-    behind.begin(lambda: done.append(2))
+    behind.submit(lambda: done.append(2))
     behind.wait()
     assert done == [1, 2]
 
 
-def test_an_error_is_said_once_at_the_next_occasion() -> None:
-    behind = Behind()
+def test_an_error_is_raised_once_by_the_next_call() -> None:
+    behind = BackgroundWriter()
 
     def fails() -> None:
         raise RunError("The disk is full.", "Make room.")
 
-    behind.begin(fails)
+    behind.submit(fails)
     with pytest.raises(RunError, match="disk is full"):
-        behind.begin(lambda: None)
+        behind.submit(lambda: None)
     behind.wait()
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(
-    loaded: Loaded, made: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_training_continues_while_a_checkpoint_is_written(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written is what was there when it was asked for, however late it is written."""
+    """The checkpoint has the state at the time of the call."""
     words = ("train.schedule=constant", "train.save_every=3", "train.eval_every=100",
              "train.keep_last=9")  # fmt: skip
     loop.fit(config(tmp_path / "quick", *words), loaded, made, QUIET)
@@ -73,7 +73,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(
-    loaded: Loaded, made: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise RunError("state.safetensors could not be written: no space left", "Free some space.")
@@ -81,4 +81,4 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(
     monkeypatch.setattr(checkpoint, "write_tensors", full)
     with pytest.raises(RunError, match="no space left"):
         loop.fit(config(tmp_path), loaded, made, QUIET)
-    assert checkpoint.found(tmp_path / "checkpoints") == []
+    assert checkpoint.list_checkpoints(tmp_path / "checkpoints") == []

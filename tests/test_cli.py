@@ -1,4 +1,4 @@
-"""The command line: help lists all, mistakes end with 2 and a message, verbs are called."""
+"""The command line: help, exit codes, dispatch to verbs."""
 
 import re
 import subprocess
@@ -10,8 +10,10 @@ import pytest
 
 from outrider.conf.compose import compose, known_keys
 from outrider.conf.errors import ConfigError, RunError, exit_on_error
+from outrider.conf.schema import Config, to_yaml
 from outrider.launch import cli
-from outrider.train.settings import Config, parse, to_yaml
+from outrider.launch.verbs import BENCHES, VERBS
+from outrider.train.settings import parse
 
 ROOT = Path(__file__).parent.parent
 CONTRACT = re.findall(
@@ -30,26 +32,26 @@ LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OUTRIDE
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user's own shell: no launcher around, no debugging."""
+    """Remove the variables of launchers and of debugging."""
     for name in (*LAUNCHERS, "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
 
 
 class Stub(types.ModuleType):
-    """Stands for a verb's module."""
+    """A replacement of a verb's module."""
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Every verb's module replaced by one that notes its arguments."""
+    """Replace every verb's module by one that records its arguments."""
     seen: list[object] = []
 
-    def note(*arguments: object) -> int:
-        seen.extend(arguments)
+    def note(*arguments: object, **more: object) -> int:
+        seen.extend([*arguments, *more.items()])
         return 0
 
-    for verb in (*cli.VERBS.values(), *cli.BENCHES.values()):
-        module, _, function = verb.place.partition(":")
+    for verb in (*VERBS.values(), *BENCHES.values()):
+        module, _, function = verb.target.partition(":")
         if not module:
             continue
         if type(sys.modules.get(module)) is not Stub:
@@ -76,7 +78,7 @@ def test_help_shows_choices_defaults_and_meanings(capsys: pytest.CaptureFixture[
     cli.main(["train", "--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert "target = hf | smollm2 | tiny (default tiny)" in out
-    assert "train.clip 1.0 largest norm of the gradient (> 0)" in out
+    assert "train.clip 1.0 gradient clipping: largest norm (> 0)" in out
     assert "data.max_length 256; jsonl, self: 1024" in out
     assert "drafter.depths 4; hass, mtp: 3 training-time-test steps" in out
     assert out.count("accelerate launch") == 4, "four examples"
@@ -91,7 +93,7 @@ def test_help_of_eval_lists_only_what_eval_may_change(capsys: pytest.CaptureFixt
 def test_help_lists_every_verb_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name, verb in cli.VERBS.items():
+    for name, verb in VERBS.items():
         assert re.search(rf"^  {name} +{re.escape(verb.line)}", out, re.MULTILINE)
 
 
@@ -101,6 +103,14 @@ def test_verbs_without_keys_explain_themselves(
 ) -> None:
     assert cli.main([verb, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"outrider {verb} ")
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_benchmark_lists_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", name, "--help"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"outrider bench {name} [key=value ...]")
+    assert re.search("^  (out|run.dir) ", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("verb", ["train", "prepare"])
@@ -164,6 +174,13 @@ def test_a_mistake_ends_with_2_and_one_message(
     assert "Traceback" not in said.err
     assert len(said.err.splitlines()) in (2, 3), "what is wrong, why, what to do"
     assert calls == []
+
+
+def test_explain_is_an_option_of_eval_alone(calls: list[object], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(parse(compose([]))))
+    assert cli.main(["eval", f"run.dir={tmp_path}", "--explain"]) == 0
+    assert calls[-1] == ("explain", True)
+    assert failed("train", "--explain") == 2
 
 
 def test_cfg_prints_what_would_run(calls: list[object], capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,8 +248,8 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
-def test_the_scripts_speak_under_their_own_name(script: str, tmp_path: Path) -> None:
-    """From any folder, uninstalled: Python puts the script's folder on its path."""
+def test_the_scripts_use_their_own_name_in_messages(script: str, tmp_path: Path) -> None:
+    """From any folder, not installed: Python adds the script's folder to its path."""
     command = [sys.executable, str(ROOT / script), "no.such=1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

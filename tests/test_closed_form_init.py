@@ -1,11 +1,11 @@
-"""models/closed_form_init.py: least squares against scipy and enumeration of what the pieces promise."""
+"""models/closed_form_init.py: least squares against scipy, and properties of its parts."""
 
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
 
-from outrider.models import closed_form_init as fit
+from outrider.models import closed_form_init
 
 
 def rows(count: int = 4000, inputs: int = 12, outputs: int = 7) -> tuple[torch.Tensor, ...]:
@@ -16,36 +16,36 @@ def rows(count: int = 4000, inputs: int = 12, outputs: int = 7) -> tuple[torch.T
     return x, y, weight
 
 
-def filled(x: torch.Tensor, y: torch.Tensor) -> fit.Moments:
-    moments = fit.Moments()
+def filled(x: torch.Tensor, y: torch.Tensor) -> closed_form_init.RegressionMoments:
+    moments = closed_form_init.RegressionMoments()
     for start in range(0, len(x), 1000):
         moments.add(x[start : start + 1000], y[start : start + 1000])
     return moments
 
 
-def test_the_ridge_is_least_squares_where_it_hardly_damps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "STRENGTH", 1e-9)
+def test_ridge_is_least_squares_for_small_damping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_form_init, "RIDGE", 1e-9)
     x, y, _ = rows()
     moments = filled(x, y)
-    exact, *_ = scipy.linalg.lstsq(x.double().numpy(), (y / moments.spread).double().numpy())
+    exact, *_ = scipy.linalg.lstsq(x.double().numpy(), (y / moments.output_std).double().numpy())
     assert np.allclose(moments.ridge().mT.numpy(), exact, atol=1e-3)
-    assert torch.allclose(moments.spread, y.std(0, correction=0), rtol=1e-3)
+    assert torch.allclose(moments.output_std, y.std(0, correction=0), rtol=1e-3)
     assert moments.count == len(x)
 
 
-def test_damping_shrinks_the_map() -> None:
+def test_damping_shrinks_the_weights() -> None:
     x, y, _ = rows()
     few, many = filled(x[:20], y[:20]).ridge(), filled(x, y).ridge()
     assert few.isfinite().all()
     assert few.norm() < 2 * many.norm()
 
 
-def test_all_ranks_give_the_map_back_and_few_the_best_part_of_it() -> None:
+def test_low_rank_is_exact_at_full_rank_and_optimal_below() -> None:
     x, _, weight = rows()
     covariance = x.mT @ x / len(x)
-    out, into = fit.reduced(weight, covariance, 7)
+    out, into = closed_form_init.low_rank(weight, covariance, 7)
     assert torch.allclose(out @ into, weight, atol=1e-3)
-    out, into = fit.reduced(weight, covariance, 3)
+    out, into = closed_form_init.low_rank(weight, covariance, 3)
     assert out.shape == (7, 3)
     assert into.shape == (3, 12)
     error = (x @ (weight - out @ into).mT).square().sum()
@@ -57,16 +57,18 @@ def test_all_ranks_give_the_map_back_and_few_the_best_part_of_it() -> None:
     assert error < (x @ (weight - blind).mT).square().sum()
 
 
-def test_the_constant_direction_stands_in_for_a_bias() -> None:
+def test_bias_direction_is_constant_over_rows() -> None:
     x, _, _ = rows()
     tilted = x + 20 * torch.nn.functional.normalize(torch.ones(12), dim=0)
-    assert (tilted @ fit.constant(tilted)).mean() == pytest.approx(1, abs=1e-4)
-    assert (tilted @ fit.constant(tilted)).std() < 0.6
-    assert (x @ fit.constant(x)).std() > 1  # nothing is constant there
+    assert (tilted @ closed_form_init.bias_direction(tilted)).mean() == pytest.approx(1, abs=1e-4)
+    assert (tilted @ closed_form_init.bias_direction(tilted)).std() < 0.6
+    assert (x @ closed_form_init.bias_direction(x)).std() > 1  # nothing is constant there
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 2.5])
-def test_sharpness_finds_the_scale_that_was_taken_away(scale: float) -> None:
+def test_optimal_logit_scale_recovers_the_scale(scale: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(256, 20)
-    assert fit.sharpness(logits / scale, logits.softmax(-1)) == pytest.approx(scale, rel=0.1)
+    assert closed_form_init.optimal_logit_scale(
+        logits / scale, logits.softmax(-1)
+    ) == pytest.approx(scale, rel=0.1)

@@ -10,38 +10,39 @@ from typing import Any
 
 import pytest
 
-from outrider.conf.clusters import ClusterConfig, read_cluster
+from outrider.conf.clusters import ClusterConfig
+from outrider.conf.compose import verb_group
 from outrider.conf.errors import ConfigError
 from outrider.launch.cli import main
-from outrider.launch.cluster import commands, environment, launch, run_here
-from outrider.launch.job_pool import ROOT, bare
+from outrider.launch.cluster import launch, launch_commands, local_command, rank_environment
+from outrider.launch.processes import ROOT, clean_environment
 from tests.runs import SMALL, free_port
 
 SIXTEEN = ["train.batch_tokens=8192", "launch=zero2"]
 
 
 def test_one_machine_is_one_command() -> None:
-    (typed,) = commands(ClusterConfig(gpus=4), ["drafter=eagle3", "launch=ddp"])
+    (typed,) = launch_commands(ClusterConfig(gpus=4), ["drafter=eagle3", "launch=ddp"])
     assert typed == "torchrun --standalone --nproc_per_node=4 train.py drafter=eagle3 launch=ddp"
 
 
-def test_several_machines_meet_at_the_first_with_one_command() -> None:
-    (typed,) = commands(ClusterConfig(nodes=2, gpus=8, host="a"), ["run.dir=my run"])
+def test_several_machines_share_one_command_with_the_first_as_rendezvous() -> None:
+    (typed,) = launch_commands(ClusterConfig(nodes=2, gpus=8, host="a"), ["run.dir=my run"])
     assert typed == (
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_id=outrider --rdzv_backend=c10d "
         "--rdzv_endpoint=\"a:29500\" train.py 'run.dir=my run'"
     )
 
 
-def test_accelerate_has_a_command_for_every_machine() -> None:
-    first, second = commands(ClusterConfig(by="accelerate", nodes=2, gpus=8, host="a"), [])
+def test_accelerate_has_a_command_per_machine() -> None:
+    first, second = launch_commands(ClusterConfig(by="accelerate", nodes=2, gpus=8, host="a"), [])
     assert "--num_processes=16 --multi_gpu --machine_rank=0 --main_process_ip=a" in first
     assert first.replace("machine_rank=0", "machine_rank=1") == second
 
 
 def test_cores_are_shared() -> None:
-    assert environment(ClusterConfig(cores=96), 8)["OMP_NUM_THREADS"] == "12"
-    assert environment(ClusterConfig(cores=4), 8)["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(ClusterConfig(cores=96), 8)["OMP_NUM_THREADS"] == "12"
+    assert rank_environment(ClusterConfig(cores=4), 8)["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_slurm_script_is_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +73,7 @@ def test_a_slurm_script_is_a_script(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["drafter=egle3"], "drafter"),
     ],
 )
-def test_what_cannot_work_is_refused(words: list[str], key: str) -> None:
+def test_invalid_clusters_are_refused(words: list[str], key: str) -> None:
     before = dict(os.environ)
     with pytest.raises(ConfigError) as caught:
         launch(words)
@@ -86,7 +87,7 @@ def hostfile(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_hostfile_is_a_command_for_every_machine(
+def test_a_hostfile_gives_a_command_per_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = hostfile(tmp_path, "# the cluster\nnode-0 slots=4\n\n10.0.0.7  slots = 2 max_slots=4\n")
@@ -102,9 +103,9 @@ def test_a_hostfile_is_a_command_for_every_machine(
         assert '--rdzv_endpoint="node-0:29600" train.py train.batch_tokens=6144 launch=ddp' in text
 
 
-def test_accelerate_takes_a_hostfile_of_equal_machines(tmp_path: Path) -> None:
+def test_accelerate_accepts_a_hostfile_of_equal_machines(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "a slots=8\nb slots=8\n")
-    first, second = commands(ClusterConfig(by="accelerate", hosts=str(path)), [])
+    first, second = launch_commands(ClusterConfig(by="accelerate", hosts=str(path)), [])
     assert "--num_processes=16 --multi_gpu --machine_rank=0 --main_process_ip=a" in first
     assert first.replace("machine_rank=0", "machine_rank=1") == second
 
@@ -112,9 +113,9 @@ def test_accelerate_takes_a_hostfile_of_equal_machines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [
-        ("", [], "names no host"),
-        ("# nobody\n", [], "names no host"),
-        ("a slots=2\na slots=2\n", [], "a is there twice; the second time in line 2"),
+        ("", [], "contains no host"),
+        ("# nobody\n", [], "contains no host"),
+        ("a slots=2\na slots=2\n", [], "Line 2 repeats a."),
         ("a\n", [], "Line 1 is 'a'"),
         ("a:8\n", [], "Line 1 is 'a:8'"),
         ("a slots=0\n", [], "Line 1 is 'a slots=0'"),
@@ -123,7 +124,7 @@ def test_accelerate_takes_a_hostfile_of_equal_machines(tmp_path: Path) -> None:
         ("a slots=2\n", ["cluster.by=slurm"], "Slurm chooses the machines"),
     ],
 )
-def test_a_hostfile_that_cannot_work_is_refused(
+def test_an_invalid_hostfile_is_refused(
     text: str, words: list[str], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
@@ -132,9 +133,9 @@ def test_a_hostfile_that_cannot_work_is_refused(
 
 
 @pytest.mark.parametrize("word", ["cluster.nodes=2", "cluster.gpus=4", "cluster.host=b"])
-def test_a_hostfile_and_its_like_are_not_both_said(word: str, tmp_path: Path) -> None:
+def test_a_hostfile_excludes_the_keys_it_replaces(word: str, tmp_path: Path) -> None:
     path = hostfile(tmp_path, "a slots=2\n")
-    with pytest.raises(ConfigError, match="says it too") as caught:
+    with pytest.raises(ConfigError, match="sets it too") as caught:
         launch([f"cluster.hosts={path}", word, "launch=ddp"])
     assert caught.value.key == word.partition("=")[0]
 
@@ -149,14 +150,14 @@ place.write_text(" ".join(os.environ[name] for name in names))
 
 @pytest.mark.slow
 def test_torchrun_numbers_the_processes_of_unequal_machines(tmp_path: Path) -> None:
-    """The commands as they are printed, both typed here: two launchers meet at one address."""
+    """The printed commands, both run here: two launchers share one rendezvous."""
     entry = tmp_path / "train.py"
     entry.write_text(COUNTS)
     path = hostfile(tmp_path, "127.0.0.1 slots=2\nlocalhost slots=1\n")
-    typed = commands(ClusterConfig(hosts=str(path), port=free_port()), [str(tmp_path)])
+    typed = launch_commands(ClusterConfig(hosts=str(path), port=free_port()), [str(tmp_path)])
     started = [
         subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *shlex.split(line)[1:]],
-                         cwd=tmp_path, env={**bare(), "OMP_NUM_THREADS": "1"})
+                         cwd=tmp_path, env={**clean_environment(), "OMP_NUM_THREADS": "1"})
         for line in typed
     ]  # fmt: skip
     assert [process.wait(timeout=100) for process in started] == [0, 0]
@@ -167,12 +168,14 @@ def test_torchrun_numbers_the_processes_of_unequal_machines(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-def test_only_the_clusters_own_words_are_taken() -> None:
-    cluster, rest = read_cluster(["drafter=eagle3", "cluster.gpus=2", "launch=ddp"])
+def test_only_the_overrides_of_cluster_are_removed() -> None:
+    cluster, rest = verb_group(
+        ClusterConfig, "cluster", ["drafter=eagle3", "cluster.gpus=2", "launch=ddp"]
+    )
     assert (cluster.gpus, rest) == (2, ["drafter=eagle3", "launch=ddp"])
 
 
-def test_what_is_started_here_is_what_was_printed(
+def test_the_started_command_is_the_printed_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[list[str]] = []
@@ -189,7 +192,7 @@ def test_what_is_started_here_is_what_was_printed(
     words = [str(ROOT / "train.py"), "launch=ddp", f"run.dir={tmp_path}"]
     assert rest == ["--standalone", "--nproc_per_node=2", *words]
     there = ["accelerate.commands.launch", "--x", str(ROOT / "train.py")]
-    assert run_here("accelerate launch --x train.py")[2:] == there
+    assert local_command("accelerate launch --x train.py")[2:] == there
 
 
 @pytest.mark.slow

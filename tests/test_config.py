@@ -1,10 +1,10 @@
-"""The configuration: every yaml composes, every mistake names its key, nothing is said twice."""
+"""The configuration: every yaml composes, every error names its key."""
 
 import copy
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -12,19 +12,11 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from outrider.conf import compose as composing
-from outrider.conf.compose import CONF, DRAFTERS, choices, compose, groups
+from outrider.conf.compose import CONF, choices, compose, groups, parse_words
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.fields import check_interval, convert, read
-from outrider.train.settings import (
-    GROUPS,
-    Config,
-    GenerateConfig,
-    check_files,
-    load_run,
-    parse,
-    resolved,
-    to_yaml,
-)
+from outrider.conf.fields import check_interval, convert, from_dict, option
+from outrider.conf.schema import GROUPS, Config, GenerateConfig, resolved, to_yaml
+from outrider.train.settings import DRAFTERS, check_files, load_run, parse
 
 ALL_CHOICES = [
     f"{group}={choice}" for group in groups() for choice in choices(group) if group != "experiment"
@@ -45,7 +37,7 @@ def parsed(*overrides: str) -> Config:
 
 
 def changed(**values: object) -> DictConfig:
-    """The default run with some values set, as a yaml file would."""
+    """Return the default run with some values set, as a yaml file sets them."""
     node = copy.deepcopy(composed())
     for name, value in values.items():
         OmegaConf.update(node, name, value, merge=False, force_add=True)
@@ -89,7 +81,7 @@ def test_every_drafter_has_a_yaml_and_every_yaml_a_drafter() -> None:
 
 
 def test_defaults_of_the_dataclasses_are_those_of_the_yaml() -> None:
-    """A value that code builds by hand (a test, a notebook) is the value a user would get."""
+    """A configuration built in Python has the values of the yaml files."""
     config = parsed()
     for group, schema in GROUPS.items():
         assert schema() == getattr(config, group), group
@@ -102,7 +94,7 @@ def test_data_follows_the_target(target: str, data: str) -> None:
     assert parsed(f"target={target}").data.name == data
 
 
-def test_a_chosen_data_beats_the_one_that_follows_the_target() -> None:
+def test_chosen_data_overrides_the_targets_default() -> None:
     assert parsed("target=smollm2", "data=tiny").data.name == "tiny"
     assert parsed("data=self").data.name == "self"
     assert parsed("experiment=smollm2", "data=self").target.name == "smollm2"
@@ -152,7 +144,7 @@ def test_a_chain_has_as_many_nodes_as_levels() -> None:
         ("drafter.taps=1,2,3", "drafter.taps", "[1,2,3]"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_the_nearest_that_does(
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(
     override: str, key: str, fix: str
 ) -> None:
     error = refused(override)
@@ -244,7 +236,7 @@ def test_keys_that_contradict_each_other_are_refused(overrides: list[str], key: 
     assert refused(*overrides).key == key
 
 
-def test_every_rank_needs_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_needs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """2048 tokens are eight rows of 256: enough for eight ranks, too few for nine."""
     monkeypatch.setenv("WORLD_SIZE", "8")
     parsed()
@@ -267,7 +259,7 @@ def test_a_value_error_of_a_drafter_names_its_key(monkeypatch: pytest.MonkeyPatc
             raise ValueError(f"heads = {self.heads}: too few")
 
     with pytest.raises(ConfigError, match="too few") as caught:
-        read(Picky, {"heads": 2}, "drafter")
+        from_dict(Picky, {"heads": 2}, "drafter")
     assert caught.value.key == "drafter.heads"
 
 
@@ -283,7 +275,7 @@ def test_a_written_configuration_reads_back_equal(overrides: list[str]) -> None:
 
 
 def test_the_composed_defaults_hold_no_key_the_dataclasses_lack() -> None:
-    """And the other way round: a key that no yaml sets could not be overridden without a +."""
+    """And conversely: a key that no yaml sets could only be overridden with a +."""
     known = set(composing.known_keys())
     for group, schema in GROUPS.items():
         for field in dataclasses.fields(schema):
@@ -306,7 +298,7 @@ def test_a_run_is_measured_as_the_command_line_says(run: Path) -> None:
     assert (config.train.lr, config.run.seed, config.run.dir) == (5e-4, 7, str(run))
 
 
-def test_a_run_forgets_how_it_was_measured_in_training(run: Path) -> None:
+def test_an_evaluation_ignores_the_evaluation_settings_of_training(run: Path) -> None:
     config = load_run(run, ["run.seed=1"])
     assert not config.target.trust_remote_code, "a run folder cannot ask for it"
     assert load_run(run, ["target.trust_remote_code=true"]).target.trust_remote_code
@@ -360,9 +352,55 @@ def test_a_conversion_loses_nothing(kind: Any, value: Any, expected: Any) -> Non
     assert type(got) is type(expected)
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A key with a dot: `run.dir`."""
+
+    dir: str = option("", "folder of a run")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of a benchmark."""
+
+    run: Run = dataclasses.field(default_factory=Run)
+    depths: tuple[int, ...] = option((3, 7), "depths", "[1, inf)")
+    recompute: tuple[Literal["no", "yes"], ...] = option(("no", "yes"), "checkpointing")
+    threads: int = option(0, "CPU threads", "[0, inf)")
+    out: str = option("", "file")
+
+
+def test_words_become_options() -> None:
+    """Lists need no brackets, text is literal, numbers are those of yaml."""
+    words = ["run.dir=a=b", "depths=1,2", "recompute=no", "threads=1e3", "out=1_0"]
+    options = Options(Run("a=b"), (1, 2), ("no",), 1000, "1_0")
+    assert parse_words(Options, words) == options
+    assert parse_words(Options, ["depths=[1, 2]", "out="]) == Options(depths=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "fix"),
+    [
+        ("depth=1", "depth", "depths?"),
+        ("run.dri=1", "run.dri", "run.dir?"),
+        ("depths=1,x", "depths[1]", "--help"),
+        ("depths=0", "depths", "--help"),
+        ("recompute=maybe", "recompute[0]", "no, yes"),
+        ("threads", "option", "run.dir, depths"),
+        ("threads=", "threads", "--help"),
+        ("threads=[1", "threads", "--help"),
+    ],
+)
+def test_an_invalid_word_is_refused(word: str, key: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_words(Options, [word])
+    assert caught.value.key == key
+    assert fix in caught.value.fix
+
+
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
-def test_an_interval_holds_what_mathematics_says(value: float) -> None:
-    """Both sorts of end, at once: (0, 1] as the reader of the notation would decide it."""
+def test_an_interval_follows_its_notation(value: float) -> None:
+    """(0, 1] has an open and a closed end."""
     inside = 0 < value <= 1
     try:
         check_interval("(0, 1]", value, "key")

@@ -3,7 +3,7 @@
 import re
 import shlex
 
-from outrider.launch.job_pool import ROOT
+from outrider.launch.processes import ROOT
 
 FILE = ROOT / "launch" / "Containerfile"
 KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
@@ -20,7 +20,7 @@ def of(name: str) -> list[str]:
     return [rest for instruction, rest in instructions() if instruction == name]
 
 
-def test_every_instruction_is_one_and_the_first_is_the_base() -> None:
+def test_instructions_are_known_and_the_first_is_the_base() -> None:
     names = [name for name, _ in instructions()]
     assert set(names) <= KNOWN
     assert [name for name in names if name != "ARG"][0] == "FROM"  # noqa: RUF015
@@ -31,7 +31,7 @@ def test_every_argument_that_is_used_is_declared() -> None:
     assert set(re.findall(r"\$\{(\w+)\}", FILE.read_text())) == declared
 
 
-def test_what_is_copied_is_there_and_is_all_that_an_installation_needs() -> None:
+def test_copied_files_exist_and_suffice_for_an_installation() -> None:
     copied = set[str]()
     for rest in of("COPY"):
         *sources, place = shlex.split(rest)

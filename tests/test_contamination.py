@@ -5,16 +5,17 @@ import random
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
-from outrider.data.contamination import NEAR, Guard, Index, grams, jaccard
+from outrider.data.contamination import NEAR, NgramIndex, OverlapFilter, jaccard, ngrams
 from outrider.data.conversations import Message, Prompt, Summary
-from outrider.data.prepare import Material, material
+from outrider.data.corpus import load_training_data
+from outrider.data.reporter import Reporter
+from outrider.data.training_data import TrainingData
 from outrider.eval.run import evaluate
-from outrider.models.load import Loaded, load
-from outrider.train.loop import train
+from outrider.launch.train import train
+from outrider.models.load import LoadedTarget, load_target
 from outrider.train.settings import load_run, parse
 from tests import runs
 
@@ -26,7 +27,7 @@ def test_the_index_agrees_with_comparing_all_pairs() -> None:
     dice = random.Random(0)
     base = [[dice.choice("abcdef") for _ in range(dice.randint(1, 30))] for _ in range(60)]
     texts = [" ".join(words) for words in base]
-    index, found = Index(texts), 0
+    index, found = NgramIndex(texts), 0
     for words in base:
         for changes in range(4):
             other = words.copy()
@@ -34,7 +35,7 @@ def test_the_index_agrees_with_comparing_all_pairs() -> None:
                 other[dice.randrange(len(other))] = dice.choice("abcdef")
             text = " ".join(other)
             best = max(jaccard(text, known) for known in texts)
-            twin = index.twin(text)
+            twin = index.nearest(text)
             assert (twin is not None) == (best >= NEAR)
             if twin is not None:
                 found += 1
@@ -56,16 +57,16 @@ def test_the_index_agrees_with_comparing_all_pairs() -> None:
     ],
 )
 def test_what_counts_as_the_same_question(other: str, same: bool) -> None:
-    assert (Index([LONG, "Hello"]).twin(other) is not None) == same
+    assert (NgramIndex([LONG, "Hello"]).nearest(other) is not None) == same
 
 
 def test_short_questions_are_compared_whole_and_signs_count_as_words() -> None:
-    assert Index(["Who are you?"]).twin("who are  you") == (0, 1.0)
-    assert Index(["Who are you?"]).twin("Who are they?") is None
-    assert grams("...") == set()
+    assert NgramIndex(["Who are you?"]).nearest("who are  you") == (0, 1.0)
+    assert NgramIndex(["Who are you?"]).nearest("Who are they?") is None
+    assert ngrams("...") == set()
     chinese = "\u5929\u7a7a\u4e3a\u4ec0\u4e48\u662f\u84dd\u8272\u7684"
-    assert len(grams(chinese)) == len(chinese) - 4
-    assert Index([chinese]).twin(f"{chinese}\uff1f") == (0, 1.0)
+    assert len(ngrams(chinese)) == len(chinese) - 4
+    assert NgramIndex([chinese]).nearest(f"{chinese}\uff1f") == (0, 1.0)
 
 
 def turns(question: str) -> list[Message]:
@@ -75,36 +76,36 @@ def turns(question: str) -> list[Message]:
 def test_overlaps_are_refused_with_their_prompts_or_left_out_with_their_count() -> None:
     suite = [Prompt("sky", "all", [LONG, "Go on."]), Prompt("hi", "all", ["Hello there"])]
     text = [turns("Something else."), turns(LONG), [*turns("x y"), *turns("Hello there!")]]
-    guard = Guard(suite, "refuse")
-    assert list(guard.apart(text, Summary())) == text[:1]
+    guard = OverlapFilter(suite, "refuse")
+    assert list(guard.drop_overlaps(text, Summary())) == text[:1]
     with pytest.raises(RunError, match=r"2 training questions(.|\n)*sky \(100%\): 'Explain"):
-        guard.settle()
+        guard.raise_if_refused()
     summary = Summary()
-    assert list(Guard(suite, "drop").apart(text, summary)) == text[:1]
+    assert list(OverlapFilter(suite, "drop").drop_overlaps(text, summary)) == text[:1]
     assert summary.counts == {"in the suite": 2}
-    assert list(Guard(suite, "keep").apart(text, Summary())) == text
+    assert list(OverlapFilter(suite, "keep").drop_overlaps(text, Summary())) == text
     follow_up = turns("Go on.")  # nobody's opening
-    assert list(Guard(suite, "refuse").apart([follow_up], Summary())) == [follow_up]
+    assert list(OverlapFilter(suite, "refuse").drop_overlaps([follow_up], Summary())) == [follow_up]
 
 
 def test_the_search_ends_when_there_is_enough_to_say() -> None:
-    guard = Guard([Prompt("sky", "all", [LONG])], "refuse")
+    guard = OverlapFilter([Prompt("sky", "all", [LONG])], "refuse")
     with pytest.raises(RunError, match="at least 10 training questions"):
-        list(guard.apart((turns(LONG) for _ in range(10**9)), Summary()))
+        list(guard.drop_overlaps((turns(LONG) for _ in range(10**9)), Summary()))
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load(parse(compose(["target=tiny"])).target)
+def loaded() -> LoadedTarget:
+    return load_target(parse(compose(["target=tiny"])).target)
 
 
-def prepared(loaded: Loaded, *words: str) -> Material:
+def prepared(loaded: LoadedTarget, *words: str) -> TrainingData:
     config = parse(compose(["target=tiny", "data.max_length=64", "data.holdout=0.2", *words]))
-    return material(config, loaded, (1,), Console(quiet=True), rank=0)
+    return load_training_data(config, loaded, (1,), Reporter.silent())
 
 
 def test_training_text_with_prompts_of_the_suite_is_refused_or_thinned(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conversations, and prompts that the target answers: the same rule."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""The drafter that CONTRIBUTING.md shows, built from the page and held to all a drafter owes."""
+"""The drafter in CONTRIBUTING.md, built from the page, passes the tests of all drafters."""
 
 import os
 import re
@@ -12,13 +12,13 @@ import pytest
 from outrider.models import drafters
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("conf", "data", "eval", "launch", "models", "outrider", "tests", "train")
+FOLDERS = ("conf", "data", "eval", "launch", "models", "outrider", "tests", "train")
 
 
 def blocks() -> list[str]:
     """The fenced blocks of the section: model, settings, test."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = page[page.index("## Add a drafter") : page.index("## Rules")]
+    section = page[page.index("## Adding a drafter") : page.index("## Rules")]
     return re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
 
 
@@ -30,11 +30,11 @@ def test_the_example_is_short() -> None:
 
 @pytest.mark.slow
 def test_the_example_is_a_drafter(tmp_path: Path) -> None:
-    """In a copy of the checkout: three files, and the contract's tests and its own pass."""
-    for room in ROOMS:
+    """Three files in a copy of the checkout; their own test and the contract pass."""
+    for folder in FOLDERS:
         shutil.copytree(
-            ROOT / room,
-            tmp_path / room,
+            ROOT / folder,
+            tmp_path / folder,
             symlinks=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
@@ -73,6 +73,6 @@ def test_every_drafter_has_its_page() -> None:
 def test_a_page_explains_every_setting(name: str) -> None:
     page = (ROOT / "docs" / "drafters" / f"{name}.md").read_text(encoding="utf-8")
     table = page[page.index("## Settings") : page.index("## Logged metrics")]
-    fields = drafters.module(name).Config.__dataclass_fields__
+    fields = drafters.drafter_module(name).Config.__dataclass_fields__
     missing = [field for field in fields if field != "name" and f"`{field}`" not in table]
     assert not missing

@@ -1,18 +1,19 @@
-"""What a run is foreseen to cost is what it costs; launchers that contradict it are refused."""
+"""Predicted costs equal real costs; launchers that contradict the configuration are refused."""
 
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
-from outrider.data.prepare import material
-from outrider.launch import cost_estimate as plan
+from outrider.conf.schema import Config, LaunchConfig
+from outrider.data.corpus import load_training_data
+from outrider.data.reporter import Reporter
+from outrider.launch import cost_estimate
 from outrider.models import load
-from outrider.train import distributed as start
-from outrider.train.settings import Config, LaunchConfig, parse
-from outrider.train.trainer import Run
+from outrider.train import distributed
+from outrider.train.settings import parse
+from outrider.train.trainer import Trainer
 
 
 def config(folder: Path, *words: str) -> Config:
@@ -21,21 +22,21 @@ def config(folder: Path, *words: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     cfg = config(tmp_path_factory.mktemp("plan"))
-    loaded = load.load(cfg.target)
-    return Run(cfg, loaded, material(cfg, loaded, (1, 3, 4), Console(quiet=True), rank=0))
+    loaded = load.load_target(cfg.target)
+    return Trainer(cfg, loaded, load_training_data(cfg, loaded, (1, 3, 4), Reporter.silent()))
 
 
-def test_the_disk_estimate_is_what_a_run_writes(run: Run) -> None:
+def test_the_disk_estimate_is_what_a_run_writes(run: Trainer) -> None:
     """Two checkpoints of 12 bytes per parameter are most of it."""
     run.progress.step = 1
     run.save()
-    run.behind.wait()
+    run.writer.wait()
     file = next((run.folder / "checkpoints").rglob("state.safetensors"))
     size = sum(p.numel() for p in run.drafter.parameters())
     assert 4 * size <= file.stat().st_size <= 13 * size  # no moments before the first step
-    assert plan.estimate(run).disk >= 2 * file.stat().st_size
+    assert cost_estimate.estimate(run).disk >= 2 * file.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -72,4 +73,4 @@ def test_a_launcher_that_contradicts_the_configuration_is_refused(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
-        start.check(launch)
+        distributed.require_matching_launcher(launch)

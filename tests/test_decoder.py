@@ -23,17 +23,17 @@ from outrider.eval.requests import Prompt
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.request import Memory, Request, Stops
-from outrider.models.decode.rules import DRAWN, judge
+from outrider.models.decode.request import DialogueCache, Request, Stops
+from outrider.models.decode.rules import DRAWN, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
 from outrider.models.load import stop_ids
-from outrider.models.target import Seen, Target
+from outrider.models.target import Target, TargetStates
 from tests.families import small_model
 from tests.shapes import unchecked
 from tests.test_tokenise import PLAIN, dialogue, octets
-from tests.tiny import Text, Told
+from tests.tiny import ScriptedDrafter, Text
 
 QUESTION = "why?"
 TOLD = dialogue(QUESTION)
@@ -57,7 +57,7 @@ def target() -> Target:
     return Target(small_model("llama", vocab_size=len(coder), **changes), name="bytes")
 
 
-def oracle(right: Callable[[int], bool]) -> Told:
+def oracle(right: Callable[[int], bool]) -> ScriptedDrafter:
     """Knows the target's logits of the n-th token; unless right(n) it says the opposite."""
 
     @cache
@@ -65,7 +65,7 @@ def oracle(right: Callable[[int], bool]) -> Told:
         logits: Tensor = target().model(input_ids=torch.tensor([text])).logits[0, -1]
         return logits if right(len(text)) else -logits
 
-    return Told(row, target().vocab)
+    return ScriptedDrafter(row, target().vocab_size)
 
 
 @cache
@@ -91,7 +91,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     forward = Target.forward
 
-    def noted(self: Target, ids: Tensor, *rest: Any, **more: Any) -> Seen:
+    def noted(self: Target, ids: Tensor, *rest: Any, **more: Any) -> TargetStates:
         seen.append(ids[0].tolist())
         return forward(self, ids, *rest, **more)
 
@@ -195,7 +195,7 @@ def spelled(row: Callable[[Text], Tensor]) -> list[Piece]:
     return list(Decoder(script, octets(PLAIN), None, ALONE).stream("?", BUDGET))
 
 
-def test_a_budget_of_nothing_says_nothing() -> None:
+def test_a_budget_of_0_gives_no_tokens() -> None:
     none = decoder().generate(TOLD, 0)
     assert (none.output_ids, none.text, none.tau, none.tokens_per_second) == ([], "", None, None)
 
@@ -241,7 +241,7 @@ def test_the_first_of_several_stop_strings_counts(text: str) -> None:
     assert ours.text == text[: min(text.find(stops[0]), text.find(stops[2]))]
 
 
-def test_stop_strings_of_the_prompt_and_unsaid_ones_stop_nothing(text: str) -> None:
+def test_stop_strings_outside_the_answer_stop_nothing(text: str) -> None:
     """Half a stop string waits, and is said when it turns out to be none."""
     assert QUESTION not in text
     half = text[:-1] + "!"
@@ -255,7 +255,7 @@ def test_stop_strings_of_the_prompt_and_unsaid_ones_stop_nothing(text: str) -> N
 
 
 @POLICIES
-def test_a_seed_says_which_answer(policy: str | Policy) -> None:
+def test_a_seed_determines_the_answer(policy: str | Policy) -> None:
     def said(seed: int) -> list[int]:
         how: dict[str, Any] = {"temperature": 1.0, "policy": policy}
         return decoder().generate(TOLD, BUDGET, seed=seed, **how).output_ids
@@ -268,9 +268,7 @@ def test_a_seed_says_which_answer(policy: str | Policy) -> None:
 @POLICIES
 @HEATS
 @pytest.mark.parametrize("batch", [1, 2, 8])
-def test_a_batch_says_what_single_prompts_say(
-    policy: str | Policy, heat: float, batch: int
-) -> None:
+def test_a_batch_equals_single_prompts(policy: str | Policy, heat: float, batch: int) -> None:
     """The n-th answer has the seed raised by n; prompts are of different lengths."""
     asked = "what is to be said about this?"
     prompts: list[Prompt] = [TOLD, "a", dialogue("and then?"), [5, 6, 7], asked]
@@ -287,7 +285,7 @@ def test_a_rule_may_be_chosen() -> None:
     """With such an epsilon typical acceptance takes every guess."""
     how: dict[str, Any] = {
         "temperature": 1.0,
-        "rule": judge("lossy_typical", "drawn", epsilon=1e-9),
+        "rule": bind_rule("lossy_typical", "drawn", epsilon=1e-9),
     }
     assert decoder().generate(TOLD, 13, **how).accepted == [5, 5]
     assert decoder().generate(TOLD, 13, temperature=1.0).accepted != [5, 5]
@@ -299,7 +297,7 @@ def test_a_rule_may_be_chosen() -> None:
 @POLICIES
 @HEATS
 @pytest.mark.parametrize("template", [PLAIN, FORGETFUL], ids=["plain", "forgetful"])
-def test_a_chat_says_what_the_whole_dialogue_read_anew_says(
+def test_a_chat_equals_decoding_the_whole_dialogue(
     policy: str | Policy, heat: float, template: str
 ) -> None:
     """Also where the template renders history differently from what was said."""
@@ -426,7 +424,7 @@ def test_ctrl_c_while_the_drafter_absorbs_leaves_a_memory_that_is_right(
     monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """The target has read rows then that the drafter's state does not hold."""
-    drafter, memory = oracle(lambda n: True), Memory()
+    drafter, memory = oracle(lambda n: True), DialogueCache()
     engine, prompt = Engine(target(), drafter, CHAIN), decoder().ids(TOLD)
     absorb, left = drafter.absorb, [calls]
 
@@ -438,9 +436,9 @@ def test_ctrl_c_while_the_drafter_absorbs_leaves_a_memory_that_is_right(
 
     monkeypatch.setattr(drafter, "absorb", pressed)
     with pytest.raises(KeyboardInterrupt):
-        list(engine.run([Request(prompt, BUDGET)], 1, memory=memory))
+        list(engine.run([Request(prompt, BUDGET)], 1, dialogue=memory))
     longer = [*prompt, *engine.generate(prompt, BUDGET).ids, 5]
-    said = list(engine.run([Request(longer, 8)], 1, memory=memory))[-1].out
+    said = list(engine.run([Request(longer, 8)], 1, dialogue=memory))[-1].out
     assert said.ids == Engine(target(), None, None).generate(longer, 8).ids
 
 
@@ -450,13 +448,13 @@ def test_a_message_is_a_string(message: Any) -> None:
         decoder().chat().say(message)
 
 
-def test_a_message_without_an_answer_is_taken_back() -> None:
+def test_a_message_without_an_answer_is_dropped() -> None:
     talk = decoder().chat()
     assert talk.say(QUESTION, 0).output_ids == []
     assert talk.messages == []
 
 
-def test_a_message_that_does_not_fit_is_taken_back() -> None:
+def test_a_message_that_does_not_fit_is_dropped() -> None:
     chat = decoder().chat()
     chat.say("why?", 8)
     before = list(chat.messages)
@@ -496,16 +494,16 @@ def test_tokens_may_come_as_an_array(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        (None, "None is no prompt"),
-        (5, "5 is no prompt"),
-        ({5, 6}, "is no prompt"),
-        (b"abc", "is no prompt"),
-        ({"role": "user", "content": "a"}, "is no prompt"),
-        ([1, "a"], "'a' is no part of a prompt"),
-        ([1.5, 2], "1.5 is no part of a prompt"),
-        (["why?", {"role": "user", "content": "a"}], "'why[?]' is no part"),
-        ([{"role": "user"}], "{'role': 'user'} is no part"),
-        (torch.tensor([IDS, IDS]), "is no part of a prompt that holds 2"),
+        (None, "None is not a prompt"),
+        (5, "5 is not a prompt"),
+        ({5, 6}, "is not a prompt"),
+        (b"abc", "is not a prompt"),
+        ({"role": "user", "content": "a"}, "is not a prompt"),
+        ([1, "a"], "'a' is not a valid part of a prompt"),
+        ([1.5, 2], "1.5 is not a valid part of a prompt"),
+        (["why?", {"role": "user", "content": "a"}], "'why[?]' is not a valid part"),
+        ([{"role": "user"}], "{'role': 'user'} is not a valid part"),
+        (torch.tensor([IDS, IDS]), "is not a valid part of a prompt of 2"),
         ([5, 10**6], "token 1000000, and the target's are 0 to"),
         ([-1], "token -1, and the target's are 0 to"),
     ],
@@ -561,7 +559,7 @@ def test_a_searched_tree_without_chances_is_refused() -> None:
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [
-        ({"heat": 1.0}, TypeError, "no setting 'heat'"),
+        ({"heat": 1.0}, TypeError, "unknown setting 'heat'"),
         ({"temprature": 1.0}, TypeError, "did you mean temperature"),
         ({"temperature": "1"}, TypeError, "temperature='1': must be a number"),
         ({"top_p": None}, TypeError, "top_p=None: must be a number"),
@@ -573,7 +571,7 @@ def test_a_searched_tree_without_chances_is_refused() -> None:
         ({"banned": [1.5]}, TypeError, "banned=1.5: must be a whole number"),
         ({"policy": 5}, TypeError, "policy=5: must be a name, or a policy"),
         ({"policy": Chain}, TypeError, "must be a name, or a policy"),
-        ({"rule": "nonsense"}, ValueError, "rule='nonsense': there is none, but match, ratio"),
+        ({"rule": "nonsense"}, ValueError, "rule='nonsense': unknown; use one of match, ratio"),
         ({"rule": 5}, TypeError, "rule=5: must be a rule's name"),
         ({"rule": "ratio", "policy": TREE, "temperature": 1.0}, ValueError, "does not fit 'best'"),
         ({"rule": "ratio", "policy": SAMPLED, "temperature": 1.0}, ValueError, "chains only"),
@@ -613,9 +611,11 @@ def test_a_decoder_whose_policy_is_none_is_refused_at_once() -> None:
 def test_drafts_that_end_where_the_drafter_does_are_pointed_out() -> None:
     """The answer is the same, and nobody believes to have measured depth 5."""
     short = oracle(lambda n: n % 3 > 0)
-    short.reach = 2
+    short.max_depth = 2
     asked = Decoder(target(), octets(PLAIN), short, CHAIN)
-    with pytest.warns(UserWarning, match="depth 5 are wished, and this drafter reaches 2"):
+    with pytest.warns(
+        UserWarning, match="depth=5 is deeper than this drafter can draft: drafts end at depth 2"
+    ):
         result = asked.generate(QUESTION, BUDGET)
     assert result.output_ids == decoder().generate(QUESTION, BUDGET).output_ids
     assert max(result.accepted) <= 2
@@ -624,16 +624,16 @@ def test_drafts_that_end_where_the_drafter_does_are_pointed_out() -> None:
 # ---- several at once, and what is refused --------------------------------------------------------
 
 
-def test_streams_may_take_turns() -> None:
+def test_streams_may_be_interleaved() -> None:
     """Another answer with other taps comes between two rounds of this one."""
 
-    class Tapped(Told):
+    class Tapped(ScriptedDrafter):
         def absorb(self, state: Any, trace: Any) -> Any:
             assert trace.taps.shape[-1] == trace.last.shape[-1], "the taps are another engine's"
             return super().absorb(state, trace)
 
     knowing = oracle(lambda n: n % 3 > 0)
-    tapped = Decoder(target(), octets(PLAIN), Tapped(knowing.row, target().vocab, (1,)), CHAIN)
+    tapped = Decoder(target(), octets(PLAIN), Tapped(knowing.row, target().vocab_size, (1,)), CHAIN)
     alone = tapped.generate(QUESTION, BUDGET)
     pieces = tapped.stream(QUESTION, BUDGET)
     last = next(pieces)
@@ -647,16 +647,18 @@ def test_streams_may_take_turns() -> None:
 def test_a_rule_made_for_other_drafts_is_refused() -> None:
     with pytest.raises(ValueError, match="made for 'independent' drafts"):
         decoder().generate(
-            QUESTION, 4, temperature=1.0, policy=Chain(2), rule=judge("ratio", "independent")
+            QUESTION, 4, temperature=1.0, policy=Chain(2), rule=bind_rule("ratio", "independent")
         )
-    greedy = decoder().generate(QUESTION, 4, policy=Chain(2), rule=judge("ratio", "independent"))
+    greedy = decoder().generate(
+        QUESTION, 4, policy=Chain(2), rule=bind_rule("ratio", "independent")
+    )
     assert greedy.output_ids == decoder().generate(QUESTION, 4).output_ids  # it has no say
 
 
 @pytest.mark.parametrize("policy", [CHAIN, SAMPLED], ids=["chain", "tree"])
 def test_a_rule_goes_by_its_name(policy: Policy) -> None:
     how: dict[str, Any] = {"policy": policy, "temperature": 1.0, "seed": 5}
-    made = decoder().generate(QUESTION, BUDGET, rule=judge("sampled", "drawn"), **how)
+    made = decoder().generate(QUESTION, BUDGET, rule=bind_rule("sampled", "drawn"), **how)
     named = decoder().generate(QUESTION, BUDGET, rule="sampled", **how)
     usual = decoder().generate(QUESTION, BUDGET, **how)
     assert named.output_ids == made.output_ids != usual.output_ids
@@ -679,15 +681,15 @@ def test_coupled_answers_are_those_of_plain_sampling(policy: str | Policy) -> No
     assert other.output_ids != plain.output_ids
 
 
-def test_nobody_knows_what_a_rule_of_ones_own_does() -> None:
-    own = judge("lossy_typical", "drawn").verify
+def test_a_custom_rule_has_unknown_loss() -> None:
+    own = bind_rule("lossy_typical", "drawn").verify
     asked = decoder().generate(QUESTION, 4, temperature=1.0, rule=own, policy=Chain(2))
     assert asked.lossy is None
     assert decoder().generate(QUESTION, 4, rule=own, policy=Chain(2)).lossy is False
 
 
-def test_a_lossy_answer_says_so() -> None:
-    typical = {"rule": judge("lossy_typical", "drawn"), "policy": Chain(2)}
+def test_a_lossy_answer_is_marked() -> None:
+    typical = {"rule": bind_rule("lossy_typical", "drawn"), "policy": Chain(2)}
     assert decoder().generate(QUESTION, 4, temperature=1.0, **typical).lossy
     named = {**typical, "rule": "lossy_typical"}
     assert decoder().generate(QUESTION, 4, temperature=1.0, **named).lossy

@@ -10,6 +10,7 @@ import torch
 from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
+from outrider.conf.schema import to_yaml
 from outrider.eval.decoder import PLAIN as ALONE
 from outrider.eval.decoder import Chat, Decoder, Piece, Result
 from outrider.eval.rank_tables import FILE, FORMAT, TABLES
@@ -17,9 +18,9 @@ from outrider.models import drafters, formats
 from outrider.models.decode.policy import Chain
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.load import load
+from outrider.models.load import load_target
 from outrider.models.vocab import DraftVocab
-from outrider.train.settings import load_run, parse, to_yaml
+from outrider.train.settings import load_run, parse
 from tests.families import small_model
 from tests.test_tokenise import PLAIN, dialogue, octets
 
@@ -32,9 +33,9 @@ def untrained(folder: Path) -> Path:
     config = parse(compose([f"run.dir={run}"], "train"))
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(config))
-    loaded = load(config.target).target
+    loaded = load_target(config.target).target
     torch.manual_seed(0)
-    drafter = drafters.build(config.drafter, loaded, DraftVocab.whole(loaded.vocab))
+    drafter = drafters.build(config.drafter, loaded, DraftVocab.identity(loaded.vocab_size))
     native.save(drafter, run / "drafter", loaded, config.drafter, {})
     return run
 
@@ -49,7 +50,7 @@ def opened(run: Path) -> Decoder:
     return Decoder.from_run(run)
 
 
-def test_a_run_and_its_folders_say_the_same(run: Path, from_run: Decoder) -> None:
+def test_a_run_and_its_folders_decode_alike(run: Path, from_run: Decoder) -> None:
     asked = "When should I visit Amberton?"
     by_parts = Decoder.from_pretrained("tiny", run / "drafter", dtype="float32")
     alone = Decoder.from_pretrained("tiny", dtype="float32")
@@ -81,7 +82,7 @@ def test_a_drafter_may_come_in_any_format(
 def test_what_is_no_drafter_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is a run, not a drafter(?s:.*)/drafter, or use"):
         Decoder.from_pretrained("tiny", run)
-    with pytest.raises(RunError, match="no folder, and not to be had from the hub"):
+    with pytest.raises(RunError, match="no folder, and cannot be downloaded from the hub"):
         Decoder.from_pretrained("tiny", tmp_path / "nowhere")
 
 
@@ -93,7 +94,7 @@ def test_the_weights_are_those_of_the_folder(run: Path, from_run: Decoder) -> No
 
 
 def whole_vocab(decoder: Decoder) -> DraftVocab:
-    return DraftVocab.whole(decoder.target.vocab)
+    return DraftVocab.identity(decoder.target.vocab_size)
 
 
 def test_changes_to_a_run_reach_its_target(run: Path) -> None:
@@ -122,7 +123,7 @@ def test_a_drafter_of_another_target_is_refused(run: Path, tmp_path: Path) -> No
 # ---- the scripts of the documents ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/decoder.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/decoding.md"])
 def test_the_script_of_a_page_runs_as_it_stands(
     page: str, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -141,7 +142,7 @@ def test_the_script_of_a_page_runs_as_it_stands(
     assert isinstance(piece, Piece)
     assert 0 < len(result.output_ids) <= 64
     assert piece.result.output_ids
-    if page == "docs/decoder.md":
+    if page == "docs/decoding.md":
         answers, chat = found["answers"], found["chat"]
         assert isinstance(answers, list)
         assert isinstance(chat, Chat)

@@ -1,4 +1,4 @@
-"""Every check flags what is broken, the exit code says it, and training refuses what is wrong."""
+"""`outrider doctor`: each check finds its fault; exit codes; training refuses a wrong finding."""
 
 import copy
 import json
@@ -12,35 +12,42 @@ import pytest
 import torch
 from rich.console import Console
 
+from outrider.conf.commands import DoctorConfig
 from outrider.conf.errors import RunError
+from outrider.conf.schema import TargetConfig
 from outrider.data.conversations import Message
 from outrider.data.dataset_registry import TINY
-from outrider.data.prepare import Material, prepare
+from outrider.data.prepare import prepare
 from outrider.data.tokenise import Document
-from outrider.launch import cli
-from outrider.launch import cost_estimate as plan
-from outrider.launch.bench.train_step import resident
-from outrider.launch.doctor import costs, ranks, target, template, text, vocabulary
-from outrider.launch.doctor import trial_steps as measured
-from outrider.launch.doctor.finding import Finding, Group, as_json, of_state, show, verdict
-from outrider.launch.doctor.run import at_start, doctor, examine
-from outrider.models.load import Loaded
-from outrider.train import distributed as start
-from outrider.train.doctoring import DoctorConfig
-from outrider.train.loop import fit
-from outrider.train.settings import TargetConfig
-from outrider.train.trainer import Run
+from outrider.data.training_data import TrainingData
+from outrider.launch import cli, cost_estimate
+from outrider.launch.bench.machine import resident_bytes
+from outrider.launch.doctor import costs, ranks, target, template, text, trial_steps, vocabulary
+from outrider.launch.doctor.finding import (
+    Finding,
+    FindingGroup,
+    print_findings,
+    to_json,
+    verdict,
+    with_state,
+)
+from outrider.launch.doctor.run import doctor, print_start_summary, require_trainable, run_checks
+from outrider.models import process
+from outrider.models.load import LoadedTarget
+from outrider.train.trainer import Trainer
 from tests.runs import QUIET, SMALL, config
 
 SHORT = DoctorConfig(measure=False, conversations=4)
 
 
 @pytest.fixture(scope="module")
-def run(loaded: Loaded, made: Material, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(config(tmp_path_factory.mktemp("run")), loaded, made, begin=False)
+def run(
+    loaded: LoadedTarget, made: TrainingData, tmp_path_factory: pytest.TempPathFactory
+) -> Trainer:
+    return Trainer(config(tmp_path_factory.mktemp("run")), loaded, made, begin=False)
 
 
-def states(groups: list[Group]) -> dict[str, str]:
+def states(groups: list[FindingGroup]) -> dict[str, str]:
     return {one.name: one.state for group in groups for one in group.findings}
 
 
@@ -49,7 +56,7 @@ def states(groups: list[Group]) -> dict[str, str]:
 TURN = "{{ '<|' + m.role + '|>' }}"
 LAST = "loop.last and m.role == 'assistant'"
 SAME = "{% for m in messages %}" + TURN + "{{ m.content }}<|end|>{% endfor %}"
-ONLY_LAST = (  # the last answer alone shows a thought, as Qwen3 has it
+ONLY_LAST = (  # only the last answer shows a thought, as in Qwen3
     "{% for m in messages %}" + TURN + "{% if " + LAST + " %}hm {% endif %}{{ m.content }}<|end|>"
     "{% endfor %}"
 )
@@ -60,14 +67,14 @@ REFUSES = "{{ raise_exception('no') }}"
 
 def dialogue(*contents: str) -> list[Message]:
     return [
-        Message(role=("user", "assistant")[n % 2], content=said) for n, said in enumerate(contents)
+        Message(role=("user", "assistant")[n % 2], content=text) for n, text in enumerate(contents)
     ]
 
 
 TALKS = [dialogue("Hello", "Good day."), dialogue("Who?", "Mia.", "Why?", "Because.")]
 
 
-def told(loaded: Loaded, chat_template: str) -> Any:
+def with_template(loaded: LoadedTarget, chat_template: str) -> Any:
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = chat_template
     return tokenizer
@@ -82,34 +89,34 @@ def told(loaded: Loaded, chat_template: str) -> Any:
         (REFUSES, "wrong", None),
     ],
 )
-def test_beginnings_that_are_no_prefix_are_found(
-    loaded: Loaded, chat_template: str, state: str, cases: set[str] | None
+def test_first_turns_that_are_no_prefix_are_found(
+    loaded: LoadedTarget, chat_template: str, state: str, cases: set[str] | None
 ) -> None:
-    found = template.prefix(told(loaded, chat_template), TALKS, 200)
-    assert found.state == state
-    assert found.facts["dialogues"] == 4, "two, both as one, and one with an empty answer"
+    finding = template.prefix(with_template(loaded, chat_template), TALKS, 200)
+    assert finding.state == state
+    assert finding.facts["dialogues"] == 4, "two, both joined, and one with an empty answer"
     if cases is not None:
-        assert set(found.facts.get("cases", {})) == cases
+        assert set(finding.facts.get("cases", {})) == cases
     if state == "note":
-        assert found.facts["before"] != found.facts["after"]
-        assert "data.supervise=each" in found.fix or "target.thinking" in found.fix
+        assert finding.facts["before"] != finding.facts["after"]
+        assert "data.supervise=each" in finding.fix or "target.thinking" in finding.fix
 
 
-def test_it_is_counted_how_often_the_mask_had_to_seek_in_the_text(loaded: Loaded) -> None:
-    """Of three answers only the first of the longer dialogue is shown otherwise later."""
-    found = template.prefix(told(loaded, ONLY_LAST + PROMPT), TALKS, 200)
-    assert (found.facts["answers"], found.facts["answers_sought_in_text"]) == (3, 1)
+def test_answers_located_in_the_rendered_text_are_counted(loaded: LoadedTarget) -> None:
+    """Of three answers only the first of the longer dialogue renders differently later."""
+    finding = template.prefix(with_template(loaded, ONLY_LAST + PROMPT), TALKS, 200)
+    assert (finding.facts["answers"], finding.facts["answers_sought_in_text"]) == (3, 1)
 
 
-def test_a_dialogue_that_nobody_held_may_be_refused(loaded: Loaded) -> None:
-    """Two dialogues in one are more than this template takes; the data have none of that."""
+def test_a_template_may_refuse_dialogues_that_the_data_lacks(loaded: LoadedTarget) -> None:
+    """The data has no dialogue as long as the two joined ones, which the template refuses."""
     strict = "{% if messages|length > 4 %}" + REFUSES + "{% endif %}" + SAME + PROMPT
-    found = template.prefix(told(loaded, strict), TALKS, 200)
-    assert (found.state, found.facts["dialogues"]) == ("ok", 3)
+    finding = template.prefix(with_template(loaded, strict), TALKS, 200)
+    assert (finding.state, finding.facts["dialogues"]) == ("ok", 3)
 
 
-def test_without_a_template_nothing_can_be_rewritten(loaded: Loaded) -> None:
-    assert template.prefix(told(loaded, ""), TALKS, 200).state == "ok"
+def test_without_a_template_prefixes_are_stable(loaded: LoadedTarget) -> None:
+    assert template.prefix(with_template(loaded, ""), TALKS, 200).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -124,67 +131,75 @@ def test_without_a_template_nothing_can_be_rewritten(loaded: Loaded) -> None:
         (False, True, True, "note"),
     ],
 )
-def test_the_thinking_flag_is_held_against_the_answers(
-    loaded: Loaded, flag: bool | None, thoughts: bool, asks: bool, state: str
+def test_the_thinking_flag_is_compared_with_the_answers(
+    loaded: LoadedTarget, flag: bool | None, thoughts: bool, asks: bool, state: str
 ) -> None:
     talks = [dialogue("Why?", "<think>so</think>So." if thoughts else "So.")]
-    tokenizer = told(loaded, SAME + ("{% if enable_thinking %}{% endif %}" if asks else ""))
-    found = template.thinking(tokenizer, TargetConfig(thinking=flag), talks)
-    assert found.state == state
-    assert found.facts["share_of_answers"] == float(thoughts)
+    tokenizer = with_template(
+        loaded, SAME + ("{% if enable_thinking %}{% endif %}" if asks else "")
+    )
+    finding = template.thinking(tokenizer, TargetConfig(thinking=flag), talks)
+    assert finding.state == state
+    assert finding.facts["share_of_answers"] == float(thoughts)
 
 
-def test_todays_date_in_a_template_is_pointed_out(loaded: Loaded) -> None:
+def test_todays_date_in_a_template_is_a_note(loaded: LoadedTarget) -> None:
     changing = "{{ strftime_now('%d') if date_string is undefined else date_string }}" + SAME
-    assert template.date(told(loaded, SAME)).state == "ok"
-    assert template.date(told(loaded, changing)).state == "note"
+    assert template.date(with_template(loaded, SAME)).state == "ok"
+    assert template.date(with_template(loaded, changing)).state == "note"
     fixed = '{% set date_string = "26 Jul" +%}' + changing
-    assert template.date(told(loaded, fixed)).state == "ok"
+    assert template.date(with_template(loaded, fixed)).state == "ok"
 
 
 # ---- the text ----
 
 
-def test_the_share_of_supervised_tokens_is_counted(loaded: Loaded, made: Material) -> None:
-    found = text.mask(loaded, made)
+def test_the_share_of_supervised_tokens_is_counted(
+    loaded: LoadedTarget, made: TrainingData
+) -> None:
+    finding = text.mask(loaded, made)
     marked = sum(sum(document.answer) for document in made.documents)
-    assert found.state == "ok"
-    assert found.facts["share"] == marked / sum(len(d.ids) for d in made.documents)
-    assert found.facts["last_supervised"] == "<|end|>"
-    assert found.facts["ended"] == 1.0
-    assert found.facts["preview"].startswith("<|user|>Good evening!<|end|><|assistant|>[Good to")
+    assert finding.state == "ok"
+    assert finding.facts["share"] == marked / sum(len(d.ids) for d in made.documents)
+    assert finding.facts["last_supervised"] == "<|end|>"
+    assert finding.facts["ended"] == 1.0
+    assert finding.facts["preview"].startswith("<|user|>Good evening!<|end|><|assistant|>[Good to")
 
 
-def unmarked(made: Material) -> Material:
+def unmarked(made: TrainingData) -> TrainingData:
     return replace(made, counts=0 * made.counts, held_counts=0 * made.held_counts)
 
 
-def everything(made: Material) -> Material:
+def everything(made: TrainingData) -> TrainingData:
     counts = made.counts.clone()
     counts[0] += sum(len(d.ids) for d in made.documents) - int((counts + made.held_counts).sum())
     return replace(made, counts=counts)
 
 
-def endless(made: Material) -> Material:
+def endless(made: TrainingData) -> TrainingData:
     """Answers without the token that ends them."""
     short = [replace(d, answer=np.append(d.answer[:-1], False)) for d in made.documents]
     return replace(made, documents=short)
 
 
 @pytest.mark.parametrize(
-    ("broken", "state", "said"),
+    ("broken", "state", "message"),
     [
         (unmarked, "wrong", "no token is supervised"),
-        (everything, "note", "all of the text"),
+        (everything, "note", "all tokens"),
         (endless, "note", "0% of"),
     ],
 )
-def test_masks_that_teach_nothing_or_the_wrong_thing_are_flagged(
-    loaded: Loaded, made: Material, broken: Callable[[Material], Material], state: str, said: str
+def test_masks_with_wrong_tokens_are_found(
+    loaded: LoadedTarget,
+    made: TrainingData,
+    broken: Callable[[TrainingData], TrainingData],
+    state: str,
+    message: str,
 ) -> None:
-    found = text.mask(loaded, broken(made))
-    assert found.state == state
-    assert said in found.said
+    finding = text.mask(loaded, broken(made))
+    assert finding.state == state
+    assert message in finding.message
 
 
 def test_every_source_has_its_share() -> None:
@@ -192,58 +207,60 @@ def test_every_source_has_its_share() -> None:
     other = Document.of([1, 2, 3, 4], [False, False, False, True], "b")
     other = replace(other, source="ultrachat")
     bare = replace(Document.of([1, 2], [False, False], "c"), source="empty")
-    found = text.sources([one, other, other])
-    shares = {name: row["share"] for name, row in found.facts["sources"].items()}
-    assert (found.state, shares) == ("ok", {"self": 0.5, "ultrachat": 0.25})
-    found = text.sources([one, bare])
-    assert found.state == "note"
-    assert "empty" in found.fix
+    finding = text.sources([one, other, other])
+    shares = {name: row["share"] for name, row in finding.facts["sources"].items()}
+    assert (finding.state, shares) == ("ok", {"self": 0.5, "ultrachat": 0.25})
+    finding = text.sources([one, bare])
+    assert finding.state == "note"
+    assert "empty" in finding.fix
 
 
-def test_what_was_cut_or_left_out_is_counted_and_a_lot_of_it_pointed_out(made: Material) -> None:
-    assert text.kept(made).facts["cut"] == 6
+def test_truncated_and_dropped_conversations_are_counted_and_many_are_a_note(
+    made: TrainingData,
+) -> None:
+    assert text.conversations(made).facts["cut"] == 6
     whole = [replace(document, cut=0) for document in made.documents]
     made = replace(made, documents=whole, about={**made.about, "cases": {"used": 60}})
-    assert text.kept(made).state == "ok"
+    assert text.conversations(made).state == "ok"
     cut = replace(made, about={**made.about, "cases": {"used": 60, "cut": 30}})
-    found = text.kept(cut)
-    assert (found.state, found.facts["cut"]) == ("note", 30)
-    assert "data.max_length" in found.fix
+    finding = text.conversations(cut)
+    assert (finding.state, finding.facts["cut"]) == ("note", 30)
+    assert "data.max_length" in finding.fix
 
 
-def test_many_passes_and_little_held_out_text_are_pointed_out(run: Run, made: Material) -> None:
+def test_many_passes_and_little_held_out_text_are_notes(run: Trainer, made: TrainingData) -> None:
     few = text.rows(run.config, made)
     assert few.facts["passes"] == 6 * 4 / len(made.train)
     assert (few.state, few.facts["held_answer_tokens"]) == ("note", int(made.held_counts.sum()))
     long = replace(run.config, train=replace(run.config.train, max_steps=1000))
-    assert "more data would do more good" in text.rows(long, made).fix
+    assert "more data helps" in text.rows(long, made).fix
     assert text.rows(run.config, replace(made, held_counts=made.held_counts + 100)).state == "ok"
 
 
 @pytest.mark.parametrize(
-    ("wish", "state"), [("refuse", "wrong"), ("drop", "note"), ("keep", "note")]
+    ("policy", "state"), [("refuse", "wrong"), ("drop", "note"), ("keep", "note")]
 )
-def test_questions_of_the_suite_are_found_and_all_else_is_still_looked_at(
-    tmp_path: Path, wish: str, state: str
+def test_questions_of_the_suite_are_found_and_all_other_checks_still_run(
+    tmp_path: Path, policy: str, state: str
 ) -> None:
     prompt = json.loads(TINY.read_text().splitlines()[0])
-    asked = prompt.get("prompt") or prompt["turns"][0]
+    question = prompt.get("prompt") or prompt["turns"][0]
     rows = [{"prompt": f"{n} and what?", "completion": "So it is."} for n in range(40)]
-    rows.append({"prompt": asked, "completion": "Well."})
+    rows.append({"prompt": question, "completion": "Well."})
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["data=jsonl", f"data.path={file}", f"data.overlap={wish}", "data.max_length=128"]
-    groups = examine(config(tmp_path / "run", *words), SHORT, QUIET)
-    found = {one.name: one for group in groups for one in group.findings}
-    assert (found["overlap"].state, found["overlap"].facts["met"]) == (state, 1)
-    assert (asked[:20] in found["overlap"].said) == (wish != "drop")
-    assert {"prefix", "taps", "disk", "conversations"} <= set(found)
+    words = ["data=jsonl", f"data.path={file}", f"data.overlap={policy}", "data.max_length=128"]
+    groups = run_checks(config(tmp_path / "run", *words), SHORT, QUIET)
+    finding = {one.name: one for group in groups for one in group.findings}
+    assert (finding["overlap"].state, finding["overlap"].facts["met"]) == (state, 1)
+    assert (question[:20] in finding["overlap"].message) == (policy != "drop")
+    assert {"prefix", "taps", "disk", "conversations"} <= set(finding)
 
 
 # ---- the vocabulary ----
 
 
-def test_the_curve_is_what_the_most_frequent_tokens_cover(made: Material) -> None:
+def test_the_curve_is_the_coverage_of_the_most_frequent_tokens(made: TrainingData) -> None:
     points = dict(vocabulary.curve(made, 100))
     assert {100, 1536} <= set(points)
     order = made.counts.sort(descending=True, stable=True).indices
@@ -254,14 +271,16 @@ def test_the_curve_is_what_the_most_frequent_tokens_cover(made: Material) -> Non
 
 
 @pytest.mark.parametrize(("size", "state"), [(8, "wrong"), (300, "note"), (None, "ok")])
-def test_small_draft_vocabularies_are_flagged(made: Material, size: int | None, state: str) -> None:
-    found = vocabulary.coverage(made, size)
-    assert found.state == state
-    assert found.said.count("<- this run") == 1
-    assert ("raise drafter.draft_vocab_size" in found.fix) == (state != "ok")
+def test_small_draft_vocabularies_are_found(
+    made: TrainingData, size: int | None, state: str
+) -> None:
+    finding = vocabulary.coverage(made, size)
+    assert finding.state == state
+    assert finding.message.count("<- this run") == 1
+    assert ("raise drafter.draft_vocab_size" in finding.fix) == (state != "ok")
 
 
-def test_large_vocabularies_are_asked_at_the_usual_sizes(made: Material) -> None:
+def test_large_vocabularies_have_the_usual_sizes(made: TrainingData) -> None:
     counts = torch.ones(50_000, dtype=torch.long)
     wide = replace(made, counts=counts, held_counts=counts)
     sizes = [size for size, _ in vocabulary.curve(wide, 20_000)]
@@ -271,24 +290,26 @@ def test_large_vocabularies_are_asked_at_the_usual_sizes(made: Material) -> None
 # ---- the target, the ranks ----
 
 
-def test_taps_have_the_shape_that_the_drafter_reads(run: Run) -> None:
-    found = target.taps(run)
-    assert found.state == "ok"
-    assert found.facts["taps"] == [1, 128, 3 * 192]
+def test_taps_have_the_shape_of_the_drafters_input(run: Trainer) -> None:
+    finding = target.taps(run)
+    assert finding.state == "ok"
+    assert finding.facts["taps"] == [1, 128, 3 * 192]
 
 
-def test_states_that_are_no_numbers_are_wrong(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = run.target.trace
+def test_states_that_are_not_finite_are_wrong(
+    run: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace_batch = run.target.trace
 
     def broken(*batch: torch.Tensor) -> Any:
-        trace = honest(*batch)
+        trace = trace_batch(*batch)
         return replace(trace, taps=trace.taps / 0)
 
     monkeypatch.setattr(run.target, "trace", broken)
     assert target.taps(run).state == "wrong"
 
 
-def test_a_precision_that_the_device_lacks_is_wrong_where_it_is_wanted(
+def test_a_configured_precision_that_the_device_lacks_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacking(bytes_of: int) -> float:
@@ -296,14 +317,14 @@ def test_a_precision_that_the_device_lacks_is_wrong_where_it_is_wanted(
             raise RuntimeError("not implemented for 'BFloat16'")
         return 1e9
 
-    monkeypatch.setattr(ranks, "pieces_rate", lacking)
+    monkeypatch.setattr(ranks, "matmul_rate", lacking)
     assert ranks.precision(config(tmp_path, "launch.precision=bf16")).state == "wrong"
     assert ranks.precision(config(tmp_path, "target.dtype=bfloat16")).state == "wrong"
     assert ranks.precision(config(tmp_path)).state == "ok"
 
 
 @pytest.mark.parametrize(
-    ("brief", "full", "words", "state"),
+    ("half", "full", "words", "state"),
     [
         (2.0, 1.0, ["launch.precision=no"], "note"),
         (2.0, 1.0, ["launch.precision=bf16"], "ok"),
@@ -311,23 +332,23 @@ def test_a_precision_that_the_device_lacks_is_wrong_where_it_is_wanted(
         (1.0, 1.0, ["target.dtype=float16"], "note"),
     ],
 )
-def test_the_slower_precision_is_pointed_out(
-    brief: float, full: float, words: list[str], state: str,
+def test_the_slower_precision_is_a_note(
+    half: float, full: float, words: list[str], state: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ranks, "pieces_rate", lambda size: brief if size == 2 else full)
+    monkeypatch.setattr(ranks, "matmul_rate", lambda size: half if size == 2 else full)
     assert ranks.precision(config(tmp_path, *words)).state == state
 
 
-def test_threads_are_held_against_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     for cores, here, state in ((4, 1, "ok"), (4, 2, "note"), (8, 1, "note"), (8, 2, "ok")):
-        monkeypatch.setattr(start, "cores", lambda n=cores: n)
-        monkeypatch.setattr(start, "ranks_here", lambda n=here: n)
+        monkeypatch.setattr(process, "available_cores", lambda n=cores: n)
+        monkeypatch.setattr(process, "local_world_size", lambda n=here: n)
         assert ranks.threads().state == state
 
 
-def test_deepspeed_is_missed_where_it_is_wanted(
+def test_deepspeed_is_required_only_where_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "versions", lambda: {"deepspeed": "not installed"})
@@ -335,140 +356,146 @@ def test_deepspeed_is_missed_where_it_is_wanted(
     assert ranks.libraries(config(tmp_path, "launch=zero2")).state == "wrong"
 
 
-# ---- what is measured ----
+# ---- what is trial_steps ----
 
 
-def test_the_largest_that_fits_is_found_in_few_questions() -> None:
+def test_the_largest_fitting_batch_is_found_in_few_trials() -> None:
     for most in (0, 1, 2, 3, 31, 32, 33, 1000):
-        asked: list[int] = []
+        tried: list[int] = []
 
-        def fits(rows: int, most: int = most, asked: list[int] = asked) -> bool:
-            asked.append(rows)
+        def fits(rows: int, most: int = most, tried: list[int] = tried) -> bool:
+            tried.append(rows)
             return rows <= most
 
-        assert measured.largest(fits, 4096) == most
-        assert len(asked) <= 2 * most.bit_length() + 1
-    assert measured.largest(lambda _: True, 100) == 100
+        assert trial_steps.largest_fitting(fits, 4096) == most
+        assert len(tried) <= 2 * most.bit_length() + 1
+    assert trial_steps.largest_fitting(lambda _: True, 100) == 100
 
 
-def test_memory_is_drawn_as_a_line() -> None:
-    drawn = measured.Line.through(measured.Trial(4, 500.0, 0), measured.Trial(8, 900.0, 0))
-    assert (drawn.fixed, drawn.each) == (100.0, 100.0)
-    assert drawn.rows(1100.0) == 10
-    assert drawn.rows(50.0) == 0
+def test_memory_is_a_line_through_two_trials() -> None:
+    line = trial_steps.MemoryLine.fit(
+        trial_steps.BatchTrial(4, 500.0, 0), trial_steps.BatchTrial(8, 900.0, 0)
+    )
+    assert (line.fixed, line.each) == (100.0, 100.0)
+    assert line.rows(1100.0) == 10
+    assert line.rows(50.0) == 0
 
 
-def test_the_batch_that_fits_is_measured_and_one_that_does_not_is_wrong(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+def test_the_largest_batch_is_measured_and_a_larger_one_is_wrong(
+    run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that has held more before grows by nothing, so what is measured is set here."""
-    cost = plan.estimate(run)
-    assert measured._tried(run, 2, float(resident())).seconds > 0
+    """Memory that the process held earlier is reused, so the measurement is replaced."""
+    cost = cost_estimate.estimate(run)
+    assert trial_steps._trial(run, 2, float(resident_bytes())).seconds > 0
 
-    def growing(_run: Run, rows: int, _before: float) -> measured.Trial:
-        return measured.Trial(rows, 3e6 + 2e5 * rows, 0.01 * rows)
+    def growing(_run: Trainer, rows: int, _before: float) -> trial_steps.BatchTrial:
+        return trial_steps.BatchTrial(rows, 3e6 + 2e5 * rows, 0.01 * rows)
 
-    monkeypatch.setattr(measured, "_tried", growing)
-    monkeypatch.setattr(measured, "room_here", lambda: 2e8)
-    monkeypatch.setattr(measured, "SOON", 0.2)
-    found = measured.largest_batch(run, cost)
-    rows, each = found.facts["rows"], found.facts["row_bytes"]
-    assert found.facts["rows_now"] == 4
+    monkeypatch.setattr(trial_steps, "_trial", growing)
+    monkeypatch.setattr(trial_steps, "free_memory", lambda: 2e8)
+    monkeypatch.setattr(trial_steps, "SHORT", 0.2)
+    finding = trial_steps.largest_batch(run, cost)
+    rows, each = finding.facts["rows"], finding.facts["row_bytes"]
+    assert finding.facts["rows_now"] == 4
     assert each == pytest.approx(2e5)
-    assert found.facts["fixed_bytes"] + rows * each <= measured.SHARE * 2e8
-    monkeypatch.setattr(measured, "room_here", lambda: 1e6)
-    assert measured.largest_batch(run, cost).state == "wrong"
+    assert finding.facts["fixed_bytes"] + rows * each <= trial_steps.USABLE * 2e8
+    monkeypatch.setattr(trial_steps, "free_memory", lambda: 1e6)
+    assert trial_steps.largest_batch(run, cost).state == "wrong"
 
 
 def test_on_a_gpu_batches_grow_until_one_does_not_fit(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same search with a device of five rows; the GPU's own calls are replaced."""
     tried: list[int] = []
 
-    def room_for_five(_run: Run, rows: int) -> float:
+    def fits_five_rows(_run: Trainer, rows: int) -> float:
         tried.append(rows)
         if rows > 5:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return 0.1
 
-    monkeypatch.setattr(measured, "step", room_for_five)
+    monkeypatch.setattr(trial_steps, "forward_backward", fits_five_rows)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * 2**30, 0))
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-    rows, how, facts = measured._on_gpu(run)
+    rows, how, facts = trial_steps._on_gpu(run)
     assert (rows, tried) == (5, [1, 2, 4, 8, 6, 5])
     assert [trial[0] for trial in facts["trials"]] == [1, 2, 4, 5]
     assert "8.0 GB of free memory" in how
-    monkeypatch.setattr(measured, "LONG", 0.05)
+    monkeypatch.setattr(trial_steps, "LONG", 0.05)
     tried.clear()
-    assert measured._on_gpu(run)[0] == 1
-    assert tried == [1], "nobody waits for larger ones"
+    assert trial_steps._on_gpu(run)[0] == 1
+    assert tried == [1], "larger ones take too long"
 
 
-def test_steps_are_timed_and_change_no_weight(run: Run) -> None:
+def test_steps_are_timed_and_change_no_weight(run: Trainer) -> None:
     before = [p.detach().clone() for p in run.drafter.parameters()]
-    found = measured.pace(run, 2, plan.estimate(run))
+    finding = trial_steps.step_time(run, 2, cost_estimate.estimate(run))
     assert all(map(torch.equal, before, run.drafter.parameters()))
-    each, held = found.facts["seconds_per_step"], found.facts["seconds_held_out"]
+    each, held = finding.facts["seconds_per_step"], finding.facts["seconds_held_out"]
     assert each > 0
-    assert found.facts["training_seconds"] == pytest.approx(6 * each + 3 * held)
+    assert finding.facts["training_seconds"] == pytest.approx(6 * each + 3 * held)
 
 
-def test_a_step_that_is_no_number_is_wrong(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = plan.estimate(run)
-    monkeypatch.setattr("outrider.train.loop._wrong", lambda *_: "its loss is nan")
-    assert measured.pace(run, 1, cost).state == "wrong"
+def test_a_step_whose_loss_is_not_finite_is_wrong(
+    run: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = cost_estimate.estimate(run)
+    monkeypatch.setattr("outrider.train.loop._problem", lambda *_: "its loss is nan")
+    assert trial_steps.step_time(run, 1, cost).state == "wrong"
 
 
-def test_a_disk_that_is_too_small_is_wrong(run: Run) -> None:
-    cost = plan.estimate(run)
+def test_a_disk_that_is_too_small_is_wrong(run: Trainer) -> None:
+    cost = cost_estimate.estimate(run)
     assert costs.disk(run, cost).state == "ok"
     assert costs.disk(run, cost, text=1e18).state == "wrong"
     assert costs.disk(run, cost._replace(disk=1e18)).state == "wrong"
 
 
-def test_a_learning_rate_for_small_states_is_too_much_for_wide_ones(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+def test_a_learning_rate_for_small_hidden_sizes_is_a_note_for_large_ones(
+    run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert costs.rate(run).state == "ok"
+    assert costs.learning_rate(run).state == "ok"
     monkeypatch.setattr(costs, "WIDE", 192)
     monkeypatch.setattr(costs, "FAST", 1e-4)
-    assert costs.rate(run).state == "note"
+    assert costs.learning_rate(run).state == "note"
 
 
 # ---- the verb, and the start of a run ----
 
 
-def test_the_json_says_what_the_tables_say(tmp_path: Path) -> None:
+def test_the_json_has_the_content_of_the_tables(tmp_path: Path) -> None:
     groups = [
-        Group("one", [Finding("a", "ok", "well", {"x": 1}), Finding("b", "note", "hm", {}, "do")]),
-        Group("two", [Finding("c", "wrong", "no", {"y": [1.5]}, "mend it")]),
+        FindingGroup(
+            "one", [Finding("a", "ok", "well", {"x": 1}), Finding("b", "note", "hm", {}, "do")]
+        ),
+        FindingGroup("two", [Finding("c", "wrong", "no", {"y": [1.5]}, "mend it")]),
     ]
     console = Console(record=True, width=80)
-    show(console, groups)
-    said = console.export_text()
-    found = json.loads(json.dumps(as_json(groups)))
-    assert found == as_json(groups), "json's types alone"
-    for name, group in found["groups"].items():
-        assert name in said
-        for check, row in group.items():
-            assert all(part in said for part in (check, row["state"], row["said"], row["fix"]))
-    assert found["may_start"] is False
-    assert verdict(groups) == "training may not start: 1 wrong, 1 to note"
-    assert as_json(groups[:1])["may_start"] is True
-    assert [one.name for one in of_state(groups, "wrong")] == ["c"]
+    print_findings(console, groups)
+    printed = console.export_text()
+    finding = json.loads(json.dumps(to_json(groups)))
+    assert finding == to_json(groups), "json's types alone"
+    for name, group in finding["groups"].items():
+        assert name in printed
+        for title, row in group.items():
+            assert all(part in printed for part in (title, row["state"], row["said"], row["fix"]))
+    assert finding["may_start"] is False
+    assert verdict(groups) == "Training cannot start: 1 wrong, 1 to note"
+    assert to_json(groups[:1])["may_start"] is True
+    assert [one.name for one in with_state(groups, "wrong")] == ["c"]
 
 
-def said_by(*words: str) -> list[str]:
+def doctor_words(*words: str) -> list[str]:
     return ["doctor", *SMALL, "doctor.conversations=4", *words]
 
 
-def test_a_folder_is_no_file_for_the_json(
+def test_a_folder_is_refused_as_json_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(said_by(f"json={tmp_path}"))
+        cli.main(doctor_words(f"json={tmp_path}"))
     assert stopped.value.code == 2
     assert "doctor.json" in capsys.readouterr().err
 
@@ -477,15 +504,17 @@ def test_doctor_finds_nothing_wrong_with_the_embedded_target_and_leaves_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    assert cli.main(said_by(f"run.dir={tmp_path / 'run'}", f"json={out}", "doctor.steps=1")) == 0
-    said, found = capsys.readouterr().out, json.loads(out.read_text())
-    assert found["may_start"] is True
-    assert set(found["groups"]) == {"launcher", "target", "template", "text", "costs"}
-    assert found["groups"]["text"]["vocabulary"]["curve"][-1] == [1536, 1.0]
-    assert found["groups"]["costs"]["memory"]["rows"] >= 4
-    assert found["groups"]["costs"]["time"]["steps"] == 1
-    assert "tokens are supervised, from 'Good' to '<|end|>'" in said
-    assert "training may start" in said
+    assert (
+        cli.main(doctor_words(f"run.dir={tmp_path / 'run'}", f"json={out}", "doctor.steps=1")) == 0
+    )
+    printed, finding = capsys.readouterr().out, json.loads(out.read_text())
+    assert finding["may_start"] is True
+    assert set(finding["groups"]) == {"launcher", "target", "template", "text", "costs"}
+    assert finding["groups"]["text"]["vocabulary"]["curve"][-1] == [1536, 1.0]
+    assert finding["groups"]["costs"]["memory"]["rows"] >= 4
+    assert finding["groups"]["costs"]["time"]["steps"] == 1
+    assert "tokens are supervised, from 'Good' to '<|end|>'" in printed
+    assert "Training can start" in printed
     assert not (tmp_path / "run").exists()
 
 
@@ -503,14 +532,14 @@ def test_the_exit_code_is_1_where_something_is_wrong(
     if check == "launcher":
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     out = tmp_path / "out.json"
-    assert cli.main(said_by(f"run.dir={tmp_path / 'run'}", f"json={out}", *words)) == 1
-    found = json.loads(out.read_text())
-    wrong = [c for g in found["groups"].values() for c, f in g.items() if f["state"] == "wrong"]
-    assert (found["may_start"], wrong) == (False, [check])
+    assert cli.main(doctor_words(f"run.dir={tmp_path / 'run'}", f"json={out}", *words)) == 1
+    finding = json.loads(out.read_text())
+    wrong = [c for g in finding["groups"].values() for c, f in g.items() if f["state"] == "wrong"]
+    assert (finding["may_start"], wrong) == (False, [check])
 
 
 @pytest.mark.slow
-def test_text_that_is_still_to_be_written_is_judged_by_a_sample(
+def test_text_that_is_not_generated_yet_is_checked_on_a_sample(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -521,36 +550,38 @@ def test_text_that_is_still_to_be_written_is_judged_by_a_sample(
     assert "sample of 16 answers" in capsys.readouterr().out
     written = config(tmp_path / "run", *words, "data.generate.samples=20")
     prepare(written)
-    found = examine(written, SHORT, QUIET)
-    assert states(found)["recorded"] == "ok"
-    assert states(found)["overlap"] == "note", "asked for by data.overlap=keep"
-    (shares,) = (one for g in found for one in g.findings if one.name == "sources")
+    finding = run_checks(written, SHORT, QUIET)
+    assert states(finding)["recorded"] == "ok"
+    assert states(finding)["overlap"] == "note", "set by data.overlap=keep"
+    (shares,) = (one for g in finding for one in g.findings if one.name == "sources")
     assert list(shares.facts["sources"]) == ["self"]
     assert "sample" not in capsys.readouterr().out
 
 
-def test_a_run_begins_with_the_short_form(run: Run, loaded: Loaded) -> None:
+def test_a_run_starts_with_the_short_form(run: Trainer, loaded: LoadedTarget) -> None:
     console = Console(record=True, width=120)
-    at_start(console, run, loaded)
-    said = console.export_text()
+    print_start_summary(console, run, loaded=loaded)
+    printed = console.export_text()
     trained = sum(p.numel() for p in run.drafter.parameters())
-    assert f"{trained / 1e6:.2f} M parameters" in said
-    assert "100.00% of the held-out answer tokens" in said
-    for check in ("memory", "disk", "time"):
-        assert check in said
-    assert "mask" not in said, "nothing is to be said of it"
+    assert f"{trained / 1e6:.2f} M parameters" in printed
+    assert "100.00% of the held-out answer tokens" in printed
+    for one in ("memory", "disk", "time"):
+        assert one in printed
+    assert "mask" not in printed, "the mask is ok"
 
 
-def test_training_refuses_what_is_wrong(loaded: Loaded, made: Material, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="worth nothing") as caught:
-        fit(config(tmp_path, "drafter.draft_vocab_size=8"), loaded, made, QUIET)
+def test_training_refuses_wrong_findings(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match="Training cannot start") as caught:
+        require_trainable(config(tmp_path, "drafter.draft_vocab_size=8"), loaded, made)
     assert "vocabulary" in caught.value.message
     assert "drafter.draft_vocab_size" in caught.value.fix
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_a_folder_that_holds_a_run_is_named(run: Run) -> None:
-    assert costs.folder(run.config).state == "ok"
+def test_a_folder_that_holds_a_run_is_named(run: Trainer) -> None:
+    assert costs.run_folder(run.config).state == "ok"
     (run.folder / "checkpoints" / "step-00000004").mkdir(parents=True)
-    found = costs.folder(run.config)
-    assert (found.state, found.facts["checkpoints"]) == ("note", 1)
+    finding = costs.run_folder(run.config)
+    assert (finding.state, finding.facts["checkpoints"]) == ("note", 1)

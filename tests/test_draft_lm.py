@@ -1,4 +1,4 @@
-"""What is special to a draft model; what every drafter owes is in test_drafter_contract.py."""
+"""Tests specific to a draft model; the common contract is in test_drafter_contract.py."""
 
 import copy
 import dataclasses
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
-from outrider.data.batches import Batch
-from outrider.models.causal_lm import sizes
-from outrider.models.drafter import Trace
-from outrider.models.drafters.draft_lm import Config, DraftLm, Memory
+from outrider.models.causal_lm import resolve_width
+from outrider.models.drafters.draft_lm import Config, DraftLm, DraftLmState
 from outrider.models.formats import native
+from outrider.models.interface import Batch, Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.losses import parse_depth_weights
@@ -67,9 +66,9 @@ def supervised(trace: Trace, depth: int) -> list[tuple[int, int, int]]:
     """(row, start of the document, t) of every guess that counts."""
     return [
         (row, start, t)
-        for row, start, stop in tiny.documents(trace)
+        for row, start, stop in tiny.document_spans(trace)
         for t in range(start, stop)
-        if trace.counts(depth)[row, t]
+        if trace.supervised_mask(depth)[row, t]
     ]
 
 
@@ -83,12 +82,12 @@ def test_the_unroll_equals_the_model_alone_on_every_prefix(
 ) -> None:
     """Depth d, row t: the model's own word behind x_0..x_{t+d} of the row's document."""
     drafter = draft_lm(target, path=None if family is None else folders[family])
-    trace, compared = tiny.packed(target), 0
+    trace, compared = tiny.packed_trace(target), 0
     for guess in drafter.unroll(trace):
         logits = drafter.head(guess.hidden)
         for row, start, t in supervised(trace, guess.depth):
             text = trace.ids[row, start : t + guess.depth + 1].tolist()
-            expected = alone(drafter.lm.model, text)[drafter.vocab.kept]
+            expected = alone(drafter.lm.model, text)[drafter.vocab.target_ids]
             torch.testing.assert_close(logits[row, t], expected, atol=1e-4, rtol=1e-4)
             compared += 1
     assert compared == 78
@@ -96,14 +95,14 @@ def test_the_unroll_equals_the_model_alone_on_every_prefix(
 
 @torch.no_grad()
 def test_a_depth_is_the_depth_above_one_row_later(target: Target) -> None:
-    first, second, third = (g.hidden for g in draft_lm(target).unroll(tiny.packed(target)))
+    first, second, third = (g.hidden for g in draft_lm(target).unroll(tiny.packed_trace(target)))
     assert torch.equal(first[:, 1:-1], second[:, :-2])
     assert torch.equal(second[:, 1:-2], third[:, :-3])
 
 
 @torch.no_grad()
-def test_more_depths_than_tokens_hold_nothing(target: Target) -> None:
-    trace = tiny.cut(tiny.packed(target), slice(0, 1), slice(0, 2))
+def test_depths_beyond_the_text_are_empty(target: Target) -> None:
+    trace = tiny.slice_trace(tiny.packed_trace(target), slice(0, 1), slice(0, 2))
     hidden = [guess.hidden for guess in draft_lm(target).unroll(trace)]
     assert all(h.shape == hidden[0].shape for h in hidden)
     assert not hidden[1].any()
@@ -115,16 +114,16 @@ def test_only_the_first_depth_is_trained() -> None:
 
 
 @pytest.mark.parametrize("size", [tiny.DRAFTED, V])
-def test_alpha_is_the_chance_that_speculative_sampling_accepts(target: Target, size: int) -> None:
+def test_alpha_is_the_acceptance_probability(target: Target, size: int) -> None:
     """Of each position: sum over tokens of min(p, q), q being 0 where nothing can be drafted."""
-    drafter, trace = draft_lm(target, tiny.vocab(size)), tiny.packed(target)
+    drafter, trace = draft_lm(target, tiny.vocab(size)), tiny.packed_trace(target)
     _, sums = Objective(drafter, target, weights=[1.0, 0.0, 0.0])(trace, torch.ones(3), True)
     for depth in (1, 2, 3):
         chance = 0.0
         for row, start, t in supervised(trace, depth):
             text = trace.ids[row, start : t + depth + 1].tolist()
             p = alone(target.model, text).softmax(0).tolist()
-            kept = drafter.vocab.kept
+            kept = drafter.vocab.target_ids
             q = alone(drafter.lm.model, text)[kept].softmax(0).tolist()
             chance += sum(min(p[v], qv) for v, qv in zip(kept.tolist(), q, strict=True))
         assert sums.rows[depth - 1] == len(supervised(trace, depth))
@@ -138,7 +137,7 @@ def test_the_target_itself_is_a_perfect_draft_model(loss: str, tmp_path: Path) -
     target.model.save_pretrained(tmp_path)
     drafter = draft_lm(target, whole(), path=str(tmp_path))
     judge = Objective(drafter, target, weights=[1.0, 1.0, 1.0], loss=[loss])
-    _, sums = judge(tiny.packed(target), torch.ones(3), True)
+    _, sums = judge(tiny.packed_trace(target), torch.ones(3), True)
     torch.testing.assert_close(sums.loss, torch.zeros(3).double(), atol=1e-3, rtol=0)
     torch.testing.assert_close(sums.alpha, sums.rows, atol=1e-3, rtol=0)
 
@@ -146,36 +145,36 @@ def test_the_target_itself_is_a_perfect_draft_model(loss: str, tmp_path: Path) -
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def tensors(memory: Memory) -> list[Tensor]:
+def tensors(memory: DraftLmState) -> list[Tensor]:
     pairs = [tensor for pair in memory.rows for tensor in pair]
-    return [*pairs, memory.positions, memory.hidden, memory.seen]
+    return [*pairs, memory.positions, memory.hidden, memory.ancestors]
 
 
 @torch.no_grad()
-def test_memory_is_never_mutated(target: Target) -> None:
-    drafter, trace = draft_lm(target), tiny.packed(target)
-    memory = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+def test_a_state_is_never_mutated(target: Target) -> None:
+    drafter, trace = draft_lm(target), tiny.packed_trace(target)
+    memory = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     wider = drafter.step(memory, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))[1]
     kept = [copy.deepcopy(tensors(memory)), copy.deepcopy(tensors(wider))]
     drafter.step(memory, 2, torch.tensor([7]), torch.tensor([0]))
     drafter.step(wider, 3, torch.tensor([5, 6, 8]), torch.tensor([1, 0, 1]))
-    drafter.absorb(memory, tiny.verified(trace, 1, 6, 9))
+    drafter.absorb(memory, tiny.verified_rows(trace, 1, 6, 9))
     for now, before in zip((memory, wider), kept, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(tensors(now), before, strict=True))
 
 
 @torch.no_grad()
-def test_the_lasting_memory_holds_the_text_and_no_branch(target: Target) -> None:
+def test_the_lasting_state_holds_the_text_and_no_branch(target: Target) -> None:
     """Six rows verified: x_0..x_6 are read. Drafted tokens live in their branch alone."""
-    drafter, trace = draft_lm(target), tiny.packed(target)
-    memory = branch = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+    drafter, trace = draft_lm(target), tiny.packed_trace(target)
+    memory = branch = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     for depth in (1, 2, 3):
         _, branch = drafter.step(branch, depth, torch.tensor([4]), torch.tensor([0]))
-    longer = drafter.absorb(memory, tiny.verified(trace, 1, 6, 9))
+    longer = drafter.absorb(memory, tiny.verified_rows(trace, 1, 6, 9))
     assert memory.positions.tolist() == [list(range(7))]
     assert branch.positions.tolist() == [list(range(9))]  # depth 1 reads nothing new
     assert longer.positions.tolist() == [list(range(10))]
-    assert [len(m.rows) for m in (memory, branch, longer)] == [drafter.lm.depth] * 3
+    assert [len(m.rows) for m in (memory, branch, longer)] == [drafter.lm.num_layers] * 3
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -214,20 +213,20 @@ def test_an_untied_head_is_saved_beside_the_embedding(
         ({"hidden": 48, "heads": 4}, (48, 4)),
     ],
 )
-def test_sizes_that_are_not_given_follow_the_target(
+def test_default_sizes_follow_the_target(
     target: Target, given: dict[str, int], found: tuple[int, int]
 ) -> None:
-    assert sizes(target.shape(), given.get("hidden"), given.get("heads")) == found
+    assert resolve_width(target.shape(), given.get("hidden"), given.get("heads")) == found
 
 
 @torch.no_grad()
-def test_kept_rows_of_the_head_follow_the_weights(target: Target) -> None:
+def test_cached_head_rows_follow_the_weights(target: Target) -> None:
     """They are kept between steps of decoding only: every change of the weights is seen."""
     drafter = draft_lm(target)
     hidden, weight = torch.randn(3, 16), drafter.lm_head.weight
 
     def right() -> bool:
-        return torch.equal(drafter.head(hidden), hidden @ weight[drafter.vocab.kept].mT)
+        return torch.equal(drafter.head(hidden), hidden @ weight[drafter.vocab.target_ids].mT)
 
     assert right()
     weight.mul_(2)
@@ -264,9 +263,9 @@ def test_a_trained_drafter_does_not_need_the_folder_it_started_from(
 ) -> None:
     origin = tmp_path / "origin"
     small_model(family, seed=7).save_pretrained(origin)
-    drafter, trace = draft_lm(target, path=str(origin)), tiny.packed(target)
+    drafter, trace = draft_lm(target, path=str(origin)), tiny.packed_trace(target)
     assert str(origin) in drafter.initialise(target, [trace])
-    tiny.learn(drafter, target, trace, steps=1)
+    tiny.train_drafter(drafter, target, trace, steps=1)
     native.save(drafter, tmp_path / "drafter", target, drafter.cfg, {})
     shutil.rmtree(origin)
     again, cfg = native.load(tmp_path / "drafter", target)
@@ -297,7 +296,7 @@ def test_a_recurrent_model_is_refused(target: Target) -> None:
     assert caught.value.key == "drafter.body"
 
 
-def test_a_body_of_no_known_kind_is_refused(target: Target) -> None:
+def test_an_unknown_model_type_is_refused(target: Target) -> None:
     with pytest.raises(ConfigError, match="transformers cannot build it"):
         draft_lm(target, body={"model_type": "no_such_model"})
 
@@ -311,7 +310,7 @@ def test_a_body_of_no_known_kind_is_refused(target: Target) -> None:
         ("body", {"model_type": "llama", "text_config": [{"attn_implementation": "who/what"}]}),
     ],
 )  # fmt: skip
-def test_settings_that_mean_nothing_or_name_code_are_refused(name: str, wrong: object) -> None:
+def test_invalid_settings_and_code_are_refused(name: str, wrong: object) -> None:
     with pytest.raises(ValueError, match=name):
         Config(**{name: wrong})  # type: ignore[arg-type]
 
@@ -341,12 +340,12 @@ def writer(target: Target, folders: dict[str, str], **changes: Any) -> DraftLm:
     """With a model of large random weights, so that its favourites are clear."""
     settings: dict[str, Any] = {"path": folders["mistral"], "on_policy": 1.0, **changes}
     drafter = draft_lm(target, whole(), **settings)
-    drafter.lm.text.eos_token_id = changes.get("eos")
+    drafter.lm.text_config.eos_token_id = changes.get("eos")
     return drafter
 
 
 def rewritten(drafter: DraftLm, text: Batch) -> Batch:
-    out = drafter.rewrite(text)
+    out = drafter.on_policy_batch(text)
     assert out is not None
     return out
 
@@ -358,9 +357,9 @@ def prompt_of(text: Batch, name: int) -> tuple[int, list[int], int]:
     return row, columns, max(1, len(OPENINGS[name][0]))
 
 
-def test_without_on_policy_nothing_is_written_or_drawn(target: Target) -> None:
+def test_without_on_policy_nothing_is_sampled(target: Target) -> None:
     drafter, state = draft_lm(target), torch.get_rng_state()
-    assert drafter.rewrite(batch()) is None
+    assert drafter.on_policy_batch(batch()) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -393,7 +392,7 @@ def test_prompts_stay_and_answers_are_marked(
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2", "gemma2"])
-def test_cold_writing_says_what_the_model_alone_says_of_each_prompt(
+def test_low_temperature_samples_are_greedy_continuations(
     target: Target, folders: dict[str, str], family: str
 ) -> None:
     """Prompts of five lengths at once, no document hearing another; no dropout in training mode."""
@@ -409,7 +408,7 @@ def test_cold_writing_says_what_the_model_alone_says_of_each_prompt(
             assert out.ids[row, column] == said.argmax()
 
 
-def test_writing_follows_the_models_distribution() -> None:
+def test_samples_follow_the_models_distribution() -> None:
     """First tokens of many equal prompts; V = 5, four of them draftable, temperature 0.7."""
     size: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     target = tiny.target(vocab_size=5, **size)
@@ -423,7 +422,7 @@ def test_writing_follows_the_models_distribution() -> None:
     torch.manual_seed(0)
     drawn = rewritten(drafter, text).ids[:, 2].bincount(minlength=5) / count
     chances = torch.zeros(5)
-    chances[kept.kept] = (alone(drafter.lm.model, [1, 3])[kept.kept] / 0.7).softmax(0)
+    chances[kept.target_ids] = (alone(drafter.lm.model, [1, 3])[kept.target_ids] / 0.7).softmax(0)
     assert chances.max() < 0.9
     sigma = (chances * (1 - chances) / count).sqrt()
     assert (drawn - chances).abs().le(4 * sigma).all()
@@ -437,7 +436,7 @@ def test_an_answer_ends_with_the_first_end_token(
     drafter, ends = writer(target, folders), [eos] if isinstance(eos, int) else eos
     outs = []
     for known in (None, eos):
-        drafter.lm.text.eos_token_id = known
+        drafter.lm.text_config.eos_token_id = known
         torch.manual_seed(1)
         outs.append(rewritten(drafter, batch()))
     free, out = outs
@@ -457,30 +456,33 @@ def test_the_share_of_rewritten_batches_is_on_policy(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, share, count = draft_lm(target, on_policy=0.3), 0.3, 1000
-    monkeypatch.setattr(drafter, "_write", lambda text, places: [text.ids[0, :1]] * len(places))
+    answers = lambda lm, draw, text, spans, most: [text.ids[0, :1]] * len(spans)  # noqa: E731
+    monkeypatch.setattr("outrider.models.drafters.draft_lm.sample_answers", answers)
     torch.manual_seed(0)
-    done = sum(drafter.rewrite(batch()) is not None for _ in range(count))
+    done = sum(drafter.on_policy_batch(batch()) is not None for _ in range(count))
     assert abs(done - share * count) < 4 * math.sqrt(count * share * (1 - share))
 
 
-def test_a_batch_without_answers_is_left_alone(target: Target, folders: dict[str, str]) -> None:
+def test_a_batch_without_answers_is_unchanged(target: Target, folders: dict[str, str]) -> None:
     silent = batch()._replace(answer=torch.zeros(2, WIDE).bool())
-    assert writer(target, folders).rewrite(silent) is None
+    assert writer(target, folders).on_policy_batch(silent) is None
 
 
-def test_what_was_written_is_what_is_supervised(target: Target, folders: dict[str, str]) -> None:
+def test_sampled_answers_are_supervised(target: Target, folders: dict[str, str]) -> None:
     """The target judges the new text; every written token but a document's second counts once."""
     drafter = writer(target, folders, write_tokens=3)
     out = rewritten(drafter, batch())
     trace = target.trace(*out)
     written = sum(min(3, length) for prompt, length in OPENINGS if prompt)
-    assert int(trace.counts(1).sum()) == written + 2  # and of the one without prompt, two of three
+    assert (
+        int(trace.supervised_mask(1).sum()) == written + 2
+    )  # and of the one without prompt, two of three
     loss, _ = Objective(drafter, target, weights=[1.0])(trace, torch.ones(1))
     loss.backward()
     assert loss.isfinite()
 
 
-def test_ranks_of_zero3_do_not_write() -> None:
+def test_zero3_refuses_on_policy() -> None:
     """Refused before anything is loaded."""
     words = ["drafter=draft_lm", "drafter.on_policy=0.5"]
     assert parse(compose([*words, "launch=zero2"])).launch.name == "zero2"
@@ -492,4 +494,4 @@ def test_the_saved_settings_build_the_same_body(target: Target) -> None:
     """Whatever `layers`, `hidden` and `heads` would say then."""
     cfg = draft_lm(target, layers=1, hidden=8).cfg
     again = DraftLm(dataclasses.replace(cfg, layers=5, hidden=32), target, whole(), ())
-    assert (again.lm.depth, again.lm.shape().hidden) == (1, 8)
+    assert (again.lm.num_layers, again.lm.shape().hidden) == (1, 8)

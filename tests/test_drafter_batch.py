@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
-from outrider.models.causal_lm import plain
-from outrider.models.drafter import Drafter, State, Trace
+from outrider.models.causal_lm import config_to_dict
+from outrider.models.drafter import Drafter, State
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 from tests import tiny
 from tests.families import small_model
@@ -26,7 +27,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mtp": [{"mode": "recurrent"}, {"feed": "normed"}],
     "medusa": [{"own_heads": False}],
     "draft_lm": [
-        {"body": plain(small_model(family).config)} for family in ("gemma3", "gpt2", "mistral")
+        {"body": config_to_dict(small_model(family).config)}
+        for family in ("gemma3", "gpt2", "mistral")
     ],
 }
 CASES = [(name, changes) for name in drafters.names() for changes in [{}, *VARIANTS.get(name, [])]]
@@ -57,7 +59,7 @@ def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
 @pytest.fixture
 def trace(drafter: Drafter, target: Target) -> Trace:
     target.set_taps(drafter.taps)
-    return tiny.packed(target)
+    return tiny.packed_trace(target)
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +70,10 @@ def _no_grad() -> Iterator[None]:
 
 def parts(trace: Trace, lengths: Sequence[tuple[int, int]]) -> list[Trace]:
     """Rows first..stop of every document, as the decoder hands them over."""
-    places = zip(tiny.documents(trace), lengths, strict=True)
-    return [tiny.verified(trace, row, start + a, start + b) for (row, start, _), (a, b) in places]
+    places = zip(tiny.document_spans(trace), lengths, strict=True)
+    return [
+        tiny.verified_rows(trace, row, start + a, start + b) for (row, start, _), (a, b) in places
+    ]
 
 
 def begun(drafter: Drafter, trace: Trace) -> list[State | None]:
@@ -84,7 +88,7 @@ def arriving(trace: Trace) -> list[Trace]:
 
 
 def loop(drafter: Drafter, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
-    return Drafter.absorb_all(drafter, states, traces)
+    return Drafter.absorb_batch(drafter, states, traces)
 
 
 def drafted(depth: int, count: int, above: int, prompts: int) -> tuple[Tensor, Tensor]:
@@ -98,9 +102,9 @@ def walked(
     drafter: Drafter, states: Sequence[State], levels: Sequence[int], together: bool
 ) -> tuple[list[Tensor], list[State]]:
     """Logits [B, N, Vd] of every level, and the states behind the last."""
-    step = drafter.step_all if together else lambda *level: Drafter.step_all(drafter, *level)
+    step = drafter.step_batch if together else lambda *level: Drafter.step_batch(drafter, *level)
     found, above, now = [], 1, list(states)
-    for depth, count in enumerate(levels[: drafter.reach], start=1):
+    for depth, count in enumerate(levels[: drafter.max_depth], start=1):
         logits, now = step(now, depth, *drafted(depth, count, above, len(states)))
         found.append(logits)
         above = count
@@ -126,39 +130,41 @@ def tensors(state: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("levels", [CHAIN, TREE], ids=["chain", "tree"])
-def test_prompts_together_are_guessed_as_one_by_one(
+def test_batched_prompts_equal_separate_prompts(
     drafter: Drafter, trace: Trace, levels: tuple[int, ...]
 ) -> None:
     """Old, short and new prompts in one call."""
     states, news = begun(drafter, trace), arriving(trace)
-    found, _ = walked(drafter, drafter.absorb_all(states, news), levels, together=True)
+    found, _ = walked(drafter, drafter.absorb_batch(states, news), levels, together=True)
     expected, _ = walked(drafter, loop(drafter, states, news), levels, together=False)
     assert equal(found, expected)
-    assert len(found) == min(len(levels), drafter.reach)
+    assert len(found) == min(len(levels), drafter.max_depth)
 
 
-def test_states_that_changed_places_are_noticed(drafter: Drafter, trace: Trace) -> None:
+def test_swapped_states_fail_the_comparison(drafter: Drafter, trace: Trace) -> None:
     """The control of the test above: at every level, for every prompt."""
-    states = drafter.absorb_all(begun(drafter, trace), arriving(trace))
+    states = drafter.absorb_batch(begun(drafter, trace), arriving(trace))
     found, _ = walked(drafter, states, TREE, together=True)
     wrong, _ = walked(drafter, [states[-1], *states[:-1]], TREE, together=True)
     for a, b in zip(found, wrong, strict=True):
         assert not any(torch.allclose(x, y, atol=100 * CLOSE) for x, y in zip(a, b, strict=True))
 
 
-def test_a_prompt_does_not_feel_its_neighbours(drafter: Drafter, trace: Trace) -> None:
+def test_a_prompt_does_not_depend_on_others_in_the_batch(drafter: Drafter, trace: Trace) -> None:
     """Other states and other text of all but the first."""
-    other = tiny.restated(tiny.rewritten(trace, 0, 9, [5] * 15), 0, 9, tiny.LENGTH)
-    other = tiny.restated(tiny.rewritten(other, 1, 0, [6] * tiny.LENGTH), 1, 0, tiny.LENGTH)
+    other = tiny.with_other_states(tiny.with_tokens(trace, 0, 9, [5] * 15), 0, 9, tiny.LENGTH)
+    other = tiny.with_other_states(
+        tiny.with_tokens(other, 1, 0, [6] * tiny.LENGTH), 1, 0, tiny.LENGTH
+    )
     found = []
     for text in (trace, other):
-        states = drafter.absorb_all(begun(drafter, text), arriving(text))
+        states = drafter.absorb_batch(begun(drafter, text), arriving(text))
         found.append(walked(drafter, states, TREE, together=True)[0])
     assert equal([x[:1] for x in found[0]], [x[:1] for x in found[1]])
     assert not equal([x[1:] for x in found[0]], [x[1:] for x in found[1]])
 
 
-def test_prompts_come_and_go(drafter: Drafter, trace: Trace) -> None:
+def test_prompts_join_and_leave_the_batch(drafter: Drafter, trace: Trace) -> None:
     """Four rounds of drafting; in each, others are served, each with its own number of rows."""
     rounds = [[0, 3], [0, 1, 3], [1, 2, 3, 4], [3]]
     states: list[State | None] = [None] * 5
@@ -168,7 +174,7 @@ def test_prompts_come_and_go(drafter: Drafter, trace: Trace) -> None:
         counts = [1 + (number + i) % 3 for i in range(5)]
         news = parts(trace, [(a, a + n) for a, n in zip(read, counts, strict=True)])
         chosen = [news[i] for i in served]
-        after = drafter.absorb_all([states[i] for i in served], chosen)
+        after = drafter.absorb_batch([states[i] for i in served], chosen)
         expected = loop(drafter, [alone[i] for i in served], chosen)
         for i, mine, theirs in zip(served, after, expected, strict=True):
             states[i], alone[i], read[i] = mine, theirs, read[i] + counts[i]
@@ -180,7 +186,7 @@ def test_prompts_come_and_go(drafter: Drafter, trace: Trace) -> None:
 
 def test_a_batch_of_one_is_the_prompt_itself(drafter: Drafter, trace: Trace) -> None:
     """Behind states that were made together, a prompt goes on alone."""
-    states = drafter.absorb_all(begun(drafter, trace), arriving(trace))
+    states = drafter.absorb_batch(begun(drafter, trace), arriving(trace))
     together, _ = walked(drafter, states, TREE, together=True)
     for i, state in enumerate(states):
         above, now = 1, state
@@ -194,18 +200,20 @@ def test_a_batch_of_one_is_the_prompt_itself(drafter: Drafter, trace: Trace) -> 
 # ---- states --------------------------------------------------------------------------------------
 
 
-def test_no_state_is_ever_changed(drafter: Drafter, trace: Trace) -> None:
+def test_no_state_is_modified(drafter: Drafter, trace: Trace) -> None:
     """Neither those that were read on from, nor those that were drafted from, at any level."""
     states, news = begun(drafter, trace), arriving(trace)
-    after = drafter.absorb_all(states, news)
+    after = drafter.absorb_batch(states, news)
     _, middle = walked(drafter, after, TREE[:2], together=True)
     held = [state for state in (*states, *after, *middle) if state is not None]
     before = [copy.deepcopy(tensors(state)) for state in held]
     first, _ = walked(drafter, after, TREE, together=True)
     walked(drafter, list(reversed(after)), CHAIN, together=True)
-    drafter.absorb_all(states, news)
-    drafter.absorb_all(list(after), parts(trace, [(a + b, a + b + 1) for a, b in STANDS]))
-    drafter.step_all(middle[::-1], min(3, drafter.reach), *drafted(3, 4, TREE[1], len(middle)))
+    drafter.absorb_batch(states, news)
+    drafter.absorb_batch(list(after), parts(trace, [(a + b, a + b + 1) for a, b in STANDS]))
+    drafter.step_batch(
+        middle[::-1], min(3, drafter.max_depth), *drafted(3, 4, TREE[1], len(middle))
+    )
     again, _ = walked(drafter, after, TREE, together=True)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     for state, kept in zip(held, before, strict=True):
@@ -214,17 +222,17 @@ def test_no_state_is_ever_changed(drafter: Drafter, trace: Trace) -> None:
         assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
 
 
-def test_a_drafter_that_knows_of_one_prompt_serves_several() -> None:
+def test_a_single_prompt_drafter_runs_a_batch() -> None:
     """The loop itself, by a drafter that checks what it is given."""
-    told = tiny.Told(tiny.by_chance(tiny.VOCAB), tiny.VOCAB)
-    trace = tiny.packed(tiny.target())
-    states = told.absorb_all(
-        told.absorb_all([None] * 2, parts(trace, [(0, 4), (0, 2), (0, 0), (0, 0), (0, 0)])[:2]),
+    told = tiny.ScriptedDrafter(tiny.random_logits(tiny.VOCAB), tiny.VOCAB)
+    trace = tiny.packed_trace(tiny.target())
+    states = told.absorb_batch(
+        told.absorb_batch([None] * 2, parts(trace, [(0, 4), (0, 2), (0, 0), (0, 0), (0, 0)])[:2]),
         parts(trace, [(4, 5), (2, 6), (0, 0), (0, 0), (0, 0)])[:2],
     )
     texts = [trace.ids[0, :6], trace.ids[0, 9:16]]
     assert [state.text for state in states] == [tuple(text.tolist()) for text in texts]
     newest = torch.stack([text[-1:] for text in texts])
-    logits, _ = told.step_all(states, 1, newest, torch.zeros_like(newest))
+    logits, _ = told.step_batch(states, 1, newest, torch.zeros_like(newest))
     rows = [told.row(tuple(text.tolist())) for text in texts]
     assert torch.equal(logits, torch.stack(rows)[:, None])

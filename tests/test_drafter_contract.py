@@ -18,11 +18,12 @@ from outrider.models import drafters
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.drafter import Drafter, State, Trace
+from outrider.models.drafter import Drafter, State
 from outrider.models.formats import native
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
@@ -48,14 +49,14 @@ def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
 @pytest.fixture
 def trace(drafter: Drafter, target: Target) -> Trace:
     target.set_taps(drafter.taps)
-    return tiny.packed(target)
+    return tiny.packed_trace(target)
 
 
 @torch.no_grad()
 def unrolled(drafter: Drafter, trace: Trace) -> dict[int, Tensor]:
     """Logits [B, T, Vd] of every depth."""
     return {
-        guess.depth: drafter.heads([guess.hidden.flatten(0, 1)], [guess.depth]).unflatten(
+        guess.depth: drafter.heads_by_depth([guess.hidden.flatten(0, 1)], [guess.depth]).unflatten(
             0, trace.ids.shape
         )
         for guess in drafter.unroll(trace)
@@ -78,7 +79,7 @@ def absorbed(
     state = None
     with torch.no_grad():
         for first in range(start, stop, piece):
-            part = tiny.verified(trace, row, first, min(first + piece, stop))
+            part = tiny.verified_rows(trace, row, first, min(first + piece, stop))
             state = drafter.absorb(state, part)
     return state
 
@@ -87,10 +88,10 @@ def supervised(trace: Trace, depths: list[int]) -> list[tuple[int, int, int, int
     """(row of the batch, start of its document, t, depth) of every guess that counts."""
     return [
         (row, start, t, depth)
-        for row, start, stop in tiny.documents(trace)
+        for row, start, stop in tiny.document_spans(trace)
         for t in range(start, stop)
         for depth in depths
-        if trace.counts(depth)[row, t]
+        if trace.supervised_mask(depth)[row, t]
     ]
 
 
@@ -108,21 +109,21 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_steps_repeat_the_unroll_at_every_row_and_depth(drafter: Drafter, trace: Trace) -> None:
     """Rows absorbed one at a time; every guess that training judges is compared."""
     trained, compared = unrolled(drafter, trace), 0
-    for row, start, stop in tiny.documents(trace):
+    for row, start, stop in tiny.document_spans(trace):
         state = None
         for t in range(start, stop - 2):
             with torch.no_grad():
-                state = drafter.absorb(state, tiny.verified(trace, row, t, t + 1))
+                state = drafter.absorb(state, tiny.verified_rows(trace, row, t, t + 1))
             text = trace.ids[row, t + 1 : min(stop - 1, t + 1 + len(trained))].tolist()
             for depth, logits in walked(drafter, state, text).items():
-                if trace.counts(depth)[row, t]:
+                if trace.supervised_mask(depth)[row, t]:
                     assert same(logits, trained[depth][row, t]), (row, start, t, depth)
                     compared += 1
     assert compared == len(supervised(trace, list(trained))) > 30
 
 
 @pytest.mark.parametrize("piece", [3, 5, 99])
-def test_the_size_of_the_pieces_absorbed_changes_nothing(
+def test_absorbing_in_chunks_of_any_size_is_equal(
     drafter: Drafter, trace: Trace, piece: int
 ) -> None:
     """The document of 14 rows: 3+3+3+2, 5+5+1, and 11 at once."""
@@ -149,29 +150,27 @@ def test_every_branch_of_a_tree_repeats_the_unroll_of_its_own_text(
         with torch.no_grad():
             logits, state = drafter.step(state, depth, torch.tensor(newest), torch.tensor(parents))
         for node, found in zip(nodes, logits, strict=True):
-            text = tiny.rewritten(trace, row, t + 2, list(node))
-            assert trace.counts(depth)[row, t]
+            text = tiny.with_tokens(trace, row, t + 2, list(node))
+            assert trace.supervised_mask(depth)[row, t]
             assert same(found, unrolled(drafter, text)[depth][row, t]), node
         above = nodes
 
 
-def test_a_state_is_as_good_as_new_after_it_was_used(drafter: Drafter, trace: Trace) -> None:
+def test_a_used_state_can_be_used_again(drafter: Drafter, trace: Trace) -> None:
     state = absorbed(drafter, trace, 1, 0, 8)
     text = trace.ids[1, 8:11].tolist()
     before = walked(drafter, state, text)
     walked(drafter, state, other(trace, 1, 8, 11))
-    drafter.absorb(state, tiny.verified(trace, 1, 8, 12))
+    drafter.absorb(state, tiny.verified_rows(trace, 1, 8, 12))
     after = walked(drafter, state, text)
     assert all(torch.equal(before[depth], after[depth]) for depth in before)
 
 
-def test_new_prompts_absorbed_together_are_as_absorbed_alone(
-    drafter: Drafter, trace: Trace
-) -> None:
+def test_new_prompts_absorbed_together_equal_separate_ones(drafter: Drafter, trace: Trace) -> None:
     """As the decoder reads prompts of one length."""
-    parts = [tiny.verified(trace, row, 0, 6) for row in (0, 1)]
+    parts = [tiny.verified_rows(trace, row, 0, 6) for row in (0, 1)]
     with torch.no_grad():
-        together = drafter.absorb_all([None, None], parts)
+        together = drafter.absorb_batch([None, None], parts)
     for row, (part, state) in enumerate(zip(parts, together, strict=True)):
         text = trace.ids[row, 6:9].tolist()
         alone = walked(drafter, absorbed(drafter, trace, row, 0, 6), text)
@@ -179,9 +178,9 @@ def test_new_prompts_absorbed_together_are_as_absorbed_alone(
         assert all(same(found, alone[d]) for d, found in walked(drafter, state, text).items())
 
 
-def test_what_a_drafter_is_given_stays_as_it_is(drafter: Drafter, trace: Trace) -> None:
+def test_a_drafter_does_not_modify_its_inputs(drafter: Drafter, trace: Trace) -> None:
     """Positions and parents are kept by the decoder and given to all who come."""
-    rows = tiny.verified(trace, 1, 0, 8)
+    rows = tiny.verified_rows(trace, 1, 0, 8)
     given = [part for part in vars(rows).values() if isinstance(part, Tensor)]
     ids, parents = torch.tensor([4, 9]), torch.zeros(2, dtype=torch.long)
     root, only = trace.ids[1, 8:9].clone(), torch.zeros(1, dtype=torch.long)
@@ -200,10 +199,10 @@ def test_a_guess_ignores_later_states_and_later_tokens(drafter: Drafter, trace: 
     """At depth d, row t: states of rows > t and tokens > t + d."""
     trained = unrolled(drafter, trace)
     for row, _, t, depth in supervised(trace, list(trained)):
-        later = tiny.rewritten(
+        later = tiny.with_tokens(
             trace, row, t + depth + 1, other(trace, row, t + depth + 1, tiny.LENGTH)
         )
-        later = tiny.restated(later, row, t + 1, tiny.LENGTH)
+        later = tiny.with_other_states(later, row, t + 1, tiny.LENGTH)
         assert same(unrolled(drafter, later)[depth][row, t], trained[depth][row, t]), (
             row,
             t,
@@ -211,22 +210,24 @@ def test_a_guess_ignores_later_states_and_later_tokens(drafter: Drafter, trace: 
         )
 
 
-def test_a_guess_depends_on_what_it_may_see(drafter: Drafter, trace: Trace) -> None:
+def test_a_guess_depends_on_every_allowed_input(drafter: Drafter, trace: Trace) -> None:
     """The control of the test above: the same disturbance, of the other half."""
     trained = unrolled(drafter, trace)
     for row, start, t, depth in supervised(trace, list(trained)):
-        earlier = tiny.rewritten(trace, row, start, other(trace, row, start, t + depth + 1))
-        earlier = tiny.restated(earlier, row, start, t + 1)
+        earlier = tiny.with_tokens(trace, row, start, other(trace, row, start, t + depth + 1))
+        earlier = tiny.with_other_states(earlier, row, start, t + 1)
         assert not same(unrolled(drafter, earlier)[depth][row, t], trained[depth][row, t])
 
 
-def test_training_feels_the_newest_token_exactly_where_decoding_does(
+def test_training_and_decoding_depend_on_the_newest_token_alike(
     drafter: Drafter, trace: Trace
 ) -> None:
     """Token t + d at depth d; a drafter that guesses all depths at once feels it in neither."""
     trained = unrolled(drafter, trace)
     for row, start, t, depth in supervised(trace, list(trained)):
-        changed = tiny.rewritten(trace, row, t + depth, other(trace, row, t + depth, t + depth + 1))
+        changed = tiny.with_tokens(
+            trace, row, t + depth, other(trace, row, t + depth, t + depth + 1)
+        )
         in_training = not same(unrolled(drafter, changed)[depth][row, t], trained[depth][row, t])
         logits = [
             walked(
@@ -241,9 +242,9 @@ def test_training_feels_the_newest_token_exactly_where_decoding_does(
 
 def test_packed_documents_do_not_leak_into_each_other(drafter: Drafter, trace: Trace) -> None:
     trained = unrolled(drafter, trace)
-    for row, start, stop in tiny.documents(trace):
-        changed = tiny.rewritten(trace, row, start, other(trace, row, start, stop))
-        found = unrolled(drafter, tiny.restated(changed, row, start, stop))
+    for row, start, stop in tiny.document_spans(trace):
+        changed = tiny.with_tokens(trace, row, start, other(trace, row, start, stop))
+        found = unrolled(drafter, tiny.with_other_states(changed, row, start, stop))
         for r, _, t, depth in supervised(trace, list(trained)):
             if r != row or not start <= t < stop:
                 assert same(found[depth][r, t], trained[depth][r, t]), (row, start, t, depth)
@@ -317,8 +318,8 @@ PROMPT, BUDGET = [1, 3, 4, 2], 4  # the first round still has room for two guess
 def law_of(decoder: Engine) -> Law:
     """The exact joint law of what the engine emits: every outcome of every coin, run once."""
 
-    def run(coins: Coins) -> Context:
-        decoder._coins = lambda *_, **__: coins  # type: ignore[method-assign, assignment]
+    def run(rng: RandomSource) -> Context:
+        tiny.inject_random_source(decoder, rng)
         return tuple(decoder.generate(PROMPT, BUDGET).ids)
 
     return enumerate_law(run)
@@ -330,7 +331,7 @@ def plain_law(target: Target, sampling: Sampling) -> Law:
     with torch.no_grad():
         for _ in range(BUDGET):
             ids = torch.tensor([[*PROMPT, *said] for said in law])
-            rows = sampling.rows(target.model(input_ids=ids, use_cache=False).logits[:, -1])
+            rows = sampling.probs(target.model(input_ids=ids, use_cache=False).logits[:, -1])
             law = {
                 (*said, token): chance * p
                 for (said, chance), row in zip(law.items(), rows.tolist(), strict=True)
@@ -350,7 +351,7 @@ def five_token_pair(name: str) -> tuple[Target, Drafter]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "sampling"), LAWS, ids=["chain", "tree", "drawn tree"])
 @each_drafter
-def test_sampling_has_exactly_the_law_of_plain_sampling(
+def test_sampling_has_exactly_the_distribution_of_plain_sampling(
     name: str, policy: Policy, sampling: Sampling
 ) -> None:
     """Four tokens jointly, V = 5, four of them draftable; float32 is all that is lost."""
@@ -361,7 +362,7 @@ def test_sampling_has_exactly_the_law_of_plain_sampling(
 
 @pytest.mark.slow
 @each_drafter
-def test_a_bonus_from_unwarped_logits_has_another_law(name: str) -> None:
+def test_a_bonus_from_unwarped_logits_has_another_distribution(name: str) -> None:
     """The control of the test above."""
     target, drafter = five_token_pair(name)
     policy, sampling = LAWS[0]
@@ -373,11 +374,9 @@ def test_a_bonus_from_unwarped_logits_has_another_law(name: str) -> None:
 
 
 @each_drafter
-def test_a_saved_drafter_comes_back_with_equal_logits(
-    name: str, target: Target, tmp_path: Path
-) -> None:
+def test_a_loaded_drafter_has_equal_logits(name: str, target: Target, tmp_path: Path) -> None:
     drafter = tiny.drafter(name, target).eval()
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     native.save(drafter, tmp_path, target, tiny.config(name), {})
     torch.manual_seed(99)  # what is not in the file would start elsewhere
     again, _ = native.load(tmp_path, target)
@@ -388,7 +387,7 @@ def test_a_saved_drafter_comes_back_with_equal_logits(
 @each_drafter
 def test_file_yaml_and_config_agree(name: str) -> None:
     """Same name, same fields in the same order, same defaults."""
-    kind = drafters.module(name).Config
+    kind = drafters.drafter_module(name).Config
     yaml = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
     assert isinstance(yaml, dict)
     assert list(yaml) == [field.name for field in dataclasses.fields(kind)]
@@ -405,8 +404,8 @@ def test_thirty_steps_lower_the_loss(name: str) -> None:
     """It cannot fall below the target's entropy; a third of what lies above is gone."""
     target, answers, _ = tiny.half_trained(name, "llama")
     pupil = tiny.drafter(name, target, tiny.vocab(tiny.VOCAB))
-    trace = tiny.spoken(target, answers)
-    losses = tiny.learn(pupil, target, trace, steps=31)
+    trace = tiny.answered_trace(target, answers)
+    losses = tiny.train_drafter(pupil, target, trace, steps=31)
     log_p = target.logits(trace.last).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     depths = list(unrolled(pupil, trace))

@@ -1,4 +1,4 @@
-"""What is special to EAGLE; what every drafter owes is in test_drafter_contract.py."""
+"""Tests specific to EAGLE; the common contract is in test_drafter_contract.py."""
 
 import dataclasses
 from pathlib import Path
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.drafter import Trace
 from outrider.models.drafters.eagle import Config, Eagle
 from outrider.models.formats import native
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
@@ -109,15 +109,15 @@ def test_the_unroll_is_drafting_from_every_true_prefix(target: Target, bias: boo
     for name, p in drafter.named_parameters():
         if name.endswith(("norm.weight", "bias")):
             p.uniform_(0.5, 1.5)
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
     compared = 0
-    for row, start, stop in tiny.documents(trace):
+    for row, start, stop in tiny.document_spans(trace):
         literal = Literal(drafter, trace, row, start)
         for t in range(stop - start - 1):
             depths = min(tiny.DEPTHS, stop - start - 1 - t)
             for depth, logits in enumerate(literal.guesses(t, depths), start=1):
-                if trace.counts(depth)[row, start + t]:
+                if trace.supervised_mask(depth)[row, start + t]:
                     torch.testing.assert_close(
                         trained[depth - 1][row, start + t], logits, atol=1e-4, rtol=1e-4
                     )
@@ -131,16 +131,16 @@ def test_the_unroll_is_drafting_from_every_true_prefix(target: Target, bias: boo
 def test_the_loss_is_features_plus_a_tenth_of_the_distribution(target: Target) -> None:
     """At depth 1: mean over H of Smooth-L1 to the target's next state, + 0.1 cross-entropy."""
     drafter = tiny.drafter("eagle", target, tiny.vocab(tiny.VOCAB), noise=0.0)
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     cfg = Config()
     objective = Objective(drafter, target, weights=[1.0, 0.0, 0.0], loss=cfg.loss)
-    rows = trace.counts(1)
+    rows = trace.supervised_mask(1)
     loss, _ = objective(trace, rows.sum()[None].float().expand(3))
     guess = next(drafter.unroll(trace)).hidden[rows]
     following = trace.last.roll(-1, 1)[rows]
     gap = (guess - following).abs()
     smooth = torch.where(gap < 1, gap.square() / 2, gap - 0.5).mean()
-    kept = drafter.vocab.kept
+    kept = drafter.vocab.target_ids
     logits = target.logits(following)
     p = logits[:, kept].softmax(-1)
     nats = -(p * target.logits(guess)[:, kept].log_softmax(-1)).sum(-1)
@@ -152,8 +152,8 @@ def test_the_loss_is_features_plus_a_tenth_of_the_distribution(target: Target) -
 
 
 def disturbed(target: Target, **changes: Any) -> tuple[Tensor, Trace]:
-    drafter, trace = eagle(target, **changes).train(), tiny.packed(target)
-    return (drafter.start(trace) - trace.last.flatten(0, 1)).view_as(trace.last), trace
+    drafter, trace = eagle(target, **changes).train(), tiny.packed_trace(target)
+    return (drafter.initial_state(trace) - trace.last.flatten(0, 1)).view_as(trace.last), trace
 
 
 def test_noise_is_uniform_of_the_papers_width_and_in_training_only(target: Target) -> None:
@@ -161,13 +161,13 @@ def test_noise_is_uniform_of_the_papers_width_and_in_training_only(target: Targe
     assert 0.095 < noise.abs().max() <= 0.1
     torch.testing.assert_close(noise.std(), torch.tensor(0.2 / 12**0.5), atol=0.003, rtol=0)
     drafter = eagle(target).eval()
-    assert torch.equal(drafter.start(trace), trace.last.flatten(0, 1))
+    assert torch.equal(drafter.initial_state(trace), trace.last.flatten(0, 1))
 
 
 def test_the_codes_noise_shrinks_with_the_length_of_the_document(target: Target) -> None:
     """0.2 * 512 / S: at 14 rows that is 7.3, at 5 rows 20.5."""
     noise, trace = disturbed(target, noise_by_length=True)
-    for row, start, stop in tiny.documents(trace):
+    for row, start, stop in tiny.document_spans(trace):
         largest = noise[row, start:stop].abs().max()
         half = 0.1 * 512 / (stop - start)
         assert 0.9 * half < largest <= half
@@ -176,10 +176,10 @@ def test_the_codes_noise_shrinks_with_the_length_of_the_document(target: Target)
 # ---- first weights -------------------------------------------------------------------------------
 
 
-def test_the_linear_start_guesses_features_better_than_the_mean_does(target: Target) -> None:
+def test_the_linear_start_predicts_features_better_than_the_mean(target: Target) -> None:
     """A regression explains something of the next state; random weights do worse than nothing."""
-    trace = tiny.packed(target)
-    rows, losses = trace.counts(1), {}
+    trace = tiny.packed_trace(target)
+    rows, losses = trace.supervised_mask(1), {}
     for init in ("linear", "random"):
         drafter = eagle(target, init=init, draft_vocab_size=None).eval()
         drafter.initialise(target, [trace])
@@ -190,7 +190,7 @@ def test_the_linear_start_guesses_features_better_than_the_mean_does(target: Tar
 
 
 @pytest.mark.parametrize(("first", "then"), [("eagle", "hass"), ("hass", "eagle")])
-def test_hass_and_eagle_continue_each_other(
+def test_hass_and_eagle_load_each_others_weights(
     target: Target, tmp_path: Path, first: str, then: str
 ) -> None:
     """One network under two names; its head is the target's, so the vocabulary may differ."""
@@ -211,6 +211,6 @@ def test_a_warm_start_from_another_network_is_refused(target: Target, tmp_path: 
 
 
 @pytest.mark.parametrize("wrong", [{"noise": -0.1}, {"init": "zeros"}, {"depths": 0}])
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dataclasses.replace(Config(), **wrong)

@@ -1,4 +1,4 @@
-"""What is special to EAGLE-3; what every drafter owes is in test_drafter_contract.py."""
+"""Tests specific to EAGLE-3; the common contract is in test_drafter_contract.py."""
 
 import copy
 import dataclasses
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.drafter import Trace
-from outrider.models.drafters.eagle3 import Config, Eagle3
-from outrider.models.self_feeding import Memory
-from outrider.models.target import Target, default_taps
+from outrider.models.drafters.eagle3 import Config, Eagle3, default_taps
+from outrider.models.interface import Trace
+from outrider.models.self_feeding import SelfFeedingState
+from outrider.models.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
 
@@ -89,7 +89,7 @@ def test_parameters_have_the_names_and_shapes_of_published_checkpoints(target: T
 @pytest.mark.parametrize(
     "wrong", [{"depths": 0}, {"init": "best"}, {"attention": "flash"}, {"normalise": "batch"}]
 )
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Config(**wrong)  # type: ignore[arg-type]
 
@@ -180,21 +180,21 @@ class Literal:
 @torch.no_grad()
 def test_the_unroll_equals_loops_over_rows_and_depths(target: Target, attention: str) -> None:
     drafter = built(target, attention=attention)
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
     assert len(trained) == tiny.DEPTHS
     compared = 0
-    for row, start, stop in tiny.documents(trace):
+    for row, start, stop in tiny.document_spans(trace):
         literal = Literal(drafter, trace, row, start)
         for t in range(start, stop - 1):
             depths = min(tiny.DEPTHS, stop - 1 - t)
             for depth, logits in enumerate(literal.logits(t, depths), start=1):
-                if trace.counts(depth)[row, t]:
+                if trace.supervised_mask(depth)[row, t]:
                     torch.testing.assert_close(
                         trained[depth - 1][row, t], logits, atol=1e-4, rtol=1e-4
                     )
                     compared += 1
-    assert compared == sum(int(trace.counts(d).sum()) for d in (1, 2, 3)) == 78
+    assert compared == sum(int(trace.supervised_mask(d).sum()) for d in (1, 2, 3)) == 78
 
 
 def test_fast_and_reference_attention_give_equal_gradients(target: Target) -> None:
@@ -202,7 +202,7 @@ def test_fast_and_reference_attention_give_equal_gradients(target: Target) -> No
     for attention in ("fast", "reference"):
         drafter = built(target, attention=attention)
         objective = Objective(drafter, target, weights=[1.0, 0.8, 0.64])
-        loss, _ = objective(tiny.packed(target), torch.ones(3))
+        loss, _ = objective(tiny.packed_trace(target), torch.ones(3))
         loss.backward()
         grads.append({name: p.grad for name, p in drafter.named_parameters()})
     for name, fast in grads[0].items():
@@ -210,10 +210,10 @@ def test_fast_and_reference_attention_give_equal_gradients(target: Target) -> No
 
 
 @torch.no_grad()
-def test_the_newest_token_is_felt_at_every_depth(target: Target) -> None:
+def test_every_depth_depends_on_the_newest_token(target: Target) -> None:
     """Depth d embeds x_{t+d}, and only the guesses from there on change."""
     drafter = built(target)
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     before = [guess.hidden for guess in drafter.unroll(trace)]
     for newest in (1, 2, 3):
         ids, following = trace.ids.clone(), trace.next_ids.clone()
@@ -228,33 +228,33 @@ def test_the_newest_token_is_felt_at_every_depth(target: Target) -> None:
 
 
 @torch.no_grad()
-def test_memory_is_never_mutated(target: Target) -> None:
+def test_a_state_is_never_mutated(target: Target) -> None:
     drafter = built(target)
-    trace = tiny.packed(target)
-    memory = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+    trace = tiny.packed_trace(target)
+    memory = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     wider = drafter.step(memory, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))[1]
     kept = [copy.deepcopy(memory), copy.deepcopy(wider)]
     drafter.step(memory, 1, torch.tensor([3]), torch.tensor([0]))
     drafter.step(memory, 2, torch.tensor([7]), torch.tensor([0]))
     drafter.step(wider, 3, torch.tensor([5, 6, 8]), torch.tensor([1, 0, 1]))
-    drafter.absorb(memory, tiny.verified(trace, 1, 6, 9))
+    drafter.absorb(memory, tiny.verified_rows(trace, 1, 6, 9))
     for now, before in zip((memory, wider), kept, strict=True):
-        for field in dataclasses.fields(Memory):
+        for field in dataclasses.fields(SelfFeedingState):
             torch.testing.assert_close(getattr(now, field.name), getattr(before, field.name))
 
 
 @torch.no_grad()
-def test_the_lasting_memory_grows_by_verified_rows_only(target: Target) -> None:
+def test_the_lasting_state_grows_by_verified_rows_only(target: Target) -> None:
     """Keys of a branch live in that branch's memory and nowhere else."""
     drafter = built(target)
-    trace = tiny.packed(target)
-    memory = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
+    trace = tiny.packed_trace(target)
+    memory = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     branch = memory
     for depth in (1, 2, 3):
         _, branch = drafter.step(branch, depth, torch.tensor([4]), torch.tensor([0]))
     lengths = [len(m.keys[0]) for m in (memory, branch)]
     assert lengths == [6, 8]  # depth 1 reads rows already absorbed
-    assert len(drafter.absorb(memory, tiny.verified(trace, 1, 6, 9)).keys[0]) == 9
+    assert len(drafter.absorb(memory, tiny.verified_rows(trace, 1, 6, 9)).keys[0]) == 9
     assert memory.position == 5
 
 
@@ -263,7 +263,7 @@ def test_the_lasting_memory_grows_by_verified_rows_only(target: Target) -> None:
 
 def first_loss(target: Target, init: str) -> float:
     drafter = tiny.drafter("eagle3", target, init=init)
-    traces = [tiny.packed(target, seed=seed) for seed in range(40)]
+    traces = [tiny.packed_trace(target, seed=seed) for seed in range(40)]
     drafter.initialise(target, iter(traces[1:]))
     judge = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
     with torch.no_grad():
@@ -280,24 +280,26 @@ def test_the_linear_start_is_ahead_of_chance(heads: dict[str, Any]) -> None:
 
 def test_a_text_without_answers_leaves_random_weights(target: Target) -> None:
     drafter = eagle3(target, init="linear")
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     silent = dataclasses.replace(trace, answer=torch.zeros_like(trace.answer))
     before = copy.deepcopy(drafter.fc.weight)
     assert "no answer" in drafter.initialise(target, [silent])
     assert torch.equal(drafter.fc.weight, before)
-    spoken = [silent, *(tiny.packed(target, seed=seed) for seed in range(20))]
+    spoken = [silent, *(tiny.packed_trace(target, seed=seed) for seed in range(20))]
     assert "linear fit" in drafter.initialise(target, spoken)
     assert all(p.isfinite().all() for p in drafter.parameters())
 
 
-def test_rows_start_out_looking_at_themselves() -> None:
+def test_rows_first_attend_to_themselves() -> None:
     """Head size 64, as real targets have it: the fast pairs then single out one row."""
     target = tiny.target(head_dim=64)
     drafter = eagle3(target, init="linear")
-    traces = [tiny.packed(target, seed=seed) for seed in range(40)]
+    traces = [tiny.packed_trace(target, seed=seed) for seed in range(40)]
     drafter.initialise(target, traces)
     attn, trace = drafter.midlayer.self_attn, traces[0]
-    wide, at = drafter._wide(trace), torch.arange(trace.ids.numel())
+    states = drafter.initial_state(trace)
+    wide = drafter._embed(trace.tokens_ahead(1).flatten(), states)[1]
+    at = torch.arange(trace.ids.numel())
     query, key = attn.query(wide, at), attn.key_value(wide, at)[0]
     for group, head in enumerate(drafter._self_heads()):
         scores = query[:, head] @ key[:, group].mT * 64**-0.5
@@ -324,18 +326,18 @@ VARIANTS: list[dict[str, Any]] = [
 def test_every_variant_decodes_as_it_was_trained(target: Target, changes: dict[str, Any]) -> None:
     """Rows in uneven pieces, then the text's own tokens as drafts, three deep."""
     drafter, compared = built(target, **changes), 0
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
-    for row, start, stop in tiny.documents(trace):
+    for row, start, stop in tiny.document_spans(trace):
         state = None
         for first in range(start, stop - 1, 2):
             last = min(first + 2, stop - 1)
-            state = drafter.absorb(state, tiny.verified(trace, row, first, last))
+            state = drafter.absorb(state, tiny.verified_rows(trace, row, first, last))
             branch, t = state, last - 1
             for depth in range(1, min(tiny.DEPTHS, stop - 1 - t) + 1):
                 ids = trace.ids[row, t + depth][None]
                 logits, branch = drafter.step(branch, depth, ids, torch.zeros_like(ids))
-                if trace.counts(depth)[row, t]:
+                if trace.supervised_mask(depth)[row, t]:
                     torch.testing.assert_close(
                         logits[0], trained[depth - 1][row, t], atol=1e-4, rtol=1e-4
                     )
@@ -345,7 +347,7 @@ def test_every_variant_decodes_as_it_was_trained(target: Target, changes: dict[s
 
 def test_every_variant_is_another_network(target: Target) -> None:
     """The control: with the same shared weights, each switch changes what is said."""
-    plain, trace = built(target), tiny.packed(target)
+    plain, trace = built(target), tiny.packed_trace(target)
     before = list(plain.unroll(trace))[1].hidden
     for changes in VARIANTS:
         drafter = built(target, **changes)
@@ -374,7 +376,7 @@ def test_the_linear_start_holds_for_more_layers_too(target: Target) -> None:
     """Those behind the first add nothing yet: the guesses are those of one layer."""
     one, two = (eagle3(target, layers=layers, init="linear").eval() for layers in (1, 2))
     two.load_state_dict(one.state_dict(), strict=False)  # the random parts alike
-    trace, guesses = tiny.packed(target), []
+    trace, guesses = tiny.packed_trace(target), []
     for drafter in (one, two):
         drafter.initialise(target, [trace])
         guesses.append(drafter.head(next(drafter.unroll(trace)).hidden))

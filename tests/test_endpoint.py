@@ -1,6 +1,6 @@
-"""Answers by a server: exact tokens or none, whatever goes wrong, nothing lost or doubled.
+"""Self-generation by a server: exact tokens or none, nothing lost or doubled after errors.
 
-One server is real (`transformers serve` with the embedded target), the other is made of errors.
+One server is real (`transformers serve` with the embedded target), the other a fake with errors.
 """
 
 import json
@@ -17,17 +17,18 @@ from threading import Lock, Thread
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.schema import GenerateConfig
 from outrider.data.conversations import Message
-from outrider.data.endpoint import Link, Served
-from outrider.data.generate import Question, Settings, Writer, write_answers
-from outrider.data.prepare import material
-from outrider.data.tokenise import key_of, prompt_ids
-from outrider.data.traces import Store, Written
-from outrider.models.load import TINY, Loaded, load, stop_ids
+from outrider.data.corpus import load_training_data
+from outrider.data.endpoint import EndpointGenerator
+from outrider.data.generate import PromptTokens, SelfGenerator, write_answers
+from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
+from outrider.data.reporter import Reporter
+from outrider.data.tokenise import conversation_key, prompt_ids
+from outrider.models.load import TINY, LoadedTarget, load_target, stop_ids
 from outrider.train.settings import parse
 
 pytest.importorskip("openai")
@@ -36,15 +37,15 @@ DOWN = b'{"error": {"message": "down"}}'
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load(parse(compose(["target=tiny"])).target)
+def loaded() -> LoadedTarget:
+    return load_target(parse(compose(["target=tiny"])).target)
 
 
-def questions(loaded: Loaded, count: int) -> list[Question]:
+def prompts(loaded: LoadedTarget, count: int) -> list[PromptTokens]:
     texts = [f"Write a story about {i} boats and a kite." for i in range(count)]
     turns = [[Message(role="user", content=text)] for text in texts]
     return [
-        Question(i, key_of(said), prompt_ids(loaded.tokenizer, said))
+        PromptTokens(i, conversation_key(said), prompt_ids(loaded.tokenizer, said))
         for i, said in enumerate(turns)
     ]
 
@@ -59,7 +60,7 @@ class Fake:
         troubles: for the n-th completion asked for (from 0), what happens instead.
     """
 
-    def __init__(self, loaded: Loaded, *, vllm: bool, count_off: int = 0) -> None:
+    def __init__(self, loaded: LoadedTarget, *, vllm: bool, count_off: int = 0) -> None:
         self.loaded, self.vllm, self.count_off = loaded, vllm, count_off
         self.models = ["tiny"]
         self.troubles: dict[int, Callable[[], Reply | None]] = {}
@@ -152,56 +153,60 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
 
 
 def answered(
-    loaded: Loaded, link: Link, count: int = 6, *, target: bool = False, **settings: Any
-) -> tuple[dict[int, list[int]], Served]:
+    loaded: LoadedTarget, url: str, count: int = 6, *, target: bool = False, **options: Any
+) -> tuple[dict[int, list[int]], EndpointGenerator]:
     """The answers' own tokens by place, and the one who got them."""
-    chosen = Settings(**{"batch": 3, "max_new_tokens": 40, "record": False, **settings})
-    judge = loaded.target if target else None
+    chosen = {"batch": 3, "max_new_tokens": 40, "temperature": 1.0, **options}
+    model = loaded.target if target else None
     stops = stop_ids(loaded.tokenizer, loaded.target)
-    served = Served(link, loaded.tokenizer, stops, chosen, judge)
-    found, asked = dict[int, list[int]](), set[int]()
+    served = EndpointGenerator(
+        GenerateConfig(endpoint=url, **chosen), loaded.tokenizer, stops, target=model
+    )
+    answers, ended = dict[int, list[int]](), set[int]()
 
-    def done(question: Question, answer: Written | None) -> bool:
-        assert question.place not in asked
-        asked.add(question.place)
+    def on_answer(prompt: PromptTokens, answer: GeneratedAnswer | None) -> bool:
+        assert prompt.index not in ended
+        ended.add(prompt.index)
         if answer is not None:
-            found[answer.place] = answer.ids[answer.prompt :]
+            answers[answer.index] = answer.ids[answer.prompt_length :]
         return True
 
-    served.run(questions(loaded, count), done)
-    assert asked == set(range(count))
-    return found, served
+    served.run(prompts(loaded, count), on_answer)
+    assert ended == set(range(count))
+    return answers, served
 
 
-def test_returned_tokens_are_kept_as_they_are(loaded: Loaded, serve: Callable[[Fake], str]) -> None:
+def test_returned_tokens_are_kept_as_they_are(
+    loaded: LoadedTarget, serve: Callable[[Fake], str]
+) -> None:
     fake = Fake(loaded, vllm=True)
-    found, served = answered(loaded, Link(serve(fake)), top_p=0.9, temperature=0.7)
-    assert found == {place: fake.tokens() for place in range(6)}
+    answers, served = answered(loaded, serve(fake), top_p=0.9, temperature=0.7)
+    assert answers == {index: fake.tokens() for index in range(6)}
     assert fake.tokens() != [*loaded.tokenizer(ANSWER)["input_ids"], 1]  # a text would lose them
-    assert "returned" in served.said()
+    assert "returned" in served.summary()
     asked = fake.asked[1:]
-    assert sorted(a["prompt"] for a in asked) == sorted(q.ids for q in questions(loaded, 6))
+    assert sorted(a["prompt"] for a in asked) == sorted(q.ids for q in prompts(loaded, 6))
     assert {(a["model"], a["temperature"], a["top_p"]) for a in asked} == {("tiny", 0.7, 0.9)}
     assert len({a["seed"] for a in asked}) == 6
 
 
 def test_text_is_kept_when_its_tokens_are_proved(
-    loaded: Loaded, serve: Callable[[Fake], str]
+    loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
     fake = Fake(loaded, vllm=False)
-    found, served = answered(loaded, Link(serve(fake)))
-    assert found == {place: fake.tokens() for place in range(6)}
-    assert "proved by its counts: 6 answers kept" in served.said()
+    answers, served = answered(loaded, serve(fake))
+    assert answers == {index: fake.tokens() for index in range(6)}
+    assert "confirmed by its counts: 6 answers kept" in served.summary()
     assert all(isinstance(body["prompt"], str) for body in fake.asked[3:])
 
 
 def test_text_whose_tokens_are_not_certain_is_counted_and_left_out(
-    loaded: Loaded, serve: Callable[[Fake], str]
+    loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
     """The server wrote one token more than the text has: another way to write the same words."""
     fake = Fake(loaded, vllm=False, count_off=1)
-    found, served = answered(loaded, Link(serve(fake)))
-    assert found == {}
+    answers, served = answered(loaded, serve(fake))
+    assert answers == {}
     assert served.counts == {"left out: tokens not certain": 6}
 
 
@@ -224,82 +229,83 @@ def _late() -> None:
     ids=["429", "500", "503", "cut json", "no choice", "cut body", "hangs up", "late"],
 )
 def test_trouble_that_passes_costs_nothing_but_time(
-    loaded: Loaded, serve: Callable[[Fake], str], trouble: Callable[[], Reply | None]
+    loaded: LoadedTarget, serve: Callable[[Fake], str], trouble: Callable[[], Reply | None]
 ) -> None:
     fake = Fake(loaded, vllm=True)
     fake.troubles = {0: trouble, 3: trouble}
-    found, _ = answered(loaded, Link(serve(fake), timeout=0.4))
-    assert found == {place: fake.tokens() for place in range(6)}
+    answers, _ = answered(loaded, serve(fake), timeout=0.4)
+    assert answers == {index: fake.tokens() for index in range(6)}
     assert len(fake.asked) == 1 + 6 + 2
 
 
-def test_the_server_says_how_long_to_wait(loaded: Loaded, serve: Callable[[Fake], str]) -> None:
+def test_the_server_says_how_long_to_wait(
+    loaded: LoadedTarget, serve: Callable[[Fake], str]
+) -> None:
     fake = Fake(loaded, vllm=True)
     fake.troubles[0] = lambda: (429, {"Retry-After": "0.7"}, b"{}")
     started = time.monotonic()
-    answered(loaded, Link(serve(fake)), 1)
+    answered(loaded, serve(fake), 1)
     assert time.monotonic() - started > 0.7
 
 
 def test_a_question_that_the_server_refuses_is_counted(
-    loaded: Loaded, serve: Callable[[Fake], str]
+    loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
     fake = Fake(loaded, vllm=True)
     fake.troubles[3] = lambda: (400, {}, b'{"error": {"message": "too long"}}')
-    found, served = answered(loaded, Link(serve(fake)))
-    assert len(found) == 5
+    answers, served = answered(loaded, serve(fake))
+    assert len(answers) == 5
     assert served.counts["refused by the server"] == 1
 
 
 def test_a_server_that_stays_down_ends_the_run_and_what_was_answered_is_kept(
-    loaded: Loaded, serve: Callable[[Fake], str], tmp_path: Path
+    loaded: LoadedTarget, serve: Callable[[Fake], str], tmp_path: Path
 ) -> None:
     fake = Fake(loaded, vllm=True)
     fake.troubles = dict.fromkeys(range(5, 50), lambda: (500, {}, DOWN))
-    asked, about = questions(loaded, 6), {"a": 1}
-    stops, settings = [1], Settings(batch=1, max_new_tokens=40, record=False)
-    link = Link(serve(fake), retries=2)
+    asked, about = prompts(loaded, 6), {"a": 1}
+    options = GenerateConfig(batch=1, max_new_tokens=40, endpoint=serve(fake), retries=2)
 
     def go_on() -> None:
-        served = Served(link, loaded.tokenizer, stops, settings)
-        write_answers(served, asked, Store(tmp_path, about, ()))
+        served = EndpointGenerator(options, loaded.tokenizer, [1])
+        write_answers(served, asked, GeneratedStore(tmp_path, about))
 
-    with pytest.raises(RunError, match=r"down(.|\n)*What was answered is kept"):
+    with pytest.raises(RunError, match=r"down(.|\n)*Finished answers are stored"):
         go_on()
-    assert [a.place for a in Store(tmp_path, about, ()).answers()] == [0, 1, 2, 3]
+    assert [a.index for a in GeneratedStore(tmp_path, about).answers()] == [0, 1, 2, 3]
     fake.troubles = {}
     go_on()
-    assert [a.place for a in Store(tmp_path, about, ()).answers()] == list(range(6))
+    assert [a.index for a in GeneratedStore(tmp_path, about).answers()] == list(range(6))
 
 
 def test_a_wrong_model_is_an_error_of_its_setting(
-    loaded: Loaded, serve: Callable[[Fake], str]
+    loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
     fake = Fake(loaded, vllm=True)
     url = serve(fake)
     with pytest.raises(ConfigError, match=r"data\.generate\.model = 'gpt'.*\n.*no such model"):
-        answered(loaded, Link(url, "gpt"))
+        answered(loaded, url, model="gpt")
     fake.models = []
     with pytest.raises(ConfigError, match="lists no model"):
-        answered(loaded, Link(url))
+        answered(loaded, url)
     fake.models = ["one", "two"]
     with pytest.raises(ConfigError, match="lists one, two"):
-        answered(loaded, Link(url))
+        answered(loaded, url)
     with pytest.raises(RunError, match="another model than the target"):
-        answered(loaded, Link(url, "one"), target=True)
+        answered(loaded, url, model="one", target=True)
     with pytest.raises(ConfigError, match=r"data\.generate\.endpoint"):
         parse(compose(["data=self", "data.generate.endpoint=localhost:8000"]))
 
 
 def test_a_server_that_reads_other_tokens_is_refused(
-    loaded: Loaded, serve: Callable[[Fake], str], monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedTarget, serve: Callable[[Fake], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Fake(loaded, vllm=False)
     usual = fake.answer
     more = {"prompt_tokens": 99, "completion_tokens": 1, "total_tokens": 100}
     monkeypatch.setattr(fake, "answer", lambda body: usual(body) | {"usage": more})
     with pytest.raises(RunError, match="reads our prompts as other tokens: 99 tokens"):
-        answered(loaded, Link(serve(fake)))
+        answered(loaded, serve(fake))
 
 
 class Real:
@@ -329,18 +335,20 @@ class Real:
 
 @pytest.mark.slow
 def test_a_real_server_killed_in_the_middle_loses_and_doubles_nothing(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and in float32 the answers are token for token those that we write ourselves."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     pytest.importorskip("uvicorn")
-    asked, about = questions(loaded, 24), {"a": 1}
-    settings = Settings(batch=4, max_new_tokens=24, temperature=0.0, record=False)
+    asked, about = prompts(loaded, 24), {"a": 1}
     stops = stop_ids(loaded.tokenizer, loaded.target)
     server = Real()
-    link = Link(server.url, str(TINY), timeout=60.0, retries=30)
+    options = GenerateConfig(
+        batch=4, max_new_tokens=24, temperature=0.0, endpoint=server.url, model=str(TINY),
+        timeout=60.0, retries=30,
+    )  # fmt: skip
     try:
-        served = Served(link, loaded.tokenizer, stops, settings, loaded.target)
+        served = EndpointGenerator(options, loaded.tokenizer, stops, target=loaded.target)
         deaths = Counter[str]()
 
         def tick(done: int, tokens: int, rate: float) -> None:
@@ -350,38 +358,43 @@ def test_a_real_server_killed_in_the_middle_loses_and_doubles_nothing(
                 server.start()
 
         # the client gives up halfway, and a new one goes on
-        write_answers(served, asked[:16], Store(tmp_path, about, ()), tick=tick)
-        again = Served(link, loaded.tokenizer, stops, settings, loaded.target)
-        write_answers(again, asked, Store(tmp_path, about, ()))
+        write_answers(served, asked[:16], GeneratedStore(tmp_path, about), tick=tick)
+        again = EndpointGenerator(options, loaded.tokenizer, stops, target=loaded.target)
+        write_answers(again, asked, GeneratedStore(tmp_path, about))
     finally:
         server.kill()
     assert deaths["server"] == 1
-    found = Store(tmp_path, about, ()).answers()
+    found = GeneratedStore(tmp_path, about).answers()
     lost = sum(served.counts.values()) + sum(again.counts.values()) - len(found)
-    assert len({a.place for a in found}) == len(found) == 24 - lost
+    assert len({a.index for a in found}) == len(found) == 24 - lost
     assert lost <= 4  # at the edge of the budget an end cannot be told from a merged token
-    own = Store(tmp_path / "own", about, ())
-    write_answers(Writer(loaded.target, stops, settings), asked, own)
-    ours = {answer.place: answer.ids for answer in own.answers()}
-    assert all(answer.ids == ours[answer.place] for answer in found)
+    own = GeneratedStore(tmp_path / "own", about)
+    write_answers(SelfGenerator(loaded.target, stops, options), asked, own)
+    ours = {answer.index: answer.ids for answer in own.answers()}
+    assert all(answer.ids == ours[answer.index] for answer in found)
 
 
 @pytest.mark.slow
 def test_training_text_by_a_server_needs_nothing_but_its_address(
-    loaded: Loaded, serve: Callable[[Fake], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedTarget,
+    serve: Callable[[Fake], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From settings to packed rows; without recorded features, since nobody saw them."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     fake = Fake(loaded, vllm=True)
-    monkeypatch.setattr(Served, "_same_target", lambda *_: None)  # the fake is not the target
+    monkeypatch.setattr(
+        EndpointGenerator, "_check_target", lambda *_: None
+    )  # the fake is not the target
     words = [
         "target=tiny", "data=self", f"data.generate.endpoint={serve(fake)}",
         "data.generate.samples=12", "data.generate.max_new_tokens=40", "data.holdout=0.3",
     ]  # fmt: skip
-    made = material(parse(compose(words)), loaded, (1,), Console(quiet=True), rank=0)
+    made = load_training_data(parse(compose(words)), loaded, (1,), Reporter.silent())
     assert len(made.documents) == 12
     assert made.recorded is None
     assert {tuple(d.ids[d.answer].tolist()) for d in made.documents} == {tuple(fake.tokens())}
     count = len(fake.asked)
-    material(parse(compose(words)), loaded, (1,), Console(quiet=True), rank=0)
+    load_training_data(parse(compose(words)), loaded, (1,), Reporter.silent())
     assert len(fake.asked) == count

@@ -18,16 +18,25 @@ from outrider.conf.errors import RunError
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
-from outrider.models.decode.request import Live, Output, Request, Stops
-from outrider.models.decode.round_outcome import News
-from outrider.models.decode.rules import DRAWN, Fitted, judge
+from outrider.models.decode.request import Output, Request, Stops
+from outrider.models.decode.rules import DRAWN, BoundRule, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
-from outrider.models.kv_cache import RowCache
+from outrider.models.decode.verifier import Decision
+from outrider.models.kv_cache import KVCache
 from outrider.models.target import Target
 from tests import tiny
-from tests.tiny import TOKENS, RawBonus, Text, Told, by_chance, knowing, logits_after, swift
+from tests.tiny import (
+    TOKENS,
+    RawBonus,
+    ScriptedDrafter,
+    Text,
+    logits_after,
+    mean_target,
+    random_logits,
+    scripted_logits,
+)
 
 PROMPTS = {  # whose answers repeat themselves late, for random models; gemma3's window is 6 rows
     "llama": [27, 8, 30, 18, 56, 56, 34, 59],
@@ -48,17 +57,17 @@ class Scene:
     prompt: list[int]
     answer: list[int]
 
-    def oracle(self, right: Callable[[int], bool]) -> Told:
+    def oracle(self, right: Callable[[int], bool]) -> ScriptedDrafter:
         """Right about the n-th new token iff right(n); the root is number 0."""
         start = len(self.prompt)
-        known = knowing(self.prompt + self.answer, tiny.VOCAB, lambda i: right(i - start))
-        return Told(known, tiny.VOCAB)
+        known = scripted_logits(self.prompt + self.answer, tiny.VOCAB, lambda i: right(i - start))
+        return ScriptedDrafter(known, tiny.VOCAB)
 
 
 @cache
 def scene(family: str) -> Scene:
     target, prompt = tiny.target(family), PROMPTS[family]
-    return Scene(target, prompt, tiny.plain(target, prompt, LONGEST + 5))
+    return Scene(target, prompt, tiny.greedy_tokens(target, prompt, LONGEST + 5))
 
 
 @pytest.fixture(params=PROMPTS)
@@ -104,7 +113,7 @@ def test_greedy_words_are_those_of_plain_decoding(
 @POLICIES
 def test_a_random_drafter_changes_no_word(told: Scene, policy: Policy) -> None:
     for seed in (0, 1):
-        drafter = Told(by_chance(tiny.VOCAB, seed), tiny.VOCAB)
+        drafter = ScriptedDrafter(random_logits(tiny.VOCAB, seed), tiny.VOCAB)
         out = Engine(told.target, drafter, policy).generate(told.prompt, LONGEST)
         assert out.ids == told.answer[:LONGEST]
 
@@ -117,9 +126,9 @@ def test_without_a_drafter_every_round_is_one_token(told: Scene) -> None:
 
 def test_one_decoder_serves_many_prompts(llama: Scene) -> None:
     """Nothing of an answer is left when the next one begins."""
-    decoder = Engine(llama.target, Told(by_chance(tiny.VOCAB), tiny.VOCAB), TREE)
+    decoder = Engine(llama.target, ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB), TREE)
     for prompt in ([7, 8], llama.prompt, [60], llama.prompt):
-        assert decoder.generate(prompt, 6).ids == tiny.plain(llama.target, prompt, 6)
+        assert decoder.generate(prompt, 6).ids == tiny.greedy_tokens(llama.target, prompt, 6)
 
 
 # ---- the counts ----------------------------------------------------------------------------------
@@ -201,7 +210,7 @@ def test_an_end_token_inside_the_draft_cuts_what_was_accepted(llama: Scene) -> N
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def prefilled(target: Target, ids: Sequence[int]) -> RowCache:
+def prefilled(target: Target, ids: Sequence[int]) -> KVCache:
     cache, count = target.new_cache(len(ids)), len(ids)
     causal = torch.ones(1, count, count, dtype=torch.bool).tril()
     target.forward(torch.tensor([list(ids)]), torch.arange(count)[None], causal, cache)
@@ -221,8 +230,8 @@ def test_the_cache_equals_a_fresh_prefill(
     fresh = prefilled(told.target, told.prompt + out.ids[:-1])
     assert decoder.cache.lengths[0] == fresh.length == len(told.prompt) + len(out.ids) - 1
     assert torch.equal(decoder.cache.positions(), fresh.positions)
-    assert len(decoder.cache) == told.target.depth
-    for layer in range(told.target.depth):
+    assert len(decoder.cache) == told.target.num_layers
+    for layer in range(told.target.num_layers):
         for mine, theirs in zip(decoder.cache.rows(layer), fresh.rows(layer), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
@@ -236,7 +245,7 @@ def test_the_drafter_absorbs_the_states_of_the_committed_rows(
     told: Scene, policy: Policy, right: Callable[[int], bool]
 ) -> None:
     """Taps and last states are those of one forward over the finished text."""
-    drafter = Told(told.oracle(right).row, tiny.VOCAB, taps=(0, 2))
+    drafter = ScriptedDrafter(told.oracle(right).row, tiny.VOCAB, taps=(0, 2))
     out = Engine(told.target, drafter, policy).generate(told.prompt, LONGEST)
     text = torch.tensor([told.prompt + out.ids])
     count = text.shape[1] - 1
@@ -274,7 +283,7 @@ def test_a_negative_seed_is_refused(llama: Scene) -> None:
 
 
 def test_the_parts_of_the_clock_make_up_the_whole(llama: Scene) -> None:
-    clock = Engine(llama.target, llama.oracle(even), CHAIN).generate(llama.prompt, 12).clock
+    clock = Engine(llama.target, llama.oracle(even), CHAIN).generate(llama.prompt, 12).times
     parts = (clock.draft, clock.target, clock.verify, clock.commit)
     assert min(parts) > 0
     assert 0.1 * clock.rounds < sum(parts) <= clock.rounds  # the same stamps: never more
@@ -292,7 +301,7 @@ def exact_law(target: Target, sampling: Sampling) -> dict[Text, float]:
     for _ in range(SAID):
         longer: dict[Text, float] = {}
         for said, chance in law.items():
-            row = sampling.rows(logits_after(target, [*SHORT, *said])[None])[0].tolist()
+            row = sampling.probs(logits_after(target, [*SHORT, *said])[None])[0].tolist()
             longer.update({(*said, token): chance * p for token, p in enumerate(row) if p > 0})
         law = longer
     total = sum(law.values())  # 1, but for the float32 of the rows
@@ -320,20 +329,23 @@ def p_value(decoder: Engine, samples: int) -> float:
 class Redrawn(Engine):
     """Wrong on purpose: the token behind the accepted ones is drawn afresh (R4)."""
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> list[News]:
-        news = super()._judge(live, draft, logits)
-        last = logits[torch.arange(len(news)), [new.path[-1] for new in news]]
-        fresh = self._coins(live).draw(self.sampling.rows(last)[:, None])[:, 0].tolist()
-        return [
-            new._replace(tokens=[*new.tokens[:-1], token])
-            for new, token in zip(news, fresh, strict=True)
+    def _decide(self, draft: Draft, logits: Tensor) -> Decision:
+        decision = super()._decide(draft, logits)
+        rounds = decision.outcomes
+        last = logits[torch.arange(len(rounds)), [one.path[-1] for one in rounds]]
+        rng = self.verifier.random_source()
+        tokens = rng.draw_host(self.sampling.probs(last))
+        redrawn = [
+            one._replace(tokens=[*one.tokens[:-1], token])
+            for one, token in zip(rounds, tokens, strict=True)
         ]
+        return decision._replace(outcomes=redrawn)
 
 
 def sampler(kind: type[Engine], policy: Policy, seed: int = 0) -> Engine:
-    """The drafter has a mind of its own."""
-    drafter = Told(by_chance(TOKENS, seed=3, scale=1.5), TOKENS)
-    return kind(swift(), drafter, policy, sampling=WARM, seed=seed)
+    """The drafter is unlike the target."""
+    drafter = ScriptedDrafter(random_logits(TOKENS, seed=3, scale=1.5), TOKENS)
+    return kind(mean_target(), drafter, policy, sampling=WARM, seed=seed)
 
 
 SAMPLED = pytest.mark.parametrize(
@@ -344,14 +356,15 @@ SAMPLED = pytest.mark.parametrize(
 @SAMPLED
 @pytest.mark.parametrize("tensors", [False, True])
 def test_samples_follow_the_law_of_plain_sampling(policy: Policy, tensors: bool) -> None:
-    """With the coins of a real run; test_drafter_contract.py enumerates them, exactly.
+    """With real random numbers; test_drafter_contract.py enumerates them, exactly.
 
     Args:
         tensors: verified as on a GPU.
     """
     decoder = sampler(Engine, policy)
-    assert isinstance(decoder.rule, Fitted)
-    decoder.rule = decoder.rule.verify if tensors else decoder.rule
+    assert isinstance(decoder.verifier.rule, BoundRule)
+    if tensors:
+        decoder.verifier.rule = decoder.verifier.rule.verify
     assert p_value(decoder, 400) > 1e-3
 
 
@@ -364,7 +377,7 @@ DRAWS = StaticTree(((0,), (1,), (0, 0)), DRAWN)
 )
 def test_samples_follow_the_law_by_whatever_rule(policy: Policy, name: str) -> None:
     decoder = sampler(Engine, policy)
-    decoder.rule = judge(name, DRAWN)
+    decoder.verifier.rule = bind_rule(name, DRAWN)
     assert p_value(decoder, 400) > 1e-3
 
 
@@ -376,9 +389,9 @@ def test_a_fresh_draw_after_a_rejection_is_noticed() -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_bonus_from_unwarped_logits_is_noticed(wrong: bool) -> None:
     """A drafter that is the target is always accepted: of drafts of one, token 3 is the bonus."""
-    twin = Told(cache(lambda text: logits_after(swift(), text)), TOKENS)
+    twin = ScriptedDrafter(cache(lambda text: logits_after(mean_target(), text)), TOKENS)
     kind = RawBonus if wrong else Engine
-    p = p_value(kind(swift(), twin, Chain(1), sampling=NARROW), 60)
+    p = p_value(kind(mean_target(), twin, Chain(1), sampling=NARROW), 60)
     assert p < 1e-6 if wrong else p > 1e-3
 
 

@@ -16,26 +16,27 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
+from outrider.conf.schema import Config, to_yaml
 from outrider.data.conversations import Message, Prompt
 from outrider.data.pack import Rows
-from outrider.data.prepare import Material
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.compare import compare
+from outrider.data.training_data import TrainingData
 from outrider.eval.measure import measure
 from outrider.eval.report import Report
 from outrider.eval.run import evaluate, quick_report
+from outrider.launch.compare import compare
 from outrider.models import drafters
-from outrider.models.decode import engine
+from outrider.models.decode import verifier
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.gumbel_coupling import Noise
+from outrider.models.decode.gumbel_coupling import GumbelNoise
 from outrider.models.decode.request import Output
-from outrider.models.decode.round_outcome import News
+from outrider.models.decode.round_outcome import RoundOutcome
 from outrider.models.decode.tree import Tree
 from outrider.models.formats import native
-from outrider.models.load import Loaded, load, stop_ids
+from outrider.models.load import LoadedTarget, load_target, stop_ids
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.settings import Config, load_run, parse, to_yaml
+from outrider.train.settings import load_run, parse
 from tests.families import small_model
 
 VOCAB, BUDGET = 24, 9
@@ -83,16 +84,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = parse(compose([*words, f"run.dir={place / 'run'}"], "train"))
     (place / "run").mkdir()
     (place / "run" / "config.yaml").write_text(to_yaml(config))
-    target = load(config.target).target
+    target = load_target(config.target).target
     torch.manual_seed(0)
-    drafter = drafters.build(config.drafter, target, DraftVocab.whole(VOCAB))
+    drafter = drafters.build(config.drafter, target, DraftVocab.identity(VOCAB))
     native.save(drafter, place / "run" / "drafter", target, config.drafter, {})
     return place
 
 
 @pytest.fixture(scope="module")
-def loaded(place: Path) -> Loaded:
-    return load(configured(place).target)
+def loaded(place: Path) -> LoadedTarget:
+    return load_target(configured(place).target)
 
 
 @cache
@@ -113,7 +114,7 @@ def configured(place: Path, policy: str = "chain", folder: str = "run", **change
     return dataclasses.replace(config, **groups)
 
 
-def measured(place: Path, loaded: Loaded, policy: str = "chain", **changes: Any) -> Report:
+def measured(place: Path, loaded: LoadedTarget, policy: str = "chain", **changes: Any) -> Report:
     config = configured(place, policy, **changes)
     drafter, _ = native.load(place / "run" / "drafter", loaded.target)
     return measure(loaded.target, loaded.tokenizer, drafter, config, Console(quiet=True))
@@ -163,7 +164,7 @@ def test_evaluate_writes_a_whole_and_consistent_report(
 
 
 def test_an_answer_is_its_accepted_tokens_one_more_per_round_and_the_prefills(
-    place: Path, loaded: Loaded
+    place: Path, loaded: LoadedTarget
 ) -> None:
     """A tree that holds the whole vocabulary is always right: two tokens a round.
 
@@ -181,7 +182,7 @@ def test_an_answer_is_its_accepted_tokens_one_more_per_round_and_the_prefills(
         assert 2 not in row["output_ids"][:-1]
 
 
-def test_later_turns_read_the_plain_answers(place: Path, loaded: Loaded) -> None:
+def test_later_turns_read_the_plain_answers(place: Path, loaded: LoadedTarget) -> None:
     rows = {row["id"]: row for row in measured(place, loaded).outputs}
     assert list(rows) == ["one", "talk", "talk/2", "talk/3", "two"]
     said: list[Message] = []
@@ -193,8 +194,8 @@ def test_later_turns_read_the_plain_answers(place: Path, loaded: Loaded) -> None
         said.append(Message(role="assistant", content=answer))
 
 
-def test_the_engines_take_turns_in_going_first(
-    place: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+def test_the_engines_alternate_in_going_first(
+    place: Path, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     real = Engine.generate
@@ -211,14 +212,14 @@ def test_the_engines_take_turns_in_going_first(
     assert order == ["plain", "fast", "fast", "plain", "plain", "fast", "fast", "plain"]
 
 
-def test_warm_up_is_not_counted(place: Path, loaded: Loaded) -> None:
+def test_warm_up_is_not_counted(place: Path, loaded: LoadedTarget) -> None:
     cold = measured(place, loaded, warmup=0, limit=1)
     warm = measured(place, loaded, warmup=3, limit=1)
     assert warm.outputs == cold.outputs
     assert warm.summary.rounds == cold.summary.rounds
 
 
-def test_without_a_baseline_only_speculation_runs(place: Path, loaded: Loaded) -> None:
+def test_without_a_baseline_only_speculation_runs(place: Path, loaded: LoadedTarget) -> None:
     both = measured(place, loaded, limit=1)
     alone = measured(place, loaded, baseline=False, limit=1)
     assert alone.exact is None
@@ -229,7 +230,7 @@ def test_without_a_baseline_only_speculation_runs(place: Path, loaded: Loaded) -
 
 
 def test_a_sampled_answer_depends_on_the_seed_and_its_place_alone(
-    place: Path, loaded: Loaded
+    place: Path, loaded: LoadedTarget
 ) -> None:
     how: dict[str, Any] = {"temperature": 1.0, "depth": 1}
     first, again = (measured(place, loaded, seed=3, repeats=n, **how) for n in (1, 2))
@@ -243,7 +244,7 @@ def test_a_sampled_answer_depends_on_the_seed_and_its_place_alone(
 
 @pytest.mark.parametrize("policy", ["chain", "dynamic_tree"])
 def test_coupled_answers_are_compared_with_plain_ones(
-    place: Path, loaded: Loaded, policy: str
+    place: Path, loaded: LoadedTarget, policy: str
 ) -> None:
     report = measured(place, loaded, policy, temperature=0.7, verify="coupled", repeats=2)
     assert report.exact is True
@@ -256,20 +257,20 @@ def test_coupled_answers_are_compared_with_plain_ones(
 
 @pytest.mark.parametrize("heat", [0.0, 0.8])
 def test_a_decoder_that_is_not_lossless_is_caught(
-    place: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, heat: float
+    place: Path, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch, heat: float
 ) -> None:
     """Take every drafted token: the report names each answer, and the first place that is wrong."""
 
-    def credulous(tree: Tree, choice: torch.Tensor, _lead: torch.Tensor) -> list[News]:
-        chains = zip(tree.ids.tolist(), choice.tolist(), tree.deepest().tolist(), strict=True)
-        return [News.of_chain(ids, deep, deep, said[deep]) for ids, said, deep in chains]
+    def credulous(tree: Tree, choice: torch.Tensor, _lead: torch.Tensor) -> list[RoundOutcome]:
+        chains = zip(tree.ids.tolist(), choice.tolist(), tree.max_depths().tolist(), strict=True)
+        return [RoundOutcome.from_chain(ids, deep, deep, said[deep]) for ids, said, deep in chains]
 
-    monkeypatch.setattr(engine, "decided", credulous)
+    monkeypatch.setattr(verifier, "greedy_outcomes", credulous)
     report = measured(place, loaded, temperature=heat, verify="coupled" if heat else "auto")
     wrong = {m.id: m for m in report.mismatches}
     differing = [row for row in report.outputs if row["output_ids"] != row["baseline_ids"]]
     assert report.exact is False
-    assert report.broken
+    assert report.exceeds_rounding
     assert [row["id"] for row in differing] == list(wrong)
     for row in differing:
         found = wrong[row["id"]]
@@ -284,10 +285,10 @@ def test_a_decoder_that_is_not_lossless_is_caught(
 
 def seeded_noise(prompt: int, at: int) -> torch.Tensor:
     """What is taken off the log-probabilities of an answer's token, run.seed being 0."""
-    return Noise(Random(prompt).getrandbits(64), VOCAB, torch.device("cpu")).rows(at, 1)[0]
+    return GumbelNoise(Random(prompt).getrandbits(64), VOCAB, torch.device("cpu")).rows(at, 1)[0]
 
 
-def lead(loaded: Loaded, ids: list[int], noise: torch.Tensor) -> float:
+def lead(loaded: LoadedTarget, ids: list[int], noise: torch.Tensor) -> float:
     """The target's lead of its first over its second choice, by the model itself."""
     with torch.no_grad():
         logits = loaded.target.model(torch.tensor([ids])).logits[0, -1]
@@ -300,7 +301,7 @@ def test_low_precision_is_reported_as_such(place: Path) -> None:
     target = Target(model)
     config = configured(place)
     torch.manual_seed(0)
-    drafter = drafters.build(config.drafter, target, DraftVocab.whole(VOCAB))
+    drafter = drafters.build(config.drafter, target, DraftVocab.identity(VOCAB))
     drafter = drafter.to(torch.bfloat16).eval()
     report = measure(target, tokenizer(), drafter, config, Console(quiet=True))
     assert report.setting["dtype"] == "bfloat16"
@@ -309,7 +310,7 @@ def test_low_precision_is_reported_as_such(place: Path) -> None:
     assert report.exact is (not differing)
 
 
-def test_prompts_that_the_target_cannot_hold_are_named(place: Path, loaded: Loaded) -> None:
+def test_prompts_that_the_target_cannot_hold_are_named(place: Path, loaded: LoadedTarget) -> None:
     """The target reads 128 tokens, the answer included."""
     suite = [
         Prompt("fits", "all", ["w5"]),
@@ -326,7 +327,7 @@ def test_prompts_that_the_target_cannot_hold_are_named(place: Path, loaded: Load
         measure(loaded.target, loaded.tokenizer, drafter, config, console, suite[1:2])
 
 
-def test_the_targets_taps_are_left_as_found(place: Path, loaded: Loaded) -> None:
+def test_the_targets_taps_are_left_as_found(place: Path, loaded: LoadedTarget) -> None:
     drafter, _ = native.load(place / "run" / "drafter", loaded.target)
     loaded.target.set_taps((1,))
     config = configured(place, limit=1)
@@ -334,17 +335,17 @@ def test_the_targets_taps_are_left_as_found(place: Path, loaded: Loaded) -> None
     assert loaded.target.taps == (1,)
 
 
-def held_text(loaded: Loaded) -> Material:
+def held_text(loaded: LoadedTarget) -> TrainingData:
     """Two packed rows of made-up text, as training would have held them back."""
     ids = torch.arange(48).view(2, 24) % VOCAB
     places = torch.arange(24).expand(2, 24).clone()
     rows = Rows(ids.int(), torch.ones(2, 24).bool(), torch.zeros(2, 24).int(), places.int())
     counts = torch.ones(VOCAB).long()
-    return Material(rows, rows, counts, counts, [], {})
+    return TrainingData(rows, rows, counts, counts, [], {})
 
 
 def test_training_ends_with_a_report_over_the_whole_suite_thinned(
-    place: Path, loaded: Loaded
+    place: Path, loaded: LoadedTarget
 ) -> None:
     """Two of six prompts are the first of each of two categories."""
     config = configured(place, limit=2, out="quick")
@@ -359,7 +360,7 @@ def test_training_ends_with_a_report_over_the_whole_suite_thinned(
     assert report["prompts"] == 2
 
 
-def test_stop_tokens_come_from_the_tokenizer_and_the_model(loaded: Loaded) -> None:
+def test_stop_tokens_come_from_the_tokenizer_and_the_model(loaded: LoadedTarget) -> None:
     settings = loaded.target.model.generation_config
     before = settings.eos_token_id
     try:
@@ -393,7 +394,7 @@ def test_compare_reads_what_evaluate_wrote(place: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_measure_of_training_foresees_tau_on_the_decoded_text(
-    place: Path, loaded: Loaded, temperature: float
+    place: Path, loaded: LoadedTarget, temperature: float
 ) -> None:
     """Greedy in float32 to the round; sampled within what coins do in so few rounds."""
     report = measured(place, loaded, depth=2, nodes=2, temperature=temperature)
@@ -407,6 +408,6 @@ def test_the_measure_of_training_foresees_tau_on_the_decoded_text(
     "changes", [{"policy": "dynamic_tree", "depth": 2}, {"temperature": 0.7}, {"top_k": 3}]
 )
 def test_where_no_forecast_holds_none_is_given(
-    place: Path, loaded: Loaded, changes: dict[str, Any]
+    place: Path, loaded: LoadedTarget, changes: dict[str, Any]
 ) -> None:
     assert measured(place, loaded, **changes).forecast is None

@@ -1,4 +1,4 @@
-"""The lean forward says what transformers' modules say, and steps aside where it does not fit.
+"""The fast forward against transformers' modules, and the models that it does not support.
 
 That both agree on trees, prefixes and cropped caches is `test_target.py`, family by family.
 """
@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.models.fast_llama import suits
+from outrider.models import target_check
+from outrider.models.fast_llama import supports
 from outrider.models.lora import Adapters
-from outrider.models.target import Seen, Target
+from outrider.models.target import Target, TargetStates
 from tests.families import FAMILIES, small_model
 from tests.test_target import DEPTHS, PARENTS, PREFIX, causal, tree_seen
 
@@ -32,9 +33,9 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def tree_behind_a_prefix(target: Target, slots: int = 1) -> Seen:
+def tree_behind_a_prefix(target: Target, slots: int = 1) -> TargetStates:
     """The tree of `test_target.py`, behind the same prompt in every slot."""
-    cache = target.new_slots(slots, 64)
+    cache = target.new_batch_cache(slots, 64)
     prompt = (torch.arange(PREFIX) + 3).expand(slots, -1)
     at = torch.arange(PREFIX).expand(slots, -1)
     target.forward(prompt, at, causal(PREFIX).expand(slots, -1, -1), cache)
@@ -43,18 +44,18 @@ def tree_behind_a_prefix(target: Target, slots: int = 1) -> Seen:
     return target.forward(tree, depths, tree_seen(PREFIX).expand(slots, -1, -1), cache)
 
 
-def by_modules(target: Target, slots: int = 1) -> Seen:
+def by_modules(target: Target, slots: int = 1) -> TargetStates:
     """The same by transformers' own modules."""
-    lean, target.lean = target.lean, None
+    lean, target.fast_forward = target.fast_forward, None
     try:
         return tree_behind_a_prefix(target, slots)
     finally:
-        target.lean = lean
+        target.fast_forward = lean
 
 
 @pytest.mark.parametrize(("family", "changes"), CHANGES)
 @pytest.mark.parametrize("fuse", [True, False])
-def test_both_say_the_same(family: str, changes: dict[str, Any], fuse: bool) -> None:
+def test_fast_forward_equals_transformers(family: str, changes: dict[str, Any], fuse: bool) -> None:
     model = small_model(family, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -62,14 +63,14 @@ def test_both_say_the_same(family: str, changes: dict[str, Any], fuse: bool) -> 
                 parameter.add_(0.1 * torch.randn(parameter.shape))
                 assert "norm" in name or "bias" in name
     target = Target(model, taps=(0, 2), fuse=fuse)
-    assert target.lean is not None
+    assert target.fast_forward is not None
     for slots in (1, 3):
         ours, theirs = tree_behind_a_prefix(target, slots), by_modules(target, slots)
         torch.testing.assert_close(ours.last, theirs.last, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ours.taps, theirs.taps, atol=1e-5, rtol=1e-5)
 
 
-def test_bfloat16_is_rounded_where_transformers_rounds() -> None:
+def test_bfloat16_rounds_as_transformers_does() -> None:
     """Against float32 neither is nearer: they part only where sums are taken in another order."""
     target = Target(small_model("qwen3").bfloat16(), taps=(0,))
     ours, theirs = tree_behind_a_prefix(target), by_modules(target)
@@ -77,11 +78,11 @@ def test_bfloat16_is_rounded_where_transformers_rounds() -> None:
     assert apart < 2**-8
 
 
-def test_it_runs_where_it_should_and_only_there() -> None:
+def test_only_decoding_uses_the_fast_forward() -> None:
     target = Target(small_model("llama"))
-    assert target.lean is not None
+    assert target.fast_forward is not None
     calls = list[int]()
-    target.lean.register_forward_hook(lambda *_: calls.append(1))
+    target.fast_forward.register_forward_hook(lambda *_: calls.append(1))
     tree_behind_a_prefix(target)
     assert len(calls) == 2
     target.trace(torch.arange(3, 7)[None], *_a_row())  # training: no cache
@@ -96,11 +97,11 @@ def _a_row() -> tuple[Tensor, Tensor, Tensor]:
     return zeros.bool(), zeros, torch.arange(4)[None]
 
 
-def test_weights_that_are_put_together_stay_the_models_own() -> None:
+def test_fused_weights_remain_the_models_parameters() -> None:
     model = small_model("qwen2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     target = Target(model)
-    assert target.lean is not None
+    assert target.fast_forward is not None
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -112,7 +113,7 @@ def test_weights_that_are_put_together_stay_the_models_own() -> None:
     torch.testing.assert_close(tree_behind_a_prefix(target).last, by_modules(target).last)
 
 
-def test_weights_that_are_trained_are_left_where_they_are() -> None:
+def test_trained_weights_are_not_fused() -> None:
     """A sharded optimizer moves them elsewhere; the lean forward reads them at every call."""
     target = Target(small_model("llama"), fuse=False)
     with torch.no_grad():
@@ -121,7 +122,7 @@ def test_weights_that_are_trained_are_left_where_they_are() -> None:
     torch.testing.assert_close(tree_behind_a_prefix(target).last, by_modules(target).last)
 
 
-def test_adapted_layers_run_by_their_modules() -> None:
+def test_adapted_layers_use_their_modules() -> None:
     target = Target(small_model("llama"))
     plain = tree_behind_a_prefix(target).last
     pairs = Adapters(target.layers, rank=2, alpha=4.0)
@@ -134,37 +135,37 @@ def test_adapted_layers_run_by_their_modules() -> None:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LEAN])
-def test_other_families_run_by_their_modules(family: str) -> None:
-    assert Target(small_model(family)).lean is None
+def test_other_families_use_their_modules(family: str) -> None:
+    assert Target(small_model(family)).fast_forward is None
 
 
-def test_what_only_looks_alike_is_left_alone() -> None:
+def test_similar_models_are_not_supported() -> None:
     class Packed(nn.Linear):
         """As quantised maps are: a Linear by name."""
 
     model = small_model("llama")
     layers = model.model.layers
-    assert suits(model, layers)
+    assert supports(model, layers)
     odd = copy.deepcopy(model)
     inside = odd.model.layers[1].mlp
     inside.up_proj = Packed(inside.up_proj.in_features, inside.up_proj.out_features, bias=False)
-    assert not suits(odd, odd.model.layers)
+    assert not supports(odd, odd.model.layers)
     turning = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     odd = small_model("llama", rope_parameters=turning)
-    assert not suits(odd, odd.model.layers)
+    assert not supports(odd, odd.model.layers)
     odd = small_model("llama", hidden_act="gelu")
-    assert not suits(odd, odd.model.layers)
+    assert not supports(odd, odd.model.layers)
     odd = copy.deepcopy(model)
     odd.model.layers[0].mlp.extra_norm = nn.Identity()
-    assert not suits(odd, odd.model.layers)
+    assert not supports(odd, odd.model.layers)
 
 
-def test_a_reading_that_is_wrong_is_noticed_and_set_aside() -> None:
+def test_a_wrong_fast_forward_is_detected_and_dropped() -> None:
     """`check` looks on every load; transformers' modules are what counts."""
     target = Target(small_model("llama"))
-    assert target.lean is not None
-    for layer in target.lean._layers:
+    assert target.fast_forward is not None
+    for layer in target.fast_forward._layers:
         layer.scale *= 1.5
-    target.check()
-    assert target.lean is None
+    target_check.check_target(target)
+    assert target.fast_forward is None
     torch.testing.assert_close(tree_behind_a_prefix(target).last, by_modules(target).last)

@@ -12,12 +12,12 @@ import torch
 import transformers as hf
 
 from outrider.conf.errors import RunError
-from outrider.eval.publish.serve_commands import serving
+from outrider.eval.publish.serve_commands import serve_commands
 from outrider.models import drafters, formats
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.request import Stops
 from outrider.models.drafters.draft_lm import Config, DraftLm
-from outrider.models.load import TINY, Loaded, stop_ids
+from outrider.models.load import TINY, LoadedTarget, stop_ids
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from tests import outside, tiny
@@ -44,7 +44,7 @@ def theirs(tmp_path: Path) -> Path:
 
 @torch.no_grad()
 def test_transformers_reads_what_was_written(target: Target, tmp_path: Path) -> None:
-    drafter = outside.scrambled(tiny.drafter("draft_lm", target, outside.vocab(whole=True)))
+    drafter = outside.randomise(tiny.drafter("draft_lm", target, outside.vocab(whole=True)))
     formats.find("vllm", "draft_lm").write(drafter, target, None, tmp_path / "f")
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "f", use_safetensors=True)
     ids = torch.randint(3, 61, (1, 9), generator=torch.Generator().manual_seed(4))
@@ -99,7 +99,7 @@ def test_a_truncated_shard_is_refused(target: Target, theirs: Path) -> None:
 
 
 def test_a_model_with_another_vocabulary_is_refused(theirs: Path) -> None:
-    with pytest.raises(RunError, match="knows 61 tokens and the target 64"):
+    with pytest.raises(RunError, match="has 61 tokens and the target 64"):
         formats.load(theirs, tiny.target(vocab_size=64))
 
 
@@ -107,11 +107,11 @@ def test_a_model_with_another_vocabulary_is_refused(theirs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def exported(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The lower layers of the embedded target, published as its draft model."""
     room = tmp_path_factory.mktemp("exported")
     cfg = Config(path=str(shallow(room / "shallow")))
-    whole = DraftVocab.whole(loaded.target.vocab)
+    whole = DraftVocab.identity(loaded.target.vocab_size)
     drafter = drafters.build(cfg, loaded.target, whole)
     formats.find("transformers", "draft_lm").write(drafter, loaded.target, None, room / "out")
     return room / "out"
@@ -119,7 +119,7 @@ def exported(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_transformers_drafts_with_the_folder_and_says_what_plain_decoding_says(
-    loaded: Loaded, exported: Path
+    loaded: LoadedTarget, exported: Path
 ) -> None:
     theirs, assistant = (
         hf.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
@@ -140,9 +140,9 @@ def test_transformers_drafts_with_the_folder_and_says_what_plain_decoding_says(
 
 
 @pytest.mark.slow
-def test_the_cards_command_for_transformers_runs(loaded: Loaded, exported: Path) -> None:
+def test_the_cards_command_for_transformers_runs(loaded: LoadedTarget, exported: Path) -> None:
     drafter, cfg = formats.load(exported, loaded.target)
-    found = serving("transformers", drafter, cfg, str(exported), str(TINY), "tiny")
+    found = serve_commands("transformers", drafter, cfg, str(exported), str(TINY), "tiny")
     title, command = found.commands[0]
     assert title == "transformers"
     place = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

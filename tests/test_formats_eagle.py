@@ -22,7 +22,7 @@ def target() -> Target:
 
 
 def built(target: Target, **changes: Any) -> Drafter:
-    return outside.scrambled(tiny.drafter("eagle", target, outside.vocab(whole=True), **changes))
+    return outside.randomise(tiny.drafter("eagle", target, outside.vocab(whole=True), **changes))
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -39,10 +39,10 @@ def test_each_flavour_says_the_bias_in_its_own_way(
 ) -> None:
     """SGLang's fc has one in any case, and `bias` would give its attention one too."""
     drafter = built(target, bias=bias)
-    official = outside.published(drafter, target, tmp_path / "e", "eagle")
+    official = outside.publish_as(drafter, target, tmp_path / "e", "eagle")
     assert config_of(official)["bias"] is bias
     assert ("fc.bias" in outside.weights(official)) is bias
-    sglang = outside.published(drafter, target, tmp_path / "s", "sglang")
+    sglang = outside.publish_as(drafter, target, tmp_path / "s", "sglang")
     assert "bias" not in config_of(sglang)
     assert bool(outside.weights(sglang)["fc.bias"].any()) is bias
 
@@ -51,15 +51,15 @@ def test_each_flavour_says_the_bias_in_its_own_way(
 def test_vllm_takes_a_bias_that_is_zero_alone(target: Target, tmp_path: Path) -> None:
     drafter = built(target)
     drafter.get_parameter("fc.bias").zero_()
-    folder = outside.published(drafter, target, tmp_path / "v", "vllm")
+    folder = outside.publish_as(drafter, target, tmp_path / "v", "vllm")
     assert config_of(folder)["eagle_fc_bias"] is True
-    outside.same(drafter, formats.load(folder, target)[0])
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
 def test_a_folder_is_of_one_flavour_by_what_it_says(target: Target, tmp_path: Path) -> None:
     drafter = built(target, bias=False)
     for word in ("eagle", "sglang", "vllm"):
-        folder = outside.published(drafter, target, tmp_path / word, word)
+        folder = outside.publish_as(drafter, target, tmp_path / word, word)
         assert formats.recognise(folder) is formats.find(word, "eagle")
 
 
@@ -91,13 +91,13 @@ def test_a_hass_drafter_keeps_its_name(target: Target, tmp_path: Path) -> None:
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
-    ("eagle", {"bias": False}, "fc.bias says otherwise"),
+    ("eagle", {"bias": False}, "which the weights contradict"),
     ("eagle", {"num_hidden_layers": 2}, "it has 2 layers"),
     ("eagle", {"add_para_norm": True}, "HASS's two norms"),
     ("eagle", {"rope_parameters": LINEAR}, "of type linear"),
-    ("eagle", {"vocab_size": 7}, "made for 7 tokens"),
-    ("vllm", {"eagle_fc_bias": False}, "disagree about fc.bias"),
-    ("vllm", {"truncated_vocab_size": 7}, "cut to 7"),
+    ("eagle", {"vocab_size": 7}, "vocabulary has 7 tokens"),
+    ("vllm", {"eagle_fc_bias": False}, "eagle_fc_bias of config.json contradicts"),
+    ("vllm", {"truncated_vocab_size": 7}, "truncated to 7"),
     ("vllm", {"model": None}, "no object model"),
 ]  # fmt: skip
 
@@ -110,7 +110,7 @@ def test_a_config_that_our_drafter_cannot_be_is_refused_with_the_cause(
     drafter = built(target)
     if word == "vllm":
         drafter.get_parameter("fc.bias").zero_()
-    folder = outside.published(drafter, target, tmp_path / "f", word, **changes)
+    folder = outside.publish_as(drafter, target, tmp_path / "f", word, **changes)
     with pytest.raises(RunError, match=says) as caught:
         formats.load(folder, target)
     assert caught.value.fix
@@ -122,7 +122,7 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "a norm": (lambda t: t.update({"layers.0.input_layernorm.weight": ONES}), "does not know"),
     "a head": (lambda t: t.update({"lm_head.weight": ONES}), r"holds lm_head\.weight"),
     "lost": (lambda t: t.pop("layers.0.mlp.down_proj.weight"), r"lacks layers\.0\.mlp\.down_proj"),
-    "embedding": (lambda t: t["embed_tokens.weight"].add_(1), "is not the target's"),
+    "embedding": (lambda t: t["embed_tokens.weight"].add_(1), "differs from the target's"),
 }
 
 
@@ -131,8 +131,8 @@ def test_weights_that_our_drafter_cannot_have_are_refused_with_the_cause(
     target: Target, tmp_path: Path, name: str
 ) -> None:
     change, says = WEIGHTS[name]
-    folder = outside.published(built(target), target, tmp_path / "f", "eagle")
-    outside.rewrite(folder, change)
+    folder = outside.publish_as(built(target), target, tmp_path / "f", "eagle")
+    outside.rewrite_weights(folder, change)
     with pytest.raises(RunError, match=says) as caught:
         formats.load(folder, target)
     assert caught.value.fix
@@ -144,7 +144,7 @@ def test_weights_that_our_drafter_cannot_have_are_refused_with_the_cause(
 @pytest.mark.parametrize("name", ["eagle", "hass"])
 def test_a_published_drafter_can_be_trained_on(target: Target, tmp_path: Path, name: str) -> None:
     theirs = built(target).to(torch.float16)
-    folder = outside.published(theirs, target, tmp_path / "f", "eagle")
+    folder = outside.publish_as(theirs, target, tmp_path / "f", "eagle")
     ours = tiny.drafter(name, target, outside.vocab(whole=True), warm_start=str(folder))
     assert str(folder) in ours.initialise(target, [])
     for key, value in ours.named_parameters():

@@ -28,7 +28,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> Drafter:
-    return outside.scrambled(tiny.drafter("eagle3", target))
+    return outside.randomise(tiny.drafter("eagle3", target))
 
 
 # ---- conventions that the files resolve ----------------------------------------------------------
@@ -36,10 +36,10 @@ def drafter(target: Target) -> Drafter:
 
 def test_usual_layers_need_not_be_named(drafter: Drafter, target: Target, tmp_path: Path) -> None:
     """Engines agree on which they are: outputs 1, n/2 - 1, n - 4."""
-    folder = outside.published(drafter, target, tmp_path / "f", eagle_config=None)
+    folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config=None)
     read, cfg = formats.load(folder, target)
     assert read.taps == cfg.taps == drafter.taps == USUAL
-    outside.same(drafter, read)
+    outside.assert_equal_weights(drafter, read)
 
 
 @pytest.mark.parametrize(("word", "first"), [("sglang", 0), ("vllm", 1), ("speculators", 1)])
@@ -47,7 +47,7 @@ def test_layer_numbers_mean_outputs_for_sglang_and_inputs_for_vllm(
     target: Target, tmp_path: Path, word: str, first: int
 ) -> None:
     drafter = tiny.drafter("eagle3", target, taps=(0, 2, 5))
-    folder = outside.published(drafter, target, tmp_path / "f", word)
+    folder = outside.publish_as(drafter, target, tmp_path / "f", word)
     config = json.loads((folder / "config.json").read_text())
     told = config.get(IDS) or config["eagle_config"][IDS]
     assert told == [tap + first for tap in (0, 2, 5)]
@@ -67,16 +67,16 @@ def test_vllms_usual_numbers_may_be_meant_as_outputs_if_it_is_said(
 def test_what_a_drafter_was_wrapped_in_is_taken_off(
     drafter: Drafter, target: Target, tmp_path: Path, wrapped: str
 ) -> None:
-    folder = outside.renamed(
-        outside.published(drafter, target, tmp_path / "f"), lambda key: wrapped + key
+    folder = outside.rename_keys(
+        outside.publish_as(drafter, target, tmp_path / "f"), lambda key: wrapped + key
     )
-    outside.same(drafter, formats.load(folder, target)[0])
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
 def test_other_names_of_the_same_parts_are_known(target: Target, tmp_path: Path) -> None:
     """SGLang's aux_norm_*, and layers.0 for midlayer, as ModelOpt writes it."""
-    drafter = outside.scrambled(tiny.drafter("eagle3", target, fc_norm=True))
-    folder = outside.published(drafter, target, tmp_path / "f", eagle_config=None)
+    drafter = outside.randomise(tiny.drafter("eagle3", target, fc_norm=True))
+    folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config=None)
     other = {f"fc_norm.{i}": f"aux_norm_{n}" for i, n in enumerate(("low", "mid", "high"))}
 
     def name(key: str) -> str:
@@ -84,18 +84,20 @@ def test_other_names_of_the_same_parts_are_known(target: Target, tmp_path: Path)
             key = key.replace(ours, theirs)
         return key.replace("midlayer.", "layers.0.")
 
-    outside.same(drafter, formats.load(outside.renamed(folder, name), target)[0])
+    outside.assert_equal_weights(
+        drafter, formats.load(outside.rename_keys(folder, name), target)[0]
+    )
 
 
 def test_a_copy_of_the_targets_embedding_may_lie_beside(
     drafter: Drafter, target: Target, tmp_path: Path
 ) -> None:
-    folder = outside.published(drafter, target, tmp_path / "f")
+    folder = outside.publish_as(drafter, target, tmp_path / "f")
     mine = target.model.get_input_embeddings().weight.detach()
-    outside.rewrite(folder, lambda t: t.update({"embed_tokens.weight": mine.half()}))
-    outside.same(drafter, formats.load(folder, target)[0])
-    outside.rewrite(folder, lambda t: t["embed_tokens.weight"].mul_(1.1))
-    with pytest.raises(RunError, match=r"embed_tokens\.weight is not the target's"):
+    outside.rewrite_weights(folder, lambda t: t.update({"embed_tokens.weight": mine.half()}))
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
+    outside.rewrite_weights(folder, lambda t: t["embed_tokens.weight"].mul_(1.1))
+    with pytest.raises(RunError, match=r"embed_tokens\.weight differs from the target's"):
         formats.load(folder, target)
 
 
@@ -105,12 +107,12 @@ def test_sizes_that_are_not_the_targets_are_kept(target: Target, tmp_path: Path)
         num_hidden_layers=N, intermediate_size=20, num_key_value_heads=4, head_dim=6,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rms_norm_eps=1e-4,
     )  # fmt: skip
-    drafter = outside.scrambled(tiny.drafter("eagle3", other))
-    folder = outside.published(drafter, other, tmp_path / "f")
+    drafter = outside.randomise(tiny.drafter("eagle3", other))
+    folder = outside.publish_as(drafter, other, tmp_path / "f")
     read, cfg = formats.load(folder, target)
     assert isinstance(read, Eagle3)
     assert read.shape == other.shape()._replace(layers=N)
-    outside.same(drafter, read)
+    outside.assert_equal_weights(drafter, read)
     native.save(read, tmp_path / "own", target, cfg, {})
     again, _ = formats.load(tmp_path / "own", target)
     assert isinstance(again, Eagle3)
@@ -127,16 +129,16 @@ def test_sizes_that_are_not_the_targets_are_kept(target: Target, tmp_path: Path)
 
 
 def test_maps_may_be_of_any_whole_type(drafter: Drafter, target: Target, tmp_path: Path) -> None:
-    folder = outside.published(drafter, target, tmp_path / "f")
-    outside.rewrite(folder, lambda t: t.update(d2t=t["d2t"].int(), t2d=t["t2d"].byte()))
-    outside.same(drafter, formats.load(folder, target)[0])
+    folder = outside.publish_as(drafter, target, tmp_path / "f")
+    outside.rewrite_weights(folder, lambda t: t.update(d2t=t["d2t"].int(), t2d=t["t2d"].byte()))
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
 def test_a_config_that_says_no_base_has_llamas(
     drafter: Drafter, target: Target, tmp_path: Path
 ) -> None:
     gone: dict[str, Any] = {"rope_theta": None, "rope_parameters": None, "rms_norm_eps": None}
-    folder = outside.published(drafter, target, tmp_path / "f", **gone)
+    folder = outside.publish_as(drafter, target, tmp_path / "f", **gone)
     read, _ = formats.load(folder, target)
     assert isinstance(read, Eagle3)
     assert (read.shape.rope_theta, read.shape.eps) == (10000.0, 1e-6)
@@ -161,10 +163,10 @@ def test_the_sizes_of_the_taps_go_into_the_matrix_that_reads_them(
 ) -> None:
     """Files have no place for them. Bit for bit where they are powers of two."""
     for sizes, exact in (((0.5, 4.0, 2.0), True), ((0.3, 1.7, 0.9), False)):
-        drafter = outside.scrambled(tiny.drafter("eagle3", target))
+        drafter = outside.randomise(tiny.drafter("eagle3", target))
         assert isinstance(drafter, Eagle3)
         drafter.tap_scale.copy_(torch.tensor(sizes))
-        folder = outside.published(drafter, target, tmp_path / str(exact))
+        folder = outside.publish_as(drafter, target, tmp_path / str(exact))
         (folder / "outrider.json").write_text('{"drafter": {"depths": 3}}')
         read, _ = formats.load(folder, target)
         assert isinstance(read, Eagle3)
@@ -180,7 +182,7 @@ def test_the_sizes_that_training_finds_are_taken_up_without_a_rounding(
 ) -> None:
     drafter = tiny.drafter("eagle3", target)
     assert isinstance(drafter, Eagle3)
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     drafter.initialise(target, [trace])
     scale = drafter.tap_scale
     assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)), "powers of two"
@@ -188,7 +190,7 @@ def test_the_sizes_that_training_finds_are_taken_up_without_a_rounding(
     taps = trace.taps[trace.document >= 0].unflatten(-1, (len(scale), -1)) * scale[:, None]
     sizes = taps.square().mean(-1).sqrt().median(0).values
     assert bool(((sizes > 0.7) & (sizes < 1.42)).all())
-    folder = outside.published(drafter, target, tmp_path / "f", "vllm")
+    folder = outside.publish_as(drafter, target, tmp_path / "f", "vllm")
     (folder / "outrider.json").write_text('{"drafter": {"depths": 3}}')
     read, _ = formats.load(folder, target)
     pairs = zip(outside.logits(drafter, target), outside.logits(read, target), strict=True)
@@ -200,9 +202,9 @@ def test_a_normed_residual_is_what_the_first_layer_adds_to(target: Target) -> No
     drafter = tiny.drafter("eagle3", target, **outside.NORMED)
     assert isinstance(drafter, Eagle3)
     embedding, state = torch.randn(3, 32), torch.randn(3, 32)
-    residual, read = drafter.join(embedding, state)
+    residual, read = drafter.layer_inputs(embedding, state)
     assert torch.equal(residual, drafter.midlayer.hidden_norm(state))
-    assert torch.equal(read, drafter.midlayer.wide(embedding, state))
+    assert torch.equal(read, drafter.midlayer.concat_inputs(embedding, state))
 
 
 # ---- what they leave open ------------------------------------------------------------------------
@@ -213,8 +215,10 @@ def test_a_doubt_is_refused_and_ended_by_hand(
 ) -> None:
     """Layers under names that suit both engines; `norm_output`, which two projects mean."""
     told = {"use_aux_hidden_state": True, IDS: [0, 2, 5]}
-    folder = outside.published(drafter, target, tmp_path / "f", eagle_config=told, norm_output=True)
-    outside.renamed(folder, lambda key: key.replace("midlayer.", "layers.0."))
+    folder = outside.publish_as(
+        drafter, target, tmp_path / "f", eagle_config=told, norm_output=True
+    )
+    outside.rename_keys(folder, lambda key: key.replace("midlayer.", "layers.0."))
     with pytest.raises(
         RunError, match=r"inputs for vLLM and outputs for SGLang[\s\S]*outrider\.json"
     ):
@@ -226,7 +230,7 @@ def test_a_doubt_is_refused_and_ended_by_hand(
     (folder / "outrider.json").write_text(json.dumps(said))
     read, cfg = formats.load(folder, target)
     assert (read.taps, cfg.feedback, cfg.depths) == ((1, 3, 6), "raw", 7)
-    outside.same(drafter, read)
+    outside.assert_equal_weights(drafter, read)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -236,44 +240,44 @@ LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
-    ("sglang", {"eagle_config": {IDS: [2, 4, 5]}}, "vLLM's usual ones.*a shifted tap"),
-    ("sglang", {"eagle_config": None, IDS: [2, 4, 5]}, "stand where vLLM reads them"),
+    ("sglang", {"eagle_config": {IDS: [2, 4, 5]}}, "vLLM's default.*a shifted tap"),
+    ("sglang", {"eagle_config": None, IDS: [2, 4, 5]}, "are where vLLM reads them"),
     ("sglang", {"eagle_config": {IDS: [1, 3]}}, "fc.weight reads 3"),
-    ("sglang", {"eagle_config": {IDS: [4, 3, 1]}}, r"as \[4, 3, 1\]; engines .* ascending"),
+    ("sglang", {"eagle_config": {IDS: [4, 3, 1]}}, r"taps \[4, 3, 1\]; engines .* ascending"),
     ("vllm", {IDS: [0, 4, 5]}, r"taps layers \[-1, 3, 4\] of 8"),
     ("vllm", {IDS: [2, 4, 9]}, r"taps layers \[1, 3, 8\] of 8"),
-    ("sglang", {"eagle_config": {IDS: "1,3,4"}}, "must be a list of numbers"),
+    ("sglang", {"eagle_config": {IDS: "1,3,4"}}, "must be a list of integers"),
     ("sglang", {"eagle_config": 3}, "no object eagle_config"),
     ("sglang", {"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step: 4"),
     ("sglang", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm: True"),
     ("vllm", {"norm_before_fc": True}, "norm_before_fc: true"),
-    ("vllm", {"fc_norm": True}, "disagree about fc_norm"),
+    ("vllm", {"fc_norm": True}, "fc_norm of config.json contradicts"),
     ("sglang", {"rope_parameters": LLAMA3}, "rotary embedding is of type llama3"),
     ("sglang", {"rope_parameters": None, "rope_scaling": LLAMA3}, "rotary embedding is of type"),
     ("sglang", {"rope_scaling": LLAMA3}, "two rotary embeddings"),
     ("sglang", {"rope_theta": 500000.0}, "two rotary embeddings"),
     ("sglang", {"rope_scaling": [1]}, "not a llama config.*rope_parameters"),
-    ("sglang", {"tie_word_embeddings": True}, "its head is its embedding"),
+    ("sglang", {"tie_word_embeddings": True}, "ties head and embedding"),
     (
         "sglang",
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
-        "in part",
+        r"partial \(0\.25\)",
     ),
-    ("sglang", {"rope_parameters": None, "partial_rotary_factor": 0.25}, "in part"),
-    ("sglang", {"hidden_size": 64}, "64 wide and the target 32"),
-    ("sglang", {"vocab_size": 64}, "made for 64 tokens"),
+    ("sglang", {"rope_parameters": None, "partial_rotary_factor": 0.25}, r"partial \(0\.25\)"),
+    ("sglang", {"hidden_size": 64}, "hidden size is 64 and the target's 32"),
+    ("sglang", {"vocab_size": 64}, "vocabulary has 64 tokens"),
     ("sglang", {"draft_vocab_size": 41}, "d2t names 40 tokens"),
     ("sglang", {"intermediate_size": 56}, r"mlp.* is \[48, 32\], and config.json .* \[56, 32\]"),
     ("sglang", {"hidden_act": "relu"}, "activation is relu"),
     ("sglang", {"attention_bias": True}, "attention_bias: True"),
-    ("sglang", {"sliding_window": 64}, "through a window"),
-    ("sglang", {"layer_types": ["sliding_attention"]}, "through a window"),
+    ("sglang", {"sliding_window": 64}, "sliding-window"),
+    ("sglang", {"layer_types": ["sliding_attention"]}, "sliding-window"),
     ("sglang", {"model_type": "kimi_k2"}, "layers are of type kimi_k2"),
     ("sglang", {"num_hidden_layers": "two"}, "not a llama config.*num_hidden_layers"),
     ("sglang", {"num_hidden_layers": 2}, "lacks layers.0"),
     ("sglang", {"num_attention_heads": "x"}, "not a llama config"),
-    ("speculators", {"norm_before_residual": None}, "norm_before_residual is not said"),
-    ("speculators", {"target_hidden_size": 64}, "target is wider"),
+    ("speculators", {"norm_before_residual": None}, "norm_before_residual is missing"),
+    ("speculators", {"target_hidden_size": 64}, "target has another hidden size"),
     ("speculators", {"transformer_layer_config": None}, "no object transformer_layer_config"),
 ]
 
@@ -282,7 +286,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 def test_a_config_that_our_drafter_cannot_be_is_refused_with_the_cause(
     drafter: Drafter, target: Target, tmp_path: Path, word: str, changes: dict[str, Any], says: str
 ) -> None:
-    folder = outside.published(drafter, target, tmp_path / "f", word, **changes)
+    folder = outside.publish_as(drafter, target, tmp_path / "f", word, **changes)
     with pytest.raises(RunError, match=says) as caught:
         formats.load(folder, target)
     assert caught.value.fix
@@ -307,7 +311,7 @@ WEIGHTS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
     (
         "neither",
         lambda t: (t.pop("d2t"), t.pop("t2d")),
-        "d2t is missing, and its head has 40 of 61",
+        "d2t is missing, and the head has 40 of 61",
     ),
     ("ids", lambda t: t["d2t"].add_(torch.arange(40)), "do not name the same ascending tokens"),
     ("shifted", lambda t: t["d2t"].add_(1), "do not name the same"),
@@ -318,14 +322,14 @@ WEIGHTS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
         "d2t names",
     ),
     ("int8", lambda t: t.update({"fc.weight": t["fc.weight"].char()}), r"fc.weight is quantised"),
-    ("cut", wide_again, r"k_proj.weight is \[16, 32\], and .* for \[16, 64\]"),
+    ("cut", wide_again, r"k_proj.weight is \[16, 32\], and .* require \[16, 64\]"),
     (
         "twice",
         lambda t: t.update({"layers.0.hidden_norm.weight": torch.ones(32)}),
-        "one and the same",
+        "are the same weight",
     ),
     ("wrapped twice", lambda t: t.update({"model.norm.weight": torch.ones(32)}), "weight twice"),
-    ("fc", lambda t: t.update({"fc.weight": torch.ones(32, 97)}), "no states of 32"),
+    ("fc", lambda t: t.update({"fc.weight": torch.ones(32, 97)}), "no multiple of 32"),
 ]
 
 
@@ -340,8 +344,8 @@ def test_weights_that_our_drafter_cannot_have_are_refused_with_the_cause(
     change: Callable[[dict[str, Tensor]], object],
     says: str,
 ) -> None:
-    folder = outside.published(drafter, target, tmp_path / name)
-    outside.rewrite(folder, change)
+    folder = outside.publish_as(drafter, target, tmp_path / name)
+    outside.rewrite_weights(folder, change)
     with pytest.raises(RunError, match=says) as caught:
         formats.load(folder, target)
     assert caught.value.fix
@@ -349,6 +353,6 @@ def test_weights_that_our_drafter_cannot_have_are_refused_with_the_cause(
 
 def test_layers_that_are_not_usual_must_be_named(target: Target, tmp_path: Path) -> None:
     drafter = tiny.drafter("eagle3", target, taps=(0, 2))
-    folder = outside.published(drafter, target, tmp_path / "f", eagle_config=None)
-    with pytest.raises(RunError, match=r"does not say which 2 layers[\s\S]*outrider\.json"):
+    folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config=None)
+    with pytest.raises(RunError, match=r"does not name the 2 layers[\s\S]*outrider\.json"):
         formats.load(folder, target)

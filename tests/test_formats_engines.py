@@ -16,7 +16,8 @@ import transformers as hf
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from outrider.models.drafter import Drafter, Trace
+from outrider.models.drafter import Drafter
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 from tests import outside, tiny
 from tests.outside import CASES, Case
@@ -261,7 +262,7 @@ def guessed(drafter: Drafter, target: Target, ids: Tensor) -> list[Tensor]:
     for guess in drafter.unroll(trace):
         said = drafter.head(guess.hidden[0])
         out = torch.full((len(said), tiny.VOCAB), -torch.inf)
-        out[:, drafter.vocab.kept] = said
+        out[:, drafter.vocab.target_ids] = said
         found.append(out)
     return found
 
@@ -288,7 +289,7 @@ def test_medusa_heads_in_the_files_guess_what_ours_guess(target: Target, tmp_pat
                 out = out + F.silu(out @ w[f"{name}.weight"].T + w[f"{name}.bias"])
             last = f"lm_heads.{h}.weight" if case.word == "vllm" else f"{h}.{layers}.weight"
             matrix = w.get(last, w.get("lm_head.weight", target.head_weight))
-            ours = drafter.heads([drafter.blocks[h](x)], [h + 1])  # type: ignore[operator, index]
+            ours = drafter.heads_by_depth([drafter.blocks[h](x)], [h + 1])  # type: ignore[operator, index]
             torch.testing.assert_close(out @ matrix.T, ours, atol=1e-4, rtol=1e-4)
         if "token_map" in w:
-            assert torch.equal(w["token_map"], drafter.vocab.kept)
+            assert torch.equal(w["token_map"], drafter.vocab.target_ids)

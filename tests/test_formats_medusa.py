@@ -21,15 +21,15 @@ def target() -> Target:
 
 
 def built(target: Target, whole: bool = True, **changes: Any) -> Drafter:
-    return outside.scrambled(tiny.drafter("medusa", target, outside.vocab(whole), **changes))
+    return outside.randomise(tiny.drafter("medusa", target, outside.vocab(whole), **changes))
 
 
 def test_what_heads_were_wrapped_in_is_taken_off(target: Target, tmp_path: Path) -> None:
     for word, wrapped in (("medusa", "medusa_head."), ("vllm", "medusa_heads.")):
         drafter = built(target)
-        folder = outside.published(drafter, target, tmp_path / word, word)
-        outside.renamed(folder, lambda key, wrapped=wrapped: wrapped + key)  # type: ignore[misc]
-        outside.same(drafter, formats.load(folder, target)[0])
+        folder = outside.publish_as(drafter, target, tmp_path / word, word)
+        outside.rename_keys(folder, lambda key, wrapped=wrapped: wrapped + key)  # type: ignore[misc]
+        outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
 @torch.no_grad()
@@ -41,11 +41,11 @@ def test_layers_that_are_one_module_repeated_are_written_and_read(
     for key, value in drafter.named_parameters():
         if ".layers.1." in key:
             value.copy_(drafter.get_parameter(key.replace(".layers.1.", ".layers.0.")))
-    folder = outside.published(drafter, target, tmp_path / "f", "medusa")
+    folder = outside.publish_as(drafter, target, tmp_path / "f", "medusa")
     read, cfg = formats.load(folder, target)
     assert cfg.res_layers == 2
-    outside.same(drafter, read)
-    outside.rewrite(folder, lambda t: t["0.1.linear.weight"].add_(1))
+    outside.assert_equal_weights(drafter, read)
+    outside.rewrite_weights(folder, lambda t: t["0.1.linear.weight"].add_(1))
     with pytest.raises(RunError, match=r"0\.1\.linear\.weight and 0\.0\.linear\.weight differ"):
         formats.load(folder, target)
 
@@ -56,22 +56,22 @@ def test_heads_without_a_bias_stay_without_one(target: Target, tmp_path: Path) -
     for key, value in drafter.named_parameters():
         if key.endswith(".bias"):
             value.zero_()
-    folder = outside.published(drafter, target, tmp_path / "f", "vllm")
+    folder = outside.publish_as(drafter, target, tmp_path / "f", "vllm")
     assert not any(key.endswith(".bias") for key in outside.weights(folder))
-    outside.same(drafter, formats.load(folder, target)[0])
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
 def test_a_shared_head_may_stand_under_the_name_of_the_first(
     target: Target, tmp_path: Path
 ) -> None:
     drafter = built(target, own_heads=False)
-    folder = outside.published(drafter, target, tmp_path / "f", "vllm")
-    outside.renamed(folder, lambda key: key.replace("lm_head.", "lm_heads.0."))
+    folder = outside.publish_as(drafter, target, tmp_path / "f", "vllm")
+    outside.rename_keys(folder, lambda key: key.replace("lm_head.", "lm_heads.0."))
     read, cfg = formats.load(folder, target)
     assert not cfg.own_heads
-    outside.same(drafter, read)
-    outside.rewrite(folder, lambda t: t["lm_heads.0.weight"].mul_(2))
-    with pytest.raises(RunError, match=r"lm_heads\.0\.weight is not the target's"):
+    outside.assert_equal_weights(drafter, read)
+    outside.rewrite_weights(folder, lambda t: t["lm_heads.0.weight"].mul_(2))
+    with pytest.raises(RunError, match=r"lm_heads\.0\.weight differs from the target's"):
         formats.load(folder, target)
 
 
@@ -79,12 +79,12 @@ DAMAGE: list[tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], object] | 
     ("medusa", {"medusa_num_heads": 4}, None, "lacks 3.0.linear.bias"),
     ("medusa", {"medusa_num_heads": 2}, None, "holds 2.0.linear.bias"),
     ("medusa", {"medusa_num_layers": 2}, None, "lacks 0.1.linear"),
-    ("medusa", {"medusa_num_heads": "x"}, None, "must be a number from 1"),
+    ("medusa", {"medusa_num_heads": "x"}, None, "must be an integer >= 1"),
     ("medusa", {}, lambda t: t.pop("1.1.weight"), "lacks 1.1.weight"),
-    ("vllm", {"vocab_size": 7}, None, "made for 7 tokens"),
-    ("vllm", {"num_heads": None}, None, "must be a number from 1"),
-    ("vllm", {"truncated_vocab_size": 61}, None, "one of the two is missing"),
-    ("vllm", {}, lambda t: t.pop("token_map"), "one of the two is missing"),
+    ("vllm", {"vocab_size": 7}, None, "vocabulary has 7 tokens"),
+    ("vllm", {"num_heads": None}, None, "must be an integer >= 1"),
+    ("vllm", {"truncated_vocab_size": 61}, None, "does not fit it"),
+    ("vllm", {}, lambda t: t.pop("token_map"), "does not fit it"),
     ("vllm", {}, lambda t: t.update(token_map=t["token_map"].flip(0)), "in ascending order"),
     ("vllm", {"original_lm_head": True}, None, "holds lm_heads.1.weight"),
     ("vllm", {"medusa_fc_bias": False}, None, "holds blocks.0.layers.0.bias"),
@@ -103,17 +103,17 @@ def test_what_contradicts_itself_is_refused_with_the_cause(
     says: str,
 ) -> None:
     drafter = built(target, whole=word == "medusa")
-    folder = outside.published(drafter, target, tmp_path / "f", word, **changes)
+    folder = outside.publish_as(drafter, target, tmp_path / "f", word, **changes)
     if change is not None:
-        outside.rewrite(folder, change)
+        outside.rewrite_weights(folder, change)
     with pytest.raises(RunError, match=says) as caught:
         formats.load(folder, target)
     assert caught.value.fix
 
 
 def test_a_head_of_another_width_is_refused(target: Target, tmp_path: Path) -> None:
-    folder = outside.published(built(target), target, tmp_path / "f", "medusa")
+    folder = outside.publish_as(built(target), target, tmp_path / "f", "medusa")
     with pytest.raises(
-        RunError, match=r"is \[32, 32\], and config.json and target ask for \[16, 16\]"
+        RunError, match=r"is \[32, 32\], and config.json and target require \[16, 16\]"
     ):
         formats.load(folder, tiny.target(hidden_size=16, head_dim=4))

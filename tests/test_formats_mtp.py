@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from outrider.conf.errors import RunError
 from outrider.models import formats
 from outrider.models.drafter import Drafter
-from outrider.models.formats import mtp_merge as stitching
-from outrider.models.formats import mtp_target as mtp
+from outrider.models.formats import mtp_merge, mtp_target
 from outrider.models.target import Target
 from tests import outside, tiny
 from tests.test_mtp_format import DEEPSEEK, Module, expected, part
@@ -36,7 +35,7 @@ def home(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(target: Target, **changes: Any) -> Drafter:
-    return outside.scrambled(tiny.drafter("mtp", target, outside.vocab(whole=True), **changes))
+    return outside.randomise(tiny.drafter("mtp", target, outside.vocab(whole=True), **changes))
 
 
 # ---- what the layouts mean -----------------------------------------------------------------------
@@ -47,7 +46,7 @@ def test_the_modules_in_the_file_guess_what_ours_guess(target: Target, tmp_path:
     """A second reading of the paper on the file's tensors; [state; embedding] was turned round."""
     for order in ("embedding_first", "state_first"):
         drafter = built(target, order=order)
-        folder = outside.published(drafter, target, tmp_path / order, "deepseek")
+        folder = outside.publish_as(drafter, target, tmp_path / order, "deepseek")
         raw = outside.weights(folder)
         stages = [part(raw, f"model.layers.{4 + k}.") for k in range(3)]
         assert all(
@@ -67,7 +66,7 @@ def test_the_modules_in_the_file_guess_what_ours_guess(target: Target, tmp_path:
 
 def test_norms_of_the_qwen_layout_lack_one(target: Target, tmp_path: Path) -> None:
     drafter = built(target, depths=1)
-    folder = outside.published(drafter, target, tmp_path / "f", "qwen3_next")
+    folder = outside.publish_as(drafter, target, tmp_path / "f", "qwen3_next")
     stored = outside.weights(folder)["mtp.norm.weight"]
     assert torch.equal(stored, drafter.get_parameter("stages.0.norm.weight") - 1)
 
@@ -77,7 +76,7 @@ def test_norms_far_from_one_come_back_within_a_rounding(target: Target, tmp_path
     drafter = built(target, depths=1)
     weight = drafter.get_parameter("stages.0.norm.weight")
     weight.copy_(torch.logspace(-3, 2, 32))
-    folder = outside.published(drafter, target, tmp_path / "f", "qwen3_next")
+    folder = outside.publish_as(drafter, target, tmp_path / "f", "qwen3_next")
     read = formats.load(folder, target)[0].get_parameter("stages.0.norm.weight")
     assert float((read - weight).abs().max()) < 1e-5
     assert float((read - weight)[weight < 1].abs().max()) <= 2**-24
@@ -86,7 +85,9 @@ def test_norms_far_from_one_come_back_within_a_rounding(target: Target, tmp_path
 def test_the_reader_of_targets_finds_the_same_modules(target: Target, tmp_path: Path) -> None:
     """`drafter.init=target` can begin with what was written."""
     drafter = built(target)
-    found = mtp.read(outside.published(drafter, target, tmp_path / "f", "deepseek"), target.depth)
+    found = mtp_target.read_modules(
+        outside.publish_as(drafter, target, tmp_path / "f", "deepseek"), target.num_layers
+    )
     for k, module in enumerate(found.modules):
         for key, value in module.items():
             assert torch.equal(value, drafter.state_dict()[f"stages.{k}.{key}"])
@@ -102,13 +103,13 @@ def test_a_stitched_copy_is_the_target_and_the_drafter(
     drafter = built(target, **({"depths": 1} if word == "qwen3_next" else {}))
     form = formats.find(word, "mtp")
     form.write(drafter, target, None, tmp_path / "alone")
-    stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+    mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
     names = {file.name for file in (tmp_path / "both").iterdir()}
     assert "tokenizer.json" in names
     assert "pytorch_model.bin" not in names
     assert formats.recognise(tmp_path / "both") is form
     read, cfg = form.read(tmp_path / "both", target)
-    outside.same(drafter, read)
+    outside.assert_equal_weights(drafter, read)
     assert cfg == vars(drafter)["cfg"]
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "both", use_safetensors=True)
     ours, theirs = target.model.state_dict(), again.state_dict()
@@ -121,8 +122,8 @@ def test_modules_that_the_target_came_with_are_replaced(
     for seed, into in ((2, home), (8, tmp_path / "2")):
         drafter = tiny.drafter("mtp", target, outside.vocab(whole=True), seed=seed)
         formats.find("deepseek", "mtp").write(drafter, target, None, tmp_path / f"alone{seed}")
-        stitching.stitch(tmp_path / f"alone{seed}", into, tmp_path / str(seed))
-    outside.same(drafter, formats.load(tmp_path / "8", target)[0])
+        mtp_merge.merge_into_target(tmp_path / f"alone{seed}", into, tmp_path / str(seed))
+    outside.assert_equal_weights(drafter, formats.load(tmp_path / "8", target)[0])
     size = {n: sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in "28"}
     assert size["2"] == size["8"]
 
@@ -134,19 +135,19 @@ def test_targets_of_other_families_can_be_stitched(tmp_path: Path, family: str) 
     other.model.save_pretrained(tmp_path / "whole")
     drafter = built(other)
     formats.find("deepseek", "mtp").write(drafter, other, None, tmp_path / "alone")
-    stitching.stitch(tmp_path / "alone", tmp_path / "whole", tmp_path / "both")
+    mtp_merge.merge_into_target(tmp_path / "alone", tmp_path / "whole", tmp_path / "both")
     (tmp_path / "both" / "outrider.json").unlink()
-    outside.same(drafter, formats.load(tmp_path / "both", other)[0])
+    outside.assert_equal_weights(drafter, formats.load(tmp_path / "both", other)[0])
 
 
 def test_modules_in_a_target_with_scaled_positions_are_refused(
     target: Target, home: Path, tmp_path: Path
 ) -> None:
     formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "alone")
-    stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+    mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
     (tmp_path / "both" / "outrider.json").unlink()
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    with pytest.raises(RunError, match="by scaled or partial frequencies"):
+    with pytest.raises(RunError, match="scaled or partial"):
         formats.load(tmp_path / "both", tiny.target(rope_parameters=rope))
 
 
@@ -154,9 +155,9 @@ def test_modules_of_other_sizes_are_read_and_not_written_behind_a_target(
     target: Target, tmp_path: Path
 ) -> None:
     other = tiny.target(intermediate_size=20, rms_norm_eps=1e-4)
-    folder = outside.published(built(other, depths=1), other, tmp_path / "f", "qwen3_next")
+    folder = outside.publish_as(built(other, depths=1), other, tmp_path / "f", "qwen3_next")
     read, _ = formats.load(folder, target)
-    assert "of other sizes" in formats.find("qwen3_next", "mtp").refuses(read, target)
+    assert "have other sizes" in formats.find("qwen3_next", "mtp").refuses(read, target)
 
 
 def test_a_target_in_one_file_can_be_stitched(target: Target, tmp_path: Path) -> None:
@@ -164,9 +165,9 @@ def test_a_target_in_one_file_can_be_stitched(target: Target, tmp_path: Path) ->
     target.model.save_pretrained(tmp_path / "whole")
     drafter = built(target, depths=1)
     formats.find("deepseek", "mtp").write(drafter, target, None, tmp_path / "alone")
-    stitching.stitch(tmp_path / "alone", tmp_path / "whole", tmp_path / "both")
+    mtp_merge.merge_into_target(tmp_path / "alone", tmp_path / "whole", tmp_path / "both")
     assert not (tmp_path / "both" / "model.safetensors").exists()
-    outside.same(drafter, formats.load(tmp_path / "both", target)[0])
+    outside.assert_equal_weights(drafter, formats.load(tmp_path / "both", target)[0])
 
 
 def test_modules_of_another_target_are_not_stitched(
@@ -174,11 +175,11 @@ def test_modules_of_another_target_are_not_stitched(
 ) -> None:
     other = tiny.target(num_hidden_layers=6)
     formats.find("deepseek", "mtp").write(built(other, depths=1), other, None, tmp_path / "alone")
-    with pytest.raises(RunError, match="num_hidden_layers is 6 there and 4 in"):
-        stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+    with pytest.raises(RunError, match=r"num_hidden_layers is 6, and in .* 4"):
+        mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
     assert not (tmp_path / "both").exists()
     (tmp_path / "alone" / "outrider.json").unlink()
-    with pytest.raises(RunError, match="stands behind 6 layers, the target has 4"):
+    with pytest.raises(RunError, match="target has 6 layers, and this one 4"):
         formats.load(tmp_path / "alone", target)
 
 
@@ -196,7 +197,7 @@ def test_a_target_whose_layers_have_other_names_is_refused(
     index = tmp_path / "other" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"model.', '"model.language_model.'))
     with pytest.raises(RunError, match="layers are not called"):
-        stitching.stitch(tmp_path / "alone", tmp_path / "other", tmp_path / "both")
+        mtp_merge.merge_into_target(tmp_path / "alone", tmp_path / "other", tmp_path / "both")
     assert not (tmp_path / "both").exists()
 
 
@@ -204,15 +205,15 @@ def test_a_speculator_is_not_stitched(target: Target, home: Path, tmp_path: Path
     form = formats.find("speculators", "mtp")
     form.write(built(target, depths=1), target, None, tmp_path / "alone")
     with pytest.raises(RunError, match="format=deepseek or qwen3_next"):
-        stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+        mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
 
 
 def test_damage_inside_a_stitched_copy_is_found(target: Target, home: Path, tmp_path: Path) -> None:
     formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "alone")
-    stitching.stitch(tmp_path / "alone", home, tmp_path / "both")
+    mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
     cut = tmp_path / "cut"
     shutil.copytree(tmp_path / "both", cut)
-    file = cut / stitching.MODULES
+    file = cut / mtp_merge.MODULES
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(RunError, match="truncated"):
         formats.load(cut, target)
@@ -220,7 +221,7 @@ def test_damage_inside_a_stitched_copy_is_found(target: Target, home: Path, tmp_
     config = json.loads(file.read_text())
     assert config["num_nextn_predict_layers"] == 3
     file.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    with pytest.raises(RunError, match="promises 1 modules, and 3 are there"):
+    with pytest.raises(RunError, match="has 1 modules, and the weights 3"):
         formats.load(tmp_path / "both", target)
 
 
@@ -238,8 +239,8 @@ def test_damage_inside_a_stitched_copy_is_found(target: Target, home: Path, tmp_
 def test_parts_that_our_modules_have_not_are_named(
     target: Target, tmp_path: Path, word: str, name: str, says: str
 ) -> None:
-    folder = outside.published(built(target, depths=1), target, tmp_path / "f", word)
-    outside.rewrite(folder, lambda t: t.update({name: torch.ones(3)}))
+    folder = outside.publish_as(built(target, depths=1), target, tmp_path / "f", word)
+    outside.rewrite_weights(folder, lambda t: t.update({name: torch.ones(3)}))
     with pytest.raises(RunError, match=f"holds .*{says}.* does not know"):
         formats.load(folder, target)
 
@@ -248,14 +249,14 @@ def test_parts_that_our_modules_have_not_are_named(
 def test_ends_that_are_not_the_targets_are_refused(
     target: Target, tmp_path: Path, end: str
 ) -> None:
-    folder = outside.published(built(target, depths=1), target, tmp_path / "f", "deepseek")
-    outside.rewrite(folder, lambda t: t[f"model.layers.4.{end}.weight"].add_(1))
-    with pytest.raises(RunError, match=f"{end}.weight is not the target's"):
+    folder = outside.publish_as(built(target, depths=1), target, tmp_path / "f", "deepseek")
+    outside.rewrite_weights(folder, lambda t: t[f"model.layers.4.{end}.weight"].add_(1))
+    with pytest.raises(RunError, match=f"{end}.weight differs from the target's"):
         formats.load(folder, target)
 
 
 def test_a_module_may_be_run_in_a_loop_if_it_is_said(target: Target, tmp_path: Path) -> None:
-    folder = outside.published(built(target, depths=1), target, tmp_path / "f", "deepseek")
+    folder = outside.publish_as(built(target, depths=1), target, tmp_path / "f", "deepseek")
     said = {"drafter": {"mode": "recurrent", "depths": 5}}
     (folder / "outrider.json").write_text(json.dumps(said))
     cfg = formats.load(folder, target)[1]

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from outrider.models import drafters, formats
 from outrider.models.drafter import Drafter
-from outrider.models.formats import hf_config as body
-from outrider.models.formats.external import Outside
-from outrider.models.layers import rotate
+from outrider.models.formats import hf_config
+from outrider.models.formats.external import ExternalFormat
+from outrider.models.layers import apply_rotary
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from tests import outside, tiny
@@ -55,8 +55,8 @@ def large(name: str) -> Target:
 
 
 def built(name: str, target: Target, whole: bool, **changes: Any) -> Drafter:
-    size = target.vocab if whole else DRAFTED
-    vocab = DraftVocab.from_counts(torch.zeros(target.vocab, dtype=torch.long), size)
+    size = target.vocab_size if whole else DRAFTED
+    vocab = DraftVocab.from_counts(torch.zeros(target.vocab_size, dtype=torch.long), size)
     with torch.device("meta"):
         return drafters.build(tiny.config(name, **changes), target, vocab)
 
@@ -80,12 +80,12 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def eagle3(target: Target, first: str) -> Shapes:
     return layer(first, target, 2, ("hidden_norm", *NORMS)) | {
         "fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (DRAFTED, H),
-        "d2t": (DRAFTED,), "t2d": (target.vocab,),
+        "d2t": (DRAFTED,), "t2d": (target.vocab_size,),
     }  # fmt: skip
 
 
 def eagle1(target: Target) -> Shapes:
-    ends: Shapes = {"fc.weight": (H, 2 * H), "embed_tokens.weight": (target.vocab, H)}
+    ends: Shapes = {"fc.weight": (H, 2 * H), "embed_tokens.weight": (target.vocab_size, H)}
     return layer("layers.0", target, 1, NORMS[1:]) | ends
 
 
@@ -99,15 +99,15 @@ def medusa(target: Target, v: int, first: str, last: str) -> Shapes:
 
 def expected(name: str, word: str, target: Target) -> Shapes:
     """What the published checkpoints hold, written out by hand."""
-    embedding: Shapes = {"embed_tokens.weight": (target.vocab, H)}
-    n = target.depth
+    embedding: Shapes = {"embed_tokens.weight": (target.vocab_size, H)}
+    n = target.num_layers
     if name == "eagle3":
         first = "midlayer" if word == "sglang" else "layers.0"
         return eagle3(target, first) | (embedding if word == "speculators" else {})
     if name in ("eagle", "hass"):
         return eagle1(target) | ({} if word == "vllm" else {"fc.bias": (H,)})
     if (name, word) == ("medusa", "medusa"):
-        return medusa(target, target.vocab, "{}.0.linear.", "{}.1.weight")
+        return medusa(target, target.vocab_size, "{}.0.linear.", "{}.1.weight")
     if name == "medusa":
         cut = medusa(target, DRAFTED, "blocks.{}.layers.0.", "lm_heads.{}.weight")
         return cut | {"token_map": (DRAFTED,)}
@@ -124,7 +124,8 @@ def expected(name: str, word: str, target: Target) -> Shapes:
     out = {f"{start}.{k}.weight": v for k, v in zip(ends.split(), sizes, strict=True)}
     if word == "deepseek":
         out |= {
-            f"{start}.{k}.weight": (target.vocab, H) for k in ("embed_tokens", "shared_head.head")
+            f"{start}.{k}.weight": (target.vocab_size, H)
+            for k in ("embed_tokens", "shared_head.head")
         }
     return out | layer(start + inner, target, 1, NORMS, qk)
 
@@ -148,7 +149,7 @@ def test_keys_and_shapes_are_those_of_published_checkpoints(
     target, form = large(size), formats.find(word, name)
     reduced = name == "eagle3" or (name, word) == ("medusa", "vllm")
     drafter = built(name, target, not reduced, **changes)
-    assert isinstance(form, Outside)
+    assert isinstance(form, ExternalFormat)
     found = {key: tuple(value.shape) for key, value in form.tensors(drafter, target).items()}
     assert found == expected(name, word, target)
     assert len(found) == count
@@ -162,7 +163,7 @@ def test_parameters_are_as_many_as_published() -> None:
         ("eagle", "eagle", True, 848.8),
     ):
         form = formats.find(word, name)
-        assert isinstance(form, Outside)
+        assert isinstance(form, ExternalFormat)
         tensors = form.tensors(built(name, target, whole), target)
         count = sum(v.numel() for v in tensors.values() if v.is_floating_point())
         assert round(count / 1e6, 1) == millions
@@ -175,9 +176,9 @@ def test_a_config_says_the_drafter_and_nothing_else_of_its_target(
 ) -> None:
     """Plain frequencies of the target's base, its longest text, its vocabulary; known fields."""
     target, form = large(size), formats.find(word, "eagle3")
-    assert isinstance(form, Outside)
+    assert isinstance(form, ExternalFormat)
     config = form.config(built("eagle3", target, False), target)
-    n = target.depth
+    n = target.num_layers
     ids = (
         config.get("eagle_aux_hidden_state_layer_ids")
         or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
@@ -191,7 +192,7 @@ def test_a_config_says_the_drafter_and_nothing_else_of_its_target(
     assert layers["rope_scaling"] is None
     assert layers["num_hidden_layers"] == 1
     assert config["draft_vocab_size"] == DRAFTED
-    own = body.written(target.shape()).keys() | {"dtype", "torch_dtype"}
+    own = hf_config.write_config(target.shape()).keys() | {"dtype", "torch_dtype"}
     assert layers.keys() & set(vars(target.config)) <= own | {"architectures"}
     json.dumps(config)
 
@@ -216,11 +217,14 @@ def test_the_written_json_turns_heads_as_our_layers_do(case: outside.Case, tmp_p
     x = torch.randn(len(positions), 4, config["head_dim"])
     cos, sin = LlamaRotaryEmbedding(kind(**config))(x, positions[None])
     turned, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
-    torch.testing.assert_close(rotate(x, positions, 5000.0), turned[0].transpose(0, 1))
+    torch.testing.assert_close(apply_rotary(x, positions, 5000.0), turned[0].transpose(0, 1))
 
 
 def test_a_json_that_would_turn_otherwise_is_noticed() -> None:
     shape = tiny.target().shape()
-    config = {**body.written(shape), "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    config = {
+        **hf_config.write_config(shape),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+    }
     with pytest.raises(RuntimeError, match="another rotary embedding"):
-        body.check_written(config, shape)
+        hf_config.require_same_rope(config, shape)

@@ -1,4 +1,4 @@
-"""What forwards take: who runs in front of whom, behind which rows, and what is refused."""
+"""Forward times: order of runs, cached rows, and what is refused."""
 
 import time
 from typing import Any
@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.plan.forward_times import draft_ms, medians, target_ms
-from outrider.eval.plan.round_costs import ROWS
+from outrider.eval.plan.forward_times import draft_ms, interleaved_medians, target_ms
+from outrider.eval.plan.round_costs import ABSORBED_ROWS
 from tests import tiny
 
 
-def test_runs_take_turns_behind_one_warm_up_and_the_median_counts() -> None:
+def test_runs_are_interleaved_after_one_warm_up_and_the_median_counts() -> None:
     order: list[str] = []
     runs = [lambda: order.append("a"), lambda: order.append("b")]
-    times = medians(runs, 3, torch.device("cpu"))
+    times = interleaved_medians(runs, 3, torch.device("cpu"))
     assert order == ["a", "b"] * 4
     assert all(ms >= 0 for ms in times)
     order.clear()
@@ -24,14 +24,14 @@ def test_runs_take_turns_behind_one_warm_up_and_the_median_counts() -> None:
         order.append("-")
         time.sleep(0.05)
 
-    alone = medians(runs, 3, torch.device("cpu"), before=[pause, None])
+    alone = interleaved_medians(runs, 3, torch.device("cpu"), before=[pause, None])
     assert order == ["-", "a", "b"] * 4
     assert max(alone) < 50  # what ran before is not counted
     with pytest.raises(ValueError, match="repeats=0"):
-        medians(runs, 0, torch.device("cpu"))
+        interleaved_medians(runs, 0, torch.device("cpu"))
 
 
-def test_the_target_is_timed_behind_the_rows_it_was_asked_for(
+def test_the_target_is_timed_after_the_requested_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two prompts, 20 cached rows before every timed forward, warm-ups included."""
@@ -39,7 +39,7 @@ def test_the_target_is_timed_behind_the_rows_it_was_asked_for(
     real, seen = target.forward, list[tuple[int, int, int]]()
 
     def forward(ids: Tensor, positions: Tensor, visible: Tensor, cache: Any) -> Any:
-        (held,) = set(cache.active)
+        (held,) = set(cache.active_lengths)
         seen.append((len(ids), ids.shape[1], held))
         assert visible.shape[-1] == held + ids.shape[1]
         return real(ids, positions, visible, cache)
@@ -70,5 +70,5 @@ def test_what_does_not_fit_is_refused() -> None:
         draft_ms(medusa, target, [1], [4], 1, context=4)
     with pytest.raises(ValueError, match="reads 128 tokens; 132 would"):
         target_ms(target, medusa, [4], batch=1, context=128)
-    with pytest.raises(ValueError, match=f"reads 128 tokens; {128 + ROWS}"):
+    with pytest.raises(ValueError, match=f"reads 128 tokens; {128 + ABSORBED_ROWS}"):
         draft_ms(medusa, target, [1], [3], 1, context=125)

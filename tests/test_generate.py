@@ -1,203 +1,212 @@
-"""The target writes its own text: right tokens, right traces, resumable, whatever the batch."""
+"""Self-generation: the tokens are the engine's, independent of the batch, and it can be resumed."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from safetensors import safe_open
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
+from outrider.conf.files import read_json, sha256_of, write_json, write_tensors
+from outrider.conf.schema import GenerateConfig
 from outrider.data.batches import gather
-from outrider.data.generate import Question, Settings, Writer, write_answers
-from outrider.data.prepare import material
-from outrider.data.traces import Store, Written
+from outrider.data.corpus import load_training_data
+from outrider.data.generate import PromptTokens, SelfGenerator, write_answers
+from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
+from outrider.data.reporter import Reporter
 from outrider.models import load
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.request import Stops
-from outrider.models.load import Loaded
+from outrider.models.load import LoadedTarget
 from outrider.models.target import Target
 from outrider.train.settings import parse
 from tests.families import small_model
 
-STOP, TAPS = [2], (0, 2)
+STOP = [2]
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(small_model("llama"), taps=TAPS)
+    return Target(small_model("llama"))
 
 
 @pytest.fixture(scope="module")
-def questions() -> list[Question]:
+def prompts() -> list[PromptTokens]:
     lengths = [5, 9, 3, 12, 7, 4, 8]
     generator = torch.Generator().manual_seed(3)
     return [
-        Question(i, f"q{i}", torch.randint(3, 61, (n,), generator=generator).tolist())
+        PromptTokens(i, f"q{i}", torch.randint(3, 61, (n,), generator=generator).tolist())
         for i, n in enumerate(lengths)
     ]
 
 
-def answers(target: Target, questions: list[Question], **settings: object) -> dict[int, Written]:
-    out: dict[int, Written] = {}
-    chosen = Settings(**{"max_new_tokens": 11, "batch": 3, **settings})  # type: ignore[arg-type]
+def backend(target: Target, seed: int = 0, **options: Any) -> SelfGenerator:
+    usual = {"max_new_tokens": 11, "batch": 3, "temperature": 1.0}
+    return SelfGenerator(target, STOP, GenerateConfig(**{**usual, **options}), seed)
 
-    def done(question: Question, answer: Written | None) -> bool:
+
+def answers(
+    target: Target, prompts: list[PromptTokens], seed: int = 0, **options: Any
+) -> dict[int, GeneratedAnswer]:
+    out: dict[int, GeneratedAnswer] = {}
+
+    def on_answer(prompt: PromptTokens, answer: GeneratedAnswer | None) -> bool:
         assert answer is not None
-        out[question.place] = answer
+        out[prompt.index] = answer
         return True
 
-    target.set_taps(TAPS)
-    Writer(target, STOP, chosen).run(questions, done)
+    backend(target, seed, **options).run(prompts, on_answer)
     return out
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
-def test_greedy_answers_are_those_of_plain_decoding(family: str, questions: list[Question]) -> None:
-    """Slots of unequal prompts, refilled as they end, give what one prompt alone gives."""
-    target = Target(small_model(family), taps=TAPS)
-    written = answers(target, questions, temperature=0.0)
+def test_greedy_answers_are_those_of_plain_decoding(
+    family: str, prompts: list[PromptTokens]
+) -> None:
+    """Prompts of unequal length in a batch give what each gives alone."""
+    target = Target(small_model(family))
+    generated = answers(target, prompts, temperature=0.0)
     decoder = Engine(target, None, None, stops=Stops(STOP))
-    for question in questions:
-        alone = decoder.generate(question.ids, 11).ids
-        assert written[question.place].ids == question.ids + alone
-
-
-def test_a_late_long_prompt_finds_room(target: Target) -> None:
-    """Short answers use up the columns, the cache moves up, and then a long prompt comes."""
-    lengths = [4] * 14 + [30]
-    written = answers(
-        target, [Question(i, f"r{i}", [5 + i] * n) for i, n in enumerate(lengths)], batch=1
-    )
-    assert sorted(written) == list(range(15))
-    decoder = Engine(target, None, None, stops=Stops(STOP))
-    greedy = answers(
-        target, [Question(i, f"r{i}", [5 + i] * n) for i, n in enumerate(lengths)], batch=2,
-        temperature=0.0,
-    )  # fmt: skip
-    assert greedy[14].ids == [19] * 30 + decoder.generate([19] * 30, 11).ids
+    for prompt in prompts:
+        alone = decoder.generate(prompt.ids, 11).ids
+        assert generated[prompt.index].ids == prompt.ids + alone
+        assert generated[prompt.index].prompt_length == len(prompt.ids)
 
 
 def test_sampled_answers_do_not_depend_on_the_batch(
-    target: Target, questions: list[Question]
+    target: Target, prompts: list[PromptTokens]
 ) -> None:
-    one, many = (answers(target, questions, batch=b, temperature=1.0) for b in (1, 5))
+    one, many = (answers(target, prompts, batch=b) for b in (1, 5))
     assert {p: a.ids for p, a in one.items()} == {p: a.ids for p, a in many.items()}
-    other = answers(target, questions, temperature=1.0, seed=1)
+    other = answers(target, prompts, seed=1)
     assert {p: a.ids for p, a in other.items()} != {p: a.ids for p, a in one.items()}
 
 
-def test_recorded_rows_are_what_the_target_says_of_the_text(
-    target: Target, questions: list[Question]
-) -> None:
-    for answer in answers(target, questions, temperature=1.0).values():
-        ids = torch.tensor([answer.ids[:-1]])
-        length = ids.shape[1]
-        seen = target.forward(
-            ids, torch.arange(length)[None], torch.ones(1, length, length).bool().tril()
-        )
-        assert answer.taps is not None
-        assert answer.last is not None
-        torch.testing.assert_close(answer.taps, seen.taps[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(answer.last, seen.last[0], atol=1e-4, rtol=1e-4)
-        assert answer.favourite is not None
-        favourite = target.logits(seen.last[0]).argmax(-1)
-        assert answer.favourite[: answer.prompt - 1].eq(-1).all()  # nobody asks there
-        assert torch.equal(
-            answer.favourite[answer.prompt - 1 :].long(), favourite[answer.prompt - 1 :]
-        )
+def test_an_answer_ends_at_the_last_position_of_the_target(target: Target) -> None:
+    positions = target.shape().max_positions
+    prompt = PromptTokens(0, "long", [5] * (positions - 4))
+    (answer,) = answers(target, [prompt], temperature=0.0).values()
+    assert len(answer.ids) <= positions
 
 
-def test_an_interrupted_writing_goes_on_where_it_stopped(
-    target: Target, questions: list[Question], tmp_path: Path
+def test_a_refusal_of_more_answers_ends_the_generation(
+    target: Target, prompts: list[PromptTokens]
 ) -> None:
-    settings = Settings(max_new_tokens=6, batch=2, temperature=1.0)
+    ended: list[int] = []
+
+    def on_answer(prompt: PromptTokens, answer: GeneratedAnswer | None) -> bool:
+        ended.append(prompt.index)
+        return len(ended) < 2
+
+    backend(target).run(prompts, on_answer)
+    assert len(ended) == 2
+
+
+def test_an_interrupted_generation_continues_where_it_stopped(
+    target: Target, prompts: list[PromptTokens], tmp_path: Path
+) -> None:
     about = {"a": 1}
-    store = Store(tmp_path, about, TAPS)
-    write_answers(Writer(target, STOP, settings), questions[:3], store)
-    again = Store(tmp_path, about, TAPS)
-    writer = Writer(target, STOP, settings)
-    write_answers(writer, questions, again)
-    assert writer.read == sum(len(q.ids) for q in questions[3:])  # nothing was written twice
-    assert sorted(a.place for a in again.answers()) == list(range(7))
-    assert not Store(tmp_path, about, TAPS).fulfilled
-    again.finish("all")
-    again.add([replace(again.answers()[0], place=7)])  # somebody else asks for more
-    done = Store(tmp_path, about, TAPS)
-    assert len(done.answers()) == 8
-    assert len(done.only("all").answers()) == 7
+    store = GeneratedStore(tmp_path, about)
+    write_answers(backend(target, max_new_tokens=6), prompts[:3], store)
+    again, second = GeneratedStore(tmp_path, about), backend(target, max_new_tokens=6)
+    write_answers(second, prompts, again)
+    assert second.prompt_tokens == sum(len(p.ids) for p in prompts[3:])  # none was read twice
+    assert sorted(a.index for a in again.answers()) == list(range(7))
+    assert not GeneratedStore(tmp_path, about).complete
+    again.mark_complete("all")
+    again.add([replace(again.answers()[0], index=7)])  # another request needs more
+    store = GeneratedStore(tmp_path, about)
+    assert len(store.answers()) == 8
+    assert len(store.select("all").answers()) == 7
 
 
-def test_what_a_shard_holds_depends_on_the_questions_alone(target: Target, tmp_path: Path) -> None:
-    """Not on the batch, nor on the shards that a kill has left; more questions leave the fewer."""
-    many = [Question(i, f"q{i}", [3 + i % 50] * (1 + i % 7)) for i in range(200)]
+def test_what_a_shard_holds_depends_on_the_prompts_alone(target: Target, tmp_path: Path) -> None:
+    """Not on the batch, nor on the shards that a kill has left; more prompts keep the first."""
+    many = [PromptTokens(i, f"q{i}", [3 + i % 50] * (1 + i % 7)) for i in range(200)]
 
-    def store(name: str, questions: list[Question], batch: int = 7) -> Store:
-        made = Store(tmp_path / name, {}, ())
-        settings = Settings(max_new_tokens=3, batch=batch, record=False)
-        write_answers(Writer(target, STOP, settings), questions, made)
-        made.finish(str(len(questions)))
-        return made
+    def store(name: str, prompts: list[PromptTokens], batch: int = 7) -> GeneratedStore:
+        store = GeneratedStore(tmp_path / name, {})
+        write_answers(backend(target, max_new_tokens=3, batch=batch), prompts, store)
+        store.mark_complete(str(len(prompts)))
+        return store
 
     whole = store("whole", many)
     assert len(whole.shards) == 4
     assert whole.shards == store("other batch", many, 50).shards
-    torn = Store(tmp_path / "torn", {}, ())
+    torn = GeneratedStore(tmp_path / "torn", {})
     for name in list(whole.shards)[1:3]:
-        torn.add(held_by(whole, name))
+        torn.add(shard_answers(whole, name))
     assert whole.shards == store("torn", many).shards
     fewer = store("grown", many[:70]).shards
-    assert fewer == store("grown", many).only("70").shards
-    assert {a.place for a in Store(tmp_path / "grown", {}, ()).answers()} == set(range(200))
+    assert fewer == store("grown", many).select("70").shards
+    assert {a.index for a in GeneratedStore(tmp_path / "grown", {}).answers()} == set(range(200))
 
 
-def held_by(store: Store, name: str) -> list[Written]:
-    """The answers of one shard."""
-    part = Store(store.folder, store.about, store.taps)
+def shard_answers(store: GeneratedStore, name: str) -> list[GeneratedAnswer]:
+    part = store.reload()
     part.shards = {name: store.shards[name]}
     return part.answers()
 
 
-def test_minutes_are_those_of_all_writing(
-    target: Target, questions: list[Question], tmp_path: Path
+def test_minutes_are_those_of_all_calls(
+    target: Target, prompts: list[PromptTokens], tmp_path: Path
 ) -> None:
     """A killed or shorter call counts: the limit belongs to the text, not to the process."""
-    store = Store(tmp_path, {"a": 1}, TAPS)
-    writer = Writer(target, STOP, Settings(max_new_tokens=6, batch=2))
-    write_answers(writer, questions[:3], store, minutes=5.0)
+    store, generator = GeneratedStore(tmp_path, {"a": 1}), backend(target, max_new_tokens=6)
+    write_answers(generator, prompts[:3], store, minutes=5.0)
     assert 0 < store.seconds < 300
-    again = Store(tmp_path, {"a": 1}, TAPS)
+    again = GeneratedStore(tmp_path, {"a": 1})
     assert again.seconds == pytest.approx(store.seconds)
     again.seconds = 301.0
-    write_answers(writer, questions, again, minutes=5.0)
+    write_answers(generator, prompts, again, minutes=5.0)
     assert len(again.answers()) == 3
-    write_answers(writer, questions, again, minutes=6.0)
+    write_answers(generator, prompts, again, minutes=6.0)
     assert len(again.answers()) == 7
 
 
 def test_a_store_of_something_else_or_damaged_is_refused(
-    target: Target, questions: list[Question], tmp_path: Path
+    target: Target, prompts: list[PromptTokens], tmp_path: Path
 ) -> None:
-    store = Store(tmp_path, {"a": 1}, TAPS)
-    write_answers(Writer(target, STOP, Settings(max_new_tokens=3)), questions, store)
+    store = GeneratedStore(tmp_path, {"a": 1})
+    write_answers(backend(target, max_new_tokens=3), prompts, store)
     with pytest.raises(RunError, match="something else"):
-        Store(tmp_path, {"a": 2}, TAPS)
+        GeneratedStore(tmp_path, {"a": 2})
     (shard,) = tmp_path.glob("shard-*")
     shard.write_bytes(shard.read_bytes()[:-50])
     with pytest.raises(RunError, match="damaged"):
-        Store(tmp_path, {"a": 1}, TAPS).answers()
+        GeneratedStore(tmp_path, {"a": 1}).answers()
+
+
+def test_shards_of_earlier_versions_are_read_without_their_features(
+    target: Target, prompts: list[PromptTokens], tmp_path: Path
+) -> None:
+    store = GeneratedStore(tmp_path, {"a": 1})
+    write_answers(backend(target, max_new_tokens=3), prompts, store)
+    answers, manifest = store.answers(), read_json(tmp_path / "manifest.json", "")
+    (shard,) = tmp_path.glob("shard-*")
+    with safe_open(shard, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        metadata = file.metadata()
+    rows = len(tensors["ids"])
+    features = {"taps": torch.zeros(rows, 8), "last": torch.zeros(rows, 4)}
+    write_tensors(shard, {**tensors, **features, "favourite": torch.zeros(rows)}, metadata)
+    shards = {shard.name: sha256_of(shard)}
+    write_json(tmp_path / "manifest.json", {**manifest, "taps": [0, 2], "shards": shards})
+    assert GeneratedStore(tmp_path, {"a": 1}).answers() == answers
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load.load(parse(compose(["target=tiny"])).target)
+def loaded() -> LoadedTarget:
+    return load.load_target(parse(compose(["target=tiny"])).target)
 
 
 def test_training_from_recorded_traces_is_training_online(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The traces of packed rows put together from the store are those of a fresh forward."""
+    """The recorded traces of self-generated text are those of a fresh forward."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     words = [
         "target=tiny", "data=self", "data.max_length=200", "data.generate.samples=12",
@@ -205,22 +214,22 @@ def test_training_from_recorded_traces_is_training_online(
         "data.path=data/tiny/prompts.jsonl", "data.overlap=keep",
     ]  # fmt: skip
     config = parse(compose(words))
-    made = material(config, loaded, (1, 3, 4), Console(quiet=True), rank=0)
+    made = load_training_data(config, loaded, (1, 3, 4), Reporter.silent())
     assert made.recorded is not None
     for rows, recorded in zip((made.train, made.held), made.recorded, strict=True):
         batch = gather(rows, torch.arange(len(rows)))
         ours, fresh = recorded.trace(batch), loaded.target.trace(*batch)
         for depth in (1, 2):
-            counted = ours.counts(depth)
-            assert torch.equal(counted, fresh.counts(depth))
+            counted = ours.supervised_mask(depth)
+            assert torch.equal(counted, fresh.supervised_mask(depth))
             assert counted.any()
             torch.testing.assert_close(
                 ours.taps[counted], fresh.taps[counted], atol=1e-3, rtol=1e-3
             )
+            judging = counted.roll(depth, 1)  # the rows whose distribution is the teacher
             torch.testing.assert_close(
-                ours.last[counted], fresh.last[counted], atol=1e-3, rtol=1e-3
+                ours.last[judging], fresh.last[judging], atol=1e-3, rtol=1e-3
             )
-            judging = counted.roll(depth, 1)
-            favourite = loaded.target.logits(fresh.last[judging]).argmax(-1)
-            assert ours.favourite is not None
-            assert torch.equal(ours.favourite[judging], favourite)
+            argmax = loaded.target.logits(fresh.last[judging]).argmax(-1)
+            assert ours.top1_ids is not None
+            assert torch.equal(ours.top1_ids[judging], argmax)

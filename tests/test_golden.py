@@ -2,8 +2,8 @@
 
 Target, cache, batches and random numbers are those of a real run, on the embedded target; the law
 of the first three tokens is computed from its logits by the chain rule. The rules themselves are
-proved by enumeration in test_verify, test_siblings and test_block; here a mistake anywhere between
-prompt and token would show.
+proved by enumeration in test_verify, test_sibling_rules and test_block_rules; here a mistake
+anywhere between prompt and token would show.
 """
 
 from collections import Counter, deque
@@ -15,6 +15,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
+from outrider.conf.schema import TargetConfig
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
@@ -22,11 +23,10 @@ from outrider.models.decode.request import Request
 from outrider.models.decode.rules import COUPLED, DRAWN
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.load import load
+from outrider.models.load import load_target
 from outrider.models.target import Target
-from outrider.train.settings import TargetConfig
 from tests import tiny
-from tests.tiny import Text, Told
+from tests.tiny import ScriptedDrafter, Text
 
 RUNS, CONTROLS, BATCH = 20_000, 4_000, 64
 SAID = 3
@@ -38,7 +38,7 @@ SAMPLED = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), DRAWN)
 @cache
 def embedded() -> tuple[Target, tuple[int, ...]]:
     """The target that ships with Outrider, and a short prompt."""
-    target, tokenizer, _ = load(TargetConfig("tiny"), torch.device("cpu"))
+    target, tokenizer, _ = load_target(TargetConfig("tiny"), torch.device("cpu"))
     return target, tuple(tokenizer("When should I visit")["input_ids"])
 
 
@@ -64,7 +64,7 @@ def law() -> dict[Text, float]:
     for _ in range(SAID):
         longer: dict[Text, float] = {}
         for said, chance in chances.items():
-            row = WARM.rows(logits((*prompt, *said))[None].double())[0]
+            row = WARM.probs(logits((*prompt, *said))[None].double())[0]
             for token in row.nonzero().flatten().tolist():
                 longer[(*said, token)] = chance * float(row[token])
         chances = longer
@@ -74,7 +74,7 @@ def law() -> dict[Text, float]:
 def p_value(kind: type[Engine], policy: Policy, runs: int) -> float:
     """G-test; beginnings expected less than five times are put together."""
     target, prompt = embedded()
-    drafter = Told(guess, target.vocab)
+    drafter = ScriptedDrafter(guess, target.vocab_size)
     drafter.handed = deque(maxlen=1)  # type: ignore[assignment]  # not all of them
     engine = kind(target, drafter, policy, sampling=WARM)
     requests = [Request(prompt, SAID + 1, seed) for seed in range(runs)]

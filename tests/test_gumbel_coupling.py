@@ -18,22 +18,21 @@ from scipy.stats import power_divergence
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.eval import rank_tables as ranks
-from outrider.eval import theory
+from outrider.eval import rank_tables, theory
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.gumbel_coupling import Noise, Race, log_exponential
+from outrider.models.decode.gumbel_coupling import GumbelNoise, RoundNoise, log_exponential
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Output, Request
-from outrider.models.decode.rules import COUPLED, judge
-from outrider.models.decode.sampling_params import FALL, STEP, Sampling
+from outrider.models.decode.rules import COUPLED, bind_rule
+from outrider.models.decode.sampling_params import OFFSET, SLOPE, Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.tree_shapes import parse
 from outrider.models.drafter import Drafter
 from outrider.models.target import Target
 from tests import tiny
-from tests.tiny import Row, Told, by_chance
+from tests.tiny import Row, ScriptedDrafter, random_logits
 
 CPU = torch.device("cpu")
 SHAPE = parse([(0,), (1,), (4,), (0, 0), (0, 2), (1, 0), (0, 0, 0)])
@@ -61,7 +60,7 @@ SIZES = [(3, 12), (20, 5), (1, 15), (9, 0), (7, 1), (2, 2), (5, 14), (14, 9)]
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7)), max_size=12))
 def test_noise_belongs_to_its_place_however_it_is_asked_for(steps: list[tuple[int, int]]) -> None:
-    asked, at_once = Noise(3, 7000, CPU), first_rows()
+    asked, at_once = GumbelNoise(3, 7000, CPU), first_rows()
     place = 0
     for ahead, count in steps:
         place += ahead
@@ -70,22 +69,22 @@ def test_noise_belongs_to_its_place_however_it_is_asked_for(steps: list[tuple[in
 
 @cache
 def first_rows() -> Tensor:
-    return Noise(3, 7000, CPU).rows(0, 60)
+    return GumbelNoise(3, 7000, CPU).rows(0, 60)
 
 
 def test_noise_behind_is_forgotten() -> None:
-    noise = Noise(0, 2**15, CPU)
+    noise = GumbelNoise(0, 2**15, CPU)
     for place in range(50):
         noise.rows(place, 4)
     assert len(noise.table) <= 5
 
 
 def test_other_seeds_and_places_have_other_noise() -> None:
-    rows = torch.cat([Noise(0, 50, CPU).rows(0, 20), Noise(1, 50, CPU).rows(0, 20)])
+    rows = torch.cat([GumbelNoise(0, 50, CPU).rows(0, 20), GumbelNoise(1, 50, CPU).rows(0, 20)])
     assert len({tuple(row) for row in rows.tolist()}) == 40
 
 
-def test_nobody_wins_for_certain_and_the_ends_are_harmless() -> None:
+def test_no_token_wins_with_certainty_and_the_ends_are_harmless() -> None:
     ends = torch.tensor([[0.0, 2.0**-53, 0.5, 1 - 2.0**-53]], dtype=torch.float64)
     made = log_exponential(ends)
     assert made[0, 0] == torch.inf  # off a logit it never wins
@@ -94,7 +93,7 @@ def test_nobody_wins_for_certain_and_the_ends_are_harmless() -> None:
 
 
 def winners(p: Tensor, runs: int, seed: int = 0) -> list[int]:
-    noise = Noise(seed, len(p), CPU)
+    noise = GumbelNoise(seed, len(p), CPU)
     said = [(p.log() - noise.rows(place, 1000)).argmax(-1) for place in range(0, runs, 1000)]
     return [int(token) for token in torch.cat(said)]
 
@@ -150,7 +149,7 @@ def test_winners_meet_as_often_as_theory_says() -> None:
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     for a, b in zip(p, q, strict=True):
         runs = 40_000
-        met = ranks.winners_met(
+        met = rank_tables.coupled_hits(
             a.expand(runs, -1), b.expand(runs, -1), torch.arange(12), 1, seeded(7)
         )
         chance = float(theory.coupled_acceptance(a, b))
@@ -172,10 +171,10 @@ def test_the_acceptance_lies_between_its_bounds() -> None:
 def test_further_winners_are_drawn_without_replacement() -> None:
     """Chances of ranks add up to at most 1, and to 1 where every token has a rank."""
     p, q, kept = rows(50, 8, 5), rows(50, 5, 6), torch.tensor([0, 2, 3, 6, 7])
-    met = ranks.winners_met(p, q, kept, 3, seeded(1))
+    met = rank_tables.coupled_hits(p, q, kept, 3, seeded(1))
     assert met.shape == (50, 3)
     assert set(met.sum(1).tolist()) == {0.0, 1.0}
-    whole = ranks.winners_met(p, rows(50, 8, 6), torch.arange(8), 8, seeded(1))
+    whole = rank_tables.coupled_hits(p, rows(50, 8, 6), torch.arange(8), 8, seeded(1))
     assert whole.sum(1).eq(1).all()
 
 
@@ -212,12 +211,12 @@ def requests() -> list[Request]:
 
 def plain_words(of: Target, how: Sampling, request: Request) -> list[int]:
     """One token after the other by the model itself: no cache, no engine."""
-    noise = Noise(Random(request.seed).getrandbits(64), of.vocab, CPU)
-    text, said = list(request.prompt), torch.zeros(1, 1, of.vocab, dtype=torch.bool)
+    noise = GumbelNoise(Random(request.seed).getrandbits(64), of.vocab_size, CPU)
+    text, said = list(request.prompt), torch.zeros(1, 1, of.vocab_size, dtype=torch.bool)
     for place in range(request.budget):
         said[0, 0, text] = True
         logits = tiny.logits_after(of, text)[None, None]
-        chances = how.rows(how.adjust(logits, said) if not how.plain else logits)
+        chances = how.probs(how.adjust(logits, said) if not how.has_no_processors else logits)
         text.append(int((chances.log() - noise.rows(place, 1)).argmax()))
     return text[len(request.prompt) :]
 
@@ -230,13 +229,15 @@ def answers(family: str, how: Sampling) -> list[list[int]]:
 @cache
 def thought(family: str) -> Row:
     """Nearly what the target thinks."""
-    of, error = tiny.target(family), by_chance(tiny.VOCAB)
+    of, error = tiny.target(family), random_logits(tiny.VOCAB)
     return cache(lambda text: tiny.logits_after(of, text) + error(text) / 2)
 
 
 def decode(family: str, policy: Policy | None, how: Sampling, batch: int) -> list[Output]:
-    rule = judge(COUPLED, COUPLED if policy is None else policy.draft)
-    drafter: Drafter | None = None if policy is None else Told(thought(family), tiny.VOCAB)
+    rule = bind_rule(COUPLED, COUPLED if policy is None else policy.draft)
+    drafter: Drafter | None = (
+        None if policy is None else ScriptedDrafter(thought(family), tiny.VOCAB)
+    )
     of = tiny.target(family)
     return Engine(of, drafter, policy, sampling=how, rule=rule).generate_all(requests(), batch)
 
@@ -251,7 +252,7 @@ def test_plain_words_are_the_models_own(family: str) -> None:
 @each_heat
 @each_policy
 def test_no_draft_changes_a_word(policy: Policy, how: Sampling) -> None:
-    """Whatever is drafted, and whoever is decoded beside it."""
+    """Whatever is drafted, and in any batch."""
     for batch in (1, 3):
         outs = decode("llama", policy, how, batch)
         assert [out.ids for out in outs] == answers("llama", how)
@@ -262,7 +263,7 @@ def test_no_draft_changes_a_word(policy: Policy, how: Sampling) -> None:
 def test_all_nodes_at_once_decide_what_is_found_level_by_level(name: str) -> None:
     """As a GPU decides; here with the leads that are measured so."""
     how, policy, of = HEATS["penalised"], POLICIES[name], tiny.target()
-    drafter = Told(thought("llama"), tiny.VOCAB)
+    drafter = ScriptedDrafter(thought("llama"), tiny.VOCAB)
     outs = Engine(of, drafter, policy, sampling=how, keep_gaps=True).generate_all(requests(), 3)
     assert [out.ids for out in outs] == answers("llama", how)
     assert all(len(out.gaps) == len(out.ids) for out in outs)
@@ -281,7 +282,7 @@ def test_a_drafter_with_few_tokens_of_its_own_changes_none(name: str) -> None:
 def test_like_minds_agree_on_every_token(name: str) -> None:
     """A drafter that knows the target is never wrong, however warm."""
     of = tiny.target()
-    drafter = Told(lambda text: tiny.logits_after(of, text), tiny.VOCAB)
+    drafter = ScriptedDrafter(lambda text: tiny.logits_after(of, text), tiny.VOCAB)
     out = Engine(of, drafter, POLICIES[name], sampling=Sampling(2.0)).generate([3, 9, 4], 17)
     assert out.accepted == [3, 3, 3, 3]
 
@@ -291,9 +292,9 @@ def test_near_temperature_0_drafts_are_the_greedy_ones(name: str) -> None:
     """Second choices count there too, though no draw would be one."""
     of, cold = tiny.target(), Sampling(1e-6)
     outs = [
-        Engine(of, Told(thought("llama"), tiny.VOCAB), POLICIES[name], sampling=how).generate_all(
-            requests(), 1
-        )
+        Engine(
+            of, ScriptedDrafter(thought("llama"), tiny.VOCAB), POLICIES[name], sampling=how
+        ).generate_all(requests(), 1)
         for how in (Sampling(), cold)
     ]
     greedy, nearly = ([(out.ids, out.accepted) for out in some] for some in outs)
@@ -302,10 +303,10 @@ def test_near_temperature_0_drafts_are_the_greedy_ones(name: str) -> None:
 
 def test_what_a_drafter_would_drop_comes_behind_what_it_keeps() -> None:
     logits = torch.tensor([[2.0, 5.0, 4.0, 1.0, -torch.inf]])
-    assert Sampling(0.5).hopes(logits).equal(logits)
-    step = STEP * 0.5
-    expected = torch.tensor([[2 - step - FALL * 2, 5, 4, 1 - step - FALL * 3, -torch.inf]])
-    assert Sampling(0.5, top_k=2).hopes(logits).equal(expected)
+    assert Sampling(0.5).drafter_scores(logits).equal(logits)
+    step = OFFSET * 0.5
+    expected = torch.tensor([[2 - step - SLOPE * 2, 5, 4, 1 - step - SLOPE * 3, -torch.inf]])
+    assert Sampling(0.5, top_k=2).drafter_scores(logits).equal(expected)
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic"])
@@ -319,28 +320,30 @@ def test_bounds_leave_a_tree_its_siblings(name: str, monkeypatch: pytest.MonkeyP
         return sum(sum(out.accepted) for out in outs)
 
     hoping = kept()
-    monkeypatch.setattr(Sampling, "hopes", Sampling.scores)
+    monkeypatch.setattr(Sampling, "drafter_scores", Sampling.scores)
     assert kept() < hoping
 
 
 def test_few_tokens_of_a_drafter_have_the_noise_of_their_ids_in_the_target() -> None:
     scores, kept = torch.zeros(1, 2, 3), torch.tensor([1, 4, 6])
-    race = Race([Noise(4, 11, CPU)], [6], 4, 0.5)
-    expected = -0.5 * Noise(4, 11, CPU).rows(7, 1)[0, kept]
-    assert race.guesses(scores, 2, kept).equal(expected.expand(1, 2, 3))
+    race = RoundNoise([GumbelNoise(4, 11, CPU)], [6], 4, 0.5)
+    expected = -0.5 * GumbelNoise(4, 11, CPU).rows(7, 1)[0, kept]
+    assert race.draft_scores(scores, 2, kept).equal(expected.expand(1, 2, 3))
 
 
 def test_noise_of_a_round_in_place_of_a_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with rows that are counted by rounds the words depend on what was drafted."""
-    init = Race.__init__
+    init = RoundNoise.__init__
 
-    def by_round(self: Race, noises: Sequence[Noise], places: Sequence[int], *rest: Any) -> None:
+    def by_round(
+        self: RoundNoise, noises: Sequence[GumbelNoise], places: Sequence[int], *rest: Any
+    ) -> None:
         asked = [noise.__dict__.setdefault("rounds", -1) + 1 for noise in noises]
         for noise, number in zip(noises, asked, strict=True):
             noise.__dict__["rounds"] = number
         init(self, noises, [5 * number for number in asked], *rest)
 
-    monkeypatch.setattr(Race, "__init__", by_round)
+    monkeypatch.setattr(RoundNoise, "__init__", by_round)
     outs = decode("llama", POLICIES["chain"], HEATS["warm"], 3)
     assert [out.ids for out in outs] != answers("llama", HEATS["warm"])
 
@@ -349,9 +352,11 @@ def test_a_chain_is_noised_as_the_tree_it_is() -> None:
     ids, parents = torch.tensor([[7, 3, 9]]), torch.tensor([[-1, 0, 1]])
     chain, tree = Tree.chain(ids), Tree.grown(ids, parents, torch.tensor([[0, 1, 2]]), 2)
     scores = torch.randn(1, 3, 11, generator=seeded(2))
-    race = Race([Noise(4, 11, CPU)], [6], 4, 0.5)
-    assert race.decided(scores, chain).equal(race.decided(scores, tree))
-    assert race.decided(scores, chain).equal(scores - 0.5 * Noise(4, 11, CPU).rows(6, 3))
+    race = RoundNoise([GumbelNoise(4, 11, CPU)], [6], 4, 0.5)
+    assert race.target_scores(scores, chain).equal(race.target_scores(scores, tree))
+    assert race.target_scores(scores, chain).equal(
+        scores - 0.5 * GumbelNoise(4, 11, CPU).rows(6, 3)
+    )
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -365,13 +370,13 @@ def test_logits_that_become_nan_are_refused(name: str) -> None:
             self.target.model.get_output_embeddings().weight.data[3] = torch.nan
             return drafted
 
-    of, drafter = tiny.target(), Told(by_chance(tiny.VOCAB), tiny.VOCAB)
+    of, drafter = tiny.target(), ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB)
     engine = Breaking(of, drafter, POLICIES[name], sampling=Sampling(1.0))
     with pytest.raises(RunError, match="logits are not finite"):
         engine.generate([4, 5], 3)
 
 
-def test_a_tree_that_is_cut_takes_no_tossed_guesses() -> None:
+def test_a_pruned_tree_takes_no_sampled_drafts() -> None:
     with pytest.raises(ValueError, match="best or coupled"):
         DynamicTree(2, 2, 4, draft="drawn")
 
@@ -379,4 +384,4 @@ def test_a_tree_that_is_cut_takes_no_tossed_guesses() -> None:
 @pytest.mark.parametrize("rule", ["ratio", "without_replacement", "block", "traversal"])
 def test_rules_that_read_rows_do_not_take_coupled_guesses(rule: str) -> None:
     with pytest.raises(ValueError, match="use one of match, sampled, coupled"):
-        judge(rule, COUPLED)
+        bind_rule(rule, COUPLED)

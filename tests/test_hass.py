@@ -1,4 +1,4 @@
-"""What is special to HASS: its contexts, as literal matrices and as a second implementation."""
+"""Tests specific to HASS: its contexts, as literal matrices and as a second implementation."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.drafter import Trace
 from outrider.models.drafters.hass import Config, Hass
-from outrider.models.layers import rotate
+from outrider.models.interface import Trace
+from outrider.models.layers import apply_rotary
 from outrider.models.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
@@ -62,7 +62,7 @@ class InPositions:
     """
 
     def __init__(self, drafter: Hass, last: Tensor, tokens: Tensor) -> None:
-        self.drafter, self.block = drafter, drafter.blocks[0]
+        self.drafter, self.block = drafter, drafter.decoder_layers[0]
         self.embedded = drafter.target.embed(tokens)  # x_{r+1} at column r
         self.versions = [last]
         self.predictions = [self.forward() for _ in range(STEPS)]
@@ -70,15 +70,15 @@ class InPositions:
     def forward(self) -> Tensor:
         count, attn = len(self.versions), self.block.self_attn
         size = len(self.embedded)
-        read = [self.drafter.join(self.embedded, version)[1] for version in self.versions]
+        read = [self.drafter.layer_inputs(self.embedded, version)[1] for version in self.versions]
         positions = torch.arange(size)
-        shape = (size, -1, attn.size)
-        q = rotate(attn.q_proj(read[-1]).view(shape), positions, attn.theta)
-        k = [rotate(attn.k_proj(x).view(shape), positions, attn.theta) for x in read]
+        shape = (size, -1, attn.head_dim)
+        q = apply_rotary(attn.q_proj(read[-1]).view(shape), positions, attn.theta)
+        k = [apply_rotary(attn.k_proj(x).view(shape), positions, attn.theta) for x in read]
         v = [attn.v_proj(x).view(shape) for x in read]
         groups = q.shape[1] // k[0].shape[1]
         keys, values = (torch.cat(x).repeat_interleave(groups, 1) for x in (k, v))
-        scores = torch.einsum("nhc,mhc->hnm", q, keys) / attn.size**0.5
+        scores = torch.einsum("nhc,mhc->hnm", q, keys) / attn.head_dim**0.5
         mask = torch.cat(masks(size, count), dim=1)
         weights = scores.masked_fill(~mask, float("-inf")).nan_to_num().softmax(-1)
         out = self.block.finish(read[-1], torch.einsum("hnm,mhc->nhc", weights, values))
@@ -87,18 +87,18 @@ class InPositions:
 
 
 @torch.no_grad()
-def test_the_shared_unroll_sees_exactly_the_contexts_of_hass(target: Target) -> None:
+def test_the_shared_unroll_has_the_contexts_of_hass(target: Target) -> None:
     """Forward n + 1 at column r is depth n + 1 of the row t = r - n, where the draft began."""
-    drafter, trace = hass(target).eval(), tiny.packed(target)
+    drafter, trace = hass(target).eval(), tiny.packed_trace(target)
     unrolled = {guess.depth: guess.hidden for guess in drafter.unroll(trace)}
     compared = 0
-    for row, start, stop in tiny.documents(trace):
+    for row, start, stop in tiny.document_spans(trace):
         ids = trace.ids[row, start:stop]
         paper = InPositions(drafter, trace.last[row, start:stop][:-1], ids[1:])
         for n in range(STEPS):
             for r in range(n, stop - start - 1):
                 t = start + r - n
-                if trace.counts(n + 1)[row, t]:
+                if trace.supervised_mask(n + 1)[row, t]:
                     ours = unrolled[n + 1][row, t]
                     torch.testing.assert_close(ours, paper.predictions[n][r], atol=1e-4, rtol=1e-4)
                     compared += 1
@@ -117,23 +117,23 @@ def test_each_step_is_learned_on_its_own(target: Target) -> None:
 
     So it equals the gradient when the states of the steps before are constants.
     """
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     drafter = hass(target, noise=0.0)
     found = gradients(drafter, target, trace, [0.0, 0.0, 1.0])
     with torch.no_grad():
         fixed = [guess.hidden for guess in drafter.unroll(trace)]
-    rows = torch.stack([trace.counts(d) for d in (1, 2, 3)]).any(0).flatten()
+    rows = torch.stack([trace.supervised_mask(d) for d in (1, 2, 3)]).any(0).flatten()
     replay = iter([state.flatten(0, 1)[rows] for state in fixed])
-    drafter.feed = lambda hidden: next(replay)  # type: ignore[method-assign]
+    drafter.next_state = lambda hidden: next(replay)  # type: ignore[method-assign]
     for a, b in zip(found, gradients(drafter, target, trace, [0.0, 0.0, 1.0]), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     through = gradients(hass(target, noise=0.0, detach=False), target, trace, [0.0, 0.0, 1.0])
     assert not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, through, strict=True))
 
 
-def test_the_second_stage_counts_the_favourites_once_more(target: Target) -> None:
+def test_the_top_k_loss_counts_the_top_tokens_again(target: Target) -> None:
     """With K = V the top-K term is the soft cross-entropy again: 0.1 + w of it in all."""
-    trace, losses = tiny.packed(target), []
+    trace, losses = tiny.packed_trace(target), []
     drafter = tiny.drafter("hass", target, tiny.vocab(tiny.VOCAB), noise=0.0)
     for loss in (["soft_ce"], ["0.1*soft_ce", f"topk:{tiny.VOCAB}"]):
         objective = Objective(drafter, target, weights=[1.0, 1.0, 1.0], loss=loss)

@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.launch.job_pool import bare
-from outrider.train.heartbeat import Roll
+from outrider.launch.processes import clean_environment
+from outrider.train.heartbeat import Heartbeat
 from tests.runs import free_port
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out")
 
 
 class Store:
-    """What ranks noted."""
+    """A process group's store."""
 
     def __init__(self, **notes: str) -> None:
         self.notes = notes
@@ -35,85 +35,85 @@ class Store:
         return all(key in self.notes for key in keys)
 
 
-def roll(rank: int, world: int, ages: dict[int, tuple[int, float]]) -> Roll:
-    """Ranks that noted a step so many seconds ago."""
-    one = Roll(rank, world, wait=100.0)
+def heartbeat(rank: int, world: int, ages: dict[int, tuple[int, float]]) -> Heartbeat:
+    """A heartbeat whose store has (step, age in seconds) of each rank."""
+    one = Heartbeat(rank, world, wait=100.0)
     now = time.time()
     notes = {f"outrider/{r}": f"{step} {now - age}" for r, (step, age) in ages.items()}
     one.store = cast("Any", Store(**notes))
-    one.here(13)
+    one.beat(13)
     return one
 
 
-def test_who_has_not_been_heard_of_is_named_and_nobody_else() -> None:
-    said = roll(0, 3, {0: (13, 1), 1: (13, 47), 2: (13, 1)}).missing(GLOO)
+def test_only_the_silent_rank_is_named() -> None:
+    said = heartbeat(0, 3, {0: (13, 1), 1: (13, 47), 2: (13, 1)}).explain_timeout(GLOO)
     assert said == (
-        "Rank 0 waited for the others, and gave up, at step 13: "
+        "Rank 0 waited for the others until the timeout at step 13: "
         "rank 1 was last heard of 47 s ago, at step 13."
     )
 
 
-def test_where_all_are_alive_their_steps_are_said() -> None:
-    said = roll(0, 2, {0: (13, 1), 1: (12, 1)}).missing(GLOO)
+def test_living_ranks_are_named_with_their_steps() -> None:
+    said = heartbeat(0, 2, {0: (13, 1), 1: (12, 1)}).explain_timeout(GLOO)
     assert said.endswith("rank 1 was last heard of 1 s ago, at step 12 (all are alive).")
 
 
-def test_a_torn_connection_is_called_one() -> None:
+def test_a_closed_connection_is_reported_as_such() -> None:
     error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
-    said = roll(0, 2, {0: (13, 1), 1: (13, 1)}).missing(error)
+    said = heartbeat(0, 2, {0: (13, 1), 1: (13, 1)}).explain_timeout(error)
     assert (
         said == "Rank 0 lost the others at step 13: rank 1 was last heard of 1 s ago, at step 13."
     )
 
 
-def test_where_the_meeting_place_is_gone_the_error_itself_is_said() -> None:
-    assert roll(1, 2, {}).missing(GLOO).endswith("Timed out")
+def test_without_the_store_the_message_is_the_error() -> None:
+    assert heartbeat(1, 2, {}).explain_timeout(GLOO).endswith("Timed out")
 
 
-def test_a_mistake_of_another_kind_is_not_explained_away() -> None:
-    assert roll(0, 2, {1: (1, 1)}).missing(RuntimeError("shapes do not match")) == ""
-    assert Roll(0, 1, wait=100.0).missing(GLOO) == ""
+def test_other_errors_are_not_explained() -> None:
+    assert heartbeat(0, 2, {1: (1, 1)}).explain_timeout(RuntimeError("shapes do not match")) == ""
+    assert Heartbeat(0, 1, wait=100.0).explain_timeout(GLOO) == ""
 
 
-def test_a_rank_notes_where_it_is() -> None:
-    one = roll(1, 2, {})
-    one.here(7)
-    one._note()
-    step, age = one._of(1)
+def test_a_rank_writes_its_step() -> None:
+    one = heartbeat(1, 2, {})
+    one.beat(7)
+    one._write()
+    step, age = one._read(1)
     assert step == 7
     assert age < 5
 
 
-def test_a_note_that_stays_the_same_is_a_silence_whatever_its_clock_says() -> None:
-    """100 s are the wait: at 75 s the first of the others speaks, once."""
-    first, second = (roll(rank, 3, {0: (9, 0), 1: (9, 0), 2: (8, -1000)}) for rank in (0, 1))
-    assert first._silence(0.0) == second._silence(0.0) == ""
+def test_an_unchanged_entry_is_silence_whatever_its_time() -> None:
+    """With a timeout of 100 s, the first other rank reports once, after 75 s."""
+    first, second = (heartbeat(rank, 3, {0: (9, 0), 1: (9, 0), 2: (8, -1000)}) for rank in (0, 1))
+    assert first._check_others(0.0) == second._check_others(0.0) == ""
     for one, other in ((first, 1), (second, 0)):
         assert one.store is not None
         one.store.set(f"outrider/{other}", "9 1.0")  # alive
-        assert one._silence(40.0) == ""
+        assert one._check_others(40.0) == ""
         one.store.set(f"outrider/{other}", "9 2.0")
-    assert second._silence(80.0) == "", "rank 0 says it"
+    assert second._check_others(80.0) == "", "rank 0 reports"
     assert (
-        first._silence(80.0)
+        first._check_others(80.0)
         == "Rank 0 is at step 13: rank 2 has been silent for 80 s, since step 8.\n"
     )
-    assert first._silence(81.0) == ""
+    assert first._check_others(81.0) == ""
 
 
-def test_before_all_have_noted_nobody_is_judged() -> None:
-    assert roll(0, 3, {1: (1, 0)})._silence(1000.0) == ""
+def test_no_rank_is_reported_before_all_have_started() -> None:
+    assert heartbeat(0, 3, {1: (1, 0)})._check_others(1000.0) == ""
 
 
 RANKS = """
 import sys, time, torch.distributed as ranks
 from datetime import timedelta
-from outrider.train.heartbeat import Roll
+from outrider.train.heartbeat import Heartbeat
 store, rank = sys.argv[1], int(sys.argv[2])
 ranks.init_process_group("gloo", init_method=store, rank=rank, world_size=3,
                          timeout=timedelta(seconds=60))
-roll = Roll(rank, 3, wait=4.0)
-roll.here(5)
+heartbeat = Heartbeat(rank, 3, wait=4.0)
+heartbeat.beat(5)
 time.sleep(1)
 ranks.barrier()
 print("ready", flush=True)
@@ -124,11 +124,11 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_named_while_the_others_wait() -> None:
+def test_a_stopped_rank_is_named_while_the_others_wait() -> None:
     """Real processes; the one that is stopped is stopped with all its threads."""
     words = [sys.executable, "-c", RANKS, "tcp://127.0.0.1:" + str(free_port())]
     root = str(Path(__file__).parent.parent)
-    env = {**bare(), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    env = {**clean_environment(), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     three = [
         subprocess.Popen([*words, str(rank)], env=env, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)

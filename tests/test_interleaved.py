@@ -1,19 +1,19 @@
-"""Rounds by turns: what cancels, which shapes are decoded, and what a budget does not spoil."""
+"""Interleaved rounds: drift, calibration shapes, and rounds cut by the budget."""
 
 import pytest
 
 from outrider.eval.plan import interleaved as module
 from outrider.eval.plan.interleaved import (
-    PLAINLY,
-    TURNS,
-    Spent,
-    Turn,
-    Turns,
-    corners,
+    NO_DRAFT,
+    REPEATS,
+    InterleavedRuns,
+    Repetition,
+    ShapeCost,
+    calibration_shapes,
     decode,
-    policy_of,
+    tree_policy,
 )
-from outrider.eval.plan.round_costs import Parts
+from outrider.eval.plan.round_costs import RoundCost
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Request
@@ -23,43 +23,43 @@ from outrider.models.decode.tree_shapes import Paths, chain, full
 from tests import tiny
 
 
-def turn(pace: float, *ms: float, tau: float = 1.0) -> Turn:
+def turn(pace: float, *ms: float, tau: float = 1.0) -> Repetition:
     """On a machine that is `pace` times slower."""
     draft, target, rest = (pace * part for part in ms)
-    return Turn(Parts(draft, target, rest), tau)
+    return Repetition(RoundCost(draft, target, rest), tau)
 
 
-def test_drift_cancels_where_turns_are_set_beside_their_plain_rounds() -> None:
+def test_drift_cancels_relative_to_plain_rounds_of_a_repetition() -> None:
     """A machine that is three times slower now and then: the ratios stay."""
     guessed = chain(2)
     seen = [
-        {PLAINLY: turn(pace, 0.0, 2.0, 0.1), guessed: turn(pace, 1.0, 3.0, 0.2, tau=3.0)}
+        {NO_DRAFT: turn(pace, 0.0, 2.0, 0.1), guessed: turn(pace, 1.0, 3.0, 0.2, tau=3.0)}
         for pace in (1.0, 3.0, 1.0, 1.0, 3.0)
     ]
-    turns = Turns({4: seen})
-    assert turns.parts(4, PLAINLY) == pytest.approx((0.0, 2.0, 0.1))
+    turns = InterleavedRuns({4: seen})
+    assert turns.parts(4, NO_DRAFT) == pytest.approx((0.0, 2.0, 0.1))
     assert turns.parts(4, guessed) == pytest.approx((1.0, 3.0, 0.2))
     assert turns.tau(4, guessed) == 3.0
     assert turns.speedup(4, guessed) == pytest.approx(3.0 * 2.1 / 4.2)
 
 
-def test_the_corners_are_what_all_other_shapes_lie_between() -> None:
+def test_calibration_shapes_are_those_that_all_others_lie_between() -> None:
     narrow, wide = full([2, 1, 1]), full([3, 3])
     middle, small = full([2, 2]), full([3])
     found = [chain(3), chain(1), wide, middle, chain(2), narrow, small]
-    assert corners(found) == [PLAINLY, chain(1), chain(3), small, narrow, wide]
-    assert corners([chain(2)]) == [PLAINLY, chain(2)]
-    assert corners([small]) == [PLAINLY, small]
-    assert corners([]) == [PLAINLY]
+    assert calibration_shapes(found) == [NO_DRAFT, chain(1), chain(3), small, narrow, wide]
+    assert calibration_shapes([chain(2)]) == [NO_DRAFT, chain(2)]
+    assert calibration_shapes([small]) == [NO_DRAFT, small]
+    assert calibration_shapes([]) == [NO_DRAFT]
 
 
-def test_a_shape_is_decoded_with_the_favourites() -> None:
-    assert policy_of(PLAINLY) is None
-    assert policy_of(chain(3)) == Chain(3, BEST)
-    assert policy_of(full([2, 1])) == StaticTree(full([2, 1]))
+def test_a_shape_is_decoded_with_the_top_tokens() -> None:
+    assert tree_policy(NO_DRAFT) is None
+    assert tree_policy(chain(3)) == Chain(3, BEST)
+    assert tree_policy(full([2, 1])) == StaticTree(full([2, 1]))
 
 
-def test_every_shape_of_every_batch_has_its_turns_behind_plain_decoding(
+def test_every_shape_of_every_batch_is_repeated_after_plain_decoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompt by prompt where they are decoded one by one, else all at once."""
@@ -68,9 +68,9 @@ def test_every_shape_of_every_batch_has_its_turns_behind_plain_decoding(
     def asked(batch: int) -> list[Request]:
         return [Request([3], 4)] * 2 * batch
 
-    def spent(engine: Engine, requests: list[Request], batch: int) -> Spent:
+    def spent(engine: Engine, requests: list[Request], batch: int) -> ShapeCost:
         order.append((batch, len(requests), 0 if engine.policy is None else engine.policy.nodes))
-        return Spent(1.0, 2.0, 3.5, 2, [1, 3])
+        return ShapeCost(1.0, 2.0, 3.5, 2, [1, 3])
 
     target = tiny.target()
     drafter = tiny.drafter("eagle3", target).eval()
@@ -78,12 +78,15 @@ def test_every_shape_of_every_batch_has_its_turns_behind_plain_decoding(
     def engine(policy: Policy | None) -> Engine:
         return Engine(target, None if policy is None else drafter, policy)
 
-    monkeypatch.setattr(module, "_spent", spent)
-    shapes: dict[int, list[Paths]] = {1: [PLAINLY, chain(2)], 3: [PLAINLY, full([2])]}
+    monkeypatch.setattr(module, "_decode_shape", spent)
+    shapes: dict[int, list[Paths]] = {1: [NO_DRAFT, chain(2)], 3: [NO_DRAFT, full([2])]}
     turns = decode(shapes, engine, asked)
-    assert order == [*[(1, 1, 0), (1, 1, 2)] * 2, (3, 6, 0), (3, 6, 2)] * TURNS
-    assert {batch: len(seen) for batch, seen in turns.seen.items()} == {1: TURNS, 3: TURNS}
-    assert turns.seen[1][0][chain(2)] == Turn(Parts(500.0, 1000.0, 250.0), 3.0)
+    assert order == [*[(1, 1, 0), (1, 1, 2)] * 2, (3, 6, 0), (3, 6, 2)] * REPEATS
+    assert {batch: len(seen) for batch, seen in turns.repetitions.items()} == {
+        1: REPEATS,
+        3: REPEATS,
+    }
+    assert turns.repetitions[1][0][chain(2)] == Repetition(RoundCost(500.0, 1000.0, 250.0), 3.0)
 
 
 def test_a_turn_is_a_round_of_the_batch_and_its_parts() -> None:
@@ -91,7 +94,7 @@ def test_a_turn_is_a_round_of_the_batch_and_its_parts() -> None:
     drafter = tiny.drafter("eagle3", target).eval()
     requests = [Request([3, 5, 7], 12, seed) for seed in range(4)]
     engine = Engine(target, drafter, Chain(2, BEST))
-    parts, tau = module._turn([module._spent(engine, requests, 2)])
+    parts, tau = module._repetition([module._decode_shape(engine, requests, 2)])
     assert min(parts) > 0
     outputs = engine.generate_all(requests, 2)
     kept = [count for out in outputs for count in out.accepted[:-1]]

@@ -1,10 +1,10 @@
-"""The target's cache: append, keep, crop and refuse, on rows that carry their own names."""
+"""The key-value cache: append, keep rows, crop and refuse."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.kv_cache import RowCache
+from outrider.models.kv_cache import KVCache
 
 LAYERS, HEADS, SIZE = 3, 2, 4
 
@@ -15,7 +15,7 @@ def named(rows: list[int], layer: int, kind: int = 0, batch: int = 1) -> Tensor:
     return (row + 1000 * layer + 5000 * kind).expand(batch, HEADS, -1, SIZE).clone()
 
 
-def write(cache: RowCache, rows: list[int], batch: int = 1) -> None:
+def write(cache: KVCache, rows: list[int], batch: int = 1) -> None:
     """One forward: every layer appends, then the rows are committed; the row is its position."""
     cache.reserve(len(rows))
     for layer in range(LAYERS):
@@ -27,7 +27,7 @@ def write(cache: RowCache, rows: list[int], batch: int = 1) -> None:
     cache.commit(torch.tensor([rows] * batch))
 
 
-def check(cache: RowCache, rows: list[int], batch: int = 1) -> None:
+def check(cache: KVCache, rows: list[int], batch: int = 1) -> None:
     assert cache.length == cache.get_seq_length() == len(rows)
     assert cache.positions.tolist() == [rows] * batch
     for layer in range(LAYERS):
@@ -36,14 +36,14 @@ def check(cache: RowCache, rows: list[int], batch: int = 1) -> None:
         assert torch.equal(values, named(rows, layer, 1, batch))
 
 
-def filled(*rows: int, capacity: int = 12) -> RowCache:
-    cache = RowCache(capacity)
+def filled(*rows: int, capacity: int = 12) -> KVCache:
+    cache = KVCache(capacity)
     write(cache, list(rows))
     return cache
 
 
-def test_rows_are_appended_behind_each_other() -> None:
-    cache = RowCache(12)
+def test_rows_are_appended() -> None:
+    cache = KVCache(12)
     for part in ([0, 1, 2], [3], [4, 5]):
         write(cache, part)
     check(cache, [0, 1, 2, 3, 4, 5])
@@ -51,7 +51,7 @@ def test_rows_are_appended_behind_each_other() -> None:
 
 
 def test_every_row_of_a_batch_is_kept() -> None:
-    cache = RowCache(4)
+    cache = KVCache(4)
     write(cache, [0, 1], batch=3)
     write(cache, [2, 3], batch=3)
     check(cache, [0, 1, 2, 3], batch=3)
@@ -68,17 +68,17 @@ def test_every_row_of_a_batch_is_kept() -> None:
         (3, [4, 5, 6, 7], [0, 1, 2, 4, 5, 6, 7]),  # source and place overlap
     ],
 )
-def test_keep_moves_the_named_rows_behind_the_prefix(
+def test_keep_rows_moves_rows_after_the_prefix(
     start: int, rows: list[int], left: list[int]
 ) -> None:
     cache = filled(*range(8))
-    cache.keep(start, torch.tensor(rows, dtype=torch.long))
+    cache.keep_rows(start, torch.tensor(rows, dtype=torch.long))
     check(cache, left)
     write(cache, [50, 51])
     check(cache, [*left, 50, 51])
 
 
-def test_crop_forgets_what_is_behind_and_nothing_else() -> None:
+def test_crop_drops_only_later_rows() -> None:
     cache = filled(*range(6))
     cache.crop(6)
     check(cache, [0, 1, 2, 3, 4, 5])
@@ -90,7 +90,7 @@ def test_crop_forgets_what_is_behind_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 4])
-def test_cropping_to_a_length_that_is_not_there_is_refused(length: int) -> None:
+def test_crop_to_a_longer_length_is_refused(length: int) -> None:
     cache = filled(0, 1, 2)
     with pytest.raises(ValueError, match=f"cannot crop 3 rows to {length}"):
         cache.crop(length)
@@ -110,13 +110,13 @@ def test_nothing_is_allocated_after_the_first_rows() -> None:
     cache = filled(0, 1)
     before = cache.rows(0)[0].data_ptr()
     write(cache, [2, 3])
-    cache.keep(2, torch.tensor([3]))
+    cache.keep_rows(2, torch.tensor([3]))
     write(cache, [4])
     check(cache, [0, 1, 3, 4])
     assert cache.rows(0)[0].data_ptr() == before
 
 
-def test_transformers_is_told_the_sizes_its_masks_need() -> None:
+def test_sizes_for_the_masks_of_transformers() -> None:
     """Between forwards: rows held, and rows held plus rows asked for, without an offset."""
     cache = filled(0, 1, 2)
     assert cache.get_mask_sizes(4) == (7, 0)

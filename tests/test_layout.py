@@ -97,6 +97,12 @@ def test_a_wheel_holds_the_data_that_code_reads(wheel: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_wheel_holds_no_generator_of_committed_files(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.startswith("outrider/data/make")]
+
+
+@pytest.mark.slow
 def test_a_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     place, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()

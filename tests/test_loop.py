@@ -12,15 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.files import claimed
-from outrider.data.prepare import Material, material
+from outrider.conf.files import folder_lock
+from outrider.data.corpus import load_training_data
+from outrider.data.reporter import Reporter
+from outrider.data.training_data import TrainingData
 from outrider.models import load
 from outrider.models.formats import native
-from outrider.models.load import Loaded
-from outrider.train import best_drafter as best
-from outrider.train import loop
+from outrider.models.load import LoadedTarget
+from outrider.train import best_drafter, loop
+from outrider.train.schedule import learning_rate
 from outrider.train.settings import parse
-from outrider.train.trainer import Run
+from outrider.train.trainer import Trainer
 from tests.runs import QUIET, config
 
 
@@ -30,7 +32,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_leaves_a_drafter_logs_and_provenance(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     final = loop.fit(config(tmp_path), loaded, made, QUIET)
     assert final == tmp_path / "drafter"
@@ -46,13 +48,15 @@ def test_a_run_leaves_a_drafter_logs_and_provenance(
     assert kept == ["step-00000004", "step-00000006"]
 
 
-def test_a_stopped_run_continues_bit_equal(loaded: Loaded, made: Material, tmp_path: Path) -> None:
-    """Stopped by SIGTERM in the middle and started again, it ends as if nothing had happened."""
+def test_a_stopped_run_continues_bit_equal(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
+    """A run stopped by SIGTERM and continued ends as an uninterrupted one."""
     loop.fit(config(tmp_path / "whole"), loaded, made, QUIET)
     stopped = config(tmp_path / "stopped")
     advance, steps = loop._advance, 0
 
-    def interrupted(run: Run, tracker: Any) -> None:
+    def interrupted(run: Trainer, tracker: Any) -> None:
         nonlocal steps
         advance(run, tracker)
         steps += 1
@@ -74,22 +78,24 @@ def test_a_stopped_run_continues_bit_equal(loaded: Loaded, made: Material, tmp_p
 
 
 def test_the_best_drafter_is_the_longest_accepted_not_the_last(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     lengths = iter([1.1, 1.7, 1.3])
-    held_out = Run.held_out
+    held_out = Trainer.evaluate
 
-    def scripted(run: Run) -> dict[str, float]:
+    def scripted(run: Trainer) -> dict[str, float]:
         return {**held_out(run), "accept_length": next(lengths), "loss@1": 9.0 - run.progress.step}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "held_out", scripted)
+        patch.setattr(Trainer, "evaluate", scripted)
         loop.fit(config(tmp_path), loaded, made, QUIET)
     about = json.loads((tmp_path / "drafter" / "config.json").read_text())["about"]
     assert (about["step"], about["held_out"]["accept_length"]) == (3, 1.7)
 
 
-def test_time_is_booked_to_what_was_done(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+def test_seconds_are_counted_per_phase(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
     """Over both parts of a run that was continued."""
     words = ("train.schedule=constant",)
     loop.fit(config(tmp_path, *words), loaded, made, QUIET)
@@ -101,7 +107,7 @@ def test_time_is_booked_to_what_was_done(loaded: Loaded, made: Material, tmp_pat
 
 
 def test_other_settings_do_not_continue_a_run(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path), loaded, made, QUIET)
     with pytest.raises(ConfigError, match=r"train.lr = 0.0005\n.*train.lr = 0.001"):
@@ -110,9 +116,9 @@ def test_other_settings_do_not_continue_a_run(
 
 
 def test_a_run_of_an_older_version_continues(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
-    """Its settings lack keys that came later; these had no effect then, which is the default."""
+    """Keys that its settings lack have their defaults, which had no effect."""
     loop.fit(config(tmp_path), loaded, made, QUIET)
     file = tmp_path / "config.yaml"
     lines = file.read_text().splitlines()
@@ -122,7 +128,9 @@ def test_a_run_of_an_older_version_continues(
     loop.fit(config(tmp_path, "train.max_steps=8"), loaded, made, QUIET)
 
 
-def test_resume_must_wants_a_checkpoint(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+def test_resume_must_wants_a_checkpoint(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
     with pytest.raises(RunError, match="holds no checkpoint"):
         loop.fit(config(tmp_path, "train.resume=must"), loaded, made, QUIET)
 
@@ -132,10 +140,10 @@ def cut_short(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def test_behind_a_truncated_checkpoint_the_one_before_goes_on(
-    loaded: Loaded, made: Material, tmp_path: Path
+def test_a_truncated_checkpoint_is_quarantined_and_the_one_before_continues(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
-    """It says so, keeps the damaged one out of the way, and ends where an undisturbed run does."""
+    """A message names it, and the run ends as an uninterrupted one."""
     console = Console(record=True, width=200)
     words = ("train.save_every=2", "train.schedule=constant")  # the rate forgets the steps planned
     loop.fit(config(tmp_path / "whole", *words, "train.max_steps=8"), loaded, made, QUIET)
@@ -155,7 +163,7 @@ def test_behind_a_truncated_checkpoint_the_one_before_goes_on(
 
 
 def test_where_all_checkpoints_are_truncated_the_newest_is_named(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path), loaded, made, QUIET)
     for folder in (tmp_path / "checkpoints").glob("step-*"):
@@ -168,24 +176,26 @@ def test_where_all_checkpoints_are_truncated_the_newest_is_named(
 def test_a_folder_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
     """And to the next one afterwards."""
     with (
-        claimed(tmp_path),
+        folder_lock(tmp_path),
         pytest.raises(RunError, match="Another process is at work"),
-        claimed(tmp_path),
+        folder_lock(tmp_path),
     ):
         pass
-    with claimed(tmp_path):
+    with folder_lock(tmp_path):
         pass
 
 
 def test_a_run_killed_before_its_result_publishes_when_continued(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
-    """The old result of a run that was continued is not taken for the new one."""
+    """The result of the run before it was continued is not published again."""
     words = ("train.schedule=constant",)
     loop.fit(config(tmp_path, *words), loaded, made, QUIET)
     before = weights(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(best, "publish", lambda run: run.folder / "drafter")  # it does not come to it
+        patch.setattr(
+            best_drafter, "publish", lambda run: run.folder / "drafter"
+        )  # it does not come to it
         loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
     assert all(torch.equal(before[name], now) for name, now in weights(tmp_path).items())
     loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
@@ -193,18 +203,20 @@ def test_a_run_killed_before_its_result_publishes_when_continued(
     assert json.loads((tmp_path / "training.json").read_text())["steps"] == 12
 
 
-def test_milestones_stay_beside_the_newest(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+def test_milestones_stay_beside_the_newest(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
     words = ("train.save_every=1", "train.keep_last=1", "train.keep_every=3")
     loop.fit(config(tmp_path, *words, "train.max_steps=7"), loaded, made, QUIET)
     kept = sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*"))
     assert kept == ["step-00000003", "step-00000006", "step-00000007"]
 
 
-def test_a_loss_that_is_no_number_keeps_its_batch(
-    loaded: Loaded, made: Material, tmp_path: Path
+def test_the_batch_of_a_nan_loss_is_saved(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "learning_rate", lambda run, done: float("inf"))
+        patch.setattr(loop, "learning_rate", lambda train, fraction: float("inf"))
         with pytest.raises(RunError, match="Step 1 is bad: its loss is nan; its batch is in"):
             loop.fit(config(tmp_path), loaded, made, QUIET)
     (file,) = tmp_path.glob("bad-batch-*.safetensors")
@@ -212,7 +224,7 @@ def test_a_loss_that_is_no_number_keeps_its_batch(
 
 
 def test_two_micro_batches_make_the_same_step_as_one(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path / "one", "train.eval_every=9"), loaded, made, QUIET)
     two = config(tmp_path / "two", "train.eval_every=9", "launch.accumulation=2")
@@ -223,30 +235,30 @@ def test_two_micro_batches_make_the_same_step_as_one(
 
 
 def test_the_learning_rate_warms_up_and_ends_at_zero(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
-    run = Run(config(tmp_path, "train.warmup=0.1", "train.lr=1e-3"), loaded, made)
-    assert 0 < run.learning_rate(0.0) < 1e-4
-    assert run.learning_rate(0.1) == pytest.approx(1e-3)
-    assert run.learning_rate(0.55) == pytest.approx(0.5e-3)
-    assert run.learning_rate(1.0) == pytest.approx(0.0, abs=1e-12)
+    run = Trainer(config(tmp_path, "train.warmup=0.1", "train.lr=1e-3"), loaded, made)
+    assert 0 < learning_rate(run.config.train, 0.0) < 1e-4
+    assert learning_rate(run.config.train, 0.1) == pytest.approx(1e-3)
+    assert learning_rate(run.config.train, 0.55) == pytest.approx(0.5e-3)
+    assert learning_rate(run.config.train, 1.0) == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
     ("schedule", "half", "end"), [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1, 1)]
 )
-def test_the_schedule_is_the_one_asked_for(
-    loaded: Loaded, made: Material, tmp_path: Path, schedule: str, half: float, end: float
+def test_the_learning_rate_follows_the_schedule(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, schedule: str, half: float, end: float
 ) -> None:
     words = ["train.warmup=0.2", "train.lr=1e-3", f"train.schedule={schedule}"]
-    run = Run(config(tmp_path, *words), loaded, made)
-    assert run.learning_rate(0.2) == pytest.approx(1e-3)
-    assert run.learning_rate(0.6) == pytest.approx(half * 1e-3)
-    assert run.learning_rate(1.0) == pytest.approx(end * 1e-3, abs=1e-12)
+    run = Trainer(config(tmp_path, *words), loaded, made)
+    assert learning_rate(run.config.train, 0.2) == pytest.approx(1e-3)
+    assert learning_rate(run.config.train, 0.6) == pytest.approx(half * 1e-3)
+    assert learning_rate(run.config.train, 1.0) == pytest.approx(end * 1e-3, abs=1e-12)
 
 
 def test_a_drafter_of_another_target_is_refused(
-    loaded: Loaded, made: Material, tmp_path: Path
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     final = loop.fit(config(tmp_path), loaded, made, QUIET)
     assert final is not None
@@ -259,20 +271,24 @@ def test_a_drafter_of_another_target_is_refused(
         (other / file.name).write_bytes(file.read_bytes())
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     words = ["target=hf", f"target.path={other}", "target.dtype=float32"]
-    stranger = load.load(parse(compose(words)).target)
+    stranger = load.load_target(parse(compose(words)).target)
     with pytest.raises(RunError, match="trained for other weights"):
         native.load(final, stranger.target)
 
 
-def test_other_text_does_not_continue_a_run(loaded: Loaded, made: Material, tmp_path: Path) -> None:
+def test_other_text_does_not_continue_a_run(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
     loop.fit(config(tmp_path), loaded, made, QUIET)
-    fewer = material(config(tmp_path, "data.max_samples=50"), loaded, (1, 3, 4), QUIET, rank=0)
+    fewer = load_training_data(
+        config(tmp_path, "data.max_samples=50"), loaded, (1, 3, 4), Reporter.silent()
+    )
     with pytest.raises(RunError, match="other text"):
         loop.fit(config(tmp_path), loaded, fewer, QUIET)
 
 
-def test_a_log_that_a_crash_cut_off_is_mended(
-    loaded: Loaded, made: Material, tmp_path: Path
+def test_a_truncated_log_is_repaired(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path, "train.max_steps=4"), loaded, made, QUIET)
     log = tmp_path / "metrics.jsonl"

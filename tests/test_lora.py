@@ -1,4 +1,4 @@
-"""LoRA pairs in somebody else's layers: what they add, and when."""
+"""LoRA adapters of frozen layers: what they add, and when."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.models.lora import Adapters, Pair, linears, release
+from outrider.models.lora import Adapters, LoraPair, detach_adapters, linear_layers
 
 RANK, ALPHA = 3, 12.0
 
@@ -34,9 +34,9 @@ def merged(of: nn.ModuleList, by: Adapters) -> nn.ModuleList:
     """A copy whose matrices are W + (alpha / rank) B A."""
     twin = copy.deepcopy(of)
     with torch.no_grad():
-        for name, linear in linears(twin):
+        for name, linear in linear_layers(twin):
             pair = by.pairs[name]
-            assert isinstance(pair, Pair)
+            assert isinstance(pair, LoraPair)
             linear.weight += ALPHA / RANK * pair.b @ pair.a
     return twin
 
@@ -46,7 +46,7 @@ def x() -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
 
 
-def test_every_linear_map_has_one_pair_named_after_it() -> None:
+def test_every_linear_map_has_one_named_pair() -> None:
     made = adapters(layers(), fresh=True)
     shapes = {name: tuple(p.shape) for name, p in made.named_parameters()}
     assert shapes == {
@@ -57,7 +57,7 @@ def test_every_linear_map_has_one_pair_named_after_it() -> None:
     }
 
 
-def test_fresh_pairs_change_no_bit(x: Tensor) -> None:
+def test_untrained_pairs_change_no_bit(x: Tensor) -> None:
     of = layers()
     made, before = adapters(of, fresh=True), run(of, x)
     assert all(bool(p.any()) == name.endswith(".a") for name, p in made.named_parameters())
@@ -65,7 +65,7 @@ def test_fresh_pairs_change_no_bit(x: Tensor) -> None:
         assert torch.equal(run(of, x), before)
 
 
-def test_active_layers_are_those_with_merged_matrices(x: Tensor) -> None:
+def test_active_layers_equal_merged_matrices(x: Tensor) -> None:
     of = layers()
     made = adapters(of)
     wanted = run(merged(of, made), x)
@@ -73,7 +73,7 @@ def test_active_layers_are_those_with_merged_matrices(x: Tensor) -> None:
         torch.testing.assert_close(run(of, x), wanted)
 
 
-def test_nothing_is_left_behind_even_by_an_error(x: Tensor) -> None:
+def test_no_hook_remains_after_an_error(x: Tensor) -> None:
     of = layers()
     before = run(of, x)
     with pytest.raises(RuntimeError, match="inside"), adapters(of).active(of):
@@ -82,30 +82,30 @@ def test_nothing_is_left_behind_even_by_an_error(x: Tensor) -> None:
     assert not any(module._forward_hooks for module in of.modules())
 
 
-def test_staying_twice_or_being_active_meanwhile_adds_nothing_twice(x: Tensor) -> None:
+def test_attaching_twice_adds_one_output(x: Tensor) -> None:
     of = layers()
     made = adapters(of)
     wanted = run(merged(of, made), x)
-    made.stay(of)
-    made.stay(of)
+    made.attach(of)
+    made.attach(of)
     with made.active(of), made.active(of):
         torch.testing.assert_close(run(of, x), wanted)
     torch.testing.assert_close(run(of, x), wanted)
 
 
-def test_one_set_acts_at_a_time_and_the_earlier_comes_back(x: Tensor) -> None:
+def test_one_set_acts_at_a_time_and_the_earlier_is_restored(x: Tensor) -> None:
     of = layers()
     before, first, second = run(of, x), adapters(of), adapters(of, seed=2)
     by_first, by_second = run(merged(of, first), x), run(merged(of, second), x)
-    first.stay(of)
+    first.attach(of)
     with second.active(of):
         torch.testing.assert_close(run(of, x), by_second)
     torch.testing.assert_close(run(of, x), by_first)
-    release(of)
+    detach_adapters(of)
     assert torch.equal(run(of, x), before)
 
 
-def test_pairs_in_float32_serve_layers_in_bfloat16(x: Tensor) -> None:
+def test_float32_pairs_adapt_bfloat16_layers(x: Tensor) -> None:
     of = layers().bfloat16()
     made = adapters(of)
     with made.active(of):

@@ -10,25 +10,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.train.losses import KINDS, Chunk, Term, parse_depth_weights, parse_loss
+from outrider.train.losses import LOSSES, LossInputs, Term, parse_depth_weights, parse_loss
 
 SOFT = ("soft_ce", "soft_ce_reference")
 each_soft = pytest.mark.parametrize("name", SOFT)
-each_term = pytest.mark.parametrize("name", KINDS)
+each_term = pytest.mark.parametrize("name", LOSSES)
 LN2 = math.log(2)
 
 
-def rows_of(logits: Tensor, p: Tensor, **changes: Any) -> Chunk:
+def rows_of(logits: Tensor, p: Tensor, **changes: Any) -> LossInputs:
     count = len(logits)
     fields: dict[str, Any] = {
-        "whole": p,
-        "fair": torch.ones(count, dtype=torch.bool),
+        "p_full": p,
+        "argmax_in_vocab": torch.ones(count, dtype=torch.bool),
         "token": torch.zeros(count, dtype=torch.long),
         "state": torch.zeros(count, 3),
         "feature": torch.zeros(count, 3),
         **changes,
     }
-    return Chunk(logits, p, **fields)
+    return LossInputs(logits, p, **fields)
 
 
 def value_and_slope(name: str, logits: Tensor, p: Tensor, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -53,13 +53,13 @@ def random_rows(
 # ---- the slow re-statement: one token at a time, in float64 --------------------------------------
 
 
-def literally(name: str, number: float, row: int, rows: Chunk) -> Any:
+def literally(name: str, number: float, row: int, rows: LossInputs) -> Any:
     """The term at one row as its paper's formula reads, in loops over the vocabulary."""
     logits = rows.logits[row].double()
     total = sum(value.exp() for value in logits)
     q = [value.exp() / total for value in logits]
     p = [value.double() for value in rows.p[row]]
-    whole = [value.double() for value in rows.whole[row]]
+    whole = [value.double() for value in rows.p_full[row]]
     alpha = sum(torch.minimum(a, b) for a, b in zip(whole, q, strict=True))
 
     def kl(left: list[Tensor], right: list[Tensor]) -> Tensor:
@@ -97,7 +97,7 @@ def literally(name: str, number: float, row: int, rows: Chunk) -> Any:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**16), size=st.integers(2, 12), mass=st.floats(0.3, 1.0))
 def test_value_and_gradient_equal_the_loops(name: str, seed: int, size: int, mass: float) -> None:
-    """Gradients by logits and states; `whole` is a share of the teacher, which sums to 1."""
+    """Gradients by logits and states; `p_full` is a share of the teacher, which sums to 1."""
     logits, p = random_rows(seed, 3, size, 1.5, 1.0)
     generator = torch.Generator().manual_seed(seed)
     states = 2 * torch.randn(2, 3, 4, generator=generator)
@@ -107,10 +107,10 @@ def test_value_and_gradient_equal_the_loops(name: str, seed: int, size: int, mas
     for slow in (False, True):
         leaves = [x.clone().requires_grad_() for x in (logits, states[0])]
         rows = rows_of(
-            leaves[0], p, whole=mass * p, token=token, state=leaves[1], feature=states[1]
+            leaves[0], p, p_full=mass * p, token=token, state=leaves[1], feature=states[1]
         )
         values = (
-            torch.stack([literally(term.name, term.number, i, rows) for i in range(3)])
+            torch.stack([literally(term.name, term.parameter, i, rows) for i in range(3)])
             if slow
             else term(rows)[0]
         )
@@ -124,7 +124,7 @@ def test_value_and_gradient_equal_the_loops(name: str, seed: int, size: int, mas
 
 def test_every_term_has_its_loop() -> None:
     """A new term without a slow re-statement falls through to Smooth-L1 and would fail above."""
-    assert set(KINDS) == {
+    assert set(LOSSES) == {
         *SOFT, "kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid", "ce", "topk", "smooth_l1",
     }  # fmt: skip
 
@@ -167,17 +167,19 @@ def test_the_topk_terms_of_the_whole_vocabulary_are_the_soft_cross_entropy() -> 
 def test_acceptance_terms_see_the_real_share_of_a_reduced_vocabulary() -> None:
     """Half of the target's mass cannot be drafted: no draft is accepted more often than that."""
     p = torch.tensor([[0.5, 0.5]])
-    values, _ = value_and_slope("tv", p.log(), p, whole=p / 2)
+    values, _ = value_and_slope("tv", p.log(), p, p_full=p / 2)
     torch.testing.assert_close(values, torch.tensor([0.5]))
     torch.testing.assert_close(
-        value_and_slope("kl", p.log(), p, whole=p / 2)[0], torch.zeros(1), atol=1e-6, rtol=0
+        value_and_slope("kl", p.log(), p, p_full=p / 2)[0], torch.zeros(1), atol=1e-6, rtol=0
     )
 
 
 def test_terms_keep_silent_where_they_cannot_speak() -> None:
     """Row 0: the target's favourite cannot be drafted. Row 1: the text's token cannot."""
     logits, p = random_rows(8, 2, 5, 1.0, mass=1.0)
-    rows = rows_of(logits, p, fair=torch.tensor([False, True]), token=torch.tensor([3, -1]))
+    rows = rows_of(
+        logits, p, argmax_in_vocab=torch.tensor([False, True]), token=torch.tensor([3, -1])
+    )
     said = {name: parse_loss([name])[0](rows)[1].tolist() for name in ("kl", "ce", "tv")}
     assert said == {"kl": [False, True], "ce": [True, False], "tv": [True, True]}
     values, _ = parse_loss(["kl"])[0](rows)
@@ -285,7 +287,7 @@ def test_one_matrix_is_kept_for_the_gradient() -> None:
     for name, expected in zip(SOFT, (1, 2), strict=True):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            parse_loss([name])[0].kind.cost(rows_of(logits.clone().requires_grad_(), teacher), 0.0)
+            parse_loss([name])[0].spec.loss(rows_of(logits.clone().requires_grad_(), teacher), 0.0)
         assert sum(size == 8 * 16 for size in kept) == expected
 
 

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from outrider.models.decode import verify
 from outrider.models.decode.lossy_rules import lenience, typical
-from outrider.models.decode.rules import RULES, judge
+from outrider.models.decode.rules import RULES, bind_rule
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import Accepted, descend
+from outrider.models.decode.verify import Accepted, deepest_path
 from tests.enumeration import (
     Draft,
     Scripted,
     Toy,
-    ToyJudge,
+    ToyRule,
     argmax_chain,
     bias,
     by,
@@ -25,11 +25,11 @@ from tests.enumeration import (
     tokens_per_round,
 )
 
-TYPICAL = by(judge("lossy_typical", "best"))
+TYPICAL = by(bind_rule("lossy_typical", "best"))
 
 
-def lenient(factor: float) -> ToyJudge:
-    return by(judge("lossy_lenience", "drawn", factor=factor))
+def lenient(factor: float) -> ToyRule:
+    return by(bind_rule("lossy_lenience", "drawn", factor=factor))
 
 
 # ---- lenience ------------------------------------------------------------------------------------
@@ -71,19 +71,19 @@ def test_the_bound_is_broken_by_a_wrong_residual(monkeypatch: pytest.MonkeyPatch
     assert float((law - toy.law() / factor**3).max()) > 1e-3
 
 
-def test_what_lenience_asks_of_its_coins() -> None:
+def test_what_lenience_needs_of_its_random_numbers() -> None:
     p = torch.tensor([[[0.9, 0.1], [0.5, 0.5]]], dtype=torch.float64)
     q = torch.tensor([[[0.1, 0.9], [0.5, 0.5]]], dtype=torch.float64)
-    coins = Scripted([1, 0], [0])
-    lenience(Tree.chain(torch.tensor([[0, 1]])), p, q, coins, 0.5)
-    assert coins.asked[0] == pytest.approx([1.0, 0.1 / 0.45])
-    assert coins.asked[1] == [pytest.approx([1.0, 0.0])]  # max(.9 - .05, 0) and max(.1 - .45, 0)
+    rng = Scripted([1, 0], [0])
+    lenience(Tree.chain(torch.tensor([[0, 1]])), p, q, rng, 0.5)
+    assert rng.asked[0] == pytest.approx([1.0, 0.1 / 0.45])
+    assert rng.asked[1] == [pytest.approx([1.0, 0.0])]  # max(.9 - .05, 0) and max(.1 - .45, 0)
 
 
 @pytest.mark.parametrize(
-    "rule", [lenient(0.5), by(judge("lossy_typical", "drawn"))], ids=["lenience", "typical"]
+    "rule", [lenient(0.5), by(bind_rule("lossy_typical", "drawn"))], ids=["lenience", "typical"]
 )
-def test_generator_coins_follow_the_lossy_law(rule: ToyJudge) -> None:
+def test_generator_random_numbers_follow_the_lossy_law(rule: ToyRule) -> None:
     """The law that enumeration finds, which is not that of plain sampling."""
     toy, propose = Toy(11, warp=(2.5, 0, 1.0)), sampled_chain(2)
     assert g_test(toy, propose, rule, 5000, law_of(toy, propose, rule)) > 1e-3
@@ -117,11 +117,11 @@ def test_a_token_is_kept_iff_it_is_above_the_bar(epsilon: float, delta: float, l
 
 
 def test_the_next_token_is_drawn_from_the_row_at_the_end() -> None:
-    """Not the argmax, and nothing else is asked of the coins."""
+    """Not the argmax, and no other random number is used."""
     tree, p = chain_and_rows()
-    coins = Scripted([0])
-    assert typical(tree, p, coins).next_ids.tolist() == [0]
-    assert coins.asked == [[pytest.approx([0.1, 0.0, 0.9, 0.0])]]
+    rng = Scripted([0])
+    assert typical(tree, p, rng).next_ids.tolist() == [0]
+    assert rng.asked == [[pytest.approx([0.1, 0.0, 0.9, 0.0])]]
 
 
 def test_of_the_longest_paths_the_likeliest_is_kept() -> None:
@@ -142,12 +142,12 @@ def test_certain_rows_are_greedy_and_others_are_not_lossless() -> None:
 def test_the_bar_is_the_parents() -> None:
     """With epsilon high, a bar taken from the child's own row would decide otherwise."""
 
-    def own_bar(toy: Toy, draft: Draft, p_rows: Tensor, coins: Scripted) -> Accepted:
+    def own_bar(toy: Toy, draft: Draft, p_rows: Tensor, rng: Scripted) -> Accepted:
         entropy = torch.special.entr(p_rows).sum(-1)
         above = draft.tree.parents.clamp(min=0)
         chances = p_rows.gather(1, above[..., None].expand_as(p_rows))
         p = chances.gather(2, draft.tree.ids[..., None])[..., 0]
-        path, length = descend(draft.tree, p > (0.5 * (-entropy).exp()).clamp(max=0.9))
+        path, length = deepest_path(draft.tree, p > (0.5 * (-entropy).exp()).clamp(max=0.9))
         return Accepted(path, length, path[:, 0])
 
     ids = torch.tensor([[0, 1]])

@@ -1,4 +1,4 @@
-"""The prompts for self-generation and the held-out suite: shape, balance, origin, separation."""
+"""The prompts for self-generation and the held-out suite, and the grammar that writes them."""
 
 import json
 import os
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.data.prompts import make_prompts, passages, school, stories, topics, words
-from outrider.data.prompts.german import LISTS as GERMAN
-from outrider.data.prompts.german import SENTENCES
-from outrider.data.prompts.writer import Writer, lines, listed
+from outrider.data.make.prompts import categories, make_prompts
+from outrider.data.make.prompts.grammar import Grammar
+from outrider.data.make.resources import load
 
 Turns = list[str]
 
@@ -42,10 +41,10 @@ SHARES = {
 
 
 def eights(turns: object) -> set[str]:
-    """Runs of eight words; written apart from the script's own, which this file checks."""
+    """Runs of eight words; an implementation apart from the generator's own."""
     assert isinstance(turns, list)
-    found = re.findall(r"\w+", " ".join(turns).lower())
-    return {" ".join(found[i : i + 8]) for i in range(max(1, len(found) - 7))}
+    words = re.findall(r"\w+", " ".join(turns).lower())
+    return {" ".join(words[i : i + 8]) for i in range(max(1, len(words) - 7))}
 
 
 def prompts(category: str) -> Iterator[str]:
@@ -118,26 +117,28 @@ def test_the_held_out_suite_has_ten_prompts_in_each_of_eight_categories() -> Non
 
 def test_no_prompt_shares_half_of_its_runs_of_eight_words_with_the_other_file() -> None:
     for rows, others in ((GENERAL, HELD_OUT), (HELD_OUT, GENERAL)):
-        taken = set().union(*(eights(row["turns"]) for row in others))
+        excluded = set().union(*(eights(row["turns"]) for row in others))
         for row in rows:
             own = eights(row["turns"])
-            assert len(own & taken) < 0.5 * len(own), row
+            assert len(own & excluded) < 0.5 * len(own), row
 
 
-def test_a_held_out_prompt_with_one_word_changed_would_be_left_out(
+def test_a_held_out_prompt_with_one_word_changed_is_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The negative control: the script draws a near copy first, and yields the other prompt."""
+    """Negative control: the category draws a near copy first; the other prompt is yielded."""
     known = next(row["turns"] for row in HELD_OUT if row["category"] == "summarization")
     near = [known[0].replace("notebook", "diary", 1)]
     assert near != known
     draws = iter([near, ["Something that nobody has asked before in these words or like them."]])
-    monkeypatch.setitem(make_prompts.SHARES, "math", (1, lambda _: next(draws)))
+    math = categories.Category(1, lambda _: next(draws))
+    monkeypatch.setitem(categories.CATEGORIES, "math", math)
     assert next(make_prompts.distinct("math", make_prompts.held_out()))[0].startswith("Something")
 
 
-def test_a_grammar_that_has_nothing_new_to_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(make_prompts.SHARES, "qa", (1, lambda _: ["Always the same?"]))
+def test_an_exhausted_grammar_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = categories.Category(1, lambda _: ["Always the same?"])
+    monkeypatch.setitem(categories.CATEGORIES, "qa", quick)
     source = make_prompts.distinct("qa", set())
     assert next(source) == ["Always the same?"]
     with pytest.raises(RuntimeError, match="'qa' is exhausted after 1 prompts"):
@@ -155,7 +156,7 @@ def test_no_trace_of_the_grammar_is_left_in_the_text() -> None:
 
 
 def test_articles_are_as_long_as_short_news() -> None:
-    """120 to 250 words; the wish around the article has at most eleven more."""
+    """120 to 250 words; the request around the article has at most eleven more."""
     for prompt in prompts("summarization"):
         assert 120 <= len(prompt.split()) <= 261, prompt
 
@@ -168,79 +169,82 @@ def test_retrieval_prompts_hold_two_to_four_titled_passages() -> None:
 
 
 def test_every_retrieval_question_names_something_that_its_passage_names() -> None:
-    """Without a name in common, nothing would tell which passage is meant."""
-    assert len(passages.ENTRIES) >= 12
-    for rows in passages.ENTRIES:
-        facts = " ".join(row for row in rows if not row.startswith("?")).lower()
-        questions = [row for row in rows if row.startswith("?")]
-        assert len(questions) == 3
-        for question in questions:
+    """A common name identifies the passage."""
+    assert len(categories.ENTRIES) >= 12
+    for entry in categories.ENTRIES:
+        facts = " ".join([entry.title, *entry.facts]).lower()
+        assert len(entry.questions) == 3
+        for question in entry.questions:
             slots = re.findall(r"\{\w+\}", question.lower())
             assert slots, question
             assert all(slot in facts for slot in slots), question
 
 
-def test_there_are_more_than_forty_stories_and_every_number_of_a_story_is_told() -> None:
-    assert len({text for text, _ in stories.STORIES}) == len(stories.STORIES) >= 40
-    for text, ranges in (*stories.STORIES, *school.SCHOOL):
+def test_there_are_forty_word_problems_and_each_text_uses_all_of_its_numbers() -> None:
+    problems = categories.WORD_PROBLEMS
+    assert len({problem.text for problem in problems}) == len(problems) >= 40
+    for text, ranges in (*problems, *categories.EXERCISES):
         slots = set(re.findall(r"\{(\w+)\}", text))
         numbers = {name for name, _ in ranges}
-        assert numbers <= slots, "a number that the text never mentions"
+        assert numbers <= slots, "a number that the text does not use"
         named = {re.sub(r"\d", "", slot).lower() for slot in slots - numbers}
-        assert named <= set(words.WORDS), "a slot without a list"
+        assert named <= set(categories.WORDS), "a slot without a list"
 
 
 def test_topics_are_several_hundred_and_no_two_alike() -> None:
-    every = [topic for listing, _ in topics.FIELDS.values() for topic in listing]
+    every = [topic for field in categories.TOPICS["fields"].values() for topic in field["topics"]]
     assert len(every) > 400
     assert len(set(every)) == len(every)
 
 
 def test_every_german_slot_has_words() -> None:
-    for sentence in SENTENCES:
+    for sentence in categories.GERMAN["sentences"]:
         for slot in re.findall(r"\{(\w+?)\d*\}", sentence):
-            assert GERMAN[slot.lower()], slot
+            assert categories.GERMAN["lists"][slot.lower()], slot
 
 
-def test_a_deck_shows_every_card_before_any_twice() -> None:
-    writer = Writer("any", {})
-    cards = tuple("abcdefg")
-    assert sorted(writer.one(cards) for _ in cards) == list(cards)
-    assert sorted(writer.one(cards) for _ in cards) == list(cards)
+def test_no_item_is_drawn_twice_before_all_were_drawn() -> None:
+    grammar = Grammar("any", {})
+    items = tuple("abcdefg")
+    assert sorted(grammar.draw(items) for _ in items) == list(items)
+    assert sorted(grammar.draw(items) for _ in items) == list(items)
 
 
-def test_a_slot_keeps_its_word_and_a_digit_asks_for_another() -> None:
-    writer = Writer("any", {"pet": ("cat", "dog"), "who": ("the {pet}",)})
-    first, again, other = writer.fill("{pet} {Pet} {pet2}").split()
+def test_a_slot_keeps_its_word_and_a_digit_selects_another() -> None:
+    grammar = Grammar("any", {"pet": ("cat", "dog"), "who": ("the {pet}",)})
+    first, again, other = grammar.fill("{pet} {Pet} {pet2}").split()
     assert again == first.capitalize()
     assert {first, other} == {"cat", "dog"}
-    assert writer.fill("{who}, {pet}, {pet}").count("cat") in (0, 3)
+    assert grammar.fill("{who}, {pet}, {pet}").count("cat") in (0, 3)
 
 
 def test_articles_and_plurals_fit_the_word_that_was_drawn() -> None:
-    writer = Writer("any", {"x": ("owl",), "y": ("bench",), "z": ("daisy",), "toy": ("toy",)})
-    assert writer.fill("a(n) {x}, a(n) {y}. A(n) 8-day trip") == "an owl, a bench. An 8-day trip"
-    assert writer.fill("{x}(s) {y}(s) {z}(s) {toy}(s)") == "owls benches daisies toys"
+    grammar = Grammar("any", {"x": ("owl",), "y": ("bench",), "z": ("daisy",), "toy": ("toy",)})
+    assert grammar.fill("a(n) {x}, a(n) {y}. A(n) 8-day trip") == "an owl, a bench. An 8-day trip"
+    assert grammar.fill("{x}(s) {y}(s) {z}(s) {toy}(s)") == "owls benches daisies toys"
 
 
-def test_given_values_go_in_as_they_are() -> None:
+def test_given_values_are_inserted_literally() -> None:
     """Code and quoted texts may hold brackets and braces."""
-    assert Writer("any", {}).fill("[go|go]: {code}", code="{a[0]|b}") == "go: {a[0]|b}"
+    assert Grammar("any", {}).fill("[go|go]: {code}", code="{a[0]|b}") == "go: {a[0]|b}"
 
 
 def test_a_multiple_can_be_shared_without_remainder() -> None:
-    writer = Writer("any", {})
+    grammar = Grammar("any", {})
     for _ in range(100):
-        values = writer.numbers({"n": (3, 7), "total": ("n", 2, 9), "even": (2, 8, 2)})
+        values = grammar.numbers({"n": (3, 7), "total": ("n", 2, 9), "even": (2, 8, 2)})
         assert values["total"] % values["n"] == 0
         assert 2 <= values["total"] // values["n"] <= 9
         assert values["even"] in (2, 4, 6, 8)
 
 
-def test_lists_and_lines_are_read_as_they_look() -> None:
-    assert listed("a b,\n      c  d, e") == ("a b", "c d", "e")
-    assert lines("\n    one\n    two\n        goes on\n\n    three\n") == (
-        "one",
-        "two goes on",
-        "three",
-    )
+def test_a_range_of_numbers_is_a_word_list() -> None:
+    grammar = Grammar("any", {"day": (2, 4), "year": (1871, 1875, 2)})
+    assert grammar.lists == {"day": ("2", "3", "4"), "year": ("1871", "1873", "1875")}
+
+
+def test_resources_are_read_as_tuples_lines_and_texts(tmp_path: Path) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text("a: [x y, '${p}']\nb: |\n  one\n  two\\n3\nc: |-\n  d\n  e\nf: {g: [1, 2]}\n")
+    lines = ("one", "two\n3")
+    assert load(file) == {"a": ("x y", "${p}"), "b": lines, "c": "d\ne", "f": {"g": (1, 2)}}

@@ -8,22 +8,23 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import outrider
-from outrider.models.load import Loaded
-from outrider.train.manifest import git_state, identify, machine, write_manifest
-from outrider.train.settings import parse, saved_config
+from outrider.models.formats.identity import fingerprints
+from outrider.models.load import LoadedTarget
+from outrider.train.manifest import git_state, machine, write_manifest
+from outrider.train.settings import parse, read_saved_config
 from tests.runs import config
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_manifest_has_everything_to_repeat_a_run(loaded: Loaded, tmp_path: Path) -> None:
+def test_a_manifest_has_everything_to_repeat_a_run(loaded: LoadedTarget, tmp_path: Path) -> None:
     asked = config(tmp_path)
-    write_manifest(tmp_path, asked, {"fingerprints": identify(loaded), "ranks": 1})
+    write_manifest(tmp_path, asked, {"fingerprints": fingerprints(loaded), "ranks": 1})
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest.keys() == {
         "started", "argv", "config", "versions", "git", "machine", "fingerprints", "ranks",
     }  # fmt: skip
-    assert parse(saved_config(tmp_path)) == asked
+    assert parse(read_saved_config(tmp_path)) == asked
     assert manifest["versions"]["outrider"] == outrider.__version__
     assert {"python", "torch", "transformers", "accelerate"} <= manifest["versions"].keys()
     began = datetime.fromisoformat(manifest["started"])
@@ -49,11 +50,11 @@ def test_the_commit_is_the_checkout_of_the_code() -> None:
     assert isinstance(state["dirty"], bool)
 
 
-def test_a_fingerprint_changes_with_what_it_names(loaded: Loaded) -> None:
-    before = identify(loaded)
+def test_a_fingerprint_changes_with_what_it_names(loaded: LoadedTarget) -> None:
+    before = fingerprints(loaded)
     assert all(re.fullmatch("[0-9a-f]{16}", value) for value in before.values())
     loaded.tokenizer(["a", "a longer one"], padding="max_length", truncation=True, max_length=8)
-    assert identify(loaded) == before, "calls leave no trace"
+    assert fingerprints(loaded) == before, "calls leave no trace"
     other = copy.deepcopy(loaded.tokenizer)
     other.chat_template = "{{ messages }}"
     assert _differ(loaded, other) == {"template"}
@@ -62,6 +63,6 @@ def test_a_fingerprint_changes_with_what_it_names(loaded: Loaded) -> None:
     assert _differ(loaded, other) == {"tokenizer"}
 
 
-def _differ(loaded: Loaded, tokenizer: object) -> set[str]:
-    before, after = identify(loaded), identify(loaded._replace(tokenizer=tokenizer))
+def _differ(loaded: LoadedTarget, tokenizer: object) -> set[str]:
+    before, after = fingerprints(loaded), fingerprints(loaded._replace(tokenizer=tokenizer))
     return {name for name in before if before[name] != after[name]}

@@ -1,4 +1,4 @@
-"""What is special to Medusa; what every drafter owes is in test_drafter_contract.py."""
+"""Tests specific to Medusa; the common contract is in test_drafter_contract.py."""
 
 import copy
 import math
@@ -14,10 +14,10 @@ from outrider.conf.errors import ConfigError
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.drafter import Trace
 from outrider.models.drafters.medusa import Config, Medusa
 from outrider.models.formats import native
-from outrider.models.lora import Pair, linears
+from outrider.models.interface import Trace
+from outrider.models.lora import LoraPair, linear_layers
 from outrider.models.target import Target
 from outrider.train.objective import Objective
 from outrider.train.settings import parse
@@ -36,7 +36,7 @@ def target() -> Target:
 
 @pytest.fixture
 def trace(target: Target) -> Trace:
-    return tiny.packed(target)
+    return tiny.packed_trace(target)
 
 
 def medusa(target: Target, **changes: Any) -> Medusa:
@@ -64,7 +64,7 @@ def stirred(drafter: Medusa, scale: float = 0.05) -> Medusa:
 @torch.no_grad()
 def logits(drafter: Medusa, trace: Trace) -> dict[int, Tensor]:
     return {
-        depth: drafter.heads([hidden.flatten(0, 1)], [depth]).unflatten(0, trace.ids.shape)
+        depth: drafter.heads_by_depth([hidden.flatten(0, 1)], [depth]).unflatten(0, trace.ids.shape)
         for depth, hidden in drafter.unroll(trace)
     }
 
@@ -73,7 +73,7 @@ def logits(drafter: Medusa, trace: Trace) -> dict[int, Tensor]:
 
 
 @each_kind
-def test_fresh_heads_repeat_the_target(
+def test_untrained_heads_repeat_the_target(
     target: Target, trace: Trace, changes: dict[str, Any]
 ) -> None:
     """W = 0 and b = 0 add silu(0) = 0, to the bit."""
@@ -81,7 +81,7 @@ def test_fresh_heads_repeat_the_target(
     guesses = list(drafter.unroll(trace))
     assert [guess.depth for guess in guesses] == list(range(1, tiny.DEPTHS + 1))
     assert all(torch.equal(guess.hidden, trace.last) for guess in guesses)
-    own = target.logits(trace.last)[..., drafter.vocab.kept]
+    own = target.logits(trace.last)[..., drafter.vocab.target_ids]
     for found in logits(drafter, trace).values():
         torch.testing.assert_close(found, own)
 
@@ -105,7 +105,7 @@ def test_heads_equal_loops_over_rows_depths_and_layers(
 ) -> None:
     """Each layer adds z sigmoid(z), z = W x + b; then the matrix of the head or of the target."""
     drafter = stirred(medusa(target, own_heads=own_heads, res_layers=2))
-    w, kept = dict(drafter.state_dict()), drafter.vocab.kept
+    w, kept = dict(drafter.state_dict()), drafter.vocab.target_ids
     for depth, found in logits(drafter, trace).items():
         head = f"blocks.{depth - 1}.layers"
         matrix = w[f"lm_heads.{depth - 1}.weight"] if own_heads else target.head_weight[kept]
@@ -119,7 +119,7 @@ def test_heads_equal_loops_over_rows_depths_and_layers(
 
 
 @pytest.mark.parametrize(("own_heads", "layers"), [(False, 1), (False, 2), (True, 2)])
-def test_parameters_have_the_names_and_number_that_the_page_says(
+def test_parameters_have_the_documented_names_and_number(
     target: Target, own_heads: bool, layers: int
 ) -> None:
     """K L (H^2 + H), and K Vd H where each head has its own matrix; names as in vLLM."""
@@ -135,7 +135,7 @@ def test_parameters_have_the_names_and_number_that_the_page_says(
     assert sum(p.numel() for p in drafter.parameters()) == tiny.DEPTHS * numbers
 
 
-def test_with_own_matrices_no_head_speaks_for_all(target: Target) -> None:
+def test_with_own_matrices_there_is_no_common_head(target: Target) -> None:
     with pytest.raises(AssertionError, match="heads"):
         medusa(target, own_heads=True).head(torch.zeros(1, H))
 
@@ -149,7 +149,7 @@ def test_the_loss_of_the_paper_is_cross_entropy_of_the_tokens_weighted_by_depth(
     objective = Objective(drafter, target, weights=weights, loss=["ce"])
     loss, _ = objective(trace, torch.ones(tiny.DEPTHS))
     wanted, said = 0.0, logits(drafter, trace)
-    for row, start, stop in tiny.documents(trace):
+    for row, start, stop in tiny.document_spans(trace):
         for t in range(start, stop):
             for k in range(1, tiny.DEPTHS + 1):
                 place = t + 1 + k  # of the token that head k speaks of
@@ -161,30 +161,30 @@ def test_the_loss_of_the_paper_is_cross_entropy_of_the_tokens_weighted_by_depth(
 
 
 @each_kind
-def test_siblings_and_cousins_are_guessed_alike_and_the_state_is_one_row(
+def test_all_nodes_of_a_level_have_equal_children_and_the_state_is_one_row(
     target: Target, trace: Trace, changes: dict[str, Any]
 ) -> None:
     drafter = stirred(medusa(target, **changes))
-    first = drafter.absorb(None, tiny.verified(trace, 1, 0, 6))
-    state = drafter.absorb(first, tiny.verified(trace, 1, 6, 9))
+    first = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
+    state = drafter.absorb(first, tiny.verified_rows(trace, 1, 6, 9))
     assert torch.equal(state, trace.last[1, 8:9])
     ids, said = torch.tensor([5]), logits(drafter, trace)
-    for depth in range(1, drafter.reach + 1):
+    for depth in range(1, drafter.max_depth + 1):
         found, state = drafter.step(state, depth, ids, torch.zeros_like(ids))
         assert found.shape == (len(ids), tiny.DRAFTED)
         torch.testing.assert_close(found, said[depth][1, 8].expand_as(found))
         ids = torch.arange(depth + 1)
-    assert drafter.reach == tiny.DEPTHS
+    assert drafter.max_depth == tiny.DEPTHS
 
 
-def test_heads_in_float32_serve_a_target_in_bfloat16(target: Target, trace: Trace) -> None:
+def test_float32_heads_run_on_a_bfloat16_target(target: Target, trace: Trace) -> None:
     """As in training without autocast: the weights are masters, the target is as stored."""
     for changes in KINDS:
         exact = logits(stirred(medusa(target, **changes)), trace)
         rounded = Target(copy.deepcopy(target.model).bfloat16())
         drafter = stirred(medusa(target, **changes))
         drafter.target = rounded
-        found = logits(drafter, tiny.packed(rounded))
+        found = logits(drafter, tiny.packed_trace(rounded))
         for depth, rows in found.items():
             assert float((rows - exact[depth]).norm() / exact[depth].norm()) < 0.1
 
@@ -204,7 +204,7 @@ def test_heads_in_float32_serve_a_target_in_bfloat16(target: Target, trace: Trac
         {"draft_vocab_size": 40, "adapter_rank": 2},
     ],
 )
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Config(**wrong)  # type: ignore[arg-type]
 
@@ -219,7 +219,7 @@ def test_medusa_2_is_one_setting_beside_the_whole_vocabulary() -> None:
 
 def test_a_loss_on_features_is_refused() -> None:
     """A head's state stands where logits come from, not where the target's next state stands."""
-    with pytest.raises(ConfigError, match="compares states") as caught:
+    with pytest.raises(ConfigError, match="compares hidden states") as caught:
         parse(compose(["drafter=medusa", "drafter.loss=[smooth_l1]"]))
     assert caught.value.key == "drafter.loss"
 
@@ -227,7 +227,7 @@ def test_a_loss_on_features_is_refused() -> None:
 # ---- Medusa-2: the target is changed -------------------------------------------------------------
 
 
-def test_fresh_adapters_leave_the_target_as_it_is(target: Target, trace: Trace) -> None:
+def test_untrained_adapters_do_not_change_the_target(target: Target, trace: Trace) -> None:
     """Depth 0 at row t is about x_{t+1}: the target's own state, to the bit."""
     own, *guesses = medusa2(target).unroll(trace)
     assert own.depth == 0
@@ -239,13 +239,11 @@ def test_training_leaves_no_trace_in_the_target(target: Target, trace: Trace) ->
     own, first, *_ = stirred(medusa2(target)).unroll(trace)
     assert not torch.allclose(own.hidden, trace.last, atol=0.01)
     assert not torch.allclose(first.hidden, own.hidden, atol=0.01)
-    assert torch.equal(tiny.packed(target).last, trace.last)
+    assert torch.equal(tiny.packed_trace(target).last, trace.last)
     assert not any(module._forward_hooks for module in target.model.modules())
 
 
-def test_nothing_is_remembered_for_gradients_where_none_are_wanted(
-    target: Target, trace: Trace
-) -> None:
+def test_no_graph_is_recorded_without_gradients(target: Target, trace: Trace) -> None:
     drafter = medusa2(target)
     with torch.no_grad():
         assert not next(drafter.unroll(trace)).hidden.requires_grad
@@ -258,13 +256,13 @@ def test_gradients_reach_adapters_and_heads_and_no_weight_of_the_target(
 ) -> None:
     drafter = stirred(medusa2(target, own_heads=own_heads))
     states = [(hidden.flatten(0, 1), depth) for depth, hidden in drafter.unroll(trace)]
-    found = drafter.heads([state for state, _ in states], [depth for _, depth in states])
+    found = drafter.heads_by_depth([state for state, _ in states], [depth for _, depth in states])
     found.logsumexp(-1).sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in drafter.parameters())
     assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
 
 
-def test_what_keeps_the_target_is_cross_entropy_of_its_old_words_under_its_new_ones(
+def test_the_target_loss_is_cross_entropy_of_the_old_target_under_the_new(
     target: Target, trace: Trace
 ) -> None:
     """Row t of the changed target against row t of the old one, wherever x_{t+1} counts."""
@@ -273,8 +271,8 @@ def test_what_keeps_the_target_is_cross_entropy_of_its_old_words_under_its_new_o
         Objective(stirred(medusa2(target, keep=keep)), target, weights=weights)(trace, divide)[0]
         for keep in (0.0, 0.5)
     ]
-    changed, wanted = tiny.packed(merged(target, stirred(medusa2(target)))), 0.0
-    for row, start, stop in tiny.documents(trace):
+    changed, wanted = tiny.packed_trace(merged(target, stirred(medusa2(target)))), 0.0
+    for row, start, stop in tiny.document_spans(trace):
         for t in range(start, stop - 1):
             if trace.answer[row, t + 1]:
                 old, new = (target.logits(x.last[row, t]).softmax(-1) for x in (trace, changed))
@@ -284,7 +282,9 @@ def test_what_keeps_the_target_is_cross_entropy_of_its_old_words_under_its_new_o
 
 def learn(drafter: Medusa, target: Target, trace: Trace) -> None:
     objective = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
-    divide = torch.stack([trace.counts(d).sum() for d in range(1, tiny.DEPTHS + 1)]).float()
+    divide = torch.stack(
+        [trace.supervised_mask(d).sum() for d in range(1, tiny.DEPTHS + 1)]
+    ).float()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     for _ in range(30):
         optimizer.zero_grad()
@@ -292,9 +292,11 @@ def learn(drafter: Medusa, target: Target, trace: Trace) -> None:
         optimizer.step()
 
 
-def test_thirty_steps_keep_the_target_nearer_the_dearer_its_change_is(target: Target) -> None:
+def test_a_larger_target_loss_weight_keeps_the_target_nearer(target: Target) -> None:
     moved = []
-    trace = tiny.spoken(target, [tiny.plain(target, prompt) for prompt in tiny.PROMPTS])
+    trace = tiny.answered_trace(
+        target, [tiny.greedy_tokens(target, prompt) for prompt in tiny.PROMPTS]
+    )
     for keep in (0.0, 10.0):
         drafter = medusa2(target, keep=keep).train()
         learn(drafter, target, trace)
@@ -303,15 +305,15 @@ def test_thirty_steps_keep_the_target_nearer_the_dearer_its_change_is(target: Ta
     assert 0 < moved[1] < moved[0] / 2
 
 
-def test_adapters_learn_at_a_rate_of_their_own(target: Target) -> None:
+def test_adapters_have_a_separate_learning_rate(target: Target) -> None:
     drafter = medusa2(target, adapter_rate=0.1)
-    ((prefix, rate),) = drafter.rates().items()
+    ((prefix, rate),) = drafter.lr_factors().items()
     slow = {name for name, _ in drafter.named_parameters() if name.startswith(prefix)}
     assert rate == 0.1
     assert slow == {
-        f"adapters.pairs.{name}.{half}" for name, _ in linears(target.layers) for half in "ab"
+        f"adapters.pairs.{name}.{half}" for name, _ in linear_layers(target.layers) for half in "ab"
     }
-    assert medusa(target).rates() == {}
+    assert medusa(target).lr_factors() == {}
 
 
 def merged(target: Target, drafter: Medusa) -> Target:
@@ -319,39 +321,37 @@ def merged(target: Target, drafter: Medusa) -> Target:
     twin = Target(copy.deepcopy(target.model))
     assert drafter.adapters is not None
     with torch.no_grad():
-        for name, linear in linears(twin.layers):
+        for name, linear in linear_layers(twin.layers):
             pair = drafter.adapters.pairs[name]
-            assert isinstance(pair, Pair)
+            assert isinstance(pair, LoraPair)
             linear.weight += ALPHA / RANK * pair.b @ pair.a
     return twin
 
 
-def test_change_merges_the_adapters_once_however_often_it_is_asked(
-    target: Target, trace: Trace
-) -> None:
+def test_patch_target_attaches_the_adapters_once(target: Target, trace: Trace) -> None:
     drafter = stirred(medusa2(target))
-    wanted = tiny.packed(merged(target, drafter)).last
+    wanted = tiny.packed_trace(merged(target, drafter)).last
     trained = next(drafter.unroll(trace)).hidden
     for _ in range(2):
-        said = drafter.change(target)
+        said = drafter.patch_target(target)
         assert said == "the target is changed by LoRA adapters of rank 4 (Medusa-2)"
-        torch.testing.assert_close(tiny.packed(target).last, wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(tiny.packed_trace(target).last, wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(trained, wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(next(drafter.unroll(trace)).hidden, trained)
 
 
 def test_without_adapters_nothing_is_changed(target: Target, trace: Trace) -> None:
-    assert medusa(target).change(target) is None
-    assert torch.equal(tiny.packed(target).last, trace.last)
+    assert medusa(target).patch_target(target) is None
+    assert torch.equal(tiny.packed_trace(target).last, trace.last)
 
 
 def test_steps_on_the_changed_target_repeat_the_unroll(target: Target, trace: Trace) -> None:
     drafter = stirred(medusa2(target))
     trained = logits(drafter, trace)
-    drafter.change(target)
-    now = tiny.packed(target)
+    drafter.patch_target(target)
+    now = tiny.packed_trace(target)
     for t in range(2, 9):
-        state = drafter.absorb(None, tiny.verified(now, 1, 0, t + 1))
+        state = drafter.absorb(None, tiny.verified_rows(now, 1, 0, t + 1))
         for depth in range(1, tiny.DEPTHS + 1):
             found, state = drafter.step(
                 state, depth, now.ids[1, t + depth][None], torch.tensor([0])
@@ -365,26 +365,26 @@ def test_greedy_decoding_is_that_of_the_changed_target(
     target: Target, policy: Policy, own_heads: bool
 ) -> None:
     drafter = stirred(medusa2(target, own_heads=own_heads), scale=0.1)
-    before = [tiny.plain(target, prompt) for prompt in tiny.PROMPTS]
-    wanted = [tiny.plain(merged(target, drafter), prompt) for prompt in tiny.PROMPTS]
+    before = [tiny.greedy_tokens(target, prompt) for prompt in tiny.PROMPTS]
+    wanted = [tiny.greedy_tokens(merged(target, drafter), prompt) for prompt in tiny.PROMPTS]
     assert wanted != before
-    drafter.change(target)
+    drafter.patch_target(target)
     fast, plain = Engine(target, drafter, policy), Engine(target, None, None)
     for prompt, answer in zip(tiny.PROMPTS, wanted, strict=True):
         assert fast.generate(prompt, tiny.ANSWER).ids == answer
         assert plain.generate(prompt, tiny.ANSWER).ids == answer
 
 
-def test_a_saved_drafter_changes_another_copy_of_the_target_alike(
+def test_a_loaded_drafter_changes_another_copy_of_the_target_equally(
     target: Target, tmp_path: Path
 ) -> None:
     drafter = stirred(medusa2(target))
     native.save(drafter, tmp_path, target, drafter.cfg, {})
     fresh = tiny.target()
     again, _ = native.load(tmp_path, fresh)
-    again.change(fresh)
-    drafter.change(target)
-    assert torch.equal(tiny.packed(fresh).last, tiny.packed(target).last)
+    again.patch_target(fresh)
+    drafter.patch_target(target)
+    assert torch.equal(tiny.packed_trace(fresh).last, tiny.packed_trace(target).last)
 
 
 def test_a_target_without_linear_maps_is_refused() -> None:

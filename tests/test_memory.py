@@ -5,17 +5,17 @@ from collections.abc import Generator, Sequence
 import pytest
 from torch import Tensor
 
-from outrider.models.batch_kv_cache import SlotCache
+from outrider.models.batch_kv_cache import BatchKVCache
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.request import MARKS, Memory, Output, Request
-from outrider.models.drafter import Trace
-from outrider.models.kv_cache import RowCache
-from outrider.models.target import Seen, Target
+from outrider.models.decode.request import CHECKPOINTS, DialogueCache, Output, Request
+from outrider.models.interface import Trace
+from outrider.models.kv_cache import KVCache
+from outrider.models.target import Target, TargetStates
 from tests import tiny
 from tests.families import small_model
-from tests.tiny import Heard, Told, by_chance, plain
+from tests.tiny import ScriptedDrafter, ScriptState, greedy_tokens, random_logits
 
 PROMPT = [27, 8, 30, 18, 56, 56, 34, 59]
 POLICIES: list[Policy | None] = [None, Chain(3), DynamicTree(3, 3, 8)]
@@ -33,17 +33,17 @@ class Counting(Target):
         ids: Tensor,
         positions: Tensor,
         seen: Tensor,
-        cache: RowCache | SlotCache | None = None,
+        cache: KVCache | BatchKVCache | None = None,
         grad: bool = False,
-    ) -> Seen:
+    ) -> TargetStates:
         self.read.append(ids.shape[1])
         return super().forward(ids, positions, seen, cache, grad)
 
 
-class Attentive(Told):
+class Attentive(ScriptedDrafter):
     """Told, whose `handed` starts anew with every prompt it goes on with."""
 
-    def absorb(self, state: Heard | None, trace: Trace) -> Heard:
+    def absorb(self, state: ScriptState | None, trace: Trace) -> ScriptState:
         heard = super().absorb(state, trace)
         self.texts = [*getattr(self, "texts", []), heard.text]
         return heard
@@ -53,18 +53,18 @@ class Dialogue:
     """One memory, turn after turn."""
 
     def __init__(self, family: str, policy: Policy | None) -> None:
-        self.target, self.memory = Counting(small_model(family)), Memory()
+        self.target, self.memory = Counting(small_model(family)), DialogueCache()
         self.target.read = []
-        drafter = Attentive(by_chance(tiny.VOCAB), tiny.VOCAB) if policy else None
+        drafter = Attentive(random_logits(tiny.VOCAB), tiny.VOCAB) if policy else None
         self.engine = Engine(self.target, drafter, policy)
 
     def say(self, prompt: Sequence[int], budget: int = 9) -> Output:
         self.target.read.clear()
-        events = self.engine.run([Request(prompt, budget)], 1, memory=self.memory)
+        events = self.engine.run([Request(prompt, budget)], 1, dialogue=self.memory)
         return [event.out for event in events][-1]
 
     def right(self, prompt: Sequence[int], out: Output) -> bool:
-        return out.ids == plain(self.target, prompt, len(out.ids))
+        return out.ids == greedy_tokens(self.target, prompt, len(out.ids))
 
     @property
     def rows_read(self) -> int:
@@ -120,7 +120,7 @@ def test_an_answer_that_is_not_heard_to_its_end_is_known_as_far_as_it_came(
 ) -> None:
     """The listener goes away in the middle of an answer."""
     talk = Dialogue("llama", policy)
-    events = talk.engine.run([Request(PROMPT, 20)], 1, memory=talk.memory)
+    events = talk.engine.run([Request(PROMPT, 20)], 1, dialogue=talk.memory)
     assert isinstance(events, Generator)
     said = [next(events).out for _ in range(4)][-1].ids.copy()
     events.close()
@@ -163,7 +163,7 @@ def test_a_long_dialogue_keeps_few_marks() -> None:
         out = talk.say(text, 5)
         assert talk.right(text, out)
         text += [*out.ids, 3 + turn]
-    assert len(talk.memory.marks) <= 1 + MARKS
+    assert len(talk.memory.checkpoints) <= 1 + CHECKPOINTS
     again = [*PROMPT, *text[len(PROMPT) : len(PROMPT) + 1], 50]
     assert talk.right(again, talk.say(again))
     assert talk.rows_read == 2  # the first mark is still there

@@ -1,4 +1,4 @@
-"""The sums of `outrider memory`, held against what tiny models really keep."""
+"""The estimates of `outrider memory`, compared with what tiny models allocate."""
 
 import gc
 import re
@@ -11,15 +11,17 @@ from torch import Tensor
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
+from outrider.conf.schema import LaunchConfig, TargetConfig
 from outrider.launch import memory
 from outrider.launch.cli import main
-from outrider.launch.job_pool import bare, train_on
+from outrider.launch.processes import clean_environment, train_command
 from outrider.models import drafters
-from outrider.models.drafter import Drafter, Trace
-from outrider.models.load import bare_model
+from outrider.models.drafter import Drafter
+from outrider.models.interface import Trace
+from outrider.models.load import meta_model
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.settings import LaunchConfig, TargetConfig, parse
+from outrider.train.settings import parse
 from tests.families import small_model
 
 ROOT = Path(__file__).parent.parent
@@ -29,9 +31,9 @@ PUBLISHED = {  # parameters, as the models' cards count them
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
-def test_usual_targets_have_the_size_they_are_known_by(name: str) -> None:
-    model = bare_model(TargetConfig(), memory.MODELS[name])
-    assert memory.Sizes.of(model).whole == PUBLISHED[name]
+def test_common_targets_have_their_published_size(name: str) -> None:
+    model = meta_model(TargetConfig(), memory.MODELS[name])
+    assert memory.ParameterCounts.of(model).whole == PUBLISHED[name]
     assert next(model.parameters()).is_meta
 
 
@@ -46,15 +48,15 @@ def frozen() -> Target:
 
 
 def ready(name: str, frozen: Target, depths: int) -> tuple[Drafter, Trace]:
-    cfg = drafters.module(name).Config(name=name, depths=depths)
-    drafter = drafters.build(cfg, frozen, DraftVocab.whole(frozen.vocab)).train()
-    ids = torch.randint(frozen.vocab, (2, 48), generator=torch.Generator().manual_seed(0))
+    cfg = drafters.drafter_module(name).Config(name=name, depths=depths)
+    drafter = drafters.build(cfg, frozen, DraftVocab.identity(frozen.vocab_size)).train()
+    ids = torch.randint(frozen.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
     zeros, places = torch.zeros_like(ids), torch.arange(48).expand(2, -1)
     return drafter, frozen.trace(ids, zeros == 0, zeros, places)
 
 
 def waiting(name: str, frozen: Target, depths: int) -> tuple[float, float]:
-    """Numbers per row that autograd holds after the unroll; and those that are foreseen."""
+    """Numbers per row that autograd keeps after the unroll, measured and predicted."""
     drafter, trace = ready(name, frozen, depths)
     owned = {p.untyped_storage().data_ptr() for p in drafter.parameters()}
     owned |= {p.untyped_storage().data_ptr() for p in frozen.model.parameters()}
@@ -69,54 +71,58 @@ def waiting(name: str, frozen: Target, depths: int) -> tuple[float, float]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         waits += [guess.hidden for guess in drafter.unroll(trace)]
-    return sum(held.values()) / 4 / trace.ids.numel(), drafter.kept(depths)
+    return sum(held.values()) / 4 / trace.ids.numel(), drafter.activation_count(depths)
 
 
 @pytest.mark.parametrize("name", drafters.names())
-def test_what_an_unroll_keeps_is_foreseen(name: str, frozen: Target) -> None:
+def test_the_memory_of_an_unroll_is_predicted(name: str, frozen: Target) -> None:
     for depths in (1, 4):
         counted, foreseen = waiting(name, frozen, depths)
         assert foreseen == pytest.approx(counted, rel=0.1), depths
 
 
-def test_gradient_checkpointing_leaves_the_states_between_depths(frozen: Target) -> None:
+def test_gradient_checkpointing_keeps_the_states_between_depths(frozen: Target) -> None:
     """Its inputs are held by Python and not by autograd, so they are counted as objects."""
     drafter, trace = ready("eagle3", frozen, depths := 4)
-    drafter.recompute = True
+    drafter.gradient_checkpointing = True
     before = alive()
     guesses = list(drafter.unroll(trace))
     new = sum(size for place, size in alive().items() if place not in before)
     counted = new / 4 / trace.ids.numel() - len(guesses) * frozen.shape().hidden  # the guesses
-    foreseen = memory.waiting(drafter, frozen.shape(), depths, recompute=True)
-    one = drafter.kept(depths) / depths  # is only there in the backward pass
+    foreseen = memory.activations_per_row(drafter, frozen.shape(), depths, recompute=True)
+    one = drafter.activation_count(depths) / depths  # is only there in the backward pass
     assert foreseen - one == pytest.approx(counted, rel=0.1)
-    assert foreseen < 0.6 * drafter.kept(depths)
+    assert foreseen < 0.6 * drafter.activation_count(depths)
 
 
 def alive() -> dict[int, int]:
     gc.collect()
-    found = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 # ---- weights, gradients, moments -----------------------------------------------------------------
 
 
-def test_more_is_shared_from_stage_to_stage() -> None:
-    """Of a drafter that is large enough; ZeRO-3 leaves up to a billion weights put together."""
+def test_each_zero_stage_shards_more() -> None:
+    """For a drafter that is large enough; ZeRO-3 keeps up to a billion weights gathered."""
     order = [LaunchConfig(name, "bf16") for name in ("ddp", "zero1", "zero2", "zero3")]
     order += [LaunchConfig("zero3", "bf16", offload=what) for what in ("optimizer", "parameters")]
-    sizes = [memory.states(launch, 8, 10**10) for launch in order]
+    sizes = [memory.training_state_bytes(launch, 8, 10**10) for launch in order]
     assert sizes == sorted(set(sizes), reverse=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("launch", "precision"), [("zero2", "no"), ("zero3", "bf16")])
-def test_states_of_two_ranks_are_foreseen(launch: str, precision: str, tmp_path: Path) -> None:
-    """But for gradients, which are gone after a step, and the weights that ZeRO-3 puts together."""
-    command = [*train_on(2)[:-1], str(ROOT / "tests" / "held_states.py"), str(tmp_path / "run")]
-    env = {**bare(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def test_the_states_of_two_ranks_are_predicted(launch: str, precision: str, tmp_path: Path) -> None:
+    """Without gradients, freed after a step, and the weights that ZeRO-3 gathers."""
+    command = [
+        *train_command(2)[:-1],
+        str(ROOT / "tests" / "held_states.py"),
+        str(tmp_path / "run"),
+    ]
+    env = {**clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = [f"launch={launch}", f"launch.precision={precision}", "drafter=eagle3"]
     done = subprocess.run(
         [*command, *words], env=env, capture_output=True, text=True, timeout=280, check=False
@@ -125,14 +131,14 @@ def test_states_of_two_ranks_are_foreseen(launch: str, precision: str, tmp_path:
     held = float(re.findall(r"held ([\d.]+)", done.stdout)[-1])
     gradients = {"zero2": 2.0, "zero3": 1.0}[launch]  # bytes of each in their precision / ranks
     config = LaunchConfig(launch, precision)  # type: ignore[arg-type]
-    foreseen = memory.states(config, 2, 10**6) / 10**6
+    foreseen = memory.training_state_bytes(config, 2, 10**6) / 10**6
     assert held == pytest.approx(foreseen - gradients, rel=0.1)
 
 
 # ---- the verb ------------------------------------------------------------------------------------
 
 
-def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "memory",
         "drafter=eagle3",
@@ -141,9 +147,9 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         "memory.model=70b",
     ]
     assert main([*words, "data.max_length=2048", "train.batch_tokens=65536"]) == 0
-    said = capsys.readouterr().out
-    assert "70.55 billion" in said
-    verdicts = next(line for line in said.splitlines() if "fits" in line)
+    printed = capsys.readouterr().out
+    assert "70.55 billion" in printed
+    verdicts = next(line for line in printed.splitlines() if "fits" in line)
     assert verdicts.split("│")[2:-1] == [
         f" {word:>{width}} " for word, width in zip(
             ("no", "fits", "fits", "fits", "no", "fits", "fits"), (10, 6, 7, 5, 4, 4, 4),
@@ -152,14 +158,14 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_more_of_everything_takes_more(frozen: Target) -> None:
+def test_memory_grows_with_every_size(frozen: Target) -> None:
     def total(*words: str, ranks: int = 4) -> float:
         config = parse(compose(["drafter=eagle3", *words]))
-        target, drafter = memory.untrained(small_model("llama").to("meta"), config)
-        sizes = memory.Sizes.of(target.model)
-        found = memory.parts(config, sizes, target.shape(), drafter, ranks, 2**20)
-        assert set(found) == set(memory.PARTS)
-        return sum(found.values())
+        target, drafter = memory.meta_models(small_model("llama").to("meta"), config)
+        sizes = memory.ParameterCounts.of(target.model)
+        parts = memory.memory_by_part(config, sizes, target.shape(), drafter, ranks, 2**20)
+        assert set(parts) == set(memory.PARTS)
+        return sum(parts.values())
 
     usual = total()
     assert total("train.batch_tokens=8192") > usual

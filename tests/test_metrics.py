@@ -5,8 +5,15 @@ import math
 import pytest
 
 from outrider.eval import metrics
-from outrider.eval.metrics import METRICS, Record, bootstrap, middle, predict, summarise
-from outrider.models.decode.round_times import Clock
+from outrider.eval.metrics import (
+    METRICS,
+    Record,
+    bootstrap,
+    median_clock,
+    predicted_speedups,
+    summarise,
+)
+from outrider.models.decode.round_times import RoundTimes
 
 # Rounds of three drafted tokens: two prompts, times in quarters and eighths so that sums are exact.
 #   a: prefill 1 token, rounds emit 4 and 2                     7 tokens, 2 rounds, 1.5 s
@@ -20,9 +27,9 @@ A = Record(
     accepted=(3, 1),
     drafted=(3, 3),
     steps=6,
-    clock=Clock(prefill=0.5, draft=0.5, target=0.5, verify=0.125, commit=0.25, rounds=1.5),
+    clock=RoundTimes(prefill=0.5, draft=0.5, target=0.5, verify=0.125, commit=0.25, rounds=1.5),
     baseline_tokens=7,
-    baseline=Clock(prefill=0.25, rounds=3.0),
+    baseline=RoundTimes(prefill=0.25, rounds=3.0),
 )
 B = Record(
     id="b",
@@ -32,9 +39,9 @@ B = Record(
     accepted=(0, 1, 2),
     drafted=(3, 3, 3),
     steps=9,
-    clock=Clock(prefill=1.0, draft=0.25, target=1.0, verify=0.0, commit=0.25, rounds=1.5),
+    clock=RoundTimes(prefill=1.0, draft=0.25, target=1.0, verify=0.0, commit=0.25, rounds=1.5),
     baseline_tokens=6,
-    baseline=Clock(prefill=0.75, rounds=2.0),
+    baseline=RoundTimes(prefill=0.75, rounds=2.0),
 )
 
 
@@ -125,11 +132,13 @@ def test_without_a_baseline_there_is_no_speedup_and_no_theory() -> None:
     assert total.speedup_median is None
     assert total.baseline_tokens_per_second is None
     assert total.ms["baseline"] is None
-    assert predict(total, 3, chain=True) is None
+    assert predicted_speedups(total, 3, chain=True) is None
 
 
 def test_an_answer_of_one_token_has_no_round_and_no_tau() -> None:
-    one = Record("c", "c", "story", 1, (), (), 0, Clock(prefill=0.5), 1, Clock(prefill=0.5))
+    one = Record(
+        "c", "c", "story", 1, (), (), 0, RoundTimes(prefill=0.5), 1, RoundTimes(prefill=0.5)
+    )
     total = summarise([one], depth=3)
     assert (total.prompts, total.tokens, total.rounds) == (1, 1, 0)
     assert total.tau is None
@@ -139,10 +148,12 @@ def test_an_answer_of_one_token_has_no_round_and_no_tau() -> None:
 
 
 def test_the_middle_of_three_is_one_of_them_and_of_two_their_mean() -> None:
-    slow, quick, usual = (Clock(draft=d, rounds=r) for d, r in ((1.0, 9.0), (5.0, 2.0), (2.0, 4.0)))
-    assert middle([slow, quick, usual]) == usual
-    assert middle([quick, usual]) == Clock(draft=3.5, rounds=3.0)
-    assert middle([slow]) == slow
+    slow, quick, usual = (
+        RoundTimes(draft=d, rounds=r) for d, r in ((1.0, 9.0), (5.0, 2.0), (2.0, 4.0))
+    )
+    assert median_clock([slow, quick, usual]) == usual
+    assert median_clock([quick, usual]) == RoundTimes(draft=3.5, rounds=3.0)
+    assert median_clock([slow]) == slow
 
 
 def test_the_interval_holds_the_estimate() -> None:
@@ -156,18 +167,15 @@ def test_the_interval_holds_the_estimate() -> None:
 
 
 def test_the_interval_depends_on_the_seed_alone() -> None:
-    records = [Record(**{**vars(A), "dialogue": str(i)}) for i in range(20)]
     first, again, other = (
-        bootstrap(records, lambda r: (7 ** int(r.dialogue) % 101, 1), seed=seed)
-        for seed in (1, 1, 2)
+        bootstrap([(7**i % 101, 1) for i in range(20)], range(20), seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
 def test_the_interval_covers_as_a_normal_one_does() -> None:
     """Mean of 200 values of which half are 1: standard error 0.5 / sqrt(200)."""
-    records = [Record(**{**vars(A), "dialogue": str(i)}) for i in range(200)]
-    interval = bootstrap(records, lambda r: (int(r.dialogue) % 2, 1), seed=0)
+    interval = bootstrap([(i % 2, 1) for i in range(200)], range(200), seed=0)
     assert interval is not None
     half = 1.96 * 0.5 / math.sqrt(200)
     assert interval[0] == pytest.approx(0.5 - half, abs=0.012)
@@ -183,14 +191,14 @@ def test_turns_of_one_dialogue_are_drawn_together() -> None:
 
 def test_theory_from_times_restates_the_measured_speedup() -> None:
     total = summarise([A, B], depth=3)
-    theory = predict(total, 3, chain=True)
+    theory = predicted_speedups(total, 3, chain=True)
     assert theory is not None
     assert theory["from_times"] == pytest.approx(total.speedup)
 
 
-def test_theory_says_what_overhead_and_verification_cost() -> None:
+def test_theory_quantifies_overhead_and_verification() -> None:
     """Per round 150 draft + 300 target + 150 rest; a plain step takes 5000/11, tau is 11/5."""
-    theory = predict(summarise([A, B], depth=3), 3, chain=True)
+    theory = predicted_speedups(summarise([A, B], depth=3), 3, chain=True)
     assert theory is not None
     gain = 11 / 5 * 5000 / 11  # 1000 ms of plain decoding per round
     assert theory["no_overhead"] == pytest.approx(gain / 450)
@@ -201,9 +209,9 @@ def test_theory_says_what_overhead_and_verification_cost() -> None:
 
 def test_the_best_chain_length_is_zero_where_nothing_is_accepted() -> None:
     wrong = Record(**{**vars(A), "accepted": (0,) * 6, "drafted": (3,) * 6})
-    hopeless = predict(summarise([wrong], depth=3), 3, chain=True)
+    hopeless = predicted_speedups(summarise([wrong], depth=3), 3, chain=True)
     perfect = Record(**{**vars(A), "tokens": 9, "accepted": (3, 3)})
-    hopeful = predict(summarise([perfect], depth=3), 3, chain=True)
+    hopeful = predicted_speedups(summarise([perfect], depth=3), 3, chain=True)
     assert hopeless is not None
     assert hopeful is not None
     assert hopeless["best_gamma"] == 0
@@ -211,7 +219,7 @@ def test_the_best_chain_length_is_zero_where_nothing_is_accepted() -> None:
 
 
 def test_formulas_for_chains_are_not_applied_to_trees() -> None:
-    theory = predict(summarise([A, B], depth=3), 3, chain=False)
+    theory = predicted_speedups(summarise([A, B], depth=3), 3, chain=False)
     assert theory is not None
     assert theory["iid"] is None
     assert theory["best_gamma"] is None

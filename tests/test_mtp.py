@@ -1,4 +1,4 @@
-"""What is special to MTP; what every drafter owes is in test_drafter_contract.py."""
+"""Tests specific to MTP; the common contract is in test_drafter_contract.py."""
 
 import copy
 import dataclasses
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.drafter import Trace
 from outrider.models.drafters.mtp import Config, Mtp
-from outrider.models.mtp_modules import Memory
+from outrider.models.interface import Trace
+from outrider.models.mtp_modules import MtpChainState
 from outrider.models.target import Target
 from outrider.train.losses import parse_depth_weights
-from outrider.train.metric_sums import Sums
+from outrider.train.metric_sums import MetricSums
 from outrider.train.objective import Objective
 from tests import tiny
 
@@ -94,7 +94,7 @@ def test_a_chain_has_a_module_per_depth_and_a_loop_has_one(
     target: Target, mode: str, stages: int, reach: int
 ) -> None:
     drafter = built(target, mode=mode, depths=4)
-    assert (len(drafter.stages), drafter.reach) == (stages, reach)
+    assert (len(drafter.stages), drafter.max_depth) == (stages, reach)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_chain_has_a_module_per_depth_and_a_loop_has_one(
         {"warm_start": "models/some"},  # without init=target
     ],
 )
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Config(**wrong)
 
@@ -211,12 +211,12 @@ def test_the_unroll_equals_loops_over_modules_and_rows(
     target: Target, variant: dict[str, Any], attention: str
 ) -> None:
     drafter = built(target, attention=attention, **variant)
-    trace, compared = tiny.packed(target), 0
+    trace, compared = tiny.packed_trace(target), 0
     for depth, hidden in drafter.unroll(trace):
-        for row, start, stop in tiny.documents(trace):
+        for row, start, stop in tiny.document_spans(trace):
             literal = Literal(drafter, trace, row, start)
             for t in range(start, min(stop, start + 8)):  # loops of loops: eight rows are enough
-                if trace.counts(depth)[row, t]:
+                if trace.supervised_mask(depth)[row, t]:
                     expected = literal.state(t, depth)
                     torch.testing.assert_close(hidden[row, t], expected, atol=1e-4, rtol=1e-4)
                     compared += 1
@@ -229,7 +229,7 @@ def test_fast_and_reference_attention_give_equal_gradients(target: Target, mode:
     for attention in ("fast", "reference"):
         drafter = built(target, mode=mode, attention=attention)
         objective = Objective(drafter, target, weights=[0.1] * 3)
-        objective(tiny.packed(target), torch.ones(3))[0].backward()
+        objective(tiny.packed_trace(target), torch.ones(3))[0].backward()
         grads.append({name: p.grad for name, p in drafter.named_parameters()})
     for name, fast in grads[0].items():
         torch.testing.assert_close(fast, grads[1][name], atol=1e-4, rtol=1e-4, msg=name)
@@ -255,18 +255,18 @@ def changes(drafter: Mtp, before: Trace, after: list[Trace], depth: int) -> list
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @torch.no_grad()
-def test_module_k_sees_k_tokens_beyond_the_row_and_no_state_beyond_it(
+def test_module_k_reads_k_tokens_after_the_row_and_no_later_state(
     target: Target, depth: int
 ) -> None:
     drafter, trace = built(target), text(target)
-    tokens = [tiny.rewritten(trace, 0, j, [(int(trace.ids[0, j]) + 7) % 61]) for j in range(8)]
-    states = [tiny.restated(trace, 0, j, j + 1) for j in range(8)]
+    tokens = [tiny.with_tokens(trace, 0, j, [(int(trace.ids[0, j]) + 7) % 61]) for j in range(8)]
+    states = [tiny.with_other_states(trace, 0, j, j + 1) for j in range(8)]
     assert changes(drafter, trace, tokens, depth) == FELT[depth]
     assert changes(drafter, trace, states, depth) == FELT_STATES
 
 
 @torch.no_grad()
-def test_feed_changes_the_deeper_guesses_and_order_changes_all(target: Target) -> None:
+def test_feed_changes_deeper_guesses_and_order_changes_all(target: Target) -> None:
     """The same weights under other settings."""
     trace = text(target)
     plain = unrolled(built(target), trace)
@@ -281,7 +281,7 @@ def test_feed_changes_the_deeper_guesses_and_order_changes_all(target: Target) -
 
 
 @torch.no_grad()
-def test_the_order_is_nothing_but_the_halves_of_the_joint(target: Target) -> None:
+def test_order_swaps_the_halves_of_the_projection_input(target: Target) -> None:
     drafter, other = built(target), built(target, order="state_first")
     weights = drafter.state_dict()
     for name in weights:
@@ -304,7 +304,7 @@ def test_every_variant_decodes_what_it_was_trained_on(
     drafter, trace, memory = built(target, **variant), text(target), None
     trained = unrolled(drafter, trace)
     for t in range(12 - len(trained) - 1):
-        memory = drafter.absorb(memory, tiny.verified(trace, 0, t, t + 1))
+        memory = drafter.absorb(memory, tiny.verified_rows(trace, 0, t, t + 1))
         tokens = trace.ids[0, t + 1 : t + 1 + len(trained)].tolist()
         for depth, logits in enumerate(stepped(drafter, memory, tokens)):
             torch.testing.assert_close(logits, trained[depth][0, t], atol=1e-4, rtol=1e-4)
@@ -314,7 +314,7 @@ def test_every_variant_decodes_what_it_was_trained_on(
 @torch.no_grad()
 def test_module_k_keeps_k_minus_1_rows_fewer_than_there_are(target: Target, rows: int) -> None:
     drafter = built(target)
-    memory = drafter.absorb(None, tiny.verified(text(target), 0, 0, rows))
+    memory = drafter.absorb(None, tiny.verified_rows(text(target), 0, 0, rows))
     expected = [max(0, rows - k + 1) for k in (1, 2, 3)]
     assert [len(keys) for keys in memory.keys] == expected
     _, branch = drafter.step(memory, 2, torch.tensor([4]), ONLY)
@@ -325,20 +325,20 @@ def test_module_k_keeps_k_minus_1_rows_fewer_than_there_are(target: Target, rows
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
 @pytest.mark.parametrize("onto", ["root", "branch"])
 @torch.no_grad()
-def test_after_partial_acceptance_the_memory_is_that_of_the_text(
+def test_after_partial_acceptance_the_state_is_that_of_the_text(
     target: Target, accepted: int, onto: str
 ) -> None:
     """Eight rows, three drafts of which the first `accepted` are right, and the round's verdict."""
     drafter, trace = built(target, depths=4), text(target, 14)
-    memory = drafter.absorb(None, tiny.verified(trace, 0, 0, 8))
+    memory = drafter.absorb(None, tiny.verified_rows(trace, 0, 0, 8))
     right = trace.ids[0, 9:12].tolist()
     drafts = right[:accepted] + [(token + 7) % 61 for token in right[accepted:]]
     branch = memory
     for depth, token in enumerate([int(trace.ids[0, 8]), *drafts], start=1):
         _, branch = drafter.step(branch, depth, torch.tensor([token]), ONLY)
-    verdict = tiny.verified(trace, 0, 8, 9 + accepted)
+    verdict = tiny.verified_rows(trace, 0, 8, 9 + accepted)
     after = drafter.absorb(memory if onto == "root" else branch, verdict)
-    fresh = drafter.absorb(None, tiny.verified(trace, 0, 0, 9 + accepted))
+    fresh = drafter.absorb(None, tiny.verified_rows(trace, 0, 0, 9 + accepted))
     tokens = [int(trace.ids[0, 9 + accepted]), 20, 30, 40]
     found, expected = stepped(drafter, after, tokens), stepped(drafter, fresh, tokens)
     for a, b in zip(found, expected, strict=True):
@@ -346,30 +346,30 @@ def test_after_partial_acceptance_the_memory_is_that_of_the_text(
 
 
 @torch.no_grad()
-def test_rejected_drafts_left_in_the_memory_would_be_felt(target: Target) -> None:
+def test_rejected_drafts_left_in_the_state_would_change_logits(target: Target) -> None:
     """The control of the test above: rows 6 and 7 absorbed with drafted tokens behind them."""
     drafter, trace = built(target), text(target)
-    wrong = tiny.rewritten(trace, 0, 8, [(int(trace.ids[0, 8]) + 7) % 61])
-    fresh = drafter.absorb(None, tiny.verified(trace, 0, 0, 9))
-    memory = drafter.absorb(None, tiny.verified(wrong, 0, 0, 8))
-    stale = drafter.absorb(memory, tiny.verified(trace, 0, 8, 9))
+    wrong = tiny.with_tokens(trace, 0, 8, [(int(trace.ids[0, 8]) + 7) % 61])
+    fresh = drafter.absorb(None, tiny.verified_rows(trace, 0, 0, 9))
+    memory = drafter.absorb(None, tiny.verified_rows(wrong, 0, 0, 8))
+    stale = drafter.absorb(memory, tiny.verified_rows(trace, 0, 8, 9))
     tokens = trace.ids[0, 9:12].tolist()
     pairs = zip(stepped(drafter, stale, tokens), stepped(drafter, fresh, tokens), strict=True)
     assert not any(torch.allclose(a, b, atol=1e-4) for a, b in pairs)
 
 
 @torch.no_grad()
-def test_memory_is_never_mutated(target: Target) -> None:
+def test_a_state_is_never_mutated(target: Target) -> None:
     drafter, trace = built(target), text(target)
-    memory = drafter.absorb(None, tiny.verified(trace, 0, 0, 6))
+    memory = drafter.absorb(None, tiny.verified_rows(trace, 0, 0, 6))
     wider = drafter.step(memory, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))[1]
     kept = [copy.deepcopy(memory), copy.deepcopy(wider)]
     drafter.step(memory, 1, torch.tensor([3]), ONLY)
     drafter.step(memory, 2, torch.tensor([7]), ONLY)
     drafter.step(wider, 3, torch.tensor([5, 6, 8]), torch.tensor([1, 0, 1]))
-    drafter.absorb(memory, tiny.verified(trace, 0, 6, 9))
+    drafter.absorb(memory, tiny.verified_rows(trace, 0, 6, 9))
     for now, before in zip((memory, wider), kept, strict=True):
-        for field in dataclasses.fields(Memory):
+        for field in dataclasses.fields(MtpChainState):
             torch.testing.assert_close(getattr(now, field.name), getattr(before, field.name))
 
 
@@ -383,7 +383,7 @@ def test_the_default_weights_and_hard_labels_are_the_formula_of_deepseek(target:
     weights = parse_depth_weights(Config().depth_weights, 3)
     assert weights == pytest.approx([0.1, 0.1, 0.1])
     trace = text(target)
-    divide = torch.tensor([float(trace.counts(d).sum()) for d in (1, 2, 3)])
+    divide = torch.tensor([float(trace.supervised_mask(d).sum()) for d in (1, 2, 3)])
     loss, _ = Objective(drafter, target, weights=weights, loss=["ce"])(trace, divide)
     expected = torch.zeros(())
     for k, guess in enumerate(drafter.unroll(trace), start=1):
@@ -400,10 +400,10 @@ def test_the_default_weights_and_hard_labels_are_the_formula_of_deepseek(target:
 def first_losses(target: Target, **settings: Any) -> Tensor:
     """Nats per row at every depth, of text that was not fitted to."""
     drafter = tiny.drafter("mtp", target, **settings)
-    drafter.initialise(target, iter(tiny.packed(target, seed=seed) for seed in range(1, 60)))
+    drafter.initialise(target, iter(tiny.packed_trace(target, seed=seed) for seed in range(1, 60)))
     judge = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
     with torch.no_grad():
-        sums: Sums = judge(tiny.packed(target, seed=0), torch.ones(tiny.DEPTHS))[1]
+        sums: MetricSums = judge(tiny.packed_trace(target, seed=0), torch.ones(tiny.DEPTHS))[1]
     return sums.loss / sums.rows
 
 
@@ -420,11 +420,11 @@ def test_the_first_module_starts_as_the_ridge_regression_of_the_next_state(targe
     """Solved here from the normal equations of the rows that count; layers add nothing yet."""
     drafter = tiny.drafter("mtp", target, init="linear")
     assert isinstance(drafter, Mtp)
-    traces = [tiny.packed(target, seed=seed) for seed in range(20)]
+    traces = [tiny.packed_trace(target, seed=seed) for seed in range(20)]
     drafter.initialise(target, traces)
     known, wanted = [], []
     for trace in traces:
-        for row, t in trace.counts(1).nonzero().tolist():
+        for row, t in trace.supervised_mask(1).nonzero().tolist():
             halves = [target.embed(trace.ids[row, t + 1]), trace.last[row, t]]
             units = [x / (x.square().mean() + target.shape().eps).sqrt() for x in halves]
             known.append(torch.cat(units))
@@ -440,7 +440,7 @@ def test_the_first_module_starts_as_the_ridge_regression_of_the_next_state(targe
     torch.testing.assert_close(ratio, ratio[:1].expand(H), atol=1e-4, rtol=1e-4)
     trace = traces[0]
     hidden = next(iter(drafter.unroll(trace))).hidden
-    row, t = trace.counts(1).nonzero()[0].tolist()
+    row, t = trace.supervised_mask(1).nonzero()[0].tolist()
     fitted = (x[0] @ weight.T).float()
     expected = fitted / fitted.square().mean().sqrt() * norm
     torch.testing.assert_close(hidden[row, t], expected, atol=1e-3, rtol=1e-3)
@@ -448,7 +448,7 @@ def test_the_first_module_starts_as_the_ridge_regression_of_the_next_state(targe
 
 def test_a_text_without_answers_leaves_random_weights(target: Target) -> None:
     drafter = tiny.drafter("mtp", target, init="linear")
-    trace = tiny.packed(target)
+    trace = tiny.packed_trace(target)
     silent = dataclasses.replace(trace, answer=torch.zeros_like(trace.answer))
     before = copy.deepcopy(drafter.state_dict())
     assert "no answer" in drafter.initialise(target, [silent])

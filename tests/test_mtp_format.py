@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.models.drafters.mtp import Mtp
-from outrider.models.formats import mtp_target as mtp
+from outrider.models.formats import mtp_target
 from outrider.models.target import Target
 from tests import tiny
 
@@ -156,7 +156,7 @@ def checked(target: Target, drafter: Mtp, modules: list[Module]) -> None:
     wanted = list(expected(target, modules, ids[0], trace.last[0]))
     assert len(found) == len(wanted)
     for logits, want in zip(found, wanted, strict=True):
-        want = want if drafter.vocab.full else want[:, drafter.vocab.kept]
+        want = want if drafter.vocab.is_full else want[:, drafter.vocab.target_ids]
         torch.testing.assert_close(logits[: len(want)], want, atol=1e-4, rtol=1e-4)
 
 
@@ -220,7 +220,7 @@ def test_the_first_key_that_cannot_be_read_is_named(tmp_path: Path, key: str) ->
     for prefix, tensors in (("model.layers.4.", deepseek(1)), ("mtp.layers.0.", qwen())):
         folder = stored(tmp_path, {**tensors, prefix + key: torch.ones(2)})
         with pytest.raises(RunError, match=re.escape(prefix + key)):
-            mtp.read(folder, LAYERS)
+            mtp_target.read_modules(folder, LAYERS)
 
 
 @pytest.mark.parametrize("prefix", ["model.layers.4.", "mtp."])
@@ -229,25 +229,25 @@ def test_a_missing_weight_is_named(tmp_path: Path, prefix: str) -> None:
     name = "mlp.up_proj.weight" if prefix != "mtp." else "layers.0.mlp.up_proj.weight"
     del tensors[prefix + name]
     with pytest.raises(RunError, match=f"lacks {re.escape(name)}"):
-        mtp.read(stored(tmp_path, tensors), LAYERS)
+        mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
 def test_one_of_two_head_norms_is_not_enough(tmp_path: Path) -> None:
     tensors = deepseek(1, qk=True)
     del tensors["model.layers.4.self_attn.k_norm.weight"]
     with pytest.raises(RunError, match=r"lacks self_attn\.k_norm\.weight"):
-        mtp.read(stored(tmp_path, tensors), LAYERS)
+        mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
 def test_a_gap_between_modules_is_refused(tmp_path: Path) -> None:
     tensors = {k: v for k, v in deepseek(3).items() if not k.startswith("model.layers.5.")}
     with pytest.raises(RunError, match="gaps"):
-        mtp.read(stored(tmp_path, tensors), LAYERS)
+        mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
 def test_a_folder_without_modules_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no MTP modules"):
-        mtp.read(stored(tmp_path, body()), LAYERS)
+        mtp_target.read_modules(stored(tmp_path, body()), LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_a_folder_without_modules_is_refused(tmp_path: Path) -> None:
     [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.25}}],
 )
 def test_heads_that_are_turned_in_part_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
-    with pytest.raises(RunError, match="in part"):
-        mtp.read(stored(tmp_path, deepseek(1), **config), LAYERS)
+    with pytest.raises(RunError, match="rotary embedding is partial"):
+        mtp_target.read_modules(stored(tmp_path, deepseek(1), **config), LAYERS)
 
 
 def test_gated_queries_of_twice_the_width_are_refused(target: Target, tmp_path: Path) -> None:
@@ -279,11 +279,11 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     folder = stored(tmp_path, deepseek(1), shards=2)
     (folder / "model-0.safetensors").write_bytes(b"torn")
     with pytest.raises(RunError, match=r"model-0\.safetensors cannot be read"):
-        mtp.read(folder, LAYERS)
+        mtp_target.read_modules(folder, LAYERS)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"mtp.fc.weight": "../elsewhere.safetensors"}}))
-    with pytest.raises(RunError, match="which file beside it"):
-        mtp.read(folder, LAYERS)
+    with pytest.raises(RunError, match="does not map weights to files"):
+        mtp_target.read_modules(folder, LAYERS)
     index.unlink()
     with pytest.raises(RunError, match="neither"):
-        mtp.read(folder, LAYERS)
+        mtp_target.read_modules(folder, LAYERS)

@@ -50,12 +50,12 @@ def test_the_loaded_drafter_says_the_same(folder: Path, drafter: Drafter, target
     torch.manual_seed(99)
     loaded, cfg = native.load(folder, target)
     assert cfg == tiny.config("eagle3", taps=drafter.taps)
-    assert torch.equal(loaded.vocab.kept, drafter.vocab.kept)
-    trace = tiny.packed(target)
+    assert torch.equal(loaded.vocab.target_ids, drafter.vocab.target_ids)
+    trace = tiny.packed_trace(target)
     for mine, theirs in zip(drafter.unroll(trace), loaded.unroll(trace), strict=True):
         assert torch.equal(drafter.head(mine.hidden), loaded.head(theirs.hidden))
     for one in (drafter, loaded):
-        state = one.absorb(None, tiny.verified(trace, 1, 0, 6))
+        state = one.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
         logits, _ = one.step(state, 1, torch.tensor([3]), torch.tensor([0]))
         if one is drafter:
             expected = logits
@@ -126,7 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "cannot be read"),
     "half a config": (cut_config, "cannot be read"),
     "no folder": (lambda f: f.rename(f.with_name("elsewhere")), "cannot be read"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "json object"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "JSON object"),
     "other format": (lambda f: edit(f, lambda c: c.update(format="v9")), "not a drafter of this"),
     "no format": (lambda f: edit(f, lambda c: c.pop("format")), "not a drafter of this"),
     "unknown field": (lambda f: edit(f, lambda c: c["drafter"].update(turbo=1)), "turbo"),

@@ -19,21 +19,20 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.conf import errors
-from outrider.conf.errors import NoRoom, RunError, exit_on_error
+from outrider.conf.errors import DiskFull, RunError, exit_on_error
 from outrider.conf.files import append, copy_folder, write
 from outrider.data import generate
-from outrider.data.prepare import Material
-from outrider.data.record.folder import Folder
-from outrider.data.record.writer import record
-from outrider.data.traces import Store
-from outrider.eval.report import publish
+from outrider.data.generated_store import GeneratedStore
+from outrider.data.prepare import record
+from outrider.data.record.folder import RecordingFolder
+from outrider.data.training_data import TrainingData
+from outrider.eval.report_tables import show_and_save
 from outrider.launch import cli
-from outrider.models.load import Loaded
-from outrider.train import best_drafter as best
-from outrider.train import checkpoint, loop
-from outrider.train.metrics_log import Tracker
-from outrider.train.trainer import Run
-from tests.runs import QUIET, SMALL, config, own_text
+from outrider.models.load import LoadedTarget
+from outrider.train import best_drafter, checkpoint, loop
+from outrider.train.metrics_log import MetricsLog
+from outrider.train.trainer import Trainer
+from tests.runs import QUIET, SMALL, config, generated_text
 
 
 class Disk:
@@ -78,7 +77,7 @@ def refused(capfd: pytest.CaptureFixture[str], action: Callable[[], Any]) -> str
     assert "Traceback" not in said.out + said.err
     assert "No space left on device" in said.err
     assert "free there" in said.err
-    assert errors.FULL in said.err
+    assert errors.FREE_SPACE in said.err
     return said.err
 
 
@@ -86,7 +85,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
     write(disk.place / "file", b"old")
     disk.fill(leave=8192)
     why = r"file \(1.0 MB\) could not be written: No space left.*; [\d.]+ (kB|bytes) are free there"
-    with pytest.raises(NoRoom, match=why):
+    with pytest.raises(DiskFull, match=why):
         write(disk.place / "file", b"x" * 10**6)
     assert (disk.place / "file").read_bytes() == b"old"
     assert names(disk.place) == {"file", "filler"}
@@ -95,7 +94,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
 def test_a_line_that_does_not_fit(disk: Disk) -> None:
     append(disk.place / "log", "first\n")
     disk.fill()
-    with pytest.raises(NoRoom, match=r"log \(1.0 MB\) could not be written: No space left"):
+    with pytest.raises(DiskFull, match=r"log \(1.0 MB\) could not be written: No space left"):
         append(disk.place / "log", "x" * 10**6)
     assert (disk.place / "log").read_text().startswith("first\n")
 
@@ -105,17 +104,17 @@ def test_a_folder_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
     write(disk.place / "new" / "a", b"small")
     write(disk.place / "new" / "b", b"x" * 10**6)
     disk.fill(leave=10**5)
-    with pytest.raises(NoRoom, match=r"/b \(1.0 MB\)"):
+    with pytest.raises(DiskFull, match=r"/b \(1.0 MB\)"):
         copy_folder(disk.place / "new", disk.place / "final")
     assert names(disk.place) == {"final", "new", "filler"}
     assert names(disk.place / "final") == {"a"}
 
 
 def test_a_checkpoint_that_does_not_fit_gives_its_room_back(disk: Disk) -> None:
-    keep = checkpoint.Keep(1)
+    keep = checkpoint.RetentionPolicy(1)
     checkpoint.save(disk.place, {"a": torch.zeros(1000)}, checkpoint.Progress(step=1), keep)
     disk.fill(leave=8192)
-    with pytest.raises(NoRoom, match=r"state.safetensors \(4.0 MB\)"):
+    with pytest.raises(DiskFull, match=r"state.safetensors \(4.0 MB\)"):
         checkpoint.save(disk.place, {"a": torch.zeros(10**6)}, checkpoint.Progress(step=2), keep)
     assert names(disk.place) == {"step-00000001", "filler"}
 
@@ -142,35 +141,37 @@ def longer(log: Callable[..., None]) -> Callable[..., None]:
     return lambda run, step, kind, values: log(run, step, kind, {**values, "x" * 5000: 0.0})
 
 
-def better(held_out: Callable[[Run], dict[str, float]]) -> Callable[[Run], dict[str, float]]:
+def better(
+    held_out: Callable[[Trainer], dict[str, float]],
+) -> Callable[[Trainer], dict[str, float]]:
     """Every evaluation is the best one so far."""
     return lambda run: {**held_out(run), "accept_length": 1.0 + run.progress.step}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "when", "file"), [
-    (Run, "save", 2, "state.safetensors"), (best, "publish", 1, "/.drafter.new/"),
-    (Tracker, "log", 5, "metrics.jsonl"), (best, "keep", 2, "/best/step-00000003/"),
+    (Trainer, "save", 2, "state.safetensors"), (best_drafter, "publish", 1, "/.drafter.new/"),
+    (MetricsLog, "log", 5, "metrics.jsonl"), (best_drafter, "keep", 2, "/best/step-00000003/"),
 ])  # fmt: skip
 def test_a_run_without_room_continues_bit_equal(
-    loaded: Loaded, made: Material, tmp_path: Path, disk: Disk,
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, disk: Disk,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     owner: object, name: str, when: int, file: str,
 ) -> None:  # fmt: skip
     """Whatever was being written: it is named, what was there is whole, the same run goes on."""
-    monkeypatch.setattr(Tracker, "log", longer(Tracker.log))
-    monkeypatch.setattr(Run, "held_out", better(Run.held_out))
+    monkeypatch.setattr(MetricsLog, "log", longer(MetricsLog.log))
+    monkeypatch.setattr(Trainer, "evaluate", better(Trainer.evaluate))
     loop.fit(config(tmp_path / "whole"), loaded, made, QUIET)
     run = disk.place / "run"
 
-    def full(where: Run | Tracker) -> None:
-        if isinstance(where, Run):
-            where.behind.wait()  # nothing else is being written
+    def full(where: Trainer | MetricsLog) -> None:
+        if isinstance(where, Trainer):
+            where.writer.wait()  # nothing else is being written
         disk.fill()
 
     with before(owner, name, when, full):
         assert file in refused(capfd, lambda: loop.fit(config(run), loaded, made, QUIET))
-    assert checkpoint.found(run / "checkpoints")
+    assert checkpoint.list_checkpoints(run / "checkpoints")
     assert not [f for f in (run / "checkpoints").iterdir() if f.name.startswith(".")]
     disk.empty()
     loop.fit(config(run), loaded, made, QUIET)
@@ -190,7 +191,7 @@ def losses(run: Path) -> list[tuple[int, str, float | None]]:
     return [(line["step"], line["kind"], line.get("loss@1")) for line in lines]
 
 
-@pytest.mark.parametrize("name", ["add", "_write"])
+@pytest.mark.parametrize("name", ["add", "_write_manifest"])
 def test_a_preparation_without_room_continues_byte_for_byte(
     disk: Disk, tmp_path: Path, capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, name: str,
@@ -205,15 +206,15 @@ def test_a_preparation_without_room_continues_byte_for_byte(
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     assert cli.main(words) == 0
     monkeypatch.setenv("OUTRIDER_CACHE", str(disk.place))
-    with before(Store, name, 3, lambda _: disk.fill()):
+    with before(GeneratedStore, name, 3, lambda _: disk.fill()):
         said = refused(capfd, lambda: cli.main(words))
-    assert ("manifest.json (" if name == "_write" else "shard-000000") in said
+    assert ("manifest.json (" if name == "_write_manifest" else "shard-000000") in said
     (folder,) = (disk.place / "self").iterdir()
     assert len(json.loads((folder / "manifest.json").read_text())["shards"]) == 2
     assert not list(folder.glob(".*.tmp"))
     disk.empty()
     assert cli.main(words) == 0
-    assert own_text(disk.place) == own_text(tmp_path)
+    assert generated_text(disk.place) == generated_text(tmp_path)
 
 
 @pytest.mark.slow
@@ -230,11 +231,11 @@ def test_a_report_without_room_is_made_by_the_same_command(
 
     def full(*words: Any, **named: Any) -> None:
         disk.fill()
-        publish(*words, **named)
+        show_and_save(*words, **named)
 
-    monkeypatch.setattr("outrider.eval.run.publish", full)
+    monkeypatch.setattr("outrider.eval.run.show_and_save", full)
     assert "/eval/eval.outputs.jsonl" in refused(capfd, lambda: cli.main(words))
-    monkeypatch.setattr("outrider.eval.run.publish", publish)
+    monkeypatch.setattr("outrider.eval.run.show_and_save", show_and_save)
     trained = weights(run)
     disk.empty()
     assert cli.main(words) == 0
@@ -248,7 +249,7 @@ def test_a_file_that_may_grow_no_further_leaves_the_old_one(tmp_path: Path) -> N
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(NoRoom, match=r"file \(1.0 MB\) could not be written: File too large"):
+        with pytest.raises(DiskFull, match=r"file \(1.0 MB\) could not be written: File too large"):
             write(tmp_path / "file", b"x" * 10**6)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -263,7 +264,7 @@ class Full(io.StringIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("number", errors.NO_ROOM)
+@pytest.mark.parametrize("number", errors.DISK_FULL_ERRNOS)
 def test_every_way_of_having_no_room_ends_alike(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,35 +281,35 @@ def test_other_errors_of_files_are_bugs() -> None:
 
 
 def test_a_recording_on_a_full_disk_goes_on_when_there_is_room(
-    disk: Disk, loaded: Loaded, capfd: pytest.CaptureFixture[str]
+    disk: Disk, loaded: LoadedTarget, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What was written is whole and stays; the same command writes the rest."""
     folder = disk.place / "traces"
     asked = config(disk.place / "run", f"data.traces={folder}", "record.shard=500")
     size = 0
 
-    def fill_behind_some(self: Folder, shard: int, *rest: Any) -> int:
+    def fill_behind_some(self: RecordingFolder, shard: int, *rest: Any) -> None:
         nonlocal size
         if shard == 3:
             disk.fill(leave=size // 2)
-        size = add(self, shard, *rest)
-        return size
+        write_shard(self, shard, *rest)
+        size = self.shard_file(shard).stat().st_size
 
-    add = Folder.add
+    write_shard = RecordingFolder.write_shard
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Folder, "add", fill_behind_some)
+        patch.setattr(RecordingFolder, "write_shard", fill_behind_some)
         said = refused(capfd, lambda: record(asked))
     assert "shard-00003.safetensors" in said
-    before = Folder(folder)
-    assert before.missing() == list(range(3, len(before.counts)))
+    before = RecordingFolder(folder)
+    assert before.missing_shards() == list(range(3, len(before.shard_documents)))
     for shard in range(3):
-        before.check(shard)
+        before.verify_shard(shard)
     disk.empty()
     assert record(asked) == 0
-    assert Folder(folder).missing() == []
+    assert RecordingFolder(folder).missing_shards() == []
 
 
-def test_a_recording_larger_than_the_disk_is_not_begun(disk: Disk, loaded: Loaded) -> None:
+def test_a_recording_larger_than_the_disk_is_not_begun(disk: Disk, loaded: LoadedTarget) -> None:
     folder = disk.place / "traces"
     disk.fill(leave=2**20)
     asked = config(disk.place / "run", f"data.traces={folder}")

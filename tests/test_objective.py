@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.drafter import Drafter, Guess, Trace
+from outrider.models.drafter import Drafter
+from outrider.models.interface import Guess, Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train import objective as module
-from outrider.train.metric_sums import Sums
+from outrider.train import teacher as module
+from outrider.train.metric_sums import MetricSums
 from outrider.train.objective import Objective
 from tests import tiny
-from tests.tiny import Given
+from tests.tiny import FixedDrafter
 
 WEIGHTS = [1.0, 0.8, 0.64]
 PATHS = ["fused", "kept", "plain"]
@@ -31,7 +32,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def trace(target: Target) -> Trace:
     tiny.drafter("eagle3", target)
-    return tiny.packed(target)
+    return tiny.packed_trace(target)
 
 
 def mirror() -> Target:
@@ -54,7 +55,7 @@ def one_row(last: list[list[float]], answer: list[int], document: list[int] | No
 
 def run(
     drafter: Drafter, target: Target, trace: Trace, divide: Tensor | None = None, **changes: Any
-) -> tuple[Tensor, Sums]:
+) -> tuple[Tensor, MetricSums]:
     depths = len(list(drafter.unroll(trace)))
     objective = Objective(drafter, target, weights=WEIGHTS[:depths], **changes)
     divide = torch.ones(depths) if divide is None else divide
@@ -68,7 +69,9 @@ def run(
 def test_a_single_answer_token_is_guessed_once_at_every_depth() -> None:
     """x_5 is the only answer: guessed by row 3 at depth 1, row 2 at depth 2, row 1 at depth 3."""
     trace = one_row([[0.0] * 4] * 7, answer=[5])
-    guessed = [trace.counts(depth)[0].nonzero().flatten().tolist() for depth in range(1, 8)]
+    guessed = [
+        trace.supervised_mask(depth)[0].nonzero().flatten().tolist() for depth in range(1, 8)
+    ]
     assert guessed == [[3], [2], [1], [0], [], [], []]
 
 
@@ -78,35 +81,35 @@ def test_a_guess_counts_by_the_token_it_is_about() -> None:
     x_4 opens its document: nobody in it reads anything before. x_6 has one row two before.
     """
     trace = one_row([[0.0] * 4] * 8, [2, 3, 4, 6, 7], document=[0, 0, 0, 0, 1, 1, 1, -1])
-    guessed = [trace.counts(depth)[0].nonzero().flatten().tolist() for depth in (1, 2, 3)]
+    guessed = [trace.supervised_mask(depth)[0].nonzero().flatten().tolist() for depth in (1, 2, 3)]
     assert guessed == [[0, 1, 4], [0], []]
 
 
 def test_padding_never_counts() -> None:
     """Even where it claims to be an answer, and follows itself."""
     trace = one_row([[0.0] * 4] * 6, answer=list(range(6)), document=[-1] * 6)
-    assert not any(trace.counts(depth).any() for depth in range(1, 7))
-    drafter = Given([torch.randn(1, 6, 4)], DraftVocab.whole(4))
+    assert not any(trace.supervised_mask(depth).any() for depth in range(1, 7))
+    drafter = FixedDrafter([torch.randn(1, 6, 4)], DraftVocab.identity(4))
     loss, sums = run(drafter, mirror(), trace)
     assert loss == 0
-    assert not sums.stacked().any()
+    assert not sums.flatten().any()
 
 
 def test_what_is_not_supervised_does_not_matter(target: Target, trace: Trace) -> None:
     """Neither the states of rows that do not count, nor the target's rows that judge nobody."""
     states = [torch.randn_like(trace.last) for _ in WEIGHTS]
-    before, sums = run(Given(states, tiny.vocab(), target), target, trace)
+    before, sums = run(FixedDrafter(states, tiny.vocab(), target), target, trace)
     judges = torch.zeros_like(trace.answer)
     for depth, state in enumerate(states, start=1):
-        counts = trace.counts(depth)
+        counts = trace.supervised_mask(depth)
         state[~counts] = torch.randn_like(state[~counts])
         judges[:, depth:] |= counts[:, :-depth]
     last = torch.where(judges[..., None], trace.last, torch.randn_like(trace.last))
     assert not judges.all()
     changed = dataclasses.replace(trace, last=last)
-    after, other = run(Given(states, tiny.vocab(), target), target, changed)
+    after, other = run(FixedDrafter(states, tiny.vocab(), target), target, changed)
     torch.testing.assert_close(after, before)
-    torch.testing.assert_close(other.stacked(), sums.stacked())
+    torch.testing.assert_close(other.flatten(), sums.flatten())
 
 
 # ---- loops over rows and depths ------------------------------------------------------------------
@@ -118,7 +121,7 @@ def literally(
     """Row by row: the guess of row t at depth d is judged by the target's row t + d."""
     guesses = {guess.depth: guess.hidden for guess in drafter.unroll(trace)}
     sums = {name: [0.0] * len(guesses) for name in FIELDS}
-    kept, total = drafter.vocab.kept, 0.0
+    kept, total = drafter.vocab.target_ids, 0.0
     for row in range(len(trace.ids)):
         for t in range(trace.ids.shape[1]):
             for depth, hidden in guesses.items():
@@ -154,7 +157,7 @@ def test_the_objective_equals_loops_over_rows_and_depths(
     for depth in (1, 2, 3):
         noise = torch.randn(trace.last.shape, generator=generator)
         states.append(trace.last.roll(-depth, 1) + noise * 0.2 * depth)
-    drafter = Given(states, tiny.vocab(size), target)
+    drafter = FixedDrafter(states, tiny.vocab(size), target)
     divide = torch.tensor([7.0, 5.0, 3.0])
     loss, sums = run(drafter, target, trace, divide, path=path, renormalise=renormalise)
     expected, by_hand = literally(drafter, target, trace, divide, renormalise)
@@ -189,7 +192,7 @@ def test_in_chunks_it_equals_plain(
         loss, sums = run(drafter, target, trace, divide, path=way, renormalise=renormalise)
         (3 * loss).backward()  # accumulation scales the loss
         grads = {name: p.grad for name, p in drafter.named_parameters()}
-        found.append((loss.detach(), sums.stacked(), grads))
+        found.append((loss.detach(), sums.flatten(), grads))
     slow, fast = found
     torch.testing.assert_close(fast[0], slow[0])
     torch.testing.assert_close(fast[1], slow[1], atol=1e-5, rtol=1e-6)  # floats, summed anew
@@ -203,27 +206,27 @@ def test_chunks_hold_no_more_logits_than_allowed(
     """Target's and drafter's logits are both counted; every judging row comes once."""
     monkeypatch.setattr(module, "CHUNK", 500)
     drafter, rows = tiny.drafter("eagle3", target), 0
-    judge, head = Objective.judge, drafter.head
+    compute, head = module.Teacher.compute, drafter.head
 
     def counted(
-        self: Objective, last: Tensor, mass: bool, favourite: Tensor | None
-    ) -> module.Judged:
+        self: module.Teacher, last: Tensor, argmax: Tensor | None, full: bool
+    ) -> module.TeacherRows:
         nonlocal rows
         rows += len(last)
         assert len(last) * tiny.VOCAB <= 500
-        return judge(self, last, mass, favourite)
+        return compute(self, last, argmax, full)
 
     def bounded(hidden: Tensor) -> Tensor:
         logits = head(hidden)
         assert logits.numel() <= 500
         return logits
 
-    monkeypatch.setattr(Objective, "judge", counted)
+    monkeypatch.setattr(module.Teacher, "compute", counted)
     monkeypatch.setattr(drafter, "head", bounded)
     run(drafter, target, trace)
     judging = torch.zeros_like(trace.answer)
     for depth in (1, 2, 3):
-        judging[:, depth:] |= trace.counts(depth)[:, :-depth]
+        judging[:, depth:] |= trace.supervised_mask(depth)[:, :-depth]
     assert rows == int(judging.sum())
 
 
@@ -260,14 +263,14 @@ def test_without_gradients_the_numbers_are_the_same(
         quiet, quiet_sums = run(drafter, target, trace, path=path)
     assert not quiet.requires_grad
     torch.testing.assert_close(quiet, loss.detach())
-    torch.testing.assert_close(quiet_sums.stacked(), sums.stacked())
+    torch.testing.assert_close(quiet_sums.flatten(), sums.flatten())
 
 
 class Narrow:
     """A teacher that owns up to the draft vocabulary's part of its head only."""
 
     def __init__(self, target: Target) -> None:
-        self.vocab, self.logits_of = target.vocab, target.logits_of
+        self.vocab_size, self.logits_of = target.vocab_size, target.logits_of
 
     def logits(self, last: Tensor) -> Tensor:
         raise AssertionError("the whole head is not needed")
@@ -277,7 +280,7 @@ class Narrow:
 def test_noted_favourites_change_nothing_and_spare_the_head(
     target: Target, trace: Trace, path: Any
 ) -> None:
-    noted = dataclasses.replace(trace, favourite=target.logits(trace.last).argmax(-1))
+    noted = dataclasses.replace(trace, top1_ids=target.logits(trace.last).argmax(-1))
     drafter = tiny.drafter("eagle3", target)
     results = []
     for teacher, text in ((target, trace), (Narrow(target), noted)):
@@ -286,7 +289,7 @@ def test_noted_favourites_change_nothing_and_spare_the_head(
         loss, sums = objective(text, torch.ones(3))
         loss.backward()
         grads = [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
-        results.append([loss.detach(), sums.stacked(), *grads])
+        results.append([loss.detach(), sums.flatten(), *grads])
     torch.testing.assert_close(results[0], results[1])
     assert results[0][1][:3].gt(0).all()
 
@@ -297,10 +300,10 @@ def test_favourites_noted_in_part_or_not_enough_are_found_anew(
     """One judged row without a note, or alpha asked for: then the whole head is needed."""
     favourite = target.logits(trace.last).argmax(-1)
     drafter = tiny.drafter("eagle3", target)
-    expected = run(drafter, target, trace)[1].stacked()
+    expected = run(drafter, target, trace)[1].flatten()
     for noted in (favourite, torch.where(trace.positions == 4, -1, favourite)):
-        text = dataclasses.replace(trace, favourite=noted)
-        torch.testing.assert_close(run(drafter, target, text)[1].stacked(), expected)
+        text = dataclasses.replace(trace, top1_ids=noted)
+        torch.testing.assert_close(run(drafter, target, text)[1].flatten(), expected)
         with pytest.raises(AssertionError, match="whole head"):
             run(drafter, Narrow(target), text)  # type: ignore[arg-type]
 
@@ -316,9 +319,9 @@ def test_frozen_parameters_are_left_alone(target: Target, trace: Trace) -> None:
 # ---- theory --------------------------------------------------------------------------------------
 
 
-def psychic(target: Target, trace: Trace, vocab: DraftVocab) -> Given:
+def psychic(target: Target, trace: Trace, vocab: DraftVocab) -> FixedDrafter:
     """Row t already holds the state the target will have at row t + d."""
-    return Given([trace.last.roll(-depth, 1) for depth in (1, 2, 3)], vocab, target)
+    return FixedDrafter([trace.last.roll(-depth, 1) for depth in (1, 2, 3)], vocab, target)
 
 
 @pytest.mark.parametrize("size", [tiny.DRAFTED, tiny.VOCAB])
@@ -333,16 +336,18 @@ def test_a_perfect_drafter_costs_the_targets_entropy(
     loss, sums = run(psychic(target, trace, vocab), target, trace)
     total = 0.0
     for i, depth in enumerate((1, 2, 3)):
-        logits = target.logits(trace.last[:, depth:][trace.counts(depth)[:, :-depth]])
+        logits = target.logits(trace.last[:, depth:][trace.supervised_mask(depth)[:, :-depth]])
         fair = vocab.t2d[logits.argmax(-1)]
         entropy = (
-            torch.distributions.Categorical(logits=logits[:, vocab.kept]).entropy()[fair].sum()
+            torch.distributions.Categorical(logits=logits[:, vocab.target_ids])
+            .entropy()[fair]
+            .sum()
         )
         assert sums.rows[i] == len(logits)
         assert sums.agree[i] == fair.sum()
         assert fair.all() == (size == tiny.VOCAB)
         torch.testing.assert_close(sums.loss[i].float(), entropy)
-        mass = logits.softmax(-1)[:, vocab.kept].sum()
+        mass = logits.softmax(-1)[:, vocab.target_ids].sum()
         torch.testing.assert_close(sums.alpha[i].float(), mass)
         total += WEIGHTS[i] * float(entropy)
     torch.testing.assert_close(loss.item(), total)
@@ -359,7 +364,7 @@ def test_alpha_agreement_and_loss_by_hand() -> None:
     p = [-1 * LOG2, -2 * LOG2, -3 * LOG2, -3 * LOG2]
     q = torch.tensor([-3.0, -3.0, -2.0, -1.0]) * LOG2
     trace = one_row([[0.0] * 4, p, [0.0] * 4], answer=[2])
-    drafter = Given([q.expand(1, 3, 4)], DraftVocab.whole(4))
+    drafter = FixedDrafter([q.expand(1, 3, 4)], DraftVocab.identity(4))
     loss, sums = run(drafter, mirror(), trace)
     torch.testing.assert_close(sums.alpha.tolist(), [0.5])
     torch.testing.assert_close(sums.loss.tolist(), [2.625 * LOG2], atol=1e-6, rtol=1e-6)
@@ -379,7 +384,7 @@ def test_the_teacher_is_renormalised_or_not(renormalise: bool, bits: float) -> N
     p = [-1 * LOG2, -2 * LOG2, -3 * LOG2, -3 * LOG2]
     q = torch.tensor([-1.0, -2.0, -2.0]) * LOG2
     trace = one_row([[0.0] * 4, p, [0.0] * 4], answer=[2])
-    drafter = Given([q.expand(1, 3, 3)], DraftVocab(torch.tensor([0, 2, 3]), 4))
+    drafter = FixedDrafter([q.expand(1, 3, 3)], DraftVocab(torch.tensor([0, 2, 3]), 4))
     _, sums = run(drafter, mirror(), trace, renormalise=renormalise)
     torch.testing.assert_close(sums.loss.tolist(), [bits * LOG2], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(sums.alpha.tolist(), [0.75], atol=1e-6, rtol=1e-6)
@@ -390,7 +395,7 @@ def test_a_favourite_that_cannot_be_drafted_costs_nothing_but_counts() -> None:
     """The target wants token 1, the drafter knows 0, 2 and 3."""
     trace = one_row([[0.0] * 4, [0.0, 5.0, 1.0, 0.0], [0.0] * 4], answer=[2])
     state = torch.randn(1, 3, 3, requires_grad=True)
-    drafter = Given([state], DraftVocab(torch.tensor([0, 2, 3]), 4))
+    drafter = FixedDrafter([state], DraftVocab(torch.tensor([0, 2, 3]), 4))
     loss, sums = run(drafter, mirror(), trace)
     loss.backward()
     assert state.grad is not None
@@ -410,7 +415,9 @@ def test_rounds_are_counted_from_the_drafters_agreement() -> None:
     say = [[0.0, 0.0, 3.0, 0.0]] * 5
     right, wrong = [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]
     states = [torch.tensor([[right, wrong, right, wrong, wrong]]), torch.tensor([[right] * 5])]
-    _, sums = run(Given(states, DraftVocab.whole(4)), mirror(), one_row(say, [1, 2, 3, 4]))
+    _, sums = run(
+        FixedDrafter(states, DraftVocab.identity(4)), mirror(), one_row(say, [1, 2, 3, 4])
+    )
     assert sums.rows.tolist() == [3, 2]
     assert sums.agree.tolist() == [2, 2]
     assert sums.rounds[:2].tolist() == [3, 1]
@@ -449,7 +456,7 @@ def test_a_depth_of_weight_zero_is_measured_but_not_trained(target: Target, trac
     """In training its states are not even asked for."""
     asked = []
 
-    class Counting(Given):
+    class Counting(FixedDrafter):
         def unroll(self, trace: Trace) -> Iterator[Guess]:
             for guess in super().unroll(trace):
                 asked.append(guess.depth)
@@ -472,15 +479,17 @@ def test_features_are_compared_with_the_targets_next_state(target: Target, trace
     vocab = tiny.vocab()
     _, sums = run(psychic(target, trace, vocab), target, trace, loss=["smooth_l1"])
     assert not sums.loss.any()
-    off = Given([state + 3.0 for state in psychic(target, trace, vocab).states], vocab, target)
+    off = FixedDrafter(
+        [state + 3.0 for state in psychic(target, trace, vocab).states], vocab, target
+    )
     _, sums = run(off, target, trace, loss=["smooth_l1"])
     torch.testing.assert_close(sums.loss, 2.5 * sums.rows, atol=1e-4, rtol=1e-5)
 
 
-class Changing(Given):
+class Changing(FixedDrafter):
     """A drafter that says what it has made of the target itself."""
 
-    keep = 0.5
+    target_loss_weight = 0.5
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         yield Guess(0, self.states[0])
@@ -495,17 +504,17 @@ def test_a_changed_target_pays_for_what_it_no_longer_says(
     """Depth 0: token t+1, judged by the target's row t; unchanged, it costs its own entropy."""
     divide = torch.tensor([10.0, 10.0])
     states = [trace.last.clone().requires_grad_(), *psychic(target, trace, tiny.vocab()).states[:2]]
-    drafter = Changing(states, DraftVocab.whole(tiny.VOCAB), target)
+    drafter = Changing(states, DraftVocab.identity(tiny.VOCAB), target)
     objective = Objective(drafter, target, weights=[1.0, 0.8], path=path)  # type: ignore[arg-type]
     loss, sums = objective(trace, divide, measure=True)
-    plain = Given(states[1:], DraftVocab.whole(tiny.VOCAB), target)
+    plain = FixedDrafter(states[1:], DraftVocab.identity(tiny.VOCAB), target)
     without, other = Objective(plain, target, weights=[1.0, 0.8])(trace, divide, measure=True)
-    rows = trace.counts(0)
+    rows = trace.supervised_mask(0)
     logits = target.logits(trace.last[rows])
     entropy = torch.distributions.Categorical(logits=logits).entropy().sum()
     torch.testing.assert_close(loss - without, 0.5 * entropy / 10, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(sums.kept[0].float(), entropy.detach(), atol=1e-3, rtol=1e-5)
-    assert sums.kept[1] == rows.sum()
+    torch.testing.assert_close(sums.target_loss[0].float(), entropy.detach(), atol=1e-3, rtol=1e-5)
+    assert sums.target_loss[1] == rows.sum()
     torch.testing.assert_close(sums.alpha, other.alpha)
     loss.backward()
     assert states[0].grad is not None
@@ -517,18 +526,18 @@ def test_a_changed_target_pays_for_what_it_no_longer_says(
 
 def test_two_halves_of_a_batch_add_up_to_the_whole(target: Target, trace: Trace) -> None:
     """Loss, sums and gradients, when all are divided by the counts of the whole."""
-    divide = torch.stack([trace.counts(d).sum() for d in (1, 2, 3)]).float()
+    divide = torch.stack([trace.supervised_mask(d).sum() for d in (1, 2, 3)]).float()
     whole = tiny.drafter("eagle3", target)
     loss, sums = run(whole, target, trace, divide)
     loss.backward()
-    parts, added, total = tiny.drafter("eagle3", target), Sums.zero(3, "cpu"), 0.0
+    parts, added, total = tiny.drafter("eagle3", target), MetricSums.zero(3, "cpu"), 0.0
     for row in (0, 1):
-        half = tiny.cut(trace, slice(row, row + 1))
+        half = tiny.slice_trace(trace, slice(row, row + 1))
         part, part_sums = run(parts, target, half, divide)
         part.backward()
         added.add(part_sums)
         total += part.item()
     torch.testing.assert_close(total, loss.item())
-    torch.testing.assert_close(added.stacked(), sums.stacked())
+    torch.testing.assert_close(added.flatten(), sums.flatten())
     for (name, p), q in zip(whole.named_parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, atol=1e-5, rtol=1e-4, msg=name)

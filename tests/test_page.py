@@ -1,4 +1,4 @@
-"""The page of `outrider report`: whole in itself, safe with any text, true to its files."""
+"""The page of `outrider report`: self-contained, safe with any text, true to its files."""
 
 import base64
 import json
@@ -10,24 +10,25 @@ from typing import Any
 
 import pytest
 
+from outrider.conf.commands import ReportConfig, read_report
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import write_json
-from outrider.eval.compare import compare
-from outrider.eval.metrics import Record, predict, summarise
+from outrider.conf.schema import to_yaml
+from outrider.eval.metrics import Record, predicted_speedups, summarise
 from outrider.eval.page import run_files as folders
-from outrider.eval.page.answers import answers_of
+from outrider.eval.page.answers import answers_section
 from outrider.eval.page.build import report
-from outrider.eval.page.elements import Figure, Fold, Page, Section, table
+from outrider.eval.page.elements import Collapsible, Figure, Page, Section, text_table
 from outrider.eval.page.figures import bars, curves, draw
-from outrider.eval.page.run_files import Run, read_run, rounds_of
+from outrider.eval.page.run_files import RunFiles, answer_rounds, read_run_files
 from outrider.eval.page.write import as_html, as_markdown, code, markdown
 from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.report import Report, load, save
 from outrider.launch.cli import main
-from outrider.models.decode.round_times import Clock
-from outrider.train.reporting import ReportConfig, read_report
-from outrider.train.settings import parse, to_yaml
+from outrider.launch.compare import compare
+from outrider.models.decode.round_times import RoundTimes
+from outrider.train.settings import parse
 from tests.runs import SMALL
 
 EVIL = "<script>alert('x')</script>|`$\x00&amp;"
@@ -53,8 +54,8 @@ def measured(**setting: Any) -> Report:
             origins += ["accepted"] * a + ["bonus" if a == 3 else "correction"]
         count, rounds = len(origins), len(accepted)
         spent = rounds / 2
-        clock = Clock(0.1, spent / 4, spent / 2, spent / 8, spent / 16, spent)
-        plain = Clock(prefill=0.1, rounds=(count - 1) / 3)
+        clock = RoundTimes(0.1, spent / 4, spent / 2, spent / 8, spent / 16, spent)
+        plain = RoundTimes(prefill=0.1, rounds=(count - 1) / 3)
         records.append(
             Record(name, name.partition("/")[0], category, count, accepted, (3,) * rounds,
                    3 * rounds, clock, count, plain)
@@ -69,7 +70,9 @@ def measured(**setting: Any) -> Report:
     parts = {k: summarise([r for r in records if r.category == k], 3, 3) for k in kinds}
     chosen = {**SETTING, **setting}
     exact = None if chosen["temperature"] else True
-    return Report(total, parts, exact, [], predict(total, 3, True), chosen, outputs, total.tau)
+    return Report(
+        total, parts, exact, [], predicted_speedups(total, 3, True), chosen, outputs, total.tau
+    )
 
 
 def fill(run: Path) -> Path:
@@ -87,7 +90,7 @@ def fill(run: Path) -> Path:
     (run / "metrics.jsonl").write_text(lines + '{"step": 3, "ki')  # cut off by a crash
     write_json(run / "training.json", {
         "parameters": 2_000_000, "steps": 3, "seconds": 61.5, "tokens": 4096, "best_step": 2,
-        "phases": {"steps": 50.0, EVIL: 11.5}, "held_out": {"alpha@1": 0.875}, "joules": None,
+        "phases": {"steps": 50.0, EVIL: 11.5}, "held_out": {"alpha@1": 0.875},
     })  # fmt: skip
     write_json(run / "manifest.json", {"argv": ["train.py", EVIL], "config": {}, "git": {}})
     save(measured(), run / "eval", "chain-t0")
@@ -148,7 +151,7 @@ class Reader(HTMLParser):
 # ---- the page as a page --------------------------------------------------------------------------
 
 
-def test_the_page_parses_and_every_figure_says_what_it_shows(written: Path) -> None:
+def test_the_page_parses_and_every_figure_has_a_definition(written: Path) -> None:
     page = Reader((written / "report.html").read_text())
     figures = [attrs for tag, attrs in page.tags if tag == "figure"]
     assert len(figures) == len(page.told) > 15
@@ -182,7 +185,7 @@ def test_hostile_text_is_text(written: Path) -> None:
     assert "&lt;script&gt;" in tables
 
 
-def test_hostile_drawings_are_whole(written: Path) -> None:
+def test_hostile_figures_are_valid(written: Path) -> None:
     """Labels come from files too, and a broken SVG is an empty place."""
     from xml.etree import ElementTree
 
@@ -194,13 +197,13 @@ def test_hostile_drawings_are_whole(written: Path) -> None:
             assert not [part for part in drawing.iter() if part.tag.endswith("}script")]
 
 
-def test_a_hostile_tokenizer_says_nothing_but_text(tmp_path: Path) -> None:
+def test_a_hostile_tokenizer_yields_nothing_but_text(tmp_path: Path) -> None:
     class Words:
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
             return "".join(f"{EVIL}{token}" for token in token_ids)
 
-    run = read_run(fill(tmp_path / "run"))
-    text = as_html(Page("\ud800", [EVIL], [answers_of(run, Words(), 4)], EVIL))
+    run = read_run_files(fill(tmp_path / "run"))
+    text = as_html(Page("\ud800", [EVIL], [answers_section(run, Words(), 4)], EVIL))
     page = Reader(text)
     assert "script" not in {tag for tag, _ in page.tags}
     assert "alert('x')</script>|`$\ufffd&amp;11" in page.text
@@ -249,22 +252,24 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_intervals_from_the_outputs_are_those_of_the_report(tmp_path: Path) -> None:
     """The same dialogues, drawn by the same seed: tau's interval comes out as it was written."""
-    run = read_run(fill(tmp_path / "run"))
+    run = read_run_files(fill(tmp_path / "run"))
     found = run.reports["chain-t0"]
-    rounds = rounds_of(found)
+    rounds = answer_rounds(found)
     assert [one.dialogue for one in rounds] == ["one", "two", "talk", "talk"]
-    everywhere = folders.emitted_behind(0, 10**9)
+    everywhere = folders.emitted_after(0, 10**9)
     assert folders.interval(found, rounds, everywhere) == found.summary.tau_95
-    assert folders.share(rounds, everywhere) == found.summary.tau
-    assert folders.share(rounds, folders.accepted_first(2, 1)) == found.summary.cond_at[1]
+    assert folders.ratio_of_sums(rounds, everywhere) == found.summary.tau
+    assert (
+        folders.ratio_of_sums(rounds, folders.accepted_at_least(2, 1)) == found.summary.cond_at[1]
+    )
 
 
 def test_rounds_know_what_was_in_front_of_them(tmp_path: Path) -> None:
     """A prompt of 20 and the first token, then 3 + 1; the last round has no bonus."""
     row = measured().outputs[0] | {"output_ids": [1] * 6, "accepted": [3, 1], "id": "x/7"}
     found = measured()
-    (one,) = rounds_of(Report(**{**vars(found), "outputs": [row]}))
-    assert (one.dialogue, one.behind, one.emitted) == ("x/7", [21, 25], [4, 1])
+    (one,) = answer_rounds(Report(**{**vars(found), "outputs": [row]}))
+    assert (one.dialogue, one.prefix_lengths, one.emitted) == ("x/7", [21, 25], [4, 1])
 
 
 def test_the_page_shows_what_was_measured(written: Path) -> None:
@@ -358,7 +363,7 @@ def test_a_folder_of_runs_is_compared(tmp_path: Path) -> None:
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 3  # speedup, tau, curves
 
 
-def test_a_warning_says_names_as_they_are(tmp_path: Path) -> None:
+def test_a_warning_has_names_as_they_are(tmp_path: Path) -> None:
     """Names of runs and formats are not spelled anew to begin a sentence."""
     for name, threads in (("one", 1), ("two", 2)):
         run = fill(tmp_path / "Sweep" / name)
@@ -384,7 +389,7 @@ def test_many_bars_get_a_taller_drawing() -> None:
     assert height(40) > 2 * height(4)
 
 
-def test_compare_writes_a_page_where_it_is_told_to(
+def test_compare_writes_a_page_to_the_given_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [str(fill(tmp_path / name)) for name in ("one", "two")]
@@ -442,20 +447,20 @@ def test_only_keys_of_a_report_are_read(words: list[str]) -> None:
 
 def test_every_part_of_a_page_is_defined(tmp_path: Path) -> None:
     """Figures and tables of every section, folded ones too."""
-    from outrider.eval.page import acceptance, speed, training
-    from outrider.eval.page import plans as foreseen
+    from outrider.eval.page import acceptance, plans, speed, training
 
-    run: Run = read_run(fill(tmp_path / "run"))
-    makers: list[Callable[[Run], Section]] = [
-        speed.measured_of, acceptance.acceptance_of, speed.times_of, acceptance.contexts_of,
-        acceptance.temperatures_of, foreseen.plans_of, foreseen.calibration_of, training.curves_of,
-        training.cost_of, training.origin_of,
+    run: RunFiles = read_run_files(fill(tmp_path / "run"))
+    builders: list[Callable[[RunFiles], Section]] = [
+        speed.speed_section, speed.time_section, acceptance.acceptance_section,
+        acceptance.context_section, acceptance.temperature_section, plans.plan_section,
+        plans.calibration_section, training.curves_section, training.cost_section,
+        training.provenance_section,
     ]  # fmt: skip
-    for maker in makers:
-        parts = list(maker(run).parts)
+    for build in builders:
+        parts = list(build(run).parts)
         assert parts
         for part in parts:
-            if isinstance(part, Fold):
+            if isinstance(part, Collapsible):
                 parts += part.parts
             elif isinstance(part, Figure) or part.kind == "table":
                 assert part.definition  # type: ignore[union-attr]
@@ -465,7 +470,7 @@ def test_every_part_of_a_page_is_defined(tmp_path: Path) -> None:
 def test_markdown_has_tables_alone_and_defines_them_once() -> None:
     """A figure's definition is not there to be referred to."""
     figure = draw("f", "What it is.", curves({"a": [(0.0, 1.0)]}, "x", "y"))
-    numbers = table("n", ["a"], [["1"]], "What it is.")
+    numbers = text_table("n", ["a"], [["1"]], "What it is.")
     sections = [Section("s", "Drawn", [figure]), Section("t", "Told", [figure, numbers, numbers])]
     page = Page("t", [], sections, "")
     text = as_markdown(page)
@@ -483,6 +488,6 @@ def test_a_real_run_has_a_page_with_nothing_missing(tmp_path: Path) -> None:
     assert main(["report", f"run.dir={run}", "report.measure=true"]) == 0
     text = Reader((run / "report.html").read_text()).text
     assert text.count("outrider ") == text.count("outrider plan") + 1, "only a plan is missing"
-    for shown in ("chain-t0", "time by phase", "confidence against truth", "rejected"):
+    for shown in ("chain-t0", "time by phase", "accuracy over confidence", "rejected"):
         assert shown in text
-    assert len(read_run(run).calibration["depths"]) == 2  # type: ignore[index]
+    assert len(read_run_files(run).calibration["depths"]) == 2  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""A target in shares over the ranks, on other devices, or in fewer bits says the same."""
+"""Sharded, remote and quantised targets against the replicated one."""
 
 import os
 from datetime import timedelta
@@ -12,12 +12,14 @@ import torch.multiprocessing as mp
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
-from outrider.models import placement as place
+from outrider.conf.schema import TargetConfig
+from outrider.data.reporter import Reporter
+from outrider.models import placement
 from outrider.models.drafters.medusa import Config as MedusaConfig
-from outrider.models.load import TINY, load
+from outrider.models.load import TINY, load_target
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.settings import TargetConfig, parse
+from outrider.train.settings import parse
 from tests import runs, tiny
 
 RANKS = 2
@@ -45,11 +47,11 @@ def compare(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=30),
     )  # fmt: skip
     torch.set_num_threads(1)
-    alone = load(TargetConfig(dtype="float32")).target
+    alone = load_target(TargetConfig(dtype="float32")).target
     for name in ("sharded", "tensor"):
-        target = load(TargetConfig(dtype="float32", place=name)).target
-        assert target.elsewhere
-        assert target.lean is None
+        target = load_target(TargetConfig(dtype="float32", place=name)).target
+        assert target.is_remote
+        assert target.fast_forward is None
         assert held(target) < 0.6 * held(alone), "the other share lies on the other rank"
         target.set_taps((0, 3))
         alone.set_taps((0, 3))
@@ -66,36 +68,36 @@ def compare(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_shares_over_two_ranks_say_what_the_whole_says(tmp_path: Path) -> None:
+def test_sharded_and_tensor_parallel_targets_equal_the_replicated_one(tmp_path: Path) -> None:
     mp.spawn(compare, args=(str(tmp_path),), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
 
 
-def test_a_family_without_a_plan_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no plan"):
-        place.check_shares(tiny.target().model)
+def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no tensor-parallel plan"):
+        placement.require_sharded_layers(tiny.target().model)
 
 
-def test_a_process_alone_holds_all_of_it() -> None:
-    target = load(TargetConfig(dtype="float32", place="sharded")).target
-    assert not target.elsewhere
+def test_a_single_process_does_not_shard() -> None:
+    target = load_target(TargetConfig(dtype="float32", place="sharded")).target
+    assert not target.is_remote
 
 
-def test_ends_are_copied_home_and_what_is_said_too() -> None:
+def test_ends_and_states_are_on_the_output_device() -> None:
     """`meta` stands for another device: ends cannot come from there, so only places are seen."""
-    whole = load(TargetConfig(dtype="float32")).target
-    apart = load(TargetConfig(dtype="float32", place="apart", devices=("cpu",))).target
-    assert apart.elsewhere
-    assert apart.device == torch.device("cpu") == apart.lies
+    whole = load_target(TargetConfig(dtype="float32")).target
+    apart = load_target(TargetConfig(dtype="float32", place="apart", devices=("cpu",))).target
+    assert apart.is_remote
+    assert apart.device == torch.device("cpu") == apart.layer_device
     for target in (whole, apart):
         target.set_taps((1,))
     ours, theirs = apart.trace(*rows()), whole.trace(*rows())
     assert torch.equal(ours.last, theirs.last)
     assert torch.equal(ours.taps, theirs.taps)
-    far = Target(tiny.target().model.to("meta"), home=torch.device("meta"))
-    assert far.lies.type == far.device.type == "meta"
+    far = Target(tiny.target().model.to("meta"), output_device=torch.device("meta"))
+    assert far.layer_device.type == far.device.type == "meta"
 
 
-def test_an_end_in_shares_becomes_whole_without_its_hooks() -> None:
+def test_a_sharded_end_is_gathered_without_its_hooks() -> None:
     class Share(torch.nn.Parameter):
         def full_tensor(self) -> torch.Tensor:
             return torch.cat([self.data, self.data])
@@ -103,19 +105,19 @@ def test_an_end_in_shares_becomes_whole_without_its_hooks() -> None:
     module: Any = torch.nn.Linear(3, 2, bias=False)
     module.weight = Share(torch.ones(2, 3))
     module.register_forward_hook(lambda *_: 1 / 0)
-    from outrider.models.target import whole
+    from outrider.models.target import gather_module
 
-    full = whole(module, torch.device("cpu"))
+    full = gather_module(module, torch.device("cpu"))
     assert full(torch.ones(1, 3)).shape == (1, 4)
     assert module.weight.shape == (2, 3)
 
 
-@pytest.mark.parametrize("kind", list(place.QUANTISERS))
-def test_quantised_targets_say_nearly_the_same(kind: str) -> None:
-    pytest.importorskip(place.QUANTISERS[kind])
-    whole = load(TargetConfig()).target
-    target = load(TargetConfig(quantise=kind)).target  # type: ignore[arg-type]
-    assert target.lean is None
+@pytest.mark.parametrize("kind", list(placement.QUANTISERS))
+def test_quantised_targets_are_close(kind: str) -> None:
+    pytest.importorskip(placement.QUANTISERS[kind])
+    whole = load_target(TargetConfig()).target
+    target = load_target(TargetConfig(quantise=kind)).target  # type: ignore[arg-type]
+    assert target.fast_forward is None
     few, many = (sum(_bytes(p) for p in t.layers.parameters()) for t in (target, whole))
     assert few < 0.6 * many
     ours, theirs = target.trace(*rows()).last.float(), whole.trace(*rows()).last.float()
@@ -129,30 +131,30 @@ def _bytes(parameter: Any) -> int:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(place.QUANTISERS, "nf4", "no_such_package")
+    monkeypatch.setitem(placement.QUANTISERS, "nf4", "no_such_package")
     with pytest.raises(ConfigError, match="pip install no_such_package"):
-        place.quantised("nf4")
+        placement.quantization_config("nf4")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["target.place=apart"], "belong together"),
-        (["target.devices=[cuda:1]"], "belong together"),
-        (["target.place=sharded", "target.quantise=nf4"], "cannot be sharded"),
+        (["target.place=apart"], "needs target.devices"),
+        (["target.devices=[cuda:1]"], "needs target.devices"),
+        (["target.place=sharded", "target.quantise=nf4"], "cannot be placed as sharded"),
         (["target.place=everywhere"], "target.place"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(words: list[str], said: str) -> None:
+def test_contradictory_settings_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(compose(words))
 
 
-def test_shares_neither_write_text_alone_nor_carry_adapters(
+def test_sharded_targets_refuse_self_generation_and_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    from outrider.data.prepare import material
+    from outrider.data.corpus import load_training_data
     from outrider.models.drafters import build
 
     words = ["target.place=apart", "target.devices=[cpu]", "data=self"]
@@ -162,9 +164,9 @@ def test_shares_neither_write_text_alone_nor_carry_adapters(
         "data.overlap=keep",
         f"data.path={TINY.parent.parent}/data/tiny/prompts.jsonl",
     )
-    loaded = load(config.target)
-    with pytest.raises(RunError, match="place=apart no rank can write"):
-        material(config, loaded, (1, 3, 4), runs.QUIET, rank=0)
+    loaded = load_target(config.target)
+    with pytest.raises(RunError, match="place=apart no single rank can generate"):
+        load_training_data(config, loaded, (1, 3, 4), Reporter.silent())
     medusa = MedusaConfig(name="medusa", draft_vocab_size=None, adapter_rank=2, keep=0.1)
-    with pytest.raises(ConfigError, match="where adapters cannot stand"):
-        build(medusa, loaded.target, DraftVocab.whole(loaded.target.vocab))
+    with pytest.raises(ConfigError, match="which adapters do not support"):
+        build(medusa, loaded.target, DraftVocab.identity(loaded.target.vocab_size))

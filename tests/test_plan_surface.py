@@ -1,4 +1,4 @@
-"""Which draft a plan asks for: by hand on invented times, by enumeration, and in its limits."""
+"""Recommended drafts: by hand on invented times, by enumeration, and in the limits."""
 
 import io
 import json
@@ -11,16 +11,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.eval.plan.forward_times import measure
+from outrider.eval.plan.forward_times import measure_forwards
 from outrider.eval.plan.roofline import MACHINES, ModelSize
-from outrider.eval.plan.round_costs import PLAIN, Parts, Shape
+from outrider.eval.plan.round_costs import PLAIN, DraftShape, RoundCost
 from outrider.eval.plan.show import print_plan, write_plan
 from outrider.eval.plan.surface import (
     Grid,
-    Row,
-    drafts,
+    PlanRow,
+    draft_trees,
     make_plan,
-    predicted,
+    predicted_plan,
     recommended,
     surface,
 )
@@ -42,10 +42,10 @@ class Invented:
     name: str = "nowhere"
     assumptions: tuple[str, ...] = ("Nothing is real.",)
 
-    def parts(self, shape: Shape, batch: int, context: int) -> Parts:
+    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
         rest = self.besides if shape.depth else 0.0
         times = 2.0 * shape.depth, 10.0 + batch * shape.nodes, rest
-        return Parts(*(self.slower * time for time in times))
+        return RoundCost(*(self.slower * time for time in times))
 
     def fields(self) -> dict[str, Any]:
         return {"invented": True}
@@ -56,19 +56,19 @@ class Invented:
 
 def test_what_a_shape_asks_of_the_drafter() -> None:
     """Of the tree 0, 1, 00, 01, 10, 000: the root, then both of its children, then one."""
-    tree = Shape.of(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-    assert tree == Shape(depth=3, nodes=6, asked=(1, 2, 1))
+    tree = DraftShape.of(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+    assert tree == DraftShape(depth=3, nodes=6, parents=(1, 2, 1))
     assert (tree.kind, tree.width) == ("tree", 1.5)
-    chain = Shape.of(((0,), (0, 0)))
-    assert (chain, chain.kind, chain.width) == (Shape(2, 2, (1, 1)), "chain", 1.0)
-    assert (Shape.of(()), PLAIN.kind) == (PLAIN, "plain")
-    assert Shape.of(((0,), (1,))).width == 1.0  # the one step knows the root alone
+    chain = DraftShape.of(((0,), (0, 0)))
+    assert (chain, chain.kind, chain.width) == (DraftShape(2, 2, (1, 1)), "chain", 1.0)
+    assert (DraftShape.of(()), PLAIN.kind) == (PLAIN, "plain")
+    assert DraftShape.of(((0,), (1,))).width == 1.0  # the one step knows the root alone
 
 
 def test_a_tree_that_is_there_already_is_not_tried_again() -> None:
     """Of 2 nodes the best are 0 and 00, the chain; a third rank is never among 3 nodes."""
     table = torch.tensor([[0.6, 0.2, 0.01], [0.5, 0.1, 0.01]])
-    found = drafts(table, Grid([1, 2], [1, 2, 3], [2, 3]))
+    found = draft_trees(table, Grid([1, 2], [1, 2, 3], [2, 3]))
     assert found == {
         (1, 1, 1): ((0,),),
         (2, 1, 2): ((0,), (0, 0)),
@@ -83,7 +83,7 @@ def test_a_tree_that_is_there_already_is_not_tried_again() -> None:
 
 def test_the_surface_holds_hand_numbers() -> None:
     rows = {
-        row.shape: row
+        row.label: row
         for row in surface(TABLE, WORTH, Invented(), Grid([1, 2], [1, 2], [3], [1], [64]))
     }
     assert set(rows) == {"plain", "chain 1", "chain 2", "tree 2x2, 3 nodes"}
@@ -101,19 +101,19 @@ def test_the_surface_holds_hand_numbers() -> None:
 def test_each_setting_recommends_its_own_draft_and_plain_decoding_where_none_pays() -> None:
     """Chains of 1 and 2: 1.6/1.35, 1.9/1.65 for one prompt; 1.6/2.25, 1.9/3.45 for ten."""
     rows = surface(TABLE, WORTH, Invented(), Grid([1, 2], [], [], [1, 10], [64]))
-    assert [(row.batch, row.shape) for row in recommended(rows)] == [(1, "chain 1"), (10, "plain")]
+    assert [(row.batch, row.label) for row in recommended(rows)] == [(1, "chain 1"), (10, "plain")]
 
 
-def test_a_tree_has_the_nodes_and_the_depth_that_it_says() -> None:
+def test_a_tree_has_the_nodes_and_the_depth_of_its_label() -> None:
     """Of 1 and 2 nodes it is a chain, and 7 there are not; at 4 levels 3 nodes stay above."""
     rows = surface(TABLE, WORTH, Invented(), Grid([2], [2], [1, 2, 6, 7], [1], [64]))
     assert [row.key for row in rows] == [(0, 0, 0), (2, 1, 2), (2, 2, 6)]
     flat = torch.tensor([[0.5, 0.4]] * 4)
-    assert set(drafts(flat, Grid([4], [2], [3, 16]))) == {(4, 1, 4), (4, 2, 16)}
+    assert set(draft_trees(flat, Grid([4], [2], [3, 16]))) == {(4, 1, 4), (4, 2, 16)}
 
 
 def test_of_equal_speedups_the_smaller_draft_is_recommended() -> None:
-    row = Row(1, 64, 2, 1, 2, 1.5, 1.0, 1.0, 2.0, 2.0, 1.5)
+    row = PlanRow(1, 64, 2, 1, 2, 1.5, 1.0, 1.0, 2.0, 2.0, 1.5)
     small = row._replace(depth=1, nodes=1)
     assert recommended([row, small]) == [small]
 
@@ -122,7 +122,7 @@ def test_of_equal_speedups_the_smaller_draft_is_recommended() -> None:
     ("table", "depth", "width", "said"),
     [
         ([[0.5, 0.5], [0.8, 0.3]], 1, 1, "sum to 1.1"),
-        ([[0.5, -0.1]], 1, 1, "chances from 0 to 1"),
+        ([[0.5, -0.1]], 1, 1, "probabilities from 0 to 1"),
         (TABLE.tolist(), 3, 1, "deepest = 3: use 1 to 2"),
         (TABLE.tolist(), 1, 3, "widest = 3: use 1 to 2"),
     ],
@@ -142,7 +142,7 @@ CHAINS = RATES, partial(expected, table=RATES)
 
 def _best(batch: int, context: int, drafter: ModelSize, budget: int | None) -> float:
     grid = Grid(depths=[4], batches=[batch], contexts=[context])
-    rows = predicted(
+    rows = predicted_plan(
         RATES, partial(expected, table=RATES), MACHINES["h100"], LARGE, (drafter,), grid, budget
     ).rows
     return max(row.speedup for row in rows if row.depth)
@@ -165,8 +165,8 @@ def test_at_large_batches_a_drafter_of_constant_budget_gains_with_the_context() 
     assert max(whole) < 1  # control: without a budget it reads what the target reads
 
 
-def test_what_is_foreseen_says_what_it_assumes() -> None:
-    plan = predicted(
+def test_a_prediction_lists_its_assumptions() -> None:
+    plan = predicted_plan(
         RATES,
         partial(expected, table=RATES),
         MACHINES["a100"],
@@ -174,7 +174,7 @@ def test_what_is_foreseen_says_what_it_assumes() -> None:
         (SMALL,),
         Grid(depths=[1, 2]),
     )
-    assert plan.name == "A100 SXM 80GB, foreseen"
+    assert plan.name == "A100 SXM 80GB, predicted"
     assert any("312 TFLOP/s" in sentence for sentence in plan.assumptions)
     assert any("peak rates" in sentence for sentence in plan.assumptions)
 
@@ -207,7 +207,7 @@ def test_a_plan_can_be_read_in_eighty_columns() -> None:
         assert row.depth == 0 or f"{row.speedup:.2f}" in text
     lines = [line for line in text.splitlines() if line.startswith("tree 2x2, 4 nodes")]
     assert len(lines) == 2  # eight settings, six side by side
-    rows = [row for row in plan.rows if row.shape == "tree 2x2, 4 nodes"]
+    rows = [row for row in plan.rows if row.label == "tree 2x2, 4 nodes"]
     assert [f"{row.speedup:.2f}" for row in rows] == [
         word.lstrip("*") for line in lines for word in line.split()[5:]
     ]
@@ -223,7 +223,7 @@ def test_the_written_plan_is_json_and_a_picture(tmp_path: Path) -> None:
     assert len(said["rows"]) == len(plan.rows) == 16
     assert said["times"] == {"invented": True}
     assert said["table"] == TABLE.tolist()
-    assert [row["shape"] for row in said["recommended"]] == [r.shape for r in plan.recommended]
+    assert [row["shape"] for row in said["recommended"]] == [r.label for r in plan.recommended]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.png"]
 
 
@@ -235,7 +235,7 @@ def test_a_measured_grid_serves_a_whole_plan() -> None:
     target = tiny.target()
     drafter = tiny.drafter("eagle3", target).eval()
     target.set_taps([2])
-    timing = measure(
+    timing = measure_forwards(
         target, drafter, name="here", tokens=[8], widths=[1, 2], depths=[1, 2], batches=[1, 2],
         contexts=[8, 16], repeats=1,
     )  # fmt: skip

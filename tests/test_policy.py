@@ -10,16 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.rules import BEST, COUPLED
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
 from outrider.models.vocab import DraftVocab
 from tests import tiny
 from tests.enumeration import Law, distance, enumerate_law
-from tests.tiny import TOKENS, Row, Text, Told, Tossing, logits_after, paths, swift
+from tests.tiny import (
+    TOKENS,
+    Row,
+    ScriptedDrafter,
+    Text,
+    inject_random_source,
+    logits_after,
+    mean_target,
+    paths,
+)
 
 TEXT: Text = (3, 1, 4)
 VOCAB = 7
@@ -27,14 +37,18 @@ GREEDY, WARM = Sampling(), Sampling(0.8, 1.0, 4)
 
 
 def propose(
-    policy: Policy, drafter: Told, room: int = 99, sampling: Sampling = GREEDY, seed: int = 0
+    policy: Policy,
+    drafter: ScriptedDrafter,
+    room: int = 99,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
 ) -> Draft:
     """For one prompt."""
     return tiny.propose(policy, drafter, [TEXT], [room], sampling, [seed])
 
 
-def told(seed: int = 0, scale: float = 1.0) -> Told:
-    return Told(tiny.by_chance(VOCAB, seed, scale), VOCAB)
+def told(seed: int = 0, scale: float = 1.0) -> ScriptedDrafter:
+    return ScriptedDrafter(tiny.random_logits(VOCAB, seed, scale), VOCAB)
 
 
 def drafted(tree: Tree, row: int = 0) -> int:
@@ -110,7 +124,7 @@ def test_a_tree_by_hand() -> None:
     000 is .216; 01 and 10 are both .18, and 01 was proposed first.
     """
     chances = torch.tensor([0.6, 0.3, 0.1]).log()
-    drafter = Told(lambda _: chances, 3)
+    drafter = ScriptedDrafter(lambda _: chances, 3)
     tree = propose(DynamicTree(depth=3, width=2, budget=5), drafter).tree
     assert texts(tree) == {(0,), (1,), (0, 0), (0, 0, 0), (0, 1)}
     assert tree.ids.tolist() == [[4, 0, 1, 0, 1, 0]]
@@ -129,7 +143,7 @@ def test_growing_ends_when_a_level_adds_too_little(gain: float, levels: int) -> 
     """
     chances = torch.tensor([0.6, 0.3, 0.1]).log()
     policy = DynamicTree(depth=4, width=2, budget=3, gain=gain)
-    assert propose(policy, Told(lambda _: chances, 3)).tree.levels == levels
+    assert propose(policy, ScriptedDrafter(lambda _: chances, 3)).tree.levels == levels
 
 
 def test_equal_scores_prefer_shallow_nodes() -> None:
@@ -140,7 +154,7 @@ def test_equal_scores_prefer_shallow_nodes() -> None:
         logits[len(text) % 2] = 200.0
         return logits
 
-    tree = propose(DynamicTree(depth=4, width=2, budget=3), Told(sure, 4)).tree
+    tree = propose(DynamicTree(depth=4, width=2, budget=3), ScriptedDrafter(sure, 4)).tree
     assert texts(tree) == {(1,), (1, 0), (1, 0, 1)}
 
 
@@ -193,7 +207,7 @@ def test_no_guess_is_deeper_than_the_room(policy: Policy, room: int) -> None:
 
 def test_a_vocabulary_smaller_than_the_width_is_no_trouble() -> None:
     """Two tokens, width 5: 2 + 4 candidates, then 8 below the four best."""
-    drafter = Told(tiny.by_chance(2), 2)
+    drafter = ScriptedDrafter(tiny.random_logits(2), 2)
     tree = propose(DynamicTree(3, 5, 99), drafter).tree
     assert texts(tree) == literally(drafter.row, 3, 5, 99)
     assert drafted(tree) == 2 + 4 + 8
@@ -222,7 +236,7 @@ def test_a_sampled_chain_carries_the_rows_it_was_drawn_from() -> None:
     assert draft.q_rows.shape == (1, 5, VOCAB)
     said = list(TEXT)
     for row, token in zip(draft.q_rows[0], draft.tree.ids[0, 1:].tolist(), strict=False):
-        torch.testing.assert_close(row, WARM.rows(drafter.row(tuple(said))[None])[0])
+        torch.testing.assert_close(row, WARM.probs(drafter.row(tuple(said))[None])[0])
         assert row[token] > 0
         said.append(token)
     assert not draft.q_rows[0, -1].any()
@@ -231,7 +245,7 @@ def test_a_sampled_chain_carries_the_rows_it_was_drawn_from() -> None:
 def test_a_sampled_chain_is_drawn_with_the_chances_of_its_rows() -> None:
     """800 first tokens against their row; four standard errors."""
     drafter, count = told(), 800
-    row = WARM.rows(drafter.row(TEXT)[None])[0]
+    row = WARM.probs(drafter.row(TEXT)[None])[0]
     texts, rooms = [TEXT] * count, [9] * count
     draft = tiny.propose(Chain(1), drafter, texts, rooms, WARM, range(count))
     shares = torch.bincount(draft.tree.ids[:, 1], minlength=VOCAB) / count
@@ -274,21 +288,21 @@ class Dropped(Chain):
 def test_a_chain_that_ends_early_keeps_the_law_if_the_unlikely_guess_is_kept(
     kind: type[Chain], least: float, most: float
 ) -> None:
-    """Four tokens jointly, in float64: every outcome of every coin, run once."""
+    """Four tokens jointly, in float64: every random outcome, run once."""
     sampling, prompt, count = Sampling(1.0, 1.0, 2), [1, 3, 4, 2], 4
-    noise, target = tiny.by_chance(TOKENS, seed=3, scale=1.5), swift(torch.float64)
-    drafter = Told(lambda text: noise(text).double(), TOKENS)
-    decoder = Tossing(target, drafter, kind(2, confidence=0.4), sampling=sampling)
+    noise, target = tiny.random_logits(TOKENS, seed=3, scale=1.5), mean_target(torch.float64)
+    drafter = ScriptedDrafter(lambda text: noise(text).double(), TOKENS)
+    decoder = Engine(target, drafter, kind(2, confidence=0.4), sampling=sampling)
 
-    def run(coins: Coins) -> Text:
-        decoder.coins = coins
+    def run(rng: RandomSource) -> Text:
+        inject_random_source(decoder, rng)
         return tuple(decoder.generate(prompt, count).ids)
 
     law: Law = {(): 1.0}
     for _ in range(count):
         longer: Law = {}
         for said, chance in law.items():
-            row = sampling.rows(logits_after(target, [*prompt, *said])[None])[0]
+            row = sampling.probs(logits_after(target, [*prompt, *said])[None])[0]
             longer.update({(*said, t): chance * p for t, p in enumerate(row.tolist()) if p > 0})
         law = longer
     assert least <= distance(enumerate_law(run), law) < most
@@ -326,9 +340,9 @@ def test_a_prompt_without_room_gets_no_guess() -> None:
 # ---- a reduced draft vocabulary ------------------------------------------------------------------
 
 
-def reduced() -> Told:
+def reduced() -> ScriptedDrafter:
     """Proposes only 1, 4 and 6: its row has three entries."""
-    drafter = Told(tiny.by_chance(3), VOCAB)
+    drafter = ScriptedDrafter(tiny.random_logits(3), VOCAB)
     drafter.vocab = DraftVocab(torch.tensor([1, 4, 6]), VOCAB)
     return drafter
 

@@ -12,12 +12,15 @@ import pytest
 from rich.console import Console
 
 from outrider.conf.compose import compose
-from outrider.conf.errors import ConfigError, exit_on_error
-from outrider.data.prepare import Material, material
-from outrider.data.traces import Recorded
+from outrider.conf.errors import ConfigError, RunError, exit_on_error
+from outrider.data.corpus import load_training_data
+from outrider.data.record.reader import RecordedTraces
+from outrider.data.reporter import Reporter
+from outrider.data.training_data import TrainingData
 from outrider.launch import cli
 from outrider.models import drafters
-from outrider.models.load import Loaded, load
+from outrider.models.load import LoadedTarget, load_target
+from outrider.train.loop import fit
 from outrider.train.settings import parse
 
 ANSWERS = 20
@@ -28,8 +31,8 @@ OWN = [
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load(parse(compose(["target=tiny"])).target)
+def loaded() -> LoadedTarget:
+    return load_target(parse(compose(["target=tiny"])).target)
 
 
 @pytest.fixture
@@ -47,14 +50,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
 
 
-def prepared(loaded: Loaded, *words: str) -> Material:
+def prepared(loaded: LoadedTarget, *words: str) -> TrainingData:
     config = parse(compose([*OWN, *words]))
-    taps = drafters.taps_of(config.drafter, loaded.target.depth)
-    return material(config, loaded, taps, Console(quiet=True), rank=0)
+    taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
+    return load_training_data(config, loaded, taps, Reporter.silent())
 
 
-def test_given_conversations_are_mixed_in_at_their_share(loaded: Loaded, given: Path) -> None:
-    """A quarter of all: seven beside twenty; the target reads them anew, for nothing is noted."""
+def test_given_conversations_are_mixed_in_at_their_share(loaded: LoadedTarget, given: Path) -> None:
+    """A quarter of all: seven beside twenty. Mixed text is not recorded."""
     made = prepared(loaded, f"data.given={given}", "data.given_share=0.25")
     assert len(made.documents) == ANSWERS + 7
     assert made.recorded is None
@@ -65,14 +68,47 @@ def test_given_conversations_are_mixed_in_at_their_share(loaded: Loaded, given: 
     assert made.documents[:ANSWERS] == alone.documents
 
 
-@pytest.mark.parametrize("first", ["medusa", "eagle3"])
-def test_drafters_share_the_recorded_text(loaded: Loaded, first: str) -> None:
-    """Whoever came first, the usual taps lie beside the text."""
-    for name in (first, *drafters.names()):
-        made = prepared(loaded, f"drafter={name}")
-        assert isinstance(made.noted, Recorded), name
-        assert made.recorded is not None
-        assert made.noted.store.taps == (1, 3, 4)
+def test_self_generated_text_is_recorded_in_the_target_s_precision(
+    loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    """Drafters share the text; those that read the same states share the recording."""
+    recordings = {}
+    for name in drafters.names():
+        source = trained_source(prepared(loaded, f"drafter={name}", "record.states=int8"))
+        assert source.folder.layout.states == "same"
+        recordings[name] = source.path
+    assert recordings["eagle"] == recordings["hass"] != recordings["eagle3"]
+    assert len(list((tmp_path / "cache" / "self").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["data.generate.record=false"], ["data.mode=online"]], ids=["record", "mode"]
+)
+def test_self_generated_text_is_not_recorded_on_request(
+    loaded: LoadedTarget, words: list[str]
+) -> None:
+    assert prepared(loaded, *words).recorded is None
+
+
+def test_a_run_trained_online_continues_from_an_exact_recording(
+    loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    """Runs of earlier versions on self-generated text have no layout in their manifest."""
+    words = [*OWN, f"run.dir={tmp_path / 'run'}", "train.batch_tokens=128", "drafter=medusa"]
+    for steps, changes in ((1, ["data.mode=online"]), (2, []), (3, ["data.mode=online"])):
+        config = parse(compose([*words, f"train.max_steps={steps}"]))
+        data = prepared(loaded, "drafter=medusa", *changes)
+        assert fit(config, loaded, data, Console(quiet=True)) is not None
+    lossy = prepared(loaded, "drafter=medusa", "data.mode=recorded", "record.states=int8")
+    config = parse(compose([*words, "train.max_steps=4"]))
+    with pytest.raises(RunError, match="was trained from the target's own output"):
+        fit(config, loaded, lossy, Console(quiet=True))
+
+
+def trained_source(data: TrainingData) -> RecordedTraces:
+    assert data.recorded is not None
+    assert isinstance(data.recorded.train, RecordedTraces)
+    return data.recorded.train
 
 
 def test_text_that_is_given_anyway_is_not_mixed(given: Path) -> None:
@@ -153,8 +189,8 @@ def test_a_file_of_mixed_shapes_is_used_as_far_as_it_goes_and_counted(
 
 BAD = {
     b"": (0, "The file is empty"),
-    b"\n \n": (0, "holds no answered conversation (empty)"),
-    b'{"text": "x"}': (0, "holds no answered conversation (unknown shape: 1). The first:"),
+    b"\n \n": (0, "has no conversation with an answer (empty)"),
+    b'{"text": "x"}': (0, "has no conversation with an answer (unknown shape: 1). The first:"),
     "\n".join(GOOD).encode("utf-16"): (0, "iconv -f UTF-16"),
     GOOD[0].encode(): (0, "1 conversations are too few"),
     "\n".join([*GOOD, GOOD[0][:20]]).encode(): (1, "line 31: no JSON object on one line"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.launch.job_pool import bare, train_on
+from outrider.launch.processes import clean_environment, train_command
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -24,7 +24,7 @@ SMALL = [
     "train.batch_tokens=512", "train.max_steps=6", "train.eval_every=6", "train.save_every=2",
     "train.log_every=1", "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false",
 ]  # fmt: skip
-ONE, TWO = train_on(1), train_on(2)
+ONE, TWO = train_command(1), train_command(2)
 LAUNCH = [
     sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1",
     "--mixed_precision=no", "--dynamo_backend=no", "train.py",
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def environment() -> dict[str, str]:
-    return {**bare(), "OMP_NUM_THREADS": "1"}
+    return {**clean_environment(), "OMP_NUM_THREADS": "1"}
 
 
 def run(command: list[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -161,7 +161,7 @@ def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(alone: Path, tmp_path: Pa
     shutil.rmtree(first / "checkpoints" / "step-00000006")
     for name, ranks, words in (("one", 1, "launch.accumulation=2"), ("four", 4, "launch=ddp")):
         shutil.copytree(first, tmp_path / name)
-        done = run(train_on(ranks), tmp_path / name, words, "train.resume=must")
+        done = run(train_command(ranks), tmp_path / name, words, "train.resume=must")
         assert done.returncode == 0, done.stderr
         assert_equal_runs(tmp_path / name, alone)
 
@@ -175,8 +175,8 @@ def test_accelerate_launch_alone_is_enough_for_zero(alone: Path, tmp_path: Path)
 SMALL_CHUNKS = """
 import sys
 sys.path.insert(0, {root!r})
-from outrider.train import objective
-objective.CHUNK = 2**17  # 85 rows of the tiny vocabulary: several chunks per forward
+from outrider.train import teacher
+teacher.CHUNK = 2**17  # 85 rows of the tiny vocabulary: several chunks per forward
 from outrider.launch.cli import command
 command(["train", *sys.argv[1:]])
 """
@@ -196,14 +196,14 @@ HOLDS_ITS_GROUP = """
 import sys
 import torch
 import torch.distributed as ranks
-from outrider.launch.cli import end
+from outrider.launch.cli import _end_process
 store, rank, code = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 ranks.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 held = list(ranks.distributed_c10d._world.pg_map)
 for _ in range(20):
     ranks.all_reduce(torch.ones(1000))
 ranks.destroy_process_group()
-end(code)
+_end_process(code)
 """
 
 
@@ -220,16 +220,16 @@ ONE_RANK_HAS_NAN = """
 import os, sys
 sys.path.insert(0, {root!r})
 from outrider.train.objective import Objective
-from outrider.train.trainer import Run
-forward, sow, now = Objective.forward, Run.sow, [0]
+from outrider.train.trainer import Trainer
+forward, seed_step, now = Objective.forward, Trainer.seed_step, [0]
 def wrong(self, *args):
     loss, sums = forward(self, *args)
     bad = self.training and now[0] == 2 and os.environ["RANK"] == "1"
     return loss * (float("nan") if bad else 1.0), sums
-def noted(run, step):
+def seed(run, step):
     now[0] = step
-    sow(run, step)
-Objective.forward, Run.sow = wrong, noted
+    seed_step(run, step)
+Objective.forward, Trainer.seed_step = wrong, seed
 from outrider.launch.cli import command
 command(["train", *sys.argv[1:]])
 """

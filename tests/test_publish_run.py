@@ -1,6 +1,8 @@
 """`outrider publish` and `outrider eval drafter=...` on a run: folder, card, hub, refusals."""
 
 import json
+import runpy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,19 @@ import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 
-from outrider.conf.compose import compose
-from outrider.conf.files import fingerprint
+from outrider.conf.commands import PublishConfig
+from outrider.conf.compose import compose, verb_group
+from outrider.conf.files import fingerprint, sha256_of
+from outrider.conf.schema import to_yaml
 from outrider.eval.publish import card
-from outrider.eval.publish.round_trip import Proof
+from outrider.eval.publish.round_trip import RoundTrip
 from outrider.launch.cli import main
-from outrider.models import drafters
+from outrider.models import drafters, formats
 from outrider.models.formats import native
-from outrider.models.formats.eagle3_sglang import SGLang
-from outrider.models.load import TINY, Loaded
+from outrider.models.formats.eagle3_sglang import Eagle3SGLang
+from outrider.models.load import TINY, LoadedTarget
 from outrider.models.vocab import DraftVocab
-from outrider.train.publishing import read_publish
-from outrider.train.settings import parse, to_yaml
+from outrider.train.settings import parse
 from tests import fake_hub
 from tests.runs import config
 
@@ -34,13 +37,13 @@ METRICS = {
 
 
 @pytest.fixture(scope="module")
-def run(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a drafter, its manifest, two reports and a plan."""
     run = tmp_path_factory.mktemp("run")
     made = config(run, "drafter.depths=3")
     (run / "config.yaml").write_text(to_yaml(made))
     torch.manual_seed(0)
-    vocab = DraftVocab.whole(loaded.target.vocab)
+    vocab = DraftVocab.identity(loaded.target.vocab_size)
     drafter = drafters.build(made.drafter, loaded.target, vocab)
     native.save(drafter, run / "drafter", loaded.target, made.drafter, {})
     about = {
@@ -93,7 +96,7 @@ def test_all_means_every_format_that_holds_the_drafter(published: Path) -> None:
 
 
 def test_no_path_of_this_machine_is_published(published: Path) -> None:
-    """Of the target there is the name alone, and the run's folder is not in the command."""
+    """The target is named without its path, and the command has no run folder."""
     for file in published.rglob("*"):
         if file.suffix in (".json", ".md", ".py"):
             text = file.read_text()
@@ -103,7 +106,7 @@ def test_no_path_of_this_machine_is_published(published: Path) -> None:
     assert config["speculators_config"]["verifier"]["name_or_path"] == "tiny"
 
 
-def test_a_card_says_what_the_runs_files_say(published: Path) -> None:
+def test_a_card_has_the_numbers_of_the_runs_files(published: Path) -> None:
     data, text = parts(published / "vllm" / "README.md")
     assert data["license"] == "apache-2.0"
     assert data["library_name"] == "outrider"
@@ -122,7 +125,7 @@ def test_a_card_says_what_the_runs_files_say(published: Path) -> None:
     assert '"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 3}' in text
 
 
-def test_a_folder_of_ours_is_replaced_and_no_other(
+def test_only_a_folder_written_by_outrider_is_replaced(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["format=native", f"publish.out={tmp_path / 'out'}", "publish.license=mit"]
@@ -139,32 +142,35 @@ def test_a_folder_of_ours_is_replaced_and_no_other(
 
 
 @pytest.mark.parametrize("harm", ["a weight", "a tap"])
-def test_a_drafter_that_did_not_travel_whole_is_not_published(
+def test_a_faulty_exporter_publishes_nothing(
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     harm: str,
 ) -> None:
-    """An exporter with a fault: of all the formats none appears."""
-    honest = SGLang.tensors
+    """One of the formats is faulty; none appears."""
+    original = Eagle3SGLang.tensors
 
-    def faulty(self: SGLang, *given: Any) -> Any:
-        out = honest(self, *given)
+    def faulty(self: Eagle3SGLang, *given: Any) -> Any:
+        out = original(self, *given)
         if harm == "a weight":
             out["midlayer.mlp.down_proj.weight"] = -9 * out["midlayer.mlp.down_proj.weight"]
         return out
 
-    monkeypatch.setattr(SGLang, "tensors", faulty)
+    monkeypatch.setattr(Eagle3SGLang, "tensors", faulty)
     if harm == "a tap":
-        monkeypatch.setattr(SGLang, "told_taps", lambda self, *given: (0, 3, 4))
+        monkeypatch.setattr(Eagle3SGLang, "stored_taps", lambda self, *given: (0, 3, 4))
     with pytest.raises(SystemExit) as stop:
         publish(run, f"publish.out={tmp_path / 'out'}")
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "Nothing was published" in said
-    cause = {"a tap": "files say (0, 3, 4)", "a weight": "verify.py does not agree"}
+    cause = {
+        "a tap": "and the files (0, 3, 4)",
+        "a weight": "of the drafter in the folder differs by",
+    }
     assert cause[harm] in said
     assert not any((tmp_path / "out").glob("*"))
 
@@ -191,11 +197,13 @@ def test_mistakes_end_with_a_message(
     assert message in capsys.readouterr().err
 
 
-def test_what_a_format_cannot_hold_is_told_before_anything_is_decoded(
+def test_what_a_format_cannot_hold_is_refused_before_anything_is_decoded(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(SGLang, "refuses", lambda self, *given: "it is round")
-    monkeypatch.setattr(Proof, "decoded", lambda self, drafter: pytest.fail("it was decoded with"))
+    monkeypatch.setattr(Eagle3SGLang, "refuses", lambda self, *given: "it is round")
+    monkeypatch.setattr(
+        RoundTrip, "decode", lambda self, drafter: pytest.fail("it was decoded with")
+    )
     with pytest.raises(SystemExit) as stop:
         publish(run, "format=sglang")
     assert stop.value.code == 2
@@ -207,12 +215,52 @@ def test_help_lists_the_groups_own_keys(capsys: pytest.CaptureFixture[str]) -> N
     assert "publish.dry_run" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("word", ["native", "sglang"])
+def test_verify_recomputes_the_reference_outputs_with_outrider(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    """Negative controls: wrong golden logits with hashes to suit, and another target."""
+    folder = Path(shutil.copytree(published / word, tmp_path / "out"))
+    verify = runpy.run_path(str(folder / "verify.py"))["main"]
+    assert verify([str(folder), "--target", "tiny"]) == 0
+    assert "checked: golden logits: 3 depths from 3 rows" in capsys.readouterr().out
+    other = Path(shutil.copytree(TINY, tmp_path / "other")) / "model.safetensors"
+    tensors = load_file(other)
+    tensors["model.embed_tokens.weight"] += 0.1
+    save_file(tensors, other, {"format": "pt"})
+    assert verify([str(folder), "--target", str(tmp_path / "other")]) == 1
+    assert "trained for" in capsys.readouterr().out
+    file = folder / "golden.safetensors"
+    tensors = load_file(file)
+    tensors["logits"][1, 1, 1] += 0.1
+    save_file(tensors, file, {"format": "pt"})
+    golden = json.loads((folder / "golden.json").read_text())
+    golden["sha256"][file.name] = sha256_of(file)
+    (folder / "golden.json").write_text(json.dumps(golden))
+    assert verify([str(folder)]) == 0
+    assert "golden logits not checked: no --target is given" in capsys.readouterr().out
+    assert verify([str(folder), "--target", "tiny"]) == 1
+    assert "logits of the drafter in the folder differs by" in capsys.readouterr().out
+
+
+def test_a_folder_of_the_version_before_is_read(
+    published: Path, tmp_path: Path, loaded: LoadedTarget
+) -> None:
+    """Its outrider.json does not list the tensors."""
+    folder = Path(shutil.copytree(published / "vllm", tmp_path / "out"))
+    content = json.loads((folder / "outrider.json").read_text())
+    assert content.pop("tensors")["fc.weight"]["dtype"] == "F32"
+    (folder / "outrider.json").write_text(json.dumps(content))
+    assert formats.load(folder, loaded.target)[1].name == "eagle3"
+
+
 # ---- the licence ---------------------------------------------------------------------------------
 
 
-def licence(*words: str, **wanted: str) -> dict[str, Any]:
-    settings = read_publish([f"publish.{key}={value}" for key, value in wanted.items()])
-    return card.licence(parse(compose(list(words))), settings)
+def licence(*words: str, **publish: str) -> dict[str, Any]:
+    keys = [f"publish.{key}={value}" for key, value in publish.items()]
+    settings, _ = verb_group(PublishConfig, "publish", keys)
+    return card.license_fields(parse(compose(list(words))), settings)
 
 
 def test_the_licence_is_the_targets(tmp_path: Path) -> None:
@@ -223,8 +271,8 @@ def test_the_licence_is_the_targets(tmp_path: Path) -> None:
     assert licence(*folder) == {"license": "unknown"}
     block = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\n---\n"
     (tmp_path / "README.md").write_text(block)
-    said = {"license": "other", "license_name": "own", "license_link": "LICENSE"}
-    assert licence(*folder) == said
+    expected = {"license": "other", "license_name": "own", "license_link": "LICENSE"}
+    assert licence(*folder) == expected
     assert licence(*folder, license="mit") == {"license": "mit"}
     assert licence("target=smollm2") == {"license": "apache-2.0"}
 
@@ -240,8 +288,8 @@ def test_the_licence_is_the_targets(tmp_path: Path) -> None:
 )
 def test_the_base_model_is_a_hub_id_or_nothing(words: list[str], name: str | None) -> None:
     target = parse(compose(words))
-    assert card.base_model(target, read_publish([])) == name
-    assert card.base_model(target, read_publish(["publish.base_model=a/b"])) == "a/b"
+    assert card.base_model(target, PublishConfig()) == name
+    assert card.base_model(target, PublishConfig(base_model="a/b")) == "a/b"
 
 
 # ---- the hub -------------------------------------------------------------------------------------
@@ -259,17 +307,17 @@ def sending(run: Path, tmp_path: Path, *words: str) -> int:
     return publish(run, *place, *words)
 
 
-def test_a_dry_run_shows_the_files_and_asks_the_hub_nothing(
+def test_a_dry_run_lists_the_files_and_sends_the_hub_nothing(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sending(run, tmp_path, "publish.dry_run=true") == 0
     said = capsys.readouterr().out
     assert "golden.safetensors" in said
     assert "not uploaded to me/draft" in said
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_a_folder_goes_up_privately_and_comes_down_to_be_measured(
+def test_a_folder_is_uploaded_privately_and_downloaded_to_be_measured(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sending(run, tmp_path) == 0
@@ -291,7 +339,7 @@ def test_a_folder_goes_up_privately_and_comes_down_to_be_measured(
     assert fake_hub.TOKEN not in said.out + said.err
 
 
-def test_an_upload_that_was_cut_off_goes_on(
+def test_an_interrupted_upload_continues(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.refuse_after = 1
@@ -301,14 +349,14 @@ def test_an_upload_that_was_cut_off_goes_on(
     assert "me/draft was not uploaded" in said.err
     assert fake_hub.TOKEN not in said.out + said.err
     assert len(hub.sent) == 1
-    assert hub.commits == 0, "half a drafter is not seen"
+    assert hub.commits == 0, "a partial upload is not visible"
     hub.refuse_after = None
     assert sending(run, tmp_path) == 0
-    assert len(hub.sent) == len(set(hub.sent)) == 2, "what was there was not sent again"
+    assert len(hub.sent) == len(set(hub.sent)) == 2, "files on the hub were sent again"
     assert hub.commits == 1
 
 
-def test_a_token_that_the_hub_refuses_is_not_repeated(
+def test_a_refused_token_is_not_printed(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.open = False
@@ -320,7 +368,7 @@ def test_a_token_that_the_hub_refuses_is_not_repeated(
     assert fake_hub.TOKEN not in said.out + said.err
 
 
-def test_what_should_be_private_does_not_go_into_a_public_repository(
+def test_a_private_upload_into_a_public_repository_is_refused(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.repos["me/draft"] = {"private": False, "files": {}}
@@ -344,8 +392,8 @@ def test_a_lone_drafter_needs_a_target_and_a_place(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter, place = f"drafter={published / 'vllm'}", f"run.dir={tmp_path}"
-    assert "no run folder says which" in measure(capsys, drafter, place)
-    assert "a folder of its own" in measure(capsys, drafter, "target=tiny")
+    assert "A published drafter needs its target" in measure(capsys, drafter, place)
+    assert "needs its own folder" in measure(capsys, drafter, "target=tiny")
     run = f"run.dir={published.parent}"
     assert "not a training run's" in measure(capsys, drafter, "target=tiny", run)
     wrong = ["target=tiny", place, "train.lr=1"]
@@ -357,10 +405,10 @@ def test_only_eval_takes_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture
     for words in (["chat", "target=tiny", f"run.dir={tmp_path}"], ["train"]):
         with pytest.raises(SystemExit):
             main([*words, "eval.drafter=x"])
-        assert "drafter of its own run" in capsys.readouterr().err
+        assert "uses the drafter of a run" in capsys.readouterr().err
 
 
-def test_a_published_folder_that_was_changed_is_not_measured(
+def test_a_changed_published_folder_is_not_measured(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"

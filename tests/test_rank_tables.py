@@ -11,25 +11,27 @@ from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.eval import rank_tables as module
-from outrider.eval.rank_tables import Ranks, rank_table, sibling_chances
+from outrider.eval.rank_tables import Ranks, rank_table, sibling_acceptance
 from outrider.eval.theory import coupled_acceptance
 from outrider.models import drafters
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode import from_config
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree_shapes import contiguous
-from outrider.models.drafter import Drafter, Trace
+from outrider.models.drafter import Drafter
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
-from outrider.train.objective import Teacher
+from outrider.train.teacher import TargetHead
 from tests import tiny
 from tests.enumeration import Context, Law, distance, enumerate_law
-from tests.tiny import Given
+from tests.tiny import FixedDrafter
 
 
 @dataclass(frozen=True)
 class Mirror:
     """A target whose last states are its logits."""
 
-    vocab: int = 4
+    vocab_size: int = 4
 
     def logits(self, last: Tensor) -> Tensor:
         return last
@@ -52,13 +54,13 @@ def favours(*order: int, size: int = 4) -> Tensor:
     return logits
 
 
-def disturbed(target: Target, trace: Trace, size: int = tiny.DRAFTED) -> Given:
+def disturbed(target: Target, trace: Trace, size: int = tiny.DRAFTED) -> FixedDrafter:
     """Right now and then: its states are the target's own, disturbed more at every depth."""
     generator, states = torch.Generator().manual_seed(6), []
     for depth in (1, 2, 3):
         noise = torch.randn(trace.last.shape, generator=generator)
         states.append(trace.last.roll(-depth, 1) + noise * 0.3 * depth)
-    return Given(states, tiny.vocab(size), target)
+    return FixedDrafter(states, tiny.vocab(size), target)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def trace(target: Target) -> Trace:
-    return tiny.packed(target)
+    return tiny.packed_trace(target)
 
 
 # ---- by hand -------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ def test_a_table_by_hand() -> None:
     lie = favours(3, 2, 1, 0)
     first = torch.stack([lie, favours(0, 1), favours(0, 1), favours(0, 1, 2, 3), lie, lie])
     second = torch.stack([lie, favours(0, 1), favours(2, 0), lie, lie, lie])
-    drafter = Given([first[None], second[None]], DraftVocab.whole(4))
+    drafter = FixedDrafter([first[None], second[None]], DraftVocab.identity(4))
     found = rank_table(drafter, Mirror(), [one_row(last, [2, 3, 4, 5])], 2, 3, 0.0)
     assert found.rows.tolist() == [3, 2]
     torch.testing.assert_close(
@@ -94,16 +96,16 @@ def test_a_table_by_hand() -> None:
 
 def test_a_round_begins_behind_the_prompt() -> None:
     """One answer token, the first: the prefill says it, and no round is left to be judged."""
-    drafter = Given([torch.zeros(1, 6, 4)], DraftVocab.whole(4))
+    drafter = FixedDrafter([torch.zeros(1, 6, 4)], DraftVocab.identity(4))
     with pytest.raises(ValueError, match=r"rows per depth \[0\]: the answers are too short"):
         rank_table(drafter, Mirror(), [one_row(torch.zeros(6, 4), [3])], 1, 2, 0.0)
 
 
-def test_what_is_drafted_without_the_target_is_not_taken() -> None:
+def test_what_is_drafted_without_the_target_is_not_counted() -> None:
     """The target says 0 or 1 with even chances; the drafter knows 1, 2 and 3 only."""
     last = torch.stack([torch.tensor([5.0, 5.0, -60.0, -60.0])] * 5)
     states = torch.stack([torch.tensor([1.0, 2.0, 0.0])] * 5)  # of tokens 1, 2, 3: favours 2
-    drafter = Given([states[None]], DraftVocab(torch.tensor([1, 2, 3]), 4))
+    drafter = FixedDrafter([states[None]], DraftVocab(torch.tensor([1, 2, 3]), 4))
     told = one_row(last, [1, 2, 3, 4])
     best = rank_table(drafter, Mirror(), [told], 1, 3, 1.0)
     torch.testing.assert_close(best.table, torch.tensor([[0.0, 0.5, 0.0]]).double())
@@ -123,7 +125,7 @@ def test_what_is_drafted_without_the_target_is_not_taken() -> None:
 
 def begins(trace: Trace) -> Iterator[tuple[int, int, int]]:
     """(b, t, d) where x_{t+1}..x_{t+1+d} are answer tokens of one document, token by token."""
-    for b, start, stop in tiny.documents(trace):
+    for b, start, stop in tiny.document_spans(trace):
         for t in range(start, stop):
             for d in (1, 2, 3):
                 wanted = range(t + 1, t + d + 2)
@@ -138,10 +140,10 @@ def literally(
     guesses = {guess.depth: guess.hidden for guess in drafter.unroll(trace) if guess.depth}
     table, rows = [[0.0] * ranks for _ in range(3)], [0, 0, 0]
     for b, t, d in begins(trace):
-        logits = drafter.heads([guesses[d][b, t][None]], [d])[0]
+        logits = drafter.heads_by_depth([guesses[d][b, t][None]], [d])[0]
         order = sorted(range(len(logits)), key=lambda i: -float(logits[i]))
         teacher = target.logits(trace.last[b, t + d]).double()
-        for k, token in enumerate(drafter.vocab.kept[order[:ranks]].tolist()):
+        for k, token in enumerate(drafter.vocab.target_ids[order[:ranks]].tolist()):
             if temperature:
                 table[d - 1][k] += float((teacher / temperature).softmax(-1)[token])
             else:
@@ -160,7 +162,7 @@ def test_the_table_equals_loops_over_rows(name: str, temperature: float) -> None
     of = tiny.target()
     drafter = tiny.drafter(name, of).eval()
     of.set_taps(drafter.taps)
-    told = tiny.packed(of)
+    told = tiny.packed_trace(of)
     found = rank_table(drafter, of, [told], 3, 36, temperature)
     with torch.no_grad():
         table, rows = literally(drafter, of, told, 36, temperature)
@@ -175,11 +177,11 @@ def test_more_text_counts_row_by_row(
     target: Target, trace: Trace, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither chunks nor batches matter, only how many rows they hold."""
-    parts = [tiny.cut(trace, slice(i, i + 1)) for i in (0, 1)]
+    parts = [tiny.slice_trace(trace, slice(i, i + 1)) for i in (0, 1)]
     whole = disturbed(target, trace)
-    each = [Given([s[i : i + 1] for s in whole.states], whole.vocab, target) for i in (0, 1)]
+    each = [FixedDrafter([s[i : i + 1] for s in whole.states], whole.vocab, target) for i in (0, 1)]
     found = rank_table(whole, target, [trace], 2, 5, temperature)
-    monkeypatch.setattr(module, "chunk_of", lambda device: 3 * target.vocab)
+    monkeypatch.setattr(module, "max_logits", lambda device: 3 * target.vocab_size)
     again = rank_table(whole, target, [trace, trace], 2, 5, temperature)
     alone = [
         rank_table(g, target, [p], 2, 5, temperature) for g, p in zip(each, parts, strict=True)
@@ -195,7 +197,7 @@ def test_more_text_counts_row_by_row(
 
 @pytest.mark.parametrize("draft", ["best", "drawn", "coupled"])
 def test_what_no_round_meets_does_not_matter(
-    target: Target, trace: Trace, draft: module.Kind
+    target: Target, trace: Trace, draft: module.DraftKind
 ) -> None:
     """Neither guesses at rows that do not count, nor the target's rows that judge none."""
     drafter = disturbed(target, trace)
@@ -224,7 +226,9 @@ ROWS = {  # the target's row, the drafter's
 }
 
 
-def rule(p: Tensor, q: Tensor, ranks: int, coins: Coins, renormalise: bool = True) -> Context:
+def rule(
+    p: Tensor, q: Tensor, ranks: int, coins: RandomSource, renormalise: bool = True
+) -> Context:
     """Draw all siblings, then verify them in order: (accepted rank or -1, token emitted)."""
     siblings: list[tuple[int, Tensor]] = []
     for _ in range(ranks):
@@ -273,9 +277,9 @@ def test_chances_of_siblings_are_those_of_the_rule(
     """Exactly: the mean over every drawing of rejected tokens is the law of the accepted rank."""
     p, q = rows_of(name)
 
-    def run(coins: Coins) -> tuple[float, ...]:
+    def run(coins: RandomSource) -> tuple[float, ...]:
         monkeypatch.setattr(module, "draw", lambda rows, _: coins.draw(rows[None])[0])
-        return tuple(sibling_chances(p[None], q[None], 4, torch.Generator())[0].tolist())
+        return tuple(sibling_acceptance(p[None], q[None], 4, torch.Generator())[0].tolist())
 
     law = enumerate_law(run)  # type: ignore[arg-type]
     found = sum(chance * torch.tensor(said, dtype=torch.float64) for said, chance in law.items())
@@ -290,7 +294,7 @@ def test_chances_of_siblings_are_those_of_the_rule(
 def test_drawn_chances_are_right_on_average(name: str) -> None:
     """With a generator instead of every drawing: within four standard errors."""
     p, q = rows_of(name)
-    found = sibling_chances(p.repeat(4000, 1), q.repeat(4000, 1), 4, seeded(1))
+    found = sibling_acceptance(p.repeat(4000, 1), q.repeat(4000, 1), 4, seeded(1))
     error = found.std(0) / 4000**0.5
     exact = law_of_ranks(p, q, 4)
     assert ((found.mean(0) - exact).abs() <= 4 * error + 1e-12).all()
@@ -299,13 +303,13 @@ def test_drawn_chances_are_right_on_average(name: str) -> None:
 def test_two_tokens_by_hand() -> None:
     """Rejected is what q has too much of; then only the other token is left, and is right."""
     p, q = torch.tensor([[0.3, 0.7]]).double(), torch.tensor([[0.8, 0.2]]).double()
-    found = sibling_chances(p, q, 2, seeded(0))
+    found = sibling_acceptance(p, q, 2, seeded(0))
     torch.testing.assert_close(found, torch.tensor([[0.5, 0.5]]).double())
 
 
 def test_a_perfect_drafter_needs_no_second_sibling() -> None:
     p = torch.tensor([[0.3, 0.7, 0.0], [0.0, 0.0, 1.0], [1 / 3, 1 / 3, 1 / 3]]).double()
-    found = sibling_chances(p, p.clone(), 3, seeded(0))
+    found = sibling_acceptance(p, p.clone(), 3, seeded(0))
     torch.testing.assert_close(found, torch.tensor([[1.0, 0.0, 0.0]] * 3).double())
 
 
@@ -313,8 +317,8 @@ def test_a_reduced_vocabulary_counts_as_tokens_without_draft() -> None:
     """The rows without the last token give what whole rows give, drawing by drawing."""
     p = torch.tensor([0.1, 0.1, 0.35, 0.25, 0.2]).double().repeat(50, 1)
     q = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).double().repeat(50, 1)
-    whole = sibling_chances(p, q, 3, seeded(4))
-    part = sibling_chances(p[:, :4], q[:, :4], 3, seeded(4))
+    whole = sibling_acceptance(p, q, 3, seeded(4))
+    part = sibling_acceptance(p[:, :4], q[:, :4], 3, seeded(4))
     torch.testing.assert_close(part, whole)
     assert whole.std(0)[1:].max() > 0.01  # the drawings do differ
 
@@ -323,7 +327,9 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def played(drafter: Given, target: Target, trace: Trace, rounds: int, temperature: float) -> Ranks:
+def played(
+    drafter: FixedDrafter, target: Target, trace: Trace, rounds: int, temperature: float
+) -> Ranks:
     """Monte Carlo: at every row, draw siblings in one race and toss the coins; count ranks."""
     torch.manual_seed(8)
     table, rows = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
@@ -381,8 +387,8 @@ def test_a_seed_fixes_what_is_drawn(target: Target, trace: Trace) -> None:
         (4, 3, 0.0, "best", "the drafter unrolls 3"),
         (3, 0, 0.0, "best", "ranks = 0"),
         (3, tiny.DRAFTED + 1, 0.0, "best", "the drafter has 40 tokens"),
-        (3, 3, 0.0, "drawn", "nothing is drawn there"),
-        (3, 3, 0.0, "coupled", "nothing is drawn there"),
+        (3, 3, 0.0, "drawn", "nothing is sampled"),
+        (3, 3, 0.0, "coupled", "nothing is sampled"),
         (3, 3, -1.0, "best", "temperature"),
     ],
 )
@@ -392,7 +398,7 @@ def test_what_cannot_be_measured_is_refused(
     depths: int,
     ranks: int,
     temperature: float,
-    draft: module.Kind,
+    draft: module.DraftKind,
     words: str,
 ) -> None:
     drafter = disturbed(target, trace)
@@ -401,7 +407,7 @@ def test_what_cannot_be_measured_is_refused(
 
 
 def test_a_mirror_is_a_teacher() -> None:
-    assert isinstance(Mirror(), Teacher)
+    assert isinstance(Mirror(), TargetHead)
 
 
 # ---- with a run ----------------------------------------------------------------------------------
@@ -412,8 +418,8 @@ def test_a_run_keeps_its_tables(tmp_path: Path) -> None:
     of = tiny.target()
     drafter = tiny.drafter("eagle3", of).eval()
     of.set_taps(drafter.taps)
-    told = tiny.packed(of)
-    module.record(tmp_path, drafter, of, [told])
+    told = tiny.packed_trace(of)
+    module.measure_tables(tmp_path, drafter, of, [told])
     found = module.read_tables(tmp_path)
     assert found is not None
     assert set(found) == {"best@0", "best@1", "drawn@1", "coupled@1"}
@@ -431,5 +437,5 @@ def test_a_run_keeps_its_tables(tmp_path: Path) -> None:
 def test_the_best_tree_suits_how_siblings_come_about() -> None:
     """Drawn siblings come in their order; of favourites any ranks may be taken."""
     table = torch.tensor([[0.5, 0.05, 0.2], [0.5, 0.05, 0.2]], dtype=torch.float64)
-    assert module.best_tree("best@1", table, 3) == ((0,), (2,), (0, 0))
-    assert contiguous(module.best_tree("drawn@1", table, 4))
+    assert from_config.best_tree("best@1", table, 3) == ((0,), (2,), (0, 0))
+    assert contiguous(from_config.best_tree("drawn@1", table, 4))

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.data.readers import LONGEST, SUFFIXES, Patience, _elements, records
+from outrider.data.readers import MAX_ROW, SUFFIXES, BadRowPolicy, _array_elements, read_records
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"{n} [a, b] ] \u00e9", "deep": [{"n": n}, {"n": -n}]} for n in range(50)
@@ -34,16 +34,16 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         table.writeheader()
         table.writerows({**row, "deep": json.dumps(row["deep"])} for row in ROWS)
     for name in ("a.jsonl", "lines.json", "b.json", "bom.json", "c.csv", "d.parquet"):
-        assert list(records(tmp_path / name)) == ROWS, name
+        assert list(read_records(tmp_path / name)) == ROWS, name
     for chunk in (1, 7, 64):  # an element may be cut anywhere
-        assert list(_elements(tmp_path / "b.json", Patience(), chunk)) == ROWS
+        assert list(_array_elements(tmp_path / "b.json", BadRowPolicy(), chunk)) == ROWS
 
 
 def test_blank_lines_and_an_empty_array_hold_no_record(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n{"prompt": "x"}\n\n')
     (tmp_path / "b.json").write_text("[ ]\n")
-    assert list(records(tmp_path / "a.jsonl")) == [{"prompt": "x"}]
-    assert list(records(tmp_path / "b.json")) == []
+    assert list(read_records(tmp_path / "a.jsonl")) == [{"prompt": "x"}]
+    assert list(read_records(tmp_path / "b.json")) == []
 
 
 BAD = [
@@ -77,7 +77,7 @@ def test_a_bad_record_names_file_and_line(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RunError, match=rf"{name}, line {line}:"):
-        list(records(tmp_path / name))
+        list(read_records(tmp_path / name))
 
 
 @pytest.mark.parametrize(("name", "content", "line"), BAD)
@@ -86,11 +86,11 @@ def test_a_bad_record_is_left_out_and_counted_if_it_may_be(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     noted: list[int] = []
-    patience = Patience(1, lambda: noted.append(1), "data.skip_bad")
-    assert len(list(records(tmp_path / name, patience=patience))) == 1
+    policy = BadRowPolicy(1, lambda: noted.append(1), "data.skip_bad")
+    assert len(list(read_records(tmp_path / name, policy=policy))) == 1
     assert len(noted) == 1
     with pytest.raises(RunError, match=r"or leave it out: data\.skip_bad=1"):
-        list(records(tmp_path / name, patience=Patience(0, option="data.skip_bad")))
+        list(read_records(tmp_path / name, policy=BadRowPolicy(0, option="data.skip_bad")))
 
 
 def test_a_line_of_a_hundred_megabytes_is_never_held_whole(tmp_path: Path) -> None:
@@ -101,15 +101,15 @@ def test_a_line_of_a_hundred_megabytes_is_never_held_whole(tmp_path: Path) -> No
             stream.write(b"x" * 1_000_000)
         stream.write(b'"}\n{"c": 3}\n')
     tracemalloc.start()
-    assert list(records(file, patience=Patience(1))) == [{"a": 1}, {"c": 3}]
-    assert tracemalloc.get_traced_memory()[1] < 5 * LONGEST  # 84 MB
+    assert list(read_records(file, policy=BadRowPolicy(1))) == [{"a": 1}, {"c": 3}]
+    assert tracemalloc.get_traced_memory()[1] < 5 * MAX_ROW  # 84 MB
     tracemalloc.stop()
     with pytest.raises(RunError, match=r"a\.jsonl, line 2: the line is longer"):
-        list(records(file))
+        list(read_records(file))
     array = tmp_path / "a.json"
-    array.write_bytes(b'[{"a": 1}, {"b": "' + b"x" * (3 * LONGEST) + b'"}]')
+    array.write_bytes(b'[{"a": 1}, {"b": "' + b"x" * (3 * MAX_ROW) + b'"}]')
     with pytest.raises(RunError, match=r"a\.json, line 1: an element is longer"):
-        list(records(array))
+        list(read_records(array))
 
 
 def test_a_parquet_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_parquet_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     for cut in (whole[:-100], b"PAR1"):
         (tmp_path / "a.parquet").write_bytes(cut)
         with pytest.raises(RunError, match=r"a\.parquet is damaged"):
-            list(records(tmp_path / "a.parquet"))
+            list(read_records(tmp_path / "a.parquet"))
 
 
 def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_left_out(tmp_path: Path) -> None:
@@ -126,22 +126,22 @@ def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_left_out(tmp_path
     damaged = pa.StringArray.from_buffers(len(text), *text.buffers()[1:])
     parquet.write_table(pa.table({"a": damaged}), tmp_path / "a.parquet")
     with pytest.raises(RunError, match=r"a\.parquet, line 301: 'utf-8' codec can't decode"):
-        list(records(tmp_path / "a.parquet"))
-    rows = list(records(tmp_path / "a.parquet", patience=Patience(1)))
+        list(read_records(tmp_path / "a.parquet"))
+    rows = list(read_records(tmp_path / "a.parquet", policy=BadRowPolicy(1)))
     assert rows == [{"a": str(n)} for n in range(600) if n != 300]
 
 
 def test_a_file_that_cannot_hold_rows_is_an_error_of_its_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval\.prompts = .*nowhere.*\n.*no such file"):
-        records(tmp_path / "nowhere.jsonl", key="eval.prompts")
+        read_records(tmp_path / "nowhere.jsonl", key="eval.prompts")
     (tmp_path / "a.xlsx").touch()
     with pytest.raises(ConfigError, match=r"data\.path = .*\n.*\.xlsx is not read"):
-        records(tmp_path / "a.xlsx")
+        read_records(tmp_path / "a.xlsx")
     for suffix in SUFFIXES:
         (tmp_path / f"a{suffix}").touch()
         with pytest.raises(ConfigError, match="empty"):
-            records(tmp_path / f"a{suffix}")
+            read_records(tmp_path / f"a{suffix}")
     for wide in ("UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32", "UTF-32LE", "UTF-32BE"):
         (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 9, wide)
         with pytest.raises(ConfigError, match=f"iconv -f {wide} -t UTF-8"):
-            records(tmp_path / "a.jsonl")
+            read_records(tmp_path / "a.jsonl")

@@ -15,29 +15,32 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.conf.compose import compose
-from outrider.conf.errors import ConfigError, Damaged, NoRoom, RunError
+from outrider.conf.errors import ConfigError, CorruptFile, DiskFull, RunError
 from outrider.conf.files import sha256_of
-from outrider.data.batches import Batch, gather
-from outrider.data.prepare import Material, material
-from outrider.data.record import cache as hybrid
-from outrider.data.record import writer as recorder
-from outrider.data.record.cache import Hybrid
-from outrider.data.record.folder import Folder
-from outrider.data.record.layout import Kept, Layout
+from outrider.conf.schema import Config
+from outrider.data.batches import gather
+from outrider.data.corpus import load_training_data
+from outrider.data.prepare import record
+from outrider.data.record import cache, writer
+from outrider.data.record.cache import TraceCache
+from outrider.data.record.folder import RecordingFolder
+from outrider.data.record.layout import Layout, RowSelection
 from outrider.data.record.verify import Difference
-from outrider.data.record.writer import record
+from outrider.data.reporter import Reporter
+from outrider.data.training_data import TrainingData
 from outrider.launch.doctor import target as probed
 from outrider.models import drafters
 from outrider.models import load as load_models
-from outrider.models.drafter import Top, Trace
-from outrider.models.load import Loaded, load
+from outrider.models.interface import Batch, TopKTeacher, Trace
+from outrider.models.load import LoadedTarget, load_target
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train import loop
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
-from outrider.train.settings import Config, parse
-from outrider.train.trainer import Run
+from outrider.train.settings import parse
+from outrider.train.teacher import Teacher
+from outrider.train.trainer import Trainer
 from tests import runs
 
 WORDS = [
@@ -48,8 +51,8 @@ QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load(parse(compose(["target=tiny"])).target)
+def loaded() -> LoadedTarget:
+    return load_target(parse(compose(["target=tiny"])).target)
 
 
 @pytest.fixture(autouse=True)
@@ -61,26 +64,26 @@ def config(*words: str) -> Config:
     return parse(compose([*WORDS, *words]))
 
 
-def prepared(loaded: Loaded, asked: Config) -> Material:
-    taps = drafters.taps_of(asked.drafter, loaded.target.depth)
-    return material(asked, loaded, taps, QUIET, rank=0)
+def prepared(loaded: LoadedTarget, asked: Config) -> TrainingData:
+    taps = drafters.resolve_taps(asked.drafter, loaded.target.num_layers)
+    return load_training_data(asked, loaded, taps, Reporter.silent())
 
 
-def both(loaded: Loaded, *words: str) -> tuple[Material, Material]:
+def both(loaded: LoadedTarget, *words: str) -> tuple[TrainingData, TrainingData]:
     """The same text, online and recorded."""
     online = prepared(loaded, config("data.mode=online", *words))
     return online, prepared(loaded, config("data.mode=recorded", *words))
 
 
-def first_batch(made: Material, rows: int = 2) -> Batch:
+def first_batch(made: TrainingData, rows: int = 2) -> Batch:
     return gather(made.train, torch.arange(rows))
 
 
-def loss_of(loaded: Loaded, made: Material, asked: Config, trace: Trace) -> torch.Tensor:
+def loss_of(loaded: LoadedTarget, made: TrainingData, asked: Config, trace: Trace) -> torch.Tensor:
     """Of an untrained drafter, which only the seed decides."""
     cfg: Any = asked.drafter
     torch.manual_seed(0)
-    loaded.target.set_taps(drafters.taps_of(cfg, loaded.target.depth))
+    loaded.target.set_taps(drafters.resolve_taps(cfg, loaded.target.num_layers))
     drafter = drafters.build(cfg, loaded.target, made.vocab(cfg.draft_vocab_size)).eval()
     weights = parse_depth_weights(cfg.depth_weights, cfg.depths)
     objective = Objective(drafter, loaded.target, weights=weights, loss=cfg.loss)
@@ -90,7 +93,7 @@ def loss_of(loaded: Loaded, made: Material, asked: Config, trace: Trace) -> torc
 
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_drafter_learns_from_a_recording_what_it_learns_online(
-    loaded: Loaded, name: str
+    loaded: LoadedTarget, name: str
 ) -> None:
     """Kept as computed, every row a drafter reads or is judged by is there: the loss is the same
     up to the rounding of other batches.
@@ -104,15 +107,15 @@ def test_every_drafter_learns_from_a_recording_what_it_learns_online(
     real = loaded.target.trace(*batch)
     pair = [loss_of(loaded, m, config(*words), t) for m, t in ((online, real), (recorded, told))]
     torch.testing.assert_close(pair[1], pair[0], rtol=1e-5, atol=1e-6)
-    judged = real.counts(1)
+    judged = real.supervised_mask(1)
     rows = torch.roll(judged, 1, dims=1)  # row t + 1 judges the guess of row t
-    assert told.favourite is not None
+    assert told.top1_ids is not None
     favourites = loaded.target.logits(real.last[rows]).argmax(-1)
-    assert torch.equal(told.favourite[rows], favourites)
+    assert torch.equal(told.top1_ids[rows], favourites)
 
 
-@pytest.mark.parametrize("states", ["bf16", "fp8", "int8", "int4", "coded"])
-def test_smaller_states_are_further_off(loaded: Loaded, states: str) -> None:
+@pytest.mark.parametrize("states", ["bf16", "int8", "coded"])
+def test_the_error_of_each_encoding_is_bounded(loaded: LoadedTarget, states: str) -> None:
     online, recorded = both(loaded, f"record.states={states}")
     assert recorded.recorded is not None
     batch = first_batch(online)
@@ -120,25 +123,25 @@ def test_smaller_states_are_further_off(loaded: Loaded, states: str) -> None:
     inside = batch.document >= 0
     error = (told.taps - real.taps)[inside].norm() / real.taps[inside].norm()
     assert 0 < error < {
-        "bf16": 0.004, "fp8": 0.04, "int8": 0.01, "int4": 0.15, "coded": 0.25
+        "bf16": 0.004, "int8": 0.01, "coded": 0.25
     }[states]  # fmt: skip
 
 
-def test_a_teacher_in_few_tokens_is_the_teacher_where_it_matters(loaded: Loaded) -> None:
+def test_a_top_k_teacher_is_near_the_full_one(loaded: LoadedTarget) -> None:
     """Its likely tokens are exact (to 11 bits), the rest keeps its share; the loss is near."""
     words = ("record.top=64", "drafter.draft_vocab_size=1000", "record.states=same")
     online, recorded = both(loaded, *words)
     assert recorded.recorded is not None
     batch = first_batch(online)
     told, real = recorded.recorded[0].trace(batch), loaded.target.trace(*batch)
-    assert told.top is not None
+    assert told.topk_teacher is not None
     assert told.last.shape[-1] == 0
-    rows = torch.roll(real.counts(1), 1, dims=1)
+    rows = torch.roll(real.supervised_mask(1), 1, dims=1)
     vocab = recorded.vocab(1000)
     logits = loaded.target.logits(real.last[rows])
-    few = Top(*(part[rows] for part in told.top))
-    spread, inside = few.spread(len(vocab)), logits[:, vocab.kept]
-    share = logits.softmax(-1)[:, vocab.kept].sum(-1)
+    few = TopKTeacher(*(part[rows] for part in told.topk_teacher))
+    spread, inside = few.scatter(len(vocab)), logits[:, vocab.target_ids]
+    share = logits.softmax(-1)[:, vocab.target_ids].sum(-1)
     torch.testing.assert_close(few.share, share, rtol=2e-3, atol=1e-6)
     torch.testing.assert_close(spread.sum(-1), torch.ones(len(inside)), rtol=2e-3, atol=0)
     kept = inside.softmax(-1).topk(64).values
@@ -148,58 +151,57 @@ def test_a_teacher_in_few_tokens_is_the_teacher_where_it_matters(loaded: Loaded)
     torch.testing.assert_close(pair[1], pair[0], rtol=0.02, atol=0)
 
 
-def test_a_teacher_that_is_nearly_sure_of_what_cannot_be_drafted(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+def test_a_top_k_teacher_with_a_tiny_share_keeps_its_distribution(
+    loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft vocabulary then has less than 16 bits can say; its distribution is told apart."""
+    """The share is below the range of 16 bits; it is stored as a separate factor."""
     target, places = loaded.target, torch.tensor([1200, 3, 7])
-    head = torch.full((target.vocab,), -60.0).scatter(0, places, torch.tensor([9.0, -20, -21]))
+    head = torch.full((target.vocab_size,), -60.0).scatter(0, places, torch.tensor([9.0, -20, -21]))
     monkeypatch.setattr(target, "logits", lambda rows: head.expand(len(rows), -1))
-    vocab, hidden = DraftVocab(torch.arange(1000), target.vocab), target.shape().hidden
-    layout = Layout("ids", "same", (), hidden, top=2, vocab=vocab.kept)
-    kept = Kept(torch.zeros(1).bool(), torch.ones(1).bool())
+    vocab, hidden = DraftVocab(torch.arange(1000), target.vocab_size), target.shape().hidden
+    layout = Layout("ids", "same", (), hidden, top=2, vocab=vocab.target_ids)
+    kept = RowSelection(torch.zeros(1).bool(), torch.ones(1).bool())
     rows = torch.zeros(1, 0), torch.zeros(1, hidden)
-    said = layout.said(layout.columns(target, kept, *rows, whole=False), kept)
+    said = layout.decode(layout.encode(target, kept, *rows, with_last_states=False), kept)
     assert said.top is not None
-    drafter = drafters.build(config().drafter, target, vocab)
-    told = Objective(drafter, target, weights=[1.0]).judge_noted(said.top, said.favourite)
+    told = Teacher(target, vocab, renormalise=True).from_recording(said.top, said.argmax)
     torch.testing.assert_close(told.p[0], head[:1000].softmax(-1), rtol=1e-3, atol=1e-6)
-    assert told.whole.sum() < 1e-9
-    assert said.favourite.tolist() == [1200]
+    assert told.p_full.sum() < 1e-9
+    assert said.argmax.tolist() == [1200]
 
 
-def test_held_out_text_keeps_its_last_states_beside_few_tokens(loaded: Loaded) -> None:
-    """What is reported is measured against the real teacher, whatever was learned from."""
+def test_held_out_text_keeps_its_last_states_with_record_top(loaded: LoadedTarget) -> None:
+    """Held-out metrics compare with the full teacher."""
     online, recorded = both(loaded, "record.top=8", "record.states=same")
     assert recorded.recorded is not None
     held = gather(online.held, torch.tensor([0]))
     told, real = recorded.recorded[1].trace(held), loaded.target.trace(*held)
-    assert told.top is None
-    rows = torch.roll(real.counts(1), 1, dims=1)
+    assert told.topk_teacher is None
+    rows = torch.roll(real.supervised_mask(1), 1, dims=1)
     torch.testing.assert_close(told.last[rows], real.last[rows], rtol=1e-4, atol=1e-4)
-    assert [source.knows_last for source in recorded.recorded] == [False, True]
+    assert [source.has_last_states for source in recorded.recorded] == [False, True]
     with pytest.raises(ConfigError, match=r"data\.holdout=0\.2"):
-        prepared(loaded, config(f"data.traces={recorded.recorded[0].where}", "data.holdout=0.4",
+        prepared(loaded, config(f"data.traces={recorded.recorded[0].path}", "data.holdout=0.4",
                                 "record.top=8"))  # fmt: skip
 
 
-def test_first_weights_are_found_where_no_training_text_keeps_last_states(
-    loaded: Loaded, tmp_path: Path
+def test_first_weights_are_fitted_online_without_recorded_last_states(
+    loaded: LoadedTarget, tmp_path: Path
 ) -> None:
-    """The target is asked once more, as it is online."""
+    """The target runs for them."""
     words = ("data.mode=recorded", "record.top=8", "train.max_steps=1")
     asked = runs.config(tmp_path, *words)
     made = prepared(loaded, asked)
     assert made.recorded is not None
-    assert not made.recorded[0].knows_last
-    assert "linear fit" in Run(asked, loaded, made).started_from
+    assert not made.recorded[0].has_last_states
+    assert "linear fit" in Trainer(asked, loaded, made).initialisation
 
 
-def taps_of_shorter_rows(loaded: Loaded, *words: str) -> tuple[torch.Tensor, torch.Tensor]:
+def taps_of_shorter_rows(loaded: LoadedTarget, *words: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a recording that is read in rows of another length, documents cut or whole; and real."""
     _, recorded = both(loaded, *words)
     assert recorded.recorded is not None
-    where = recorded.recorded[0].where
+    where = recorded.recorded[0].path
     shorter = prepared(loaded, config(f"data.traces={where}", "data.max_length=64"))
     assert shorter.recorded is not None
     batch = first_batch(shorter)
@@ -208,12 +210,12 @@ def taps_of_shorter_rows(loaded: Loaded, *words: str) -> tuple[torch.Tensor, tor
     return told.taps[inside], real.taps[inside]
 
 
-def test_a_recording_is_read_in_any_packing(loaded: Loaded) -> None:
+def test_a_recording_is_read_in_any_packing(loaded: LoadedTarget) -> None:
     told, real = taps_of_shorter_rows(loaded, "record.states=same")
     torch.testing.assert_close(told, real, rtol=1e-4, atol=1e-4)
 
 
-def test_the_beginning_of_a_coded_document_is_read(loaded: Loaded) -> None:
+def test_the_beginning_of_a_coded_document_is_read(loaded: LoadedTarget) -> None:
     """Its bytes are those of all its rows; the first of them are the same as in whole documents."""
     told, real = taps_of_shorter_rows(loaded, "record.states=coded", "record.top=8")
     error = (told - real).norm() / real.norm()
@@ -226,16 +228,16 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_from_a_recording_goes_as_the_one_online(
-    loaded: Loaded, tmp_path: Path, workers: int
+def test_a_run_from_a_recording_equals_the_online_run(
+    loaded: LoadedTarget, tmp_path: Path, workers: int
 ) -> None:
     """Six steps with evaluations: the loss curves are equal up to rounding, read ahead or not."""
     curves = []
     for mode in ("online", "recorded"):
         words = (f"data.mode={mode}", "record.states=same", f"data.workers={workers}")
         asked = runs.config(tmp_path / mode, *words)
-        taps = drafters.taps_of(asked.drafter, loaded.target.depth)
-        loop.fit(asked, loaded, material(asked, loaded, taps, QUIET, rank=0), QUIET)
+        taps = drafters.resolve_taps(asked.drafter, loaded.target.num_layers)
+        loop.fit(asked, loaded, load_training_data(asked, loaded, taps, Reporter.silent()), QUIET)
         curves.append(losses(tmp_path / mode))
     assert len(curves[0]) > 6
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
@@ -245,7 +247,7 @@ def test_a_run_from_a_recording_goes_as_the_one_online(
     ("name", "words"), [("eagle3", ()), ("mtp", ()), ("eagle3", ("record=small",))]
 )
 def test_the_ends_of_a_target_are_enough(
-    loaded: Loaded, tmp_path: Path, name: str, words: tuple[str, ...]
+    loaded: LoadedTarget, tmp_path: Path, name: str, words: tuple[str, ...]
 ) -> None:
     """Trained from a recording with its embedding and head alone: the same weights."""
     init = "drafter.init=random" if words else "drafter.init=linear"
@@ -254,10 +256,10 @@ def test_the_ends_of_a_target_are_enough(
     drafts = []
     for place in ("replicated", "ends"):
         asked = runs.config(tmp_path / place, *words, f"target.place={place}")
-        own = load(asked.target)
-        assert own.target.hollow == (place == "ends")
-        taps = drafters.taps_of(asked.drafter, own.target.depth)
-        loop.fit(asked, own, material(asked, own, taps, QUIET, rank=0), QUIET)
+        own = load_target(asked.target)
+        assert own.target.ends_only == (place == "ends")
+        taps = drafters.resolve_taps(asked.drafter, own.target.num_layers)
+        loop.fit(asked, own, load_training_data(asked, own, taps, Reporter.silent()), QUIET)
         drafts.append(load_file(tmp_path / place / "drafter" / "model.safetensors"))
     assert drafts[0].keys() == drafts[1].keys()
     assert all(torch.equal(drafts[0][key], drafts[1][key]) for key in drafts[0])
@@ -273,31 +275,31 @@ def test_the_ends_of_any_family_are_those_of_the_whole(
     AutoModelForCausalLM.from_config(family).save_pretrained(tmp_path)
     words = ("target=hf", f"target.path={tmp_path}", "data.traces=x", "train.quick_eval=false")
     place, told = str(tmp_path), config(*words).target
-    whole = Target(load_models._model(place, told))
-    ends = Target(load_models._ends(place, told, torch.device("cpu")))
+    whole = Target(load_models._load_model(place, told))
+    ends = Target(load_models._load_ends(place, told, torch.device("cpu")))
     states, ids = torch.randn(3, 32), torch.arange(9)
     assert torch.equal(ends.logits(states), whole.logits(states))
     assert torch.equal(ends.embed(ids), whole.embed(ids))
     assert ends.shape() == whole.shape()
-    assert ends.hollow
+    assert ends.ends_only
     assert "UNEXPECTED" not in capfd.readouterr().err
 
 
-def test_what_the_ends_are_not_enough_for_is_refused(loaded: Loaded, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Give what it said before: data.traces"):
+def test_what_the_ends_are_not_enough_for_is_refused(loaded: LoadedTarget, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Add recorded features: data.traces"):
         config("target.place=ends", "train.quick_eval=false")
     with pytest.raises(ConfigError, match=r"train.quick_eval=false"):
         config("target.place=ends", f"data.traces={tmp_path}", "train.quick_eval=true")
-    ends = load(
+    ends = load_target(
         config("target.place=ends", f"data.traces={tmp_path}", "train.quick_eval=false").target
     )
     ids = torch.arange(4)[None]
-    with pytest.raises(ConfigError, match="Only its embedding and its head were read"):
+    with pytest.raises(ConfigError, match="Only its embedding and its head were loaded"):
         ends.target.forward(ids, ids, torch.ones(1, 4, 4).tril().bool())
 
 
 @pytest.mark.slow
-def test_reading_keeps_nothing(loaded: Loaded, tmp_path: Path) -> None:
+def test_reading_holds_no_rows_in_memory(loaded: LoadedTarget, tmp_path: Path) -> None:
     """Resident memory is the same after the second epoch as after the first, a recording's size
     less than if its files stayed open.
     """
@@ -316,47 +318,54 @@ def test_reading_keeps_nothing(loaded: Loaded, tmp_path: Path) -> None:
 # ---- the folder ----
 
 
-def folder_of(made: Material) -> Folder:
+def folder_of(made: TrainingData) -> RecordingFolder:
     assert made.recorded is not None
-    return Folder(made.recorded[0].where)
+    assert made.recorded.train.path is not None
+    return RecordingFolder(made.recorded.train.path)
 
 
 def test_a_damaged_file_is_named_and_skipped_or_recorded_again_on_request(
-    loaded: Loaded,
+    loaded: LoadedTarget,
 ) -> None:
     _, recorded = both(loaded)
     folder = folder_of(recorded)
-    whole = {shard: sha256_of(folder.file(shard)) for shard in range(len(folder.counts))}
+    whole = {
+        shard: sha256_of(folder.shard_file(shard)) for shard in range(len(folder.shard_documents))
+    }
     assert len(whole) > 2
-    file = folder.file(1)
+    file = folder.shard_file(1)
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
     file.write_bytes(data)
     from_it = f"data.traces={folder.path}"
-    with pytest.raises(Damaged, match=r"shard-00001.* is damaged"):
+    with pytest.raises(CorruptFile, match=r"shard-00001.* is damaged"):
         prepared(loaded, config(from_it))
     fewer = prepared(loaded, config(from_it, "record.damaged=skip"))
-    assert len(fewer.documents) == len(recorded.documents) - folder.counts[1]
+    assert len(fewer.documents) == len(recorded.documents) - folder.shard_documents[1]
     assert record(config(from_it, "record.damaged=again")) == 0
-    assert {s: sha256_of(folder.file(s)) for s in whole} == whole
+    assert {s: sha256_of(folder.shard_file(s)) for s in whole} == whole
     prepared(loaded, config(from_it))
 
 
-def test_an_unfinished_recording_is_not_trained_from(loaded: Loaded) -> None:
+def test_an_unfinished_recording_is_not_trained_from(loaded: LoadedTarget) -> None:
     _, recorded = both(loaded)
     folder = folder_of(recorded)
-    folder.forget(2)
-    with pytest.raises(Damaged, match=r"shard-00002.*has not been written\.\n.*outrider record"):
+    folder.mark_missing(2)
+    with pytest.raises(
+        CorruptFile, match=r"shard-00002.*has not been written\.\n.*outrider record"
+    ):
         prepared(loaded, config(f"data.traces={folder.path}"))
 
 
-def test_machines_write_side_by_side_what_one_writes_alone(loaded: Loaded, tmp_path: Path) -> None:
+def test_machines_write_side_by_side_what_one_writes_alone(
+    loaded: LoadedTarget, tmp_path: Path
+) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     record(config(f"data.traces={alone}"))
     record(config(f"data.traces={shared}", "record.share=1/2"))
-    assert Folder(shared).missing()
+    assert RecordingFolder(shared).missing_shards()
     record(config(f"data.traces={shared}", "record.share=2/2"))
-    assert not Folder(shared).missing()
+    assert not RecordingFolder(shared).missing_shards()
     assert bytes_in(alone) == bytes_in(shared)
 
 
@@ -364,8 +373,8 @@ def bytes_in(folder: Path) -> dict[str, str]:
     return {file.name: sha256_of(file) for file in folder.iterdir() if file.name[0] != "."}
 
 
-def test_another_size_of_files_does_not_shift_documents(loaded: Loaded, tmp_path: Path) -> None:
-    """What goes on keeps the cut that it began with, whatever is asked for."""
+def test_an_existing_folder_keeps_its_shard_sizes(loaded: LoadedTarget, tmp_path: Path) -> None:
+    """record.shard of a continued recording has no effect."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     record(config(f"data.traces={alone}"))
     record(config(f"data.traces={shared}", "record.share=1/2"))
@@ -373,8 +382,10 @@ def test_another_size_of_files_does_not_shift_documents(loaded: Loaded, tmp_path
     assert bytes_in(alone) == bytes_in(shared)
 
 
-def test_what_a_recording_does_not_depend_on_does_not_stand_in_its_way(loaded: Loaded) -> None:
-    """Drafters that read the same share it, whatever their depth and the share held out."""
+def test_drafters_that_read_the_same_share_a_recording(
+    loaded: LoadedTarget,
+) -> None:
+    """Depth and held-out share do not matter."""
     words = ("data.mode=recorded", "drafter=eagle")
     first = folder_of(prepared(loaded, config(*words)))
     for more in ("drafter.depths=5", "data.holdout=0.3", "record.shard=900"):
@@ -382,28 +393,28 @@ def test_what_a_recording_does_not_depend_on_does_not_stand_in_its_way(loaded: L
     assert folder_of(prepared(loaded, config(*words, "record.top=4"))).path != first.path
 
 
-def test_a_folder_of_something_else_is_no_recording(loaded: Loaded, tmp_path: Path) -> None:
+def test_other_folders_are_not_read_as_recordings(loaded: LoadedTarget, tmp_path: Path) -> None:
     """Run folders, and those of a target's own text, have a manifest too."""
     (tmp_path / "manifest.json").write_text('{"shards": {}, "taps": []}')
     with pytest.raises(RunError, match="holds something else"):
         prepared(loaded, config(f"data.traces={tmp_path}"))
 
 
-def test_a_run_does_not_go_on_from_another_recording(loaded: Loaded, tmp_path: Path) -> None:
+def test_a_run_does_not_go_on_from_another_recording(loaded: LoadedTarget, tmp_path: Path) -> None:
     full, small, run = (tmp_path / name for name in ("full", "small", "run"))
     record(config(f"data.traces={full}"))
-    record(config(f"data.traces={small}", "record.states=int4"))
+    record(config(f"data.traces={small}", "record.states=int8"))
     asked = runs.config(run, f"data.traces={full}", "train.max_steps=1")
     loop.fit(asked, loaded, prepared(loaded, asked), QUIET)
     other = runs.config(run, f"data.traces={small}", "train.max_steps=2")
-    with pytest.raises(RunError, match=r"was trained from .*full.*bf16.* go on from .*int4"):
+    with pytest.raises(RunError, match=r"was trained from .*full.*bf16.* continue from .*int8"):
         loop.fit(other, loaded, prepared(loaded, other), QUIET)
     moved = full.rename(tmp_path / "moved")
     again = runs.config(run, f"data.traces={moved}", "train.max_steps=2")
     assert loop.fit(again, loaded, prepared(loaded, again), QUIET) is not None
 
 
-def test_text_limits_hold_for_recordings_too(loaded: Loaded, tmp_path: Path) -> None:
+def test_text_limits_hold_for_recordings_too(loaded: LoadedTarget, tmp_path: Path) -> None:
     record(config(f"data.traces={tmp_path}"))
     words = ("data.max_samples=12", "data.max_length=40", "data.shortest=9")
     told = prepared(loaded, config(f"data.traces={tmp_path}", *words))
@@ -416,18 +427,17 @@ def test_text_limits_hold_for_recordings_too(loaded: Loaded, tmp_path: Path) -> 
     torch.testing.assert_close(taps[inside].float(), real[inside], rtol=0.02, atol=0.02)
 
 
-def test_the_doctor_finds_a_recording_sound(loaded: Loaded, tmp_path: Path) -> None:
+def test_the_doctor_finds_a_recording_sound(loaded: LoadedTarget, tmp_path: Path) -> None:
     record(config(f"data.traces={tmp_path / 'traces'}"))
     asked = config(f"data.traces={tmp_path / 'traces'}", f"run.dir={tmp_path / 'run'}")
-    found = probed.recorded(Run(asked, loaded, prepared(loaded, asked), begin=False))
-    assert found is not None
-    assert found.state == "ok", found.said
+    (finding,) = probed.recording(Trainer(asked, loaded, prepared(loaded, asked), begin=False))
+    assert finding.state == "ok", finding.message
 
 
-def test_what_is_not_a_number_is_named(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_nan_names_its_document(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "compare", lambda *_: Difference(0.0, 0.0, 1.0))
+    monkeypatch.setattr(writer, "compare_with_plain_forward", lambda *_: Difference(0.0, 0.0, 1.0))
     real = type(loaded.target).trace
 
     def overflown(self: Any, *fields: Any) -> Trace:
@@ -435,11 +445,11 @@ def test_what_is_not_a_number_is_named(
         return replace(trace, taps=trace.taps.masked_fill(trace.taps > 0.5, float("inf")))
 
     monkeypatch.setattr(type(loaded.target), "trace", overflown)
-    with pytest.raises(RunError, match=r"document .*not a number"):
+    with pytest.raises(RunError, match=r"document .*NaN or infinity"):
         record(config(f"data.traces={tmp_path}"))
 
 
-def test_another_target_taps_or_text_is_refused(loaded: Loaded, tmp_path: Path) -> None:
+def test_another_target_taps_or_text_is_refused(loaded: LoadedTarget, tmp_path: Path) -> None:
     record(config(f"data.traces={tmp_path}"))
     with pytest.raises(RunError, match="was recorded with documents = "):
         record(config(f"data.traces={tmp_path}", "data.max_samples=20"))
@@ -454,7 +464,7 @@ def test_another_target_taps_or_text_is_refused(loaded: Loaded, tmp_path: Path) 
 
 
 def test_states_of_the_wrong_rows_are_found_before_anything_is_written(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a batching bug would give them: each row has its neighbour's states."""
     real = type(loaded.target).trace
@@ -464,13 +474,13 @@ def test_states_of_the_wrong_rows_are_found_before_anything_is_written(
         return Trace(**{**vars(trace), "taps": trace.taps.roll(1, 1)})
 
     monkeypatch.setattr(type(loaded.target), "trace", shifted)
-    with pytest.raises(RunError, match="says something else of document"):
+    with pytest.raises(RunError, match="outputs other states of document"):
         record(config(f"data.traces={tmp_path}"))
     assert not list(tmp_path.glob("shard-*"))
 
 
-def test_a_recording_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.max_gb = 0\.001\n.*will have \d\.\d MB"):
+def test_a_recording_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.max_gb = 0\.001\n.*takes \d\.\d MB"):
         record(config(f"data.traces={tmp_path}", "data.max_gb=0.001"))
     assert not list(tmp_path.iterdir()), "so that smaller settings may begin there"
 
@@ -479,12 +489,12 @@ def test_a_recording_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
 def test_the_estimate_is_what_is_written(tmp_path: Path, words: tuple[str, ...]) -> None:
     asked = config(f"data.traces={tmp_path}", *words)
     record(asked)
-    loaded = load(asked.target)
-    loaded.target.set_taps(drafters.taps_of(asked.drafter, loaded.target.depth))
-    folder = Folder(tmp_path)
+    loaded = load_target(asked.target)
+    loaded.target.set_taps(drafters.resolve_taps(asked.drafter, loaded.target.num_layers))
+    folder = RecordingFolder(tmp_path)
     made = prepared(loaded, config("data.mode=online", *words))
-    work = recorder.Recorder(asked, loaded, made, QUIET)
-    assert work.bytes() == pytest.approx(folder.bytes(), rel=0.1)
+    work = writer.Recorder(asked, loaded, made, Reporter.silent())
+    assert work.size() == pytest.approx(folder.size(), rel=0.1)
 
 
 KILLS = """
@@ -546,14 +556,14 @@ def test_killed_at_ten_random_moments_and_resumed_it_is_byte_identical(tmp_path:
 # ---- hybrid ----
 
 
-def kept(loaded: Loaded, folder: Path, budget: float) -> Hybrid:
+def kept(loaded: LoadedTarget, folder: Path, budget: float) -> TraceCache:
     asked = config()
-    loaded.target.set_taps(drafters.taps_of(asked.drafter, loaded.target.depth))
-    begun = Hybrid.beginning(asked, loaded.target, {})
-    return Hybrid(folder, begun.layout, loaded.target, budget)
+    loaded.target.set_taps(drafters.resolve_taps(asked.drafter, loaded.target.num_layers))
+    begun = TraceCache.from_config(asked, loaded.target, {})
+    return TraceCache(folder, begun.layout, loaded.target, budget)
 
 
-def test_hybrid_computes_once_and_says_the_same_again(loaded: Loaded, tmp_path: Path) -> None:
+def test_hybrid_runs_the_target_once_per_row(loaded: LoadedTarget, tmp_path: Path) -> None:
     made = prepared(loaded, config("data.mode=online"))
     source, batch = kept(loaded, tmp_path / "kept" / "a", 1e9), first_batch(made)
     once = source.trace(batch)
@@ -564,8 +574,8 @@ def test_hybrid_computes_once_and_says_the_same_again(loaded: Loaded, tmp_path: 
     assert torch.equal(once.last, twice.last)
 
 
-def test_hybrid_keeps_what_fits_and_gives_up_what_earlier_runs_left(
-    loaded: Loaded, tmp_path: Path
+def test_hybrid_stores_what_fits_and_evicts_rows_of_earlier_runs(
+    loaded: LoadedTarget, tmp_path: Path
 ) -> None:
     made = prepared(loaded, config("data.mode=online"))
     batches = [gather(made.train, torch.tensor([i])) for i in range(4)]
@@ -585,7 +595,7 @@ def test_hybrid_keeps_what_fits_and_gives_up_what_earlier_runs_left(
     assert newer.hits == 2, "rows of this run did not make room for each other"
 
 
-def test_hybrid_goes_on_with_what_it_kept_before(loaded: Loaded, tmp_path: Path) -> None:
+def test_hybrid_keeps_the_rows_of_an_earlier_start(loaded: LoadedTarget, tmp_path: Path) -> None:
     """Room for two of four rows, and two of an earlier start: they do not give way to the others,
     though those are asked for first.
     """
@@ -595,30 +605,30 @@ def test_hybrid_goes_on_with_what_it_kept_before(loaded: Loaded, tmp_path: Path)
     for batch in batches[:2]:
         killed.trace(batch)
     again = kept(loaded, where, float(killed.size()))
-    again.expect(made.train)
+    again.touch_rows(made.train)
     for batch in reversed(batches):
         again.trace(batch)
     assert (again.hits, again.misses) == (2, 2)
     assert again.size() == killed.size()
 
 
-def test_hybrid_keeps_no_more_on_a_full_disk(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_hybrid_stores_nothing_on_a_full_disk(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training goes on: what cannot be kept is computed again."""
+    """Training continues: missing rows are computed again."""
     made = prepared(loaded, config("data.mode=online"))
     source, batch = kept(loaded, tmp_path / "kept" / "a", 1e9), first_batch(made)
 
     def full(*_: Any) -> str:
-        raise NoRoom("full")
+        raise DiskFull("full")
 
-    monkeypatch.setattr(hybrid, "write_tensors", full)
+    monkeypatch.setattr(cache, "write_tensors", full)
     once, twice = source.trace(batch), source.trace(batch)
     assert torch.equal(once.taps, twice.taps)
     assert (source.hits, source.misses, source.size()) == (0, 4, 0)
 
 
-def test_hybrid_computes_again_what_is_damaged(loaded: Loaded, tmp_path: Path) -> None:
+def test_hybrid_computes_again_what_is_damaged(loaded: LoadedTarget, tmp_path: Path) -> None:
     made = prepared(loaded, config("data.mode=online"))
     source, batch = kept(loaded, tmp_path / "kept" / "a", 1e9), first_batch(made)
     once = source.trace(batch)
@@ -647,6 +657,6 @@ def test_settings_that_contradict_each_other(words: tuple[str, ...], key: str) -
     assert caught.value.key.startswith(key)
 
 
-def test_states_that_make_the_teacher_are_not_bent(loaded: Loaded) -> None:
+def test_coded_states_are_refused_where_they_are_the_teacher(loaded: LoadedTarget) -> None:
     with pytest.raises(ConfigError, match=r"record\.states = 'coded'\n.*eagle reads the states"):
         prepared(loaded, config("data.mode=recorded", "drafter=eagle", "record.states=coded"))

@@ -1,4 +1,4 @@
-"""What people and scripts read: tables, verdict, files, runs side by side."""
+"""Reports: tables, verdict, files, comparison of runs."""
 
 import io
 import json
@@ -10,12 +10,14 @@ from rich.console import Console
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
-from outrider.eval.compare import _measured, compare, overview, shape
-from outrider.eval.metrics import METRICS, Record, predict, summarise
-from outrider.eval.page.run_files import Run
-from outrider.eval.page.speed import measured_of
-from outrider.eval.report import Mismatch, Report, publish, save, show
-from outrider.models.decode.round_times import Clock
+from outrider.eval.compare import decoding_label, overview, read_results
+from outrider.eval.metrics import METRICS, Record, predicted_speedups, summarise
+from outrider.eval.page.run_files import RunFiles
+from outrider.eval.page.speed import speed_section
+from outrider.eval.report import Mismatch, Report, save
+from outrider.eval.report_tables import explain_metrics, show, show_and_save
+from outrider.launch.compare import compare
+from outrider.models.decode.round_times import RoundTimes
 
 SETTING = {
     "drafter": "eagle3",
@@ -46,9 +48,11 @@ def record(name: str, plain_seconds: float | None, accepted: tuple[int, ...] = (
         accepted=accepted,
         drafted=(3,) * len(accepted),
         steps=3 * len(accepted),
-        clock=Clock(prefill=0.1, draft=0.25, target=0.5, verify=0.125, commit=0.125, rounds=1.0),
+        clock=RoundTimes(
+            prefill=0.1, draft=0.25, target=0.5, verify=0.125, commit=0.125, rounds=1.0
+        ),
         baseline_tokens=0 if plain_seconds is None else 7,
-        baseline=None if plain_seconds is None else Clock(prefill=0.1, rounds=plain_seconds),
+        baseline=None if plain_seconds is None else RoundTimes(prefill=0.1, rounds=plain_seconds),
     )
 
 
@@ -62,7 +66,7 @@ def report(*seconds: float | None, mismatches: tuple[Mismatch, ...] = (), **sett
         categories={r.category: summarise([r], depth=3) for r in records},
         exact=not mismatches if compared else None,
         mismatches=list(mismatches),
-        theory=predict(total, 3, chain=True),
+        theory=predicted_speedups(total, 3, chain=True),
         setting={**SETTING, **setting},
         outputs=[{"id": r.id, "prompt": "caf\u00e9", "output_ids": [1]} for r in records],
     )
@@ -74,7 +78,7 @@ def printed(made: Report, width: int = 140) -> str:
     return stream.getvalue()
 
 
-def test_the_verdict_says_how_much_faster_and_at_what_cost() -> None:
+def test_the_verdict_has_speedup_tau_and_times() -> None:
     verdict = report(2.0, 2.0).verdict()
     assert verdict.startswith("2.00x (95 %: 2.00-2.00), faster: tau 3.00 at 500.0 ms per round")
     assert "333.3 ms per plain token" in verdict
@@ -86,7 +90,7 @@ def test_the_verdict_admits_a_loss() -> None:
 
 
 def test_an_interval_around_one_is_no_gain() -> None:
-    assert "about as fast, within the noise: tau" in report(0.5, 0.5, 2.0, 2.0).verdict()
+    assert "about as fast, within noise: tau" in report(0.5, 0.5, 2.0, 2.0).verdict()
 
 
 def test_without_a_baseline_the_verdict_claims_nothing() -> None:
@@ -98,7 +102,7 @@ def test_without_a_baseline_the_verdict_claims_nothing() -> None:
 def test_in_float32_any_mismatch_is_an_error() -> None:
     made = report(2.0, mismatches=(Mismatch("p0", 4, 7, 9, 0.0),))
     assert made.exact is False
-    assert made.broken
+    assert made.exceeds_rounding
     assert "MORE THAN ROUNDING" in made.verdict()
 
 
@@ -109,7 +113,7 @@ def test_in_bfloat16_a_narrow_lead_is_rounding_and_a_wide_one_is_not(
     """One unit in the last place of a bfloat16 logit between 16 and 32 is 0.125."""
     made = report(2.0, 2.0, mismatches=(Mismatch("p0", 4, 7, 9, gap),), dtype="bfloat16")
     assert made.exact is False
-    assert made.broken is broken
+    assert made.exceeds_rounding is broken
     assert ("rounding in bfloat16" in made.exactness()) is not broken
     assert "1 of 2 answers differ from plain decoding" in made.exactness()
 
@@ -132,15 +136,20 @@ def test_tau_is_printed_beside_ms_and_speedup_for_every_category() -> None:
     assert line["all"][1:7] == ["2", "14", "3.00", "500.0", "500.0", "3.00x"]
 
 
-def test_every_metric_is_explained_where_it_is_printed() -> None:
-    text = printed(report(2.0))
+def test_the_verdict_is_printed_first_and_definitions_on_request() -> None:
+    measured = report(2.0)
+    text = printed(measured)
+    assert " ".join(text.split()).startswith(measured.verdict())
+    assert not any(metric.definition in text for metric in METRICS)
+    stream = io.StringIO()
+    explain_metrics(Console(file=stream, width=140))
     for metric in METRICS:
-        assert metric.name in text
-        assert metric.definition in text
+        assert metric.name in stream.getvalue()
+        assert metric.definition in stream.getvalue()
 
 
 def test_prompts_left_out_are_named() -> None:
-    assert "left out, longer than the target reads: p7, p9" in printed(
+    assert "left out, longer than the target's context: p7, p9" in printed(
         report(2.0, left_out=["p7", "p9"])
     )
 
@@ -159,7 +168,7 @@ def test_theory_stands_beside_the_measured_speedup() -> None:
 def test_the_files_hold_what_was_measured(tmp_path: Path) -> None:
     made = report(2.0, 2.0, mismatches=(Mismatch("p0", 4, 7, 9, 0.25),), dtype="bfloat16")
     stream = io.StringIO()
-    publish(made, tmp_path / "eval", "quick", Console(file=stream, width=140))
+    show_and_save(made, tmp_path / "eval", "quick", Console(file=stream, width=140))
     assert "quick.json" in stream.getvalue()
     content = json.loads((tmp_path / "eval" / "quick.json").read_text())
     assert content["tau"] == 3.0
@@ -217,7 +226,7 @@ def test_compare_gives_every_run_a_line_of_costs_and_gains(
         account = {"parameters": 2e6, "tokens_per_second": 800, "peak_memory_bytes": 3 * 2**20}
         write_json(tmp_path / name / "training.json", {**account, "held_out": held})
     measured(tmp_path / "bare", "chain-t0", 1.0)
-    runs = [_measured(tmp_path / name) for name in ("one", "two", "bare")]
+    runs = [read_results(tmp_path / name) for name in ("one", "two", "bare")]
     training, decoding, _ = overview(runs).renderables
     cells = {
         str(column.header): [getattr(cell, "plain", cell) for cell in column.cells]
@@ -253,7 +262,7 @@ def test_compare_gives_every_run_a_line_of_costs_and_gains(
         ("fingerprints", {**SETTING["fingerprints"], "prompts": "q" * 64}, "prompt file (pppppppp"),  # type: ignore[dict-item]
     ],
 )
-def test_compare_says_what_makes_it_unfair(
+def test_compare_names_conditions_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any, shown: str
 ) -> None:
     runs = [
@@ -285,27 +294,26 @@ def test_a_damaged_report_is_refused(tmp_path: Path) -> None:
         compare([run])
 
 
-def test_compare_keeps_ways_of_verifying_apart(tmp_path: Path) -> None:
+def test_compare_separates_verification_rules(tmp_path: Path) -> None:
     """One shape and temperature, three rules: three columns, and the lossy one says so."""
     warm = {"policy": "chain", "temperature": 1.0, "draft": "drawn"}
     kinds = {"usual": "ratio", "block": "block", "typical": "lossy_typical"}
     for name, verify in kinds.items():
         folder = measured(tmp_path / "run", name, 2.0, verify=verify, **warm)
-    run = _measured(Path(folder))
-    names = {shape(found) for found in run.reports.values()}
+    run = read_results(Path(folder))
+    names = {decoding_label(found) for found in run.reports.values()}
     assert names == {"chain@1", "chain@1 (block)", "chain@1 (lossy_typical)"}
     favourites = {**warm, "draft": "best", "verify": "match"}
-    assert shape({**run.reports["usual"], **favourites}) == "chain@1 (best, match)"
-    assert (
-        shape({**run.reports["usual"], **favourites, "policy": "dynamic_tree"}) == "dynamic_tree@1"
-    )
+    assert decoding_label({**run.reports["usual"], **favourites}) == "chain@1 (best, match)"
+    tree = {**run.reports["usual"], **favourites, "policy": "dynamic_tree"}
+    assert decoding_label(tree) == "dynamic_tree@1"
 
 
-def test_a_lossy_report_says_so() -> None:
+def test_a_lossy_report_is_marked() -> None:
     made = report(2.0, temperature=1.0, lossy=True, verify="lossy_typical")
     assert "LOSSY by choice (lossy_typical)" in made.verdict()
     assert "chain, depth 3, LOSSY (lossy_typical), temperature 1" in printed(made)
     assert "LOSSY" not in printed(report(2.0, temperature=1.0, lossy=False, verify="ratio"))
-    run = Run(Path(), "", [], None, None, {"eval": made, "usual": report(2.0)}, {}, None)
-    told = [str(part) for part in measured_of(run).parts]
+    run = RunFiles(Path(), "", [], None, None, {"eval": made, "usual": report(2.0)}, {}, None)
+    told = [str(part) for part in speed_section(run).parts]
     assert any("LOSSY (lossy_typical)" in part for part in told)

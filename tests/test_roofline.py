@@ -8,14 +8,15 @@ import torch
 from outrider.eval.plan.roofline import (
     ASSUMPTIONS,
     MACHINES,
-    Foreseen,
     Machine,
     ModelSize,
+    RooflineClock,
     drafter_sizes,
     forward_seconds,
-    no_room,
+    memory_warning,
 )
-from outrider.eval.plan.round_costs import PLAIN, Shape
+from outrider.eval.plan.round_costs import PLAIN, DraftShape
+from outrider.eval.theory import expected_tokens
 from outrider.models.drafter import Drafter
 from outrider.models.target import Target
 from tests import tiny
@@ -25,10 +26,12 @@ MODEL = ModelSize(parameters=20, weights=40, kv=2, hidden=3, layers=2)
 LARGE = ModelSize(8e9, 16e9, 131_072, 4096, 32)  # an 8B with grouped queries, bfloat16
 SMALL = ModelSize(0.4e9, 0.8e9, 4096, 4096, 1)  # a layer and a head of it
 H100 = MACHINES["h100"]
+LONG = ModelSize(6.75e9, 13.5e9, 524_288, 4096, 32)  # a 7B with as many key heads as query heads
+RATES = Machine("MagicDec's", bandwidth=2e12, flops=3e14, fixed=0.0)
 
 
-def chain(depth: int) -> Shape:
-    return Shape(depth, depth, (1,) * depth)
+def chain(depth: int) -> DraftShape:
+    return DraftShape(depth, depth, (1,) * depth)
 
 
 def test_a_forward_is_the_roof_and_the_fixed_time() -> None:
@@ -51,38 +54,74 @@ def test_another_number_format_scales_all_bytes() -> None:
 def test_a_round_on_another_machine_is_its_forwards() -> None:
     """`absorb` reads 10 bytes, the first step nothing, deeper ones 20: 2 + 0 + 3 + 3 seconds."""
     sizes = [ModelSize(count, count, 0, 1, 0) for count in (10, 0, 20)]
-    clock = Foreseen(Machine("toy", 10.0, 1e9, 1.0), MODEL, sizes)
+    clock = RooflineClock(Machine("toy", 10.0, 1e9, 1.0), MODEL, sizes)
     assert clock.parts(chain(3), batch=1, context=7).draft == pytest.approx(8000)
     assert clock.parts(PLAIN, 1, 5) == pytest.approx((0.0, 1000 * (1 + 50 / 10), 0.0))
 
 
-def test_a_step_reads_the_drafter_once_however_many_nodes_it_is_asked_for() -> None:
+def test_a_step_reads_the_drafter_once_for_any_number_of_nodes() -> None:
     """By arithmetic: 2 operations per number and node, and 1 node, then 3."""
-    clock = Foreseen(Machine("toy", 1e9, 10.0, 0.0), MODEL, [ModelSize(10, 10, 0, 1, 0)])
-    tree = Shape(depth=2, nodes=6, asked=(1, 3))
+    clock = RooflineClock(Machine("toy", 1e9, 10.0, 0.0), MODEL, [ModelSize(10, 10, 0, 1, 0)])
+    tree = DraftShape(depth=2, nodes=6, parents=(1, 3))
     assert clock.parts(tree, 1, 7).draft == pytest.approx(1000 * 2 * (1 + 1 + 3))
 
 
 def test_a_budget_bounds_what_the_drafter_reads_and_nothing_else() -> None:
-    free, bound = (Foreseen(H100, LARGE, (LARGE,), budget) for budget in (None, 512))
+    free, bound = (RooflineClock(H100, LARGE, (LARGE,), budget) for budget in (None, 512))
     assert free.parts(chain(4), 64, 512) == bound.parts(chain(4), 64, 512)
     long, short = free.parts(chain(4), 64, 32_768), bound.parts(chain(4), 64, 32_768)
     assert long.draft > 3 * short.draft
     assert long.target == short.target
 
 
+def _against_plain(batch: int, context: int, budget: int, gamma: int) -> tuple[float, float]:
+    """MagicDec's T_D / T_T for a target that drafts for itself, and T_V / T_T."""
+    clock = RooflineClock(RATES, LONG, (LONG,), budget)
+    plain, cost = clock.parts(PLAIN, batch, context), clock.parts(chain(gamma), batch, context)
+    return cost.draft / (gamma + 1) / plain.target, cost.target / plain.target
+
+
+def test_long_contexts_make_a_short_draft_cheap_and_verification_free() -> None:
+    """S -> large: T_D / T_T -> b / S, T_V / T_T -> 1."""
+    draft, verify = _against_plain(batch=256, context=200_000, budget=50_000, gamma=3)
+    assert draft == pytest.approx(1 / 4, rel=0.01)
+    assert verify == pytest.approx(1, rel=0.01)
+
+
+def test_short_contexts_and_small_batches_make_self_drafting_useless() -> None:
+    """Then both forwards read the weights, and only those."""
+    assert _against_plain(1, 600, 512, gamma=3) == pytest.approx((1, 1), rel=0.01)
+
+
+@pytest.mark.parametrize(("context", "grows"), [(32_768, True), (64, False)])
+def test_larger_batches_help_behind_long_contexts_and_hurt_behind_short_ones(
+    context: int, grows: bool
+) -> None:
+    """The paper's claim, alpha 0.8; a drafter of a fiftieth of the target for the short context."""
+    drafter, budget = (LONG, 512) if grows else (ModelSize(0.27e9, 0.27e9, 10_000, 50, 50), 1024)
+    clock = RooflineClock(RATES, LONG, (ModelSize(0, 0, 0, 1, 0), drafter), budget)
+    speedups = [
+        expected_tokens(0.8, 4)
+        * clock.parts(PLAIN, batch, context).total
+        / clock.parts(chain(4), batch, context).total
+        for batch in (1, 8, 64, 256)
+    ]
+    assert speedups == sorted(speedups, reverse=not grows)
+    assert abs(speedups[0] - speedups[-1]) > 0.5
+
+
 def test_what_does_not_fit_is_pointed_out() -> None:
     card, large = MACHINES["rtx4090"], ModelSize(70e9, 140e9, 1e6, 8192, 80)
-    said = no_room(card, large, [large], 1, 64)
+    said = memory_warning(card, large, [large], 1, 64)
     assert "280 GB" in said
     assert "RTX 4090 has 24 GB" in said
     small, steps = ModelSize(1e9, 2e9, 1e6, 64, 8), [ModelSize(1, 2, 0, 64, 1)] * 3
-    assert no_room(card, small, steps, 1, 1000) == ""
-    assert "Batch 23 with 1000 tokens each" in no_room(card, small, steps, 23, 1000)
+    assert memory_warning(card, small, steps, 1, 1000) == ""
+    assert "Batch 23 with 1000 tokens each" in memory_warning(card, small, steps, 23, 1000)
 
 
 def test_the_assumptions_name_the_machine_and_its_rates() -> None:
-    said = Foreseen(H100, LARGE, (SMALL,)).assumptions
+    said = RooflineClock(H100, LARGE, (SMALL,)).assumptions
     assert said[0].startswith("H100 SXM 80GB: 3.35 TB/s, 989.4 TFLOP/s, 50 microseconds")
     assert said[1:] == ASSUMPTIONS
 
@@ -108,7 +147,7 @@ def test_the_size_of_a_target_is_what_it_multiplies_with_and_caches(family: str)
     cache = target.new_cache(10)
     ids = torch.arange(10)[None]
     target.forward(ids, ids, torch.ones(1, 10, 10, dtype=torch.bool).tril(), cache)
-    kept = sum(x.numel() * 4 for layer in range(target.depth) for x in cache.rows(layer))
+    kept = sum(x.numel() * 4 for layer in range(target.num_layers) for x in cache.rows(layer))
     assert size.kv == kept / 10
     body = sum(p.numel() for layer in target.layers for p in layer.parameters())
     head = target.head_weight.numel()

@@ -1,12 +1,12 @@
-"""What a round takes, read off invented measurements."""
+"""Round times, interpolated between invented measurements."""
 
 import pytest
 
-from outrider.eval.plan.round_costs import PLAIN, Decoded, Measured, Shape, Timing
+from outrider.eval.plan.round_costs import PLAIN, DecodedRound, DraftShape, MeasuredClock, TimeGrid
 from outrider.models.decode.tree_shapes import chain
 
 POINTS: dict[tuple[int, ...], float] = {(1, 8): 10.0, (1, 16): 14.0, (5, 8): 12.0, (5, 16): 20.0}
-MEASURED = Measured({"tokens": (1, 5), "context": (8, 16)}, POINTS)
+MEASURED = TimeGrid({"tokens": (1, 5), "context": (8, 16)}, POINTS)
 
 
 def test_measured_points_are_exact_and_what_lies_between_is_linear() -> None:
@@ -17,22 +17,22 @@ def test_measured_points_are_exact_and_what_lies_between_is_linear() -> None:
     assert MEASURED.at(tokens=3, context=12) == pytest.approx((10 + 14 + 12 + 20) / 4)
 
 
-def test_nothing_is_said_beyond_the_measured_points() -> None:
+def test_points_outside_the_grid_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens = 6: measured were 1 to 5"):
         MEASURED.at(tokens=6, context=8)
     with pytest.raises(ValueError, match="context = 4"):
         MEASURED.at(tokens=1, context=4)
     with pytest.raises(ValueError, match=r"no time was measured at \(5,\)"):
-        Measured({"tokens": (1, 5)}, {(1,): 1.0})
-    with pytest.raises(ValueError, match="points ascend"):
-        Measured({"tokens": (5, 1)}, {(1,): 1.0, (5,): 1.0})
+        TimeGrid({"tokens": (1, 5)}, {(1,): 1.0})
+    with pytest.raises(ValueError, match="points must ascend"):
+        TimeGrid({"tokens": (5, 1)}, {(1,): 1.0, (5,): 1.0})
 
 
-FORWARDS = Measured(
+FORWARDS = TimeGrid(
     {"tokens": (1, 9), "batch": (1, 2), "context": (8,)},
     {(tokens, batch, 8): 10.0 + tokens for tokens in (1, 9) for batch in (1, 2)},
 )
-STEPS = Measured(
+STEPS = TimeGrid(
     {"width": (1, 4), "depth": (1, 4), "batch": (1, 2), "context": (8,)},
     {(w, d, b, 8): float(w * d) for w in (1, 4) for d in (1, 4) for b in (1, 2)},
 )
@@ -40,29 +40,35 @@ STEPS = Measured(
 
 def test_without_rounds_that_were_decoded_forwards_take_what_they_take_alone() -> None:
     """The first step knows one node; behind it 1 and 3 are asked, as if 2 each time."""
-    timing = Timing("here", FORWARDS, STEPS)
+    timing = MeasuredClock("here", FORWARDS, STEPS)
     assert timing.parts(PLAIN, 1, 8) == (0.0, 11.0, 0.0)
-    assert timing.parts(Shape(3, 5, (1, 1, 3)), 1, 8) == pytest.approx((6.0, 16.0, 0.0))
+    assert timing.parts(DraftShape(3, 5, (1, 1, 3)), 1, 8) == pytest.approx((6.0, 16.0, 0.0))
 
 
 def test_rounds_that_were_decoded_are_met_and_others_of_their_kind_lie_between() -> None:
-    short, long = Shape.of(chain(1)), Shape.of(chain(4))
-    rounds = [Decoded(short, 1.0, 2.0, 0.5), Decoded(long, 2.0, 2.0, 2.0)]
-    timing = Timing("here", FORWARDS, STEPS, {1: rounds})
+    short, long = DraftShape.of(chain(1)), DraftShape.of(chain(4))
+    rounds = [DecodedRound(short, 1.0, 2.0, 0.5), DecodedRound(long, 2.0, 2.0, 2.0)]
+    timing = MeasuredClock("here", FORWARDS, STEPS, {1: rounds})
     for one in rounds:
-        draft, target, _ = timing.alone(one.shape, 1, 8)
+        draft, target, _ = timing.forwards_only(one.shape, 1, 8)
         found = timing.parts(one.shape, 1, 8)
         assert found == pytest.approx((one.draft * draft, one.target * target, one.rest))
-    middle = timing.parts(Shape.of(chain(2)), 1, 8)
+    middle = timing.parts(DraftShape.of(chain(2)), 1, 8)
     assert middle == pytest.approx((2 * (1 + 1 / 3), 2 * 13.0, 1.0))
-    for other in (PLAIN, Shape(4, 8, (1, 2, 2, 2))):
-        assert timing.parts(other, 1, 8) == timing.alone(other, 1, 8)
-    assert timing.parts(long, 2, 8) == timing.alone(long, 2, 8)  # two prompts were not decoded
+    for other in (PLAIN, DraftShape(4, 8, (1, 2, 2, 2))):
+        assert timing.parts(other, 1, 8) == timing.forwards_only(other, 1, 8)
+    assert timing.parts(long, 2, 8) == timing.forwards_only(
+        long, 2, 8
+    )  # two prompts were not decoded
 
 
 def test_three_rounds_make_a_plane_that_ends_where_they_end() -> None:
-    shapes = (Shape(1, 4, (1,)), Shape(4, 8, (1, 2, 2, 2)), Shape(4, 16, (1, 4, 4, 4)))
-    trees = [Decoded(s, 1.0, 1.0, 0.1 * s.depth + 0.01 * s.nodes) for s in shapes]
-    timing = Timing("here", FORWARDS, STEPS, {1: trees})
-    assert timing.parts(Shape(2, 8, (1, 3)), 1, 8).rest == pytest.approx(0.28)
-    assert timing.parts(Shape(1, 2, (1,)), 1, 8).rest == pytest.approx(0.14)  # the least seen
+    shapes = (
+        DraftShape(1, 4, (1,)),
+        DraftShape(4, 8, (1, 2, 2, 2)),
+        DraftShape(4, 16, (1, 4, 4, 4)),
+    )
+    trees = [DecodedRound(s, 1.0, 1.0, 0.1 * s.depth + 0.01 * s.nodes) for s in shapes]
+    timing = MeasuredClock("here", FORWARDS, STEPS, {1: trees})
+    assert timing.parts(DraftShape(2, 8, (1, 3)), 1, 8).rest == pytest.approx(0.28)
+    assert timing.parts(DraftShape(1, 2, (1,)), 1, 8).rest == pytest.approx(0.14)  # the least seen

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from outrider.models.decode import round_outcome as news
-from outrider.models.decode.round_outcome import decided, read
+from outrider.models.decode import round_outcome
+from outrider.models.decode.round_outcome import greedy_outcomes, outcomes
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verify import greedy
 from tests.enumeration import any_trees
@@ -16,7 +16,7 @@ SOUND = torch.tensor([[0.0, -1.5], [3e38, -3e38], [1e-45, -0.0], [1.0, 2.0]])  #
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the host part by part, or all in one table."""
     if request.param == "GPU":
-        monkeypatch.setattr(news, "_one_by_one", news._in_one_table)
+        monkeypatch.setattr(round_outcome, "_separately", round_outcome._in_one_transfer)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -29,8 +29,8 @@ def test_a_chain_decided_on_the_host_is_the_rules(guesses: int, whole: bool) -> 
         ids, choice = torch.randint(0, 2, (2, 4, guesses + 1), generator=dice)
         drafted = torch.randint(0, guesses + 1, (4,), generator=dice)
         tree = Tree.chain(ids, None if whole else drafted)
-        told = decided(tree, choice, SOUND)
-        assert told == read(tree, greedy(tree, choice), SOUND)
+        told = greedy_outcomes(tree, choice, SOUND)
+        assert told == outcomes(tree, greedy(tree, choice), SOUND)
         lengths |= {len(each.tokens) for each in told}
     assert lengths == set(range(1, guesses + 2))
 
@@ -43,8 +43,8 @@ def test_a_tree_decided_on_the_host_is_the_rules(whole: bool) -> None:
     for _ in range(60):
         ids, choice = torch.randint(0, 3, (2, 4, 12), generator=dice)
         tree = any_trees(ids, whole, dice)
-        told = decided(tree, choice, SOUND)
-        assert told == read(tree, greedy(tree, choice), SOUND)
+        told = greedy_outcomes(tree, choice, SOUND)
+        assert told == outcomes(tree, greedy(tree, choice), SOUND)
         lengths |= {len(each.tokens) for each in told}
     assert lengths >= {1, 2, 3, 4, 5}
 
@@ -53,17 +53,17 @@ def test_a_tree_tells_its_path_its_leaf_and_its_depth() -> None:
     """The root 5 with the children 7 and 8, and 9 below 7: a path that ends there, or above."""
     parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
     tree = Tree.grown(torch.tensor([[5, 7, 8, 9]]), parents, depths, 2)
-    (all_the_way,) = read(tree, greedy(tree, torch.tensor([[7, 9, 0, 4]])), SOUND[:1])
+    (all_the_way,) = outcomes(tree, greedy(tree, torch.tensor([[7, 9, 0, 4]])), SOUND[:1])
     assert all_the_way == ([7, 9, 4], [0, 1, 3], True, 2, None)
-    (half,) = read(tree, greedy(tree, torch.tensor([[7, 6, 0, 4]])), SOUND[:1])
+    (half,) = outcomes(tree, greedy(tree, torch.tensor([[7, 6, 0, 4]])), SOUND[:1])
     assert half == ([7, 6], [0, 1], False, 2, None)
 
 
-def test_nodes_that_are_not_real_are_nobodys_children() -> None:
+def test_padding_nodes_are_not_children() -> None:
     parents, depths = torch.tensor([[-1, 0, 1]]), torch.tensor([[0, 1, 2]])
     real = torch.tensor([[True, True, False]])
     tree = Tree.grown(torch.tensor([[5, 7, 9]]), parents, depths, 2, real)
-    (told,) = read(tree, greedy(tree, torch.tensor([[7, 9, 4]])), SOUND[:1])
+    (told,) = outcomes(tree, greedy(tree, torch.tensor([[7, 9, 4]])), SOUND[:1])
     assert told == ([7, 9], [0, 1], True, 1, None)
 
 
@@ -76,6 +76,6 @@ def test_numbers_that_are_none_are_not_told(bad: float, dtype: torch.dtype) -> N
     lead[2, 1] = bad
     for drawn in (chain, tree):
         with pytest.raises(FloatingPointError):
-            decided(drawn, ids, lead)
+            greedy_outcomes(drawn, ids, lead)
         with pytest.raises(FloatingPointError):
-            read(drawn, greedy(drawn, ids), lead)
+            outcomes(drawn, greedy(drawn, ids), lead)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.decode.rules import DRAFTS, RULES, default_rule, fitting, judge
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode.rules import DRAFTS, RULES, bind_rule, default_rule, lossless_rules
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
 from tests.enumeration import (
     Propose,
@@ -37,10 +37,10 @@ def test_the_table_allows_exactly_what_is_lossless(name: str, draft: str) -> Non
         assert name.startswith("lossy_")
     elif draft in rule.drafts:
         for propose in DRAWING[draft][: 1 if rule.chains_only else 2]:
-            assert bias(Toy(13), propose, by(judge(name, draft))) < 1e-12
+            assert bias(Toy(13), propose, by(bind_rule(name, draft))) < 1e-12
     else:
-        with pytest.raises(ValueError, match=f"use one of {', '.join(fitting(draft))}"):
-            judge(name, draft)
+        with pytest.raises(ValueError, match=f"use one of {', '.join(lossless_rules(draft))}"):
+            bind_rule(name, draft)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -53,44 +53,44 @@ def test_the_default_rule_is_lossless_and_fits(draft: str, chain: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "draft", "knobs", "message"),
+    ("name", "draft", "parameters", "message"),
     [
         ("matching", "best", {}, "no rule 'matching'"),
         ("match", "greedy", {}, "no draft 'greedy'"),
-        ("match", "best", {"factor": 0.5}, r"knobs \[\], was given \['factor'\]"),
+        ("match", "best", {"factor": 0.5}, r"parameters \[\], was given \['factor'\]"),
         ("lossy_lenience", "drawn", {}, "needs .'factor'"),
         ("lossy_lenience", "drawn", {"factor": 0.0}, "factor=0.0"),
         ("lossy_typical", "best", {"epsilon": 1.0}, "epsilon=1.0"),
     ],
 )
 def test_a_wrong_request_for_a_rule_is_refused(
-    name: str, draft: str, knobs: dict[str, float], message: str
+    name: str, draft: str, parameters: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        judge(name, draft, **knobs)
+        bind_rule(name, draft, **parameters)
 
 
 def test_a_rule_that_reads_rows_refuses_a_draft_without_them() -> None:
     chain = Tree.chain(torch.tensor([[0, 1]]))
     with pytest.raises(ValueError, match="rows it was drawn from"):
-        judge("block", "drawn")(chain, torch.ones(1, 2, 2), None, Scripted())
+        bind_rule("block", "drawn")(chain, torch.ones(1, 2, 2), None, Scripted())
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_where_nothing_was_drafted_the_next_token_is_plain_decoding(name: str) -> None:
     """A lone root, and a root with nodes that only fill up; the rows of q are never read."""
     rule = RULES[name]
-    knobs = {knob: 0.5 if value is None else value for knob, value in rule.knobs.items()}
-    verified = judge(name, rule.drafts[0], **knobs)
+    parameters = {key: 0.5 if value is None else value for key, value in rule.parameters.items()}
+    verified = bind_rule(name, rule.drafts[0], **parameters)
     for size in (1, 3):
         tree = Tree.chain(torch.zeros(1, size, dtype=torch.long), torch.tensor([0]))
         p = torch.tensor([0.25, 0.5, 0.25]).expand(1, size, 3)
         nothing = torch.full_like(p, torch.nan)
 
         def process(
-            coins: Coins, tree: Tree = tree, p: Tensor = p, q: Tensor = nothing
+            rng: RandomSource, tree: Tree = tree, p: Tensor = p, q: Tensor = nothing
         ) -> tuple[int, ...]:
-            path, length, next_ids = verified(tree, p, q, coins)
+            path, length, next_ids = verified(tree, p, q, rng)
             return (*path[0].tolist(), int(length), int(next_ids))
 
         plain = [((0,) * (size + 1) + (token,), p[0, 0, token]) for token in range(3)]

@@ -16,18 +16,18 @@ from transformers.generation import logits_process as hf
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
-from outrider.models.decode.request import Live, Request
-from outrider.models.decode.round_outcome import News
+from outrider.models.decode.request import Request
 from outrider.models.decode.rules import DRAWN, INDEPENDENT
-from outrider.models.decode.sampling import GeneratorCoins
-from outrider.models.decode.sampling_params import History, Sampling
+from outrider.models.decode.sampling import GeneratorSource
+from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.tree_shapes import parse
+from outrider.models.decode.verifier import Decision
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from tests import tiny
-from tests.tiny import TOKENS, Row, Text, Told, by_chance, swift
+from tests.tiny import TOKENS, Row, ScriptedDrafter, Text, mean_target, random_logits
 
 SHAPE = parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 POLICIES: dict[str, Policy] = {
@@ -92,11 +92,14 @@ def fresh(number: int, said: int) -> Random:
     return Random(1000 * number + said)
 
 
-class Numbered(Engine):
-    """Plain decoding whose coins are known."""
-
-    def _coins(self, live: list[Live], look: bool = True) -> GeneratorCoins:
-        return GeneratorCoins([fresh(one.number, len(one.out.ids)) for one in live], 1)
+def numbered(sampling: Sampling) -> Engine:
+    """Plain decoding with the random numbers of `fresh`."""
+    engine = Engine(tiny.target(), None, None, sampling=sampling)
+    verifier = engine.verifier
+    verifier.random_source = lambda **_: GeneratorSource(  # type: ignore[method-assign]
+        [fresh(one.number, len(one.out.ids)) for one in verifier.requests], 1
+    )
+    return engine
 
 
 def plainly(sampling: Sampling, prompt: Sequence[int], count: int, number: int = 0) -> list[int]:
@@ -120,7 +123,7 @@ def asked(budget: int = 14) -> list[Request]:
 
 def choir(sampling: Sampling) -> Row:
     """Knows two of three tokens of the greedy answers under these processors."""
-    noise, known = by_chance(tiny.VOCAB, scale=2.0), dict[Text, int]()
+    noise, known = random_logits(tiny.VOCAB, scale=2.0), dict[Text, int]()
     for prompt, budget, _ in asked():
         text = (*prompt, *plainly(sampling._replace(temperature=0.0), prompt, budget))
         known.update({text[:i]: text[i] for i in range(len(prompt), len(text))})
@@ -143,7 +146,7 @@ def test_greedy_words_are_those_of_transformers(
     policy: Policy | None, change: dict[str, Any]
 ) -> None:
     sampling = Sampling(**change)
-    drafter = Told(choir(sampling), tiny.VOCAB) if policy else None
+    drafter = ScriptedDrafter(choir(sampling), tiny.VOCAB) if policy else None
     for batch in (1, 2):
         decoder = Engine(tiny.target(), drafter, policy, sampling=sampling)
         outs = decoder.generate_all(asked(), batch)
@@ -154,7 +157,7 @@ def test_greedy_words_are_those_of_transformers(
 @each_setting
 def test_sampled_words_are_those_of_transformers(setting: dict[str, Any]) -> None:
     sampling = Sampling(**setting)
-    outs = Numbered(tiny.target(), None, None, sampling=sampling).generate_all(asked(), 3)
+    outs = numbered(sampling).generate_all(asked(), 3)
     assert [out.ids for out in outs] == [plainly(sampling, p, n, s) for p, n, s in asked()]
 
 
@@ -167,18 +170,16 @@ class Checked(Engine):
     compared = 0
     row: Row
 
-    def _decide(
-        self, live: list[Live], draft: Draft, logits: Tensor
-    ) -> tuple[list[News], Tensor | None]:
-        rows = self.sampling.rows(logits)
-        for i, one in enumerate(live):
+    def _decide(self, draft: Draft, logits: Tensor) -> Decision:
+        rows = self.sampling.probs(logits)
+        for i, one in enumerate(self.verifier.requests):
             text = (*one.request.prompt, *one.out.ids)
             nodes = draft.tree.real[i].nonzero().flatten().tolist()
             for node, path in zip(nodes, [(), *tiny.paths(draft.tree, i)], strict=True):
                 self._compare(rows[i, node], own_logits(self.target, text + path), text + path)
                 if draft.q_rows is not None and draft.q_rows[i, node].any():
                     self._compare_draft(draft.q_rows[i, node], text + path)
-        return super()._decide(live, draft, logits)
+        return super()._decide(draft, logits)
 
     def _compare(self, mine: Tensor, logits: Tensor, text: Text) -> None:
         theirs = scores(self.sampling, text, logits).softmax(-1)
@@ -188,13 +189,13 @@ class Checked(Engine):
     def _compare_draft(self, mine: Tensor, text: Text) -> None:
         assert self.drafter is not None
         whole = torch.full((tiny.VOCAB,), float("-inf"))
-        whole[self.drafter.vocab.kept] = self.row(text)
+        whole[self.drafter.vocab.target_ids] = self.row(text)
         self._compare(mine, whole, text)
 
 
 def compare(policy: Policy, setting: dict[str, Any], kept: int) -> None:
-    row = by_chance(kept, scale=2.0)
-    drafter = Told(row, tiny.VOCAB)
+    row = random_logits(kept, scale=2.0)
+    drafter = ScriptedDrafter(row, tiny.VOCAB)
     drafter.vocab = tiny.vocab(kept)
     decoder = Checked(tiny.target(), drafter, policy, sampling=Sampling(**setting))
     decoder.row = row
@@ -223,12 +224,10 @@ class Listening(Engine):
 
     drafted: set[int]
 
-    def _decide(
-        self, live: list[Live], draft: Draft, logits: Tensor
-    ) -> tuple[list[News], Tensor | None]:
-        for i in range(len(live)):
+    def _decide(self, draft: Draft, logits: Tensor) -> Decision:
+        for i in range(len(draft.tree.ids)):
             self.drafted |= {path[-1] for path in tiny.paths(draft.tree, i)}
-        return super()._decide(live, draft, logits)
+        return super()._decide(draft, logits)
 
 
 @pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])
@@ -238,9 +237,9 @@ def test_a_banned_token_is_never_proposed(
     policy: Policy, warm: float, banned: tuple[int, ...]
 ) -> None:
     """By a drafter that likes them best; free, it proposes nothing else at first."""
-    noise = by_chance(tiny.VOCAB)
+    noise = random_logits(tiny.VOCAB)
     favourites = torch.zeros(tiny.VOCAB).index_fill_(0, torch.tensor(BANNED), 9.0)
-    drafter = Told(lambda text: noise(text) + favourites, tiny.VOCAB)
+    drafter = ScriptedDrafter(lambda text: noise(text) + favourites, tiny.VOCAB)
     decoder = Listening(tiny.target(), drafter, policy, sampling=Sampling(warm, banned=banned))
     decoder.drafted = set()
     outs = decoder.generate_all(asked(), 3)
@@ -254,7 +253,9 @@ def test_a_banned_token_is_never_proposed(
 def test_nor_where_hardly_a_token_is_left(policy: Policy, warm: float) -> None:
     """Two of five tokens may be said; the trees want up to three children."""
     sampling = Sampling(warm, banned=(0, 2, 4))
-    decoder = Listening(swift(), Told(by_chance(TOKENS), TOKENS), policy, sampling=sampling)
+    decoder = Listening(
+        mean_target(), ScriptedDrafter(random_logits(TOKENS), TOKENS), policy, sampling=sampling
+    )
     decoder.drafted = set()
     outs = decoder.generate_all([Request([1, 3, 4], 12), Request([2], 9)], 2)
     assert {token for out in outs for token in out.ids} <= {1, 3}
@@ -267,9 +268,9 @@ def test_a_draft_vocabulary_that_is_wholly_banned_is_no_trouble(
     policy: Policy, warm: float
 ) -> None:
     """There is nothing to propose; the target goes on alone."""
-    drafter = Told(by_chance(2), TOKENS)
+    drafter = ScriptedDrafter(random_logits(2), TOKENS)
     drafter.vocab = DraftVocab(torch.tensor([0, 4]), TOKENS)
-    decoder = Engine(swift(), drafter, policy, sampling=Sampling(warm, banned=(0, 4)))
+    decoder = Engine(mean_target(), drafter, policy, sampling=Sampling(warm, banned=(0, 4)))
     out = decoder.generate_all([Request([1, 3, 4], 9)], 1)[0]
     assert len(out.ids) == 9
     assert set(out.accepted) == {0}
@@ -280,7 +281,7 @@ def test_a_draft_vocabulary_that_is_wholly_banned_is_no_trouble(
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be positive"),
         ({"banned": (3, 61)}, "banned=61: the target's tokens are 0..60"),
-        ({"banned": tuple(range(61))}, "no token is left"),
+        ({"banned": tuple(range(61))}, "every token is banned"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"min_p": 1.5}, "min_p=1.5"),
     ],
@@ -295,17 +296,19 @@ def test_settings_without_sense_are_refused(change: dict[str, Any], message: str
 
 def words(policy: Policy) -> list[list[int]]:
     sampling = Sampling(**CHANGES["penalty"])
-    decoder = Engine(tiny.target(), Told(choir(sampling), tiny.VOCAB), policy, sampling=sampling)
+    decoder = Engine(
+        tiny.target(), ScriptedDrafter(choir(sampling), tiny.VOCAB), policy, sampling=sampling
+    )
     return [out.ids for out in decoder.generate_all(asked(), 3)]
 
 
-def prompt_only(history: History, slot: int, text: Sequence[int]) -> None:
+def prompt_only(history: TokenHistory, slot: int, text: Sequence[int]) -> None:
     """Wrong on purpose: what is said later does not count."""
-    history.said[slot] = False
-    history.said[slot, torch.tensor(list(text))] = True
+    history.occurs[slot] = False
+    history.occurs[slot, torch.tensor(list(text))] = True
 
 
-def as_the_root(history: History, tree: Tree, first: int = 0) -> Tensor:
+def as_the_root(history: TokenHistory, tree: Tree, first: int = 0) -> Tensor:
     """Wrong on purpose: every node has the history of its root."""
     return history.along(tree.ids[:, :1, None].expand(-1, tree.size, 1), first)
 
@@ -315,13 +318,13 @@ def test_a_history_that_ends_with_the_prompt_is_noticed(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = words(policy)
-    monkeypatch.setattr(History, "start", prompt_only)
-    monkeypatch.setattr(History, "add", lambda *_: None)
+    monkeypatch.setattr(TokenHistory, "start", prompt_only)
+    monkeypatch.setattr(TokenHistory, "add", lambda *_: None)
     assert words(policy) != right
 
 
 @each_policy
 def test_a_tree_of_one_history_is_noticed(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     right = words(policy)
-    monkeypatch.setattr(History, "at_nodes", as_the_root)
+    monkeypatch.setattr(TokenHistory, "at_nodes", as_the_root)
     assert words(policy) != right

@@ -1,6 +1,6 @@
-"""A search: what is tried, what is stopped, what goes on after a kill, and what it says in the end.
+"""A search: its trials, pruning, resuming after a kill, and its results.
 
-Runs are played: a fake crew writes what a run would have written.
+A fake job pool writes the files of a run.
 """
 
 import json
@@ -13,17 +13,18 @@ import pytest
 from rich.console import Console
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.schema import TrainConfig
 from outrider.conf.sweeps import read_sweep
-from outrider.eval import search_results as searched
+from outrider.eval import search_results
 from outrider.launch.cli import main
-from outrider.launch.job_pool import INTERRUPTED, Crew
+from outrider.launch.job_pool import JobPool
+from outrider.launch.processes import INTERRUPTED
 from outrider.launch.search import search
-from outrider.train.settings import TrainConfig
 
 Run = Callable[[dict[str, str], Path, Any], int]
 OVER = "+sweep.over={train.lr: {low: 1e-4, high: 1e-2, log: true}, drafter.loss: [[soft_ce], [tv]]}"
 
-RATE = TrainConfig().lr  # of the recipe as it is
+RATE = TrainConfig().lr  # of the base configuration
 
 
 def words_of(words: list[str]) -> dict[str, str]:
@@ -31,7 +32,7 @@ def words_of(words: list[str]) -> dict[str, str]:
 
 
 def finish(folder: Path, value: float, seconds: float = 60.0) -> int:
-    """What a run that ended well leaves behind."""
+    """Write the summary of a successful run."""
     account = {
         "seconds": seconds, "steps": 300, "parameters": 10, "tokens_per_second": 5.0,
         "held_out": {"accept_length": value},
@@ -41,7 +42,7 @@ def finish(folder: Path, value: float, seconds: float = 60.0) -> int:
 
 
 def hold(folder: Path, *values: float) -> None:
-    """Held-out evaluations so far, one every hundred steps."""
+    """Write held-out evaluations, one per hundred steps."""
     lines = [
         {"step": 100 * i, "kind": "held", "accept_length": value} for i, value in enumerate(values)
     ]
@@ -50,12 +51,12 @@ def hold(folder: Path, *values: float) -> None:
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], list[dict[str, str]]]:
-    """Runs are this function; returns the words of every run that is started."""
+    """Replace runs by a function; returns the words of every started run."""
 
     def with_runs(run: Run) -> list[dict[str, str]]:
         started: list[dict[str, str]] = []
 
-        def played(_crew: Crew, verb: str, words: list[str], log: Path, watch: Any) -> int:
+        def played(_crew: JobPool, verb: str, words: list[str], log: Path, watch: Any) -> int:
             assert verb == "train"
             started.append(words_of(words))
             folder = Path(started[-1]["run.dir"])
@@ -63,7 +64,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], list[dict[str, str]
             assert log == folder / "output.txt"
             return run(started[-1], folder, watch)
 
-        monkeypatch.setattr(Crew, "run", played)
+        monkeypatch.setattr(JobPool, "run", played)
         return started
 
     return with_runs
@@ -77,17 +78,17 @@ def go(folder: Path, trials: int, *words: str) -> int:
 
 
 def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    found: list[optuna.trial.FrozenTrial] = searched.load(folder).get_trials()
+    found: list[optuna.trial.FrozenTrial] = search_results.load(folder).get_trials()
     return found
 
 
 def by_rate(words: dict[str, str], folder: Path, _watch: Any) -> int:
-    """The nearer to the recipe's, the better."""
+    """The closer to the base configuration, the better."""
     away = abs(float(words["train.lr"]) / RATE - 1)
     return finish(folder, 3 - away)
 
 
-def test_the_recipe_as_it_is_comes_first_and_the_best_is_named(
+def test_the_base_configuration_comes_first_and_the_best_is_printed(
     tmp_path: Path, play: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = play(by_rate)
@@ -115,11 +116,11 @@ def test_compare_shows_a_search(
     capsys.readouterr()
     assert main(["compare", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "4 whole trials, 0 stopped, 0 failed; the best by accept_length" in said
+    assert "4 complete trials, 0 pruned, 0 failed; the best by accept_length" in said
 
 
-def test_who_falls_behind_the_others_is_stopped(tmp_path: Path, play: Any) -> None:
-    """At the same evaluation, below the median; the first evaluation is nobody's last."""
+def test_a_trial_below_the_median_is_pruned(tmp_path: Path, play: Any) -> None:
+    """Values are compared at the same evaluation; the first evaluation prunes no trial."""
     number = [0]
 
     def run(_words: dict[str, str], folder: Path, watch: Any) -> int:
@@ -139,7 +140,7 @@ def test_who_falls_behind_the_others_is_stopped(tmp_path: Path, play: Any) -> No
     assert states == ["COMPLETE"] * 5 + ["PRUNED"] + ["COMPLETE"]
 
 
-def test_without_pruning_nobody_is(tmp_path: Path, play: Any) -> None:
+def test_without_pruning_no_trial_is_pruned(tmp_path: Path, play: Any) -> None:
     def run(_words: dict[str, str], folder: Path, watch: Any) -> int:
         hold(folder, 1.0, 0.1)
         assert not watch()
@@ -149,7 +150,7 @@ def test_without_pruning_nobody_is(tmp_path: Path, play: Any) -> None:
     go(tmp_path, 7, "sweep.prune=false")
 
 
-def test_a_trial_that_fails_is_noted_and_the_search_goes_on(tmp_path: Path, play: Any) -> None:
+def test_a_failed_trial_is_recorded_and_the_search_continues(tmp_path: Path, play: Any) -> None:
     codes = iter([0, 1, 0])
 
     def run(_words: dict[str, str], folder: Path, _watch: Any) -> int:
@@ -162,8 +163,8 @@ def test_a_trial_that_fails_is_noted_and_the_search_goes_on(tmp_path: Path, play
     assert found[1].user_attrs["exit code"] == 1
 
 
-def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path, play: Any) -> None:
-    """The trial under way continues in its folder, with its values; no trial is run twice."""
+def test_a_stopped_search_is_resumed(tmp_path: Path, play: Any) -> None:
+    """The running trial continues in its folder, with its values; no trial runs twice."""
     first = play(lambda words, folder, watch: INTERRUPTED if folder.name == "trial-0002" else 0)
 
     def until_the_third(words: dict[str, str], folder: Path, watch: Any) -> int:
@@ -172,15 +173,15 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path, play: An
             return INTERRUPTED
         return finish(folder, 2.0)
 
-    module_crew: list[Crew] = []
-    before = Crew.__enter__
+    module_crew: list[JobPool] = []
+    before = JobPool.__enter__
 
-    def entered(crew: Crew) -> Crew:
+    def entered(crew: JobPool) -> JobPool:
         module_crew.append(crew)
         return before(crew)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Crew, "__enter__", entered)
+        patch.setattr(JobPool, "__enter__", entered)
         first = play(until_the_third)
         assert go(tmp_path, 5) == INTERRUPTED
     assert len(first) == 3
@@ -192,8 +193,8 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path, play: An
     assert len(again) == 3
 
 
-def test_a_trial_that_was_stopped_by_itself_is_tried_again(tmp_path: Path, play: Any) -> None:
-    """Somebody told one run to end; the search goes on and comes back to it."""
+def test_a_trial_that_was_stopped_alone_is_requeued(tmp_path: Path, play: Any) -> None:
+    """One run is stopped from outside; the search continues and requeues it."""
     codes = iter([0, INTERRUPTED, 0, 0])
 
     def run(_words: dict[str, str], folder: Path, _watch: Any) -> int:
@@ -206,8 +207,8 @@ def test_a_trial_that_was_stopped_by_itself_is_tried_again(tmp_path: Path, play:
     assert [t.state.name for t in trials(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
 
 
-def test_what_is_not_among_the_choices_joins_them(tmp_path: Path, play: Any) -> None:
-    """The recipe has loss soft_ce and depth weights geometric:0.8."""
+def test_the_base_value_is_added_to_the_choices(tmp_path: Path, play: Any) -> None:
+    """The base has loss soft_ce and depth weights geometric:0.8."""
     started = play(by_rate)
     assert (
         go(tmp_path, 1, "+sweep.over={train.lr: {low: 1e-4, high: 1e-2}, drafter.loss: [[tv]]}")
@@ -216,7 +217,7 @@ def test_what_is_not_among_the_choices_joins_them(tmp_path: Path, play: Any) -> 
     assert started[0]["drafter.loss"] == '["soft_ce"]'
 
 
-def test_another_seed_follows_a_stop(tmp_path: Path, play: Any) -> None:
+def test_the_seed_changes_after_a_stop(tmp_path: Path, play: Any) -> None:
     started = play(by_rate)
     go(tmp_path, 4)
     go(tmp_path, 8)
@@ -224,7 +225,7 @@ def test_another_seed_follows_a_stop(tmp_path: Path, play: Any) -> None:
     assert len(set(rates)) == len(rates) == 8
 
 
-def test_what_is_varied_replaces_what_the_file_varies() -> None:
+def test_sweep_over_replaces_that_of_the_yaml() -> None:
     settings, _ = read_sweep(["sweep=search", "sweep.over={train.lr: [1e-3, 1e-4]}"])
     assert settings.over == {"train.lr": [1e-3, 1e-4]}
     assert settings.trials == 24
@@ -233,32 +234,32 @@ def test_what_is_varied_replaces_what_the_file_varies() -> None:
 def test_another_search_in_the_folder_is_refused(tmp_path: Path, play: Any) -> None:
     play(by_rate)
     go(tmp_path, 1)
-    with pytest.raises(ConfigError, match="holds a search with overrides"):
+    with pytest.raises(ConfigError, match="has a search with overrides"):
         go(tmp_path, 1, "train.max_steps=10")
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["sweep.trials=2"], "needs something to vary"),
-        (["sweep=search", "run.dir=here"], "a folder of its own"),
+        (["sweep.trials=2"], "needs keys to vary"),
+        (["sweep=search", "run.dir=here"], "its own folder"),
         (["sweep=search", "train.lr=1,2"], "is a grid"),
         (["sweep.trials=2", "+sweep.over={train.rate: [1]}"], "train.lr"),
         (["sweep.trials=2", "+sweep.over={train.lr: [3]}"], "train.lr = 3"),
-        (["sweep.trials=2", "+sweep.over={train.lr: {low: 1, high: 0}}"], "ascends"),
-        (["sweep.trials=2", "+sweep.over={train.lr: {low: 1}}"], "no range"),
+        (["sweep.trials=2", "+sweep.over={train.lr: {low: 1, high: 0}}"], "low must be below high"),
+        (["sweep.trials=2", "+sweep.over={train.lr: {low: 1}}"], "not a range"),
         (
             ["sweep.trials=2", "+sweep.over={train.lr: {low: 0.1, high: 1.0, log: true, step: 2}}"],
-            "of no use on a log scale",
+            "a log scale has none",
         ),
         (["sweep=search", "sweep.metric=tau", "train.quick_eval=false"], "quick_eval=true"),
         (["sweep=search", "sweep.metric=speedup", "eval.baseline=false"], "baseline=true"),
-        (["sweep.trials=2", "+sweep.over={train.lr: 1}"], "nothing to choose from"),
+        (["sweep.trials=2", "+sweep.over={train.lr: 1}"], "no values to choose from"),
         (["sweep.jobs=2", "sweep.devices=['0']"], "one entry per job"),
-        (["+sweep.over={train.lr: {low: 1e-4, high: 1e-3}}"], "no end of values"),
+        (["+sweep.over={train.lr: {low: 1e-4, high: 1e-3}}"], "only a search"),
     ],
 )
-def test_what_makes_no_search_is_refused(words: list[str], what: str, tmp_path: Path) -> None:
+def test_an_invalid_search_is_refused(words: list[str], what: str, tmp_path: Path) -> None:
     from outrider.launch.sweep import sweep
 
     with pytest.raises(ConfigError) as caught:
@@ -269,29 +270,29 @@ def test_what_makes_no_search_is_refused(words: list[str], what: str, tmp_path: 
 def test_a_metric_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
     finish(tmp_path, 2.0)
     with pytest.raises(RunError, match="has no speedup"):
-        searched.value_of(tmp_path, "speedup", "eval")
+        search_results.metric_of_run(tmp_path, "speedup", "eval")
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "eval.json").write_text(json.dumps({"speedup": 1.5, "tau": 2.5}))
-    assert searched.value_of(tmp_path, "speedup", "eval") == 1.5
-    assert searched.facts(tmp_path, "eval")["decoded tau"] == 2.5
+    assert search_results.metric_of_run(tmp_path, "speedup", "eval") == 1.5
+    assert search_results.run_summary(tmp_path, "eval")["decoded tau"] == 2.5
 
 
-def test_the_front_is_whom_nobody_beats_in_both() -> None:
-    assert searched.front([1.0, 2.0, 3.0, 3.0], [5.0, 4.0, 6.0, 7.0]) == [0, 3]
-    assert searched.front([2.0, 1.0], [1.0, 1.0]) == [1]
+def test_the_front_is_pareto_optimal() -> None:
+    assert search_results.pareto_front([1.0, 2.0, 3.0, 3.0], [5.0, 4.0, 6.0, 7.0]) == [0, 3]
+    assert search_results.pareto_front([2.0, 1.0], [1.0, 1.0]) == [1]
 
 
-def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     log = tmp_path / "metrics.jsonl"
-    assert searched.held(log, "accept_length") == []
+    assert search_results.held_out_curve(log, "accept_length") == []
     log.write_text('{"step": 0, "kind": "held", "accept_length": 1.5}\n{"step": 100, "ki')
-    assert searched.held(log, "accept_length") == [(0, 1.5)]
+    assert search_results.held_out_curve(log, "accept_length") == [(0, 1.5)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_real_trials_two_at_a_time(tmp_path: Path) -> None:
-    """Real runs: every one trains, is measured, and leaves nothing but its result."""
+    """Real runs: each trains, is measured, and leaves its results only."""
     short = [
         "train.max_steps=6", "train.eval_every=3", "data.max_samples=60", "data.max_length=128",
         "train.batch_tokens=512", "train.quick_eval=false", "drafter.depths=2",
@@ -302,7 +303,7 @@ def test_four_real_trials_two_at_a_time(tmp_path: Path) -> None:
     best = max(trial.value or 0 for trial in found)
     assert best > 1
     assert not list(tmp_path.glob("trial-*/checkpoints"))
-    searched.show(tmp_path, Console(quiet=True))
+    search_results.show(tmp_path, Console(quiet=True))
 
 
 def test_the_search_for_speed_varies_the_drafter_too() -> None:

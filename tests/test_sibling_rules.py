@@ -1,17 +1,18 @@
 """Siblings drawn by chance: their law, the two rules that verify them, and what breaks those."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.decode import sibling_rules as siblings
-from outrider.models.decode.rules import WithRows, judge
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode import sibling_rules
+from outrider.models.decode.rules import bind_rule
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sibling_rules import draw_siblings, independent, without_replacement
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import ratio
+from outrider.models.decode.verify import Accepted, ratio
 from tests.enumeration import (
     TOYS,
     Draft,
@@ -19,7 +20,7 @@ from tests.enumeration import (
     Propose,
     Scripted,
     Toy,
-    ToyJudge,
+    ToyRule,
     bias,
     by,
     check_ragged,
@@ -34,10 +35,10 @@ from tests.enumeration import (
     worst_bias,
 )
 
-IID = by(judge("independent", "independent"))
-NONE_TWICE = by(judge("without_replacement", "drawn"))
-MATCH = by(judge("match", "best"))
-TRAVERSAL = by(judge("traversal", "drawn"))
+IID = by(bind_rule("independent", "independent"))
+NONE_TWICE = by(bind_rule("without_replacement", "drawn"))
+MATCH = by(bind_rule("match", "best"))
+TRAVERSAL = by(bind_rule("traversal", "drawn"))
 
 # ---- drawing -------------------------------------------------------------------------------------
 
@@ -45,8 +46,8 @@ TRAVERSAL = by(judge("traversal", "drawn"))
 def law_of_siblings(row: list[float], count: int, replacement: bool) -> Law:
     """Token ids in the order drawn; -1 where there is no child."""
 
-    def process(coins: Coins) -> tuple[int, ...]:
-        ids, real = draw_siblings(torch.tensor([[row]]).double(), count, coins, replacement)
+    def process(rng: RandomSource) -> tuple[int, ...]:
+        ids, real = draw_siblings(torch.tensor([[row]]).double(), count, rng, replacement)
         return tuple(ids.masked_fill(~real, -1).flatten().tolist())
 
     return enumerate_law(process)
@@ -79,7 +80,7 @@ def test_many_rows_are_drawn_from_together() -> None:
     assert ids[1, 0].tolist() == [1, 2]
 
 
-class FirstToken(Coins):
+class FirstToken(RandomSource):
     """Always the first token that has any chance."""
 
     def flip(self, chances: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ def test_independent_siblings_are_verified_exactly(toy: Toy, widths: tuple[int, 
 
 
 @pytest.mark.parametrize("rule", [independent, without_replacement])
-def test_on_a_chain_both_rules_are_the_ratio_test(rule: WithRows) -> None:
+def test_on_a_chain_both_rules_are_the_ratio_test(rule: Callable[..., Accepted]) -> None:
     toy = Toy(1)
     assert variation(law_of(toy, sampled_chain(2), by(rule)), toy.law()) < 1e-12
     tokens = [tokens_per_round(toy, sampled_chain(2), by(one)) for one in (rule, ratio)]
@@ -127,7 +128,7 @@ def test_a_bushy_tree_is_verified_exactly() -> None:
 @pytest.mark.parametrize(
     ("rule", "replacement"), [(IID, True), (NONE_TWICE, False)], ids=["independent", "none twice"]
 )
-def test_generator_coins_follow_the_joint_law(rule: ToyJudge, replacement: bool) -> None:
+def test_generator_random_numbers_follow_the_joint_law(rule: ToyRule, replacement: bool) -> None:
     toy = Toy(11, warp=(2.5, 0, 1.0))
     assert g_test(toy, sampled_tree((2, 1), replacement), rule, 2000) > 1e-3
 
@@ -139,7 +140,7 @@ def test_the_g_test_rejects_siblings_that_were_pruned() -> None:
 
 
 @pytest.mark.parametrize(("rule", "replacement"), [(IID, True), (NONE_TWICE, False)])
-def test_a_ragged_batch_is_each_of_its_trees_alone(rule: ToyJudge, replacement: bool) -> None:
+def test_a_ragged_batch_is_each_of_its_trees_alone(rule: ToyRule, replacement: bool) -> None:
     shapes = [(1,), (1, 1), (2, 2), (3, 1), (2, 1, 1)]
     proposals = [sampled_tree(widths, replacement) for widths in shapes]
     check_ragged(Toy(12, levels=3), proposals, rule)
@@ -157,15 +158,15 @@ def test_one_rule_for_the_other_kind_of_siblings_is_caught() -> None:
 def test_a_row_that_is_not_renormalised_after_a_rejection_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(siblings, "without", lambda q, tokens: q.scatter(1, tokens, 0.0))
+    monkeypatch.setattr(sibling_rules, "remove_tokens", lambda q, tokens: q.scatter(1, tokens, 0.0))
     assert worst_bias(sampled_tree((2,), replacement=False), NONE_TWICE) > 0.01
 
 
 def resorted(propose: Propose, kept: int) -> Propose:
     """The likeliest of the root's children, likeliest first."""
 
-    def sorting(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        tree, contexts, q_rows = propose(toy, starts, coins)
+    def sorting(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        tree, contexts, q_rows = propose(toy, starts, rng)
         chances = toy.q[starts].gather(1, tree.ids[:, 1:])
         order = chances.argsort(dim=-1, descending=True, stable=True)[:, :kept] + 1
         nodes = torch.cat([torch.zeros_like(order[:, :1]), order], dim=1)
@@ -182,7 +183,7 @@ def resorted(propose: Propose, kept: int) -> Propose:
 @pytest.mark.parametrize("kept", [1, 2], ids=["pruned", "sorted"])
 @pytest.mark.parametrize(("rule", "replacement"), [(IID, True), (NONE_TWICE, False)])
 def test_sampled_siblings_pruned_or_sorted_by_likelihood_are_caught(
-    rule: ToyJudge, replacement: bool, kept: int
+    rule: ToyRule, replacement: bool, kept: int
 ) -> None:
     """R3 broken."""
     assert worst_bias(resorted(sampled_tree((2,), replacement), kept), rule) > 0.01
@@ -191,8 +192,8 @@ def test_sampled_siblings_pruned_or_sorted_by_likelihood_are_caught(
 def test_favourites_verified_by_ratios_are_caught() -> None:
     """R1 and R3 broken: siblings chosen by rank, tested against the softmax rows."""
 
-    def with_rows(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        draft = favourites(2)(toy, starts, coins)
+    def with_rows(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        draft = favourites(2)(toy, starts, rng)
         return draft._replace(q_rows=toy.q[draft.contexts])
 
     assert worst_bias(with_rows, NONE_TWICE) > 0.01
@@ -209,26 +210,26 @@ Q = torch.tensor([[[0.5, 0.25, 0.25], [torch.nan] * 3, [torch.nan] * 3]])
 
 def test_the_chances_of_independent_siblings() -> None:
     """0 is accepted with 1/2; then R = (0, 0, 1): 1 has no chance; then R is still (0, 0, 1)."""
-    coins = Scripted([1, 0, 0], [2])
-    assert independent(PAIR, P, Q, coins).next_ids.tolist() == [2]
-    assert coins.asked == [[1.0, 0.5, 0.0], [[0.0, 0.0, 1.0]]]
+    rng = Scripted([1, 0, 0], [2])
+    assert independent(PAIR, P, Q, rng).next_ids.tolist() == [2]
+    assert rng.asked == [[1.0, 0.5, 0.0], [[0.0, 0.0, 1.0]]]
 
 
 def test_the_chances_of_siblings_without_replacement() -> None:
     """As (1/4, 1/2, 1/4) against (1/2, 1/4, 1/4): R = (0, 1, 0), then q = (0, 1/2, 1/2)."""
-    coins = Scripted([1, 0, 0], [2])
+    rng = Scripted([1, 0, 0], [2])
     p = P.clone()
     p[0, 0] = torch.tensor([0.25, 0.5, 0.25])
-    without_replacement(PAIR, p, Q, coins)
-    assert coins.asked == [[1.0, 0.5, 1.0], [[0.0, 1.0, 0.0]]]
+    without_replacement(PAIR, p, Q, rng)
+    assert rng.asked == [[1.0, 0.5, 1.0], [[0.0, 1.0, 0.0]]]
 
 
-def test_the_first_sibling_whose_coin_fell_is_taken() -> None:
+def test_the_first_sibling_whose_flip_succeeds_is_accepted() -> None:
     """And the token behind it comes from its own row."""
-    coins = Scripted([1, 1, 1], [0])
-    accepted = independent(PAIR, P, Q, coins)
+    rng = Scripted([1, 1, 1], [0])
+    accepted = independent(PAIR, P, Q, rng)
     assert (accepted.path.tolist(), accepted.length.tolist()) == ([[0, 1]], [1])
-    assert coins.asked[1] == [[0.5, 0.5, 0.0]]
+    assert rng.asked[1] == [[0.5, 0.5, 0.0]]
 
 
 def test_siblings_that_cannot_have_been_drawn_are_refused() -> None:
@@ -252,7 +253,7 @@ def test_what_each_rule_keeps_is_in_the_known_order() -> None:
     1.885 (traversal). Favourites may end anywhere in this order, by how good the drafter is.
     """
     toys = [Toy(seed, likeness=0.8, length=1, sharpness=2.5) for seed in range(2)]
-    ways: list[tuple[Propose, ToyJudge]] = [
+    ways: list[tuple[Propose, ToyRule]] = [
         (sampled_tree((2, 2), replacement=True), IID),
         (favourites(2, 2), MATCH),
         (sampled_tree((2, 2), replacement=False), NONE_TWICE),

@@ -12,7 +12,8 @@ import pytest
 from outrider.conf.errors import ConfigError
 from outrider.conf.sweeps import SweepConfig, read_sweep
 from outrider.launch import slurm
-from outrider.launch.job_pool import INTERRUPTED, Crew
+from outrider.launch.job_pool import JobPool
+from outrider.launch.processes import INTERRUPTED
 from outrider.launch.sweep import sweep
 from tests.runs import SMALL
 
@@ -41,14 +42,14 @@ sys.exit(code)
 
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "CLUSTER", "local")
+    monkeypatch.setattr(slurm, "EXECUTOR", "local")
 
 
-def crew(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, retries: int = 0) -> Crew:
+def crew(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, retries: int = 0) -> JobPool:
     """Its runs are the script."""
     command = [sys.executable, "-c", script, str(folder)]
-    monkeypatch.setattr(Crew, "command", lambda *_: command)
-    return Crew(
+    monkeypatch.setattr(JobPool, "command", lambda *_: command)
+    return JobPool(
         SweepConfig(dir=str(folder / "sweep"), by="slurm", gpus=0, cores=4, retries=retries)
     )
 
@@ -114,9 +115,9 @@ def test_a_run_that_slurm_tells_to_end_leaves_no_result_before_the_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A result would say that somebody stopped the sweep; without one the job may go on later."""
-    monkeypatch.setattr(slurm, "TAKEN", 1.0)
+    monkeypatch.setattr(slurm, "KILL_DELAY", 1.0)
     began, command = time.monotonic(), [sys.executable, "-c", "raise SystemExit(130)"]
-    assert slurm.Work(command, {}, None, tmp_path / "stop")() == INTERRUPTED
+    assert slurm.SlurmTask(command, {}, None, tmp_path / "stop")() == INTERRUPTED
     assert time.monotonic() - began > 1.0
 
 
@@ -160,14 +161,14 @@ def test_a_job_that_a_killed_sweep_left_behind_is_waited_for(
     queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, one = tmp_path / "run" / "output.txt", crew(tmp_path, SAVES, monkeypatch)
-    first = slurm.submit(one.sweep, one.command("train", []), one.told(0), log)
+    first = slurm.submit(one.sweep, one.command("train", []), one.run_environment(0), log)
     await_file(tmp_path / "job")
-    second = slurm.submit(one.sweep, one.command("train", []), one.told(0), log)
+    second = slurm.submit(one.sweep, one.command("train", []), one.run_environment(0), log)
     assert first.job.job_id == second.job.job_id == "101"
     (tmp_path / "saved").touch()
     assert second.wait() == 0
     assert log.read_text() == "a run speaks 4\n"
-    third = slurm.submit(one.sweep, one.command("train", []), one.told(0), log)
+    third = slurm.submit(one.sweep, one.command("train", []), one.run_environment(0), log)
     assert third.job.job_id == "102", "the first one is done"
     assert third.wait() == 0
 

@@ -1,4 +1,4 @@
-"""Few rows: the same numbers from either side, and from groups that ask together."""
+"""Matrix products and attention of a few rows against the library functions."""
 
 import platform
 from pathlib import Path
@@ -9,28 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.models import small_matmul as few
-from outrider.models.small_matmul import lent_attention
+from outrider.models import small_matmul
+from outrider.models.small_matmul import gqa_attention
 
-asked_anew = few.foreign.__wrapped__  # what is remembered for the process's whole life
+asked_anew = small_matmul.mkl_on_amd.__wrapped__  # what is remembered for the process's whole life
 ATTEND = F.scaled_dot_product_attention
 
 
 @pytest.fixture(params=[True, False], ids=["AMD", "others"], autouse=True)
 def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test holds on either kind of processor."""
-    monkeypatch.setattr(few, "foreign", lambda: request.param)
+    monkeypatch.setattr(small_matmul, "mkl_on_amd", lambda: request.param)
 
 
 @pytest.mark.parametrize(
     ("said", "amd"), [("vendor_id\t: AuthenticAMD\n", True), ("vendor_id\t: GenuineIntel\n", False)]
 )
-def test_the_maker_of_the_processor(
+def test_mkl_on_amd_is_detected(
     said: str, amd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Linux tells, and elsewhere as Python does."""
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(few, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(small_matmul, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(platform, "processor", lambda: f"Family 25 Model 1, {said}")
     assert asked_anew() == amd
     (tmp_path / "cpuinfo").write_text("vendor_id\t: GenuineIntel\n")
@@ -39,26 +39,28 @@ def test_the_maker_of_the_processor(
 
 @pytest.mark.parametrize("rows", [(0,), (1,), (3,), (1, 1), (2, 2), (1, 9), (10,)])
 @pytest.mark.parametrize("size", [(7, 5), (64, 16)], ids=["narrow", "wide"])
-def test_a_product_is_the_same_from_either_side(
+def test_linear_equals_the_library(
     rows: tuple[int, ...], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few, "WIDE", 1000)
+    monkeypatch.setattr(small_matmul, "WIDE", 1000)
     dice = torch.Generator().manual_seed(sum(rows))
     weight, x = torch.randn(size, generator=dice), torch.randn(*rows, size[1], generator=dice)
     for dtype in (torch.float32, torch.bfloat16):
-        ours, theirs = (f(x.to(dtype), weight.to(dtype), None) for f in (few.linear, F.linear))
+        ours, theirs = (
+            f(x.to(dtype), weight.to(dtype), None) for f in (small_matmul.linear, F.linear)
+        )
         assert ours.shape == theirs.shape
         assert ours.is_contiguous()
         torch.testing.assert_close(ours, theirs)
     bias = torch.randn(size[0], generator=dice)
-    assert torch.equal(few.linear(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(small_matmul.linear(x, weight, bias), F.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("lent", [1, 2, 6])
-def test_query_heads_that_share_a_key_head_may_ask_as_its_rows(
+def test_gqa_attention_equals_repeated_keys(
     lent: int, batch: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against every key head repeated; a mask of one prompt may stand for all.
@@ -76,13 +78,13 @@ def test_query_heads_that_share_a_key_head_may_ask_as_its_rows(
     seen[..., 0] = True
     added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf"))
     for mask in (None, seen, added, added[:1]):
-        ours = lent_attention(q, keys, values, mask, 0.3)
+        ours = gqa_attention(q, keys, values, mask, 0.3)
         each, all_values = (x.repeat_interleave(6 // lent, dim=1) for x in (keys, values))
         theirs = F.scaled_dot_product_attention(q, each, all_values, mask, scale=0.3)
         torch.testing.assert_close(ours, theirs)
         with monkeypatch.context() as patched:
             patched.setattr(F, "scaled_dot_product_attention", turned_around)
-            assert torch.equal(lent_attention(q, keys, values, mask, 0.3), ours)
+            assert torch.equal(gqa_attention(q, keys, values, mask, 0.3), ours)
 
 
 def turned_around(*what: Any, **how: Any) -> Tensor:

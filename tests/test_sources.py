@@ -1,177 +1,239 @@
-"""Records to turns: each shape, and each rule of RULES with its count."""
+"""Words to rows: names, copies, files, folders, addresses; what leads nowhere is refused."""
 
 import json
-from io import StringIO
+import re
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from rich.console import Console
+from pyarrow import parquet
 
-from outrider.conf.errors import RunError
+from outrider.conf.errors import ConfigError, RunError
+from outrider.data import sources
 from outrider.data.conversations import (
-    RULES,
-    Message,
     Prompt,
     Summary,
-    conversation,
-    conversations,
-    prompts,
+    parse_conversation,
+    read_conversations,
+    read_prompts,
 )
+from outrider.data.dataset_registry import DATASETS, GENERAL, SUITES
 from outrider.data.sources import data_source, suite_source
 
+DIALOGUE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+FROM = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 
-def user(text: str) -> Message:
-    return Message(role="user", content=text)
-
-
-def assistant(text: str) -> Message:
-    return Message(role="assistant", content=text)
-
-
-def system(text: str) -> Message:
-    return Message(role="system", content=text)
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
-DIALOGUE = [user("2+2?"), assistant("4")]
-SHAPED: list[tuple[dict[str, Any], list[Message]]] = [
-    ({"messages": DIALOGUE}, DIALOGUE),
-    (
-        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
-        DIALOGUE,
+# A row of each data set as its page shows it.
+ROWS: dict[str, dict[str, Any]] = {
+    "sharegpt": {"id": "a_0", "conversations": FROM},
+    "ultrachat": {"prompt": "2+2?", "prompt_id": "f00", "messages": DIALOGUE},
+    "perfectblend": {"conversations": FROM, "source": "metamath"},
+    "magpie": {
+        "uuid": "1", "model": "m", "instruction": "2+2?", "response": "4", "conversations": FROM,
+    },
+    "gsm8k": {"question": "2+2?", "answer": "4"},
+    "code": {"instruction": "2+2?", "response": "4"},
+}  # fmt: skip
+ASKED: dict[str, tuple[dict[str, Any], Prompt]] = {
+    "mt_bench": (
+        {"category": "math", "prompt": ["2+2?", "3+3?"], "reference": [], "prompt_id": 81},
+        Prompt("81", "math", ["2+2?", "3+3?"]),
     ),
-    ({"conversations": DIALOGUE}, DIALOGUE),
-    ({"prompt": "2+2?", "completion": "4"}, DIALOGUE),
-    ({"prompt": "2+2?", "response": "4"}, DIALOGUE),
-    ({"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:]}, DIALOGUE),
-    ({"question": "2+2?", "answer": "4"}, DIALOGUE),
-    ({"instruction": "2+2?", "output": "4"}, DIALOGUE),
-    ({"instruction": "2+2?", "input": "", "output": "4"}, DIALOGUE),
-    (
-        {"instruction": "Add.", "input": "2 2", "output": "4"},
-        [user("Add.\n\n2 2"), assistant("4")],
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def f(x={}):\n", "entry_point": "f", "test": ""},
+        Prompt("HumanEval/0", "humaneval", [
+            "Complete this Python function.\n\n```python\ndef f(x={}):\n```"]),
     ),
-    ({"prompt": "2+2?"}, DIALOGUE[:1]),
-    ({"question": "2+2?"}, DIALOGUE[:1]),
-    ({"turns": ["2+2?", "3+3?"]}, [user("2+2?"), user("3+3?")]),
-    ({"system": "Be brief.", "messages": DIALOGUE}, [system("Be brief."), *DIALOGUE]),
-    (
-        {"messages": [{"role": "developer", "content": "Be brief."}, *DIALOGUE]},
-        [system("Be brief."), *DIALOGUE],
+    "gsm8k": ({"question": "2+2?", "answer": "4"}, Prompt("1", "gsm8k", ["2+2?"])),
+    "alpaca": (
+        {"instruction": "Add {1}.", "output": "x", "generator": "g", "dataset": "d"},
+        Prompt("1", "alpaca", ["Add {1}."]),
     ),
-]
+    "cnn_dm": (
+        {"article": "It rained.", "highlights": "Rain.", "id": "f0"},
+        Prompt("f0", "cnn_dm", ["Summarize: It rained."]),
+    ),
+    "nq": ({"question": "who sang it", "answer": ["x"]}, Prompt("1", "nq", ["who sang it?"])),
+    "spec_bench": (
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        Prompt("81", "writing", ["a", "b"]),
+    ),
+    "math_500": (
+        {"problem": "$1+1$?", "solution": "", "answer": "2", "subject": "Algebra", "level": 1,
+         "unique_id": "test/a/1.json"},
+        Prompt("test/a/1.json", "Algebra", ["$1+1$?"]),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("record", "expected"), SHAPED)
-def test_every_common_shape_becomes_the_same_turns(
-    record: dict[str, Any], expected: list[Message]
-) -> None:
-    assert conversation(record) == expected
+def table(file: Path, *rows: dict[str, Any]) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist(list(rows)), file)
+    return str(file)
 
 
-TOOL = {"role": "tool", "content": "{}"}
-ODD: list[tuple[str, list[Any], list[Message]]] = [
-    ("no turns", [], []),
-    ("no turns", [system("Be brief.")], []),
-    ("leading answer", [assistant("Hello."), *DIALOGUE], DIALOGUE),
-    ("leading answer", [system("S"), assistant("Hi"), *DIALOGUE], [system("S"), *DIALOGUE]),
-    ("turns joined", [user("2+"), user("2?"), assistant("4")], [user("2+\n\n2?"), assistant("4")]),
-    ("turns joined", [user("a"), assistant("b"), assistant("c")], [user("a"), assistant("b\n\nc")]),
-    ("empty turn", [*DIALOGUE, user("3+3?"), assistant(" \n")], DIALOGUE),
-    ("empty turn", [*DIALOGUE, {"role": "user", "content": None}, assistant("?")], DIALOGUE),
-    ("unknown role", [*DIALOGUE, TOOL, assistant("6")], DIALOGUE),
-    ("not text", [*DIALOGUE, {"role": "user", "content": 6}, assistant("6")], DIALOGUE),
-    ("late system turn", [*DIALOGUE, system("Now rhyme."), user("x"), assistant("y")], DIALOGUE),
-    ("unanswered question", [*DIALOGUE, user("3+3?")], DIALOGUE),
-    ("no answer", [user("2+2?")], [user("2+2?")]),
-]
+@pytest.mark.parametrize("name", DATASETS)
+def test_rows_of_every_named_data_set_become_the_same_dialogue(name: str, tmp_path: Path) -> None:
+    copy = table(tmp_path / "rows.parquet", ROWS[name])
+    source, summary = data_source(f"{name}@{copy}"), Summary()
+    assert list(read_conversations(source, summary)) == [DIALOGUE]
+    assert summary.counts == {"used": 1}
 
 
-@pytest.mark.parametrize(("reason", "turns", "expected"), ODD)
-def test_an_odd_conversation_is_mended_by_its_rule_and_counted(
-    reason: str, turns: list[Any], expected: list[Message]
-) -> None:
-    summary = Summary()
-    assert conversation({"messages": turns}, summary) == expected
-    assert summary.counts[reason] == 1
+@pytest.mark.parametrize("name", ASKED)
+def test_rows_of_every_named_suite_become_its_prompts(name: str, tmp_path: Path) -> None:
+    row, expected = ASKED[name]
+    copy = tmp_path / "rows.jsonl"
+    copy.write_text(json.dumps(row))
+    source = suite_source(f"{name}@{copy}")
+    assert read_prompts(source) == [expected]
+    assert source.single_category == (expected.category == name)
 
 
-def test_a_regular_conversation_uses_no_rule() -> None:
-    summary = Summary()
-    conversation({"messages": [system("S"), *DIALOGUE, *DIALOGUE]}, summary)
-    assert not summary.counts
+def test_a_copy_in_the_shape_of_spec_bench_is_read_as_any_suite(tmp_path: Path) -> None:
+    """The field passes HumanEval, Alpaca, ... around as questions with turns."""
+    copy = tmp_path / "question.jsonl"
+    copy.write_text(json.dumps({"question_id": 7, "turns": ["Add."]}))
+    for name in set(ASKED) - {"mt_bench", "spec_bench", "math_500"}:
+        assert read_prompts(suite_source(f"{name}@{copy}")) == [Prompt("7", name, ["Add."])]
 
 
-def test_content_in_parts_is_joined_and_an_image_ends_the_conversation() -> None:
-    summary = Summary()
-    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
-    image = [{"type": "image", "url": "cat.png"}]
-    turns = [{"role": "user", "content": parts}, DIALOGUE[1], {"role": "user", "content": image}]
-    assert conversation({"messages": turns}, summary) == DIALOGUE
-    assert summary.counts == {"text parts joined": 1, "not text": 1}
+def test_our_own_suite_is_held_out_prompts_in_eight_categories() -> None:
+    suite = read_prompts(suite_source("outrider"))
+    assert len(suite) >= 80
+    assert len({prompt.category for prompt in suite}) == 8
+    assert suite == read_prompts(suite_source(str(GENERAL)))
 
 
-def test_a_record_without_known_keys_is_counted() -> None:
-    summary = Summary()
-    assert conversation({"text": "once upon a time"}, summary) == []
-    assert summary.counts == {"unknown shape": 1}
+def test_every_name_says_where_it_lies_and_its_licence() -> None:
+    for names, source in ((DATASETS, data_source), (SUITES, suite_source)):
+        for name, spec in names.items():
+            assert spec.licence
+            assert spec.licence in source(name).describe()
+    page = (Path(__file__).parent.parent / "docs" / "your_model.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (.*?) \|", page, re.MULTILINE)
+    listed = {(name, place, licence) for name, place, licence in rows}
+    known = {
+        (name, "shipped" if Path(spec.location).is_absolute() else spec.location, spec.licence)
+        for names in (DATASETS, SUITES)
+        for name, spec in names.items()
+    }
+    assert listed == known
 
 
-def test_the_summary_prints_each_used_rule_with_its_count() -> None:
-    summary, console = Summary(), Console(width=120, record=True, file=StringIO())
-    summary.add("cut", 1234)
-    console.print(summary)
-    shown = console.export_text()
-    assert "1,234" in shown
-    assert RULES["cut"] in shown
-    assert RULES["not text"] not in shown
-    with pytest.raises(ValueError, match="no rule"):
-        summary.add("made up")
+def test_a_folder_is_read_by_datasets_part_by_part(tmp_path: Path) -> None:
+    """Parquet files as a hub repository has them: parts by file name, several files each."""
+    for i in range(3):
+        table(tmp_path / "data" / f"train-0000{i}-of-00003.parquet", {"question": f"{i}?"})
+    table(tmp_path / "data" / "test-00000-of-00001.parquet", {"question": "t?"})
+    assert [p.turns for p in read_prompts(data_source(str(tmp_path)))] == [["0?"], ["1?"], ["2?"]]
+    assert [p.turns for p in read_prompts(suite_source(f"gsm8k@{tmp_path}"))] == [["t?"]]
+    assert [p.turns for p in read_prompts(data_source(str(tmp_path), split="test"))] == [["t?"]]
+    with pytest.raises(ConfigError, match=r"no split dev; it has train, test"):
+        next(data_source(str(tmp_path), split="dev").rows())
+    before = data_source(str(tmp_path)).fingerprint()
+    assert data_source(str(tmp_path), split="test").fingerprint() != before
+    table(tmp_path / "data" / "train-00000-of-00003.parquet", {"question": "other?"})
+    assert data_source(str(tmp_path)).fingerprint() != before
 
 
-def test_a_file_gives_its_answered_conversations_and_counts_the_rest(tmp_path: Path) -> None:
-    rows = [{"messages": DIALOGUE}, {"prompt": "2+2?"}, {"text": "x"}, {"messages": DIALOGUE}]
-    source, summary = data_source(str(write(tmp_path / "a.jsonl", *rows))), Summary()
-    assert list(conversations(source, summary)) == [DIALOGUE, DIALOGUE]
-    assert summary.counts == {"used": 2, "no answer": 1, "unknown shape": 1}
-    assert next(conversations(source, Summary())) == DIALOGUE
+def test_what_datasets_saved_is_read_and_what_is_damaged_is_refused(tmp_path: Path) -> None:
+    import datasets
 
-
-ROW = {"text": "x", "source": "y"}
-
-
-def test_a_file_without_any_answer_is_refused_and_its_first_record_shown(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r'The first: \{"text": "x", "source": "y"\}'):
-        list(conversations(data_source(str(write(tmp_path / "a.jsonl", ROW))), Summary()))
-
-
-def test_prompts_are_the_questions_alone(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.jsonl",
-        {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
-        {"question": "2+2?", "answer": "4"},
-        {"id": "m", "messages": [system("S"), *DIALOGUE, user("3+3?")]},
-        {"text": "no question here"},
-        {"id": "m", "prompt": "the same name twice"},
+    datasets.Dataset.from_list([{"question": "a?"}, {"question": "b?"}]).save_to_disk(
+        str(tmp_path / "saved")
     )
-    expected = [
-        Prompt("81", "writing", ["Write.", "Again."]),
-        Prompt("2", "all", ["2+2?"]),
-        Prompt("m", "all", ["2+2?", "3+3?"], "S"),
-        Prompt("m#2", "all", ["the same name twice"]),
+    assert [p.turns for p in read_prompts(suite_source(str(tmp_path / "saved")))] == [
+        ["a?"],
+        ["b?"],
     ]
+    file = Path(table(tmp_path / "torn" / "train.parquet", *[{"question": "a?"}] * 99))
+    file.write_bytes(file.read_bytes()[:-60])
+    with pytest.raises((ConfigError, RunError), match=r"torn"):
+        list(data_source(str(tmp_path / "torn")).rows())
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.path = .*none"):
+        data_source(str(tmp_path / "none")).rows()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A folder behind an address."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+    folder = tmp_path / "served"
+    folder.mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", folder
+        server.shutdown()
+
+
+def test_an_address_is_fetched_once(
+    served: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    address, folder = served
+    (folder / "question.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["a"]}))
+    source = suite_source(f"spec_bench@{address}/question.jsonl")
+    assert read_prompts(source)[0].turns == ["a"]
+    (folder / "question.jsonl").unlink()
+    assert read_prompts(source)[0].turns == ["a"]
+    with pytest.raises(ConfigError, match=r"missing\.jsonl.*\n.*404"):
+        suite_source(f"{address}/missing.jsonl").rows()
+
+
+@pytest.mark.parametrize("word", ["ultrachatt", "missing.jsonl", "a/b/c.parquet", "magpie@nowhere"])
+def test_a_word_that_leads_nowhere_is_refused_before_anything_is_fetched(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        data_source(word)
+
+
+@pytest.mark.parametrize("part", ["subset", "split", "revision"])
+def test_a_single_file_has_no_parts(part: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"data\.{part} = 'x'.*\n.*single file"):
+        data_source(str(tmp_path / "a.jsonl"), **{part: "x"})  # type: ignore[arg-type]
+
+
+def test_a_name_that_is_nearly_right_is_named() -> None:
+    with pytest.raises(ConfigError, match="Did you mean ultrachat"):
+        data_source("ultrachatt")
+    with pytest.raises(ConfigError, match="Did you mean mt_bench"):
+        suite_source("mt-bench")
+
+
+def test_a_hub_that_does_not_answer_is_an_error_of_its_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The single files of a repository come through the hub's own client."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"data\.path = 'Aeala.*\n.*could not be read"):
+        data_source("sharegpt").rows()
+
+
+def test_bad_rows_are_counted_in_the_summary(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": DIALOGUE}) + "\n{\n[]\n")
     summary = Summary()
-    assert prompts(suite_source(str(path)), summary=summary) == expected
-    assert summary.counts == {"unknown shape": 1}
-    assert prompts(suite_source(str(path)), limit=2) == expected[:2]
-    assert expected[2].opening() == [system("S"), user("2+2?")]
+    assert len(list(read_conversations(data_source(str(file), skip_bad=2), summary))) == 1
+    assert summary.counts == {"used": 1, "bad row": 2}
+    with pytest.raises(RunError, match="line 3"):
+        list(read_conversations(data_source(str(file), skip_bad=1), Summary()))
 
 
-def test_a_file_without_a_question_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="holds no question"):
-        prompts(suite_source(str(write(tmp_path / "a.jsonl", {"text": "x"}))))
+def test_rows_of_mixed_shapes_are_each_read_in_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in ROWS.values()))
+    assert list(read_conversations(data_source(str(file)), Summary())) == [DIALOGUE] * len(ROWS)
+    assert parse_conversation(ROWS["code"]) == DIALOGUE
+    assert sources.HUB_ID.fullmatch("org/name")

@@ -1,4 +1,4 @@
-"""Named data sets from the hub, by its own client, against a small hub on this machine."""
+"""Named data sets, downloaded by the hub's own client from a small local server."""
 
 import json
 import os
@@ -22,19 +22,19 @@ import json, sys
 from itertools import islice
 from outrider.data.sources import data_source, suite_source
 source = (suite_source if sys.argv[1] == "suite" else data_source)(sys.argv[2])
-print(json.dumps([list(islice(source.rows(), 3)), source.fingerprint(), source.said()]))
+print(json.dumps([list(islice(source.rows(), 3)), source.fingerprint(), source.describe()]))
 """
 
 
 class Hub:
-    """Repositories of data sets: a folder each, `org/name`."""
+    """Data set repositories: one folder for each, `org/name`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def reply(self, path: str) -> tuple[int, Any]:
-        """Status and body: an object is json, bytes are a file."""
+        """Return status and body: an object for JSON, bytes for a file."""
         parts = [part for part in unquote(urlsplit(path).path).split("/") if part]
         if parts[:2] == ["api", "datasets"] and len(parts) >= 4:
             folder = self.root / parts[2] / parts[3]
@@ -42,8 +42,8 @@ class Hub:
                 return 404, {"error": "Repository not found"}
             if parts[4:5] in ([], ["revision"]):
                 return 200, self.info(folder, "/".join(parts[2:4]))
-            found = self.children(folder, folder.joinpath(*parts[6:]))
-            return (200, found) if found else (404, {"error": "Entry not found"})
+            entries = self.children(folder, folder.joinpath(*parts[6:]))
+            return (200, entries) if entries else (404, {"error": "Entry not found"})
         if parts[:1] == ["datasets"] and parts[3:4] == ["resolve"]:
             file = self.root / parts[1] / parts[2] / "/".join(parts[5:])
             return (200, file.read_bytes()) if file.is_file() else (404, {"error": "no entry"})
@@ -57,14 +57,14 @@ class Hub:
         }  # fmt: skip
 
     def children(self, folder: Path, under: Path) -> list[dict[str, Any]]:
-        """One level of the tree: files and folders."""
+        """Return one level of the tree: files and folders."""
         folders = [f for f in sorted(under.glob("*")) if f.is_dir()]
-        listed = [
+        folder_entries = [
             {"type": "directory", "path": str(f.relative_to(folder)), "size": 0, "oid": "0" * 40}
             for f in folders
         ]
         files = {str(f.relative_to(folder)) for f in under.glob("*") if f.is_file()}
-        return [*listed, *(e for e in self.entries(folder) if e["path"] in files)]
+        return [*folder_entries, *(e for e in self.entries(folder) if e["path"] in files)]
 
     def entries(self, folder: Path) -> list[dict[str, Any]]:
         return [
@@ -86,12 +86,12 @@ def hub(tmp_path: Path) -> Iterator[tuple[Hub, str]]:
         def log_message(self, *_: Any) -> None: ...
 
         def answer(self) -> None:
-            hub.asked.append(f"{self.command} {self.path}")
+            hub.requests.append(f"{self.command} {self.path}")
             status, body = hub.reply(self.path)
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             total, first = len(data), 0
-            if status == 200 and (wanted := self.headers.get("Range")):
-                low, _, high = wanted.removeprefix("bytes=").partition("-")
+            if status == 200 and (byte_range := self.headers.get("Range")):
+                low, _, high = byte_range.removeprefix("bytes=").partition("-")
                 first, status = int(low), 206
                 data = data[first : int(high) + 1 if high else None]
             self.send_response(status)
@@ -117,7 +117,7 @@ def hub(tmp_path: Path) -> Iterator[tuple[Hub, str]]:
 
 
 def read(address: str, home: Path, kind: str, word: str) -> tuple[list[Any], str, str]:
-    """A source as another process reads it: the client takes its address when it is imported."""
+    """Read a source in another process: the client takes its address when it is imported."""
     environ = os.environ | {
         "HF_ENDPOINT": address, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1",
         "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
@@ -127,8 +127,8 @@ def read(address: str, home: Path, kind: str, word: str) -> tuple[list[Any], str
         timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows, fingerprint, said = json.loads(done.stdout.splitlines()[-1])
-    return rows, fingerprint, said
+    rows, fingerprint, summary = json.loads(done.stdout.splitlines()[-1])
+    return rows, fingerprint, summary
 
 
 def table(file: Path, *rows: dict[str, Any]) -> None:
@@ -138,9 +138,9 @@ def table(file: Path, *rows: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_named_data_set_is_streamed_from_the_hub(hub: tuple[Hub, str], tmp_path: Path) -> None:
-    """Its part, its subset and its commit; of many files only the first is touched."""
-    place, address = hub
-    gsm8k = place.root / "openai" / "gsm8k"
+    """Split, subset and commit; of many files only the first is downloaded."""
+    server, address = hub
+    gsm8k = server.root / "openai" / "gsm8k"
     for i in range(3):
         problems = ({"question": f"{i}-{n}?", "answer": "4"} for n in range(100))
         table(gsm8k / "main" / f"train-0000{i}-of-00003.parquet", *problems)
@@ -153,23 +153,23 @@ def test_a_named_data_set_is_streamed_from_the_hub(hub: tuple[Hub, str], tmp_pat
         "- config_name: socratic\n  data_files:\n"
         "  - split: train\n    path: socratic/train-*\n---\n"
     )
-    rows, fingerprint, said = read(address, tmp_path / "home", "data", "gsm8k")
+    rows, fingerprint, summary = read(address, tmp_path / "home", "data", "gsm8k")
     assert [row["question"] for row in rows] == ["0-0?", "0-1?", "0-2?"]
     assert COMMIT in fingerprint
-    assert said == "gsm8k: openai/gsm8k (train), licence MIT"
-    fetched = {line for line in place.asked if line.startswith("GET") and "resolve" in line}
-    assert any("train-00000-of" in line for line in fetched)
-    assert not any("train-00001-of" in line or "train-00002-of" in line for line in fetched)
+    assert summary == "gsm8k: openai/gsm8k (train), licence MIT"
+    downloads = {line for line in server.requests if line.startswith("GET") and "resolve" in line}
+    assert any("train-00000-of" in line for line in downloads)
+    assert not any("train-00001-of" in line or "train-00002-of" in line for line in downloads)
     rows, _, _ = read(address, tmp_path / "home", "suite", "gsm8k")
     assert [row["prompt"] for row in rows] == ["t?"]
 
 
 @pytest.mark.slow
-def test_one_file_of_a_repository_is_fetched_by_the_hubs_client(
+def test_one_file_of_a_repository_is_downloaded_by_the_hubs_client(
     hub: tuple[Hub, str], tmp_path: Path
 ) -> None:
-    place, address = hub
-    folder = place.root / "Aeala" / "ShareGPT_Vicuna_unfiltered"
+    server, address = hub
+    folder = server.root / "Aeala" / "ShareGPT_Vicuna_unfiltered"
     folder.mkdir(parents=True)
     turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
     row = {"id": "a_0", "conversations": turns}
@@ -177,4 +177,4 @@ def test_one_file_of_a_repository_is_fetched_by_the_hubs_client(
     (folder / "other.json").write_text("[]")
     rows, _, _ = read(address, tmp_path / "home", "data", "sharegpt")
     assert [r["conversations"] for r in rows] == [turns] * 3
-    assert not any("other.json" in line for line in place.asked if "resolve" in line)
+    assert not any("other.json" in line for line in server.requests if "resolve" in line)

@@ -1,4 +1,4 @@
-"""Trees of one shape: every node against a literal re-statement, and the law of what is said."""
+"""Trees of one shape: every node against a literal re-statement, and the output distribution."""
 
 from random import Random
 from typing import NamedTuple
@@ -9,16 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Draft, Policy
-from outrider.models.decode.rules import BEST, DRAWN, INDEPENDENT, judge
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode.rules import BEST, DRAWN, INDEPENDENT, bind_rule
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import Paths, parse
 from outrider.models.vocab import DraftVocab
 from tests import tiny
 from tests.enumeration import Law, distance, enumerate_law
-from tests.tiny import TOKENS, Row, Text, Told, Tossing, logits_after, paths, swift
+from tests.tiny import (
+    TOKENS,
+    Row,
+    ScriptedDrafter,
+    Text,
+    inject_random_source,
+    logits_after,
+    mean_target,
+    paths,
+)
 
 TEXT: Text = (3, 1, 4)
 VOCAB = 7
@@ -29,14 +39,18 @@ DENSE = parse([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (0, 0, 1), (
 
 
 def propose(
-    shape: Paths, drafter: Told, room: int = 99, sampling: Sampling = GREEDY, draft: str = BEST
+    shape: Paths,
+    drafter: ScriptedDrafter,
+    room: int = 99,
+    sampling: Sampling = GREEDY,
+    draft: str = BEST,
 ) -> Draft:
-    """For one prompt, with the coins of seed 0."""
+    """For one prompt, with the random numbers of seed 0."""
     return tiny.propose(StaticTree(shape, draft), drafter, [TEXT], [room], sampling)
 
 
-def told(size: int = VOCAB, seed: int = 0, scale: float = 1.0) -> Told:
-    return Told(tiny.by_chance(size, seed, scale), size)
+def told(size: int = VOCAB, seed: int = 0, scale: float = 1.0) -> ScriptedDrafter:
+    return ScriptedDrafter(tiny.random_logits(size, seed, scale), size)
 
 
 # ---- favourites ----------------------------------------------------------------------------------
@@ -88,7 +102,7 @@ def test_nodes_are_stored_as_the_shape_says() -> None:
             [[], [0], [0], [0], [0, 1], [0, 1], [0, 2], [0, 3], [0, 1, 5], [0, 2, 6], [0, 2, 6]]
         )
     ]
-    assert tree.seen.tolist() == [grown]
+    assert tree.ancestor_mask.tolist() == [grown]
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
@@ -105,20 +119,20 @@ def test_what_a_tiny_vocabulary_cannot_fill_is_not_real() -> None:
     assert tree.real.tolist() == [[True, *there]]
 
 
-# ---- tossed siblings -----------------------------------------------------------------------------
+# ---- sampled siblings ----------------------------------------------------------------------------
 
 
-class Tossed(NamedTuple):
+class ByHand(NamedTuple):
     """What a literal draft came to: tokens of the nodes that are there, and their parents' rows."""
 
     nodes: list[Text]
     rows: dict[Text, Tensor]
 
 
-def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most: int) -> Tossed:
+def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most: int) -> ByHand:
     """One uniform per node with children and rank, level by level; the cumulative law inverted.
 
-    At every call of the coins `most` numbers are taken, and the first ones used.
+    Every call of the random source takes `most` numbers and uses the first ones.
     """
     generator = Random(0)
     rows: dict[Text, Tensor] = {}
@@ -130,7 +144,7 @@ def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most:
         left = {}
         for node in parents:
             text = TEXT + said.get(node, (0,) * len(node))
-            left[node] = sampling.rows(row(text)[None])[0]
+            left[node] = sampling.probs(row(text)[None])[0]
             rows[node], drawn[node] = left[node].clone(), []
         for _ in range(1 + max(path[-1] for path in level)):
             uniforms = [generator.random() for _ in range(most)]
@@ -146,7 +160,7 @@ def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most:
             children = drawn[path[:-1]]
             if path[:-1] in said and path[-1] < len(children):
                 said[path] = (*said[path[:-1]], children[path[-1]])
-    return Tossed([said[path] for path in shape if path in said], rows)
+    return ByHand([said[path] for path in shape if path in said], rows)
 
 
 @pytest.mark.parametrize("kind", [DRAWN, INDEPENDENT])
@@ -190,7 +204,7 @@ def test_favourites_come_without_rows() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_of_a_reduced_vocabulary_are_zero_elsewhere(batch: int) -> None:
-    drafter = Told(tiny.by_chance(3), VOCAB)
+    drafter = ScriptedDrafter(tiny.random_logits(3), VOCAB)
     drafter.vocab = DraftVocab(torch.tensor([1, 4, 6]), VOCAB)
     policy, texts = StaticTree(DENSE, DRAWN), [TEXT, (2, 0)][:batch]
     draft = tiny.propose(policy, drafter, texts, [9] * batch, WARM, range(batch))
@@ -223,7 +237,7 @@ def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(sampling: Sampling, draf
             torch.testing.assert_close(made.q_rows[row, inner], alone.q_rows[0, inner])
 
 
-# ---- the law of what is said ---------------------------------------------------------------------
+# ---- the output distribution ---------------------------------------------------------------------
 
 PAIR, SMALL = parse([(0,), (1,)]), parse([(0,), (1,), (0, 0)])
 PROMPT = [1, 3, 4, 2]
@@ -239,19 +253,19 @@ LAWS = [
 ]
 
 
-def decoder(policy: Policy, rule: str, sampling: Sampling) -> Tossing:
-    """In float64; the drafter has a mind of its own."""
-    noise = tiny.by_chance(TOKENS, seed=3, scale=1.5)
-    drafter = Told(lambda text: noise(text).double(), TOKENS)
-    judged = judge(rule, policy.draft)
-    return Tossing(swift(torch.float64), drafter, policy, sampling=sampling, rule=judged)
+def decoder(policy: Policy, rule: str, sampling: Sampling) -> Engine:
+    """In float64; the drafter is unlike the target."""
+    noise = tiny.random_logits(TOKENS, seed=3, scale=1.5)
+    drafter = ScriptedDrafter(lambda text: noise(text).double(), TOKENS)
+    apply_rule = bind_rule(rule, policy.draft)
+    return Engine(mean_target(torch.float64), drafter, policy, sampling=sampling, rule=apply_rule)
 
 
-def law_of(of: Tossing, count: int) -> Law:
-    """The exact joint law of so many tokens: every outcome of every coin, run once."""
+def law_of(of: Engine, count: int) -> Law:
+    """The exact joint distribution of so many tokens: every random outcome, run once."""
 
-    def run(coins: Coins) -> Text:
-        of.coins = coins
+    def run(rng: RandomSource) -> Text:
+        inject_random_source(of, rng)
         return tuple(of.generate(PROMPT, count).ids)
 
     return enumerate_law(run)
@@ -262,7 +276,9 @@ def plain_law(sampling: Sampling, count: int) -> Law:
     for _ in range(count):
         longer: Law = {}
         for said, chance in law.items():
-            row = sampling.rows(logits_after(swift(torch.float64), [*PROMPT, *said])[None])[0]
+            row = sampling.probs(logits_after(mean_target(torch.float64), [*PROMPT, *said])[None])[
+                0
+            ]
             longer.update({(*said, t): chance * p for t, p in enumerate(row.tolist()) if p > 0})
         law = longer
     return law

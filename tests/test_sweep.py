@@ -6,15 +6,19 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import ConfigError
-from outrider.launch.job_pool import INTERRUPTED, Crew
-from outrider.launch.sweep import jobs, sweep
+from outrider.launch.grid import expand_overrides
+from outrider.launch.job_pool import JobPool
+from outrider.launch.processes import INTERRUPTED
+from outrider.launch.sweep import sweep
 
 DRAFTERS = "drafter=eagle,medusa"
 DISTINCT = "run.dir='{folder}/${{drafter.name}}'"
 
 
 def test_lists_with_commas_multiply_and_lists_in_brackets_are_values() -> None:
-    found = jobs(["drafter=eagle,hass", "drafter.loss=[tv,0.1*soft_ce]", "run.seed=1,2"])
+    found = expand_overrides(
+        ["drafter=eagle,hass", "drafter.loss=[tv,0.1*soft_ce]", "run.seed=1,2"]
+    )
     assert [[job[0], job[2]] for job in found] == [
         ["drafter=eagle", "run.seed=1"],
         ["drafter=eagle", "run.seed=2"],
@@ -25,7 +29,7 @@ def test_lists_with_commas_multiply_and_lists_in_brackets_are_values() -> None:
 
 
 def test_a_sweep_of_one_value_is_one_run() -> None:
-    assert jobs(["train.lr=1e-3"]) == [["train.lr=1e-3"]]
+    assert expand_overrides(["train.lr=1e-3"]) == [["train.lr=1e-3"]]
 
 
 def test_runs_that_would_share_a_folder_are_refused_before_the_first(tmp_path: Path) -> None:
@@ -34,7 +38,7 @@ def test_runs_that_would_share_a_folder_are_refused_before_the_first(tmp_path: P
 
 
 def test_a_mistake_in_the_last_run_stops_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Crew, "run", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(JobPool, "run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(ConfigError, match="egle3"):
         sweep(["drafter=eagle,egle3"])
 
@@ -43,11 +47,11 @@ def started(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]) -> list[str]
     """Runs end with the code of their drafter; returns the drafters that were started."""
     names: list[str] = []
 
-    def run(_crew: Crew, verb: str, job: list[str], *_: object) -> int:
+    def run(_crew: JobPool, verb: str, job: list[str], *_: object) -> int:
         names.append(job[0].partition("=")[2])
         return codes.get(names[-1], 0)
 
-    monkeypatch.setattr(Crew, "run", run)
+    monkeypatch.setattr(JobPool, "run", run)
     return names
 
 
@@ -69,12 +73,15 @@ def test_ctrl_c_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_bakeoffs_train_every_drafter_on_equal_terms() -> None:
     """Nothing but the drafter differs between the runs of one table."""
     from outrider.conf.compose import compose
+    from outrider.conf.schema import resolved
     from outrider.models import drafters
-    from outrider.train.settings import parse, resolved
+    from outrider.train.settings import parse
 
     for experiment in ("bakeoff_tiny", "bakeoff_smollm2"):
         runs: list[dict[str, Any]] = []
-        for job in jobs([f"drafter={','.join(drafters.names())}", f"experiment={experiment}"]):
+        for job in expand_overrides(
+            [f"drafter={','.join(drafters.names())}", f"experiment={experiment}"]
+        ):
             config = resolved(parse(compose(job)))
             assert str(config["run"].pop("dir")).endswith(config["drafter"]["name"])
             runs.append({name: part for name, part in config.items() if name != "drafter"})
@@ -88,7 +95,7 @@ def test_two_drafters_are_trained_and_put_into_one_table(
     """Real runs, each in a process of its own."""
     short = ["experiment=smoke", "train.max_steps=2", "eval.limit=1", "eval.max_new_tokens=8"]
     assert sweep([DRAFTERS, *short, DISTINCT.format(folder=tmp_path)]) == 0
-    table = capfd.readouterr().out.split("what it brings")[1]
+    table = capfd.readouterr().out.split("decoding; the best of a column")[1]
     assert "eagle" in table
     assert "medusa" in table
     assert (tmp_path / "eagle" / "training.json").is_file()

@@ -1,10 +1,11 @@
-"""The target is read rightly in every family: taps, head, cache and tree forward."""
+"""The target in every family: taps, head, cache and tree forward."""
 
 import pytest
 import torch
 import transformers as hf
 
 from outrider.conf.errors import ConfigError
+from outrider.models import target_check
 from outrider.models.target import Target
 from tests.families import FAMILIES, small_model
 
@@ -47,8 +48,8 @@ def plain_logits(target: Target, ids: list[int]) -> torch.Tensor:
     return out[0]
 
 
-def test_its_reading_agrees_with_the_model(target: Target) -> None:
-    target.check()
+def test_target_agrees_with_the_model(target: Target) -> None:
+    target_check.check_target(target)
 
 
 def test_tree_forward_equals_every_path_alone(target: Target) -> None:
@@ -67,7 +68,7 @@ def test_tree_forward_equals_every_path_alone(target: Target) -> None:
         for node in range(len(PARENTS)):
             alone = plain_logits(target, prompt + [int(tree[i]) for i in path_to(node)])
             torch.testing.assert_close(logits[node], alone[-1], atol=TOLERANCE, rtol=TOLERANCE)
-        cache.keep(start, torch.tensor(accepted) + start)
+        cache.keep_rows(start, torch.tensor(accepted) + start)
         prompt = prompt + [int(tree[i]) for i in accepted]
         assert cache.length == len(prompt)
     cache.crop(PREFIX)
@@ -78,7 +79,7 @@ def test_tree_forward_equals_every_path_alone(target: Target) -> None:
     torch.testing.assert_close(target.logits(seen.last[0]), alone, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_the_test_would_notice_a_wrong_mask(target: Target) -> None:
+def test_a_wrong_mask_fails_the_comparison(target: Target) -> None:
     """Negative control: nodes that also see their siblings give other logits."""
     prompt = torch.arange(3, 3 + PREFIX)
     tree = torch.arange(20, 20 + len(PARENTS))
@@ -90,7 +91,7 @@ def test_the_test_would_notice_a_wrong_mask(target: Target) -> None:
     assert (target.logits(seen.last[0])[6] - alone[-1]).abs().max() > 10 * TOLERANCE
 
 
-def test_packed_documents_do_not_see_each_other(target: Target) -> None:
+def test_packed_documents_do_not_attend_to_each_other(target: Target) -> None:
     a, b = list(range(5, 14)), list(range(30, 37))
     ids = torch.tensor([a + b + [0] * 3])
     document = torch.tensor([[4] * len(a) + [9] * len(b) + [-1] * 3])
@@ -102,7 +103,7 @@ def test_packed_documents_do_not_see_each_other(target: Target) -> None:
         torch.testing.assert_close(rows, own, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_taps_are_outputs_of_the_layers_named(target: Target) -> None:
+def test_taps_are_outputs_of_their_layers(target: Target) -> None:
     """hidden_states[k+1] is the output of layer k, but for the last (that one is normed)."""
     ids = torch.arange(3, 3 + PREFIX)[None]
     with torch.no_grad():
@@ -111,12 +112,12 @@ def test_taps_are_outputs_of_the_layers_named(target: Target) -> None:
     torch.testing.assert_close(seen.taps, torch.cat([states[1], states[3]], -1))
 
 
-def test_a_tap_out_of_range_names_the_layers_there_are() -> None:
+def test_a_tap_out_of_range_names_the_valid_layers() -> None:
     with pytest.raises(ConfigError, match=r"drafter.taps\[1\] = 4\n.*0\.\.3"):
         Target(small_model("llama"), taps=(0, 4))
 
 
-def test_the_head_of_some_tokens_is_a_part_of_the_head(target: Target) -> None:
+def test_logits_of_some_tokens_are_a_part_of_all_logits(target: Target) -> None:
     last, ids = torch.randn(3, 32), torch.tensor([1, 7, 60])
     torch.testing.assert_close(target.logits_of(last, ids), target.logits(last)[:, ids])
 
@@ -128,7 +129,7 @@ def test_a_recurrent_family_is_refused_with_the_reason() -> None:
         Target(model, name="mamba")
 
 
-def test_a_cache_that_is_too_small_says_so() -> None:
+def test_a_full_cache_raises() -> None:
     target = Target(small_model("llama"))
     nine = torch.arange(9)[None]
     with pytest.raises(ValueError, match="do not fit"):

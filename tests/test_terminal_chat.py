@@ -1,4 +1,4 @@
-"""The terminal chat: what is said, what is shown of it, and what keeps it alive."""
+"""The terminal chat: answers, their display, and interruptions."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +11,23 @@ from rich.console import Console
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.schema import Config
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.chat import COLOURS, LEGEND, Page, Painted, Spelling, chat, full
+from outrider.eval.chat import (
+    COLOURS,
+    LEGEND,
+    AnswerView,
+    ColourView,
+    StreamDecoder,
+    chat,
+    first_line_length,
+)
 from outrider.eval.decoder import Decoder, Result
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
-from outrider.models.load import load
-from outrider.models.target import Seen, Target
-from outrider.train.settings import Config, load_run
+from outrider.models.load import load_target
+from outrider.models.target import Target, TargetStates
+from outrider.train.settings import load_run
 from tests.test_decoder import oracle, target
 from tests.test_decoder_folders import untrained
 from tests.test_tokenise import PLAIN, octets
@@ -79,14 +88,14 @@ def test_the_answer_and_its_numbers_are_shown(run: Path, own: Result, policy: st
     assert tau == pytest.approx((tokens - 1) / rounds, abs=0.02)
 
 
-def test_the_dialogue_goes_on_until_it_is_forgotten(run: Path, own: Result) -> None:
+def test_the_dialogue_goes_on_until_a_new_one(run: Path, own: Result) -> None:
     """The same question twice is another dialogue; behind /new it is the first one again."""
     decoder = Decoder.from_run(run)
     dialogue = decoder.chat()
     turns = [dialogue.say(ASKED, 128).text, dialogue.say("And then?", 128).text]
     lines = shown(configured(run), ASKED, "And then?", "/new", ASKED, "/quit", "never read")
     answers = [bare(line) for line in lines if "tokens" not in line]
-    assert answers == [*turns, "the dialogue is forgotten", own.text]
+    assert answers == [*turns, "a new dialogue", own.text]
     assert turns[0] == own.text != turns[1]
 
 
@@ -99,7 +108,7 @@ def test_speculation_is_switched_off_and_on(run: Path, own: Result) -> None:
     assert ["tau" in line for line in numbers] == [True, False, True]
     assert ["so far" in line for line in numbers] == [False, True, True]
     assert f"{len(own.output_ids)} tokens, plain, " in numbers[1]
-    assert "speculation is off: every token is a forward of the target" in lines
+    assert "speculation is off: one target forward per token" in lines
     assert "speculation is on" in lines
     means = re.search(r"so far (\S+) speculative, (\S+) plain", numbers[1])
     assert means is not None
@@ -121,7 +130,7 @@ def test_settings_of_the_run_are_used(run: Path) -> None:
 
 def test_blank_lines_are_nothing_and_unknown_commands_are_named(run: Path) -> None:
     lines = shown(configured(run), "", "  ", "/what now", "/help")
-    assert lines[0] == "there is no command /what"
+    assert lines[0] == "unknown command /what"
     assert lines[1:5] == lines[5:]
     assert [line.split()[0] for line in lines[1:5]] == ["/new", "/plain", "/quit", "/help"]
 
@@ -133,7 +142,9 @@ def test_a_message_that_does_not_fit_is_one_line_and_the_chat_goes_on(
     run: Path, own: Result
 ) -> None:
     lines = shown(configured(run), "word " * 3000, ASKED)
-    assert re.fullmatch(r"A prompt of \d+ tokens .* do not fit .* forgets the dialogue\.", lines[0])
+    assert re.fullmatch(
+        r"A prompt of \d+ tokens .* do not fit .* starts a new dialogue\.", lines[0]
+    )
     assert bare(lines[1]) == own.text
 
 
@@ -146,7 +157,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     left = [-1]  # forwards until the key is pressed
     forward = Target.forward
 
-    def pressed(self: Target, ids: Tensor, *rest: Any, **more: Any) -> Seen:
+    def pressed(self: Target, ids: Tensor, *rest: Any, **more: Any) -> TargetStates:
         seen.append(ids[0].tolist())
         left[0] -= 1
         if left[0] == -1:
@@ -167,14 +178,14 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     stopped = next(i for i, line in enumerate(lines) if line.endswith("stopped"))
     partial = bare("\n".join(lines[:stopped]))
     assert (partial == "") == (forwards == 0)
-    coder = load(configured(run).target).tokenizer
+    coder = load_target(configured(run).target).tokenizer
     history = [ASKED, partial] if forwards else []
     prompt = prompt_ids(coder, [*history, "And then?"])
     assert prompt[-len(seen[0]) :] == seen[0]
     assert len(lines) == stopped + 3
 
 
-def test_ctrl_c_at_the_prompt_says_how_to_end(run: Path, own: Result) -> None:
+def test_ctrl_c_at_the_prompt_prints_how_to_end(run: Path, own: Result) -> None:
     lines = shown(configured(run), KeyboardInterrupt, ASKED)
     assert lines[:2] == ["", "/quit or Ctrl-D ends the chat"]
     assert bare(lines[2]) == own.text
@@ -188,11 +199,11 @@ def test_a_run_that_cannot_chat_is_refused(run: Path, tmp_path: Path) -> None:
         chat(configured(tmp_path), Console(quiet=True), saying())
 
 
-def test_what_is_not_lossless_is_said(run: Path) -> None:
+def test_what_is_not_lossless_is_printed(run: Path) -> None:
     def warned(*words: str) -> bool:
         console = Console(file=StringIO(), record=True, width=100)
         chat(configured(run, *words), console, saying())
-        return "has not the target's own distribution" in console.export_text()
+        return "lossy, not the target's distribution" in console.export_text()
 
     lossy = "decode.verify=lossy_typical"
     assert warned(lossy, "decode.temperature=1")
@@ -205,7 +216,7 @@ def test_what_is_not_lossless_is_said(run: Path) -> None:
 
 def test_brackets_stand_for_colours_in_a_pipe() -> None:
     file = StringIO()
-    with Page(Console(file=file)) as page:
+    with AnswerView(Console(file=file)) as page:
         page.write([("The", FIRST)], "")
         page.write(PARTS[1:], "")
         page.write([(" see\n", ACCEPTED), ("[it]", ACCEPTED), ("", BONUS)], "")
@@ -215,7 +226,7 @@ def test_brackets_stand_for_colours_in_a_pipe() -> None:
 
 def test_nothing_written_is_no_line() -> None:
     file = StringIO()
-    for page in (Page(Console(file=file)), Painted(terminal(file))):
+    for page in (AnswerView(Console(file=file)), ColourView(terminal(file))):
         with page:
             pass
     assert screen(file.getvalue()) == []
@@ -257,9 +268,9 @@ def inks(text: str, word: str) -> set[str]:
 NAMES = ("red", "green", "yellow", "cyan")
 
 
-def test_in_a_terminal_colours_say_who_proposed_a_token() -> None:
+def test_in_a_terminal_colours_show_the_origin_of_a_token() -> None:
     file = StringIO()
-    with Painted(terminal(file)) as page:
+    with ColourView(terminal(file)) as page:
         page.write(PARTS[:1], "1 token")
         page.write([*PARTS[1:], (" see", BONUS)], "5 tokens")
         live = screen(file.getvalue())
@@ -276,7 +287,7 @@ def test_a_long_answer_is_shown_whole_and_once() -> None:
         ["the quick brown fox jumps over the lazy dog " * 3, "x" * 70, "\u6f22\u5b57" * 20, "end"]
     )
     file = StringIO()
-    with Painted(terminal(file)) as page:
+    with ColourView(terminal(file)) as page:
         for at in range(0, len(words), 3):
             page.write([(words[at : at + 3], ACCEPTED)], "how it stands")
     rows = screen(file.getvalue())
@@ -299,39 +310,39 @@ def test_a_long_answer_is_shown_whole_and_once() -> None:
     ],
 )
 def test_a_line_is_full_where_the_next_word_does_not_fit(text: str, width: int, first: int) -> None:
-    assert full(text, width) == first
+    assert first_line_length(text, width) == first
 
 
-def test_a_token_is_spelt_where_its_characters_are_whole() -> None:
+def test_a_token_is_shown_once_its_characters_are_complete() -> None:
     coder = octets(PLAIN)
     decoder = Decoder(target(), coder, None, "plain")
     text = "n\u00e9\U0001f600 ok"
-    spelling = Spelling(decoder)
+    spelling = StreamDecoder(decoder)
     parts = [spelling.add(token) for token in coder(text)["input_ids"]]
     assert parts == ["n", "", "\u00e9", "", "", "", "\U0001f600", " ", "o", "k"]
 
 
 def test_what_is_left_of_a_broken_character_comes_at_the_end() -> None:
     coder = octets(PLAIN)
-    spelling = Spelling(Decoder(target(), coder, None, "plain"))
+    spelling = StreamDecoder(Decoder(target(), coder, None, "plain"))
     ids: Sequence[int] = coder("a\u00e9")["input_ids"][:-1]
     assert [spelling.add(token) for token in ids] == ["a", ""]
-    assert spelling.rest("a\N{REPLACEMENT CHARACTER}") == "\N{REPLACEMENT CHARACTER}"
+    assert spelling.advance("a\N{REPLACEMENT CHARACTER}") == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_control_characters_of_the_model_do_not_reach_the_terminal() -> None:
-    spelling = Spelling(Decoder(target(), octets(PLAIN), None, "plain"))
-    assert spelling.rest("a\x1b[2Jb\r\nc\td\x9be") == "a[2Jb\nc\tde"
+    spelling = StreamDecoder(Decoder(target(), octets(PLAIN), None, "plain"))
+    assert spelling.advance("a\x1b[2Jb\r\nc\td\x9be") == "a[2Jb\nc\tde"
 
 
 def test_the_colours_of_an_answer_are_its_origins() -> None:
     """From the decoder to the page: every token with the origin that the engine gave it."""
     decoder = Decoder(target(), octets(PLAIN), oracle(lambda n: n % 3 > 0), "chain")
-    spelling, parts = Spelling(decoder), list[tuple[str, str]]()
+    spelling, parts = StreamDecoder(decoder), list[tuple[str, str]]()
     pieces = list(decoder.stream("why?", 24))
     for piece in pieces:
         parts += zip(map(spelling.add, piece.ids), piece.origins, strict=True)
-    text = "".join(text for text, _ in parts) + spelling.rest(pieces[-1].result.text)
+    text = "".join(text for text, _ in parts) + spelling.advance(pieces[-1].result.text)
     assert text == "".join(c for c in pieces[-1].result.text if c.isprintable() or c in "\n\t")
     assert [origin for _, origin in parts] == pieces[-1].result.origins
     assert {origin for _, origin in parts} >= {FIRST, ACCEPTED, CORRECTION}

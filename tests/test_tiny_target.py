@@ -1,4 +1,4 @@
-"""The embedded target: small, offline, trained; its text reproducible and its prompts unseen."""
+"""The embedded target and its text: size, reproducibility, held-out prompts, calibration."""
 
 import itertools
 import json
@@ -12,42 +12,42 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from outrider.data.tiny import make_corpus
-from outrider.data.tiny.dice import Dice, ranked
-from outrider.models import make_tiny
+from outrider.data.make import tiny_target
+from outrider.data.make.corpus import make_corpus
+from outrider.data.make.corpus.dice import Dice, ranked
 
-TEXT = make_corpus.HERE
+TEXT = make_corpus.FOLDER
 MEGABYTE = 1_000_000
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(make_tiny.FOLDER, local_files_only=True)
+    return AutoTokenizer.from_pretrained(tiny_target.FOLDER, local_files_only=True)
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(
-        make_tiny.FOLDER, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+        tiny_target.FOLDER, local_files_only=True, trust_remote_code=False, dtype=torch.float32
     )
     return model.eval()
 
 
 @pytest.fixture(scope="module")
 def conversations() -> list[make_corpus.Conversation]:
-    return make_corpus.shipped()
+    return make_corpus.shipped_conversations()
 
 
 @pytest.fixture(scope="module")
 def held_out(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of 100 conversations of a seed that neither training nor the files draw from."""
-    texts = itertools.islice(make_tiny.texts(make_corpus.HELD_OUT_SEED), 100)
+    """Token ids of 100 conversations of a seed that neither training nor the files use."""
+    texts = itertools.islice(tiny_target.texts(make_corpus.HELD_OUT_SEED), 100)
     return [tokenizer(text)["input_ids"] for text in texts]
 
 
 @pytest.fixture(scope="module")
 def rows(model: PreTrainedModel, held_out: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Nats per held-out token, and the entropy of the model's own distribution in its place."""
+    """Nats per held-out token, and the entropy of the model's distribution at its position."""
     nats, entropies = [], []
     for ids in held_out:
         with torch.no_grad():
@@ -67,7 +67,7 @@ def shipped_ids(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 def test_the_weights_fit_into_eight_megabytes() -> None:
-    assert (make_tiny.FOLDER / "model.safetensors").stat().st_size <= 8 * MEGABYTE
+    assert (tiny_target.FOLDER / "model.safetensors").stat().st_size <= 8 * MEGABYTE
 
 
 def test_the_text_fits_into_one_and_a_half_megabytes() -> None:
@@ -75,8 +75,8 @@ def test_the_text_fits_into_one_and_a_half_megabytes() -> None:
 
 
 def test_loading_needs_no_code_from_the_folder() -> None:
-    assert "auto_map" not in json.loads((make_tiny.FOLDER / "config.json").read_text())
-    assert [path.name for path in make_tiny.FOLDER.glob("*.py")] == ["__init__.py"]
+    assert "auto_map" not in json.loads((tiny_target.FOLDER / "config.json").read_text())
+    assert [path.name for path in tiny_target.FOLDER.glob("*.py")] == ["__init__.py"]
 
 
 def test_the_default_taps_are_three_different_layers(model: PreTrainedModel) -> None:
@@ -87,32 +87,34 @@ def test_the_default_taps_are_three_different_layers(model: PreTrainedModel) -> 
 def test_the_shipped_text_is_what_the_script_makes(
     conversations: list[make_corpus.Conversation],
 ) -> None:
-    rebuilt = make_corpus.encoded(conversations)
+    rebuilt = make_corpus.to_jsonl(conversations)
     assert (TEXT / "conversations.jsonl").read_bytes() == rebuilt
-    assert (TEXT / "prompts.jsonl").read_bytes() == make_corpus.encoded(make_corpus.prompts())
+    assert (TEXT / "prompts.jsonl").read_bytes() == make_corpus.to_jsonl(
+        make_corpus.held_out_prompts()
+    )
 
 
 @pytest.mark.slow
 def test_the_shipped_tokenizer_is_what_the_script_makes(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    made = make_tiny.make_tokenizer()
-    assert made.get_vocab() == tokenizer.get_vocab()
-    assert made.chat_template == tokenizer.chat_template
+    rebuilt = tiny_target.make_tokenizer()
+    assert rebuilt.get_vocab() == tokenizer.get_vocab()
+    assert rebuilt.chat_template == tokenizer.chat_template
 
 
 def test_no_held_out_prompt_is_in_the_conversations(
     conversations: list[make_corpus.Conversation],
 ) -> None:
-    asked = {
+    questions = {
         message["content"]
         for row in conversations
         for message in row["messages"]
         if message["role"] == "user"
     }
-    first = [row["turns"][0] for row in make_corpus.prompts()]
+    first = [row["turns"][0] for row in make_corpus.held_out_prompts()]
     assert len(set(first)) == len(first) >= 40
-    assert asked.isdisjoint(first)
+    assert questions.isdisjoint(first)
 
 
 def test_a_stream_repeats_with_its_seed_and_differs_without() -> None:
@@ -122,10 +124,10 @@ def test_a_stream_repeats_with_its_seed_and_differs_without() -> None:
     assert rows(5) == rows(5) != rows(6)
 
 
-def test_dice_take_each_rank_as_often_as_its_weight() -> None:
+def test_dice_choose_each_rank_as_often_as_its_weight() -> None:
     """Slope 1 over three options: shares 1, 1/2, 1/3 of their sum 11/6; six sigma of 20000."""
     dice, options, draws = Dice(3), ("x", "y", "z"), 20_000
-    counts = Counter(dice.lean(options, "here", slope=1.0) for _ in range(draws))
+    counts = Counter(dice.choose(options, "here", slope=1.0) for _ in range(draws))
     for rank, option in enumerate(ranked(options, "here"), start=1):
         share = (1 / rank) / (11 / 6)
         sigma = math.sqrt(share * (1 - share) / draws)
@@ -154,7 +156,7 @@ def test_the_template_writes_what_the_model_was_trained_on(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     for row, text in itertools.islice(
-        zip(make_corpus.stream(1), make_tiny.texts(1), strict=True), 50
+        zip(make_corpus.stream(1), tiny_target.texts(1), strict=True), 50
     ):
         assert tokenizer.apply_chat_template(row["messages"], tokenize=False) == text
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -163,7 +165,7 @@ def test_the_template_writes_what_the_model_was_trained_on(
 def test_each_role_is_one_token_and_the_end_token_ends(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
-    assert all(len(tokenizer(piece)["input_ids"]) == 1 for piece in make_tiny.SPECIAL)
+    assert all(len(tokenizer(piece)["input_ids"]) == 1 for piece in tiny_target.SPECIAL)
     assert tokenizer.eos_token == "<|end|>" != tokenizer.pad_token
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
@@ -178,7 +180,7 @@ def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> 
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_the_model_knows_more_than_any_pair_of_tokens(
+def test_the_model_beats_unigram_and_bigram_models(
     tokenizer: PreTrainedTokenizerBase,
     held_out: list[list[int]],
     rows: tuple[Tensor, Tensor],
@@ -204,15 +206,17 @@ def test_the_model_knows_more_than_any_pair_of_tokens(
     assert loss < bigram / 2
 
 
-def test_the_model_is_as_sure_as_it_is_right(rows: tuple[Tensor, Tensor]) -> None:
+def test_the_model_is_calibrated(rows: tuple[Tensor, Tensor]) -> None:
     """Expected loss under the true distribution is its entropy; a calibrated model meets it."""
     nats, entropy = rows
     error = nats.std() / math.sqrt(len(nats))
     assert abs(nats.mean() - entropy.mean()) < 5 * error
 
 
-def test_the_text_is_neither_certain_nor_noise(rows: tuple[Tensor, Tensor]) -> None:
-    """Between a fair coin every third token and a fair choice of three at every token."""
+def test_the_entropy_of_the_text_is_neither_zero_nor_that_of_noise(
+    rows: tuple[Tensor, Tensor],
+) -> None:
+    """Between one bit at every third token and a uniform choice of three at every token."""
     assert math.log(2) / 3 < rows[1].mean() < math.log(3)
 
 
@@ -220,10 +224,10 @@ def test_greedy_answers_end_with_the_end_token(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
     """Nine in ten of the held-out prompts, two of each category, are answered within 200 tokens."""
-    rows = make_corpus.prompts()[::2]
-    asked = [[{"role": "user", "content": row["turns"][0]}] for row in rows]
+    rows = make_corpus.held_out_prompts()[::2]
+    dialogues = [[{"role": "user", "content": row["turns"][0]}] for row in rows]
     batch = tokenizer.apply_chat_template(
-        asked,
+        dialogues,
         add_generation_prompt=True,
         padding=True,
         return_dict=True,

@@ -1,8 +1,8 @@
-"""An answer as text with everybody's part: exact on words, whole characters, markup."""
+"""Answers with token origins: exact text, whole characters, markup."""
 
 from typing import Any
 
-from outrider.eval.token_origins import REJECTED, coloured, marked, pieces
+from outrider.eval.token_origins import REJECTED, bracketed_text, coloured_html, origin_spans
 
 WORDS = ["The", " best", " time", " is", " now", " <b>", "."]
 
@@ -25,25 +25,25 @@ def row(ids: list[int], origins: str, rejected: list[int | None]) -> dict[str, A
     return {"output_ids": ids, "origins": [names[o] for o in origins], "rejected": rejected}
 
 
-def test_a_rejected_guess_stands_before_its_correction() -> None:
+def test_a_rejected_token_comes_before_its_correction() -> None:
     """Two rounds: two accepted and one rejected; one accepted and a bonus."""
-    parts = list(pieces(row([0, 1, 2, 3, 4, 6], "faacab", [5, None]), Words()))
+    parts = list(origin_spans(row([0, 1, 2, 3, 4, 6], "faacab", [5, None]), Words()))
     assert parts == [
         ("The", "first"), (" best", "accepted"), (" time", "accepted"), (" <b>", REJECTED),
         (" is", "correction"), (" now", "accepted"), (".", "bonus"),
     ]  # fmt: skip
-    assert marked(parts) == "The[ best time]~ <b>~ is[ now]."
-    assert "&lt;b&gt;" in coloured(parts)
-    assert "line-through" in coloured(parts)
+    assert bracketed_text(parts) == "The[ best time]~ <b>~ is[ now]."
+    assert "&lt;b&gt;" in coloured_html(parts)
+    assert "line-through" in coloured_html(parts)
 
 
-def test_where_guesses_are_not_known_corrections_stand_alone() -> None:
-    parts = list(pieces(row([0, 1, 3], "fac", [None]), Words()))
-    assert marked(parts) == "The[ best] is"
+def test_without_recorded_rejections_corrections_stand_alone() -> None:
+    parts = list(origin_spans(row([0, 1, 3], "fac", [None]), Words()))
+    assert bracketed_text(parts) == "The[ best] is"
 
 
 def test_a_character_belongs_to_the_token_that_ends_it() -> None:
     ids = list("a\u00e9b".encode())
-    parts = list(pieces(row(ids, "faab", [None]), Bytes()))
+    parts = list(origin_spans(row(ids, "faab", [None]), Bytes()))
     assert [text for text, _ in parts] == ["a", "", "\u00e9", "b"]
-    assert marked(parts) == "a[\u00e9]b"
+    assert bracketed_text(parts) == "a[\u00e9]b"

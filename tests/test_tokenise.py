@@ -1,5 +1,6 @@
 """Which tokens are answers: written out by hand for each kind of template, then as a property."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cache
 from io import StringIO
@@ -14,15 +15,17 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.conf.errors import RunError
 from outrider.data.conversations import Message, Summary
+from outrider.data.reporter import Reporter
 from outrider.data.tokenise import (
     Document,
-    coloured,
-    key_of,
+    conversation_key,
+    highlight_answers,
     prompt_ids,
     render,
     render_all,
     show_samples,
 )
+from outrider.models.chat_template import set_template_args
 
 SPECIAL = ["<|pad|>", "<|start|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 WORDS = ["user", "assistant", "hi", "4", "five", "why", "so", "bye", "brief", "Q:", "A:", " ", "\n"]
@@ -186,13 +189,13 @@ def test_what_the_template_writes_after_the_prompt_is_the_targets_to_write() -> 
 def test_template_arguments_reach_the_template() -> None:
     """With thinking switched off the prompt itself ends in the empty thinking."""
     off = PROMPT.replace("\\n", "\n").replace("\n{%", "\n{{ '' if think else '<t></t>' }}{%")
-    tokenizer = words(THINKING.replace(PROMPT, off))
-    args = {"think": False}
-    assert shown(tokenizer, dialogue("hi", "4", "why", "so"), template_args=args) == (
+    tokenizer = copy.deepcopy(words(THINKING.replace(PROMPT, off)))
+    set_template_args(tokenizer, {"think": False})
+    assert shown(tokenizer, dialogue("hi", "4", "why", "so")) == (
         f"{HI} <|assistant|> \\n [4] [<|end|>] \\n"
         f" {WHY} <|assistant|> \\n <t> </t> [so] [<|end|>] \\n"
     )
-    prompt = prompt_ids(tokenizer, ["why"], args)
+    prompt = prompt_ids(tokenizer, ["why"])
     assert tokenizer.decode(prompt).endswith("<|assistant|>\n<t></t>")
 
 
@@ -337,7 +340,7 @@ def test_a_conversation_whose_answers_are_cut_off_is_dropped_and_counted() -> No
         max_length=12,
         summary=summary,
     )
-    assert [document.key for document in kept] == [key_of(dialogue("a", "b"))]
+    assert [document.key for document in kept] == [conversation_key(dialogue("a", "b"))]
     assert summary.counts == {"cut": 1, "answers cut off": 1}
 
 
@@ -347,14 +350,14 @@ def test_the_key_is_of_the_conversation_alone() -> None:
         render(words(PLAIN), one, max_length=20),
         render(letters(None), one, max_length=2),
     ]
-    assert {document.key for document in documents} == {key_of(one)}
-    assert key_of(one) != key_of(other)
-    assert key_of(dialogue("ab", "c")) != key_of(dialogue("a", "bc"))
+    assert {document.key for document in documents} == {conversation_key(one)}
+    assert conversation_key(one) != conversation_key(other)
+    assert conversation_key(dialogue("ab", "c")) != conversation_key(dialogue("a", "bc"))
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, None])
 def test_a_conversation_without_answers_is_an_error_that_shows_it(template: str | None) -> None:
-    with pytest.raises(RunError, match=r"holds no answer token\n    user: hi\n"):
+    with pytest.raises(RunError, match=r"has no answer token\n    user: hi\n"):
         render(words(template), dialogue("hi"), max_length=20)
 
 
@@ -373,7 +376,7 @@ def test_an_answer_that_the_template_hides_is_an_error_that_says_so() -> None:
 def test_answers_are_green_and_the_rest_is_dim() -> None:
     tokenizer = words(PLAIN)
     document = render(tokenizer, dialogue("hi", "4 five", "why", "so"), max_length=100)
-    text = coloured(tokenizer, document)
+    text = highlight_answers(tokenizer, document)
     styled = [(str(span.style), text.plain[span.start : span.end]) for span in text.spans]
     assert [part for style, part in styled if style == "green"] == ["4 five<|end|>", "so<|end|>"]
     assert (
@@ -385,7 +388,7 @@ def test_answers_are_green_and_the_rest_is_dim() -> None:
 def test_samples_show_how_much_is_supervised() -> None:
     tokenizer, console = words(PLAIN), Console(width=80, file=StringIO(), record=True)
     document = render(tokenizer, dialogue("hi", "4"), max_length=100)
-    show_samples(console, tokenizer, [document] * 5, n=3)
+    show_samples(Reporter(console), tokenizer, [document] * 5, n=3)
     assert console.export_text().count("2 of 10 tokens are supervised") == 3
 
 

@@ -1,5 +1,6 @@
 """Which tokens are answers, with the tokenizers and templates that five families publish."""
 
+import copy
 import json
 import unicodedata
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.conf.errors import RunError
-from outrider.data.conversations import Message, Summary, conversation
+from outrider.data.conversations import Message, Summary, parse_conversation
 from outrider.data.tokenise import prompt_ids, render, render_all
+from outrider.models.chat_template import set_template_args
 from tests import fetched
 
 ENDS = {
@@ -102,7 +104,7 @@ def test_neighbours_of_one_role_are_one_turn_by_the_time_they_are_rendered(name:
     turns = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")]
     summary = Summary()
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    messages = conversation(record, summary)
+    messages = parse_conversation(record, summary)
     assert summary.counts == {"turns joined": 2}
     assert taught(fetched.tokenizer(name), messages) == shown(name, ["c\n\nd"])
 
@@ -135,10 +137,10 @@ def test_thinking_is_taught_as_the_template_shows_it(name: str) -> None:
 
 
 def test_without_thinking_the_empty_thought_belongs_to_the_prompt() -> None:
-    coder = fetched.tokenizer("qwen3")
-    args = {"enable_thinking": False}
-    assert taught(coder, dialogue("2+2?", "4"), template_args=args) == ["4<|im_end|>"]
-    assert coder.decode(prompt_ids(coder, ["2+2?"], args)).endswith("<think>\n\n</think>\n\n")
+    coder = copy.deepcopy(fetched.tokenizer("qwen3"))
+    set_template_args(coder, {"enable_thinking": False})
+    assert taught(coder, dialogue("2+2?", "4")) == ["4<|im_end|>"]
+    assert coder.decode(prompt_ids(coder, ["2+2?"])).endswith("<think>\n\n</think>\n\n")
 
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.schema import Config
 from outrider.launch import cli
 from outrider.train import trackers
-from outrider.train.settings import Config
-from outrider.train.trackers import IDENTITY, ROOM, Answer, Background, Told, following, services
+from outrider.train.trackers import (
+    IDENTITY,
+    QUEUE_SIZE,
+    AnswerSample,
+    ReportSummary,
+    TrackerThread,
+    open_trackers,
+)
 from tests.runs import SMALL, config
 
 
@@ -23,7 +30,7 @@ class Fake:
 
     def __init__(self, fails: str = "", waits: threading.Event | None = None) -> None:
         self.fails, self.waits, self.lines, self.closed = fails, waits, list[int](), False
-        self.told = list[Told]()
+        self.told = list[ReportSummary]()
 
     def open(self) -> "Fake":
         if self.fails == "open":
@@ -37,16 +44,16 @@ class Fake:
             raise ConnectionError("gone away")
         self.lines.append(step)
 
-    def report(self, told: Told) -> None:
+    def report(self, told: ReportSummary) -> None:
         self.told.append(told)
 
     def close(self) -> None:
         self.closed = True
 
 
-def test_everything_arrives_in_order() -> None:
+def test_calls_arrive_in_order() -> None:
     fake, said = Fake(), list[str]()
-    background = Background("fake", fake.open, said.append)
+    background = TrackerThread("fake", fake.open, said.append)
     for step in range(100):
         background.log(step, "train", {"loss@1": 1.0})
     background.close()
@@ -58,34 +65,34 @@ def test_everything_arrives_in_order() -> None:
 @pytest.mark.parametrize(("fails", "why", "came"), [
     ("open", "no route to host", []), ("log", "gone away", [0, 1, 2]),
 ])  # fmt: skip
-def test_a_service_that_fails_is_left_alone(fails: str, why: str, came: list[int]) -> None:
+def test_a_failed_tracker_is_not_called_again(fails: str, why: str, came: list[int]) -> None:
     fake, said = Fake(fails), list[str]()
-    background = Background("fake", fake.open, said.append)
-    for step in range(2 * ROOM):
+    background = TrackerThread("fake", fake.open, said.append)
+    for step in range(2 * QUEUE_SIZE):
         background.log(step, "train", {})
     background.close()
     assert fake.lines == came
-    assert said == [f"fake is not available ({why}); the run goes on without it"]
+    assert said == [f"fake is not available ({why}); the run continues without it"]
 
 
-def test_a_service_that_hangs_costs_no_time() -> None:
+def test_a_hanging_tracker_does_not_delay_the_run() -> None:
     never, said = threading.Event(), list[str]()
-    background = Background("fake", Fake(waits=never).open, said.append, patience=0.2)
+    background = TrackerThread("fake", Fake(waits=never).open, said.append, patience=0.2)
     began = time.perf_counter()
-    for step in range(ROOM + 500):
+    for step in range(QUEUE_SIZE + 500):
         background.log(step, "train", {})
     assert time.perf_counter() - began < 1
     background.close()
     assert time.perf_counter() - began < 3
     (line,) = said
     assert "did not take" in line
-    assert int(line.split("take ")[1].split()[0]) >= ROOM
+    assert int(line.split("take ")[1].split()[0]) >= QUEUE_SIZE
     never.set()
 
 
-def test_a_service_that_ends_badly_when_it_was_given_up_is_silent() -> None:
+def test_an_error_after_close_is_not_shown() -> None:
     gate, said = threading.Event(), list[str]()
-    background = Background("fake", Fake("log", waits=gate).open, said.append, patience=0.1)
+    background = TrackerThread("fake", Fake("log", waits=gate).open, said.append, patience=0.1)
     background.log(3, "train", {})
     background.close()
     gate.set()
@@ -94,32 +101,33 @@ def test_a_service_that_ends_badly_when_it_was_given_up_is_silent() -> None:
     assert "did not take" in line
 
 
-def test_what_is_logged_later_does_not_change_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_values_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     values, seen = {"loss": 1.0}, list[float]()
 
     class Reads(Fake):
         def log(self, step: int, kind: str, values: dict[str, float]) -> None:
             seen.append(values["loss"])
 
-    background = Background("fake", Reads().open, lambda _: None)
+    background = TrackerThread("fake", Reads().open, lambda _: None)
     background.log(0, "train", values)
     values["loss"] = 2.0
     background.close()
     assert seen == [1.0]
 
 
-def test_nobody_follows_unless_asked(tmp_path: Path) -> None:
-    assert services(config(tmp_path), print) == []
+def test_no_tracker_is_the_default(tmp_path: Path) -> None:
+    with open_trackers(config(tmp_path), print, main=True) as services:
+        assert services == []
 
 
 def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (service,) = services(config(tmp_path, "train.tensorboard=true"), pytest.fail)
-    for step in range(3):
-        service.log(step, "train", {"loss@1": 2.0 - step})
-    service.log(2, "held", {"accept_length": 1.5})
-    service.close()
+    settings = config(tmp_path, "train.tensorboard=true")
+    with open_trackers(settings, pytest.fail, main=True) as (service,):
+        for step in range(3):
+            service.log(step, "train", {"loss@1": 2.0 - step})
+        service.log(2, "held", {"accept_length": 1.5})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss@1")] == [(0, 2), (1, 1), (2, 0)]
@@ -185,22 +193,24 @@ def without_secrets(folder: Path) -> bool:
     return bool(files) and not [file for file in files if KEY.encode() in file.read_bytes()]
 
 
-def a_report(folder: Path) -> Told:
+def a_report(folder: Path) -> ReportSummary:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "eval.json", folder / "eval.outputs.jsonl"]
     for file in files:
         file.write_text("{}\n")
     counts = {"accepted": 3, "correction": 1, "bonus": 1}
-    answer = Answer("p1", "talk", "When?", 2.5, counts, "The[ best time]~ to~ is", "<div>x</div>")
-    return Told("eval", {"tau": 2.5, "accept@1": 0.75, "speedup": 1.25}, [answer], files)
+    answer = AnswerSample(
+        "p1", "talk", "When?", 2.5, counts, "The[ best time]~ to~ is", "<div>x</div>"
+    )
+    return ReportSummary("eval", {"tau": 2.5, "accept@1": 0.75, "speedup": 1.25}, [answer], files)
 
 
 def test_wandb_offline_has_numbers_table_and_artifact(tmp_path: Path, offline: None) -> None:
     """A real run of the library, into a folder; then the same run once more, continued."""
     asked: Config = config(tmp_path, "train.wandb.mode=offline")
-    with following(asked, pytest.fail, True) as (service,):
+    with open_trackers(asked, pytest.fail, True) as (service,):
         service.log(0, "train", {"loss@1": 1.0})
-    with following(asked, pytest.fail, True) as (service,):
+    with open_trackers(asked, pytest.fail, True) as (service,):
         service.log(1, "train", {"loss@1": 0.5})
         service.report(a_report(tmp_path / "eval"))
     found = records(tmp_path)
@@ -234,7 +244,7 @@ def test_tensorboard_has_the_headline_and_a_text(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     asked = config(tmp_path, "train.tensorboard=true")
-    with following(asked, pytest.fail, True) as (service,):
+    with open_trackers(asked, pytest.fail, True) as (service,):
         service.report(a_report(tmp_path / "eval"))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -243,17 +253,17 @@ def test_tensorboard_has_the_headline_and_a_text(tmp_path: Path) -> None:
     assert b"The[ best time]~ to~ is" in text.tensor_proto.string_val[0]
 
 
-def test_a_run_that_is_no_longer_followed_has_no_identity(tmp_path: Path) -> None:
+def test_a_run_without_tracker_has_no_wandb_id(tmp_path: Path) -> None:
     """Nothing is opened for a run that has nothing to tell, and not on other ranks."""
-    with following(config(tmp_path, "train.wandb.mode=offline"), pytest.fail, True):
+    with open_trackers(config(tmp_path, "train.wandb.mode=offline"), pytest.fail, True):
         pass
-    with following(config(tmp_path, "train.wandb.mode=offline"), pytest.fail, False) as none:
+    with open_trackers(config(tmp_path, "train.wandb.mode=offline"), pytest.fail, False) as none:
         assert none == []
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_whole_run_is_told_to_the_end(
+def test_a_whole_run_is_tracked(
     tmp_path: Path, offline: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By the command: numbers while it trains, the report when it is measured, and no secret."""
@@ -283,10 +293,10 @@ def test_a_whole_run_is_told_to_the_end(
     assert all(seconds > 0 for seconds in phases.values())
 
 
-def test_a_missing_package_is_said_before_the_run(
+def test_a_missing_package_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"train.tensorboard.*\n.*package is missing"):
-        trackers.check(config(tmp_path, "train.tensorboard=true"))
-    trackers.check(config(tmp_path))
+        trackers.require_packages(config(tmp_path, "train.tensorboard=true"))
+    trackers.require_packages(config(tmp_path))

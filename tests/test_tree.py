@@ -47,7 +47,7 @@ def test_who_is_seen_in_the_worked_example_is_the_documented_matrix() -> None:
         [1, 0, 1, 0],
         [1, 1, 0, 1],
     ]
-    assert trees_of([-1, 0, 0, 1]).seen[0].int().tolist() == expected
+    assert trees_of([-1, 0, 0, 1]).ancestor_mask[0].int().tolist() == expected
 
 
 def test_siblings_cousins_and_descendants_are_not_seen() -> None:
@@ -62,13 +62,13 @@ def test_siblings_cousins_and_descendants_are_not_seen() -> None:
         [1, 0, 1, 0, 0, 1, 1],
     ]
     tree = trees_of([-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 2, 3, 4, 5])
-    assert tree.seen[0].int().tolist() == expected
-    assert torch.equal(tree.seen[1], torch.ones(7, 7).tril().bool())
+    assert tree.ancestor_mask[0].int().tolist() == expected
+    assert torch.equal(tree.ancestor_mask[1], torch.ones(7, 7).tril().bool())
 
 
 def test_a_chain_sees_what_is_before_it() -> None:
     chain = Tree.chain(torch.tensor([[7, 8, 9, 7], [1, 2, 3, 4]])).check()
-    assert torch.equal(chain.seen, torch.ones(2, 4, 4).tril().bool())
+    assert torch.equal(chain.ancestor_mask, torch.ones(2, 4, 4).tril().bool())
     assert chain.parents.tolist() == [[-1, 0, 1, 2]] * 2
     assert chain.depths.tolist() == [[0, 1, 2, 3]] * 2
     assert chain.ids.tolist() == [[7, 8, 9, 7], [1, 2, 3, 4]]
@@ -79,7 +79,7 @@ def test_a_chain_sees_what_is_before_it() -> None:
 def test_a_chain_is_a_tree_like_any_other() -> None:
     chain = Tree.chain(torch.tensor([[0, 10, 20, 30]]))
     grown = trees_of([-1, 0, 1, 2])
-    for name in ("ids", "parents", "depths", "seen", "real"):
+    for name in ("ids", "parents", "depths", "ancestor_mask", "real"):
         assert torch.equal(getattr(chain, name), getattr(grown, name))
     assert chain.levels == grown.levels
 
@@ -92,7 +92,7 @@ def test_chains_of_unequal_length_are_filled_up() -> None:
 
 def test_a_lone_root_is_a_tree() -> None:
     root = Tree.chain(torch.tensor([[5]])).check()
-    assert root.seen.tolist() == [[[True]]]
+    assert root.ancestor_mask.tolist() == [[[True]]]
     assert (root.size, root.levels) == (1, 0)
 
 
@@ -100,7 +100,7 @@ def test_a_lone_root_is_a_tree() -> None:
 @given(batch=random_batches())
 def test_seen_are_exactly_the_nodes_on_the_path_from_the_root(batch: list[list[int]]) -> None:
     tree = trees_of(*batch).check()
-    for parents, matrix in zip(batch, tree.seen.tolist(), strict=True):
+    for parents, matrix in zip(batch, tree.ancestor_mask.tolist(), strict=True):
         for node, row in enumerate(matrix):
             climbed = {node}
             while parents[min(climbed)] >= 0:
@@ -111,7 +111,7 @@ def test_seen_are_exactly_the_nodes_on_the_path_from_the_root(batch: list[list[i
 def test_more_levels_than_there_are_change_nothing() -> None:
     tree = trees_of([-1, 0, 0, 1])
     deeper = Tree.grown(tree.ids, tree.parents, tree.depths, levels=9).check()
-    assert torch.equal(deeper.seen, tree.seen)
+    assert torch.equal(deeper.ancestor_mask, tree.ancestor_mask)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_parts_of_unequal_shape_are_refused() -> None:
     with pytest.raises((ValueError, TypeCheckError)):
         replace(tree, parents=tree.parents[:, :2]).check()
     with pytest.raises((ValueError, TypeCheckError)):
-        replace(tree, seen=tree.seen[:, :2]).check()
+        replace(tree, ancestor_mask=tree.ancestor_mask[:, :2]).check()
 
 
 # ---- the choice of nodes -------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def kept_of(scores: list[float], budget: int) -> list[int]:
 
 
 def test_a_tie_between_parent_and_child_keeps_the_parent() -> None:
-    """A certain child (log 1 = 0) ties with its parent; whoever sorts by score alone may orphan it.
+    """A certain child (log 1 = 0) ties with its parent; sorting by score alone may orphan it.
 
     The pool is level by level, as a drafter makes it: 0, 1 below the root; 2, 3 below 0; 4 below 1.
     """
@@ -212,7 +212,7 @@ def level_by_level(parents: list[int]) -> list[int]:
 
 
 def path_scores(tree: Tree, steps: list[float]) -> Tensor:
-    return (tree.seen[0] * torch.tensor(steps[: tree.size])).sum(-1)
+    return (tree.ancestor_mask[0] * torch.tensor(steps[: tree.size])).sum(-1)
 
 
 @settings(deadline=None, max_examples=150)

@@ -4,10 +4,16 @@ import pytest
 import torch
 
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.tree_layout import RULER, Rows, laid_out, send_rows, traces
-from outrider.models.target import Seen
+from outrider.models.decode.tree_layout import (
+    MASK_STEP,
+    KeptRows,
+    kept_traces,
+    positions_and_mask,
+    send_rows,
+)
+from outrider.models.target import TargetStates
 
-EDGES = [0, 1, 2, 17, RULER - 1, RULER, RULER + 1, 2 * RULER, 2 * RULER + 3]
+EDGES = [0, 1, 2, 17, MASK_STEP - 1, MASK_STEP, MASK_STEP + 1, 2 * MASK_STEP, 2 * MASK_STEP + 3]
 
 
 def line(batch: int, guesses: int) -> tuple[Tree, Tree]:
@@ -22,7 +28,7 @@ def line(batch: int, guesses: int) -> tuple[Tree, Tree]:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_chain_is_laid_out_like_any_tree(batch: int, guesses: int, start: int) -> None:
     for tree in line(batch, guesses):
-        positions, visible = laid_out(tree, [start] * batch)
+        positions, visible = positions_and_mask(tree, [start] * batch)
         columns = torch.arange(start + guesses + 1)
         for i in range(guesses + 1):
             assert positions[:, i].tolist() == [start + i] * batch
@@ -46,7 +52,7 @@ def test_a_drafter_is_handed_the_kept_rows(paths: list[list[int]]) -> None:
     texts = [torch.randint(100, (len(path) + 1,), generator=dice).tolist() for path in paths]
     starts = [9 + slot for slot in range(len(paths))]
     rows = send_rows(texts, starts, paths, taps.device)
-    handed = traces([len(path) for path in paths], rows, Seen(taps, last))
+    handed = kept_traces([len(path) for path in paths], rows, TargetStates(taps, last))
     for slot, (path, trace) in enumerate(zip(paths, handed, strict=True)):
         count = len(path)
         assert trace.ids.tolist() == [texts[slot][:-1]]
@@ -73,8 +79,9 @@ def test_rows_in_front_are_what_the_device_knows_already(counts: list[int]) -> N
         for row, following, count in zip(ids, choice, counts, strict=True)
     ]
     there = send_rows(texts, starts, [list(range(count)) for count in counts], ids.device)
-    known = traces(counts, Rows(ids, choice, positions), Seen(taps, last))
-    for mine, theirs in zip(known, traces(counts, there, Seen(taps, last)), strict=True):
+    known = kept_traces(counts, KeptRows(ids, choice, positions), TargetStates(taps, last))
+    others = kept_traces(counts, there, TargetStates(taps, last))
+    for mine, theirs in zip(known, others, strict=True):
         for name, part in vars(theirs).items():
             own = getattr(mine, name)
             assert own is part if part is None else torch.equal(own, part), name

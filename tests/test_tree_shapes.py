@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.decode import tree_shapes as shapes
+from outrider.models.decode import tree_shapes
 from outrider.models.decode.tree_shapes import Paths
 
 # Small enough to do by hand: two depths, three ranks.
@@ -42,15 +42,15 @@ def trees(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 def test_parents_come_first_and_siblings_in_rank_order() -> None:
     given_order = [[1, 0], [0, 2], [2], [0, 0, 1], [0], [0, 0], [1]]
-    found = shapes.parse(given_order)
+    found = tree_shapes.parse(given_order)
     assert found == ((0,), (1,), (2,), (0, 0), (0, 2), (1, 0), (0, 0, 1))
 
 
 @given(trees())
 def test_the_order_given_does_not_matter(tree: list[tuple[int, ...]]) -> None:
-    found = shapes.parse(tree)
+    found = tree_shapes.parse(tree)
     assert set(found) == set(tree)
-    assert shapes.parse(found) == found == shapes.parse(sorted(tree))
+    assert tree_shapes.parse(found) == found == tree_shapes.parse(sorted(tree))
     for i, path in enumerate(found):
         assert path[:-1] in {(), *found[:i]}
         if i:
@@ -70,23 +70,23 @@ def test_the_order_given_does_not_matter(tree: list[tuple[int, ...]]) -> None:
 )
 def test_what_is_no_tree_is_refused(paths: list[list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        shapes.parse(paths)
+        tree_shapes.parse(paths)
 
 
 @given(trees())
 def test_contiguous_siblings_have_the_ranks_from_zero(tree: list[tuple[int, ...]]) -> None:
-    found = shapes.parse(tree)
+    found = tree_shapes.parse(tree)
     below: dict[tuple[int, ...], list[int]] = {}
     for path in found:
         below.setdefault(path[:-1], []).append(path[-1])
     whole = all(sorted(ranks) == list(range(len(ranks))) for ranks in below.values())
-    assert shapes.contiguous(found) == whole
+    assert tree_shapes.contiguous(found) == whole
 
 
 def test_a_gap_anywhere_is_seen() -> None:
-    assert shapes.contiguous(((0,), (1,), (1, 0)))
-    assert not shapes.contiguous(((1,),))
-    assert not shapes.contiguous(((0,), (1,), (1, 0), (1, 2)))
+    assert tree_shapes.contiguous(((0,), (1,), (1, 0)))
+    assert not tree_shapes.contiguous(((1,),))
+    assert not tree_shapes.contiguous(((0,), (1,), (1, 0), (1, 2)))
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -98,15 +98,15 @@ def test_a_tree_survives_its_file(
     tmp_path_factory: pytest.TempPathFactory, tree: list[tuple[int, ...]]
 ) -> None:
     file = tmp_path_factory.mktemp("tree") / "tree.json"
-    shapes.write(shapes.parse(tree), file)
-    assert shapes.read(file) == shapes.parse(tree)
+    tree_shapes.write(tree_shapes.parse(tree), file)
+    assert tree_shapes.read(file) == tree_shapes.parse(tree)
 
 
 def test_a_file_holds_a_node_a_line(tmp_path: Path) -> None:
-    shapes.write(((0,), (1,), (0, 0)), tmp_path / "tree.json")
+    tree_shapes.write(((0,), (1,), (0, 0)), tmp_path / "tree.json")
     assert (tmp_path / "tree.json").read_text() == "[\n [0],\n [1],\n [0, 0]\n]\n"
     (tmp_path / "other.json").write_text("[[0, 0], [1], [0]]")  # as published by others
-    assert shapes.read(tmp_path / "other.json") == ((0,), (1,), (0, 0))
+    assert tree_shapes.read(tmp_path / "other.json") == ((0,), (1,), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_a_file_holds_a_node_a_line(tmp_path: Path) -> None:
         ("{}", "not a list of lists"),
         ("[0, 1]", "not a list of lists"),
         ('["00"]', "not a list of lists"),
-        ("[[0], [1.0]]", "not a list of lists of whole numbers"),
-        ("[[false]]", "not a list of lists of whole numbers"),
+        ("[[0], [1.0]]", "not a list of lists of integers"),
+        ("[[false]]", "not a list of lists of integers"),
         ("[]", "at least one node"),
         ("[[0], [1, 2]]", "has no parent"),
     ],
@@ -126,17 +126,17 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "tree.json"
     file.write_text(text)
     with pytest.raises(RunError, match=rf"tree\.json holds no tree: .*{words}"):
-        shapes.read(file)
+        tree_shapes.read(file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"nowhere\.json holds no tree"):
-        shapes.read(tmp_path / "nowhere.json")
+        tree_shapes.read(tmp_path / "nowhere.json")
 
 
 def test_what_is_no_tree_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no parent"):
-        shapes.write(((0, 0),), tmp_path / "tree.json")
+        tree_shapes.write(((0, 0),), tmp_path / "tree.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -144,28 +144,16 @@ def test_what_is_no_tree_is_not_written(tmp_path: Path) -> None:
 
 
 def test_chains_and_full_trees() -> None:
-    assert shapes.chain(3) == ((0,), (0, 0), (0, 0, 0))
-    assert shapes.full([2, 1]) == ((0,), (1,), (0, 0), (1, 0))
-    assert len(shapes.full([3, 2, 2])) == 3 + 6 + 12
+    assert tree_shapes.chain(3) == ((0,), (0, 0), (0, 0, 0))
+    assert tree_shapes.full([2, 1]) == ((0,), (1,), (0, 0), (1, 0))
+    assert len(tree_shapes.full([3, 2, 2])) == 3 + 6 + 12
     for widths in ([], [2, 0]):
         with pytest.raises(ValueError, match="widths"):
-            shapes.full(widths)
-
-
-def test_the_tree_of_eagle_1() -> None:
-    """25 drafted nodes, 26 with the root; per level as in the paper's figure."""
-    levels = [[path for path in shapes.EAGLE1 if len(path) == depth] for depth in range(1, 6)]
-    assert [len(level) for level in levels] == [4, 8, 8, 3, 2]
-    assert len(shapes.EAGLE1) == 25
-    assert shapes.contiguous(shapes.EAGLE1)
-    second = ["00", "01", "02", "10", "11", "20", "21", "30"]
-    third = ["000", "001", "002", "010", "011", "020", "021", "100"]
-    assert ["".join(map(str, path)) for path in levels[1]] == second
-    assert ["".join(map(str, path)) for path in levels[2]] == third
+            tree_shapes.full(widths)
 
 
 def test_a_picture() -> None:
-    drawn = shapes.picture(((0,), (0, 0), (0, 2), (1,), (0, 0, 0)))
+    drawn = tree_shapes.picture(((0,), (0, 0), (0, 2), (1,), (0, 0, 0)))
     assert drawn.splitlines() == [
         "root",
         "|-- 0",
@@ -180,33 +168,37 @@ def test_a_picture() -> None:
 
 
 def test_expected_tokens_by_hand() -> None:
-    assert shapes.expected(((0,),), TABLE) == 1.5
-    assert shapes.expected(((0,), (1,), (0, 0), (1, 2)), TABLE) == 1 + 0.5 + 0.25 + 0.25 + 0.0625
-    assert shapes.expected(shapes.full([3, 3]), TABLE) == 1 + 0.875 * 1.75
+    assert tree_shapes.expected(((0,),), TABLE) == 1.5
+    assert (
+        tree_shapes.expected(((0,), (1,), (0, 0), (1, 2)), TABLE) == 1 + 0.5 + 0.25 + 0.25 + 0.0625
+    )
+    assert tree_shapes.expected(tree_shapes.full([3, 3]), TABLE) == 1 + 0.875 * 1.75
 
 
 def test_a_chain_is_worth_its_survival() -> None:
     table = torch.full((6, 1), 0.8, dtype=torch.float64)
-    assert shapes.expected(shapes.chain(6), table) == pytest.approx((1 - 0.8**7) / 0.2, abs=1e-12)
+    assert tree_shapes.expected(tree_shapes.chain(6), table) == pytest.approx(
+        (1 - 0.8**7) / 0.2, abs=1e-12
+    )
 
 
 def test_a_table_must_know_every_node() -> None:
-    for paths in (((3,),), shapes.chain(3)):
+    for paths in (((3,),), tree_shapes.chain(3)):
         with pytest.raises(ValueError, match="the table has 2 depths and 3 ranks"):
-            shapes.expected(paths, TABLE)
+            tree_shapes.expected(paths, TABLE)
 
 
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ([[0.5, 1.5]], "chances from 0 to 1"),
-        ([[0.5, float("nan")]], "chances from 0 to 1"),
-        ([[]], "chances from 0 to 1"),
+        ([[0.5, 1.5]], "probabilities from 0 to 1"),
+        ([[0.5, float("nan")]], "probabilities from 0 to 1"),
+        ([[]], "probabilities from 0 to 1"),
         ([[0.5, 0.2], [0.6, 0.7]], "sum to 1.3"),
     ],
 )
 def test_what_is_no_table_is_refused(table: list[list[float]], words: str) -> None:
-    for search in (shapes.best_first, shapes.sequoia):
+    for search in (tree_shapes.best_first, tree_shapes.sequoia):
         with pytest.raises(ValueError, match=words):
             search(torch.tensor(table), 1, deepest=1)
 
@@ -214,7 +206,7 @@ def test_what_is_no_table_is_refused(table: list[list[float]], words: str) -> No
 @cache
 def every_tree(nodes: int, depths: int, ranks: int) -> tuple[Paths, ...]:
     """All trees of exactly so many nodes: choose which ranks a node has, then share the rest."""
-    return tuple(shapes.parse(tree) for tree in forests((), nodes, depths, ranks) if tree)
+    return tuple(tree_shapes.parse(tree) for tree in forests((), nodes, depths, ranks) if tree)
 
 
 def forests(
@@ -251,13 +243,13 @@ def test_best_first_is_the_best_of_all_trees(
     seed: int, nodes: int, depths: int, ranks: int, ordered: bool
 ) -> None:
     table = random_table(seed, depths, ranks, ordered)
-    found = shapes.best_first(table, nodes)
+    found = tree_shapes.best_first(table, nodes)
     every = every_tree(nodes, depths, ranks)
-    worths = sorted(shapes.expected(tree, table) for tree in every)
+    worths = sorted(tree_shapes.expected(tree, table) for tree in every)
     assert len(found) == nodes
-    assert shapes.expected(found, table) == pytest.approx(worths[-1], abs=1e-12)
+    assert tree_shapes.expected(found, table) == pytest.approx(worths[-1], abs=1e-12)
     assert len(worths) == 1 or worths[0] < worths[-1] - 1e-3  # the search could have failed
-    assert shapes.contiguous(found) or not ordered
+    assert tree_shapes.contiguous(found) or not ordered
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -267,21 +259,21 @@ def test_sequoia_is_the_best_of_all_contiguous_trees(
 ) -> None:
     """Also where a later sibling is likelier than an earlier one, which then comes along."""
     table = random_table(seed, depths, ranks)
-    found, value = shapes.sequoia(table, nodes, depths)
-    every = [tree for tree in every_tree(nodes, depths, ranks) if shapes.contiguous(tree)]
-    best = max(shapes.expected(tree, table) for tree in every)
+    found, value = tree_shapes.sequoia(table, nodes, depths)
+    every = [tree for tree in every_tree(nodes, depths, ranks) if tree_shapes.contiguous(tree)]
+    best = max(tree_shapes.expected(tree, table) for tree in every)
     assert len(found) == nodes
-    assert shapes.contiguous(found)
-    assert value == pytest.approx(shapes.expected(found, table), abs=1e-12)
+    assert tree_shapes.contiguous(found)
+    assert value == pytest.approx(tree_shapes.expected(found, table), abs=1e-12)
     assert value == pytest.approx(best, abs=1e-12)
 
 
 def test_a_gap_is_worth_something_and_drawn_siblings_cannot_have_it() -> None:
     table = torch.tensor([[0.1, 0.8]], dtype=torch.float64)
-    assert shapes.best_first(table, 1) == ((1,),)
+    assert tree_shapes.best_first(table, 1) == ((1,),)
     for nodes, worth in ((1, 1.1), (2, 1.9)):
-        found, value = shapes.sequoia(table, nodes, 1)
-        assert found == shapes.full([nodes])
+        found, value = tree_shapes.sequoia(table, nodes, 1)
+        assert found == tree_shapes.full([nodes])
         assert value == pytest.approx(worth, abs=1e-12)
 
 
@@ -289,21 +281,26 @@ def test_a_gap_is_worth_something_and_drawn_siblings_cannot_have_it() -> None:
 def test_the_searches_agree_where_ranks_are_in_order(seed: int) -> None:
     """On a size that no list of all trees reaches."""
     table = random_table(seed, 6, 8, ordered=True)
-    found, value = shapes.sequoia(table, 60, 6)
-    assert value == pytest.approx(shapes.expected(shapes.best_first(table, 60), table), abs=1e-12)
+    found, value = tree_shapes.sequoia(table, 60, 6)
+    assert value == pytest.approx(
+        tree_shapes.expected(tree_shapes.best_first(table, 60), table), abs=1e-12
+    )
     assert len(found) == 60
 
 
 def test_a_vector_holds_at_every_depth() -> None:
     vector = torch.tensor([0.6, 0.2, 0.1], dtype=torch.float64)
-    assert shapes.sequoia(vector, 20, 5) == shapes.sequoia(vector.expand(5, -1), 20, 5)
+    assert tree_shapes.sequoia(vector, 20, 5) == tree_shapes.sequoia(vector.expand(5, -1), 20, 5)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_more_nodes_and_more_depth_are_never_worse(seed: int) -> None:
     table = random_table(seed, 6, 3)
     values = torch.tensor(
-        [[shapes.sequoia(table, n, d)[1] for n in (1, 2, 3, 5, 9, 17, 33)] for d in range(1, 7)]
+        [
+            [tree_shapes.sequoia(table, n, d)[1] for n in (1, 2, 3, 5, 9, 17, 33)]
+            for d in range(1, 7)
+        ]
     )
     assert (values.diff(dim=0) >= -1e-12).all()
     assert (values.diff(dim=1) >= -1e-12).all()
@@ -312,27 +309,27 @@ def test_more_nodes_and_more_depth_are_never_worse(seed: int) -> None:
 
 def test_a_search_that_runs_out_of_room_takes_everything() -> None:
     table = random_table(0, 2, 3)
-    assert shapes.best_first(table, 100) == shapes.full([3, 3])
-    assert shapes.sequoia(table, 100, 2)[0] == shapes.full([3, 3])
-    assert shapes.best_first(table, 100, widest=2, deepest=1) == shapes.full([2])
-    assert shapes.sequoia(table, 100, 1)[0] == shapes.full([3])
+    assert tree_shapes.best_first(table, 100) == tree_shapes.full([3, 3])
+    assert tree_shapes.sequoia(table, 100, 2)[0] == tree_shapes.full([3, 3])
+    assert tree_shapes.best_first(table, 100, widest=2, deepest=1) == tree_shapes.full([2])
+    assert tree_shapes.sequoia(table, 100, 1)[0] == tree_shapes.full([3])
 
 
 def test_nodes_without_worth_fill_up_what_was_asked_for() -> None:
     """And of equal nodes the shallower, then the lower rank comes first."""
     table = torch.tensor([[0.5, 0.0], [1.0, 0.0]], dtype=torch.float64)
-    assert shapes.best_first(table, 1) == ((0,),)
-    assert shapes.best_first(table, 3) == ((0,), (1,), (0, 0))
-    found, value = shapes.sequoia(table, 4, 2)
+    assert tree_shapes.best_first(table, 1) == ((0,),)
+    assert tree_shapes.best_first(table, 3) == ((0,), (1,), (0, 0))
+    found, value = tree_shapes.sequoia(table, 4, 2)
     assert (len(found), value) == (4, 2.0)
 
 
 @pytest.mark.parametrize("changes", [{"nodes": 0}, {"deepest": 0}, {"deepest": 3}])
 def test_limits_beyond_the_table_are_refused(changes: dict[str, int]) -> None:
     limits = {"nodes": 3, "deepest": 2, **changes}
-    for search in (shapes.best_first, shapes.sequoia):
+    for search in (tree_shapes.best_first, tree_shapes.sequoia):
         with pytest.raises(ValueError, match=next(iter(changes))):
             search(TABLE, **limits)
     for widest in (0, 4):
         with pytest.raises(ValueError, match="widest"):
-            shapes.best_first(TABLE, 3, widest=widest)
+            tree_shapes.best_first(TABLE, 3, widest=widest)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.launch.job_pool import ROOT, bare
+from outrider.launch.processes import ROOT, clean_environment
 from tests.runs import SMALL
 from tests.test_processes import losses
 
@@ -26,7 +26,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[tuple[str, str]]:
-    """Names of two namespaces joined by a wire."""
+    """Names of two network namespaces connected by a veth pair."""
     names = (f"outrider-a{os.getpid()}", f"outrider-b{os.getpid()}")
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` here")
@@ -63,9 +63,9 @@ def _remove(names: tuple[str, str]) -> None:
 
 
 def started(machine: str, address: str, *words: str) -> "subprocess.Popen[str]":
-    """What `outrider launch cluster.nodes=2` says to type, on this machine.
+    """The command that `outrider launch cluster.nodes=2` prints, on this machine.
 
-    Both share one host name, so torchrun is told who is who.
+    Both share one host name, so torchrun gets the node ranks.
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
@@ -73,7 +73,7 @@ def started(machine: str, address: str, *words: str) -> "subprocess.Popen[str]":
         f"--local_addr={address}", f"--rdzv_conf=is_host={int(address == FIRST)}",
         str(ROOT / "train.py"), *SMALL, *words,
     ]  # fmt: skip
-    env = {**bare(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
+    env = {**clean_environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
     return subprocess.Popen(
         ["ip", "netns", "exec", machine, *command], text=True, env=env,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -83,9 +83,11 @@ def started(machine: str, address: str, *words: str) -> "subprocess.Popen[str]":
 def test_two_machines_train_as_one(machines: tuple[str, str], tmp_path: Path) -> None:
     words = ("drafter=eagle3", "launch=zero2", f"run.dir={tmp_path / 'two'}")
     pair = [started(*one, *words) for one in zip(machines, (FIRST, SECOND), strict=True)]
-    said = [process.communicate()[0] for process in pair]
-    assert [process.returncode for process in pair] == [0, 0], "\n".join(said)
+    outputs = [process.communicate()[0] for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], "\n".join(outputs)
     alone = [sys.executable, str(ROOT / "train.py"), *SMALL, "drafter=eagle3"]
     alone += ["launch.accumulation=2", f"run.dir={tmp_path / 'one'}"]
-    subprocess.run(alone, env={**bare(), "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    subprocess.run(
+        alone, env={**clean_environment(), "OMP_NUM_THREADS": "1"}, check=True, capture_output=True
+    )
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)

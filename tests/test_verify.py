@@ -1,10 +1,10 @@
 """The verifiers emit exactly the target's law: enumerated, not estimated.
 
-The tensor functions themselves run under coins that visit every outcome of every flip and draw
-with its exact probability, through several rounds, on random toy models whose distributions
-depend on the whole context. Each rule of `verify.py` that a published decoder broke is broken
+The tensor functions themselves run with a random source that visits every outcome of every flip
+and draw with its exact probability, through several rounds, on random toy models whose rows depend
+on the whole context. Each rule of `verify.py` that a published decoder broke is broken
 here on purpose, and must be caught by the same enumeration. Siblings drawn by chance are in
-test_siblings.py, whole blocks in test_block.py.
+test_sibling_rules.py, whole blocks in test_block_rules.py.
 """
 
 from dataclasses import replace
@@ -16,10 +16,18 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from outrider.models.decode.rules import judge
-from outrider.models.decode.sampling import Coins, GeneratorCoins
+from outrider.models.decode.rules import bind_rule
+from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.tree import Tree, rerank
-from outrider.models.decode.verify import Accepted, at, continued, descend, greedy, match, ratio
+from outrider.models.decode.verify import (
+    Accepted,
+    deepest_path,
+    greedy,
+    has_child,
+    match,
+    ratio,
+    select_node,
+)
 from tests.enumeration import (
     PLAIN,
     TOYS,
@@ -29,7 +37,7 @@ from tests.enumeration import (
     Propose,
     Scripted,
     Toy,
-    ToyJudge,
+    ToyRule,
     Warp,
     argmax_chain,
     bias,
@@ -48,22 +56,22 @@ from tests.enumeration import (
     worst_bias,
 )
 
-MATCH = by(judge("match", "best"))
-SAMPLED = by(judge("sampled", "independent"))
-RATIO = by(judge("ratio", "drawn"))
-BLOCK = by(judge("block", "drawn"))
+MATCH = by(bind_rule("match", "best"))
+SAMPLED = by(bind_rule("sampled", "independent"))
+RATIO = by(bind_rule("ratio", "drawn"))
+BLOCK = by(bind_rule("block", "drawn"))
 
 # ---- exactness -----------------------------------------------------------------------------------
 
 
-def dynamic_tree(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
+def dynamic_tree(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
     """The four best nodes (root included) of the tree of favourites, chosen as in EAGLE-2."""
-    tree, contexts, _ = favourites(2, 2)(toy, starts, coins)
+    tree, contexts, _ = favourites(2, 2)(toy, starts, rng)
     above = contexts.gather(1, tree.parents.clamp(min=0))
     logs = (
         toy.q[above].gather(2, tree.ids[..., None])[..., 0].log().masked_fill(tree.depths == 0, 0)
     )
-    scores = torch.where(tree.seen, logs[:, None], 0.0).sum(-1)
+    scores = torch.where(tree.ancestor_mask, logs[:, None], 0.0).sum(-1)
     kept = rerank(scores, 4)
     parents = torch.searchsorted(kept, tree.parents.gather(1, kept)).masked_fill(kept == 0, -1)
     ids, depths = tree.ids.gather(1, kept), tree.depths.gather(1, kept)
@@ -101,8 +109,8 @@ def test_a_perfect_drafter_is_always_accepted() -> None:
 def test_point_mass_rows_make_the_ratio_test_equal_to_matching() -> None:
     """R1: an argmax draft is a draw from a one-hot row."""
 
-    def one_hot_chain(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        draft = argmax_chain(2)(toy, starts, coins)
+    def one_hot_chain(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        draft = argmax_chain(2)(toy, starts, rng)
         rows = torch.eye(toy.vocab, dtype=torch.float64)[draft.tree.ids.roll(-1, dims=1)]
         return draft._replace(q_rows=rows)
 
@@ -123,18 +131,18 @@ def unlikely(draft: Draft) -> Tensor:
 
 def shortened(draft: Draft, gone: Tensor) -> Draft:
     """Chains without these nodes and what is below them."""
-    real = ~(draft.tree.seen & gone[:, None]).any(-1)
-    return draft._replace(tree=replace(draft.tree, real=real, whole=False))
+    real = ~(draft.tree.ancestor_mask & gone[:, None]).any(-1)
+    return draft._replace(tree=replace(draft.tree, real=real, unpadded=False))
 
 
 @pytest.mark.parametrize("rule", [RATIO, BLOCK, SAMPLED], ids=["ratio", "block", "sampled"])
 @pytest.mark.parametrize("depth", [2, 3])
-def test_stopping_after_an_unlikely_token_is_exact(rule: ToyJudge, depth: int) -> None:
+def test_stopping_after_an_unlikely_token_is_exact(rule: ToyRule, depth: int) -> None:
     """R2: the length may depend on the tokens before, so the unlikely one is still verified."""
 
-    def stopping(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        draft = sampled_chain(depth)(toy, starts, coins)
-        assert draft.tree.straight
+    def stopping(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        draft = sampled_chain(depth)(toy, starts, rng)
+        assert draft.tree.is_chain
         behind = unlikely(draft).gather(1, draft.tree.parents.clamp(min=0))
         return shortened(draft, behind)
 
@@ -147,8 +155,8 @@ def test_stopping_after_an_unlikely_token_is_exact(rule: ToyJudge, depth: int) -
 def test_a_softmax_row_for_an_argmax_draft_is_caught() -> None:
     """R1 broken: the token was not drawn from the row."""
 
-    def with_rows(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        draft = argmax_chain(2)(toy, starts, coins)
+    def with_rows(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        draft = argmax_chain(2)(toy, starts, rng)
         return draft._replace(q_rows=toy.q[draft.contexts])
 
     assert worst_bias(with_rows, RATIO) > 0.01
@@ -157,8 +165,8 @@ def test_a_softmax_row_for_an_argmax_draft_is_caught() -> None:
 def test_a_row_from_before_the_truncation_is_caught() -> None:
     """R1 broken: drawn from a truncated row, verified with the whole one."""
 
-    def truncated_draw(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        draft = sampled_chain(2)(replace(toy, warp=(1.0, 2, 1.0)), starts, coins)
+    def truncated_draw(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        draft = sampled_chain(2)(replace(toy, warp=(1.0, 2, 1.0)), starts, rng)
         return draft._replace(q_rows=toy.q[draft.contexts])
 
     assert worst_bias(truncated_draw, RATIO) > 0.01
@@ -167,17 +175,17 @@ def test_a_row_from_before_the_truncation_is_caught() -> None:
 def test_dropping_an_unlikely_token_after_seeing_it_is_caught() -> None:
     """R2 broken: whether a token is verified depends on the token."""
 
-    def dropping(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        draft = sampled_chain(2)(toy, starts, coins)
+    def dropping(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        draft = sampled_chain(2)(toy, starts, rng)
         return shortened(draft, unlikely(draft))
 
     assert worst_bias(dropping, RATIO) > 0.01
 
 
-def redraw(toy: Toy, draft: Draft, p_rows: Tensor, coins: Coins) -> Accepted:
-    path, length, next_ids = match(draft.tree, p_rows, coins)
-    fresh = coins.draw(at(p_rows, path[:, -1])[:, None])[:, 0]
-    return Accepted(path, length, torch.where(continued(draft.tree, path[:, -1]), fresh, next_ids))
+def redraw(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepted:
+    path, length, next_ids = match(draft.tree, p_rows, rng)
+    fresh = rng.draw(select_node(p_rows, path[:, -1])[:, None])[:, 0]
+    return Accepted(path, length, torch.where(has_child(draft.tree, path[:, -1]), fresh, next_ids))
 
 
 @pytest.mark.parametrize("propose", [argmax_chain(2), favourites(2)])
@@ -186,14 +194,14 @@ def test_a_fresh_draw_after_a_mismatch_is_caught(propose: Propose) -> None:
     assert worst_bias(propose, redraw) > 0.01
 
 
-def test_one_coin_per_path_instead_of_per_node_is_caught() -> None:
+def test_one_random_number_per_path_instead_of_per_node_is_caught() -> None:
     """R5 broken: every leaf's path is tested with its own draws, and the longer one taken."""
 
-    def best_path(toy: Toy, draft: Draft, p_rows: Tensor, coins: Coins) -> Accepted:
+    def best_path(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepted:
         tested = []
         for leaf in (1, 2):
             nodes = torch.tensor([0, leaf])
-            alone = match(Tree.chain(draft.tree.ids[:, nodes]), p_rows[:, nodes], coins)
+            alone = match(Tree.chain(draft.tree.ids[:, nodes]), p_rows[:, nodes], rng)
             tested.append(alone._replace(path=nodes[alone.path]))
         first = tested[0].length >= tested[1].length
         path, length, next_ids = (
@@ -206,10 +214,10 @@ def test_one_coin_per_path_instead_of_per_node_is_caught() -> None:
 
 
 def test_the_deeper_of_two_repeated_siblings_is_caught() -> None:
-    """R5 broken: the same text has two nodes, and the better of their two coins counts."""
+    """R5 broken: the same text has two nodes, and the better of their two random numbers counts."""
 
-    def deeper(toy: Toy, draft: Draft, p_rows: Tensor, coins: Coins) -> Accepted:
-        return greedy(draft.tree, coins.draw(p_rows))
+    def deeper(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepted:
+        return greedy(draft.tree, rng.draw(p_rows))
 
     assert worst_bias(sampled_tree((2, 1), True), deeper) > 0.01
 
@@ -217,17 +225,17 @@ def test_the_deeper_of_two_repeated_siblings_is_caught() -> None:
 def test_an_unwarped_bonus_token_is_caught() -> None:
     """Raw probabilities after the last acceptance: right only at temperature 1."""
 
-    def raw_bonus(toy: Toy, draft: Draft, p_rows: Tensor, coins: Coins) -> Accepted:
+    def raw_bonus(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepted:
         raw = replace(toy, warp=PLAIN).p[draft.contexts[:, -1:]]
         rule = MATCH if draft.q_rows is None else RATIO
         rows = torch.cat([p_rows[:, :-1], raw], dim=1)
-        return rule(toy, draft, rows, coins)
+        return rule(toy, draft, rows, rng)
 
     assert worst_bias(argmax_chain(2), raw_bonus, (0.5, 0, 1.0)) > 0.01
     assert worst_bias(sampled_chain(2), raw_bonus, (0.5, 0, 1.0)) > 0.01
 
 
-class Tabled(Coins):
+class Tabled(RandomSource):
     """Uniforms written down for each prompt and node, the same at every call."""
 
     def __init__(self, uniforms: Tensor) -> None:
@@ -241,7 +249,7 @@ class Tabled(Coins):
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_coins_reused_across_rounds_are_caught(fresh: bool) -> None:
+def test_random_numbers_reused_across_rounds_are_caught(fresh: bool) -> None:
     """R6 broken: right one token at a time, wrong jointly.
 
     The outcome is constant between the ends of all rows' slices, so the two uniforms of a
@@ -263,7 +271,7 @@ def test_coins_reused_across_rounds_are_caught(fresh: bool) -> None:
     assert error < 1e-12 if fresh else error > 0.01
 
 
-# ---- the coins of a real run ---------------------------------------------------------------------
+# ---- real random numbers -------------------------------------------------------------------------
 
 FLAT = Toy(11, warp=(2.5, 0, 1.0))
 
@@ -277,7 +285,7 @@ FLAT = Toy(11, warp=(2.5, 0, 1.0))
         (favourites(2, 1), MATCH),
     ],
 )
-def test_generator_coins_follow_the_joint_law(propose: Propose, rule: ToyJudge) -> None:
+def test_generator_random_numbers_follow_the_joint_law(propose: Propose, rule: ToyRule) -> None:
     """27 cells of three tokens, all expected more than five times; the seeds are fixed."""
     assert g_test(FLAT, propose, rule, 2000) > 1e-3
 
@@ -331,25 +339,25 @@ def test_descending_prefers_the_deepest_then_the_liked_then_the_first() -> None:
     """A level more than the tree has only lengthens the path; a node not real ends it."""
     tree = replace(bushy(), levels=6)
     passed = torch.ones(1, 6, dtype=torch.bool)
-    path, length = descend(tree, passed)
+    path, length = deepest_path(tree, passed)
     assert (path.tolist(), length.tolist()) == ([[0, 1, 3, 3, 3, 3, 3]], [2])
     likes = torch.tensor([[9.0, 9.0, 9.0, 1.0, 1.0, 2.0]])
-    assert descend(tree, passed, likes)[0].tolist() == [[0, 2, 5, 5, 5, 5, 5]]
+    assert deepest_path(tree, passed, likes)[0].tolist() == [[0, 2, 5, 5, 5, 5, 5]]
     passed[0, [1, 5]] = False
-    assert descend(tree, passed)[0].tolist() == [[0, 2, 2, 2, 2, 2, 2]]
-    nothing = replace(tree, real=tree.depths == 0, whole=False)
-    assert descend(nothing, torch.ones_like(passed))[1].tolist() == [0]
+    assert deepest_path(tree, passed)[0].tolist() == [[0, 2, 2, 2, 2, 2, 2]]
+    nothing = replace(tree, real=tree.depths == 0, unpadded=False)
+    assert deepest_path(nothing, torch.ones_like(passed))[1].tolist() == [0]
 
 
 @pytest.mark.parametrize("propose", [argmax_chain(2), favourites(2, 2), sampled_chain(2)])
 def test_temperature_zero_is_greedy(propose: Propose) -> None:
     """R10: on one-hot rows the verifiers take the path and the token of `greedy`."""
     toy = Toy(12, vocab=4, warp=(0.0, 0, 1.0), likeness=0.7)
-    coins = GeneratorCoins([Random(0)] * len(toy.starts), 7)
-    draft = propose(toy, toy.starts, coins)
+    rng = GeneratorSource([Random(0)] * len(toy.starts), 7)
+    draft = propose(toy, toy.starts, rng)
     p_rows = toy.p[draft.contexts]
     wanted = greedy(draft.tree, p_rows.argmax(-1))
-    accepted = (MATCH if draft.q_rows is None else RATIO)(toy, draft, p_rows, coins)
+    accepted = (MATCH if draft.q_rows is None else RATIO)(toy, draft, p_rows, rng)
     assert 0 < float(wanted.length.double().mean()) < 2
     for part, other in zip(accepted, wanted, strict=True):
         assert torch.equal(part, other)
@@ -387,34 +395,34 @@ def test_the_ratio_test_asks_for_the_right_chances_and_residuals(
 
     The last node has no child, and its row of q is never read.
     """
-    coins = Scripted(heads, [next_id])
-    accepted = ratio(CHAIN, P_ROWS, Q_ROWS, coins)
+    rng = Scripted(heads, [next_id])
+    accepted = ratio(CHAIN, P_ROWS, Q_ROWS, rng)
     assert (accepted.path.tolist(), accepted.next_ids.tolist()) == ([path], [next_id])
-    assert coins.asked == [[1.0, 0.5, 0.25], [row]]
+    assert rng.asked == [[1.0, 0.5, 0.25], [row]]
 
 
 def test_a_residual_without_mass_falls_back_to_p() -> None:
-    """R9: p = q, and a coin that lands on its impossible side."""
-    coins = Scripted([1, 0, 0], [1])
-    ratio(CHAIN, P_ROWS, P_ROWS.clone(), coins)
-    assert coins.asked[1] == [[0.5, 0.25, 0.25]]
+    """R9: p = q, and a flip with its impossible result."""
+    rng = Scripted([1, 0, 0], [1])
+    ratio(CHAIN, P_ROWS, P_ROWS.clone(), rng)
+    assert rng.asked[1] == [[0.5, 0.25, 0.25]]
 
 
 # ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_what_cannot_be_verified_losslessly_is_refused() -> None:
-    coins = Scripted()
+    rng = Scripted()
     with pytest.raises(ValueError, match="chains only"):
-        ratio(bushy(), torch.full((1, 6, 7), 1 / 7), torch.full((1, 6, 7), 1 / 7), coins)
+        ratio(bushy(), torch.full((1, 6, 7), 1 / 7), torch.full((1, 6, 7), 1 / 7), rng)
     wrong = Q_ROWS.clone()
     wrong[0, 0] = torch.tensor([0.5, 0.0, 0.5])
     with pytest.raises(ValueError, match=r"token 1 of node 1 has p = 0\.25 and q = 0"):
-        ratio(CHAIN, P_ROWS, wrong, coins)
+        ratio(CHAIN, P_ROWS, wrong, rng)
     with pytest.raises(ValueError, match="p = nan"):
-        ratio(CHAIN, torch.full((1, 3, 3), torch.nan), Q_ROWS, coins)
+        ratio(CHAIN, torch.full((1, 3, 3), torch.nan), Q_ROWS, rng)
     with pytest.raises(ValueError, match="q = nan"):
-        ratio(CHAIN, P_ROWS, Q_ROWS.roll(1, dims=1), coins)
+        ratio(CHAIN, P_ROWS, Q_ROWS.roll(1, dims=1), rng)
 
 
 def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
@@ -425,7 +433,7 @@ def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
         ratio(CHAIN, hidden, Q_ROWS, AlwaysTails())
 
 
-class AlwaysTails(GeneratorCoins):
+class AlwaysTails(GeneratorSource):
     def __init__(self) -> None:
         super().__init__([Random(0)], 3)
 
@@ -435,13 +443,13 @@ class AlwaysTails(GeneratorCoins):
 
 def test_rows_that_do_not_fit_the_tree_are_refused() -> None:
     """By our own checks, or before them by the shape checker when the tests run with one."""
-    coins = Scripted()
+    rng = Scripted()
     with pytest.raises((ValueError, TypeCheckError)):
-        match(CHAIN, P_ROWS[:, :2], coins)
+        match(CHAIN, P_ROWS[:, :2], rng)
     with pytest.raises((ValueError, TypeCheckError)):
-        ratio(CHAIN, P_ROWS, Q_ROWS[:, :2], coins)
+        ratio(CHAIN, P_ROWS, Q_ROWS[:, :2], rng)
     with pytest.raises((ValueError, TypeCheckError)):
-        ratio(CHAIN, P_ROWS, Q_ROWS[..., :2], coins)
+        ratio(CHAIN, P_ROWS, Q_ROWS[..., :2], rng)
     with pytest.raises((ValueError, TypeCheckError)):
         greedy(CHAIN, torch.tensor([[1, 0]]))
 
@@ -452,12 +460,12 @@ def test_rows_that_do_not_fit_the_tree_are_refused() -> None:
 def test_branches_visit_every_outcome_of_a_batch_of_one_with_its_chance() -> None:
     """Two flips at once, then a draw that depends on them; what cannot happen is not visited."""
 
-    def process(coins: Coins) -> tuple[int, ...]:
-        heads = coins.flip(torch.tensor([[0.25, 1.0]]))
+    def process(rng: RandomSource) -> tuple[int, ...]:
+        heads = rng.flip(torch.tensor([[0.25, 1.0]]))
         row = (
             torch.tensor([[[0.5, 0.0, 0.5]]]) if heads[0, 0] else torch.tensor([[[0.0, 1.0, 0.0]]])
         )
-        return (*heads[0].int().tolist(), int(coins.draw(row)))
+        return (*heads[0].int().tolist(), int(rng.draw(row)))
 
     assert enumerate_law(process) == {(1, 1, 0): 0.125, (1, 1, 2): 0.125, (0, 1, 1): 0.75}
 
@@ -468,9 +476,9 @@ def test_one_round_from_many_contexts_is_one_round_from_each() -> None:
     together = enumerate_round(toy, sampled_chain(2), RATIO, toy.starts)
     for start in toy.starts.tolist():
 
-        def alone(coins: Coins, start: int = start) -> tuple[int, ...]:
-            draft = sampled_chain(2)(toy, torch.tensor([start]), coins)
-            accepted = RATIO(toy, draft, toy.p[draft.contexts], coins)
+        def alone(rng: RandomSource, start: int = start) -> tuple[int, ...]:
+            draft = sampled_chain(2)(toy, torch.tensor([start]), rng)
+            accepted = RATIO(toy, draft, toy.p[draft.contexts], rng)
             return (int(reached(toy, draft, accepted)),)
 
         for (after,), chance in enumerate_law(alone).items():

@@ -1,4 +1,4 @@
-"""The rules for a CPU have the laws of those in tensors, and the same words where coins agree."""
+"""Rules for a CPU: the distributions of the tensor rules, and equal results for equal flips."""
 
 from random import Random
 
@@ -7,13 +7,12 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from outrider.models.decode import verify
-from outrider.models.decode import verify_cpu as on_cpu
-from outrider.models.decode.round_outcome import News, read
-from outrider.models.decode.sampling import Coins, GeneratorCoins
+from outrider.models.decode import verify, verify_cpu
+from outrider.models.decode.round_outcome import RoundOutcome, outcomes
+from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verify import Accepted
-from outrider.models.decode.verify_cpu import OnCpu
+from outrider.models.decode.verify_cpu import CpuRule
 from tests.enumeration import (
     PLAIN,
     TOYS,
@@ -21,7 +20,7 @@ from tests.enumeration import (
     Propose,
     Scripted,
     Toy,
-    ToyJudge,
+    ToyRule,
     any_trees,
     argmax_chain,
     bias,
@@ -40,27 +39,27 @@ def as_it_is(rows: Tensor) -> Tensor:
     return rows
 
 
-def by(rule: OnCpu) -> ToyJudge:
+def by(rule: CpuRule) -> ToyRule:
     """A rule for a CPU, in the form of the enumeration's judges."""
 
-    def judge(toy: Toy, draft: Draft, p_rows: Tensor, coins: Coins) -> Accepted:
-        news = rule(draft.tree, p_rows, as_it_is, draft.q_rows, coins)
+    def toy_rule(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepted:
+        news = rule(draft.tree, p_rows, as_it_is, draft.q_rows, rng)
         most = draft.tree.levels + 1
         paths = torch.tensor([(new.path + new.path[-1:] * most)[:most] for new in news])
         lengths = torch.tensor([len(new.path) - 1 for new in news])
-        return Accepted(paths, lengths, torch.tensor([new.following for new in news]))
+        return Accepted(paths, lengths, torch.tensor([new.next_id for new in news]))
 
-    return judge
+    return toy_rule
 
 
-MATCH, RATIO = by(on_cpu.match), by(on_cpu.ratio)
+MATCH, RATIO = by(verify_cpu.match), by(verify_cpu.ratio)
 
 
 def ragged(*proposals: Propose) -> Propose:
     """Trees of unequal shape turn and turn about, filled up to one size."""
 
-    def propose(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        drafts = [one(toy, starts, coins) for one in proposals]
+    def propose(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        drafts = [one(toy, starts, rng) for one in proposals]
         size = 1 + max(draft.tree.size for draft in drafts)
         levels = max(draft.tree.levels for draft in drafts)
         grown = [padded(draft, size, levels) for draft in drafts]
@@ -104,12 +103,12 @@ def test_the_ratio_test_is_exact(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("propose", "judge"),
+    ("propose", "toy_rule"),
     [(favourites(2, 1), MATCH), (sampled_chain(2), RATIO)],
     ids=["match", "ratio"],
 )
-def test_whole_texts_follow_the_law_under_real_coins(propose: Propose, judge: ToyJudge) -> None:
-    assert g_test(Toy(6, sharpness=0.5), propose, judge, 2000) > 1e-3
+def test_whole_texts_follow_the_law_with_real_numbers(propose: Propose, toy_rule: ToyRule) -> None:
+    assert g_test(Toy(6, sharpness=0.5), propose, toy_rule, 2000) > 1e-3
 
 
 def test_what_a_prompt_is_told_does_not_depend_on_the_trees_beside_it() -> None:
@@ -122,8 +121,8 @@ def test_what_a_prompt_is_told_does_not_depend_on_the_trees_beside_it() -> None:
 def test_a_softmax_row_for_an_argmax_draft_is_caught() -> None:
     """R1 broken."""
 
-    def with_rows(toy: Toy, starts: Tensor, coins: Coins) -> Draft:
-        draft = argmax_chain(2)(toy, starts, coins)
+    def with_rows(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
+        draft = argmax_chain(2)(toy, starts, rng)
         return draft._replace(q_rows=toy.q[draft.contexts])
 
     assert worst_bias(with_rows, RATIO) > 0.01
@@ -132,8 +131,8 @@ def test_a_softmax_row_for_an_argmax_draft_is_caught() -> None:
 def test_rows_of_another_node_are_caught() -> None:
     """Each row told of the node before it."""
 
-    def shifted(rule: ToyJudge) -> ToyJudge:
-        return lambda toy, draft, p_rows, coins: rule(toy, draft, p_rows.roll(1, dims=1), coins)
+    def shifted(rule: ToyRule) -> ToyRule:
+        return lambda toy, draft, p_rows, rng: rule(toy, draft, p_rows.roll(1, dims=1), rng)
 
     assert worst_bias(favourites(2, 1), shifted(MATCH)) > 0.01
     assert worst_bias(sampled_chain(2), shifted(RATIO)) > 0.01
@@ -142,11 +141,11 @@ def test_rows_of_another_node_are_caught() -> None:
 def test_unwarped_rows_are_caught() -> None:
     """Right only at temperature 1."""
 
-    def raw(rule: ToyJudge) -> ToyJudge:
-        def judge(toy: Toy, draft: Draft, _p_rows: Tensor, coins: Coins) -> Accepted:
-            return rule(toy, draft, Toy(toy.seed, warp=PLAIN).p[draft.contexts], coins)
+    def raw(rule: ToyRule) -> ToyRule:
+        def toy_rule(toy: Toy, draft: Draft, _p_rows: Tensor, rng: RandomSource) -> Accepted:
+            return rule(toy, draft, Toy(toy.seed, warp=PLAIN).p[draft.contexts], rng)
 
-        return judge
+        return toy_rule
 
     assert worst_bias(favourites(2, 1), raw(MATCH), (0.5, 0, 1.0)) > 0.01
     assert worst_bias(sampled_chain(2), raw(RATIO), (0.5, 0, 1.0)) > 0.01
@@ -155,8 +154,8 @@ def test_unwarped_rows_are_caught() -> None:
 # ---- against the rules in tensors ----------------------------------------------------------------
 
 
-def coins_of(seed: int, prompts: int, most: int = 9) -> GeneratorCoins:
-    return GeneratorCoins([Random(seed * 100 + prompt) for prompt in range(prompts)], most)
+def rng_of(seed: int, prompts: int, most: int = 9) -> GeneratorSource:
+    return GeneratorSource([Random(seed * 100 + prompt) for prompt in range(prompts)], most)
 
 
 def chains(
@@ -175,14 +174,14 @@ def chains(
 
 @pytest.mark.parametrize("prompts", [1, 4])
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_ratio_test_says_the_same_with_the_same_coins(whole: bool, prompts: int) -> None:
+def test_the_ratio_test_is_the_same_with_equal_random_numbers(whole: bool, prompts: int) -> None:
     dice = torch.Generator().manual_seed(prompts)
     lengths = set()
     for seed in range(40):
         tree, p, q, _ = chains(dice, prompts, whole)
-        wanted = verify.ratio(tree, p, q, coins_of(seed, prompts))
-        told = on_cpu.ratio(tree, p, as_it_is, q, coins_of(seed, prompts))
-        assert told == read(tree, wanted, p.amax(2))
+        wanted = verify.ratio(tree, p, q, rng_of(seed, prompts))
+        told = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, prompts))
+        assert told == outcomes(tree, wanted, p.amax(2))
         lengths |= {len(new.tokens) for new in told}
     assert lengths == {1, 2, 3, 4}
 
@@ -191,11 +190,11 @@ def test_the_ratio_test_says_to_each_chain_what_it_says_to_it_alone() -> None:
     dice = torch.Generator().manual_seed(2)
     for seed in range(40):
         tree, p, q, depths = chains(dice, 4, whole=False)
-        told = on_cpu.ratio(tree, p, as_it_is, q, coins_of(seed, 4))
+        told = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, 4))
         for i, deep in enumerate(depths):
             mine = slice(i, i + 1), slice(0, deep + 1)
-            coins = GeneratorCoins([Random(seed * 100 + i)], 9)
-            alone = on_cpu.ratio(Tree.chain(tree.ids[mine]), p[mine], as_it_is, q[mine], coins)
+            rng = GeneratorSource([Random(seed * 100 + i)], 9)
+            alone = verify_cpu.ratio(Tree.chain(tree.ids[mine]), p[mine], as_it_is, q[mine], rng)
             assert alone == told[i : i + 1]
 
 
@@ -203,8 +202,8 @@ def test_the_ratio_test_takes_a_chain_in_any_form() -> None:
     tree, p, q, _ = chains(torch.Generator().manual_seed(3), 4, whole=True)
     nodes = torch.arange(4).expand(4, -1)
     grown = Tree.grown(tree.ids, nodes - 1, nodes, 3)
-    told = on_cpu.ratio(grown, p, as_it_is, q, coins_of(0, 4))
-    plainly = on_cpu.ratio(tree, p, as_it_is, q, coins_of(0, 4))
+    told = verify_cpu.ratio(grown, p, as_it_is, q, rng_of(0, 4))
+    plainly = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(0, 4))
     assert [new.tokens for new in told] == [new.tokens for new in plainly]
 
 
@@ -219,8 +218,8 @@ def test_matching_says_the_same_where_nothing_is_left_to_chance(whole: bool, cha
         drafted = None if whole else torch.randint(0, 9, (4,), generator=dice)
         tree = Tree.chain(ids, drafted) if chain else any_trees(ids, whole, dice)
         rows = torch.eye(3)[torch.randint(0, 3, (4, 9), generator=dice)]
-        wanted = read(tree, verify.match(tree, rows, coins_of(0, 4)), rows.amax(2))
-        assert on_cpu.match(tree, rows, as_it_is, None, coins_of(0, 4)) == wanted
+        wanted = outcomes(tree, verify.match(tree, rows, rng_of(0, 4)), rows.amax(2))
+        assert verify_cpu.match(tree, rows, as_it_is, None, rng_of(0, 4)) == wanted
         lengths |= {len(new.tokens) for new in wanted}
     assert lengths >= {1, 2, 3}
 
@@ -252,8 +251,8 @@ def test_matching_draws_behind_nodes_that_are_reached_alone(
         warped.append(int(rows[0, 0]))
         return rows
 
-    coins = Scripted(*([token] for token in drawn))
-    assert on_cpu.match(TREE, rows, warp, None, coins) == [News(tokens, path, leaf, 2)]
+    rng = Scripted(*([token] for token in drawn))
+    assert verify_cpu.match(TREE, rows, warp, None, rng) == [RoundOutcome(tokens, path, leaf, 2)]
     assert warped == path
 
 
@@ -261,9 +260,9 @@ def test_a_row_that_is_reached_must_have_mass_and_no_other() -> None:
     rows = torch.full((1, 4, 7), torch.nan)
     rows[0, 0] = torch.eye(7)[2]
     with pytest.raises(ValueError, match="finite"):
-        on_cpu.match(TREE, rows, as_it_is, None, coins_of(0, 1))
+        verify_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
     rows[0, 2] = torch.eye(7)[6]
-    (told,) = on_cpu.match(TREE, rows, as_it_is, None, coins_of(0, 1))
+    (told,) = verify_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
     assert told.tokens == [2, 6]
 
 
@@ -273,10 +272,10 @@ Q_ROWS = torch.tensor([[[0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [torch.nan] * 3]])
 
 
 def test_a_residual_without_mass_falls_back_to_p() -> None:
-    """R9: p = q, and a coin that lands on its impossible side."""
-    coins = Scripted([1, 0, 0], [1])
-    on_cpu.ratio(CHAIN, P_ROWS, as_it_is, P_ROWS.clone(), coins)
-    assert coins.asked == [[1.0, 1.0, 1.0], [[0.5, 0.25, 0.25]]]
+    """R9: p = q, and a flip with its impossible result."""
+    rng = Scripted([1, 0, 0], [1])
+    verify_cpu.ratio(CHAIN, P_ROWS, as_it_is, P_ROWS.clone(), rng)
+    assert rng.asked == [[1.0, 1.0, 1.0], [[0.5, 0.25, 0.25]]]
 
 
 @pytest.mark.parametrize(
@@ -292,19 +291,19 @@ def test_what_cannot_have_been_drawn_is_refused(
     p_rows: Tensor, q_rows: Tensor | None, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        on_cpu.ratio(CHAIN, p_rows, as_it_is, q_rows, Scripted())
+        verify_cpu.ratio(CHAIN, p_rows, as_it_is, q_rows, Scripted())
 
 
 def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
     hidden = P_ROWS.clone()
     hidden[0, 0, 2] = torch.nan
 
-    class Tails(GeneratorCoins):
-        def toss(self, chances: list[list[float]]) -> list[list[bool]]:
+    class Tails(GeneratorSource):
+        def flip_host(self, chances: list[list[float]]) -> list[list[bool]]:
             return [[True, *[False] * (len(row) - 1)] for row in chances]
 
     with pytest.raises(ValueError, match="finite"):
-        on_cpu.ratio(CHAIN, hidden, as_it_is, Q_ROWS, Tails([Random(0)], 3))
+        verify_cpu.ratio(CHAIN, hidden, as_it_is, Q_ROWS, Tails([Random(0)], 3))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 3, 2), (1, 3, 4)])
@@ -312,13 +311,13 @@ def test_rows_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     """By our own checks, or before them by the shape checker when the tests run with one."""
     rows = torch.ones(shape)
     with pytest.raises((ValueError, TypeCheckError)):
-        on_cpu.ratio(CHAIN, P_ROWS, as_it_is, rows, coins_of(0, 1))
+        verify_cpu.ratio(CHAIN, P_ROWS, as_it_is, rows, rng_of(0, 1))
     if shape[1] != 3:
         with pytest.raises((ValueError, TypeCheckError)):
-            on_cpu.match(CHAIN, rows, as_it_is, None, coins_of(0, 1))
+            verify_cpu.match(CHAIN, rows, as_it_is, None, rng_of(0, 1))
 
 
 def test_the_ratio_test_of_a_tree_is_refused() -> None:
     rows = torch.full((1, 4, 7), 1 / 7)
     with pytest.raises(ValueError, match="chains only"):
-        on_cpu.ratio(TREE, rows, as_it_is, rows, Scripted())
+        verify_cpu.ratio(TREE, rows, as_it_is, rows, Scripted())

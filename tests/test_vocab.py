@@ -1,4 +1,4 @@
-"""The reduced draft vocabulary: which tokens are kept, and the maps that say so."""
+"""The draft vocabulary: which tokens are kept, and the maps between ids."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from outrider.models.vocab import DraftVocab
 
 
 def kept(counts: list[int], size: int) -> list[int]:
-    return [int(token) for token in DraftVocab.from_counts(torch.tensor(counts), size).kept]
+    return [int(token) for token in DraftVocab.from_counts(torch.tensor(counts), size).target_ids]
 
 
 def test_the_most_frequent_tokens_are_kept_in_the_order_of_their_ids() -> None:
@@ -31,9 +31,9 @@ def test_ties_among_many_are_stable() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4, 100])
-def test_asking_for_as_many_tokens_as_there_are_keeps_all(size: int) -> None:
+def test_a_size_of_all_tokens_keeps_all(size: int) -> None:
     vocab = DraftVocab.from_counts(torch.tensor([0, 2, 1]), size)
-    assert vocab.full
+    assert vocab.is_full
     assert (len(vocab), vocab.d2t.tolist(), vocab.t2d.tolist()) == (3, [0, 0, 0], [True] * 3)
 
 
@@ -51,12 +51,12 @@ def test_the_maps_have_the_layout_that_engines_read() -> None:
 def test_the_maps_are_inverse_to_each_other(counts: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, len(counts)))
     vocab = DraftVocab.from_counts(torch.tensor(counts), size)
-    vocab.check()
+    vocab.validate()
     draft = torch.arange(size)
     assert len(vocab) == int(vocab.t2d.sum()) == size
     assert bool(vocab.t2d[vocab.to_target(draft)].all())
-    assert torch.equal(vocab.to_target(draft), vocab.kept)
-    worst = min(counts[int(token)] for token in vocab.kept)
+    assert torch.equal(vocab.to_target(draft), vocab.target_ids)
+    worst = min(counts[int(token)] for token in vocab.target_ids)
     left = [count for token, count in enumerate(counts) if not vocab.t2d[token]]
     assert not left or worst >= max(left)
 
@@ -65,7 +65,7 @@ def test_rows_expand_to_the_target_with_zeros_elsewhere() -> None:
     vocab = DraftVocab(torch.tensor([1, 3]), 5)
     rows = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
     assert vocab.expand(rows).tolist() == [[0, 0.25, 0, 0.75, 0], [0, 1, 0, 0, 0]]
-    whole = DraftVocab.whole(2)
+    whole = DraftVocab.identity(2)
     assert torch.equal(whole.expand(rows), rows)
 
 
@@ -83,13 +83,13 @@ def test_ids_that_are_no_ascending_set_are_refused(ids: list[int]) -> None:
         DraftVocab(torch.tensor(ids, dtype=torch.int64), 4)
 
 
-def test_maps_come_back_from_a_state_dict() -> None:
+def test_maps_load_from_a_state_dict() -> None:
     saved = DraftVocab(torch.tensor([1, 2, 5]), 7).state_dict()
     vocab = DraftVocab(torch.tensor([0, 1, 2]), 7)
     vocab.load_state_dict(saved)
-    assert vocab.kept.tolist() == [1, 2, 5]
+    assert vocab.target_ids.tolist() == [1, 2, 5]
     whole = DraftVocab(torch.tensor([0, 1]), 2)
-    assert whole.full
+    assert whole.is_full
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,21 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
-from outrider.models.batch_kv_cache import SlotCache
-from outrider.models.decode.draft_context import Ask
+from outrider.models.batch_kv_cache import BatchKVCache
+from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Draft, Policy
-from outrider.models.decode.request import Live
-from outrider.models.decode.round_outcome import News, read
-from outrider.models.decode.round_times import Clock, Stopwatch
-from outrider.models.decode.sampling import GeneratorCoins
-from outrider.models.decode.sampling_params import History, Sampling
+from outrider.models.decode.request import ActiveRequest, Request
+from outrider.models.decode.round_outcome import outcomes
+from outrider.models.decode.round_times import RoundTimes, Stopwatch
+from outrider.models.decode.sampling import GeneratorSource
+from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.tree import Tree
-from outrider.models.drafter import Drafter, Guess, Trace
-from outrider.models.kv_cache import RowCache
-from outrider.models.target import Seen, Target
+from outrider.models.decode.verifier import Decision
+from outrider.models.drafter import Drafter
+from outrider.models.interface import Guess, Trace
+from outrider.models.kv_cache import KVCache
+from outrider.models.target import Target, TargetStates
 from outrider.models.vocab import DraftVocab
 from outrider.train.objective import Objective
 from tests.families import small_model
@@ -44,7 +46,7 @@ def target(family: str = "llama", seed: int = 0, **changes: object) -> Target:
 
 def config(name: str, **changes: object) -> Any:
     """The `Config` of a drafter; fields that it does not have are left out."""
-    kind = drafters.module(name).Config
+    kind = drafters.drafter_module(name).Config
     wanted = {"depths": DEPTHS, "draft_vocab_size": DRAFTED, **changes}
     return kind(**{f.name: wanted[f.name] for f in fields(kind) if f.name in wanted})
 
@@ -63,9 +65,11 @@ def drafter(
     return drafters.build(config(name, **changes), of, vocab() if kept is None else kept)
 
 
-def packed(of: Target, seed: int = 3) -> Trace:
+def packed_trace(of: Target, seed: int = 3) -> Trace:
     """Two rows of random text in five documents; two answers in the longer ones."""
-    ids = torch.randint(3, of.vocab, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        3, of.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
     document = torch.full_like(ids, -1)
     positions, answer = torch.zeros_like(ids), torch.ones_like(ids).bool()
     name = 0
@@ -83,7 +87,7 @@ def packed(of: Target, seed: int = 3) -> Trace:
     return of.trace(ids, answer, document, positions)  # padding says "answer": it must not count
 
 
-def documents(trace: Trace) -> list[tuple[int, int, int]]:
+def document_spans(trace: Trace) -> list[tuple[int, int, int]]:
     """(row of the batch, start, stop) of every document."""
     found = []
     for name in range(int(trace.document.max()) + 1):
@@ -92,21 +96,21 @@ def documents(trace: Trace) -> list[tuple[int, int, int]]:
     return found
 
 
-def cut(trace: Trace, rows: slice, columns: slice = slice(None)) -> Trace:
+def slice_trace(trace: Trace, rows: slice, columns: slice = slice(None)) -> Trace:
     """A part of a trace; what it does not hold stays absent."""
     held = {k: v for k, v in vars(trace).items() if v is not None}
     return Trace(**{name: value[rows, columns] for name, value in held.items()})
 
 
-def verified(trace: Trace, row: int, start: int, stop: int) -> Trace:
+def verified_rows(trace: Trace, row: int, start: int, stop: int) -> Trace:
     """Rows start..stop as the decoder hands them over: one document, nothing said of answers."""
-    part = cut(trace, slice(row, row + 1), slice(start, stop))
+    part = slice_trace(trace, slice(row, row + 1), slice(start, stop))
     return replace(
         part, answer=torch.zeros_like(part.answer), document=torch.zeros_like(part.document)
     )
 
 
-def rewritten(trace: Trace, row: int, first: int, tokens: list[int]) -> Trace:
+def with_tokens(trace: Trace, row: int, first: int, tokens: list[int]) -> Trace:
     """Other tokens from x_first on; what the target said stays."""
     ids, following = trace.ids.clone(), torch.zeros_like(trace.ids)
     ids[row, first : first + len(tokens)] = torch.tensor(tokens)
@@ -114,7 +118,7 @@ def rewritten(trace: Trace, row: int, first: int, tokens: list[int]) -> Trace:
     return replace(trace, ids=ids, next_ids=following)
 
 
-def restated(trace: Trace, row: int, first: int, stop: int) -> Trace:
+def with_other_states(trace: Trace, row: int, first: int, stop: int) -> Trace:
     """The target said something else at rows first..stop."""
     generator, said = torch.Generator().manual_seed(9), {}
     for name in ("taps", "last"):
@@ -129,7 +133,7 @@ PROMPTS = ((5, 40, 17, 23, 9), (11,))
 ANSWER = 18  # tokens
 
 
-def plain(of: Target, prompt: Sequence[int], count: int = ANSWER) -> list[int]:
+def greedy_tokens(of: Target, prompt: Sequence[int], count: int = ANSWER) -> list[int]:
     """The model's own greedy words: no cache, no mask, no code of ours."""
     ids = list(prompt)
     with torch.no_grad():
@@ -139,7 +143,7 @@ def plain(of: Target, prompt: Sequence[int], count: int = ANSWER) -> list[int]:
     return ids[len(prompt) :]
 
 
-def spoken(of: Target, answers: Sequence[Sequence[int]]) -> Trace:
+def answered_trace(of: Target, answers: Sequence[Sequence[int]]) -> Trace:
     """PROMPTS with these answers, cut to one length, every token supervised."""
     ids = torch.tensor([[*p, *a][:ANSWER] for p, a in zip(PROMPTS, answers, strict=True)])
     row = torch.arange(len(ids))[:, None].expand_as(ids)
@@ -147,11 +151,11 @@ def spoken(of: Target, answers: Sequence[Sequence[int]]) -> Trace:
     return of.trace(ids, torch.ones_like(ids).bool(), row.clone(), positions.clone())
 
 
-def learn(pupil: Drafter, of: Target, trace: Trace, steps: int) -> list[float]:
+def train_drafter(pupil: Drafter, of: Target, trace: Trace, steps: int) -> list[float]:
     """AdamW on one batch; the mean over depths of the nats per row, before each step."""
     depths = [guess.depth for guess in pupil.unroll(trace)]
     objective = Objective(pupil, of, weights=[1 / len(depths)] * len(depths))
-    divide = torch.stack([trace.counts(d).sum() for d in depths]).float()
+    divide = torch.stack([trace.supervised_mask(d).sum() for d in depths]).float()
     optimizer = torch.optim.AdamW(pupil.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):
@@ -163,7 +167,7 @@ def learn(pupil: Drafter, of: Target, trace: Trace, steps: int) -> list[float]:
     return losses
 
 
-class Course(NamedTuple):
+class HalfTrained(NamedTuple):
     """A target, its greedy answers to PROMPTS, and a drafter that has half learned them."""
 
     target: Target
@@ -172,13 +176,13 @@ class Course(NamedTuple):
 
 
 @cache
-def half_trained(name: str, family: str) -> Course:
+def half_trained(name: str, family: str) -> HalfTrained:
     """Twelve steps: the drafter is right now and then."""
     of = target(family)
-    answers = tuple(plain(of, prompt) for prompt in PROMPTS)
+    answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)
     pupil = drafter(name, of, vocab(VOCAB))
-    learn(pupil, of, spoken(of, answers), steps=12)
-    return Course(of, answers, pupil.eval())
+    train_drafter(pupil, of, answered_trace(of, answers), steps=12)
+    return HalfTrained(of, answers, pupil.eval())
 
 
 # ---- drafters that are functions of the text ----
@@ -189,41 +193,45 @@ Row = Callable[[Text], Tensor]  # logits of the token that follows a text
 
 
 @dataclass(frozen=True)
-class Heard:
+class ScriptState:
     """What `Told` remembers: the committed text, and the branches grown behind it."""
 
     text: Text
     branches: tuple[Text, ...] = ((),)
 
 
-class Told(Drafter):
+class ScriptedDrafter(Drafter):
     """A drafter whose guesses are any function of the text; it checks and keeps what it absorbs."""
 
     def __init__(self, row: Row, size: int, taps: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.row, self.vocab, self.taps = row, DraftVocab.whole(size), taps
+        self.row, self.vocab, self.taps = row, DraftVocab.identity(size), taps
         self.handed: list[Trace] = []
 
-    def absorb(self, state: Heard | None, trace: Trace) -> Heard:
+    def absorb(self, state: ScriptState | None, trace: Trace) -> ScriptState:
         ids, following = trace.ids[0].tolist(), trace.next_ids[0].tolist()
         past = () if state is None else state.text[:-1]
         assert state is None or state.text[-1] == ids[0], "the rows do not continue the text"
         assert following[:-1] == ids[1:], "next_ids is not the token after ids"
         assert trace.positions[0].tolist() == list(range(len(past), len(past) + len(ids)))
         self.handed = [trace] if state is None else [*self.handed, trace]
-        return Heard((*past, *ids, following[-1]))
+        return ScriptState((*past, *ids, following[-1]))
 
-    def step(self, state: Heard, depth: int, ids: Tensor, parents: Tensor) -> tuple[Tensor, Heard]:
+    def step(
+        self, state: ScriptState, depth: int, ids: Tensor, parents: Tensor
+    ) -> tuple[Tensor, ScriptState]:
         if depth == 1:
             assert ids.tolist() == [state.text[-1]], "depth 1 continues the newest token"
         else:
             pairs = zip(parents.tolist(), ids.tolist(), strict=True)
-            state = Heard(state.text, tuple((*state.branches[p], token) for p, token in pairs))
+            state = ScriptState(
+                state.text, tuple((*state.branches[p], token) for p, token in pairs)
+            )
         assert all(len(branch) == depth - 1 for branch in state.branches)
         return torch.stack([self.row(state.text + branch) for branch in state.branches]), state
 
 
-def by_chance(size: int, seed: int = 0, scale: float = 1.0) -> Row:
+def random_logits(size: int, seed: int = 0, scale: float = 1.0) -> Row:
     """Random logits, the same whenever the same text comes."""
 
     @cache
@@ -234,9 +242,9 @@ def by_chance(size: int, seed: int = 0, scale: float = 1.0) -> Row:
     return row
 
 
-def knowing(text: Sequence[int], size: int, right: Callable[[int], bool]) -> Row:
+def scripted_logits(text: Sequence[int], size: int, right: Callable[[int], bool]) -> Row:
     """Favours the token of `text` at every index where `right(index)`, and else rules it out."""
-    known, noise = tuple(text), by_chance(size)
+    known, noise = tuple(text), random_logits(size)
 
     def row(said: Text) -> Tensor:
         logits = noise(said).clone()
@@ -253,7 +261,7 @@ def knowing(text: Sequence[int], size: int, right: Callable[[int], bool]) -> Row
 TOKENS = 5
 
 
-class Swift(Target):
+class MeanTarget(Target):
     """A target of one rule instead of layers: the mean of all it sees, through tanh and the head.
 
     Fast enough for thousands of answers. It depends on the mask, the positions and the rows that
@@ -265,9 +273,9 @@ class Swift(Target):
         ids: Tensor,
         positions: Tensor,
         seen: Tensor,
-        cache: RowCache | SlotCache | None = None,
+        cache: KVCache | BatchKVCache | None = None,
         grad: bool = False,
-    ) -> Seen:
+    ) -> TargetStates:
         rows = self.embed(ids) * (1 + positions[..., None] % 3)
         if cache is not None:
             cache.reserve(ids.shape[1])
@@ -275,16 +283,16 @@ class Swift(Target):
             cache.commit(positions)
         mean = seen.to(rows.dtype) @ rows / seen.sum(-1, keepdim=True)
         last = torch.tanh(mean)
-        return Seen(last[..., :0], last)
+        return TargetStates(last[..., :0], last)
 
 
 @cache
-def swift(dtype: torch.dtype = torch.float32) -> Target:
+def mean_target(dtype: torch.dtype = torch.float32) -> Target:
     small = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": TOKENS}
     model = small_model("llama", num_attention_heads=2, num_key_value_heads=1, **small)
     with torch.no_grad():
         model.get_parameter("lm_head.weight").mul_(40.0)
-    return Swift(model.to(dtype))
+    return MeanTarget(model.to(dtype))
 
 
 def logits_after(target: Target, ids: Sequence[int]) -> Tensor:
@@ -302,20 +310,27 @@ def propose(
     policy: Policy,
     drafter: Drafter,
     texts: Sequence[Text],
-    rooms: Sequence[int] = (99,),
+    limits: Sequence[int] = (99,),
     sampling: Sampling = Sampling(),  # noqa: B008 - an immutable value
     seeds: Sequence[int] = (0,),
 ) -> Draft:
-    """What is drafted behind these texts in one round; a room and a seed for each of them."""
+    """Return the draft after these texts; a depth limit and a seed for each of them."""
     nowhere, history = torch.device("cpu"), None
-    if not sampling.plain:
-        history = History(len(texts), drafter.vocab.t2d.numel(), nowhere)
+    if not sampling.has_no_processors:
+        history = TokenHistory(len(texts), drafter.vocab.t2d.numel(), nowhere)
         for slot, text in enumerate(texts):
             history.start(slot, text)
-    states = [Heard(text) for text in texts]
-    ask = Ask(drafter, states, sampling, history, Stopwatch(nowhere), Clock())
-    coins = GeneratorCoins([Random(s) for s in seeds], policy.nodes + 1)
-    return policy.propose(ask, torch.tensor([t[-1] for t in texts]), rooms, sampling, coins)
+    requests = []
+    for slot, (text, limit) in enumerate(zip(texts, limits, strict=True)):
+        one = ActiveRequest(slot, Request(text, limit + 1), Random(), state=ScriptState(text))
+        one.root = torch.tensor([text[-1]])
+        requests.append(one)
+    rng = GeneratorSource([Random(seed) for seed in seeds], policy.nodes + 1)
+    watch, times = Stopwatch(nowhere), RoundTimes()
+    context = DraftContext(
+        drafter, requests, sampling, rng, history, lambda logits, *_: logits, watch, times
+    )
+    return policy.propose(context)
 
 
 def paths(tree: Tree, row: int = 0) -> list[Text]:
@@ -327,16 +342,12 @@ def paths(tree: Tree, row: int = 0) -> list[Text]:
     return [path for path, there in zip(found, real, strict=True) if there][1:]
 
 
-class Tossing(Engine):
-    """Takes its coins from outside, so that a test can enumerate them."""
-
-    coins: Any
-
-    def _coins(self, live: list[Live], look: bool = True) -> Any:
-        return self.coins
+def inject_random_source(engine: Engine, rng: Any) -> None:
+    """Replace the random numbers of an engine, so that a test can enumerate them."""
+    engine.verifier.random_source = lambda *_, **__: rng  # type: ignore[method-assign]
 
 
-class Given(Drafter):
+class FixedDrafter(Drafter):
     """A drafter whose states are given, and whose head is the target's, or none at all."""
 
     taps = ()
@@ -348,7 +359,7 @@ class Given(Drafter):
     def head(self, hidden: Tensor) -> Tensor:
         if self._head is None:
             return hidden
-        return self._head.logits(hidden)[..., self.vocab.kept]
+        return self._head.logits(hidden)[..., self.vocab.target_ids]
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         for depth, state in enumerate(self.states, start=1):
@@ -358,11 +369,11 @@ class Given(Drafter):
 class RawBonus(Engine):
     """Wrong on purpose: the token behind the last node comes from unwarped logits."""
 
-    def _judge(self, live: list[Live], draft: Draft, logits: Tensor) -> list[News]:
-        rows = self.sampling.rows(logits)
-        if draft.tree.size > 1:
-            rows[:, -1] = logits[:, -1].softmax(-1)
+    def _decide(self, draft: Draft, logits: Tensor) -> Decision:
         if draft.tree.size == 1:
-            return super()._judge(live, draft, logits)
-        said = self.rule(draft.tree, rows, draft.q_rows, self._coins(live))
-        return read(draft.tree, said, logits.amax(2))
+            return super()._decide(draft, logits)
+        rows = self.sampling.probs(logits)
+        rows[:, -1] = logits[:, -1].softmax(-1)
+        rng = self.verifier.random_source()
+        accepted = self.verifier.rule(draft.tree, rows, draft.q_rows, rng)
+        return Decision(outcomes(draft.tree, accepted, logits.amax(2)), logits)

@@ -1,54 +1,85 @@
-"""Steps that are left out: their loss is not a number, or far above those before them.
+"""Detection of bad steps: a loss that is NaN or infinite, or far above the recent ones.
 
-What is judged is the loss of the whole step, summed over micro-batches and ranks, before any weight
-changes, so that all ranks decide alike. A run that has left out `train.skip_bad` steps stops at the
-next bad one. The recent losses are part of a run's progress: continued, it judges as before.
+The loss of the whole step, summed over micro-batches and ranks, is checked before any weight
+changes, so that all ranks decide alike. A run that has skipped `train.skip_bad` steps stops at the
+next bad one. The recent losses are part of a run's progress, so that a continued run decides as an
+uninterrupted one.
 
 Source: loss-spike handling of PaLM (arXiv:2204.02311, section 5.1: skip the batches around a
-spike). Differs: the spike's own step is left out, nothing is rolled back.
+spike). Differs: only the spike's own step is skipped, and nothing is rolled back.
 """
 
 import math
 import statistics
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-RECENT = 64  # losses that a spike is measured against
-ENOUGH = 8  # of them; before that nothing is called a spike
+import torch
+
+from outrider.conf.errors import RunError
+from outrider.conf.files import write_tensors
+from outrider.models.interface import Batch
+from outrider.train.checkpoint import Progress
+
+RECENT = 64  # losses that a spike is compared with
+ENOUGH = 8  # losses before the first step can be a spike
 
 
-class Guard:
-    """Judges steps; remembers in `progress` what it has seen."""
+class BadStepGuard:
+    """Finds bad steps and counts skipped ones in the run's progress."""
 
-    def __init__(self, progress: Any, skip_bad: int, spike: float | None) -> None:
+    def __init__(self, progress: Progress, skip_bad: int, spike: float | None) -> None:
         """
         Args:
-            progress: has `recent`, losses of steps that were taken, and `skipped`.
-            skip_bad: steps that may be left out in the whole run.
-            spike: a loss so many times the median of the recent ones is bad; None: no loss is.
+            skip_bad: steps that may be skipped in the whole run.
+            spike: a loss this many times the median of the recent ones is bad; None: no check.
         """
         self.progress, self.skip_bad, self.spike = progress, skip_bad, spike
 
     @property
-    def on(self) -> bool:
-        """Whether anything is to be judged that does not simply stop the run."""
+    def enabled(self) -> bool:
+        """Steps may be skipped, or spikes are looked for."""
         return self.skip_bad > 0 or self.spike is not None
 
-    def wrong(self, loss: float) -> str:
-        """What is wrong with a step of this loss; "" where nothing is, and it is remembered."""
+    def problem(self, loss: float) -> str:
+        """Return what is wrong with a step of this loss; "" if nothing is, and store the loss."""
         recent = self.progress.recent
         if not math.isfinite(loss):
             return f"its loss is {loss}"
         if self.spike is not None and len(recent) >= ENOUGH:
-            usual = statistics.median(recent)
-            if loss > self.spike * usual:
-                return f"its loss is {loss:.4g}, and {usual:.4g} was usual"
+            median = statistics.median(recent)
+            if loss > self.spike * median:
+                return f"its loss is {loss:.4g}, and the recent median is {median:.4g}"
         recent.append(loss)
         del recent[:-RECENT]
         return ""
 
     def may_skip(self) -> bool:
-        """Count a bad step; whether the run may go on without it."""
+        """Count a bad step; return whether the run may continue without it."""
         if self.progress.skipped >= self.skip_bad:
             return False
         self.progress.skipped += 1
         return True
+
+    def skip(self, problem: str, file: Path) -> str:
+        """Skip the current step; return the message for the user.
+
+        Args:
+            file: where the rows of the step are stored.
+
+        Raises:
+            RunError: no more steps may be skipped.
+        """
+        message = f"Step {self.progress.step} is bad: {problem}; its batch is in {file}."
+        if not self.may_skip():
+            fix = "Look at the batch, lower train.lr, or allow more with train.skip_bad."
+            raise RunError(message, fix)
+        return f"{message} Skipped ({self.progress.skipped} of {self.skip_bad})."
+
+
+def save_batch(folder: Path, step: int, rank: int, batches: Sequence[Batch]) -> Path:
+    """Write the rows of a bad step on this rank; return the file."""
+    file = folder / f"bad-batch-step-{step:08d}-rank-{rank}.safetensors"
+    rows = Batch(*(torch.cat(field) for field in zip(*batches, strict=True)))
+    write_tensors(file, rows._asdict(), {})
+    return file

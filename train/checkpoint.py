@@ -1,16 +1,18 @@
-"""Checkpoints: complete, atomic, checked, and the same whoever holds the pieces.
+"""Checkpoints: atomic folders with hashes, independent of the number of ranks.
 
-A checkpoint is a folder `step-00000100` with `state.safetensors` (fp32 masters and both moments of
-AdamW, by parameter name) and `state.json` (step, best so far, hashes). It is built under another
-name and renamed, and renamed again before it is removed, so a folder with this name is whole. Ranks
-of ZeRO hold slices; the full tensors are gathered for saving and dealt out again on loading, so the
-layout on disk knows no rank count. Everything else a run depends on (data order, random numbers,
-learning rate) is a function of the step; of a run bounded by minutes, of the step and the seconds,
-which are saved too.
+A checkpoint is a folder `step-00000100` with `state.safetensors` (fp32 parameters and both moments
+of AdamW, by parameter name) and `state.json` (progress and hash). It is written under a temporary
+name and renamed, and renamed again before it is removed, so that a folder with this name is
+complete. Ranks of ZeRO hold slices: full tensors are gathered for saving and divided again on
+loading. Everything else a run depends on (data order, random numbers, learning rate) is a function
+of the step; of a run limited by minutes, of the step and the seconds, which are saved too.
 """
 
 import os
 import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.conf.errors import Damaged, RunError
+from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import (
     read_json,
     read_tensors,
-    remove,
+    remove_folder,
     sync_folder,
     write_json,
     write_tensors,
@@ -34,16 +36,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """Where a run is.
 
     Attributes:
         step: optimizer steps done.
         seconds: training time so far, for train.max_minutes.
-        best: longest held-out acceptance so far, and the step it was measured at.
-        skipped: bad steps that were left out.
+        best: longest held-out acceptance length so far; best_step: the step it was measured at.
+        skipped: bad steps that were skipped.
         recent: losses of the last steps that were not (train/bad_steps.py).
-        phases: seconds by what was done.
-        joules: energy so far; None where it cannot be read.
+        phases: seconds by activity.
     """
 
     step: int = 0
@@ -54,39 +55,59 @@ class Progress:
     skipped: int = 0
     recent: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
-    joules: float | None = None
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Progress":
+        """Return the progress of a `state.json`; older ones also hold "joules"."""
+        return cls(**{name: value for name, value in fields.items() if name != "joules"})
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of a block to a phase."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - start
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Which checkpoints stay.
 
     Attributes:
-        last: so many of the newest.
-        every: and those of every so many steps; None: no others.
+        last: the newest ones, at least 1.
+        every: also those of every `every` steps; None: no others.
     """
 
     last: int
     every: int | None = None
 
-    def superfluous(self, known: list[Path]) -> list[Path]:
-        """Of these, oldest first, what may go."""
-        return [old for old in known[: -self.last] if not self.every or _step(old) % self.every]
+    def removable(self, checkpoints: list[Path]) -> list[Path]:
+        """Return those that need not stay.
+
+        Args:
+            checkpoints: oldest first.
+        """
+        old = checkpoints[: -self.last]
+        return [folder for folder in old if not self.every or _step(folder) % self.every]
 
 
-def save(folder: Path, tensors: dict[str, Tensor], progress: Progress, keep: Keep) -> None:
-    """Write `folder/step-N` and remove those that need not stay. One rank calls it.
+def save(
+    folder: Path, tensors: dict[str, Tensor], progress: Progress, retention: RetentionPolicy
+) -> None:
+    """Write `folder/step-N` and remove checkpoints that need not stay. One rank calls it.
 
     Args:
-        tensors: what `gather` has returned, on every rank.
+        tensors: from `collect_state`, which every rank calls.
 
     Raises:
-        NoRoom, RunError: it could not be written; those that were there still are.
+        DiskFull, RunError: it could not be written; older checkpoints are unchanged.
     """
     final = folder / f"step-{progress.step:08d}"
-    if final.is_dir():  # reached again right after it was loaded: only the progress is news
-        known = read_json(final / "state.json", FIX)
-        write_json(final / "state.json", {**known, "progress": vars(progress)})
+    if final.is_dir():  # the one that was loaded: only the progress changed
+        about = read_json(final / "state.json", FIX)
+        write_json(final / "state.json", {**about, "progress": vars(progress)})
         return
     partial = folder / f".{final.name}.{os.getpid()}"
     for left in folder.glob(".step-*"):  # of a process that was killed while it saved
@@ -95,16 +116,16 @@ def save(folder: Path, tensors: dict[str, Tensor], progress: Progress, keep: Kee
         sha256 = write_tensors(partial / "state.safetensors", tensors, {})
         write_json(partial / "state.json", {"progress": vars(progress), "sha256": sha256})
     except RunError:
-        shutil.rmtree(partial, ignore_errors=True)  # give its room back
+        shutil.rmtree(partial, ignore_errors=True)  # free its space
         raise
     partial.rename(final)
     sync_folder(folder)
-    for old in keep.superfluous(found(folder)):
-        remove(old)
+    for old in retention.removable(list_checkpoints(folder)):
+        remove_folder(old)
 
 
-def found(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return complete checkpoints, oldest first."""
     return sorted(folder.glob("step-*"))
 
 
@@ -112,56 +133,59 @@ def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def newest(known: list[Path], model: nn.Module, optimizer: Any) -> tuple[Progress, list[Damaged]]:
-    """`load` the newest checkpoint that is whole; every rank finds the same one.
+def load_newest(
+    checkpoints: list[Path], model: nn.Module, optimizer: Any
+) -> tuple[Progress, list[CorruptFile]]:
+    """Load the newest checkpoint that is not damaged; every rank finds the same one.
 
     Args:
-        known: oldest first, at least one.
+        checkpoints: oldest first, at least one.
 
     Returns:
-        Its progress, and what is wrong with the newer ones.
+        Its progress, and the errors of the newer ones.
 
     Raises:
         RunError: it belongs to another configuration.
-        Damaged: all are damaged.
+        CorruptFile: all are damaged.
     """
-    wrong: list[Damaged] = []
-    for folder in reversed(known):
+    errors: list[CorruptFile] = []
+    for folder in reversed(checkpoints):
         try:
-            return load(folder, model, optimizer), wrong
-        except Damaged as error:
-            wrong.append(error)
-    raise wrong[0]
+            return load(folder, model, optimizer), errors
+        except CorruptFile as error:
+            errors.append(error)
+    raise errors[0]
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that nobody takes it for one."""
-    aside = folder.with_name(f"damaged-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
+def quarantine(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that `list_checkpoints` skips it."""
+    damaged = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(damaged, ignore_errors=True)
+    return folder.rename(damaged)
 
 
 def load(folder: Path, model: nn.Module, optimizer: Any) -> Progress:
-    """Put a checkpoint into model and optimizer. Every rank calls it.
+    """Restore model and optimizer from a checkpoint. Every rank calls it.
 
     Raises:
-        Damaged: it cannot be read.
+        CorruptFile: it cannot be read.
         RunError: it belongs to another configuration.
     """
     about = read_json(folder / "state.json", FIX)
     tensors = read_tensors(folder / "state.safetensors", about.get("sha256"), FIX)
     try:
-        progress = Progress(**about["progress"])
-        scatter(model, optimizer, tensors, progress.step - progress.skipped)
+        progress = Progress.from_json(about["progress"])
+        restore_state(model, optimizer, tensors, progress.step - progress.skipped)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunError(f"{folder} does not fit this configuration: {error}", FIX) from None
     return progress
 
 
-def gather(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
-    """fp32 parameters, their moments (when an optimizer is given) and the buffers, by name.
+def collect_state(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
+    """Return copies of the fp32 parameters, their moments and the buffers, by name.
 
-    All are copies: they are written while training goes on.
+    Args:
+        optimizer: None leaves the moments out.
     """
     out = {f"buffer.{n}": value.to("cpu", copy=True) for n, value in model.named_buffers()}
     for name, parameter in _trained(model):
@@ -173,7 +197,7 @@ def gather(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
     return out
 
 
-def scatter(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: int) -> None:
+def restore_state(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: int) -> None:
     """The reverse of `gather`.
 
     Args:
@@ -189,20 +213,20 @@ def scatter(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: 
         if value.shape != _shape(parameter):
             raise ValueError(f"{name} is {tuple(value.shape)}, not {tuple(_shape(parameter))}")
         moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
-        if _sliced(parameter):
-            _set_sliced(parameter, value, moments, optimizer, step)
+        if _is_partitioned(parameter):
+            _set_partitioned(parameter, value, moments, optimizer, step)
         else:
             with torch.no_grad():
                 parameter.copy_(value)
             if moments:
-                inner(optimizer).state[parameter] = {
+                unwrap_optimizer(optimizer).state[parameter] = {
                     "step": torch.tensor(float(step)),
                     **{m: v.to(parameter.device).clone() for m, v in moments.items()},
                 }
 
 
-def inner(optimizer: Any) -> Any:
-    """The torch optimizer inside the wrappers of accelerate and DeepSpeed."""
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the torch optimizer inside the wrappers of accelerate and DeepSpeed."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -212,8 +236,8 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _sliced(parameter: nn.Parameter) -> bool:
-    """DeepSpeed holds this parameter's master or moments in slices."""
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    """Return whether DeepSpeed divides this parameter's master or moments over the ranks."""
     return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
 
@@ -222,7 +246,7 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def _master(parameter: nn.Parameter) -> Tensor:
-    if not _sliced(parameter):
+    if not _is_partitioned(parameter):
         return parameter.detach()
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -231,8 +255,8 @@ def _master(parameter: nn.Parameter) -> Tensor:
 
 
 def _moment(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor | None:
-    if not _sliced(parameter):
-        value: Tensor | None = inner(optimizer).state.get(parameter, {}).get(name)
+    if not _is_partitioned(parameter):
+        value: Tensor | None = unwrap_optimizer(optimizer).state.get(parameter, {}).get(name)
         return value
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -240,8 +264,8 @@ def _moment(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor | None
     return out
 
 
-def _show_forward(parameter: nn.Parameter, value: Tensor) -> None:
-    """The master is set; the copy that the next forward computes with is another tensor."""
+def _update_forward_copy(parameter: nn.Parameter, value: Tensor) -> None:
+    """Set the copy that the forward computes with, which is not the fp32 master."""
     if not hasattr(parameter, "ds_id"):
         parameter.data.copy_(value)
         return
@@ -251,15 +275,15 @@ def _show_forward(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.data.copy_(value)
 
 
-def _set_sliced(
+def _set_partitioned(
     parameter: nn.Parameter, value: Tensor, moments: dict[str, Tensor], optimizer: Any, step: int
 ) -> None:
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     safe_set_full_fp32_param(parameter, value)
-    _show_forward(parameter, value)
+    _update_forward_copy(parameter, value)
     for moment, tensor in moments.items():
         safe_set_full_optimizer_state(parameter, tensor, moment)
-    for state in inner(optimizer).state.values():
+    for state in unwrap_optimizer(optimizer).state.values():
         if "step" in state:
             state["step"] = torch.full_like(torch.as_tensor(state["step"]), step)

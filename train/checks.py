@@ -1,6 +1,6 @@
-"""What contradicts itself in a configuration whose keys are all right one by one.
+"""Contradictions between keys that are valid one by one, found before a model is loaded.
 
-Found before any model is loaded; each raises a `ConfigError` that names one key and a way out.
+Every check raises a `ConfigError` with one key, the reason and a fix.
 """
 
 import dataclasses
@@ -8,123 +8,130 @@ import os
 from pathlib import Path
 
 from outrider.conf.errors import ConfigError
-from outrider.models.drafters import kind
-from outrider.train import decoding
+from outrider.conf.schema import Config
+from outrider.models.decode import from_config
+from outrider.models.decode.from_config import decodings
+from outrider.models.drafters import drafter_class
 from outrider.train.losses import parse_depth_weights, parse_loss
-from outrider.train.settings import Config, decodings
 
 
 def check_length(config: Config) -> None:
+    """Check the number of steps, the warm-up and the tokens per step."""
     train, launch = config.train, config.launch
     if train.max_steps is None and train.max_minutes is None:
-        why = "With train.max_minutes = null too, training would never end."
+        why = "train.max_minutes is null too, so training would never end."
         raise ConfigError("train.max_steps", None, why, "Set at least one of the two.")
     if isinstance(train.warmup, float) and train.warmup >= 1:
-        why = "A warm-up with a decimal point is a share of the steps, below 1."
+        why = "A warm-up with a decimal point is a share of all steps and must be below 1."
         raise ConfigError("train.warmup", train.warmup, why, "Write whole steps: train.warmup=30.")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    least = config.data.max_length * launch.accumulation * ranks
-    if train.batch_tokens < least:
+    smallest = config.data.max_length * launch.accumulation * ranks
+    if train.batch_tokens < smallest:
         why = (
             f"{ranks} rank(s) with launch.accumulation={launch.accumulation} and rows of "
-            f"data.max_length={config.data.max_length} tokens take at least {least} per step."
+            f"data.max_length={config.data.max_length} tokens need at least {smallest} per step."
         )
-        fix = f"Use train.batch_tokens={least}, shorter rows, or less accumulation."
+        fix = f"Use train.batch_tokens={smallest}, shorter rows, or less accumulation."
         raise ConfigError("train.batch_tokens", train.batch_tokens, why, fix)
-    rows, pieces = train.batch_tokens // config.data.max_length, launch.accumulation * ranks
-    if rows % pieces:
-        why = f"{rows} rows of a step cannot be shared evenly by {pieces} forward passes."
-        fix = f"Use a multiple of {least}."
+    rows, forwards = train.batch_tokens // config.data.max_length, launch.accumulation * ranks
+    if rows % forwards:
+        why = f"{rows} rows per step cannot be shared evenly by {forwards} forward passes."
+        fix = f"Use a multiple of {smallest}."
         raise ConfigError("train.batch_tokens", train.batch_tokens, why, fix)
     if train.skip_bad and launch.accumulation > 1 and launch.name.startswith("zero"):
-        why = "DeepSpeed cannot forget the gradients of a step's first forward passes."
+        why = "DeepSpeed cannot discard the gradients of a step's first forward passes."
         raise ConfigError("train.skip_bad", train.skip_bad, why, "Use launch.accumulation=1.")
     if train.max_steps is None and isinstance(train.warmup, int) and train.warmup > 0:
-        why = "A run in minutes has no number of steps to warm up for."
-        raise ConfigError("train.warmup", train.warmup, why, "Give a share: train.warmup=0.04.")
+        why = "A run limited in minutes has no known number of steps."
+        raise ConfigError("train.warmup", train.warmup, why, "Use a share: train.warmup=0.04.")
 
 
 def check_place(config: Config) -> None:
+    """Check the placement of the target."""
     target = config.target
     if (target.place == "apart") != bool(target.devices):
-        why = "target.place=apart and the devices it lies on belong together."
+        why = "target.place=apart needs target.devices, and only apart uses them."
         fix = "Like target.place=apart target.devices=[cuda:1]."
         raise ConfigError("target.devices", list(target.devices), why, fix)
     if target.quantise and target.place in ("sharded", "tensor", "ends"):
-        why = f"Quantised weights cannot be {target.place}."
-        fix = "Use target.place=replicated or apart: they are small."
+        why = f"Quantised weights cannot be placed as {target.place}."
+        fix = "Use target.place=replicated or apart."
         raise ConfigError("target.quantise", target.quantise, why, fix)
     if target.place == "ends" and config.data.traces is None:
-        why = "Without its layers the target says nothing of a text."
-        fix = "Give what it said before: data.traces=FOLDER, as outrider record wrote it."
+        why = "Without its layers the target computes no features."
+        fix = "Add recorded features: data.traces=FOLDER, written by outrider record."
         raise ConfigError("target.place", "ends", why, fix)
     if target.place == "ends" and config.train.quick_eval:
         why = "Decoding needs the target's layers."
-        fix = "Add train.quick_eval=false, and decode later: outrider eval run.dir=..."
+        fix = "Add train.quick_eval=false, and measure later: outrider eval run.dir=..."
         raise ConfigError("target.place", "ends", why, fix)
 
 
 def check_data(config: Config) -> None:
+    """Check the keys of the training text."""
     target, data = config.target, config.data
     if target.name == "hf" and not target.path:
-        fix = "Add target.path=<folder or model id>, or take target=smollm2."
+        fix = "Add target.path=<folder or model id>, or use target=smollm2."
         raise ConfigError("target.path", target.path, "target=hf needs a model.", fix)
     if data.name == "jsonl" and not data.path:
-        fix = "Add data.path=<file or name>, or take data=self."
+        fix = "Add data.path=<file or name>, or use data=self."
         raise ConfigError("data.path", data.path, "data=jsonl needs a file.", fix)
     if data.name != "self" and data.given is not None:
-        why = f"data={data.name} is given text itself."
-        raise ConfigError("data.given", data.given, why, "Take data=self, or set data.path alone.")
-    wish = data.generate
-    if wish is not None and wish.self_prompted and (data.path is not None or wish.samples is None):
-        why = "Prompts are written instead of read, and so many as data.generate.samples says."
+        why = f"data={data.name} already reads existing text."
+        raise ConfigError("data.given", data.given, why, "Use data=self, or set data.path only.")
+    generate = data.generate
+    if generate and generate.self_prompted and (data.path is not None or generate.samples is None):
+        why = "Prompts are generated, not read; data.generate.samples sets their number."
         fix = "Drop data.path, and set data.generate.samples=..."
         raise ConfigError("data.generate.self_prompted", True, why, fix)
-    if wish is not None and wish.endpoint and not wish.endpoint.startswith(("http://", "https://")):
-        why, fix = "This is no address.", "Like http://localhost:8000/v1"
-        raise ConfigError("data.generate.endpoint", wish.endpoint, why, fix)
-    if data.name != "self" and data.generate is not None:
-        why = f"data={data.name} reads text that exists; only data=self generates."
-        fix = "Take data=self, or drop the group with ~data.generate."
-        raise ConfigError("data.generate", dataclasses.asdict(data.generate), why, fix)
+    endpoint = generate.endpoint if generate else None
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        why, fix = "This is not a URL.", "Like http://localhost:8000/v1"
+        raise ConfigError("data.generate.endpoint", endpoint, why, fix)
+    if generate and data.name != "self":
+        why = f"data={data.name} reads existing text; only data=self generates."
+        fix = "Use data=self, or drop the group with ~data.generate."
+        raise ConfigError("data.generate", dataclasses.asdict(generate), why, fix)
 
 
 def check_traces(config: Config) -> None:
+    """Check the keys of recorded features."""
     data, record = config.data, config.record
     if data.traces is not None and data.mode in ("online", "hybrid"):
-        why = "A recording holds what the target said of every row."
-        raise ConfigError("data.mode", data.mode, why, "Drop data.traces, or leave mode=auto.")
+        why = "data.traces holds the features of every row."
+        raise ConfigError("data.mode", data.mode, why, "Drop data.traces, or use data.mode=auto.")
     if data.mode != "hybrid":
         return
     if record.top or record.states == "coded":
-        why = "Rows are kept while the run goes on: nothing is known of the others yet."
-        fix = "Set record.top=0 record.states=bf16, or take data.mode=recorded."
+        why = "Hybrid mode stores rows during training; these formats need statistics of all rows."
+        fix = "Set record.top=0 record.states=bf16, or use data.mode=recorded."
         raise ConfigError("data.mode", data.mode, why, fix)
     if config.target.place in ("sharded", "tensor"):
-        why = "Ranks that hold shares of the target run it together, and each keeps other rows."
-        raise ConfigError("data.mode", data.mode, why, "Take data.mode=recorded, or online.")
+        why = "Ranks run a sharded target together, but each caches other rows."
+        raise ConfigError("data.mode", data.mode, why, "Use data.mode=recorded or online.")
 
 
 def check_drafter(config: Config) -> None:
-    """The objective can be read, and its terms make sense for this drafter."""
+    """Check that the launch and the loss suit the drafter."""
     cfg = config.drafter
-    if why := cfg.refuses(config.launch.name):
+    if why := cfg.why_unsupported(config.launch.name):
         raise ConfigError("launch", config.launch.name, why, "Use launch=zero2 or launch=ddp.")
     parse_depth_weights(cfg.depth_weights, cfg.depths)
     for term in parse_loss(cfg.loss):
-        if term.kind.features and not kind(cfg.name).in_target_space:
-            why = f"{term.name} compares states; those of {cfg.name} are not the target's kind."
+        if term.spec.needs_states and not drafter_class(cfg.name).predicts_target_states:
+            why = f"{term.name} compares hidden states; {cfg.name} does not predict the target's."
             fix = "Use terms over distributions, such as soft_ce, kl or lk_hybrid."
             raise ConfigError("drafter.loss", list(cfg.loss), why, fix)
 
 
 def check_names(config: Config) -> None:
+    """Check the decoding settings, `run.dir` and `eval.out`."""
     for _, decode in decodings(config):
-        decoding.check(decode)
+        from_config.check_decode(decode)
     if not config.run.dir.strip():
         raise ConfigError("run.dir", config.run.dir, "A run needs a folder.", "Use runs/<name>.")
     if config.eval.out in ("", ".", "..") or Path(config.eval.out).name != config.eval.out:
-        why = "This is the name of a report inside <run.dir>/eval, not a path."
+        why = "This is the name of a report in <run.dir>/eval, not a path."
         raise ConfigError("eval.out", config.eval.out, why, "Use a plain name such as quick.")
 
 

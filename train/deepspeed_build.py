@@ -1,8 +1,8 @@
-"""What DeepSpeed compiles when it first starts, one process at a time.
+"""DeepSpeed's compiled operator, built by one process at a time.
 
-torch marks a build with a file that a killed process leaves behind, and everybody who comes later
-waits for that file to go, without end. Here the builds have a folder of their own and a lock that
-the kernel takes back: who holds it knows that a mark in the folder is nobody's.
+torch marks a running build with a file. A killed process leaves the file, and others wait for it
+forever. Here builds have a folder of their own and a lock that the kernel releases: its holder
+removes a leftover file.
 """
 
 import os
@@ -10,38 +10,38 @@ from pathlib import Path
 
 import torch
 
-from outrider.conf.files import claimed
-from outrider.models.load import cache_home
+from outrider.conf.files import folder_lock
+from outrider.conf.paths import cache_home
 
-OPERATOR = "ShareMemCommBuilder"  # how ranks of one machine reduce without a GPU
+OPERATOR = "ShareMemCommBuilder"  # reduction between ranks of one machine without a GPU
 FOLDER = "TORCH_EXTENSIONS_DIR"
-MARK = "lock"
+BUILD_LOCK = "lock"
 
 
-def home() -> Path:
-    """Where the builds of this torch are kept."""
+def build_folder() -> Path:
+    """Return the folder of builds for this version of torch."""
     return cache_home() / "compiled" / f"torch-{torch.__version__}"
 
 
-def load() -> None:
-    """Have the operator in this process before DeepSpeed asks for it; it keeps what is loaded."""
+def load_operator() -> None:
+    """Load the operator into this process, where DeepSpeed then finds it."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(OPERATOR)
     if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
         return
-    folder = home() / builder.name
+    folder = build_folder() / builder.name
     if not any(folder.glob("*.so")) and os.environ.get("RANK", "0") == "0":
         print("DeepSpeed compiles an operator: about a minute, once on this machine", flush=True)
-    told = os.environ.get(FOLDER)
-    os.environ[FOLDER] = str(home())
+    previous = os.environ.get(FOLDER)
+    os.environ[FOLDER] = str(build_folder())
     try:
-        with claimed(home(), waiting=lambda: None) as alone:
+        with folder_lock(build_folder(), on_wait=lambda: None) as alone:
             if alone:
-                (folder / MARK).unlink(missing_ok=True)
+                (folder / BUILD_LOCK).unlink(missing_ok=True)
             builder.load()
     finally:
         os.environ.pop(FOLDER)
-        if told is not None:
-            os.environ[FOLDER] = told
+        if previous is not None:
+            os.environ[FOLDER] = previous

@@ -1,12 +1,12 @@
-"""Who is still there: asked when somebody does not answer.
+"""Rank heartbeats: name the silent rank when a collective times out.
 
-Every rank notes its step, and from a thread of its own every few seconds the time, in the store
-that the ranks met at. A rank whose wait for the others ends in an error reads what they noted: who
-stands still, or is gone, has not been heard of for longest.
+Every rank writes its step, and a thread of it every few seconds the time, to the store of the
+process group. When a wait ends in an error (gloo), a rank reads what the others wrote and reports
+those that are longest out of date.
 
-So it is with gloo. NCCL's watchdog ends a process whose wait is over, and no error comes up. The
-thread therefore looks at the others' notes too, and says who has been silent before that happens.
-A rank whose thread lives while its step hangs is not silent: of it NCCL's message alone tells.
+NCCL's watchdog ends the process instead of raising an error. The thread therefore also reads the
+other ranks' entries and reports silent ranks before the timeout. A rank whose thread runs while its
+step hangs is not silent: only NCCL's own message names it.
 """
 
 import sys
@@ -15,105 +15,107 @@ import time
 
 import torch
 
-LOST = ("gloo", "nccl", "timed out", "timeout", "connection closed", "connection reset")
-TORN = ("connection closed", "connection reset", "broken pipe")  # somebody has ended
-BEAT = 2.0  # seconds between signs of life
-SOON = 0.2  # between notes of quick steps
-LOOKS = 20  # at the others' notes while a wait lasts
-ALARM = 0.75  # of a wait: who is silent for so long is named
+TIMEOUTS = ("gloo", "nccl", "timed out", "timeout", "connection closed", "connection reset")
+CLOSED = ("connection closed", "connection reset", "broken pipe")  # another process ended
+INTERVAL = 2.0  # seconds between heartbeats of the thread
+MIN_INTERVAL = 0.2  # seconds between heartbeats of quick steps
+CHECKS = 20  # of the other ranks during one timeout
+ALARM = 0.75  # share of the timeout after which a silent rank is reported
 
 
-class Roll:
-    """The notes of all ranks; of a run of one process there are none."""
+class Heartbeat:
+    """Heartbeats of one rank; nothing is written in a run of one process."""
 
     def __init__(self, rank: int, world: int, wait: float) -> None:
         """
         Args:
-            wait: seconds after which a rank gives the others up.
+            wait: timeout of a collective, seconds.
         """
         self.rank, self.world, self.wait, self.step = rank, world, wait, 0
         self.store = None
-        self._over, self._noted = threading.Event(), 0.0
-        self._seen = dict[int, tuple[str, float]]()  # last notes, and when they were new
-        self._named = set[int]()
+        self._closed, self._last_write = threading.Event(), 0.0
+        self._entries = dict[int, tuple[str, float]]()  # by rank: last entry, and when it changed
+        self._reported = set[int]()
         if world > 1 and torch.distributed.is_initialized():
             store = torch.distributed.distributed_c10d._get_default_store()
-            # a connection of its own: the group's may be held by somebody who waits
+            # a connection of its own: the group's one may be blocked by a wait
             self.store = store.clone() if hasattr(store, "clone") else store
-            self._note()
-            threading.Thread(target=self._beat, daemon=True).start()
+            self._write()
+            threading.Thread(target=self._run, daemon=True).start()
 
-    def here(self, step: int) -> None:
-        """What this rank is about to do."""
+    def beat(self, step: int) -> None:
+        """Write the step that this rank is about to take."""
         self.step = step
-        if self.store is not None and time.monotonic() - self._noted > SOON:
-            self._note()
+        if self.store is not None and time.monotonic() - self._last_write > MIN_INTERVAL:
+            self._write()
 
     def close(self) -> None:
-        """No more signs of life."""
-        self._over.set()
+        """End the thread."""
+        self._closed.set()
 
-    def missing(self, error: Exception) -> str:
-        """What to say of a wait that ended in this error; "" if it is none."""
+    def explain_timeout(self, error: Exception) -> str:
+        """Return a message for a wait that ended in this error; "" for other errors."""
         text = str(error).lower()
-        if self.world == 1 or not any(word in text for word in LOST):
+        if self.world == 1 or not any(word in text for word in TIMEOUTS):
             return ""
-        torn = any(word in text for word in TORN)
-        how = "lost the others" if torn else "waited for the others, and gave up,"
-        head = f"Rank {self.rank} {how} at step {self.step}"
+        closed = any(word in text for word in CLOSED)
+        cause = "lost the others" if closed else "waited for the others until the timeout"
+        head = f"Rank {self.rank} {cause} at step {self.step}"
         try:
-            seen = {rank: self._of(rank) for rank in range(self.world) if rank != self.rank}
+            entries = {rank: self._read(rank) for rank in range(self.world) if rank != self.rank}
         except (RuntimeError, ValueError):
             return f"{head}: {str(error).splitlines()[0]}"
-        silent = {r: (step, age) for r, (step, age) in seen.items() if age > 4 * BEAT}
-        said = [
+        silent = {r: (step, age) for r, (step, age) in entries.items() if age > 4 * INTERVAL}
+        oldest_first = sorted((silent or entries).items(), key=lambda item: -item[1][1])
+        parts = [
             f"rank {rank} was last heard of {age:.0f} s ago, at step {step}"
-            for rank, (step, age) in sorted((silent or seen).items(), key=lambda one: -one[1][1])
+            for rank, (step, age) in oldest_first
         ]
-        return f"{head}: {'; '.join(said)}{'' if silent or torn else ' (all are alive)'}."
+        return f"{head}: {'; '.join(parts)}{'' if silent or closed else ' (all are alive)'}."
 
-    def _beat(self) -> None:
-        looked, apart = time.monotonic(), self.wait / LOOKS
-        while not self._over.wait(min(BEAT, apart)):
+    def _run(self) -> None:
+        last_check, interval = time.monotonic(), self.wait / CHECKS
+        while not self._closed.wait(min(INTERVAL, interval)):
             try:
-                self._note()
-                if time.monotonic() - looked >= apart:
-                    looked = time.monotonic()
-                    sys.stderr.write(self._silence(looked))
-            except RuntimeError:  # the place where they met is gone, and soon this process too
+                self._write()
+                if time.monotonic() - last_check >= interval:
+                    last_check = time.monotonic()
+                    sys.stderr.write(self._check_others(last_check))
+            except RuntimeError:  # the store is gone, and this process will end
                 return
 
-    def _silence(self, now: float) -> str:
-        """What to say of ranks that have just become silent; the first of the others says it.
+    def _check_others(self, now: float) -> str:
+        """Return a message about ranks that became silent, on the first rank that is not.
 
-        A note is old when it has not changed for long here: clocks of machines may differ.
+        A rank is silent when its entry has not changed for long by this rank's clock: clocks of
+        machines may differ.
         """
-        assert self.store is not None, "there is one where there are several ranks"
+        assert self.store is not None, "several ranks have a store"
         others = [rank for rank in range(self.world) if rank != self.rank]
         if not self.store.check([f"outrider/{rank}" for rank in others]):
-            return ""  # not all are there yet, and a read would wait for them
+            return ""  # a rank has not started; reading its entry would block
         for rank in others:
-            note = self.store.get(f"outrider/{rank}").decode()
-            if note != self._seen.get(rank, ("", 0.0))[0]:
-                self._seen[rank] = note, now
-        silent = {r for r, (_, since) in self._seen.items() if now - since > ALARM * self.wait}
-        fresh, self._named = silent - self._named, silent
-        if not fresh or min({*others, self.rank} - silent) != self.rank:
+            entry = self.store.get(f"outrider/{rank}").decode()
+            if entry != self._entries.get(rank, ("", 0.0))[0]:
+                self._entries[rank] = entry, now
+        silent = {r for r, (_, last) in self._entries.items() if now - last > ALARM * self.wait}
+        new, self._reported = silent - self._reported, silent
+        if not new or min({*others, self.rank} - silent) != self.rank:
             return ""
-        said = [
-            f"rank {rank} has been silent for {now - self._seen[rank][1]:.0f} s, "
-            f"since step {self._seen[rank][0].split()[0]}"
-            for rank in sorted(fresh)
+        parts = [
+            f"rank {rank} has been silent for {now - self._entries[rank][1]:.0f} s, "
+            f"since step {self._entries[rank][0].split()[0]}"
+            for rank in sorted(new)
         ]
-        return f"Rank {self.rank} is at step {self.step}: {'; '.join(said)}.\n"
+        return f"Rank {self.rank} is at step {self.step}: {'; '.join(parts)}.\n"
 
-    def _note(self) -> None:
-        assert self.store is not None, "there is one where there are several ranks"
-        self._noted = time.monotonic()
+    def _write(self) -> None:
+        assert self.store is not None, "several ranks have a store"
+        self._last_write = time.monotonic()
         self.store.set(f"outrider/{self.rank}", f"{self.step} {time.time()}")
 
-    def _of(self, rank: int) -> tuple[int, float]:
-        """Its step, and how many seconds ago it was heard of."""
-        assert self.store is not None, "there is one where there are several ranks"
-        step, when = self.store.get(f"outrider/{rank}").decode().split()
-        return int(step), time.time() - float(when)
+    def _read(self, rank: int) -> tuple[int, float]:
+        """Return a rank's step and the age of its entry in seconds."""
+        assert self.store is not None, "several ranks have a store"
+        step, written = self.store.get(f"outrider/{rank}").decode().split()
+        return int(step), time.time() - float(written)

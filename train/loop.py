@@ -1,13 +1,12 @@
-"""Training, top to bottom: `train` is the verb, `fit` the loop.
+"""The training loop.
 
-The loop runs once more than it steps, so that the last weights are evaluated too. It is a function
-of its arguments: a test calls it with a tiny target and looks at the folder.
+It runs once more than it steps, so that the last weights are evaluated too. `fit` is a function of
+its arguments: a test calls it with a tiny target and reads the run folder.
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,198 +14,156 @@ from rich.console import Console
 from torch.nn.utils import get_total_norm
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import claimed, read_json, write_json
-from outrider.data.prepare import Material, material
-from outrider.launch.doctor.run import at_start, check
-from outrider.models import drafters, load
-from outrider.models.load import Loaded
-from outrider.models.target import default_taps, usual_taps
-from outrider.train import best_drafter as best
-from outrider.train import checkpoint, trackers
-from outrider.train import distributed as start
-from outrider.train.manifest import identify, write_manifest
-from outrider.train.metric_sums import Sums
-from outrider.train.metrics_log import Tracker
-from outrider.train.settings import Config, check_files, decodings
-from outrider.train.trackers import Background
-from outrider.train.trainer import Piece, Run, clock
-
-
-def train(config: Config) -> int:
-    """The verb: load, prepare, train, measure. Returns the exit code."""
-    start.check(config.launch)
-    trackers.check(config)
-    if not checkpoint.found(Path(config.run.dir) / "checkpoints"):
-        check_files(config, "drafter.warm_start")
-    start.use_cores()
-    if config.target.place in ("sharded", "tensor"):
-        start.join(config.launch)
-    main, began = start.rank() == 0, clock()
-    console = Console(quiet=not main)
-    loaded = load.load(config.target, start.device())
-    console.print(f"target: {loaded.source}")
-    taps = drafters.taps_of(config.drafter, loaded.target.depth)
-    if taps == default_taps(loaded.target.depth) != usual_taps(loaded.target.depth):
-        console.print(f"target has {loaded.target.depth} layers: taps adapted to {list(taps)}")
-    made = material(config, loaded, taps, console, start.rank())
-    took = {"loading": clock() - began}
-    say = partial(console.print, markup=False)
-    with (
-        claimed(Path(config.run.dir)) if main else nullcontext(),  # mistakes leave no folder
-        trackers.following(config, say, main) as services,
-    ):
-        outcome = fit(config, loaded, made, console, services)
-        start.leave()
-        if outcome is None:
-            return 130
-        if main and config.train.quick_eval:
-            _report(config, loaded, made, console, services, took)
-    return 0
-
-
-def _report(
-    config: Config, loaded: Loaded, made: Material, console: Console,
-    services: Sequence[Background], took: dict[str, float],
-) -> None:  # fmt: skip
-    """What the new drafter is worth, unless that is known, or this rank cannot find out alone."""
-    if loaded.target.elsewhere:
-        console.print(f"measure it with: outrider eval run.dir={config.run.dir}")
-    elif not _measured(config):
-        from outrider.eval.run import quick_report
-
-        began = clock()
-        quick_report(config, loaded, made, console, services)
-        _book(Path(config.run.dir), {**took, "report": clock() - began})
-
-
-def _book(folder: Path, seconds: dict[str, float]) -> None:
-    """Add what lies before and behind the training to its account."""
-    file = folder / "training.json"
-    account = read_json(file, checkpoint.FIX)
-    write_json(file, {**account, "phases": {**account.get("phases", {}), **seconds}})
-
-
-def _measured(config: Config) -> bool:
-    """Whether all reports are of the drafter that is there now."""
-    folder = Path(config.run.dir)
-    drafter = folder / "drafter" / "model.safetensors"
-    reports = [folder / "eval" / f"{out}.json" for out, _ in decodings(config)]
-    when = drafter.stat().st_mtime_ns
-    return all(report.is_file() and report.stat().st_mtime_ns > when for report in reports)
+from outrider.conf.schema import Config
+from outrider.data.training_data import TrainingData
+from outrider.models.formats.identity import fingerprints
+from outrider.models.load import LoadedTarget
+from outrider.train import best_drafter
+from outrider.train.bad_steps import save_batch
+from outrider.train.manifest import write_manifest
+from outrider.train.metric_sums import MetricSums
+from outrider.train.metrics_log import MetricsLog
+from outrider.train.resume import resume
+from outrider.train.schedule import fraction_done, learning_rate
+from outrider.train.step_data import MicroBatch
+from outrider.train.stop_signal import StopSignal
+from outrider.train.trackers import TrackerThread
+from outrider.train.trainer import Trainer
 
 
 def fit(
     config: Config,
-    loaded: Loaded,
-    made: Material,
+    loaded: LoadedTarget,
+    data: TrainingData,
     console: Console,
-    services: Sequence[Background] = (),
+    trackers: Sequence[TrackerThread] = (),
+    on_start: Callable[[Trainer], None] | None = None,
 ) -> Path | None:
     """Train a drafter; `<run.dir>/drafter/` holds the best one afterwards.
 
     Args:
-        services: are told every number.
+        trackers: receive every logged metric.
+        on_start: called on the main rank before the first step, with everything built.
 
     Returns:
-        The folder of the drafter; None when a signal stopped the run (it is saved and continues
-        with the same command).
+        The folder of the drafter; None when a signal stopped the run (it is saved, and the same
+        command continues it).
 
     Raises:
-        RunError: the doctor finds something wrong, the loss is not a number, a checkpoint is
-            damaged.
-        NoRoom: the disk is full.
+        RunError: the loss is NaN or infinite, or a checkpoint is damaged.
+        DiskFull: the disk is full.
         ConfigError: the run folder holds a run with other settings.
     """
-    check(config, loaded, made)
     with console.status("finding first weights and preparing the ranks"):
-        run = Run(config, loaded, made)
-    resumed = run.resume()
-    for note in run.notes:
-        console.print(note, style="yellow", soft_wrap=True)
-    if resumed and run.progress.finished and run.done() >= 1:
+        run = Trainer(config, loaded, data)
+    messages = resume(run)
+    resumed, first_step = messages is not None, run.progress.step
+    for message in messages or ():
+        console.print(message, style="yellow", soft_wrap=True)
+    if resumed and run.progress.finished and fraction_done(config.train, run.progress) >= 1:
         console.print(f"{run.folder} is finished: {run.progress.step} steps.")
-        return run.folder / "drafter" if best.published(run) else best.publish(run)
+        published = best_drafter.is_published(run)
+        return run.folder / "drafter" if published else best_drafter.publish(run)
     if run.main:
-        facts = {"data": made.about, "target": loaded.source, "fingerprints": identify(loaded)}
+        facts = {"data": data.about, "target": loaded.source, "fingerprints": fingerprints(loaded)}
         write_manifest(run.folder, config, {**facts, "ranks": run.accelerator.num_processes})
-        at_start(console, run, loaded)
-    began, first = clock() - run.progress.seconds, run.progress.step
-    unheard = run.listen()
+        if on_start is not None:
+            on_start(run)
+    start = time.monotonic() - run.progress.seconds
     try:
-        with Tracker(config, console, run.main, services) as tracker:
-            tracker.rewind(first if resumed else -1)
+        with StopSignal() as signal, MetricsLog(config, console, run.main, trackers) as log:
+            log.rewind(first_step if resumed else -1)
             while True:
-                stop = run.agree()
-                step, over = run.progress.step, run.done() >= 1
-                if (over or step % config.train.eval_every == 0) and not (
-                    resumed and step == first
-                ):
-                    with run.phase("held out"):
-                        _evaluate(run, tracker)
-                if over or stop or (step % config.train.save_every == 0 and step > first):
+                stop = _sync_stop_and_clock(run, signal.received)
+                step, over = run.progress.step, fraction_done(config.train, run.progress) >= 1
+                evaluated = resumed and step == first_step
+                if (over or step % config.train.eval_every == 0) and not evaluated:
+                    with run.progress.phase("held out"):
+                        _evaluate(run, log)
+                if over or stop or (step % config.train.save_every == 0 and step > first_step):
                     run.progress.finished = over
-                    with run.phase("saving"):
+                    with run.progress.phase("saving"):
                         run.save()
                 if over:
-                    return best.publish(run)
+                    return best_drafter.publish(run)
                 if stop:
-                    tracker.say(f"stopped at step {step}, saved; the same command continues")
+                    log.print(f"stopped at step {step}, saved; the same command continues")
                     return None
-                run.roll.here(step)
-                with run.phase("steps"):
-                    _advance(run, tracker)
+                run.heartbeat.beat(step)
+                with run.progress.phase("steps"):
+                    _advance(run, log)
                 run.progress.step += 1
-                run.progress.seconds = clock() - began
+                run.progress.seconds = time.monotonic() - start
     except RuntimeError as error:
-        said = "" if isinstance(error, RunError) else run.roll.missing(error)
-        if not said:
+        message = "" if isinstance(error, RunError) else run.heartbeat.explain_timeout(error)
+        if not message:
             raise
         fix = "Look at that rank's machine; the same command continues from the last checkpoint."
-        raise RunError(said, fix) from error
+        raise RunError(message, fix) from error
     finally:
-        unheard()
-        run.roll.close()
-        run.behind.wait()
-        run.ahead.close()
+        run.close()
 
 
-def _advance(run: Run, tracker: Tracker) -> None:
-    """One optimizer step, or a bad one that is left out."""
-    config, step = run.config.train, run.progress.step
-    run.sow(step)
-    rate = run.learning_rate(run.done())
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate * group.get("pace", 1.0)
-    pieces = run.micro_batches(step)
-    speaking = step % config.log_every == 0
-    before = run.weights() if speaking else []
-    sums, norm, wrong = work(run, pieces, speaking)
-    if wrong:
-        tracker.say(run.leave_out(pieces, wrong))
-        tracker.log(step, "skipped", {"skipped": float(run.progress.skipped)})
-    elif speaking:
-        moved = _moved(before, run.weights())
-        _speak(run, tracker, sums, {"lr": rate, "grad_norm": norm, **moved})
+def _sync_stop_and_clock(run: Trainer, stop: bool) -> bool:
+    """Set the main rank's clock on all ranks; return whether any rank was told to stop.
 
-
-def work(run: Run, pieces: list[Piece], speaking: bool) -> tuple[Sums, float, str]:
-    """All micro-batches of this rank, then AdamW; what was counted, the gradient's norm before
-    clipping, and what is wrong with the step ("": it was taken).
+    Learning rate and end of a run in minutes depend on the clock: ranks that differ in either
+    diverge or deadlock.
     """
-    sums, norm = run.objective.zero(run.target.device), 0.0
-    divide = run.divisors(pieces)
+    seconds = run.progress.seconds * run.main
+    stops, run.progress.seconds = run.reduce(
+        torch.tensor([float(stop), seconds], dtype=torch.float64)
+    ).tolist()
+    return bool(stops > 0)
+
+
+def _advance(run: Trainer, log: MetricsLog) -> None:
+    """Take one optimizer step, or skip a bad one."""
+    train, step = run.config.train, run.progress.step
+    run.seed_step(step)
+    rate = learning_rate(train, fraction_done(train, run.progress))
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_factor", 1.0)
+    micro_batches = run.step_data.micro_batches(step)
+    measure = step % train.log_every == 0
+    before = run.copy_weights() if measure else []
+    sums, norm, problem = optimizer_step(run, micro_batches, measure)
+    if problem:
+        run.optimizer.zero_grad()
+        rank, batches = run.accelerator.process_index, [batch for batch, _ in micro_batches]
+        log.print(run.bad_steps.skip(problem, save_batch(run.folder, step, rank, batches)))
+        log.log(step, "skipped", {"skipped": float(run.progress.skipped)})
+    elif measure:
+        facts = {"lr": rate, "grad_norm": norm, **_update_ratio(before, run.copy_weights())}
+        _log_step(run, log, sums, facts)
+
+
+def optimizer_step(
+    run: Trainer, micro_batches: list[MicroBatch], measure: bool
+) -> tuple[MetricSums, float, str]:
+    """Accumulate the gradients of this rank's micro-batches and step AdamW.
+
+    Args:
+        measure: compute the costly metrics too.
+
+    Returns:
+        The metric sums of this rank, the gradient norm before clipping, and what is wrong with the
+        step ("" if it was taken).
+    """
+    sums, norm = run.objective.zero_sums(run.target.device), 0.0
+    denominators = run.loss_denominators(micro_batches)
     share = run.accelerator.num_processes * run.config.launch.accumulation  # undoes the averaging
-    spent = torch.zeros((), dtype=torch.float64)
-    for trace in run.traces(run.progress.step, pieces):
+    total_loss = torch.zeros((), dtype=torch.float64)
+    for trace in run.step_data.traces(run.progress.step, micro_batches):
         with run.accelerator.accumulate(run.model):
-            loss, part = run.model(trace, divide, speaking)
-            spent += loss.detach().cpu()
-            if wrong := _wrong(run, spent):
-                return sums, norm, wrong
+            loss, part = run.model(trace, denominators, measure)
+            total_loss += loss.detach().cpu()
+            if problem := _problem(run, total_loss):
+                return sums, norm, problem
             run.accelerator.backward(loss * share)
             if run.accelerator.sync_gradients:
-                norm = _clipped(run)
-                if not 0 <= norm < math.inf:  # DeepSpeed says -1 where it masks one
+                norm = _clip_gradient(run)
+                if not 0 <= norm < math.inf:  # DeepSpeed returns -1 where it masks NaN
                     return sums, norm, f"the norm of its gradient is {norm}"
             run.optimizer.step()
             run.optimizer.zero_grad()
@@ -214,23 +171,23 @@ def work(run: Run, pieces: list[Piece], speaking: bool) -> tuple[Sums, float, st
     return sums, norm, ""
 
 
-def _clipped(run: Run) -> float:
-    """The gradient's norm before clipping; 0 where DeepSpeed keeps it to itself."""
+def _clip_gradient(run: Trainer) -> float:
+    """Return the gradient norm before clipping; 0 where DeepSpeed does not return it."""
     norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.train.clip)
     return 0.0 if norm is None else float(norm)
 
 
-def _wrong(run: Run, spent: torch.Tensor) -> str:
-    """What is wrong with the step so far; judged as a whole where steps may be left out."""
-    if run.guard.on and run.accelerator.sync_gradients:
-        return run.guard.wrong(float(run.reduce(spent)))
-    if run.guard.on or math.isfinite(float(spent)):
+def _problem(run: Trainer, total_loss: torch.Tensor) -> str:
+    """Return what is wrong with the step so far; with the guard, only whole steps are checked."""
+    if run.bad_steps.enabled and run.accelerator.sync_gradients:
+        return run.bad_steps.problem(float(run.reduce(total_loss)))
+    if run.bad_steps.enabled or math.isfinite(float(total_loss)):
         return ""
-    return f"its loss is {float(spent)}"
+    return f"its loss is {float(total_loss)}"
 
 
-def _moved(before: list[torch.Tensor], after: list[torch.Tensor]) -> dict[str, float]:
-    """How far the step went, in norms of what it went from."""
+def _update_ratio(before: list[torch.Tensor], after: list[torch.Tensor]) -> dict[str, float]:
+    """Return the norm of the step relative to the norm of the weights."""
     if not before:
         return {}
     steps = [new.float() - old.float() for old, new in zip(before, after, strict=True)]
@@ -238,30 +195,28 @@ def _moved(before: list[torch.Tensor], after: list[torch.Tensor]) -> dict[str, f
     return {"update_ratio": float(ratio)}
 
 
-def _speak(run: Run, tracker: Tracker, sums: Sums, facts: dict[str, float]) -> None:
-    means = run.over_ranks(sums).means()
-    step, seconds = run.progress.step, max(run.progress.seconds, 1e-9)
-    speed = step * run.rows * run.config.data.max_length / seconds
-    means["objective"] = sum(
-        w * means.get(f"loss@{d}", 0.0) for d, w in enumerate(run.objective.weights, start=1)
-    )
-    means["objective"] += run.drafter.keep * means.get("kept", 0.0)
-    tracker.log(step, "train", {**means, **facts, "tokens_per_second": speed})
-    tracker.show(
-        run.done(),
-        f"step {step}  loss {means['loss@1']:.3f}  agree {means['agree@1']:.1%}  "
-        f"accept {means['accept_length']:.2f}  best {run.progress.best:.2f}  {speed:.0f} tokens/s",
+def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, float]) -> None:
+    metrics = run.sum_over_ranks(sums).means()
+    progress, weights = run.progress, enumerate(run.objective.weights, start=1)
+    speed = progress.step * run.rows * run.config.data.max_length / max(progress.seconds, 1e-9)
+    metrics["objective"] = sum(w * metrics.get(f"loss@{depth}", 0.0) for depth, w in weights)
+    metrics["objective"] += run.drafter.target_loss_weight * metrics.get("kept", 0.0)
+    log.log(progress.step, "train", {**metrics, **facts, "tokens_per_second": speed})
+    log.update_progress(
+        fraction_done(run.config.train, progress),
+        f"step {progress.step}  loss {metrics['loss@1']:.3f}  agree {metrics['agree@1']:.1%}  "
+        f"accept {metrics['accept_length']:.2f}  best {progress.best:.2f}  {speed:.0f} tokens/s",
     )
 
 
-def _evaluate(run: Run, tracker: Tracker) -> None:
-    means = run.held_out()
-    better = best.keep(run, means)
-    tracker.log(run.progress.step, "held", means)
-    tracker.say(
-        f"held out, step {run.progress.step}: loss {means['loss@1']:.3f}, "
-        f"agree {means['agree@1']:.1%}, predicted acceptance length "
-        f"{means['accept_length']:.2f}{' (best so far)' if better else ''}"
+def _evaluate(run: Trainer, log: MetricsLog) -> None:
+    metrics = run.evaluate()
+    best = best_drafter.save_if_best(run, metrics)
+    log.log(run.progress.step, "held", metrics)
+    log.print(
+        f"held out, step {run.progress.step}: loss {metrics['loss@1']:.3f}, "
+        f"agree {metrics['agree@1']:.1%}, predicted acceptance length "
+        f"{metrics['accept_length']:.2f}{' (best so far)' if best else ''}"
     )
-    if not means["loss@1"] < float("inf"):
-        raise RunError("The held-out loss is not a number.", "Lower train.lr and start again.")
+    if not metrics["loss@1"] < float("inf"):
+        raise RunError("The held-out loss is not finite.", "Lower train.lr and start again.")

@@ -1,19 +1,18 @@
-"""The objective as a small language: what a guess costs is a sum of named, weighted terms.
+"""The loss as a sum of named, weighted terms.
 
     drafter.loss=[soft_ce]                    the target's distribution (EAGLE-3)
-    drafter.loss=[smooth_l1,0.1*soft_ce]      features, and a little of the distribution (EAGLE)
-    drafter.loss=[0.5*jsd:0.1,0.5*lk_hybrid]  a term may take one number behind a colon
+    drafter.loss=[smooth_l1,0.1*soft_ce]      states, and a little of the distribution (EAGLE)
+    drafter.loss=[0.5*jsd:0.1,0.5*lk_hybrid]  a term may have a parameter after a colon
 
-A term sees the supervised rows of one chunk and returns their values in nats (or what it counts
-in) and which of them it speaks of; the objective sums both and divides once, by global counts.
-Softmax and sums run in float32 whatever the input.
+A term returns its value at every supervised row of a chunk (in nats, where it is an entropy) and
+which rows it counts; the objective sums both and divides once, by counts of the whole step. Softmax
+and sums run in float32 for any input.
 
-In every formula p is the target's distribution and q the drafter's softmax over the draft
-vocabulary. Two p's must be told apart where the vocabulary is reduced: `rows.p` sums to 1 over the
-draft vocabulary (with renormalise=false: to its share of the whole), `rows.whole` is the part of
-the target's real distribution that the draft vocabulary covers, which is what acceptance is about.
+In all formulas p is the teacher and q the drafter's softmax over the draft vocabulary. With a
+reduced vocabulary there are two p: `p` sums to 1 over the draft vocabulary (with renormalise=false:
+to its share), `p_full` are the target's real probabilities, which decide acceptance.
 
-Legend: N rows, M = N or 0, Vd draft vocabulary, H hidden size.
+Legend: N rows, M = N or 0, Vd draft vocabulary, D drafter's and H target's hidden size.
 """
 
 import math
@@ -31,27 +30,27 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import check_interval
 
-FLOOR = 1e-30  # of an acceptance chance whose logarithm is taken
+FLOOR = 1e-30  # of an acceptance probability, before its logarithm
 
 
 @dataclass
-class Chunk:
-    """What a term may look at.
+class LossInputs:
+    """Rows of a chunk, as the terms read them.
 
     Attributes:
         logits: of the drafter.
         p: the teacher over the draft vocabulary.
-        whole: the same, its sum the draft vocabulary's share of the target's distribution.
-        fair: the target's favourite can be drafted.
-        token: the text's token as a draft id, -1 where it cannot be drafted.
-        state, feature: the drafter's state, and the target's last state that it should have met;
-            no rows of them where no term compares states.
+        p_full: the target's probabilities; they sum to the draft vocabulary's share.
+        argmax_in_vocab: the target's top-1 token is in the draft vocabulary.
+        token: the text's token as a draft id, -1 where it is not in the draft vocabulary.
+        state, feature: the drafter's state and the target's last state that it approximates; empty
+            where no term compares states.
     """
 
     logits: Float[Tensor, "N Vd"]
     p: Float[Tensor, "N Vd"]
-    whole: Float[Tensor, "N Vd"]
-    fair: Bool[Tensor, " N"]
+    p_full: Float[Tensor, "N Vd"]
+    argmax_in_vocab: Bool[Tensor, " N"]
     token: Int[Tensor, " N"]
     state: Float[Tensor, "M D"]
     feature: Float[Tensor, "M H"]
@@ -62,59 +61,58 @@ class Chunk:
 
     @cached_property
     def alpha(self) -> Float[Tensor, " N"]:
-        """The chance that sampling accepts: sum_v min(p(v), q(v)) = 1 - TV(p, q)."""
-        return torch.minimum(self.whole.float(), self.log_q.exp()).sum(-1)
+        """Probability that sampling accepts: sum_v min(p(v), q(v)) = 1 - TV(p, q)."""
+        return torch.minimum(self.p_full.float(), self.log_q.exp()).sum(-1)
 
 
-Cost = Callable[[Chunk, float], Float[Tensor, " N"]]
-
-
-class Kind(NamedTuple):
-    """A term of the language.
+class LossSpec(NamedTuple):
+    """Definition of a term.
 
     Attributes:
-        cost: value of every row; the number is the term's parameter.
-        meaning: one line for people, with the source.
-        about: which rows it speaks of: "fair" ones, those whose "token" can be drafted, or "all".
-        number: the parameter's default; None: it takes none.
-        within: the parameter's interval.
-        features: it compares states, which only drafters in the target's own space have.
-        whole: it needs the share of the draft vocabulary, hence the target's whole head.
+        loss: value of every row, given the term's parameter.
+        meaning: one line with the source.
+        rows: which rows it counts: "top1" (the target's top-1 token is in the draft vocabulary),
+            "token" (the text's token is) or "all".
+        default: of the parameter; None: the term has none.
+        interval: of the parameter.
+        needs_states: it compares states, which only drafters in the target's space have.
+        needs_full_head: it reads `p_full`.
     """
 
-    cost: Cost
+    loss: Callable[[LossInputs, float], Float[Tensor, " N"]]
     meaning: str
-    about: str = "fair"
-    number: float | None = None
-    within: str = ""
-    features: bool = False
-    whole: bool = False
+    rows: str = "top1"
+    default: float | None = None
+    interval: str = ""
+    needs_states: bool = False
+    needs_full_head: bool = False
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of the objective."""
+    """One summand of the loss."""
 
     weight: float
     name: str
-    number: float
+    parameter: float
 
     @property
-    def kind(self) -> Kind:
-        return KINDS[self.name]
+    def spec(self) -> LossSpec:
+        return LOSSES[self.name]
 
-    def __call__(self, rows: Chunk) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
-        """Values of all rows, 0 where the term does not speak; and where it does."""
-        told = {"fair": rows.fair, "token": rows.token >= 0}.get(self.kind.about)
-        told = torch.ones_like(rows.fair) if told is None else told
-        return self.kind.cost(rows, self.number) * told, told
+    def __call__(self, rows: LossInputs) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
+        """Return the values, 0 at rows that do not count, and which rows count."""
+        everywhere = torch.ones_like(rows.argmax_in_vocab)
+        masks = {"top1": rows.argmax_in_vocab, "token": rows.token >= 0, "all": everywhere}
+        counted = masks[self.spec.rows]
+        return self.spec.loss(rows, self.parameter) * counted, counted
 
 
 def parse_loss(parts: Sequence[str]) -> tuple[Term, ...]:
-    """["0.5*jsd:0.1", "tv"] -> terms.
+    """Return the terms of a loss: ["0.5*jsd:0.1", "tv"].
 
     Raises:
-        ConfigError: drafter.loss is empty or holds something that is no term.
+        ConfigError: drafter.loss is empty or has an unknown term.
     """
     terms = tuple(_term(part) for part in parts)
     names = [term.name for term in terms]
@@ -125,28 +123,29 @@ def parse_loss(parts: Sequence[str]) -> tuple[Term, ...]:
     return terms
 
 
-def _term(part: str) -> Term:
+def _term(text: str) -> Term:
     number = r"[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?"
-    found = re.fullmatch(rf"(?:({number})\*)?([a-z][a-z0-9_]*)(?::({number}))?", part)
-    kind = KINDS.get(found[2]) if found else None
-    if found is None or kind is None:
-        raise ConfigError("drafter.loss", part, "This is no term.", _SYNTAX)
-    if found[3] and kind.number is None:
-        raise ConfigError("drafter.loss", part, f"{found[2]} takes no number.", _SYNTAX)
-    weight, value = float(found[1] or 1.0), float(found[3]) if found[3] else kind.number or 0.0
+    match = re.fullmatch(rf"(?:({number})\*)?([a-z][a-z0-9_]*)(?::({number}))?", text)
+    spec = LOSSES.get(match[2]) if match else None
+    if match is None or spec is None:
+        raise ConfigError("drafter.loss", text, "This is not a term.", _SYNTAX)
+    weight, name, parameter = float(match[1] or 1.0), match[2], match[3]
+    if parameter and spec.default is None:
+        raise ConfigError("drafter.loss", text, f"{name} takes no number.", _SYNTAX)
     if weight == 0:
-        raise ConfigError("drafter.loss", part, "A term of weight 0 is none.", "Leave it out.")
-    check_interval(kind.within, value, f"drafter.loss: the number of {found[2]}")
-    return Term(weight, found[2], value)
+        raise ConfigError("drafter.loss", text, "A term of weight 0 has no effect.", "Remove it.")
+    value = float(parameter) if parameter else spec.default or 0.0
+    check_interval(spec.interval, value, f"drafter.loss: the number of {name}")
+    return Term(weight, name, value)
 
 
 def parse_depth_weights(text: str, depths: int) -> list[float]:
-    """Weights of the losses of depths 1, 2, ...
+    """Return the weights of the losses of depths 1, 2, ...
 
-        first             1 0 0        only what follows a true state
+        first             1 0 0        only guesses from a true state
         geometric:0.8     1 .8 .64     EAGLE-3
-        normalised:0.6    .51 .31 .18  the same, its sum 1 (FastMTP)
-        mean:0.3          .1 .1 .1     a share for each (DeepSeek-V3)
+        normalised:0.6    .51 .31 .18  the same, summing to 1 (FastMTP)
+        mean:0.3          .1 .1 .1     an equal share for each (DeepSeek-V3)
         1/0.5/0.25        as written, one per depth
 
     Raises:
@@ -158,13 +157,13 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
             return [1.0] + [0.0] * (depths - 1)
         if name in ("geometric", "normalised"):
             weights = [float(number) ** d for d in range(depths)]
-            whole = sum(weights) if name == "normalised" else 1.0
-            return _sound([weight / whole for weight in weights])
+            total = sum(weights) if name == "normalised" else 1.0
+            return _validated([weight / total for weight in weights])
         if name == "mean":
-            return _sound([float(number) / depths] * depths)
+            return _validated([float(number) / depths] * depths)
         weights = [float(part) for part in text.split("/")]
         if len(weights) == depths:
-            return _sound(weights)
+            return _validated(weights)
     except ValueError:
         pass
     raise ConfigError(
@@ -173,39 +172,39 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
     )  # fmt: skip
 
 
-def _sound(weights: list[float]) -> list[float]:
+def _validated(weights: list[float]) -> list[float]:
     if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
-        raise ValueError("weights are finite, not negative, and not all zero")
+        raise ValueError("weights must be finite, not negative, and not all zero")
     return weights
 
 
 # ---- the terms ----
 
 
-def soft_cross_entropy(rows: Chunk, _: float) -> Float[Tensor, " N"]:
+def soft_cross_entropy(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
     """-sum_v p(v) log q(v)."""
     out: Tensor = _SoftCrossEntropy.apply(rows.logits, rows.p)  # type: ignore[no-untyped-call]
     return out
 
 
-def soft_cross_entropy_reference(rows: Chunk, _: float) -> Float[Tensor, " N"]:
-    """The same as the formula reads."""
+def soft_cross_entropy_reference(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
+    """Soft cross-entropy as the formula reads, the reference in tests."""
     return -(rows.p.float() * rows.log_q).sum(-1)
 
 
-def kl(rows: Chunk, _: float) -> Float[Tensor, " N"]:
-    """Forward KL(p | q): soft cross-entropy less the teacher's entropy, so 0 is perfect."""
+def kl(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
+    """Forward KL(p | q): soft cross-entropy minus the teacher's entropy."""
     p = rows.p.float()
     return soft_cross_entropy(rows, 0.0) + torch.xlogy(p, p).sum(-1)
 
 
-def reverse_kl(rows: Chunk, _: float) -> Float[Tensor, " N"]:
-    """KL(q | p) = sum_v q(v) log(q(v) / p(v)): seeks a mode instead of covering all."""
+def reverse_kl(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
+    """KL(q | p) = sum_v q(v) log(q(v) / p(v)): mode-seeking."""
     log_p = rows.p.float().clamp(min=torch.finfo(torch.float32).tiny).log()
     return (rows.log_q.exp() * (rows.log_q - log_p)).sum(-1)
 
 
-def jsd(rows: Chunk, beta: float) -> Float[Tensor, " N"]:
+def jsd(rows: LossInputs, beta: float) -> Float[Tensor, " N"]:
     """Beta KL(p | m) + (1 - beta) KL(q | m), m = beta p + (1 - beta) q."""
     p, q = rows.p.float(), rows.log_q.exp()
     log_m = (beta * p + (1 - beta) * q).clamp(min=torch.finfo(torch.float32).tiny).log()
@@ -213,44 +212,44 @@ def jsd(rows: Chunk, beta: float) -> Float[Tensor, " N"]:
     return (beta * left + (1 - beta) * q * (rows.log_q - log_m)).sum(-1)
 
 
-def total_variation(rows: Chunk, _: float) -> Float[Tensor, " N"]:
-    """1 - sum_v min(p(v), q(v)): the chance that sampling rejects."""
+def total_variation(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
+    """1 - sum_v min(p(v), q(v)): the probability that sampling rejects."""
     return 1 - rows.alpha
 
 
-def likelihood_of_acceptance(rows: Chunk, _: float) -> Float[Tensor, " N"]:
+def likelihood_of_acceptance(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
     """-log sum_v min(p(v), q(v)): total variation, steeper where acceptance is rare."""
     return -rows.alpha.clamp(min=FLOOR).log()
 
 
-def hybrid(rows: Chunk, eta: float) -> Float[Tensor, " N"]:
+def hybrid(rows: LossInputs, eta: float) -> Float[Tensor, " N"]:
     """A share s = exp(-eta alpha), held fixed, of KL(p | q), and 1 - s of 1 - alpha.
 
-    Without its KL where the target's favourite cannot be drafted.
+    The KL is left out where the target's top-1 token is not in the draft vocabulary.
     """
     share = torch.exp(-eta * rows.alpha.detach())
-    return share * kl(rows, 0.0) * rows.fair + (1 - share) * (1 - rows.alpha)
+    return share * kl(rows, 0.0) * rows.argmax_in_vocab + (1 - share) * (1 - rows.alpha)
 
 
-def hard_cross_entropy(rows: Chunk, _: float) -> Float[Tensor, " N"]:
+def hard_cross_entropy(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
     """-log q(the text's token)."""
     return -rows.log_q.gather(-1, rows.token.clamp(min=0)[:, None])[:, 0]
 
 
-def top_k(rows: Chunk, count: float) -> Float[Tensor, " N"]:
-    """-sum p(v) log q(v) over the target's `count` favourites, renormalised on neither side."""
-    best = rows.whole.topk(min(int(count), rows.whole.shape[-1]), dim=-1)
+def top_k(rows: LossInputs, count: float) -> Float[Tensor, " N"]:
+    """-sum p(v) log q(v) over the target's `count` most probable tokens, not renormalised."""
+    best = rows.p_full.topk(min(int(count), rows.p_full.shape[-1]), dim=-1)
     return -(best.values.float() * rows.log_q.gather(-1, best.indices)).sum(-1)
 
 
-def smooth_l1(rows: Chunk, beta: float) -> Float[Tensor, " N"]:
-    """Smooth-L1 between the states, a mean over the hidden size."""
+def smooth_l1(rows: LossInputs, beta: float) -> Float[Tensor, " N"]:
+    """Smooth-L1 between the states, averaged over the hidden size."""
     each = F.smooth_l1_loss(rows.state.float(), rows.feature.float(), reduction="none", beta=beta)
     return each.mean(-1)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """With one buffer of [N, Vd] kept for the gradient, which is q * sum(p) - p."""
+    """Soft cross-entropy that saves one [N, Vd] buffer, its gradient q * sum(p) - p."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, teacher: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -269,40 +268,30 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return slope.mul_(grad[:, None]).to(ctx.dtype), None
 
 
-KINDS: dict[str, Kind] = {
-    "soft_ce": Kind(soft_cross_entropy, "cross-entropy under the target's distribution"),
-    "soft_ce_reference": Kind(soft_cross_entropy_reference, "the same, as the formula reads"),
-    "kl": Kind(kl, "forward KL(p|q)"),
-    "reverse_kl": Kind(reverse_kl, "reverse KL(q|p) (DistillSpec, arXiv:2310.08461)"),
-    "jsd": Kind(
-        jsd, "Jensen-Shannon, beta behind the colon (DistillSpec)", number=0.5, within="(0, 1)"
+LOSSES: dict[str, LossSpec] = {
+    "soft_ce": LossSpec(soft_cross_entropy, "cross-entropy under the target's distribution"),
+    "soft_ce_reference": LossSpec(soft_cross_entropy_reference, "the same, as the formula reads"),
+    "kl": LossSpec(kl, "forward KL(p|q)"),
+    "reverse_kl": LossSpec(reverse_kl, "reverse KL(q|p) (DistillSpec, arXiv:2310.08461)"),
+    "jsd": LossSpec(jsd, "Jensen-Shannon with beta (DistillSpec)", "top1", 0.5, "(0, 1)"),
+    "tv": LossSpec(
+        total_variation, "total variation, the rejection rate", "all", needs_full_head=True
     ),
-    "tv": Kind(total_variation, "total variation, the chance of rejection", "all", whole=True),
-    "lk": Kind(likelihood_of_acceptance, "-log alpha (LK, arXiv:2602.23881)", "all", whole=True),
-    "lk_hybrid": Kind(
-        hybrid,
-        "adaptive mix of kl and tv, eta behind the colon (LK)",
-        "all",
-        3.0,
-        "(0, inf)",
-        whole=True,
+    "lk": LossSpec(
+        likelihood_of_acceptance, "-log alpha (LK, arXiv:2602.23881)", "all", needs_full_head=True
     ),
-    "ce": Kind(hard_cross_entropy, "cross-entropy of the text's token", "token"),
-    "topk": Kind(
-        top_k,
-        "the target's K favourites, K behind the colon (HASS)",
-        "all",
-        10.0,
-        "[1, inf)",
-        whole=True,
+    "lk_hybrid": LossSpec(
+        hybrid, "adaptive mix of kl and tv with eta (LK)", "all", 3.0, "(0, inf)",
+        needs_full_head=True,
     ),
-    "smooth_l1": Kind(
-        smooth_l1,
-        "Smooth-L1 to the target's next state (EAGLE)",
-        "all",
-        1.0,
-        "(0, inf)",
-        features=True,
+    "ce": LossSpec(hard_cross_entropy, "cross-entropy of the text's token", "token"),
+    "topk": LossSpec(
+        top_k, "the target's K most probable tokens (HASS)", "all", 10.0, "[1, inf)",
+        needs_full_head=True,
     ),
-}
-_SYNTAX = f"Write weight*name or name, of: {', '.join(KINDS)}."
+    "smooth_l1": LossSpec(
+        smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0, "(0, inf)",
+        needs_states=True,
+    ),
+}  # fmt: skip
+_SYNTAX = f"Write weight*name or name, of: {', '.join(LOSSES)}."

@@ -1,8 +1,6 @@
-"""Provenance: what made this run, written into its folder before it starts; and what it took."""
+"""Provenance of a run: command, configuration, versions, commit and machine."""
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -16,10 +14,7 @@ import psutil
 import torch
 
 from outrider.conf.files import write, write_json
-from outrider.models.chat_template import template_hash
-from outrider.models.formats.native import target_fingerprint
-from outrider.models.load import Loaded
-from outrider.train.settings import Config, resolved, to_yaml
+from outrider.conf.schema import Config, resolved, to_yaml
 
 PACKAGES = (
     "outrider", "torch", "transformers", "accelerate", "deepspeed", "datasets", "hydra-core",
@@ -38,14 +33,14 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the checkout this code runs from, and whether it was changed; {} outside one."""
-    here = Path(__file__).resolve().parent.parent
+    """Return commit and state of the checkout that this code runs from; {} outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
 
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(here), *words], capture_output=True, text=True, check=True
+    def git(*arguments: str) -> str:
+        process = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
         )
-        return done.stdout.strip()
+        return process.stdout.strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
@@ -54,20 +49,18 @@ def git_state() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processors, memory and GPUs, in the words of the system."""
-    memory = psutil.virtual_memory().total
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    """Return system, processor, memory and GPUs."""
     return {
         "system": platform.platform(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "memory_bytes": memory,
-        "gpus": gpus,
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
 
 def _processor() -> str:
-    """Its name, where Linux tells it."""
+    """Return the name of the processor; on Linux its model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -76,26 +69,8 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def identify(loaded: Loaded) -> dict[str, str]:
-    """Short names for what the text and the features depend on."""
-    return {
-        "target": target_fingerprint(loaded.target),
-        "tokenizer": hashlib.sha256(_rules(loaded.tokenizer).encode()).hexdigest()[:16],
-        "template": template_hash(loaded.tokenizer),
-    }
-
-
-def _rules(tokenizer: Any) -> str:
-    """Everything that turns text into ids, as one text; of a slow tokenizer the vocabulary."""
-    if (fast := getattr(tokenizer, "backend_tokenizer", None)) is None:
-        return json.dumps(sorted(tokenizer.get_vocab().items()))
-    rules = json.loads(fast.to_str())
-    changing = ("padding", "truncation")  # settings of the last call
-    return json.dumps({k: v for k, v in rules.items() if k not in changing}, sort_keys=True)
-
-
 def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
-    """`config.yaml` (what `eval` reads back) and `manifest.json`."""
+    """Write `config.yaml`, which `eval` reads, and `manifest.json`."""
     write(folder / "config.yaml", to_yaml(config).encode())
     write_json(
         folder / "manifest.json",
@@ -112,7 +87,7 @@ def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the device's allocator, or on a CPU of the whole process, target included."""
+    """Return bytes of the GPU's allocator, or on a CPU of the whole process with the target."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

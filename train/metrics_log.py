@@ -1,6 +1,6 @@
-"""Where numbers go: `metrics.jsonl` in the run folder, a progress bar, services if asked.
+"""The metrics of a run: `metrics.jsonl`, a progress bar and the configured trackers.
 
-Every metric has one definition, in `METRICS`; a name `x@d` is x at depth d.
+`METRICS` defines every metric; `x@d` is x at depth d.
 """
 
 import json
@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.conf.files import append, write
-from outrider.train.settings import Config
-from outrider.train.trackers import Background
+from outrider.conf.schema import Config
+from outrider.train.trackers import TrackerThread
 
-LINE = 60.0  # seconds between lines of progress where there is no terminal
+LINE = 60.0  # seconds between lines of progress without a terminal
 
 
 class Metric(NamedTuple):
-    """What a logged number is."""
+    """The definition of a logged number."""
 
     unit: str
     reduction: str
@@ -33,9 +33,9 @@ METRICS = {
         "nats", "mean over supervised rows", "the terms of drafter.loss together, depth d"
     ),
     "term.<name>": Metric(
-        "nats", "mean over rows it speaks of", "one term alone, where there are several"
+        "nats", "mean over rows it counts", "one term alone, where there are several"
     ),
-    "agree": Metric("share", "mean over supervised rows", "drafter's favourite is the target's"),
+    "agree": Metric("share", "mean over supervised rows", "drafter's top-1 token is the target's"),
     "alpha": Metric("share", "mean over supervised rows", "sum of min(p, q) at temperature 1"),
     "accept_length": Metric(
         "tokens", "emitted / expected rounds", "greedy tau of a chain of drafter.depths"
@@ -49,7 +49,7 @@ METRICS = {
     "update_ratio": Metric(
         "1", "of the last step", "norm of the step / norm of the weights (not under zero3)"
     ),
-    "skipped": Metric("steps", "since the start", "bad steps that were left out"),
+    "skipped": Metric("steps", "since the start", "bad steps that were skipped"),
     "lr": Metric("1", "of the last step", "learning rate"),
     "tokens_per_second": Metric(
         "1/s", "average since the start", "tokens trained on, all ranks, evaluations included"
@@ -57,22 +57,22 @@ METRICS = {
 }
 
 
-class Tracker:
-    """Rank 0 writes; on other ranks nothing happens."""
+class MetricsLog:
+    """Writes on the main rank; does nothing on the others."""
 
     def __init__(
-        self, config: Config, console: Console, main: bool, services: Sequence[Background] = ()
+        self, config: Config, console: Console, main: bool, trackers: Sequence[TrackerThread] = ()
     ) -> None:
         self.file, self.console = Path(config.run.dir) / "metrics.jsonl", console
-        self.main, self.spoke = main, time.monotonic()
+        self.main, self.last_line = main, time.monotonic()
         self.bar = Progress(
-            TextColumn("training"), BarColumn(), TextColumn("{task.fields[said]}"),
+            TextColumn("training"), BarColumn(), TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(), console=console, disable=not main,
         )  # fmt: skip
-        self.task = self.bar.add_task("training", total=1.0, said="")
-        self.services = services
+        self.task = self.bar.add_task("training", total=1.0, status="")
+        self.trackers = trackers
 
-    def __enter__(self) -> "Tracker":
+    def __enter__(self) -> "MetricsLog":
         self.bar.start()
         return self
 
@@ -85,36 +85,37 @@ class Tracker:
         self.bar.stop()
 
     def rewind(self, step: int) -> None:
-        """Forget lines behind a step that training continues from; it logs that step again."""
+        """Remove lines after a step that training continues from; it logs that step again."""
         if self.main and self.file.is_file():
-            lines = [x for x in map(_readable, self.file.read_text().splitlines()) if x]
+            lines = [x for x in map(_parse_line, self.file.read_text().splitlines()) if x]
             kept = [
                 x for x in lines if x["step"] < step or (x["step"], x["kind"]) == (step, "held")
             ]
             write(self.file, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
-        """One line: {"step": .., "kind": "train" | "held" | "skipped", ...}."""
+        """Append a line: {"step": .., "kind": "train" | "held" | "skipped", ...}."""
         if not self.main:
             return
         append(self.file, json.dumps({"step": step, "kind": kind, **values}) + "\n")
-        for service in self.services:
-            service.log(step, kind, values)
+        for tracker in self.trackers:
+            tracker.log(step, kind, values)
 
-    def show(self, done: float, said: str) -> None:
-        """Move the bar; where there is no terminal, print a line a minute."""
-        if self.main and not self.console.is_terminal and time.monotonic() - self.spoke > LINE:
-            self.spoke = time.monotonic()
-            self.console.print(f"{done:.0%}  {said}")
-        self.bar.update(self.task, completed=done, said=said)
+    def update_progress(self, fraction: float, status: str) -> None:
+        """Move the bar; without a terminal, print a line per minute."""
+        now = time.monotonic()
+        if self.main and not self.console.is_terminal and now - self.last_line > LINE:
+            self.last_line = now
+            self.console.print(f"{fraction:.0%}  {status}")
+        self.bar.update(self.task, completed=fraction, status=status)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.main:
             self.bar.console.print(text)
 
 
-def _readable(line: str) -> dict[str, Any]:
-    """A line of the log; {} for one that a crash cut off."""
+def _parse_line(line: str) -> dict[str, Any]:
+    """Return a line of the log; {} for one that a crash truncated."""
     try:
         value = json.loads(line)
     except ValueError:

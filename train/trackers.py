@@ -1,9 +1,8 @@
-"""Services that follow a run: wandb and TensorBoard, behind one small interface.
+"""Experiment trackers: Weights & Biases and TensorBoard.
 
-The run never waits for them and never ends because of them. Each is opened, told and closed by a
-thread of its own, opened when there is something to tell; what it cannot take in time is dropped
-and counted; the first error is said once and the service is left alone from then on. The run folder
-has everything: `metrics.jsonl`, `eval/`.
+Each tracker runs in a thread of its own, which opens it with the first metric. The run never waits
+for it: what it does not take in time is dropped and counted. Its first error is printed once, and
+the run continues without it. The run folder has everything: `metrics.jsonl`, `eval/`.
 """
 
 import importlib.util
@@ -18,19 +17,19 @@ from typing import Any, NamedTuple, Protocol
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
-from outrider.train.settings import Config, resolved
+from outrider.conf.schema import Config, resolved
 
-IDENTITY = "wandb-id.txt"  # in the run folder: which run of wandb this is
-ROOM = 1000  # lines that may wait for a service
-PATIENCE = 30.0  # seconds that the end of a run waits for what is still to be told
+IDENTITY = "wandb-id.txt"  # in the run folder: id of the wandb run
+QUEUE_SIZE = 1000  # calls that may wait for a tracker
+PATIENCE = 30.0  # seconds that the end of a run waits for them
 
 
-class Answer(NamedTuple):
-    """A decoded prompt, for people to read.
+class AnswerSample(NamedTuple):
+    """A decoded prompt.
 
     Attributes:
-        counts: tokens by who proposed them.
-        marked, coloured: its text with everybody's part, plain and in html.
+        counts: tokens by origin.
+        marked, coloured: its text with the origin of the tokens, plain and as html.
     """
 
     id: str
@@ -42,23 +41,23 @@ class Answer(NamedTuple):
     coloured: str
 
 
-class Told(NamedTuple):
-    """A finished report: its name, its headline numbers, some answers, its files."""
+class ReportSummary(NamedTuple):
+    """Name, headline numbers, sample answers and files of a report."""
 
     name: str
     numbers: dict[str, float]
-    answers: list[Answer]
+    answers: list[AnswerSample]
     files: list[Path]
 
 
-class Service(Protocol):
-    """What follows a run."""
+class Tracker(Protocol):
+    """A service that receives metrics and reports."""
 
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
         """`kind` is train, held or skipped."""
         ...
 
-    def report(self, told: Told) -> None: ...
+    def report(self, summary: ReportSummary) -> None: ...
 
     def close(self) -> None: ...
 
@@ -66,7 +65,7 @@ class Service(Protocol):
 class Wandb:
     """Weights & Biases; runs of one sweep share WANDB_RUN_GROUP.
 
-    A run that is continued here continues there. What it logs again, wandb leaves out; it is equal.
+    A continued run continues the same wandb run, which ignores steps that are logged again.
     """
 
     def __init__(self, config: Config) -> None:
@@ -78,45 +77,47 @@ class Wandb:
             project=settings.project, mode=settings.mode, dir=str(folder), name=folder.name,
             config=resolved(config), id=_identity(folder),
             resume="allow" if settings.mode == "online" else None,
-            settings=_patient(wandb.Settings),
+            settings=_with_timeouts(wandb.Settings),
         )  # fmt: skip
 
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
         self.run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
 
-    def report(self, told: Told) -> None:
+    def report(self, summary: ReportSummary) -> None:
         """A table of answers, the numbers as summary, the files as an artifact."""
-        kinds = list(told.answers[0].counts)
+        origins = list(summary.answers[0].counts)
         table = self.wandb.Table(
-            ["id", "category", "prompt", "tau", *kinds, "[accepted] ~rejected~", "colours"]
+            ["id", "category", "prompt", "tau", *origins, "[accepted] ~rejected~", "colours"]
         )
-        for a in told.answers:
-            shown = self.wandb.Html(a.coloured, inject=False)
+        for a in summary.answers:
+            html = self.wandb.Html(a.coloured, inject=False)
             table.add_data(
-                a.id, a.category, a.prompt, a.tau, *a.counts.values(), a.marked, shown
+                a.id, a.category, a.prompt, a.tau, *a.counts.values(), a.marked, html
             )  # fmt: skip
-        self.run.log({f"{told.name}/answers": table})
-        self.run.summary.update({f"{told.name}/{k}": value for k, value in told.numbers.items()})
-        artifact = self.wandb.Artifact(
-            f"{told.name}-{self.run.id}", "report", metadata=told.numbers
+        self.run.log({f"{summary.name}/answers": table})
+        self.run.summary.update(
+            {f"{summary.name}/{k}": value for k, value in summary.numbers.items()}
         )
-        for file in told.files:
-            artifact.add_file(str(file), policy="immutable")  # read where it lies, not copied
+        artifact = self.wandb.Artifact(
+            f"{summary.name}-{self.run.id}", "report", metadata=summary.numbers
+        )
+        for file in summary.files:
+            artifact.add_file(str(file), policy="immutable")  # not copied
         self.run.log_artifact(artifact)
 
     def close(self) -> None:
         self.run.finish()
 
 
-def _patient(settings: Any) -> Any:
-    """How long wandb itself may wait: unbidden it waits for ever at the process's end."""
-    waits = {"init_timeout": PATIENCE, "finish_timeout": PATIENCE}
-    known = settings.model_fields  # older versions cannot be told the second
-    return settings(**{name: value for name, value in waits.items() if name in known})
+def _with_timeouts(settings: Any) -> Any:
+    """Return wandb's settings with timeouts: by default it waits forever when the process ends."""
+    timeouts = {"init_timeout": PATIENCE, "finish_timeout": PATIENCE}
+    known = settings.model_fields  # older versions lack the second
+    return settings(**{name: value for name, value in timeouts.items() if name in known})
 
 
 def _identity(folder: Path) -> str:
-    """The run's name for wandb, the same whenever it is continued."""
+    """Return the id of the wandb run, the same when a run is continued."""
     file = folder / IDENTITY
     if not file.is_file():
         write(file, f"{secrets.token_hex(4)}\n".encode())
@@ -135,113 +136,111 @@ class TensorBoard:
         for name, value in values.items():
             self.writer.add_scalar(f"{kind}/{name}", value, step)
 
-    def report(self, told: Told) -> None:
+    def report(self, summary: ReportSummary) -> None:
         """The numbers, and the answers as text."""
-        for name, value in told.numbers.items():
-            self.writer.add_scalar(f"{told.name}/{name}", value)
-        text = "\n\n".join(f"{a.id}: {a.prompt}\n\n{a.marked}" for a in told.answers)
+        for name, value in summary.numbers.items():
+            self.writer.add_scalar(f"{summary.name}/{name}", value)
+        text = "\n\n".join(f"{a.id}: {a.prompt}\n\n{a.marked}" for a in summary.answers)
         self.writer.add_text(
-            f"{told.name}/answers", "\n".join(f"    {x}" for x in text.split("\n"))
+            f"{summary.name}/answers", "\n".join(f"    {x}" for x in text.split("\n"))
         )
 
     def close(self) -> None:
         self.writer.close()
 
 
-def services(config: Config, say: Callable[[str], None]) -> "list[Background]":
-    """Those that the configuration asks for."""
-    found = []
-    if config.train.wandb.mode != "disabled":
-        found.append(Background("wandb", partial(Wandb, config), say))
-    if config.train.tensorboard:
-        found.append(Background("tensorboard", partial(TensorBoard, config), say))
-    return found
-
-
 @contextmanager
-def following(
-    config: Config, say: Callable[[str], None], main: bool
-) -> Iterator[list["Background"]]:
-    """The services of the main rank, until they have been told everything."""
-    found = services(config, say) if main else []
+def open_trackers(
+    config: Config, show: Callable[[str], None], main: bool
+) -> Iterator[list["TrackerThread"]]:
+    """Yield the configured trackers of the main rank; close them afterwards.
+
+    Args:
+        show: prints a message.
+    """
+    trackers = []
+    if main and config.train.wandb.mode != "disabled":
+        trackers.append(TrackerThread("wandb", partial(Wandb, config), show))
+    if main and config.train.tensorboard:
+        trackers.append(TrackerThread("tensorboard", partial(TensorBoard, config), show))
     try:
-        yield found
+        yield trackers
     finally:
-        for service in found:
-            service.close()
+        for tracker in trackers:
+            tracker.close()
 
 
-def check(config: Config) -> None:
+def require_packages(config: Config) -> None:
     """
     Raises:
-        ConfigError: a service is asked for whose package is not there.
+        ConfigError: the package of a configured tracker is missing.
     """
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install tensorboard (or: pip install outrider[tensorboard])"
         raise ConfigError("train.tensorboard", True, "The package is missing.", fix)
 
 
-class Background:
-    """A service in a thread of its own."""
+class TrackerThread:
+    """A tracker in a thread of its own."""
 
     def __init__(
-        self, name: str, make: Callable[[], Service], say: Callable[[str], None],
+        self, name: str, make: Callable[[], Tracker], show: Callable[[str], None],
         patience: float = PATIENCE,
     ) -> None:  # fmt: skip
         """
         Args:
-            make: opens the service; it may fail or take for ever.
-            say: told once where the service fails, and of what was dropped.
-            patience: seconds that `close` waits at most.
+            make: opens the tracker; it may fail or block forever.
+            show: prints a message about an error, or about what was dropped.
+            patience: most seconds that `close` waits.
         """
-        self.name, self._say, self._patience = name, say, patience
-        self._lines: queue.Queue[Callable[[Service], None] | None] = queue.Queue(ROOM)
+        self.name, self._show, self._patience = name, show, patience
+        self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(QUEUE_SIZE)
         self.dropped, self.failed = 0, False
-        self._thread = threading.Thread(target=self._follow, args=(make,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
 
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
-        """Never waits."""
-        kept = dict(values)
-        self._tell(lambda service: service.log(step, kind, kept))
+        """Queue metrics; never waits."""
+        copy = dict(values)
+        self._enqueue(lambda tracker: tracker.log(step, kind, copy))
 
-    def report(self, told: Told) -> None:
-        """Never waits."""
-        self._tell(lambda service: service.report(told))
+    def report(self, summary: ReportSummary) -> None:
+        """Queue a report; never waits."""
+        self._enqueue(lambda tracker: tracker.report(summary))
 
-    def _tell(self, line: Callable[[Service], None]) -> None:
+    def _enqueue(self, call: Callable[[Tracker], None]) -> None:
         if self.failed:
             return
         if self._thread.ident is None:
             self._thread.start()
         try:
-            self._lines.put_nowait(line)
+            self._calls.put_nowait(call)
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Let it take what is still waiting, for a while."""
-        if self._thread.ident is None:  # nothing was told
+        """Wait for the queue, for a limited time."""
+        if self._thread.ident is None:  # nothing was queued
             return
         with suppress(queue.Full):
-            self._lines.put(None, timeout=self._patience)
+            self._calls.put(None, timeout=self._patience)
         self._thread.join(self._patience)
-        left = self._lines.qsize() if self._thread.is_alive() else 0
+        left = self._calls.qsize() if self._thread.is_alive() else 0
         if not self.failed and self.dropped + left:
-            self._say(
+            self._show(
                 f"{self.name} did not take {self.dropped + left} lines in time; "
                 "the run folder has them all"
             )
-        self.failed = True  # whatever happens to it now, it was said
+        self.failed = True  # later errors are not shown
 
-    def _follow(self, make: Callable[[], Service]) -> None:
+    def _run(self, make: Callable[[], Tracker]) -> None:
         try:
-            service = make()
-            while (line := self._lines.get()) is not None:
-                line(service)
-            service.close()
-        except BaseException as error:  # whatever a service does, the run goes on
+            tracker = make()
+            while (call := self._calls.get()) is not None:
+                call(tracker)
+            tracker.close()
+        except BaseException as error:  # no error of a tracker ends the run
             if self.failed:
                 return
             self.failed = True
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._say(f"{self.name} is not available ({first}); the run goes on without it")
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._show(f"{self.name} is not available ({first_line}); the run continues without it")

@@ -1,1 +1,1 @@
-"""The prompts for self-generation, the grammars that write them, and the held-out suite."""
+"""Prompts for self-generation (`general.jsonl`) and the held-out suite (`eval.jsonl`)."""

@@ -1,12 +1,12 @@
-"""`data.mode=hybrid`: what the target said of a row is kept, as long as there is room.
+"""A disk cache of traces (`data.mode=hybrid`): the target runs once per packed row.
 
-The first epoch runs the target and writes; later epochs read what was kept and run it for the
-rest. Rows of this run never make room for each other: an epoch takes every row once, so the row
-used longest ago is as likely to be next as any, and with room for half of them a cache that
-forgets it would answer 15 % of the rows, one that keeps what it has 50 % (docs/record.md). What
-gives way, least recently used first, is what earlier runs left.
+The first epoch runs the target and stores its output; later epochs read the stored rows and run
+the target for the others. Rows of this run never evict each other: an epoch reads every row once,
+so that least-recently-used eviction with space for half of the rows would hit 15 % of them, and
+keeping the first ones hits 50 % (docs/record.md). Rows of earlier runs are evicted, least recently
+used first.
 
-    kept/<of what>/<row>-<sha256>.safetensors   a row by the hash of its text, columns.py inside
+    kept/<run>/<row>-<sha256>.safetensors   a row by the hash of its text; columns of layout.py
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,115 +22,121 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.conf.errors import Damaged, NoRoom, RunError
+from outrider.conf.errors import CorruptFile, DiskFull, RunError
 from outrider.conf.files import read_tensors, write_tensors
-from outrider.data.batches import Batch, gather
+from outrider.conf.paths import cache_home
+from outrider.conf.schema import Config
+from outrider.data.batches import gather
 from outrider.data.pack import Rows
-from outrider.data.record.layout import Kept, Layout, Said, together
+from outrider.data.record.folder import layout_to_json
+from outrider.data.record.layout import Layout, RecordedRows, combine
 from outrider.data.record.quantise import NotFinite
-from outrider.models.drafter import Trace
-from outrider.models.drafters import kind
-from outrider.models.load import cache_home
+from outrider.models import process
+from outrider.models.interface import Batch, Trace
 from outrider.models.target import Target
-from outrider.train import distributed as start
-from outrider.train.settings import Config
 
 GB = 1e9
-SHARE = 0.5  # of the disk that is free or kept already, where no limit is set
-LONG = 3600.0  # seconds in which a file has surely been written
+DISK_SHARE = 0.5  # of the bytes that are free or cached, where no limit is set
+STALE = 3600.0  # seconds after which a temporary file belongs to a killed process
 
 
-class Hybrid:
-    """Traces from the disk, or from the target and then on the disk."""
+class TraceCache:
+    """A `TraceSource` that stores the target's output. See `data.trace_source.TraceSource`.
 
-    knows_favourites = knows_last = True
+    The output is the same whether a row was stored or not.
+    """
+
+    has_argmax = has_last_states = True
+    reads_disk = False  # it may run the target
 
     def __init__(
         self, folder: Path, layout: Layout, target: Target, budget: float, ranks: int = 1
     ) -> None:
         """
         Args:
-            folder: of rows like these; its neighbours give way to them.
-            budget: bytes that all of them may take, of this rank and others alike.
-            ranks: how many share the budget.
+            folder: rows of runs like this one; rows of its sibling folders may be evicted.
+            budget: bytes of all folders together, for all ranks.
+            ranks: number of ranks, which share the budget equally.
         """
-        self.where, self.layout, self.target, self.budget = folder, layout, target, budget / ranks
-        self.began = time.time()
+        self.path, self.layout, self.target, self.budget = folder, layout, target, budget / ranks
+        self.start_time = time.time()
         folder.mkdir(parents=True, exist_ok=True)
-        for torn in folder.glob(".*.tmp"):  # of a process that was killed here
-            if _facts(torn).mtime < self.began - LONG:
-                torn.unlink(missing_ok=True)
-        self.files = {_key_of(file): file for file in folder.glob("*.safetensors")}
-        self.used = _used(folder.parent) / ranks
-        self.crowded = True  # earlier runs may have left something
+        for partial in folder.glob(".*.tmp"):
+            if _stat(partial).mtime < self.start_time - STALE:
+                partial.unlink(missing_ok=True)
+        self.files = {_file_key(file): file for file in folder.glob("*.safetensors")}
+        self.used = _cached_bytes(folder.parent) / ranks
+        self.may_evict = True  # rows of earlier runs may be left
         self.hits = self.misses = 0
 
     @staticmethod
-    def beginning(config: Config, target: Target, about: Mapping[str, Any]) -> "Hybrid":
-        """For a run like this, in the user's cache."""
-        reads = kind(config.drafter.name).reads
-        ahead = config.drafter.depths if reads == "guesses" else 1
-        layout = Layout(reads, config.record.states, target.taps, target.shape().hidden, ahead)
-        facts = {**about, **vars(layout), "dtype": str(target.dtype)}
+    def from_config(config: Config, target: Target, about: Mapping[str, Any]) -> "TraceCache":
+        """Return the cache of this configuration, in the user's cache folder.
+
+        Args:
+            about: fingerprints that the traces depend on.
+        """
+        layout = Layout.for_drafter(config, target)
+        facts = {**about, **layout_to_json(layout), "sizes": None, "dtype": str(target.dtype)}
         name = hashlib.sha256(json.dumps(facts, sort_keys=True, default=list).encode()).hexdigest()
         folder = cache_home() / "kept" / name[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        limit, room = config.data.max_gb, shutil.disk_usage(folder).free + _used(folder.parent)
-        budget = limit * GB if limit else SHARE * room  # the same when it is full as before
-        return Hybrid(folder, layout, target, budget, start.world_size())
+        limit = config.data.max_gb
+        available = shutil.disk_usage(folder).free + _cached_bytes(folder.parent)
+        budget = limit * GB if limit else DISK_SHARE * available
+        return TraceCache(folder, layout, target, budget, process.world_size())
 
-    def expect(self, rows: Rows) -> None:
-        """These will be asked for: where they are kept already, they count as used from now on."""
+    def touch_rows(self, rows: Rows) -> None:
+        """Mark the stored ones of these rows as used, so that they are not evicted."""
         for row in range(len(rows)) if self.files else ():
-            file = self.files.get(_key(gather(rows, torch.tensor([row])), 0))
+            file = self.files.get(_row_key(gather(rows, torch.tensor([row])), 0))
             if file is not None:
                 with suppress(OSError):
-                    _use(file)
-
-    def part(self, numbers: Sequence[int]) -> "Hybrid":
-        """The same: rows are known by their text."""
-        return self
+                    _touch(file)
 
     def size(self) -> int:
-        """Bytes on disk."""
-        return sum(_facts(file).size for file in self.where.glob("*.safetensors"))
+        """Return the bytes on disk."""
+        return sum(_stat(file).size for file in self.path.glob("*.safetensors"))
 
     def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
-        """See `data.traces.Traces`; the same numbers whether they were kept or not."""
-        keys = [_key(batch, row) for row in range(len(batch.ids))]
-        parts = [self._read(key) for key in keys]
-        self.hits += sum(part is not None for part in parts)
-        missing = [row for row, part in enumerate(parts) if part is None]
+        """Return the trace of these rows, stored or computed."""
+        batch = Batch(*(field.cpu() for field in batch))
+        keys = [_row_key(batch, row) for row in range(len(batch.ids))]
+        stored = {row: part for row, key in enumerate(keys) if (part := self._read(key))}
+        missing = [row for row in range(len(keys)) if row not in stored]
+        self.hits += len(stored)
         self.misses += len(missing)
-        for row, part in zip(missing, self._computed(batch, missing), strict=True):
-            self._keep(keys[row], part)
-            parts[row] = part
-        said = together(
-            [self._said(p, batch, row) for row, p in enumerate(parts) if p is not None], torch.stack
-        )
-        taps = said.features if self.layout.reads == "taps" else said.features[..., :0]
-        return Trace.of(batch, taps, said.last, said.favourite).to(device)
+        for row, part in zip(missing, self._run_target(batch, missing), strict=True):
+            self._store(keys[row], part)
+            stored[row] = part
+        parts = [self._decode(stored[row], batch, row) for row in range(len(keys))]
+        rows = combine(parts, torch.stack)
+        taps = rows.features if self.layout.reads == "taps" else rows.features[..., :0]
+        return Trace.from_batch(batch, taps, rows.last, rows.argmax).to(device)
 
-    def _said(self, part: dict[str, Tensor], batch: Batch, row: int) -> Said:
-        kept = self.layout.kept(batch.answer[row].cpu(), batch.document[row].cpu())
-        return self.layout.said(part, kept)
+    def _decode(self, part: dict[str, Tensor], batch: Batch, row: int) -> RecordedRows:
+        return self.layout.decode(
+            part, self.layout.select_rows(batch.answer[row], batch.document[row])
+        )
 
     @torch.no_grad()
-    def _computed(self, batch: Batch, rows: list[int]) -> list[dict[str, Tensor]]:
+    def _run_target(self, batch: Batch, rows: list[int]) -> list[dict[str, Tensor]]:
+        """Return the columns of these rows.
+
+        Raises:
+            RunError: the target outputs NaN or infinity.
+        """
         if not rows:
             return []
-        few = Batch(*(field[rows].to(self.target.device) for field in batch))
-        trace = self.target.trace(*few)
-        out = []
-        for row in range(len(rows)):
-            kept = self.layout.kept(few.answer[row].cpu(), few.document[row].cpu())
-            taps, last = trace.taps[row].cpu(), trace.last[row].cpu()
-            out.append(self._columns(kept, taps, last))
-        return out
-
-    def _columns(self, kept: Kept, taps: Tensor, last: Tensor) -> dict[str, Tensor]:
+        part = Batch(*(field[rows] for field in batch))
+        trace = self.target.trace(*(field.to(self.target.device) for field in part))
+        selections = [
+            self.layout.select_rows(*texts)
+            for texts in zip(part.answer, part.document, strict=True)
+        ]
+        states = zip(selections, trace.taps.cpu(), trace.last.cpu(), strict=True)
         try:
-            return self.layout.columns(self.target, kept, taps, last, whole=False)
+            return [self.layout.encode(self.target, *row, False) for row in states]
         except NotFinite as error:
             fix = "Run the target in another precision: target.dtype=float32."
             raise RunError(f"{self.target.name}: {error}.", fix) from None
@@ -138,88 +144,90 @@ class Hybrid:
     # ---- the disk ----
 
     def _read(self, key: str) -> dict[str, Tensor] | None:
-        """A row that was kept; one that is damaged or gone was not."""
+        """Return a stored row; None where it is missing or damaged."""
         if (file := self.files.get(key)) is None:
             return None
         try:
-            data = read_tensors(file, None, "")
-            if not _named(file, data):
-                raise Damaged(f"{file} is not what was written.", "")
-            _use(file)
-        except (Damaged, OSError):
+            part = read_tensors(file, None, "")
+            if file.stem.partition("-")[2] != _digest(part):
+                raise CorruptFile(f"{file} is damaged.", "")
+            _touch(file)
+        except (CorruptFile, OSError):
             self._remove(file)
             return None
-        return data
+        return part
 
     def _remove(self, file: Path) -> None:
-        """One that another process has removed already is gone all the same."""
-        self.used -= _facts(file).size
+        """Remove a file, which another process may have removed already."""
+        self.used -= _stat(file).size
         file.unlink(missing_ok=True)
-        if self.files.get(_key_of(file)) == file:
-            del self.files[_key_of(file)]
+        if self.files.get(_file_key(file)) == file:
+            del self.files[_file_key(file)]
 
-    def _keep(self, key: str, part: dict[str, Tensor]) -> None:
+    def _store(self, key: str, part: dict[str, Tensor]) -> None:
         size = sum(rows.numel() * rows.element_size() for rows in part.values())
-        if self.used + size > self.budget and not self._give_way(size):
+        if self.used + size > self.budget and not self._evict(size):
             return
-        file = self.where / f"{key}-{_digest(part)}.safetensors"
+        file = self.path / f"{key}-{_digest(part)}.safetensors"
         try:
             write_tensors(file, part, {})
-        except NoRoom:  # others have filled the disk
+        except DiskFull:
             self.budget = 0.0
             return
         self.files[key] = file
-        self.used += _facts(file).size
+        self.used += _stat(file).size
 
-    def _give_way(self, size: int) -> bool:
-        """Remove what earlier runs used longest ago, until there is room."""
-        if not self.crowded:
+    def _evict(self, size: int) -> bool:
+        """Remove rows of earlier runs until `size` bytes fit; return whether they do."""
+        if not self.may_evict:
             return False
-        ages = sorted((_facts(file).mtime, file) for file in _kept(self.where.parent))
-        for used, file in ages:
+        oldest_first = sorted((_stat(f).mtime, f) for f in _cached_files(self.path.parent))
+        for last_use, file in oldest_first:
             if self.used + size <= self.budget:
                 break
-            if used >= self.began:
-                self.crowded = False
+            if last_use >= self.start_time:
+                self.may_evict = False
                 return False
             self._remove(file)
         return self.used + size <= self.budget
 
 
-class _Facts(NamedTuple):
+class FileStat(NamedTuple):
+    """Bytes, and time of the last use."""
+
     size: int
     mtime: float
 
 
-def _facts(file: Path) -> _Facts:
-    """Of a file that another process may be removing: nothing, and long ago."""
+def _stat(file: Path) -> FileStat:
+    """Return size and time of a file; zeros where another process has removed it."""
     try:
-        found = file.stat()
+        stat = file.stat()
     except OSError:
-        return _Facts(0, 0.0)
-    return _Facts(found.st_size, found.st_mtime)
+        return FileStat(0, 0.0)
+    return FileStat(stat.st_size, stat.st_mtime)
 
 
-def _use(file: Path) -> None:
-    """By this clock: that of the file system may lie some milliseconds behind."""
+def _touch(file: Path) -> None:
+    """Set the time of use by this clock; the file system's may be behind by milliseconds."""
     now = time.time()
     os.utime(file, (now, now))
 
 
-def _kept(home: Path) -> list[Path]:
+def _cached_files(home: Path) -> list[Path]:
     return list(home.glob("*/*.safetensors"))
 
 
-def _used(home: Path) -> int:
-    return sum(_facts(file).size for file in _kept(home))
+def _cached_bytes(home: Path) -> int:
+    return sum(_stat(file).size for file in _cached_files(home))
 
 
-def _key_of(file: Path) -> str:
+def _file_key(file: Path) -> str:
     return file.name.partition("-")[0]
 
 
-def _key(batch: Batch, row: int) -> str:
-    """A packed row by its text."""
+def _row_key(batch: Batch, row: int) -> str:
+    """Return the hash of a packed row's text."""
     digest = hashlib.sha256()
     for field in (batch.ids, batch.answer, batch.document):
         digest.update(field[row].cpu().contiguous().numpy().tobytes())
@@ -232,7 +240,3 @@ def _digest(part: Mapping[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(part[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _named(file: Path, part: Mapping[str, Tensor]) -> bool:
-    return file.stem.partition("-")[2] == _digest(part)

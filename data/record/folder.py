@@ -1,14 +1,14 @@
-"""The files of a recording: what it is of, its shards, and whether they are whole.
+"""Files of a recording: manifest, shards and their hashes.
 
-    manifest.json            what was recorded, of which target and text, and how many documents
-                             each shard has; written first, the same by every rank and machine
-    about.safetensors        draft vocabulary and sizes of columns, if the recording needs them
+    manifest.json            what was recorded, of which target and text, and the number of
+                             documents of every shard; written first
+    about.safetensors        draft vocabulary and column scales, if the recording needs them
     shard-00000.safetensors  ids [S], answer [S], length [n], whole [n], and the columns of
-                             columns.py, document behind document; keys and sources of these
-    shard-00000.json         its sha256 and sizes; a shard without it has not been written
+                             layout.py, document by document; keys and sources of the documents
+    shard-00000.json         sha256 and sizes; a shard without it is not written yet
 
-A shard depends on its own documents alone. So ranks and machines write side by side, and what a
-killed run leaves undone is done again with the same bytes.
+The bytes of a shard depend on its own documents alone, so that ranks and machines write shards side
+by side, and a restarted process writes the missing ones.
 """
 
 import json
@@ -24,46 +24,47 @@ from jaxtyping import Bool, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.conf.errors import Damaged, RunError
+from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import read_json, read_tensors, sha256_of, write_json, write_tensors
-from outrider.data.record.column_scales import Sizes
-from outrider.data.record.layout import Kept, Layout
+from outrider.data.record.column_scales import ColumnScales
+from outrider.data.record.layout import Layout, RowSelection
 from outrider.data.tokenise import Document
 
 MANIFEST, ABOUT = "manifest.json", "about.safetensors"
-VERSION = 3  # of all this
-COLUMNS = {  # which of a document's rows each part of a file has
-    "features.codes": "features", "features.scales": "features", "last.codes": "whole",
-    "last.scales": "whole", "favourite": "judges", "top.ids": "judges", "top.p": "judges",
-    "top.rest": "judges", "top.share": "judges", "features.packed": "packed",
+VERSION = 3  # of the format
+REMOVED = ("fp8", "int4")  # encodings of earlier versions
+COLUMNS = {  # the rows of a document that each column has
+    "features.codes": "features", "features.scales": "features", "features.packed": "packed",
+    "last.codes": "last", "last.scales": "last", "favourite": "teacher", "top.ids": "teacher",
+    "top.p": "teacher", "top.rest": "teacher", "top.share": "teacher",
 }  # fmt: skip
-PACKED = "features.bytes"  # of each document, where rows have no length of their own
+PACKED = "features.bytes"  # bytes per document, where features are entropy coded
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the columns of one document lie: its shard, and its first row in each kind of column.
+class DocumentLocation:
+    """Shard of a document and its first row in each kind of column.
 
     Attributes:
-        whole: last states are there (always, unless `top` stands for them).
-        packed: bytes of the features, where they are coded.
+        has_last_states: last states are stored (always, unless `top` replaces them).
+        packed_bytes: size of the features, where they are entropy coded.
     """
 
     shard: int
     length: int
-    whole: bool
-    starts: dict[str, int]
-    packed: int = 0
+    has_last_states: bool
+    first_rows: dict[str, int]
+    packed_bytes: int = 0
 
 
-class Folder:
+class RecordingFolder:
     """A recording on disk."""
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            RunError: there is none.
-            Damaged: manifest.json or about.safetensors cannot be read.
+            RunError: there is no recording, or one of another version or encoding.
+            CorruptFile: manifest.json cannot be read.
         """
         self.path = path
         self.fix = f"Record it again: remove {path}, then outrider record data.traces={path}."
@@ -75,174 +76,178 @@ class Folder:
             other = f"a recording of version {version}" if version else "something else"
             fix = f"This is version {VERSION}. Choose another data.traces, or remove the folder."
             raise RunError(f"{path} holds {other}.", fix)
-        self.counts: list[int] = list(self.manifest["shards"])
-        self._sound: set[int] = set()
+        if (states := self.manifest["layout"]["states"]) in REMOVED:
+            fix = f"{self.fix[:-1]} record.states=int8 (or coded)."
+            raise RunError(f"{path} stores states in {states}, which is no longer read.", fix)
+        self.shard_documents: list[int] = list(self.manifest["shards"])
+        self._verified: set[int] = set()
 
     @staticmethod
-    def begin(
+    def open_or_create(
         path: Path,
         about: Mapping[str, Any],
         layout: Layout,
-        counts: Sequence[int],
+        shard_documents: Sequence[int],
         facts: Mapping[str, Any],
-    ) -> "Folder":
-        """A folder for a recording like this; one that is there already must be of the same.
+    ) -> "RecordingFolder":
+        """Return the folder of this recording; an existing one must be of the same recording.
 
         Args:
-            about: what it is of, and `facts_of` its layout.
-            counts: documents of each shard; a folder that is there keeps its own.
-            facts: what else to say of it, which need not be the same another time.
+            about: what the recording depends on, with its layout as json.
+            shard_documents: documents per shard; an existing folder keeps its own.
+            facts: further entries of the manifest, which are not compared.
 
         Raises:
-            RunError: the folder holds a recording of something else.
+            RunError: the folder holds another recording.
         """
         if not (path / MANIFEST).is_file():
-            fields = {**about, **facts, "version": VERSION, "shards": list(counts)}
+            fields = {**about, **facts, "version": VERSION, "shards": list(shard_documents)}
             parts = {} if layout.vocab is None else {"vocab": layout.vocab.int()}
-            parts |= {} if layout.sizes is None else vars(layout.sizes)
+            parts |= {} if layout.scales is None else vars(layout.scales)
             if parts:
                 fields["about"] = write_tensors(path / ABOUT, parts, {})
             write_json(path / MANIFEST, fields)
-        out = Folder(path)
-        out.same(about)
-        return out
+        folder = RecordingFolder(path)
+        folder.require_match(about)
+        return folder
 
-    def same(self, about: Mapping[str, Any]) -> None:
+    def require_match(self, about: Mapping[str, Any]) -> None:
         """
         Raises:
-            RunError: what this says of the recording is not so.
+            RunError: the recording was made with other values.
         """
         for name, value in about.items():
-            if (known := self.manifest.get(name)) != value:
+            if (recorded := self.manifest.get(name)) != value:
                 raise RunError(
-                    f"{self.path} was recorded with {name} = {known!r}, not {value!r}.",
+                    f"{self.path} was recorded with {name} = {recorded!r}, not {value!r}.",
                     "Choose another data.traces, or the settings that it was recorded with.",
                 )
 
     @cached_property
     def layout(self) -> Layout:
-        facts = dict(self.manifest["layout"])
-        digest = self.manifest.get("about")
+        fields, digest = dict(self.manifest["layout"]), self.manifest.get("about")
         parts = {} if digest is None else read_tensors(self.path / ABOUT, digest, self.fix)
         vocab = parts.pop("vocab", None)
-        sizes = Sizes(**parts) if parts else None
-        taps = tuple(facts.pop("taps"))
-        facts.pop("vocab")  # in about.safetensors, with the sizes
-        return Layout(
-            **facts, taps=taps, vocab=None if vocab is None else vocab.long(), sizes=sizes
-        )
+        fields |= {
+            "taps": tuple(fields["taps"]), "vocab": None if vocab is None else vocab.long(),
+            "scales": ColumnScales(**parts) if parts else None,
+        }  # fmt: skip
+        return Layout(**fields)
 
-    def file(self, shard: int) -> Path:
+    # ---- shards ----
+
+    def shard_file(self, shard: int) -> Path:
         return self.path / f"shard-{shard:05d}.safetensors"
 
-    def written(self, shard: int) -> bool:
-        """Whether a shard was written; not whether it is still what was written."""
-        return self.file(shard).with_suffix(".json").is_file() and self.file(shard).is_file()
+    def is_written(self, shard: int) -> bool:
+        """Return whether a shard is complete; its bytes are not verified."""
+        file = self.shard_file(shard)
+        return file.with_suffix(".json").is_file() and file.is_file()
 
-    def missing(self) -> list[int]:
-        return [shard for shard in range(len(self.counts)) if not self.written(shard)]
+    def missing_shards(self) -> list[int]:
+        return [shard for shard in range(len(self.shard_documents)) if not self.is_written(shard)]
 
-    def add(self, shard: int, tensors: Mapping[str, Tensor], documents: Sequence[Document]) -> int:
-        """Write one shard; returns its bytes."""
-        file = self.file(shard)
-        for torn in self.path.glob(f".{file.stem}.*.tmp"):  # of a process that was killed here
-            torn.unlink(missing_ok=True)
+    def size(self) -> int:
+        """Return the bytes on disk of the shards that are written."""
+        shards = range(len(self.shard_documents))
+        return sum(self.shard_file(s).stat().st_size for s in shards if self.is_written(s))
+
+    def write_shard(
+        self, shard: int, tensors: Mapping[str, Tensor], documents: Sequence[Document]
+    ) -> None:
+        """Write the columns of one shard, then the hash that completes it."""
+        file = self.shard_file(shard)
+        for partial in self.path.glob(f".{file.stem}.*.tmp"):  # of a process that was killed
+            partial.unlink(missing_ok=True)
         names = [(document.key, document.source) for document in documents]
-        # one entry alone: safetensors writes several in any order, and the bytes must be the same
+        # one entry: safetensors writes several in any order, and the bytes must be reproducible
         digest = write_tensors(file, tensors, {"documents": json.dumps(names)})
-        size = file.stat().st_size
         facts = {
-            "sha256": digest, "bytes": size,
+            "sha256": digest, "bytes": file.stat().st_size,
             "documents": len(documents), "tokens": len(tensors["ids"]),
         }  # fmt: skip
         write_json(file.with_suffix(".json"), facts)
-        return size
 
-    def forget(self, shard: int) -> None:
-        """So that it counts as missing."""
-        self.file(shard).with_suffix(".json").unlink(missing_ok=True)
+    def mark_missing(self, shard: int) -> None:
+        self.shard_file(shard).with_suffix(".json").unlink(missing_ok=True)
 
-    def check(self, shard: int) -> None:
-        """Read a shard's bytes once per process, and hold them against their hash.
+    def verify_shard(self, shard: int) -> None:
+        """Compare a shard with its hash, once per process.
 
         Raises:
-            Damaged: they are not the ones that were written.
+            CorruptFile: the bytes changed, or cannot be read.
         """
-        if shard in self._sound:
+        if shard in self._verified:
             return
-        file = self.file(shard)
-        known = read_json(file.with_suffix(".json"), self.fix)
+        file = self.shard_file(shard)
+        digest = read_json(file.with_suffix(".json"), self.fix).get("sha256")
         try:
-            good = sha256_of(file) == known.get("sha256")
+            intact = sha256_of(file) == digest
         except OSError as error:
-            raise Damaged(f"{file} cannot be read: {error}", self.fix) from None
-        if not good:
-            why = f"{file} is damaged: its bytes are not the ones that were written."
-            fix = (
+            raise CorruptFile(f"{file} cannot be read: {error}", self.fix) from None
+        if not intact:
+            raise CorruptFile(
+                f"{file} is damaged: its bytes are not the ones that were written.",
                 f"Write it again: outrider record data.traces={self.path} record.damaged=again; "
-                "or leave its documents out: record.damaged=skip."
+                "or leave its documents out: record.damaged=skip.",
             )
-            raise Damaged(why, fix)
-        self._sound.add(shard)
+        self._verified.add(shard)
 
-    def read(self, shard: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole columns of a shard that was checked."""
-        self.check(shard)
-        with _opened(self.file(shard), self.fix) as file:
+    def read_columns(self, shard: int, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return whole columns of a shard."""
+        self.verify_shard(shard)
+        with _open_shard(self.shard_file(shard), self.fix) as file:
             return {name: file.get_tensor(name) for name in names}
 
-    def documents(self, shard: int) -> Iterator[tuple[Document, Place]]:
-        """The texts of a shard, and where what was said about each of them lies."""
-        self.check(shard)
-        with _opened(self.file(shard), self.fix) as file:
+    def documents(self, shard: int) -> Iterator[tuple[Document, DocumentLocation]]:
+        """Yield the texts of a shard and the locations of their rows."""
+        self.verify_shard(shard)
+        with _open_shard(self.shard_file(shard), self.fix) as file:
             names = json.loads(file.metadata()["documents"])
-            ids, answer, lengths, whole = (
+            ids, answer, lengths, has_last = (
                 file.get_tensor(name) for name in ("ids", "answer", "length", "whole")
             )
             coded = PACKED in file.keys()  # noqa: SIM118 - not a dict
             packed = file.get_tensor(PACKED).tolist() if coded else [0] * len(names)
-        starts = dict.fromkeys(("features", "judges", "whole", "packed"), 0)
+        first_rows = dict.fromkeys(("features", "teacher", "last", "packed"), 0)
         texts = zip(ids.split(lengths.tolist()), answer.split(lengths.tolist()), strict=True)
-        parts = zip(names, texts, whole.tolist(), packed, strict=True)
-        for (key, source), (own, answers), kept, size in parts:
-            place = Place(shard, len(own), kept, dict(starts), size)
-            yield Document(own.numpy(), answers.bool().numpy(), key, source=source), place
-            for kind, count in _counts(self.layout.kept(answers.bool()), place).items():
-                starts[kind] += count
+        parts = zip(names, texts, has_last.tolist(), packed, strict=True)
+        for (key, source), (tokens, answers), last, size in parts:
+            location = DocumentLocation(shard, len(tokens), last, dict(first_rows), size)
+            yield Document(tokens.numpy(), answers.bool().numpy(), key, source=source), location
+            counts = _row_counts(self.layout.select_rows(answers.bool()), location)
+            for column, count in counts.items():
+                first_rows[column] += count
 
-    def columns(self, place: Place, kept: Kept) -> dict[str, Tensor]:
-        """What a file says about (the beginning of) one document.
+    def read_rows(self, location: DocumentLocation, rows: RowSelection) -> dict[str, Tensor]:
+        """Return the columns of (the beginning of) one document.
 
         Args:
-            kept: which rows of it, as its layout says.
+            rows: stored rows of it, see `Layout.select_rows`.
         """
-        self.check(place.shard)
-        counts = _counts(kept, place)
-        with _opened(self.file(place.shard), self.fix) as file:
-            out = {}
+        self.verify_shard(location.shard)
+        counts = _row_counts(rows, location)
+        out = {}
+        with _open_shard(self.shard_file(location.shard), self.fix) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
-                if (kind := COLUMNS.get(name)) is None or (kind == "whole" and not place.whole):
-                    continue
-                start = place.starts[kind]
-                out[name] = file.get_slice(name)[start : start + counts[kind]]
+                column = COLUMNS.get(name)
+                if column is not None and (column != "last" or location.has_last_states):
+                    start = location.first_rows[column]
+                    out[name] = file.get_slice(name)[start : start + counts[column]]
         return out
 
-    def bytes(self) -> int:
-        """On disk, of the shards that are there."""
-        return sum(self.file(s).stat().st_size for s in range(len(self.counts)) if self.written(s))
 
-
-def _counts(kept: Kept, place: Place) -> dict[str, int]:
-    """Rows of a document in each kind of column; all its bytes of what is coded."""
-    judges = int(kept.judges.sum())
+def _row_counts(rows: RowSelection, location: DocumentLocation) -> dict[str, int]:
+    """Return a document's rows in each kind of column, and the bytes of its coded features."""
+    teacher = int(rows.teacher.sum())
     return {
-        "features": int(kept.features.sum()), "judges": judges, "whole": judges * place.whole,
-        "packed": place.packed,
+        "features": int(rows.features.sum()), "teacher": teacher,
+        "last": teacher * location.has_last_states, "packed": location.packed_bytes,
     }  # fmt: skip
 
 
-def facts_of(layout: Layout) -> dict[str, Any]:
-    """Of a layout, for a manifest: what its sizes and draft vocabulary do not say."""
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """Return a layout as an entry of the manifest, without vocabulary ids and scales."""
     return {
         "reads": layout.reads, "states": layout.states, "taps": list(layout.taps),
         "hidden": layout.hidden, "ahead": layout.ahead, "top": layout.top,
@@ -251,16 +256,20 @@ def facts_of(layout: Layout) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _opened(file: Path, fix: str) -> Any:
+def _open_shard(file: Path, fix: str) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise Damaged(f"{file} cannot be read: {error}", fix) from None
+        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
 
 
-def text_of(documents: Sequence[Document], whole: Sequence[bool]) -> dict[str, Tensor]:
-    """The columns of a shard that hold its text."""
+def text_columns(documents: Sequence[Document], with_last: Sequence[bool]) -> dict[str, Tensor]:
+    """Return the columns of a shard that hold its text.
+
+    Args:
+        with_last: per document, whether last states are stored.
+    """
     ids: Int[Tensor, " S"] = torch.from_numpy(np.concatenate([d.ids for d in documents]))
     answer: Bool[Tensor, " S"] = torch.from_numpy(np.concatenate([d.answer for d in documents]))
     length = torch.tensor([len(d.ids) for d in documents]).int()
-    return {"ids": ids, "answer": answer, "length": length, "whole": torch.tensor(list(whole))}
+    return {"ids": ids, "answer": answer, "length": length, "whole": torch.tensor(list(with_last))}

@@ -1,21 +1,22 @@
-"""Which rows of a trace are kept, and in which columns of a file.
+"""Which rows of a trace are stored, and in which columns of a file.
 
-A drafter reads some states of every row (context must be attended to), and is judged on few: the
-rows in front of an answer token. So the two are stored apart:
+A drafter reads states of many rows (it attends to the context), and few rows are supervised: those
+in front of an answer token. The two are stored apart:
 
-    features     what the drafter reads: taps or last states of every row, or last states of the
-                 rows that guess (Medusa), or nothing
-    last         the target's last states at the rows that judge, of which its head makes the
-                 teacher's distribution; left out where `top` says it
-    favourite    the target's most probable token at these rows
-    top          its most probable tokens of the draft vocabulary with their probabilities there,
-                 what the rest of the draft vocabulary has together, and what share of the whole
-                 the draft vocabulary has
+    features     what the drafter reads: taps or last states of every row, last states of the rows
+                 that guess (Medusa), or nothing
+    last         the target's last states at the teacher rows; its head turns them into the
+                 teacher's distribution; absent where `top` replaces them
+    favourite    the target's top-1 token at the teacher rows
+    top          its most probable tokens of the draft vocabulary at the teacher rows, with their
+                 probabilities, the probability of the rest of the draft vocabulary, and the share
+                 of the draft vocabulary in the whole one
 
-With ids p p p a a (prompt, answer), the rows that judge are the third and the fourth: the fourth
-is where the last token is decided, and nothing is judged behind it.
+With ids p p p a a (prompt, answer), the teacher rows are the third and the fourth: the fourth
+predicts the last token, and no answer token follows the fifth.
 
-Legend: S rows of one document (or of one packed row), A of them judge, k tokens, X columns.
+Legend: S rows of one document (or of one packed row), A teacher rows, k tokens, X columns, Vd draft
+vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,62 +27,66 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.data.record import entropy_coding as steps
-from outrider.data.record.column_scales import Sizes
-from outrider.data.record.quantise import NotFinite, bytes_per_row, decode, encode
-from outrider.models.decode.sampling import first_argmax
-from outrider.models.drafter import Top
+from outrider.conf.schema import Config
+from outrider.data.record import entropy_coding
+from outrider.data.record.column_scales import ColumnScales
+from outrider.data.record.quantise import decode, encode, require_finite, row_bytes
+from outrider.models.decode.argmax import first_argmax
+from outrider.models.drafters import drafter_class
+from outrider.models.interface import TopKTeacher
 from outrider.models.target import Target
 
 CHUNK = 2**24  # logits held at once
 
 
-class Kept(NamedTuple):
-    """Rows of one document: which the features are kept of, and which judge."""
+class RowSelection(NamedTuple):
+    """Rows of one document: those with features, and the teacher rows."""
 
     features: Bool[Tensor, " S"]
-    judges: Bool[Tensor, " S"]
+    teacher: Bool[Tensor, " S"]
 
 
-class Said(NamedTuple):
-    """What was read back, for every row of a document; 0 (favourite: -1) where nothing is kept.
+class RecordedRows(NamedTuple):
+    """Decoded rows of a document; 0 (argmax: -1) where nothing is stored.
 
     Attributes:
-        features: see above; X = 0 where none are kept.
-        last: of the rows that judge; H = 0 where `top` stands for them.
+        features: X = 0 where none are stored.
+        last: of the teacher rows; H = 0 where `top` replaces them.
+        argmax: the target's top-1 token.
     """
 
     features: Float[Tensor, "S X"]
     last: Float[Tensor, "S H"]
-    favourite: Int[Tensor, " S"]
-    top: Top | None
+    argmax: Int[Tensor, " S"]
+    top: TopKTeacher | None
 
 
-def together(parts: Sequence[Said], how: Callable[[list[Tensor]], Tensor]) -> Said:
-    """Field by field: rows behind each other (torch.cat) or beside each other (torch.stack)."""
-    features = how([part.features for part in parts])
-    last, favourite = how([part.last for part in parts]), how([part.favourite for part in parts])
+def combine(parts: Sequence[RecordedRows], how: Callable[[list[Tensor]], Tensor]) -> RecordedRows:
+    """Concatenate (torch.cat) or stack (torch.stack) every field."""
+    features, last, argmax = (
+        how([getattr(part, name) for part in parts]) for name in ("features", "last", "argmax")
+    )
     tops = [part.top for part in parts if part.top is not None]
-    top = Top(*(how(list(part)) for part in zip(*tops, strict=True))) if tops else None
-    return Said(features, last, favourite, top)
+    top = TopKTeacher(*(how(list(part)) for part in zip(*tops, strict=True))) if tops else None
+    return RecordedRows(features, last, argmax, top)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows of one recording lie in its files.
+    """The columns of a recording and how they are encoded.
 
     Attributes:
         reads: what the drafter reads: "taps", "last" (both of every row), "guesses" (last states
-            of rows that guess), "ids" (nothing).
-        states: how numbers are stored, see codes.py; "coded": features in steps of `step` of
-            their columns' sizes (steps.py), last states beside them in 8 bits.
+            of the rows that guess), "ids" (nothing).
+        states: encoding of states, see quantise.py; "coded": features entropy coded in steps of
+            `step` (entropy_coding.py), last states in int8.
         taps: tapped layers.
         hidden: size of the target's states, H.
-        ahead: deepest guess whose row is kept, for "guesses".
-        top: tokens kept of the teacher; 0: its last state instead.
+        ahead: deepest guess whose row is stored, for "guesses".
+        top: tokens stored of the teacher's distribution; 0: its last state instead.
         vocab: target ids of the draft vocabulary, ascending, with `top`.
-        step: of "coded".
-        sizes: of the features' columns, with `step`, once they have been found.
+        step: of "coded", in spreads of a column.
+        scales: of the columns of the features, with `step`, once they are fitted.
     """
 
     reads: str
@@ -92,11 +97,29 @@ class Layout:
     top: int = 0
     vocab: Int[Tensor, " Vd"] | None = None
     step: float | None = None
-    sizes: Sizes | None = None
+    scales: ColumnScales | None = None
+
+    @classmethod
+    def for_drafter(
+        cls, config: Config, target: Target, vocab: Int[Tensor, " Vd"] | None = None
+    ) -> "Layout":
+        """Return what this drafter needs of a trace, encoded as `record` says.
+
+        Args:
+            vocab: target ids of the draft vocabulary; None: last states are the teacher.
+        """
+        cfg, record = config.drafter, config.record
+        reads = drafter_class(cfg.name).required_features
+        return cls(
+            reads, record.states, target.taps, target.shape().hidden,
+            ahead=cfg.depths if reads == "guesses" else 1,
+            top=0 if vocab is None else record.top, vocab=vocab,
+            step=record.step if record.states == "coded" else None,
+        )  # fmt: skip
 
     @property
-    def lasts(self) -> str:
-        """How last states are stored beside the features."""
+    def last_states(self) -> str:
+        """Encoding of the last states that are stored beside the features."""
         return self.states if self.step is None else "int8"
 
     @property
@@ -105,114 +128,114 @@ class Layout:
         return {"taps": len(self.taps) * self.hidden, "ids": 0}.get(self.reads, self.hidden)
 
     @property
-    def serves(self) -> bool:
-        """The features are the last states of every row that judges: no need to keep them twice."""
+    def features_hold_teacher(self) -> bool:
+        """The features include the last states of every teacher row."""
         return self.reads in ("last", "guesses")
 
-    def kept(self, answer: Bool[Tensor, " S"], document: Int[Tensor, " S"] | None = None) -> Kept:
-        """Which rows are kept; a pure function of the text.
+    def select_rows(
+        self, answer: Bool[Tensor, " S"], document: Int[Tensor, " S"] | None = None
+    ) -> RowSelection:
+        """Return which rows are stored; a pure function of the text.
 
         Args:
-            document: whose each row is, in a packed row (-1: nobody's).
+            document: number of each row's document in a packed row, -1 for padding.
         """
-        judges = _in_front(answer, document, 1)
+        teacher = _rows_before_answer(answer, document, 1)
         if self.reads == "guesses":
-            guessing = [_in_front(answer, document, d) for d in range(1, self.ahead + 2)]
-            return Kept(torch.stack(guessing).any(0), judges)
+            guessing = [_rows_before_answer(answer, document, d) for d in range(1, self.ahead + 2)]
+            return RowSelection(torch.stack(guessing).any(0), teacher)
         features = torch.ones_like(answer) if document is None else document >= 0
-        return Kept(features if self.reads != "ids" else torch.zeros_like(answer), judges)
+        return RowSelection(features if self.reads != "ids" else torch.zeros_like(answer), teacher)
 
-    def columns(
+    def encode(
         self,
         target: Target,
-        kept: Kept,
+        rows: RowSelection,
         taps: Float[Tensor, "S KH"],
         last: Float[Tensor, "S H"],
-        whole: bool,
+        with_last_states: bool,
     ) -> dict[str, Tensor]:
-        """The parts of a file that hold these rows.
+        """Return the parts of a file that store these rows.
 
         Args:
-            target: whose head says the favourites, and the teacher's most probable tokens.
-            whole: keep last states beside `top`.
+            target: its head computes the top-1 tokens and the teacher's distribution.
+            with_last_states: store last states beside `top`.
+
+        Raises:
+            NotFinite, OutOfRange: a state cannot be stored.
         """
         out = dict[str, Tensor]()
         if self.reads != "ids":
-            rows = (taps if self.reads == "taps" else last)[kept.features]
-            out |= _named("features", self._encoded(rows))
-        judges = last[kept.judges]
-        out |= _judged(target, judges, self.vocab, self.top)
-        if whole or not (self.top or self.serves):
-            out |= _named("last", encode(self.lasts, judges))
+            features = (taps if self.reads == "taps" else last)[rows.features]
+            out |= _prefix("features", self._encode_features(features))
+        teacher = last[rows.teacher]
+        out |= _teacher_columns(target, teacher, self.vocab, self.top)
+        if with_last_states or not (self.top or self.features_hold_teacher):
+            out |= _prefix("last", encode(self.last_states, teacher))
         return out
 
-    def _encoded(self, rows: Float[Tensor, "N X"]) -> dict[str, Tensor]:
-        if self.step is None or self.sizes is None:
+    def _encode_features(self, rows: Float[Tensor, "N X"]) -> dict[str, Tensor]:
+        if self.step is None or self.scales is None:
             return encode(self.states, rows)
-        if not bool(rows.isfinite().all()):
-            raise NotFinite("the target said something that is not a number")
-        packed = steps.pack(self.sizes.units(rows), self.step)
+        require_finite(rows)
+        packed = entropy_coding.pack(self.scales.units(rows), self.step)
         return {"packed": packed, "bytes": torch.tensor([len(packed)]).int()}
 
-    def said(self, parts: dict[str, Tensor], kept: Kept) -> Said:
-        """The inverse, as far as it goes."""
-        size = len(kept.judges)
-        features = self._features(parts, kept)
-        last = features if self.serves else features.new_zeros(size, 0)
+    def decode(self, parts: dict[str, Tensor], rows: RowSelection) -> RecordedRows:
+        """Return the rows that `encode` stored, in the precision of the encoding."""
+        features = self._decode_features(parts, rows)
+        last = features if self.features_hold_teacher else features.new_zeros(len(rows.teacher), 0)
         if "last.codes" in parts:
-            rows = decode(self.lasts, _part("last", parts), self.hidden)
-            full = last.clone() if self.serves else rows.new_zeros(size, self.hidden)
-            full[kept.judges] = rows.to(full.dtype)
-            last = full
-        favourite = torch.full((size,), -1)
-        favourite[kept.judges] = parts["favourite"].long()
-        return Said(features, last, favourite, self._top(parts, kept) if self.top else None)
+            stored = decode(self.last_states, _without_prefix("last", parts), self.hidden)
+            if self.features_hold_teacher:
+                last = last.clone()
+                last[rows.teacher] = stored.to(last.dtype)
+            else:
+                last = _scatter(stored, rows.teacher)
+        argmax = torch.full(rows.teacher.shape, -1)
+        argmax[rows.teacher] = parts["favourite"].long()
+        top = self._decode_top(parts, rows.teacher) if self.top else None
+        return RecordedRows(features, last, argmax, top)
 
-    def _features(self, parts: dict[str, Tensor], kept: Kept) -> Float[Tensor, "S X"]:
+    def _decode_features(
+        self, parts: dict[str, Tensor], rows: RowSelection
+    ) -> Float[Tensor, "S X"]:
         if self.reads == "ids":
-            return torch.zeros(len(kept.features), 0)
-        if self.step is None or self.sizes is None:
-            rows = decode(self.states, _part("features", parts), self.width)
-        else:  # the whole document, of which its beginning may be wanted
-            rows = steps.unpack(parts["features.packed"], self.width, self.step)
-            rows = self.sizes.restore(rows[: int(kept.features.sum())])
-        if bool(kept.features.all()):
-            return rows
-        full = rows.new_zeros(len(kept.features), self.width)
-        full[kept.features] = rows
-        return full
+            return torch.zeros(len(rows.features), 0)
+        if self.step is None or self.scales is None:
+            stored = decode(self.states, _without_prefix("features", parts), self.width)
+        else:  # a whole document, of which the caller may want the first rows only
+            stored = entropy_coding.unpack(parts["features.packed"], self.width, self.step)
+            stored = self.scales.restore(stored[: int(rows.features.sum())])
+        return stored if bool(rows.features.all()) else _scatter(stored, rows.features)
 
-    def _top(self, parts: dict[str, Tensor], kept: Kept) -> Top:
-        def spread(rows: Tensor) -> Tensor:
-            full = rows.new_zeros(len(kept.judges), *rows.shape[1:])
-            full[kept.judges] = rows
-            return full
-
-        ids = parts["top.ids"].long() & 0xFFFF  # 16 bits without a sign
-        numbers = (spread(parts[f"top.{name}"].float()) for name in ("p", "rest", "share"))
-        return Top(spread(ids), *numbers)
+    def _decode_top(self, parts: dict[str, Tensor], teacher: Bool[Tensor, " S"]) -> TopKTeacher:
+        ids = parts["top.ids"].long() & 0xFFFF  # stored as int16, read as unsigned
+        p, rest, share = (
+            _scatter(parts[f"top.{name}"].float(), teacher) for name in ("p", "rest", "share")
+        )
+        return TopKTeacher(_scatter(ids, teacher), p, rest, share)
 
     def bytes_per_token(self, supervised: float, itemsize: int) -> float:
-        """What a token takes on disk, where this share of the rows judges.
+        """Return the bytes on disk per token.
 
         Args:
-            itemsize: bytes of a number of the target's.
+            supervised: share of the rows that are teacher rows.
+            itemsize: bytes of a number in the target's precision.
         """
-        each = {"ids": 0.0, "guesses": supervised}.get(self.reads, 1.0)
-        features = each * self._row_bytes(itemsize)
-        judged = 4.0 + (4.0 * self.top + 4.0 if self.top else 0.0)
-        if not (self.top or self.serves):
-            judged += bytes_per_row(self.lasts, self.hidden, itemsize)
-        return 5.0 + features + supervised * judged
-
-    def _row_bytes(self, itemsize: int) -> float:
+        share = {"ids": 0.0, "guesses": supervised}.get(self.reads, 1.0)
         if self.step is None:
-            return bytes_per_row(self.states, self.width, itemsize)
-        return steps.bits(self.step) * self.width / 8
+            features = row_bytes(self.states, self.width, itemsize)
+        else:
+            features = entropy_coding.bits_per_value(self.step) * self.width / 8
+        teacher = 4.0 + (4.0 * self.top + 4.0 if self.top else 0.0)
+        if not (self.top or self.features_hold_teacher):
+            teacher += row_bytes(self.last_states, self.hidden, itemsize)
+        return 5.0 + share * features + supervised * teacher
 
 
-def _in_front(answer: Tensor, document: Tensor | None, distance: int) -> Bool[Tensor, " S"]:
-    """Rows so far in front of an answer token of the same document."""
+def _rows_before_answer(answer: Tensor, document: Tensor | None, distance: int) -> Tensor:
+    """Return the mask of rows `distance` in front of an answer token of the same document."""
     out = torch.zeros_like(answer)
     if distance < len(answer):
         out[:-distance] = answer[distance:]
@@ -222,16 +245,16 @@ def _in_front(answer: Tensor, document: Tensor | None, distance: int) -> Bool[Te
     return out
 
 
-def _judged(
+def _teacher_columns(
     target: Target, last: Float[Tensor, "A H"], vocab: Int[Tensor, " Vd"] | None, top: int
 ) -> dict[str, Tensor]:
-    """Favourites, and with `top` the teacher in few tokens; chunk by chunk."""
-    size = max(1, CHUNK // target.vocab)
-    parts = [_judge(target, rows, vocab, top) for rows in last.split(size)]
+    """Return top-1 tokens and, with `top`, the teacher's most probable tokens; in chunks."""
+    size = max(1, CHUNK // target.vocab_size)
+    parts = [_teacher_chunk(target, rows, vocab, top) for rows in last.split(size)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _judge(
+def _teacher_chunk(
     target: Target, last: Float[Tensor, "N H"], vocab: Int[Tensor, " Vd"] | None, top: int
 ) -> dict[str, Tensor]:
     logits = target.logits(last.to(target.device))
@@ -242,15 +265,22 @@ def _judge(
         share = (inside.logsumexp(-1) - logits.logsumexp(-1)).exp()
         p, ids = inside.softmax(-1).topk(min(top, len(vocab)), dim=-1)
         rest = (1 - p.sum(-1)).clamp(min=0)
-        told = {"p": p.half(), "rest": rest.half(), "share": share.half()}
-        out |= {"top.ids": ids.to(torch.int16), **_named("top", told)}
+        out |= {"top.ids": ids.to(torch.int16), "top.p": p.half()}
+        out |= {"top.rest": rest.half(), "top.share": share.half()}
     return {name: rows.cpu() for name, rows in out.items()}
 
 
-def _named(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+def _scatter(stored: Tensor, mask: Bool[Tensor, " S"]) -> Tensor:
+    """Return rows of the whole document: the stored ones where the mask is set, else 0."""
+    out = stored.new_zeros(len(mask), *stored.shape[1:])
+    out[mask] = stored
+    return out
+
+
+def _prefix(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name}.{part}": rows.cpu() for part, rows in parts.items()}
 
 
-def _part(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {part: parts.get(f"{name}.{part}") for part in ("codes", "scales")}
-    return {part: rows for part, rows in found.items() if rows is not None}
+def _without_prefix(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    stored = {part: parts.get(f"{name}.{part}") for part in ("codes", "scales")}
+    return {part: rows for part, rows in stored.items() if rows is not None}

@@ -1,4 +1,4 @@
-"""Traces of packed rows, put together from a recording instead of a target forward."""
+"""Traces of packed rows, read from a recording."""
 
 from collections.abc import Sequence
 
@@ -6,102 +6,105 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from outrider.conf.errors import ConfigError, Damaged, RunError
-from outrider.data.batches import Batch
-from outrider.data.record.folder import Folder, Place
-from outrider.data.record.layout import Kept, Layout, Said, together
+from outrider.conf.errors import ConfigError, CorruptFile, RunError
+from outrider.conf.schema import Config
+from outrider.data.record.folder import DocumentLocation, RecordingFolder
+from outrider.data.record.layout import Layout, RecordedRows, RowSelection, combine
 from outrider.data.tokenise import Document
-from outrider.models.drafter import Trace
-from outrider.models.drafters import kind
-from outrider.train.settings import Config
+from outrider.models.drafters import drafter_class
+from outrider.models.interface import Batch, Trace
 
-
-class Recording:
-    """A folder, opened to train from: its texts, and what the target said about each.
-
-    `part` gives the same recording for documents in another order, which is what packed rows
-    number theirs by; `trace` then reads them.
-    """
-
-    def __init__(
-        self, folder: Folder, places: Sequence[Place], taps: Sequence[int], *, whole: bool = True
-    ) -> None:
-        """
-        Args:
-            places: for document number i of the packed rows, where it lies.
-            taps: which of the recorded layers, in this order.
-            whole: these documents are read for their last states, where both are there.
-        """
-        self.folder, self.places, self.whole = folder, list(places), whole
-        layout = folder.layout
-        self.columns = [layout.taps.index(tap) for tap in taps] if layout.reads == "taps" else []
-        self.where = folder.path
-        self.knows_favourites, self.knows_last = True, whole or layout.serves
-
-    def part(self, numbers: Sequence[int], whole: bool = True) -> "Recording":
-        """The same for these of the documents, in this order."""
-        taps = [self.folder.layout.taps[column] for column in self.columns]
-        return Recording(self.folder, [self.places[i] for i in numbers], taps, whole=whole)
-
-    def size(self) -> int:
-        """Bytes on disk."""
-        return self.folder.bytes()
-
-    def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
-        """The same as `Target.trace` on the same rows, within the precision of the recording.
-
-        With `record.top`, `Trace.top` is the teacher and `last` has no columns, but for the
-        documents that are whole.
-        """
-        rows = [self._row(batch.document[i], batch.answer[i]) for i in range(len(batch.ids))]
-        said = together(rows, torch.stack)
-        return Trace.of(batch, said.features, said.last, said.favourite, said.top).to(device)
-
-    def _row(self, document: Int[Tensor, " T"], answer: Tensor) -> Said:
-        """A row's documents, one behind the other."""
-        numbers, counts = torch.unique_consecutive(document, return_counts=True)
-        parts = [
-            self._document(number, own)
-            for number, own in zip(numbers.tolist(), answer.split(counts.tolist()), strict=True)
-        ]
-        return together(parts, torch.cat)
-
-    def _document(self, number: int, answer: Tensor) -> Said:
-        """What was said about (the beginning of) a document; nothing about padding."""
-        layout, place = self.folder.layout, self.places[max(number, 0)]
-        kept = layout.kept(answer)
-        if number < 0:
-            kept = Kept(torch.zeros_like(answer), torch.zeros_like(answer))
-        said = layout.said(self.folder.columns(place, kept), kept)
-        return self._wanted(layout, said)
-
-    def _wanted(self, layout: Layout, said: Said) -> Said:
-        """The taps that are asked for; and one teacher, not two."""
-        features = said.features[:, :0]
-        if self.columns:
-            features = said.features.unflatten(-1, (len(layout.taps), -1))[:, self.columns]
-            features = features.flatten(-2)
-        if self.whole:
-            return Said(features, said.last, said.favourite, None)
-        last = said.last if layout.serves else said.last[:, :0]
-        return Said(features, last, said.favourite, said.top)
-
-
-READS = {  # what drafters read, and the recordings that serve them
+READABLE = {  # what a drafter reads -> recordings that contain it
     "taps": ("taps",), "last": ("last",), "guesses": ("guesses", "last"),
     "ids": ("ids", "guesses", "last", "taps"),
 }  # fmt: skip
 
 
-def check_reads(folder: Folder, config: Config) -> None:
+class RecordedTraces:
+    """A `TraceSource` that reads a recording. See `data.trace_source.TraceSource`."""
+
+    has_argmax = reads_disk = True
+
+    def __init__(
+        self,
+        folder: RecordingFolder,
+        locations: Sequence[DocumentLocation],
+        taps: Sequence[int],
+        *,
+        with_last_states: bool = True,
+    ) -> None:
+        """
+        Args:
+            locations: of document 0, 1, ... of the packed rows.
+            taps: the recorded layers to return, in this order.
+            with_last_states: return last states where both they and `top` are stored.
+        """
+        self.folder, self.path, self.locations = folder, folder.path, list(locations)
+        self.with_last_states, layout = with_last_states, folder.layout
+        wanted = taps if layout.reads == "taps" else ()
+        self.tap_indices = [layout.taps.index(tap) for tap in wanted]
+        self.has_last_states = with_last_states or layout.features_hold_teacher
+
+    def select(self, documents: Sequence[int], with_last_states: bool = True) -> "RecordedTraces":
+        """Return the source for rows whose document i is `documents[i]` of this one."""
+        taps = [self.folder.layout.taps[index] for index in self.tap_indices]
+        locations = [self.locations[i] for i in documents]
+        return RecordedTraces(self.folder, locations, taps, with_last_states=with_last_states)
+
+    def size(self) -> int:
+        """Return the bytes on disk."""
+        return self.folder.size()
+
+    def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
+        """Return the recorded trace of these rows.
+
+        With `record.top`, `Trace.top` is the teacher and `last` has no columns, except for
+        documents whose last states are stored and wanted.
+        """
+        batch = Batch(*(field.cpu() for field in batch))
+        texts = zip(batch.document, batch.answer, strict=True)
+        rows = combine([self._read_row(*text) for text in texts], torch.stack)
+        return Trace.from_batch(batch, rows.features, rows.last, rows.argmax, rows.top).to(device)
+
+    def _read_row(self, document: Int[Tensor, " T"], answer: Tensor) -> RecordedRows:
+        """Return the documents of a packed row, concatenated."""
+        numbers, counts = torch.unique_consecutive(document, return_counts=True)
+        answers = answer.split(counts.tolist())
+        return combine(
+            [self._read_document(*part) for part in zip(numbers.tolist(), answers, strict=True)],
+            torch.cat,
+        )
+
+    def _read_document(self, number: int, answer: Tensor) -> RecordedRows:
+        """Return (the beginning of) a document; zeros for padding (number -1)."""
+        layout, location = self.folder.layout, self.locations[max(number, 0)]
+        rows = layout.select_rows(answer)
+        if number < 0:
+            rows = RowSelection(torch.zeros_like(answer), torch.zeros_like(answer))
+        stored = layout.decode(self.folder.read_rows(location, rows), rows)
+        return self._select_fields(layout, stored)
+
+    def _select_fields(self, layout: Layout, rows: RecordedRows) -> RecordedRows:
+        """Return the wanted taps and one of the two teachers."""
+        features = rows.features[:, :0]
+        if self.tap_indices:
+            taps = rows.features.unflatten(-1, (len(layout.taps), -1))
+            features = taps[:, self.tap_indices].flatten(-2)
+        if self.with_last_states:
+            return rows._replace(features=features, top=None)
+        last = rows.last if layout.features_hold_teacher else rows.last[:, :0]
+        return rows._replace(features=features, last=last)
+
+
+def require_features_for(folder: RecordingFolder, config: Config) -> None:
     """
     Raises:
-        ConfigError: the recording does not hold what this drafter reads.
+        ConfigError: the recording does not contain what this drafter reads.
     """
     cfg, layout = config.drafter, folder.layout
-    reads = kind(cfg.name).reads
+    reads = drafter_class(cfg.name).required_features
     deep_enough = layout.reads != "guesses" or reads != "guesses" or layout.ahead >= cfg.depths
-    if layout.reads not in READS[reads] or not deep_enough:
+    if layout.reads not in READABLE[reads] or not deep_enough:
         raise ConfigError(
             "data.traces", str(folder.path),
             f"It was recorded for drafters that read {layout.reads} (down to depth "
@@ -111,16 +114,16 @@ def check_reads(folder: Folder, config: Config) -> None:
 
 
 def open_recording(
-    folder: Folder, taps: Sequence[int], damaged: str
-) -> tuple[list[Document], Recording, list[int]]:
-    """All texts of a recording, the recording in their order, and the shards that were left out.
+    folder: RecordingFolder, taps: Sequence[int], damaged: str
+) -> tuple[list[Document], RecordedTraces, list[int]]:
+    """Return all texts of a recording, their traces, and the numbers of shards left out.
 
     Args:
-        damaged: "refuse" a recording that misses something, or "skip" what is missing.
+        damaged: "skip" shards that are missing or damaged, instead of raising.
 
     Raises:
-        RunError: it is not complete, or does not hold these taps.
-        Damaged: a shard is not what was written.
+        RunError: the recording does not contain these taps.
+        CorruptFile: a shard is missing or damaged.
     """
     layout = folder.layout
     if layout.reads == "taps" and not set(taps) <= set(layout.taps):
@@ -129,18 +132,18 @@ def open_recording(
             f"and this drafter reads {list(taps)}.",
             f"Set drafter.taps={list(layout.taps)}, or record again.",
         )
-    documents, places, left_out = list[Document](), list[Place](), list[int]()
-    for shard in range(len(folder.counts)):
+    documents, locations, left_out = list[Document](), list[DocumentLocation](), list[int]()
+    for shard in range(len(folder.shard_documents)):
         try:
-            if not folder.written(shard):
+            if not folder.is_written(shard):
                 fix = f"Go on with it: outrider record data.traces={folder.path}"
-                raise Damaged(f"{folder.file(shard)} has not been written.", fix)
-            found = list(folder.documents(shard))
-        except Damaged:
+                raise CorruptFile(f"{folder.shard_file(shard)} has not been written.", fix)
+            stored = list(folder.documents(shard))
+        except CorruptFile:
             if damaged != "skip":
                 raise
             left_out.append(shard)
             continue
-        documents += [document for document, _ in found]
-        places += [place for _, place in found]
-    return documents, Recording(folder, places, taps), left_out
+        documents += [document for document, _ in stored]
+        locations += [location for _, location in stored]
+    return documents, RecordedTraces(folder, locations, taps), left_out

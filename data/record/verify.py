@@ -1,8 +1,7 @@
-"""Is what is about to be recorded what the model says? A document, run alone and plainly.
+"""Comparison of a recorded trace with a plain forward of the model, one document at a time.
 
-Serving engines and batched extractors have returned states of the wrong rows without a word
-(field reports name padding, prefix caching and chunked prefill); a recording would keep them for
-ever.
+Serving engines and batched extractors are known to return states of the wrong rows (reports name
+padding, prefix caching and chunked prefill), and a recording would keep the error.
 """
 
 from typing import NamedTuple
@@ -11,47 +10,48 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.models.drafter import Trace
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 
-SLACK = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # rounding, batched
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # rounding in batches
 
 
 class Difference(NamedTuple):
-    """Largest distance of a row from the plain forward's, relative to its size."""
+    """Largest distance of a row from the plain forward's, relative to the row's norm."""
 
     taps: float
     last: float
-    slack: float
+    tolerance: float
 
     @property
-    def fine(self) -> bool:
-        return max(self.taps, self.last) <= self.slack
+    def within_tolerance(self) -> bool:
+        return max(self.taps, self.last) <= self.tolerance
 
     def __str__(self) -> str:
         return f"taps differ by {self.taps:.1%}, last states by {self.last:.1%}"
 
 
 @torch.no_grad()
-def compare(target: Target, trace: Trace) -> Difference:
-    """The trace of one document (B = 1) against the model's own forward of its ids."""
+def compare_with_plain_forward(target: Target, trace: Trace) -> Difference:
+    """Compare the trace of one document (B = 1) with the model's own forward of its ids."""
     out = target.model(
-        input_ids=trace.ids.to(target.lies), output_hidden_states=True, use_cache=False
+        input_ids=trace.ids.to(target.layer_device), output_hidden_states=True, use_cache=False
     )
-    # entry k + 1 is the output of layer k, but for the last one, which has been normed
+    # hidden_states[k + 1] is the output of layer k, except for the last one, which is normed
     pairs = [
-        (own, out.hidden_states[tap + 1])
-        for tap, own in zip(
+        (rows, out.hidden_states[tap + 1])
+        for tap, rows in zip(
             target.taps, trace.taps.chunk(max(1, len(target.taps)), -1), strict=False
         )
-        if tap + 1 < target.depth
+        if tap + 1 < target.num_layers
     ]
-    taps = max((_apart(own, plain) for own, plain in pairs), default=0.0)
-    last = _apart(trace.last, out.hidden_states[-1])
-    return Difference(taps, last, SLACK.get(target.dtype, 0.25))
+    taps = max((_relative_distance(rows, plain) for rows, plain in pairs), default=0.0)
+    last = _relative_distance(trace.last, out.hidden_states[-1])
+    return Difference(taps, last, TOLERANCE.get(target.dtype, 0.25))
 
 
-def _apart(own: Float[Tensor, "1 S H"], plain: Float[Tensor, "1 S H"]) -> float:
-    own, plain = own.float().cpu(), plain.float().cpu()
-    distance = (own - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=1e-6)
-    return float(distance[:, :-1].max())  # nobody reads the last row: no token follows it
+def _relative_distance(rows: Float[Tensor, "1 S H"], plain: Float[Tensor, "1 S H"]) -> float:
+    """Return the largest of all rows but the last one, which no loss reads."""
+    rows, plain = rows.float().cpu(), plain.float().cpu()
+    distance = (rows - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=1e-6)
+    return float(distance[:, :-1].max())

@@ -1,1 +1,1 @@
-"""The text that the embedded tiny target lives on: an invented world and its grammar."""
+"""Text of the embedded tiny target: conversations to train on, and held-out prompts."""

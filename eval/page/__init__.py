@@ -1,1 +1,1 @@
-"""`outrider report`: what a run, a search or several runs have shown, on one page."""
+"""`outrider report`: one page on a run, a search or several runs."""

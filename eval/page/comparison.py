@@ -1,6 +1,6 @@
-"""What a page says of several runs side by side, and of a search.
+"""Sections of a report page on several runs, and on a search.
 
-The tables are those that `outrider compare` prints; of a search, those of its `search.json`.
+The tables are those of `outrider compare`; those of a search come from its `search.json`.
 """
 
 import shlex
@@ -8,165 +8,170 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table as Shown
+from rich.table import Table as ConsoleTable
 
-from outrider.conf.errors import Damaged, RunError
+from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import read_json, read_lines
 from outrider.eval import compare
-from outrider.eval.compare import Measured
-from outrider.eval.page.elements import Note, Part, Section, meanings, of_console, table
-from outrider.eval.page.figures import Span, bars, curves, draw, points
-from outrider.eval.page.training import defined, series
-from outrider.eval.search_results import FORMAT, front, short
+from outrider.eval.compare import RunResults, decoding_label
+from outrider.eval.page.elements import (
+    Note,
+    Part,
+    Section,
+    from_console_table,
+    metric_definitions,
+    text_table,
+)
+from outrider.eval.page.figures import Interval, bars, curves, draw, points
+from outrider.eval.page.training import logged_definition, metric_series
+from outrider.eval.search_results import FORMAT, pareto_front, short_name
 
-SIDE = "The best of a row stands out."
 
-
-def compared(runs: Sequence[Measured], without: Sequence[RunError]) -> list[Section]:
-    """Sections of several runs: speed, training, and the reports in full if they are few."""
+def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError]) -> list[Section]:
+    """Return sections on speed and training, and the reports side by side if they are few."""
     notes: list[Part] = [Note(f"Left out: {error.message}") for error in without]
     notes += [Note(warning.plain) for warning in compare.warnings(runs)]
-    training, decoding, _ = compare.overview(runs).renderables
-    best = "The best of a column stands out."
-    brings = f"{compare.BRINGS}. {meanings('tau', 'speedup')} {best}"
-    assert isinstance(training, Shown), "the first part of an overview is a table"
-    assert isinstance(decoding, Shown), "the second part of an overview is a table"
+    cost, decoding, _ = compare.overview(runs).renderables
+    assert isinstance(cost, ConsoleTable), "the first part of an overview is a table"
+    assert isinstance(decoding, ConsoleTable), "the second part of an overview is a table"
+    best = "The best of a column is highlighted."
+    definition = f"{compare.DECODING_LEGEND}. {metric_definitions('tau', 'speedup')} {best}"
+    speed = from_console_table(decoding, "decoding", definition)
+    costs = from_console_table(cost, "training", f"{compare.COST_LEGEND}. {best}")
     sections = [
-        Section("speed", "What it brings", [
-            *_speeds(runs), *notes, of_console(decoding, "what it brings", brings),
-        ]),
-        Section("training", "What it cost, and what held-out text says", [
-            *_curves(runs), of_console(training, "what it cost", f"{compare.COST}. {best}"),
-        ]),
-    ]  # fmt: skip
+        Section("speed", "Speed", [*_speeds(runs), *notes, speed]),
+        Section("training", "Cost of training and held-out acceptance", [*_curves(runs), costs]),
+    ]
     reports = compare.all_reports(runs)
-    if len(reports) <= compare.FULL:
-        shown = compare.table_of(reports)
-        told = f"{SIDE} {meanings('speedup', 'tau', 'alpha', 'overhead', 'accept_at', 'exact')}"
-        full = of_console(shown, "reports side by side", told)
-        sections.append(Section("reports", "Reports side by side", [full]))
+    if len(reports) <= compare.MAX_FULL_REPORTS:
+        names = ("speedup", "tau", "alpha", "overhead", "accept_at", "exact")
+        definition = f"The best of a row is highlighted. {metric_definitions(*names)}"
+        table = from_console_table(
+            compare.report_table(reports), "reports side by side", definition
+        )
+        sections.append(Section("reports", "Reports side by side", [table]))
     return sections
 
 
-def _speeds(runs: Sequence[Measured]) -> Iterable[Part]:
-    """For tau and speedup, a bar for every run and way of decoding."""
-    ways = dict.fromkeys(compare.shape(r) for run in runs for r in run.reports.values())
-    found = {
-        way: [
-            next((r for r in reversed(run.reports.values()) if compare.shape(r) == way), {})
+def _speeds(runs: Sequence[RunResults]) -> Iterable[Part]:
+    """Draw tau and speedup, a bar for every run and way of decoding."""
+    labels = dict.fromkeys(decoding_label(r) for run in runs for r in run.reports.values())
+    reports = {
+        label: [
+            next((r for r in reversed(run.reports.values()) if decoding_label(r) == label), {})
             for run in runs
         ]
-        for way in ways
+        for label in labels
     }
-    for name, across in (
+    for name, xlabel in (
         ("speedup", "times as fast as plain decoding"),
         ("tau", "tokens per round"),
     ):
-        values = {way: [report.get(name) for report in of] for way, of in found.items()}
-        values = {way: of for way, of in values.items() if any(of)}
-        spans: dict[str, list[Span]] = {
-            way: [_span(report.get(f"{name}_95")) for report in found[way]] for way in values
+        values = {label: [r.get(name) for r in of_runs] for label, of_runs in reports.items()}
+        values = {label: numbers for label, numbers in values.items() if any(numbers)}
+        intervals: dict[str, list[Interval]] = {
+            label: [_pair(r.get(f"{name}_95")) for r in reports[label]] for label in values
         }
         if values:
             level = 1.0 if name == "speedup" else None
-            paint = bars([run.folder.name for run in runs], values, across, spans, level)
-            yield draw(name, meanings(name, f"{name}_95"), paint)
+            paint = bars([run.folder.name for run in runs], values, xlabel, intervals, level)
+            yield draw(name, metric_definitions(name, f"{name}_95"), paint)
 
 
-def _span(pair: Sequence[float] | None) -> Span:
+def _pair(pair: Sequence[float] | None) -> Interval:
     return None if pair is None else (pair[0], pair[1])
 
 
-def _curves(runs: Sequence[Measured]) -> Iterable[Part]:
-    """The held-out acceptance length of every run that has a log."""
+def _curves(runs: Sequence[RunResults]) -> Iterable[Part]:
+    """Draw the held-out acceptance length of every run with a log."""
     lines = {}
     for run in runs:
         file = run.folder / "metrics.jsonl"
         log = read_lines(file, "Restore it, or train again.", torn=True) if file.is_file() else []
-        if found := series(log, "held", "accept_length").get("accept_length"):
-            lines[run.folder.name] = found
+        if points := metric_series(log, "held", "accept_length").get("accept_length"):
+            lines[run.folder.name] = points
     if lines:
         paint = curves(lines, "step", "tokens per round", marks=True)
-        told = f"{defined('accept_length')} At every held-out evaluation."
-        yield draw("held-out acceptance length", told, paint)
+        definition = f"{logged_definition('accept_length')} At every held-out evaluation."
+        yield draw("held-out acceptance length", definition, paint)
 
 
 # ---- a search ----
 
 
 def read_search(folder: Path) -> dict[str, Any]:
-    """
+    """Read `search.json`.
+
     Raises:
-        Damaged: `search.json` is missing or not one.
+        CorruptFile: it is missing or of another format.
     """
-    fix = f"It is written by: outrider compare {folder}"
+    fix = f"Write it again: outrider compare {folder}"
     content = read_json(folder / "search.json", fix)
     if content.get("format") != FORMAT:
-        raise Damaged(f"{folder / 'search.json'} is not of this format ({FORMAT}).", fix)
+        raise CorruptFile(f"{folder / 'search.json'} is not of this format ({FORMAT}).", fix)
     return content
 
 
-def searched(content: Mapping[str, Any], name: str = "search") -> list[Section]:
-    """The section of one search."""
+def search_section(content: Mapping[str, Any], name: str = "search") -> list[Section]:
+    """Return the section of one search."""
     trials, metric = content["trials"], content["metric"]
-    whole = sorted(
+    complete = sorted(
         (t for t in trials if t["state"] == "COMPLETE"), key=lambda t: (-t["value"], t["number"])
     )
     parts: list[Part] = []
-    if whole:
-        words = [*content["overrides"], *whole[0]["words"]]
-        parts.append(
-            Note("The best recipe:", f"python train.py {' '.join(map(shlex.quote, words))}")
-        )
-        parts.append(_cost(whole, metric))
-    if mattered := dict(sorted(content["importance"].items(), key=lambda item: -item[1])):
-        told = (
+    if complete:
+        overrides = map(shlex.quote, [*content["overrides"], *complete[0]["words"]])
+        parts.append(Note("The best recipe:", f"python train.py {' '.join(overrides)}"))
+        parts.append(_cost(complete, metric))
+    if importance := dict(sorted(content["importance"].items(), key=lambda item: -item[1])):
+        definition = (
             "PED-ANOVA (arXiv:2304.10255): how much the better trials' values of a key differ from "
             "all trials' values; shares of 1."
         )
-        shares = {"importance": list(mattered.values())}
-        keys = [short(key) for key in mattered]
-        parts.append(draw("what mattered", told, bars(keys, shares, "share of importance")))
-        rows = [[key, f"{share:.1%}"] for key, share in mattered.items()]
-        parts.append(table("what mattered", ["key", "importance"], rows, told))
-    parts.append(_trials(trials, whole, metric))
-    return [Section(name, f"Search: {metric} made large", parts)]
+        shares = {"importance": list(importance.values())}
+        keys = [short_name(key) for key in importance]
+        parts.append(draw("importance", definition, bars(keys, shares, "share of importance")))
+        rows = [[key, f"{share:.1%}"] for key, share in importance.items()]
+        parts.append(text_table("importance", ["key", "importance"], rows, definition))
+    parts.append(_trials(trials, complete, metric))
+    return [Section(name, f"Search: maximise {metric}", parts)]
 
 
-def _cost(whole: Sequence[Mapping[str, Any]], metric: str) -> Part:
-    costs = [float(trial.get("seconds", 0)) / 60 for trial in whole]
-    values = [float(trial["value"]) for trial in whole]
-    best = [(costs[i], values[i]) for i in front(costs, values)]
-    told = (
-        f"Every whole trial: minutes of training and {metric}. Line: nobody is better and cheaper."
+def _cost(complete: Sequence[Mapping[str, Any]], metric: str) -> Part:
+    costs = [float(trial.get("seconds", 0)) / 60 for trial in complete]
+    values = [float(trial["value"]) for trial in complete]
+    best = [(costs[i], values[i]) for i in pareto_front(costs, values)]
+    definition = (
+        f"Every complete trial: minutes of training and {metric}. The line is the Pareto front."
     )
-    every = {"trials": list(zip(costs, values, strict=True))}
-    return draw("what it costs", told, points(every, "minutes of training", metric, front=best))
+    trials = {"trials": list(zip(costs, values, strict=True))}
+    figure = points(trials, "minutes of training", metric, front=best)
+    return draw("value against cost", definition, figure)
 
 
 def _trials(
-    trials: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]], metric: str
+    trials: Sequence[Mapping[str, Any]], complete: Sequence[Mapping[str, Any]], metric: str
 ) -> Part:
-    others = [trial for trial in trials if trial not in whole]
+    others = [trial for trial in trials if trial not in complete]
     keys = list(dict.fromkeys(key for trial in trials for key in trial["params"]))
-    head = ["trial", "state", metric, *map(short, keys), "minutes", "tau", "speedup"]
+    head = ["trial", "state", metric, *map(short_name, keys), "minutes", "tau", "speedup"]
     rows = [
         [
-            str(trial["number"]), trial["state"].lower(), _said(trial["value"]),
-            *(_said(trial["params"].get(key)) for key in keys),
+            str(trial["number"]), trial["state"].lower(), _format(trial["value"]),
+            *(_format(trial["params"].get(key)) for key in keys),
             f"{trial['seconds'] / 60:.1f}" if "seconds" in trial else "-",
-            _said(trial.get("decoded tau")), _said(trial.get("decoded speedup")),
+            _format(trial.get("decoded tau")), _format(trial.get("decoded speedup")),
         ]
-        for trial in [*whole, *others]
+        for trial in [*complete, *others]
     ]  # fmt: skip
-    told = (
-        "Whole trials first, the best on top. pruned: stopped, below the median of the others. "
-        f"{meanings('tau', 'speedup')}"
+    definition = (
+        "Complete trials first, the best on top. pruned: stopped below the median of the others. "
+        f"{metric_definitions('tau', 'speedup')}"
     )
-    return table("trials", head, rows, told)
+    return text_table("trials", head, rows, definition)
 
 
-def _said(value: object) -> str:
+def _format(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace('"', "")

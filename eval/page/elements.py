@@ -1,7 +1,7 @@
-"""What a page is made of, whatever it is written as: sections of tables, figures, answers, notes.
+"""Elements of a report page, independent of its output format: sections of tables, figures, notes.
 
-A table of a console becomes a table of a page as it stands, so that both show the same numbers in
-the same digits. Every table and figure says what it shows in words of its own.
+A console table is converted cell by cell, so that both show the same numbers in the same digits.
+Every table and figure has a definition of what it shows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The first column names what the others say of it."""
+    """A table; its first column has the names of the rows."""
 
     title: str
     head: Sequence[str]
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing twice, for light pages and for dark ones, as data URIs."""
+    """A drawing for light and for dark pages, as data URIs."""
 
     title: str
     definition: str
@@ -47,7 +47,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence, and perhaps a command that would change it."""
+    """A sentence, and the command that would produce what is missing."""
 
     text: str
     command: str = ""
@@ -57,7 +57,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Listing:
-    """A file as it is."""
+    """The text of a file."""
 
     title: str
     text: str
@@ -66,43 +66,43 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A prompt and what was said to it: texts, and who proposed each."""
+class AnnotatedAnswer:
+    """A prompt and its answer as texts with origins."""
 
     name: str
     prompt: str
-    pieces: Sequence[tuple[str, str]]
+    spans: Sequence[tuple[str, str]]
 
     kind: ClassVar[str] = "answer"
 
 
 @dataclass(frozen=True)
-class Fold:
-    """Parts that a reader may open."""
+class Collapsible:
+    """Parts that are hidden until opened."""
 
     title: str
     parts: "Sequence[Part]"
 
-    kind: ClassVar[str] = "fold"
+    kind: ClassVar[str] = "collapsible"
 
 
-Part = Table | Figure | Note | Listing | Answer | Fold
+Part = Table | Figure | Note | Listing | AnnotatedAnswer | Collapsible
 
 
 class Section(NamedTuple):
-    """A heading and what stands below it."""
+    """A heading and its parts."""
 
-    name: str  # of the link to it
+    name: str  # anchor of the section
     title: str
     parts: Sequence[Part]
 
 
 class Page(NamedTuple):
-    """All of it.
+    """A page.
 
     Attributes:
-        lead: sentences on top: what was found.
-        source: what it was written from, and by what.
+        lead: sentences at the top, the verdicts.
+        source: the folders and the version it was written from.
     """
 
     title: str
@@ -111,34 +111,31 @@ class Page(NamedTuple):
     source: str
 
 
-def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], definition: str) -> Table:
-    """Of plain texts."""
+def text_table(
+    title: str, head: Sequence[str], rows: Iterable[Sequence[str]], definition: str
+) -> Table:
+    """Return a table of plain texts."""
     return Table(title, head, [[Cell(text) for text in row] for row in rows], definition)
 
 
-def of_console(shown: console.Table, title: str, definition: str) -> Table:
-    """A table for terminals, cell by cell; what stands out there does so here."""
-    columns = [[_cell(cell) for cell in column.cells] for column in shown.columns]
-    head = [_cell(column.header).text for column in shown.columns]
+def from_console_table(source: console.Table, title: str, definition: str) -> Table:
+    """Convert a console table; styled cells and rows are marked as best."""
+    columns = [[_cell(cell) for cell in column.cells] for column in source.columns]
+    head = [_cell(column.header).text for column in source.columns]
     rows = list(zip(*columns, strict=True))
-    stands_out = [bool(row.style) for row in shown.rows]
-    return Table(
-        title,
-        head,
-        [
-            [Cell(cell.text, cell.best or bold) for cell in row]
-            for row, bold in zip(rows, stands_out, strict=True)
-        ],
-        definition,
-    )
+    cells = [
+        [Cell(cell.text, cell.best or bool(style.style)) for cell in row]
+        for row, style in zip(rows, source.rows, strict=True)
+    ]
+    return Table(title, head, cells, definition)
 
 
 def _cell(value: object) -> Cell:
     return Cell(value.plain, bool(value.style)) if isinstance(value, Text) else Cell(str(value))
 
 
-def meanings(*names: str) -> str:
-    """What the metrics of a report of these names are, in the words of `metrics.METRICS`."""
-    known = {metric.name: metric for metric in METRICS}
-    found = [known[name] for name in names]
-    return " ".join(f"{m.name} [{m.unit}]: {m.definition}." for m in found)
+def metric_definitions(*names: str) -> str:
+    """Return the definitions of metrics of a report, from `metrics.METRICS`."""
+    metrics = {metric.name: metric for metric in METRICS}
+    chosen = [metrics[name] for name in names]
+    return " ".join(f"{m.name} [{m.unit}]: {m.definition}." for m in chosen)

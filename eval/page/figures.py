@@ -1,8 +1,8 @@
-"""Drawings of a page: curves, bars, parts of bars, a heat map, points.
+"""Figures of a report page: curves, bars, stacked bars, heat maps, points.
 
-Each is drawn twice by matplotlib, in the inks of a light and of a dark page on no ground of its
-own, as an SVG that the page carries in itself. Texts stay texts, in the reader's fonts; the same
-numbers give the same bytes.
+Each is drawn twice by matplotlib, with the colours of a light and of a dark page on a transparent
+background, as an SVG embedded in the page. Text stays text, in the reader's fonts; equal numbers
+give equal bytes.
 """
 
 import base64
@@ -21,18 +21,18 @@ from matplotlib.ticker import ScalarFormatter
 from outrider.eval.page.elements import Figure
 
 SIZE = (4.6, 3.1)  # inches
-BAR = 0.15  # inches that a bar needs in a group
-LONGEST = 24  # letters of a label
-LINE = 66  # letters of a line of the legend
-BROKEN = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-Span = tuple[float, float] | None
+BAR = 0.15  # inches per bar of a group
+MAX_LABEL = 24  # characters
+LEGEND_WIDTH = 66  # characters
+INVALID = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+Interval = tuple[float, float] | None
 
 
 class Theme(NamedTuple):
-    """Inks: of texts, of grids, of lines in their order, and the ends of a heat map."""
+    """Colours of text, grid and lines, and the colour map of heat maps."""
 
-    ink: str
-    faint: str
+    text: str
+    grid: str
     lines: tuple[str, ...]
     heat: str
 
@@ -47,71 +47,72 @@ DARK = Theme(
     ("#69b1f3", "#f2a15c", "#69c896", "#ea8cb7", "#b5a0f2", "#d4b878", "#84c4d3", "#a4abb3"),
     "YlGnBu_r",
 )  # fmt: skip
-Paint = Callable[[Any, Theme], None]  # what is drawn on matplotlib's axes
+DrawFn = Callable[[Any, Theme], None]  # draws on matplotlib's axes
 
 
-def draw(title: str, definition: str, paint: Paint) -> Figure:
-    """A figure of a page."""
+def draw(title: str, definition: str, paint: DrawFn) -> Figure:
+    """Draw a figure for both themes."""
     light, dark = (_svg(paint, theme) for theme in (LIGHT, DARK))
     return Figure(title, definition, light, dark)
 
 
-def _svg(paint: Paint, theme: Theme) -> str:
+def _svg(paint: DrawFn, theme: Theme) -> str:
     style = {
         "svg.fonttype": "none", "svg.hashsalt": "outrider", "text.parse_math": False,
-        "font.size": 9, "font.family": "sans-serif", "text.color": theme.ink,
-        "axes.labelcolor": theme.ink, "axes.edgecolor": theme.faint, "xtick.color": theme.ink,
-        "ytick.color": theme.ink, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.grid": True, "axes.axisbelow": True, "grid.color": theme.faint,
+        "font.size": 9, "font.family": "sans-serif", "text.color": theme.text,
+        "axes.labelcolor": theme.text, "axes.edgecolor": theme.grid, "xtick.color": theme.text,
+        "ytick.color": theme.text, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.grid": True, "axes.axisbelow": True, "grid.color": theme.grid,
         "grid.linewidth": 0.5, "legend.frameon": False, "legend.fontsize": 8,
     }  # fmt: skip
     buffer = io.BytesIO()
     with rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts may have it
+        warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts may have the glyph
         canvas = Canvas(figsize=SIZE, layout="constrained")
         FigureCanvasSVG(canvas)
         paint(canvas.subplots(), theme)
-        nothing = {"Date": None, "Creator": None}
-        canvas.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        metadata = {"Date": None, "Creator": None}
+        canvas.savefig(buffer, format="svg", transparent=True, metadata=metadata)
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def label(text: object, longest: int = LONGEST) -> str:
-    """Short, and nothing that an SVG cannot hold."""
-    plain = BROKEN.sub("\N{REPLACEMENT CHARACTER}", str(text)).replace("\n", " ")
+def label(text: object, longest: int = MAX_LABEL) -> str:
+    """Shorten a text and replace characters that are invalid in SVG."""
+    plain = INVALID.sub("\N{REPLACEMENT CHARACTER}", str(text)).replace("\n", " ")
     return plain if len(plain) <= longest else f"{plain[: longest - 2]}.."
 
 
-def of_legend(text: object) -> str:
-    return label(text, LINE // 2)
+def legend_label(text: object) -> str:
+    """Shorten a text for the legend."""
+    return label(text, LEGEND_WIDTH // 2)
 
 
 def _legend(axes: Any) -> None:
-    """Below the axes, where nothing is drawn; none of a single thing."""
-    marks, words = axes.get_legend_handles_labels()
-    if len(words) > 1:
-        longest = max(map(len, words))
-        lines = math.ceil(len(words) / max(1, LINE // (longest + 6)))
-        columns = math.ceil(len(words) / lines)
-        axes.figure.legend(marks, words, loc="outside lower center", ncols=columns)
+    """Add a legend below the axes, if there is more than one label."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        longest = max(map(len, labels))
+        lines = math.ceil(len(labels) / max(1, LEGEND_WIDTH // (longest + 6)))
+        columns = math.ceil(len(labels) / lines)
+        axes.figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def curves(
     lines: Mapping[str, Sequence[tuple[float, float]]],
-    across: str,
-    up: str,
-    spans: Mapping[str, Sequence[Span]] | None = None,
+    xlabel: str,
+    ylabel: str,
+    intervals: Mapping[str, Sequence[Interval]] | None = None,
     marks: bool = False,
     diagonal: bool = False,
     log: bool = False,
-) -> Paint:
-    """Lines through points.
+) -> DrawFn:
+    """Draw lines through points.
 
     Args:
-        spans: the interval of every point.
-        marks: a dot for every point.
-        diagonal: the line where both numbers are equal, from 0 to 1.
-        log: the scale upwards, where all values are above 0.
+        intervals: of every point.
+        marks: draw a dot for every point.
+        diagonal: draw the line of equal numbers, from 0 to 1.
+        log: logarithmic y axis, if all values are above 0.
     """
 
     def paint(axes: Any, theme: Theme) -> None:
@@ -120,31 +121,33 @@ def curves(
             colour = theme.lines[i % len(theme.lines)]
             style = "-" if i < len(theme.lines) else "--"
             mark = "o" if marks or len(points) == 1 else None
-            axes.plot(x, y, style, color=colour, marker=mark, ms=4, lw=1.4, label=of_legend(name))
-            for at, span in _there(x, spans, name):
-                axes.plot([at, at], span, color=colour, lw=1, alpha=0.6)
+            axes.plot(
+                x, y, style, color=colour, marker=mark, ms=4, lw=1.4, label=legend_label(name)
+            )
+            for at, interval in _known(x, intervals, name):
+                axes.plot([at, at], interval, color=colour, lw=1, alpha=0.6)
         if diagonal:
-            axes.plot([0, 1], [0, 1], color=theme.ink, lw=0.8, ls=":")
-        axes.set(xlabel=across, ylabel=up)
-        _scale(axes, [point for found in lines.values() for point in found], log)
+            axes.plot([0, 1], [0, 1], color=theme.text, lw=0.8, ls=":")
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        _scale(axes, [point for points in lines.values() for point in points], log)
         _legend(axes)
 
     return paint
 
 
-def _there(
-    at: Sequence[float], spans: Mapping[str, Sequence[Span]] | None, name: str
+def _known(
+    at: Sequence[float], intervals: Mapping[str, Sequence[Interval]] | None, name: str
 ) -> list[tuple[float, tuple[float, float]]]:
-    """The intervals that are known, and where each is drawn."""
-    of = (spans or {}).get(name, ())
-    return [(x, span) for x, span in zip(at, of, strict=False) if span]
+    """Return the known intervals and their coordinates."""
+    values = (intervals or {}).get(name, ())
+    return [(x, interval) for x, interval in zip(at, values, strict=False) if interval]
 
 
-def _scale(axes: Any, found: Sequence[tuple[float, float]], log: bool) -> None:
-    """Whole numbers across where there are no others; powers upwards if that is wanted."""
-    if all(float(x).is_integer() for x, _ in found):
+def _scale(axes: Any, points: Sequence[tuple[float, float]], log: bool) -> None:
+    """Set integer ticks for integer x, and a logarithmic y axis for positive y."""
+    if all(float(x).is_integer() for x, _ in points):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    if log and all(y > 0 for _, y in found):
+    if log and all(y > 0 for _, y in points):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(ScalarFormatter())
@@ -154,113 +157,117 @@ def _scale(axes: Any, found: Sequence[tuple[float, float]], log: bool) -> None:
 def bars(
     names: Sequence[str],
     values: Mapping[str, Sequence[float | None]],
-    across: str,
-    spans: Mapping[str, Sequence[Span]] | None = None,
+    xlabel: str,
+    intervals: Mapping[str, Sequence[Interval]] | None = None,
     level: float | None = None,
-) -> Paint:
-    """A group of lying bars for every name, first on top.
+) -> DrawFn:
+    """Draw a group of horizontal bars for every name, first on top.
 
     Args:
-        values: of each kind of bar, one for every name; None is no bar.
-        level: a value to compare with.
+        values: of each kind of bar, one for every name; None draws no bar.
+        level: a value to compare with, drawn as a line.
     """
 
     def paint(axes: Any, theme: Theme) -> None:
         thick = 0.8 / len(values)
         for i, (kind, numbers) in enumerate(values.items()):
             colour = theme.lines[i % len(theme.lines)]
-            at = [place + (i - (len(values) - 1) / 2) * thick for place in range(len(names))]
+            at = [row + (i - (len(values) - 1) / 2) * thick for row in range(len(names))]
             widths = [float("nan") if number is None else number for number in numbers]
-            axes.barh(at, widths, 0.9 * thick, color=colour, label=of_legend(kind))
-            for place, span in _there(at, spans, kind):
-                axes.plot(span, [place, place], color=theme.ink, lw=1.2)
+            axes.barh(at, widths, 0.9 * thick, color=colour, label=legend_label(kind))
+            for y, interval in _known(at, intervals, kind):
+                axes.plot(interval, [y, y], color=theme.text, lw=1.2)
         if level is not None:
-            axes.axvline(level, color=theme.ink, lw=0.8, ls=":")
-        axes.set_yticks(range(len(names)), [label(name) for name in names])
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.set(xlabel=across)
+            axes.axvline(level, color=theme.text, lw=0.8, ls=":")
+        _name_rows(axes, names, xlabel)
         axes.figure.set_figheight(max(SIZE[1], 1 + BAR * len(names) * len(values)))
         _legend(axes)
 
     return paint
 
 
-def stacks(names: Sequence[str], parts: Mapping[str, Sequence[float]], across: str) -> Paint:
-    """A lying bar for every name, made of parts, first on top."""
-    names_at = range(len(names))
+def _name_rows(axes: Any, names: Sequence[str], xlabel: str) -> None:
+    axes.set_yticks(range(len(names)), [label(name) for name in names])
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set(xlabel=xlabel)
+
+
+def stacked_bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], xlabel: str) -> DrawFn:
+    """Draw a horizontal bar of parts for every name, first on top."""
+    rows = range(len(names))
 
     def paint(axes: Any, theme: Theme) -> None:
         ends = [0.0] * len(names)
         for i, (part, widths) in enumerate(parts.items()):
             colour = theme.lines[i % len(theme.lines)]
-            axes.barh(names_at, widths, 0.6, left=ends, color=colour, label=of_legend(part))
+            axes.barh(rows, widths, 0.6, left=ends, color=colour, label=legend_label(part))
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
-        axes.set_yticks(names_at, [label(name) for name in names])
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.set(xlabel=across)
+        _name_rows(axes, names, xlabel)
         _legend(axes)
 
     return paint
 
 
-def heat(
+def heatmap(
     values: Sequence[Sequence[float | None]],
-    across: tuple[str, Sequence[object]],
-    up: tuple[str, Sequence[object]],
-    ends: tuple[float, float],
-) -> Paint:
-    """Numbers in a grid of colours.
+    columns: tuple[str, Sequence[object]],
+    rows: tuple[str, Sequence[object]],
+    limits: tuple[float, float],
+) -> DrawFn:
+    """Draw numbers in a grid of colours.
 
     Args:
-        values: a row for every one of `up`, a column for every one of `across`.
-        ends: what the first and the last colour stand for.
+        values: one list per row.
+        columns, rows: axis label and tick labels.
+        limits: values of the first and the last colour.
     """
     import numpy as np
 
     def paint(axes: Any, theme: Theme) -> None:
         grid = np.array([[np.nan if v is None else v for v in row] for row in values], float)
-        shown = axes.imshow(grid, cmap=theme.heat, aspect="auto", origin="lower", clim=ends)
+        image = axes.imshow(grid, cmap=theme.heat, aspect="auto", origin="lower", clim=limits)
         for (row, column), value in np.ndenumerate(grid):
             if np.isfinite(value):
-                red, green, blue, _ = shown.cmap(shown.norm(value))
+                red, green, blue, _ = image.cmap(image.norm(value))
                 dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.55
-                ink = "#ffffff" if dark else "#16191d"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink)
-        axes.set_xticks(range(len(across[1])), [label(x) for x in across[1]])
-        axes.set_yticks(range(len(up[1])), [label(y) for y in up[1]])
+                colour = "#ffffff" if dark else "#16191d"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        axes.set_xticks(range(len(columns[1])), [label(x) for x in columns[1]])
+        axes.set_yticks(range(len(rows[1])), [label(y) for y in rows[1]])
         axes.grid(False)
-        axes.set(xlabel=across[0], ylabel=up[0])
+        axes.set(xlabel=columns[0], ylabel=rows[0])
 
     return paint
 
 
 def points(
     groups: Mapping[str, Sequence[tuple[float, float]]],
-    across: str,
-    up: str,
+    xlabel: str,
+    ylabel: str,
     diagonal: bool = False,
     front: Sequence[tuple[float, float]] = (),
-) -> Paint:
-    """Points in groups.
+) -> DrawFn:
+    """Draw points in groups.
 
     Args:
-        diagonal: the line where both numbers are equal.
-        front: a line through some of them.
+        diagonal: draw the line of equal numbers.
+        front: points to connect by a line.
     """
 
     def paint(axes: Any, theme: Theme) -> None:
-        for i, (name, found) in enumerate(groups.items()):
-            x, y = zip(*found, strict=True)
-            axes.scatter(x, y, 22, color=theme.lines[i % len(theme.lines)], label=of_legend(name))
+        for i, (name, members) in enumerate(groups.items()):
+            x, y = zip(*members, strict=True)
+            axes.scatter(
+                x, y, 22, color=theme.lines[i % len(theme.lines)], label=legend_label(name)
+            )
         if diagonal:
-            every = [number for found in groups.values() for point in found for number in point]
-            ends = [min(every), max(every)]
-            axes.plot(ends, ends, color=theme.ink, lw=0.8, ls=":")
+            numbers = [number for group in groups.values() for point in group for number in point]
+            ends = [min(numbers), max(numbers)]
+            axes.plot(ends, ends, color=theme.text, lw=0.8, ls=":")
         if front:
             axes.plot(*zip(*front, strict=True), color=theme.lines[1], lw=1.2)
-        axes.set(xlabel=across, ylabel=up)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
         _legend(axes)
 
     return paint

@@ -1,27 +1,27 @@
-"""A run folder, read: what it holds, each file checked; what it lacks is None or empty.
+"""Contents of a run folder for a report page; missing files are None or empty.
 
-Which tokens a round brought behind how much text is in the outputs of a report, prompt by prompt.
-Intervals come from there by the bootstrap that the report's own intervals come from, with its seed.
+The outputs of a report give the tokens of every round and the length of the text before it.
+Intervals are computed from them by the bootstrap and the seed of the report's own intervals.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.conf.errors import Damaged
+from outrider.conf.errors import CorruptFile
 from outrider.conf.files import read_json, read_lines
 from outrider.eval.calibration import FILE as CALIBRATION
 from outrider.eval.calibration import read_calibration
 from outrider.eval.metrics import bootstrap
 from outrider.eval.plan.surface import FORMAT as PLAN
-from outrider.eval.report import AGAIN, Report, load
+from outrider.eval.report import MEASURE_AGAIN, Report, load
 
 RESTORE = "Restore it from a copy, or train again."
-SAME = 1e-9  # two ways to divide the same counts
+TOLERANCE = 1e-9  # of two ways to divide the same counts
 
 
-class Run(NamedTuple):
-    """What a run folder holds."""
+class RunFiles(NamedTuple):
+    """The contents of a run folder."""
 
     folder: Path
     config: str
@@ -33,103 +33,110 @@ class Run(NamedTuple):
     calibration: dict[str, Any] | None
 
 
-def read_run(folder: Path) -> Run:
-    """
+def read_run_files(folder: Path) -> RunFiles:
+    """Read a run folder.
+
     Raises:
-        Damaged: a file that is there cannot be read, or is not what its name says.
+        CorruptFile: a file cannot be read or is of another format.
     """
     log = folder / "metrics.jsonl"
-    return Run(
+    return RunFiles(
         folder,
         (folder / "config.yaml").read_text(errors="replace"),
         read_lines(log, RESTORE, torn=True) if log.is_file() else [],
-        _object(folder / "training.json"),
-        _object(folder / "manifest.json"),
-        {f.stem: _report(f) for f in sorted((folder / "eval").glob("*.json"))},
-        {f.stem: _plan(f) for f in sorted((folder / "plan").glob("*.json"))},
+        _read_optional(folder / "training.json"),
+        _read_optional(folder / "manifest.json"),
+        {f.stem: _read_report(f) for f in sorted((folder / "eval").glob("*.json"))},
+        {f.stem: _read_plan(f) for f in sorted((folder / "plan").glob("*.json"))},
         read_calibration(folder / CALIBRATION),
     )
 
 
-def _object(file: Path) -> dict[str, Any] | None:
+def _read_optional(file: Path) -> dict[str, Any] | None:
     return read_json(file, RESTORE) if file.is_file() else None
 
 
-def _report(file: Path) -> Report:
-    """With outputs that are its own: their rounds add up to its rates."""
-    found = load(file.parent, file.stem)
-    if rounds := rounds_of(found):
-        for k, rate in enumerate(found.summary.accept_at, start=1):
-            if abs((share(rounds, accepted_first(k)) or 0) - rate) > SAME:
+def _read_report(file: Path) -> Report:
+    """Read a report and check that its rates are those of its outputs."""
+    report = load(file.parent, file.stem)
+    if rounds := answer_rounds(report):
+        for k, rate in enumerate(report.summary.accept_at, start=1):
+            if abs((ratio_of_sums(rounds, accepted_at_least(k)) or 0) - rate) > TOLERANCE:
                 message = f"{file} and {file.stem}.outputs.jsonl are not of one measurement."
-                raise Damaged(message, AGAIN)
-    return found
+                raise CorruptFile(message, MEASURE_AGAIN)
+    return report
 
 
-def _plan(file: Path) -> dict[str, Any]:
-    again = f"Give the command again: outrider plan run.dir={file.parents[1]}"
-    content = read_json(file, again)
+def _read_plan(file: Path) -> dict[str, Any]:
+    fix = f"Run again: outrider plan run.dir={file.parents[1]}"
+    content = read_json(file, fix)
     if content.get("format") != PLAN:
-        raise Damaged(f"{file} is not a plan of this format ({PLAN}).", again)
+        raise CorruptFile(f"{file} is not a plan of this format ({PLAN}).", fix)
     return content
 
 
-class Rounds(NamedTuple):
+class AnswerRounds(NamedTuple):
     """The rounds of one answer.
 
     Attributes:
-        accepted: drafted tokens that each emitted.
+        accepted: accepted draft tokens of each.
         emitted: tokens of each; the last may end without a bonus.
-        behind: tokens in front of each, those of the prompt in.
+        prefix_lengths: tokens before each, prompt included.
     """
 
     dialogue: str
     category: str
     accepted: list[int]
     emitted: list[int]
-    behind: list[int]
+    prefix_lengths: list[int]
 
 
-def rounds_of(report: Report) -> list[Rounds]:
-    """Of every answer. `talk/2` is the second turn of the dialogue `talk`."""
-    found, dialogues = list[Rounds](), set[str]()
+def answer_rounds(report: Report) -> list[AnswerRounds]:
+    """Return the rounds of every answer; `talk/2` is the second turn of the dialogue `talk`."""
+    answers, dialogues = list[AnswerRounds](), set[str]()
     for row in report.outputs:
         first, _, turn = row["id"].rpartition("/")
         dialogue = first if turn.isdigit() and first in dialogues else row["id"]
         dialogues.add(dialogue)
-        emitted, behind, left = list[int](), list[int](), len(row["output_ids"]) - 1
+        emitted, prefixes, left = list[int](), list[int](), len(row["output_ids"]) - 1
         for accepted in row["accepted"]:
-            behind.append(len(row["prompt_ids"]) + len(row["output_ids"]) - left)
+            prefixes.append(len(row["prompt_ids"]) + len(row["output_ids"]) - left)
             emitted.append(min(accepted + 1, left))
             left -= emitted[-1]
-        found.append(Rounds(dialogue, row["category"], row["accepted"], emitted, behind))
-    return found
+        answers.append(AnswerRounds(dialogue, row["category"], row["accepted"], emitted, prefixes))
+    return answers
 
 
-Terms = Callable[[Rounds], tuple[int, int]]
+Terms = Callable[[AnswerRounds], tuple[int, int]]
 
 
-def accepted_first(k: int, given: int = 0) -> Terms:
-    """Rounds that accepted k drafts or more, of those that accepted `given` or more."""
-    return lambda one: (sum(a >= k for a in one.accepted), sum(a >= given for a in one.accepted))
+def accepted_at_least(k: int, given: int = 0) -> Terms:
+    """Count rounds with k or more accepted drafts, and rounds with `given` or more."""
+    return lambda rounds: (
+        sum(a >= k for a in rounds.accepted), sum(a >= given for a in rounds.accepted),
+    )  # fmt: skip
 
 
-def emitted_behind(low: int, high: int) -> Terms:
-    """Tokens and rounds behind low..high-1 tokens."""
+def emitted_after(low: int, high: int) -> Terms:
+    """Count tokens and rounds after low..high-1 tokens."""
 
-    def terms(one: Rounds) -> tuple[int, int]:
-        here = [e for e, at in zip(one.emitted, one.behind, strict=True) if low <= at < high]
-        return sum(here), len(here)
+    def terms(rounds: AnswerRounds) -> tuple[int, int]:
+        pairs = zip(rounds.emitted, rounds.prefix_lengths, strict=True)
+        emitted = [tokens for tokens, length in pairs if low <= length < high]
+        return sum(emitted), len(emitted)
 
     return terms
 
 
-def share(found: Sequence[Rounds], terms: Terms) -> float | None:
-    """A ratio of sums over answers."""
-    above, below = (sum(part) for part in zip(*map(terms, found), strict=True))
+def ratio_of_sums(answers: Sequence[AnswerRounds], terms: Terms) -> float | None:
+    """Return a ratio of sums over answers; None if the denominator is 0."""
+    above, below = (sum(part) for part in zip(*map(terms, answers), strict=True))
     return above / below if below else None
 
 
-def interval(report: Report, found: Sequence[Rounds], terms: Terms) -> tuple[float, float] | None:
-    """95 %, dialogues drawn with replacement."""
-    return bootstrap(found, terms, report.setting["seed"])
+def interval(
+    report: Report, answers: Sequence[AnswerRounds], terms: Terms
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of a ratio, dialogues drawn with replacement."""
+    dialogues = [answer.dialogue for answer in answers]
+    return bootstrap([terms(answer) for answer in answers], dialogues, report.setting["seed"])

@@ -1,31 +1,28 @@
-"""What a page says of speed: every report on a line, a round's time, what theory makes of it.
-
-All numbers are those of the reports.
-"""
+"""Speed sections of a report page: all reports, the time of a round, predicted speedups."""
 
 from collections.abc import Iterator, Sequence
 
-from outrider.eval.metrics import PARTS, Summary
-from outrider.eval.page.elements import Note, Part, Section, meanings, table
-from outrider.eval.page.figures import Span, bars, draw, stacks
-from outrider.eval.page.run_files import Run
-from outrider.eval.report import Report, describe_policy, number
+from outrider.eval.metrics import ROUND_PARTS, Summary
+from outrider.eval.page.elements import Note, Part, Section, metric_definitions, text_table
+from outrider.eval.page.figures import Interval, bars, draw, stacked_bars
+from outrider.eval.page.run_files import RunFiles
+from outrider.eval.report import Report, describe_policy, format_number
 
 THEORY = (
-    "from times: tau x plain step / round, which restates the measured one. no overhead: the same "
-    "with verify, commit and other at no cost. free verification: moreover a forward at a plain "
-    "step's cost. formula: Leviathan et al., one alpha at every depth (chains). best gamma: chain "
-    "length with the largest predicted speedup, no deeper than was measured."
+    "from times: tau x plain step / round, equal to the measured one. no overhead: the same with "
+    "verify, commit and other at no cost. free verification: and a forward at the cost of a plain "
+    "step. formula: Leviathan et al., one alpha at every depth (chains). best gamma: chain length "
+    "with the largest predicted speedup, at most the measured depth."
 )
 
 
-def measured_of(run: Run) -> Section:
-    """Speedup and tokens per round of every report."""
+def speed_section(run: RunFiles) -> Section:
+    """Return speedup and tokens per round of every report."""
     reports = list(run.reports.values())
     if not reports:
-        return Section("speed", "Speed", nothing(run))
+        return Section("speed", "Speed", no_report_note(run))
     parts: list[Part] = []
-    for name, across, values, spans in (
+    for name, xlabel, values, intervals in (
         ("speedup", "times as fast as plain decoding", [r.summary.speedup for r in reports],
          [r.summary.speedup_95 for r in reports]),
         ("tau", "tokens per round", [r.summary.tau for r in reports],
@@ -33,97 +30,107 @@ def measured_of(run: Run) -> Section:
     ):  # fmt: skip
         if any(values):
             level = 1.0 if name == "speedup" else None
-            paint = bars(list(run.reports), {name: values}, across, {name: spans}, level)
-            parts.append(draw(across, meanings(name, f"{name}_95"), paint))
-    told = meanings("tau", "ms.round", "ms.baseline", "speedup", "speedup_95", "exact")
-    head = ["report", "how", "prompts", "tokens", "tau (95 %)", "ms/round", "ms/plain",
+            paint = bars(list(run.reports), {name: values}, xlabel, {name: intervals}, level)
+            parts.append(draw(xlabel, metric_definitions(name, f"{name}_95"), paint))
+    names = ("tau", "ms.round", "ms.baseline", "speedup", "speedup_95", "exact")
+    head = ["report", "decoding", "prompts", "tokens", "tau (95 %)", "ms/round", "ms/plain",
             "speedup (95 %)", "exact"]  # fmt: skip
-    rows = [_line(out, report) for out, report in run.reports.items()]
-    parts.append(table("reports", head, rows, told))
+    rows = [_row(out, report) for out, report in run.reports.items()]
+    parts.append(text_table("reports", head, rows, metric_definitions(*names)))
     return Section("speed", "Speed", parts)
 
 
-def _line(out: str, report: Report) -> list[str]:
+def _row(out: str, report: Report) -> list[str]:
     total = report.summary
     return [
-        out, describe_policy(report.setting) + f", {drawn(report)}", str(total.prompts),
-        str(total.tokens), with_span(total.tau, total.tau_95), number(total.ms["round"]),
-        number(total.ms["baseline"]), with_span(total.speedup, total.speedup_95, "x"),
+        out, describe_policy(report.setting) + f", {sampling_label(report)}", str(total.prompts),
+        str(total.tokens), with_interval(total.tau, total.tau_95), format_number(total.ms["round"]),
+        format_number(total.ms["baseline"]), with_interval(total.speedup, total.speedup_95, "x"),
         {True: "yes", False: "NO", None: "-"}[report.exact],
     ]  # fmt: skip
 
 
-def times_of(run: Run) -> Section:
-    """Where a round's time goes, and what theory makes of it."""
+def time_section(run: RunFiles) -> Section:
+    """Return the time of a round, and predicted speedups."""
     timed = {out: r for out, r in run.reports.items() if r.summary.rounds}
-    parts: list[Part] = [*_times(timed), *_foreseen(timed)] if timed else nothing(run)
+    parts: list[Part] = (
+        [*_round_times(timed), *_predictions(timed)] if timed else no_report_note(run)
+    )
     forecasts = [
-        [out, number(r.summary.tau), number(r.forecast)]
+        [out, format_number(r.summary.tau), format_number(r.forecast)]
         for out, r in run.reports.items()
         if r.forecast is not None
     ]
     if forecasts:
-        head = ["report", "tau measured", "tau foreseen"]
-        parts.append(table("tau foreseen", head, forecasts, meanings("tau", "forecast")))
+        head, definition = (
+            ["report", "measured", "predicted"],
+            metric_definitions("tau", "forecast"),
+        )
+        parts.append(text_table("tau, measured and predicted", head, forecasts, definition))
     return Section("time", "Time, measured and predicted", parts)
 
 
-def _times(timed: dict[str, Report]) -> Iterator[Part]:
-    kinds = (*PARTS, "other")
+def _round_times(timed: dict[str, Report]) -> Iterator[Part]:
+    kinds = (*ROUND_PARTS, "other")
     split = {k: [r.summary.ms[k] or 0.0 for r in timed.values()] for k in kinds}
-    told = meanings(*(f"ms.{kind}" for kind in kinds), "ms.round", "shares", "overhead")
-    yield draw("a round's time", told, stacks(list(timed), split, "ms per round"))
+    names = (*(f"ms.{kind}" for kind in kinds), "ms.round", "shares", "overhead")
+    definition = metric_definitions(*names)
+    yield draw("time of a round", definition, stacked_bars(list(timed), split, "ms per round"))
     rows = [
-        [out, *(_with_share(r.summary, kind) for kind in kinds), number(r.summary.ms["round"]),
+        [out, *(_with_share(r.summary, kind) for kind in kinds),
+         format_number(r.summary.ms["round"]),
          "-" if r.summary.overhead is None else f"{r.summary.overhead:.1%}"]
         for out, r in timed.items()
     ]  # fmt: skip
-    yield table("a round's time", ["ms of", *kinds, "round", "overhead"], rows, told)
+    yield text_table("time of a round", ["ms of", *kinds, "round", "overhead"], rows, definition)
 
 
 def _with_share(total: Summary, part: str) -> str:
     share = total.shares[part]
-    return number(total.ms[part]) + ("" if share is None else f" ({share:.0%})")
+    return format_number(total.ms[part]) + ("" if share is None else f" ({share:.0%})")
 
 
-def _foreseen(timed: dict[str, Report]) -> Iterator[Part]:
-    """The measured speedup beside those that theory gives."""
-    known = {out: r for out, r in timed.items() if r.theory is not None and r.summary.speedup}
-    if not known:
+def _predictions(timed: dict[str, Report]) -> Iterator[Part]:
+    """Yield the measured and the predicted speedups."""
+    reports = {out: r for out, r in timed.items() if r.theory is not None and r.summary.speedup}
+    if not reports:
         return
-    theory = [r.theory or {} for r in known.values()]
+    theory = [r.theory or {} for r in reports.values()]
     values: dict[str, Sequence[float | None]] = {
-        "measured": [r.summary.speedup for r in known.values()],
+        "measured": [r.summary.speedup for r in reports.values()],
         "no overhead": [t["no_overhead"] for t in theory],
         "free verification": [t["free_verify"] for t in theory],
         "formula": [t["iid"] for t in theory],
     }
-    told = f"{meanings('speedup', 'speedup_95', 'alpha')} {THEORY}"
-    spans = {"measured": [r.summary.speedup_95 for r in known.values()]}
-    shown = {kind: found for kind, found in values.items() if any(found)}
-    paint = bars(list(known), shown, "times as fast as plain decoding", spans, 1.0)
-    yield draw("measured against predicted speedup", told, paint)
+    title = "measured and predicted speedup"
+    definition = f"{metric_definitions('speedup', 'speedup_95', 'alpha')} {THEORY}"
+    intervals = {"measured": [r.summary.speedup_95 for r in reports.values()]}
+    kinds = {kind: speedups for kind, speedups in values.items() if any(speedups)}
+    paint = bars(list(reports), kinds, "times as fast as plain decoding", intervals, 1.0)
+    yield draw(title, definition, paint)
     head = ["report", "measured", "from times", "no overhead", "free verification", "formula",
             "alpha", "best gamma"]  # fmt: skip
+    keys = ("from_times", "no_overhead", "free_verify", "iid")
     rows = [
-        [out, number(r.summary.speedup, 2, "x"),
-         *(number(t[k], 2, "x") for k in ("from_times", "no_overhead", "free_verify", "iid")),
-         number(r.summary.alpha), number(t["best_gamma"], 0)]
-        for (out, r), t in zip(known.items(), theory, strict=True)
+        [out, format_number(r.summary.speedup, 2, "x"),
+         *(format_number(t[key], 2, "x") for key in keys),
+         format_number(r.summary.alpha), format_number(t["best_gamma"], 0)]
+        for (out, r), t in zip(reports.items(), theory, strict=True)
     ]  # fmt: skip
-    yield table("measured against predicted speedup", head, rows, told)
+    yield text_table(title, head, rows, definition)
 
 
-def nothing(run: Run) -> list[Part]:
-    """Where there is no report."""
-    return [Note("Nothing was decoded yet.", f"outrider eval run.dir={run.folder}")]
+def no_report_note(run: RunFiles) -> list[Part]:
+    """Return the note of a run without reports."""
+    return [Note("There is no report.", f"outrider eval run.dir={run.folder}")]
 
 
-def drawn(report: Report) -> str:
-    heat = report.setting["temperature"]
-    return "greedy" if heat == 0 else f"temperature {heat:g}"
+def sampling_label(report: Report) -> str:
+    temperature = report.setting["temperature"]
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def with_span(value: float | None, span: Span, unit: str = "") -> str:
-    """A number, and its interval where there is one."""
-    return number(value, 2, unit) + ("" if span is None else " ({:.2f}-{:.2f})".format(*span))
+def with_interval(value: float | None, interval: Interval, unit: str = "") -> str:
+    """Format a number with its interval, if there is one."""
+    text = format_number(value, 2, unit)
+    return text if interval is None else "{} ({:.2f}-{:.2f})".format(text, *interval)

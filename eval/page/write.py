@@ -1,7 +1,8 @@
-"""A page as files: `report.html`, whole in itself, and `report.md`, its tables for a model card.
+"""Rendering of a page to `report.html`, self-contained, and `report.md`, for a model card.
 
-Jinja escapes every text of the html. Characters that no page may hold (controls, halves of pairs)
-are replaced in both. The page asks browsers to fetch and run nothing (Content-Security-Policy).
+Jinja escapes all text of the html. Characters that are invalid in a page (controls, lone
+surrogates) are replaced in both. The Content-Security-Policy forbids scripts and external
+resources.
 """
 
 import html
@@ -17,16 +18,25 @@ from markupsafe import Markup
 
 from outrider.conf.files import write
 from outrider.eval.page.answers import LEGEND
-from outrider.eval.page.elements import Answer, Figure, Fold, Listing, Note, Page, Part, Table
+from outrider.eval.page.elements import (
+    AnnotatedAnswer,
+    Collapsible,
+    Figure,
+    Listing,
+    Note,
+    Page,
+    Part,
+    Table,
+)
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-MARKS = re.compile(r"([\\`*|~\[\]$#]|(?<!\w)_|_(?!\w))")
-ABOVE = "Defined above."
+INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+MARKDOWN_SYNTAX = re.compile(r"([\\`*|~\[\]$#]|(?<!\w)_|_(?!\w))")
+DEFINED_ABOVE = "Defined above."
 BLANKS = re.compile("\n{3,}")
 
 
-def publish(page: Page, folder: Path) -> list[Path]:
+def write_page(page: Page, folder: Path) -> list[Path]:
     """Write both files.
 
     Raises:
@@ -39,34 +49,34 @@ def publish(page: Page, folder: Path) -> list[Path]:
 
 
 def as_html(page: Page) -> str:
-    told = _told_once(page, (Table, Figure, Note, Listing, Answer))
-    return _environment(True).get_template("page.html.jinja").render(page=told, legend=LEGEND)
+    page = _define_once(page, (Table, Figure, Note, Listing, AnnotatedAnswer))
+    return _environment(True).get_template("page.html.jinja").render(page=page, legend=LEGEND)
 
 
 def as_markdown(page: Page) -> str:
-    told = _told_once(page, (Table, Note))
-    text = _environment(False).get_template("page.md.jinja").render(page=told)
+    page = _define_once(page, (Table, Note))
+    text = _environment(False).get_template("page.md.jinja").render(page=page)
     return BLANKS.sub("\n\n", text).strip() + "\n"
 
 
-def _told_once(page: Page, kinds: tuple[type, ...]) -> Page:
-    """With parts of these kinds, and each section's definitions where they are first needed."""
+def _define_once(page: Page, kinds: tuple[type, ...]) -> Page:
+    """Keep parts of these kinds, and each definition at its first use in a section."""
     sections = [
         section._replace(parts=_once(section.parts, kinds, set())) for section in page.sections
     ]
     return page._replace(sections=[section for section in sections if section.parts])
 
 
-def _once(parts: Sequence[Part], kinds: tuple[type, ...], said: set[str]) -> list[Part]:
+def _once(parts: Sequence[Part], kinds: tuple[type, ...], defined: set[str]) -> list[Part]:
     out = list[Part]()
     for part in parts:
-        if isinstance(part, Fold):
-            inner = _once(part.parts, kinds, said)
+        if isinstance(part, Collapsible):
+            inner = _once(part.parts, kinds, defined)
             out += [replace(part, parts=inner)] if inner else []
         elif isinstance(part, Figure | Table) and isinstance(part, kinds):
-            told = part.definition
-            out.append(replace(part, definition=ABOVE if told in said else told))
-            said.add(told)
+            definition = DEFINED_ABOVE if part.definition in defined else part.definition
+            out.append(replace(part, definition=definition))
+            defined.add(part.definition)
         elif isinstance(part, kinds):
             out.append(part)
     return out
@@ -74,31 +84,31 @@ def _once(parts: Sequence[Part], kinds: tuple[type, ...], said: set[str]) -> lis
 
 @cache
 def _environment(escape: bool) -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=escape,
         finalize=_clean,
         trim_blocks=True,
         undefined=StrictUndefined,
     )
-    made.filters |= {"md": markdown, "code": code}
-    return made
+    environment.filters |= {"md": markdown, "code": code}
+    return environment
 
 
 def _clean(value: Any) -> Any:
-    """Texts from outside; what a template has made itself is left alone."""
+    """Replace invalid characters in strings; markup of the templates is left alone."""
     plain = isinstance(value, str) and not isinstance(value, Markup)
-    return UNSEEN.sub("\N{REPLACEMENT CHARACTER}", value) if plain else value
+    return INVALID.sub("\N{REPLACEMENT CHARACTER}", value) if plain else value
 
 
 def markdown(text: str) -> str:
-    """Text that is nothing but text in a line or a cell of a table."""
+    """Escape text for a line or a table cell of Markdown."""
     line = " ".join(text.split())
-    return MARKS.sub(r"\\\1", html.escape(line, quote=False))
+    return MARKDOWN_SYNTAX.sub(r"\\\1", html.escape(line, quote=False))
 
 
 def code(text: str) -> str:
-    """Text between backticks, with more of them than it has in a row itself."""
+    """Return inline code, with more backticks than the text has in a row."""
     line = " ".join(text.split())
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"

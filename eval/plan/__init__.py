@@ -1,1 +1,1 @@
-"""eval/plan."""
+"""Predicted decoding times and speedups over shapes, batches and contexts."""

@@ -1,8 +1,8 @@
-"""Rounds of a few shapes, decoded by turns on the same prompts.
+"""Interleaved decoding of a few draft shapes on the same prompts.
 
-A machine is seldom the same from one minute to the next. So every shape has its turn beside plain
-decoding, again and again, and what is compared comes out of the same minutes: the shapes that a
-plan is brought in line with (`corners`), and those that it is then held against.
+The speed of a machine drifts from minute to minute. Every repetition therefore decodes all shapes
+right after plain decoding, and ratios are taken within a repetition. The shapes are those that a
+plan is calibrated with (`calibration_shapes`) and those that it is checked against.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from outrider.eval.plan.replay import whole
-from outrider.eval.plan.round_costs import Parts
+from outrider.eval.plan.replay import complete_rounds
+from outrider.eval.plan.round_costs import RoundCost
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Request
@@ -19,61 +19,65 @@ from outrider.models.decode.rules import BEST
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import Paths
 
-TURNS = 5
-PLAINLY: Paths = ()
+REPEATS = 5
+NO_DRAFT: Paths = ()
 
 
-class Turn(NamedTuple):
-    """Milliseconds of a round of the batch, decoded, and tokens per prompt."""
+class Repetition(NamedTuple):
+    """Milliseconds of a round of the batch, and tokens per round and prompt."""
 
-    parts: Parts
+    parts: RoundCost
     tau: float
 
 
 @dataclass(frozen=True)
-class Turns:
-    """What was decoded: of every batch one dict per turn, plain decoding among its shapes."""
+class InterleavedRuns:
+    """Results of interleaved decoding.
 
-    seen: Mapping[int, Sequence[Mapping[Paths, Turn]]]
+    Attributes:
+        repetitions: batch -> one dict per repetition, plain decoding (`NO_DRAFT`) among its shapes.
+    """
 
-    def parts(self, batch: int, paths: Paths) -> Parts:
-        """Medians, each turn at the pace of its plain rounds, so that drift cancels."""
-        turns = self.seen[batch]
-        plain = [turn[PLAINLY].parts.whole for turn in turns]
-        pace = [median(plain) / whole for whole in plain]
-        parts = [turn[paths].parts for turn in turns]
-        return Parts(*(
+    repetitions: Mapping[int, Sequence[Mapping[Paths, Repetition]]]
+
+    def parts(self, batch: int, paths: Paths) -> RoundCost:
+        """Return medians of repetitions scaled to the median plain round: drift cancels."""
+        repetitions = self.repetitions[batch]
+        plain = [shapes[NO_DRAFT].parts.total for shapes in repetitions]
+        pace = [median(plain) / total for total in plain]
+        parts = [shapes[paths].parts for shapes in repetitions]
+        return RoundCost(*(
             median(p * ms for p, ms in zip(pace, column, strict=True))
             for column in zip(*parts, strict=True)
         ))  # fmt: skip
 
     def tau(self, batch: int, paths: Paths) -> float:
-        return median(turn[paths].tau for turn in self.seen[batch])
+        return median(shapes[paths].tau for shapes in self.repetitions[batch])
 
     def speedup(self, batch: int, paths: Paths) -> float:
-        """Against plain decoding of the same turn, of a batch that stays full."""
+        """Return the speedup over plain decoding of the same repetition, for a full batch."""
         return median(
-            turn[paths].tau * turn[PLAINLY].parts.whole / turn[paths].parts.whole
-            for turn in self.seen[batch]
+            shapes[paths].tau * shapes[NO_DRAFT].parts.total / shapes[paths].parts.total
+            for shapes in self.repetitions[batch]
         )
 
 
-def corners(drafts: Sequence[Paths]) -> list[Paths]:
-    """Plain decoding, and shapes that others lie between or near, as far as there are some.
+def calibration_shapes(drafts: Sequence[Paths]) -> list[Paths]:
+    """Return plain decoding and the shapes that the others are interpolated between.
 
-    The shortest chain and the longest; of trees the smallest, the smallest of the deepest, and the
-    largest.
+    These are the shortest and the longest chain, and the smallest tree, the smallest of the
+    deepest trees and the largest tree, as far as there are any.
     """
     chains = [paths for paths in drafts if is_chain(paths)]
     trees = [paths for paths in drafts if not is_chain(paths)]
-    found = [PLAINLY]
+    shapes = [NO_DRAFT]
     if chains:
-        found += [min(chains, key=len), max(chains, key=len)]
+        shapes += [min(chains, key=len), max(chains, key=len)]
     if trees:
         depth = max(len(paths[-1]) for paths in trees)
         deepest = [paths for paths in trees if len(paths[-1]) == depth]
-        found += [min(trees, key=_size), min(deepest, key=_size), max(trees, key=_size)]
-    return list(dict.fromkeys(found))
+        shapes += [min(trees, key=_size), min(deepest, key=_size), max(trees, key=_size)]
+    return list(dict.fromkeys(shapes))
 
 
 def is_chain(paths: Paths) -> bool:
@@ -84,8 +88,8 @@ def _size(paths: Paths) -> tuple[int, int]:
     return len(paths), len(paths[-1])
 
 
-def policy_of(paths: Paths) -> Policy | None:
-    """The drafter's favourites in this shape."""
+def tree_policy(paths: Paths) -> Policy | None:
+    """Return the policy that drafts this shape with the drafter's top-k tokens; None is plain."""
     if not paths:
         return None
     return Chain(len(paths), BEST) if is_chain(paths) else StaticTree(paths)
@@ -96,58 +100,58 @@ def decode(
     engine: Callable[[Policy | None], Engine],
     requests: Callable[[int], list[Request]],
     bar: Callable[[Sequence[int]], Iterable[int]] = iter,
-) -> Turns:
-    """All shapes of every batch, `TURNS` times.
+) -> InterleavedRuns:
+    """Decode all shapes of every batch, `REPEATS` times.
 
     Args:
-        shapes: of each batch, plain decoding first.
-        requests: what a batch is asked.
-        bar: goes through the steps, and shows how far they are.
+        shapes: batch -> its shapes, plain decoding first.
+        requests: batch -> what it decodes.
+        bar: iterates over the steps and shows the progress.
     """
-    seen: dict[int, list[dict[Paths, Turn]]] = {batch: [] for batch in shapes}
+    repetitions: dict[int, list[dict[Paths, Repetition]]] = {batch: [] for batch in shapes}
     batches = list(shapes)
-    for step in bar(range(TURNS * len(batches))):
+    for step in bar(range(REPEATS * len(batches))):
         batch = batches[step % len(batches)]
-        spent: dict[Paths, list[Spent]] = {paths: [] for paths in shapes[batch]}
-        for part in parts_of(requests(batch), batch):
-            for paths, so_far in spent.items():
-                so_far.append(_spent(engine(policy_of(paths)), part, batch))
-        seen[batch].append({paths: _turn(every) for paths, every in spent.items()})
-    return Turns(seen)
+        costs: dict[Paths, list[ShapeCost]] = {paths: [] for paths in shapes[batch]}
+        for group in request_groups(requests(batch), batch):
+            for paths, shape_costs in costs.items():
+                shape_costs.append(_decode_shape(engine(tree_policy(paths)), group, batch))
+        repetitions[batch].append({paths: _repetition(group) for paths, group in costs.items()})
+    return InterleavedRuns(repetitions)
 
 
-def parts_of(requests: list[Request], batch: int) -> list[list[Request]]:
-    """What is decoded by all shapes before the next part: a prompt, or all where they fill a batch.
+def request_groups(requests: list[Request], batch: int) -> list[list[Request]]:
+    """Return the groups that all shapes decode before the next group.
 
-    The shorter, the nearer to each other are those that are compared.
+    One prompt each for batch 1, so that compared runs are close in time; all requests otherwise.
     """
     return [[request] for request in requests] if batch == 1 else [requests]
 
 
-class Spent(NamedTuple):
-    """Seconds of the models and in all, rounds of the batch, guesses kept in those of a prompt."""
+class ShapeCost(NamedTuple):
+    """Seconds per part and in total, rounds of the batch, accepted draft tokens of each round."""
 
     draft: float
     target: float
-    whole: float
+    seconds: float
     rounds: int
-    kept: list[int]
+    accepted: list[int]
 
 
-def _spent(engine: Engine, requests: list[Request], batch: int) -> Spent:
+def _decode_shape(engine: Engine, requests: list[Request], batch: int) -> ShapeCost:
     outputs = engine.generate_all(requests, batch)
     draft, target, seconds = (
-        sum(getattr(out.clock, part) for out in outputs) for part in ("draft", "target", "rounds")
+        sum(getattr(out.times, part) for out in outputs) for part in ("draft", "target", "rounds")
     )
-    kept = [count for out in outputs for count in whole(out.accepted)]
-    return Spent(draft, target, seconds, engine.rounds, kept)
+    accepted = [count for out in outputs for count in complete_rounds(out.accepted)]
+    return ShapeCost(draft, target, seconds, engine.rounds, accepted)
 
 
-def _turn(every: Sequence[Spent]) -> Turn:
-    rounds = max(1, sum(one.rounds for one in every))
+def _repetition(costs: Sequence[ShapeCost]) -> Repetition:
+    rounds = max(1, sum(cost.rounds for cost in costs))
     draft, target, seconds = (
-        1000 * sum(column) / rounds for column in zip(*(one[:3] for one in every), strict=True)
+        1000 * sum(column) / rounds for column in zip(*(cost[:3] for cost in costs), strict=True)
     )
-    kept = [count for one in every for count in one.kept]
-    tau = 1 + sum(kept) / max(1, len(kept))
-    return Turn(Parts(draft, target, seconds - draft - target), tau)
+    accepted = [count for cost in costs for count in cost.accepted]
+    tau = 1 + sum(accepted) / max(1, len(accepted))
+    return Repetition(RoundCost(draft, target, seconds - draft - target), tau)

@@ -1,17 +1,17 @@
-"""What a round would take on a machine that is not here: a roofline of two models.
+"""Roofline model of a decoding round on another machine.
 
-A forward costs the longer of its memory traffic and its arithmetic at the machine's peak rates
-(`theory.Load`), and a fixed time. A model is known by what a forward of it reads; of a drafter that
-is watched on the real module, step by step, since some steps read the head alone and others a
-decoder layer too. All that this leaves out is in `ASSUMPTIONS`, which is printed with every figure.
+A forward takes the longer of its memory traffic and its arithmetic at the machine's peak rates,
+plus a fixed time. What a drafter's forward reads is recorded on the real module, step by step,
+since some steps read the head alone and others a decoder layer too. `ASSUMPTIONS` lists what the
+model leaves out and is printed with every plan.
 
 Source: the roofline model, Williams et al. 2009, "Roofline", CACM 52(4); its use for speculative
-decoding, Chen et al. 2024, "MagicDec", section 3, arXiv:2408.11049.
+decoding over batches and contexts, Chen et al. 2024, "MagicDec", section 3, arXiv:2408.11049.
+Differs from MagicDec: traffic counts the drafter's reads and the rows of the draft tree.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from outrider.eval.plan.forward_times import rehearsal
-from outrider.eval.plan.round_costs import Parts, Shape
-from outrider.eval.theory import Load
+from outrider.eval.plan.forward_times import synthetic_rounds
+from outrider.eval.plan.round_costs import DraftShape, RoundCost
 from outrider.models.drafter import Drafter
 from outrider.models.target import Target
 
-FIXED = 5e-5
-PROBE = 8  # rows that a drafter has read when its next forwards are watched
+FIXED_SECONDS = 5e-5
+PROBE_ROWS = 8  # absorbed before the recorded forwards, and again by the recorded `absorb`
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,16 @@ class Machine:
     """Peak rates of one accelerator.
 
     Attributes:
-        bandwidth: of its memory, bytes per second.
-        flops: dense bfloat16 operations per second, sums in float32.
-        fixed: seconds that any forward takes besides: launching, sampling. An assumption.
-        memory: bytes.
+        bandwidth: of its memory, in bytes per second.
+        flops: dense bfloat16 operations per second, accumulated in float32.
+        fixed: seconds added to every forward for launches and sampling. An assumption.
+        memory: in bytes.
     """
 
     name: str
     bandwidth: float
     flops: float
-    fixed: float = FIXED
+    fixed: float = FIXED_SECONDS
     memory: float = math.inf
 
 
@@ -62,31 +61,31 @@ MACHINES = {
 }
 
 ASSUMPTIONS = (
-    "Reading and arithmetic run at the vendor's peak rates and overlap completely; kernels reach "
-    "a part of both, most of all in small drafters.",
-    "All weights and caches lie on one device, in one number format; nothing travels between "
-    "devices.",
-    "Every forward, of the target or of the drafter, takes the machine's fixed time besides, "
-    "which is no vendor's figure; choosing a tree and verifying it take none.",
-    "Every layer reads the whole context: sliding windows are not known here, and of a mixture of "
-    "experts all experts are read and calculated.",
+    "Memory traffic and arithmetic run at the vendor's peak rates and overlap completely; real "
+    "kernels reach a part of both, most of all in small drafters.",
+    "All weights and caches are on one device, in one number format, without communication.",
+    "Every forward of the target or the drafter takes the machine's fixed time, which is no "
+    "vendor's figure; building and verifying a tree take no time.",
+    "Every layer reads the whole context: sliding windows are ignored, and all experts of a "
+    "mixture of experts are read and computed.",
     "A drafter reads its whole cache in every forward and attends with as many query heads per "
-    "key head as the target; what it knows of a round's verified rows costs one forward of one "
-    "row per prompt.",
-    "Activations, norms and the lookup of embeddings cost nothing.",
+    "key head as the target; absorbing a round's verified rows costs one forward of one row per "
+    "prompt.",
+    "Activations, norms and embedding lookups cost nothing.",
 )
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What one forward of a model reads and calculates.
+    """What one forward of a model reads and computes.
 
     Attributes:
-        parameters: numbers that it multiplies with; looked-up embeddings are none of them.
+        parameters: elements of all multiplied matrices; embeddings that are only looked up
+            do not count.
         weights: their bytes.
-        kv: bytes of keys and values per cached token, all layers.
+        kv: bytes of keys and values per cached token, over all layers.
         hidden: width of a layer's queries, heads x head size.
-        layers: those with attention.
+        layers: number of layers with attention.
     """
 
     parameters: int | float
@@ -97,94 +96,92 @@ class ModelSize:
 
     @classmethod
     def of(cls, target: Target) -> "ModelSize":
-        """Of the real model in its own number format; `stored(2)` is the same in bfloat16."""
+        """Return the size of a model in its own number format; `stored(2)` is bfloat16."""
         shape, size = target.shape(), target.dtype.itemsize
-        looked_up = sum(
+        lookup_only = sum(
             module.weight.numel()
             for module in target.model.modules()
             if isinstance(module, nn.Embedding) and module.weight is not target.head_weight
         )
-        numbers = target.parameters() - looked_up
+        parameters = target.parameter_count() - lookup_only
         kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
-        return cls(numbers, numbers * size, kv, shape.heads * shape.head_dim, shape.layers)
+        return cls(parameters, parameters * size, kv, shape.heads * shape.head_dim, shape.layers)
 
     def stored(self, size: int) -> "ModelSize":
-        """The same model in a number format of `size` bytes."""
+        """Return the same model in a number format of `size` bytes."""
         factor = size * self.parameters / self.weights if self.weights else 1.0
         return ModelSize(
             self.parameters, size * self.parameters, factor * self.kv, self.hidden, self.layers
         )
 
-    @property
-    def load(self) -> Load:
-        """Two operations per parameter; per row, two for its score and two for its value."""
-        return Load(self.weights, self.kv, 2 * self.parameters, 4 * self.hidden * self.layers)
-
 
 def forward_seconds(
     machine: Machine, model: ModelSize, batch: int, tokens: int, context: int
 ) -> float:
-    """One forward of `tokens` new tokens per prompt behind `context` cached ones.
+    """Return the time of one forward of `tokens` new tokens per prompt after `context` cached ones.
 
-    A model without weights is no forward at all, and takes no time (Medusa's later levels).
+    The last new token attends to context + tokens - 1 other rows: a plain step reads what is
+    cached, a tree also reads itself. Two operations per parameter and token; per row, two for the
+    score and two for the value. A model without weights takes no time (Medusa's later levels).
     """
     if not model.weights:
         return 0.0
-    load, rates = model.load, (machine.bandwidth, machine.flops)
-    return load.seconds(batch, tokens, context, *rates) + machine.fixed
+    rows = context + tokens - 1
+    traffic = model.weights + batch * rows * model.kv
+    per_token = 2 * model.parameters + rows * 4 * model.hidden * model.layers
+    arithmetic = batch * tokens * per_token
+    return max(traffic / machine.bandwidth, arithmetic / machine.flops) + machine.fixed
 
 
-def no_room(
+def memory_warning(
     machine: Machine, target: ModelSize, drafter: Sequence[ModelSize], batch: int, context: int
 ) -> str:
-    """A sentence where weights and caches are more than the machine's memory; "" where they fit.
+    """Return a sentence if weights and caches exceed the machine's memory, else "".
 
     Args:
-        drafter: its forwards; the largest one stands for its weights.
+        drafter: the sizes of its forwards; the largest one stands for its weights.
     """
-    held = sum(
+    needed = sum(
         model.weights + batch * context * model.kv
-        for model in (target, max(drafter, key=lambda one: one.weights))
+        for model in (target, max(drafter, key=lambda size: size.weights))
     )
-    if held <= machine.memory:
+    if needed <= machine.memory:
         return ""
     return (
-        f"Batch {batch} with {context} tokens each does not fit: weights and caches are about "
-        f"{held / 1e9:.3g} GB, and {machine.name} has {machine.memory / 1e9:g} GB."
+        f"Batch {batch} with {context} tokens each does not fit: weights and caches need about "
+        f"{needed / 1e9:.3g} GB, and {machine.name} has {machine.memory / 1e9:g} GB."
     )
 
 
-# ---- the real drafter ----
+# ---- sizes of a real drafter ----
 
 
 def drafter_sizes(drafter: Drafter, target: Target, depth: int) -> tuple[ModelSize, ...]:
-    """What a round's forwards of a drafter read: `absorb`, then the steps at depths 1, 2, ...
+    """Return the sizes of a round's drafter forwards: `absorb`, then the steps at depths 1, 2, ...
 
     Args:
-        depth: how many steps are watched, at most as deep as the drafter reaches.
+        depth: number of steps to record, at most `drafter.max_depth`.
     """
-    shape, play = target.shape(), rehearsal(drafter, target)
+    shape, rounds = target.shape(), synthetic_rounds(drafter, target)
     with torch.no_grad():
-        state = drafter.absorb(None, play.rows(0, PROBE))
-        with _watched() as used:
-            longer = drafter.absorb_all([state], [play.rows(PROBE, 2 * PROBE)])
-            seen = [_weights(used)]
-            for now in range(1, min(depth, drafter.reach) + 1):
-                used.clear()
-                longer = play.step(drafter, longer, now, 1)
-                seen.append(_weights(used))
-        grown = drafter.absorb(state, play.rows(PROBE, 2 * PROBE))
-    rows, before = _numbers(grown), _numbers(state)
-    kv = (rows[1] - before[1]) / PROBE
-    layers = (rows[0] - before[0]) / PROBE / (2 * shape.kv_heads * shape.head_dim)
+        state = drafter.absorb(None, rounds.rows(0, PROBE_ROWS))
+        with _MatrixRecorder() as recorder:
+            states = drafter.absorb_batch([state], [rounds.rows(PROBE_ROWS, 2 * PROBE_ROWS)])
+            sizes = [recorder.take_total()]
+            for level in range(1, min(depth, drafter.max_depth) + 1):
+                states = rounds.step(drafter, states, level, 1)
+                sizes.append(recorder.take_total())
+        longer = drafter.absorb(state, rounds.rows(PROBE_ROWS, 2 * PROBE_ROWS))
+    grown = [(b - a) / PROBE_ROWS for a, b in zip(_elements(state), _elements(longer), strict=True)]
+    layers = grown[0] / (2 * shape.kv_heads * shape.head_dim)
     width = shape.heads * shape.head_dim
-    return tuple(ModelSize(count, size, kv, width, layers) for count, size in seen)
+    return tuple(ModelSize(count, size, grown[1], width, layers) for count, size in sizes)
 
 
-class _Watch(TorchFunctionMode):
-    """Notes every matrix that something is multiplied with, once."""
+class _MatrixRecorder(TorchFunctionMode):
+    """Records every matrix that is multiplied with, once."""
 
-    PLACE: ClassVar[dict[Any, int]] = {
+    WEIGHT_ARGUMENT: ClassVar[dict[Any, int]] = {
         torch.nn.functional.linear: 1,
         torch.addmm: 2,
         torch.mm: 0,
@@ -192,29 +189,23 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used: dict[tuple[int, int], Tensor] = {}
+        self.weights: dict[tuple[int, int], Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (place := self.PLACE.get(func)) is not None:
-            weight = args[place]
-            self.used[weight.data_ptr(), weight.numel()] = weight
+        if (position := self.WEIGHT_ARGUMENT.get(func)) is not None:
+            weight = args[position]
+            self.weights[weight.data_ptr(), weight.numel()] = weight
         return func(*args, **(kwargs or {}))
 
-
-@contextmanager
-def _watched() -> Iterator[dict[tuple[int, int], Tensor]]:
-    with _Watch() as watch:
-        yield watch.used
-
-
-def _weights(used: dict[tuple[int, int], Tensor]) -> tuple[int, int]:
-    """How many numbers, and their bytes."""
-    count = sum(weight.numel() for weight in used.values())
-    return count, sum(weight.numel() * weight.dtype.itemsize for weight in used.values())
+    def take_total(self) -> tuple[int, int]:
+        """Return elements and bytes of the recorded matrices, and forget them."""
+        weights = list(self.weights.values())
+        self.weights.clear()
+        return sum(w.numel() for w in weights), sum(w.numel() * w.dtype.itemsize for w in weights)
 
 
-def _numbers(state: object) -> tuple[int, int]:
-    """Floating point numbers in a drafter's memory, and their bytes, whatever holds them."""
+def _elements(state: object) -> tuple[int, int]:
+    """Return the floating-point elements in a drafter's state, and their bytes."""
     if isinstance(state, Tensor):
         count = state.numel() if state.is_floating_point() else 0
         return count, count * state.dtype.itemsize
@@ -225,19 +216,19 @@ def _numbers(state: object) -> tuple[int, int]:
         parts = list(state.values())
     elif isinstance(state, list | tuple):
         parts = state
-    found = [_numbers(part) for part in parts]
-    return sum(count for count, _ in found), sum(size for _, size in found)
+    totals = [_elements(part) for part in parts]
+    return sum(count for count, _ in totals), sum(size for _, size in totals)
 
 
 # ---- the clock of a plan ----
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """Times of another machine, as `plan.make_plan` asks for them.
+class RooflineClock:
+    """Round times of another machine, for `surface.make_plan`.
 
     Attributes:
-        drafter: what a round's forwards read (`drafter_sizes`); one size stands for all of
+        drafter: sizes of a round's forwards (`drafter_sizes`); one size stands for all of
             them, and the last one for all deeper steps.
         budget: cached tokens that the drafter reads at most (MagicDec); None: all.
     """
@@ -249,7 +240,7 @@ class Foreseen:
 
     @property
     def name(self) -> str:
-        return f"{self.machine.name}, foreseen"
+        return f"{self.machine.name}, predicted"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -259,7 +250,7 @@ class Foreseen:
         return (first, *ASSUMPTIONS)
 
     def fields(self) -> dict[str, Any]:
-        """For json."""
+        """Return the inputs, for json."""
         return {
             "machine": asdict(self.machine),
             "target": asdict(self.target),
@@ -267,17 +258,17 @@ class Foreseen:
             "budget": self.budget,
         }
 
-    def parts(self, shape: Shape, batch: int, context: int) -> Parts:
-        """The target over root and tree; `absorb`, and a step per level; nothing besides."""
+    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
+        """Return the target over root and tree, and `absorb` plus one step per level."""
         target = self._seconds(self.target, batch, shape.nodes + 1, context)
         if not shape.depth:
-            return Parts(0.0, 1000 * target, 0.0)
+            return RoundCost(0.0, 1000 * target, 0.0)
         rows = context if self.budget is None else min(self.budget, context)
         last = len(self.drafter) - 1
         draft = self._seconds(self.drafter[0], batch, 1, rows)
-        for step, nodes in enumerate(shape.asked, start=1):
+        for step, nodes in enumerate(shape.parents, start=1):
             draft += self._seconds(self.drafter[min(step, last)], batch, nodes, rows)
-        return Parts(1000 * draft, 1000 * target, 0.0)
+        return RoundCost(1000 * draft, 1000 * target, 0.0)
 
     def _seconds(self, model: ModelSize, batch: int, tokens: int, context: int) -> float:
         return forward_seconds(self.machine, model, batch, tokens, context)

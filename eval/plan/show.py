@@ -1,7 +1,8 @@
-"""A plan as people look at it: the best drafts, the whole surface as a table and as a picture."""
+"""Tables, picture and files of a plan."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,76 +11,123 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.conf.files import write, write_json
-from outrider.eval.console_tables import add_numbers, narrow
-from outrider.eval.plan.surface import Plan, Row
+from outrider.eval.console_tables import add_number_columns, narrow_table
+from outrider.eval.plan.surface import Plan, PlanRow
 
-SIDE_BY_SIDE = 6  # settings in one table of the surface: what 80 columns have room for
-Place = tuple[int, int]  # batch and context
+SIDE_BY_SIDE = 6  # settings per table: fits 80 columns
+TOLERANCE = 0.10  # relative error of a prediction that is printed in green
+Setting = tuple[int, int]  # batch and context
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """The best drafts, the speedup of every draft in every setting, and the assumptions."""
-    console.print(_best(plan))
-    for places in _in_parts([row[:2] for row in plan.recommended]):
-        console.print(_surface(plan, places))
+    """Print the best drafts, the speedup of every draft in every setting, and the assumptions."""
+    console.print(_best_table(plan))
+    settings = [row[:2] for row in plan.recommended]
+    for start in range(0, len(settings), SIDE_BY_SIDE):
+        console.print(_surface_table(plan, settings[start : start + SIDE_BY_SIDE]))
     for sentence in plan.warnings:
         console.print(f"- {sentence}", style="yellow", highlight=False)
     for sentence in plan.assumptions:
         console.print(f"- {sentence}", style="dim", highlight=False)
 
 
-def _best(plan: Plan) -> Table:
-    """Of every setting the best draft, then the best of the other kind, chain or tree."""
-    table = narrow(f"plan: {plan.name}; the best draft of each setting, then the best other kind")
-    add_numbers(table, "batch", "con-\ntext")
+def _best_table(plan: Plan) -> Table:
+    """Return the best draft of each setting, then the best of the other kind, chain or tree."""
+    table = narrow_table(
+        f"plan: {plan.name}; the best draft of each setting, then the best other kind"
+    )
+    add_number_columns(table, "batch", "con-\ntext")
     table.add_column("draft", no_wrap=True)
-    add_numbers(table, "tau", "draft\nms", "verify\nms", "round\nms", "plain\nms")
-    add_numbers(table, "speed\nup", "tokens\nper s")
+    add_number_columns(table, "tau", "draft\nms", "verify\nms", "round\nms", "plain\nms")
+    add_number_columns(table, "speed\nup", "tokens\nper s")
     for best in plan.recommended:
-        here = [row for row in plan.rows if row[:2] == best[:2]]
+        same_setting = [row for row in plan.rows if row[:2] == best[:2]]
         table.add_row(*_cells(best), style="bold")
         for trees in (False, True):
-            rows = [row for row in here if row.depth and (row.width > 1) == trees]
+            rows = [row for row in same_setting if row.depth and (row.width > 1) == trees]
             if rows and (other := max(rows, key=lambda row: row.speedup)) != best:
                 table.add_row(*_cells(other))
         table.add_section()
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: PlanRow) -> list[str]:
     times = (row.draft_ms, row.verify_ms, row.round_ms, row.plain_ms)
     return [
-        str(row.batch), str(row.context), row.shape, f"{row.tau:.2f}",
+        str(row.batch), str(row.context), row.label, f"{row.tau:.2f}",
         *map(_short, times), f"{row.speedup:.2f}x", f"{row.tokens_per_second:,.0f}",
     ]  # fmt: skip
 
 
 def _short(ms: float) -> str:
-    """Three digits, or all in front of the point."""
+    """Format to three digits, or to a whole number."""
     return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
 
 
-def _surface(plan: Plan, places: Sequence[Place]) -> Table:
-    """A line for every draft, a column for every setting; the best of a column is marked."""
-    table = narrow("\nspeedup of every draft by batch and context, the best marked *")
+def _surface_table(plan: Plan, settings: Sequence[Setting]) -> Table:
+    """Return a row for every draft, a column for every setting; the best of a column is marked."""
+    table = narrow_table("\nspeedup of every draft by batch and context, the best marked *")
     table.add_column("draft", no_wrap=True)
-    add_numbers(table, "tau", *(f" {batch}\n {context}" for batch, context in places))
+    add_number_columns(table, "tau", *(f" {batch}\n {context}" for batch, context in settings))
     best = {row[:2]: row.key for row in plan.recommended}
-    found = {(row[:2], row.key): row for row in plan.rows}
+    rows = {(row[:2], row.key): row for row in plan.rows}
     for row in plan.rows:
         if row.depth == 0 or row[:2] != plan.rows[0][:2]:
             continue
         cells = [
-            f"{'*' if best[place] == row.key else ''}{found[place, row.key].speedup:.2f}"
-            for place in places
+            f"{'*' if best[setting] == row.key else ''}{rows[setting, row.key].speedup:.2f}"
+            for setting in settings
         ]
-        table.add_row(row.shape, f"{row.tau:.2f}", *cells)
+        table.add_row(row.label, f"{row.tau:.2f}", *cells)
     return table
 
 
-def _in_parts(places: Sequence[Place]) -> Iterator[Sequence[Place]]:
-    for start in range(0, len(places), SIDE_BY_SIDE):
-        yield places[start : start + SIDE_BY_SIDE]
+# ---- checks ----
+
+
+@dataclass(frozen=True)
+class Check:
+    """A prediction and the measurement by decoding."""
+
+    row: PlanRow
+    tau: float
+    speedup: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted speedup."""
+        return self.row.speedup / self.speedup - 1
+
+    def fields(self) -> dict[str, float | str | int]:
+        """Return the check, for json."""
+        row = self.row
+        return {
+            "shape": row.label, "batch": row.batch, "context": row.context,
+            "tau_foreseen": row.tau, "tau": self.tau,
+            "speedup_foreseen": row.speedup, "speedup": self.speedup, "off": self.error,
+        }  # fmt: skip
+
+
+def check_table(checks: Sequence[Check]) -> Table:
+    """Return a table of predicted and measured speedups."""
+    table = narrow_table("\npredicted and measured, same prompts")
+    table.add_column("draft", no_wrap=True)
+    add_number_columns(
+        table, "batch", "    tau\npredicted", " tau", "  speedup\npredicted", " speedup", "error"
+    )
+    for check in checks:
+        colour = "green" if abs(check.error) <= TOLERANCE else "red"
+        row = check.row
+        table.add_row(
+            row.label,
+            str(row.batch),
+            f"{row.tau:.2f}",
+            f"{check.tau:.2f}",
+            f"{row.speedup:.2f}x",
+            f"{check.speedup:.2f}x",
+            f"[{colour}]{100 * check.error:+.1f} %[/{colour}]",
+        )
+    return table
 
 
 # ---- files ----
@@ -88,22 +136,22 @@ def _in_parts(places: Sequence[Place]) -> Iterator[Sequence[Place]]:
 def write_plan(
     folder: Path, plan: Plan, out: str = "plan", checks: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """`<out>.png`, then `<out>.json`: where the json is, the picture is too.
+    """Write `<out>.png`, then `<out>.json`, so that the json implies the picture.
 
     Args:
-        checks: what decoding made of some rows.
+        checks: predictions compared with decoding.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.
     """
-    write(folder / f"{out}.png", picture(plan))
+    write(folder / f"{out}.png", plot(plan))
     write_json(folder / f"{out}.json", {**plan.fields(), "checks": list(checks)})
 
 
-def picture(plan: Plan) -> bytes:
-    """A png of the surface: a panel for every batch and context, speedup over drafted nodes.
+def plot(plan: Plan) -> bytes:
+    """Return a png of the surface: per batch and context a panel of speedup over draft tokens.
 
-    A colour for every depth, a line for every width; the best draft has a ring.
+    A colour per depth, a line per width; a ring marks the best draft.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -113,7 +161,7 @@ def picture(plan: Plan) -> bytes:
     wide, high = len(batches), len(contexts)
     figure = Figure(figsize=(2.6 * wide + 2.2, 2.2 * high + 0.7), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"speedup over drafted nodes: {plan.name}", fontsize=9)
+    figure.suptitle(f"speedup over draft tokens: {plan.name}", fontsize=9)
     panels = figure.subplots(high, wide, squeeze=False, sharex=True, sharey=True)
     best = {row[:2]: row for row in plan.recommended}
     for panel, (context, batch) in zip(panels.flat, product(contexts, batches), strict=True):
@@ -128,7 +176,7 @@ def picture(plan: Plan) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(panel: Any, rows: Sequence[Row], best: Row) -> None:
+def _draw(panel: Any, rows: Sequence[PlanRow], best: PlanRow) -> None:
     depths, widths = sorted({row.depth for row in rows}), sorted({row.width for row in rows})
     styles = dict(zip(widths, ("-", "--", ":", "-.") * len(widths), strict=False))
     chains = [row for row in rows if row.width == 1]

@@ -1,17 +1,17 @@
-"""Which draft to ask for: speedup over depths, widths, nodes, batches and contexts.
+"""Predicted speedup over depths, widths, nodes, batches and contexts.
 
-A plan joins two things that are measured apart: what a tree keeps of its guesses, and what
-forwards take, measured here (`timing.Timing`) or foreseen for a machine that is not here
-(`machines.Foreseen`). For every shape of a draft it says
+A plan combines two separate measurements: the acceptance of a draft shape, and the time of its
+forwards, measured here (`round_costs.MeasuredClock`) or predicted for another machine
+(`roofline.RooflineClock`). For every shape it gives
 
     tau       tokens per round
     round     draft + verify + rest, ms
-    speedup   tau * ms of a plain step / ms of a round; batches emit batch times as many in both
+    speedup   tau * ms of a plain step / ms of a round; a batch emits batch times as many in both
 
-The trees are the best ones by a table of chances, of the k-th child at each depth to be accepted.
-Worked example, table [[0.6, 0.2], [0.5, 0.1]] and 3 nodes: the paths are worth 0.6 and 0.2 at
-depth 1, 0.3, 0.06, 0.1 and 0.02 at depth 2; the best tree has 0.6 + 0.3 + 0.2, so tau = 2.1, and
-the chain of two has 0.6 + 0.3, so tau = 1.9.
+The trees are the best ones by a table of the probability that the k-th child at each depth is
+accepted. Worked example, table [[0.6, 0.2], [0.5, 0.1]] and 3 nodes: the paths have probabilities
+0.6 and 0.2 at depth 1, 0.3, 0.06, 0.1 and 0.02 at depth 2; the best tree has 0.6 + 0.3 + 0.2, so
+tau = 2.1, and the chain of two has 0.6 + 0.3, so tau = 1.9.
 
 Source: acceptance by rank and depth, Chen et al. 2024, "Sequoia", section 3, arXiv:2402.12374; the
 choice over measured times, its hardware-aware section.
@@ -25,26 +25,26 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.eval.plan.roofline import Foreseen, Machine, ModelSize, no_room
-from outrider.eval.plan.round_costs import PLAIN, Parts, Shape
+from outrider.eval.plan.roofline import Machine, ModelSize, RooflineClock, memory_warning
+from outrider.eval.plan.round_costs import PLAIN, DraftShape, RoundCost
 from outrider.eval.theory import walltime_from_times
-from outrider.models.decode import tree_shapes as shapes
+from outrider.models.decode import tree_shapes
 from outrider.models.decode.tree_shapes import Paths
 
 FORMAT = "outrider-plan-1"
 ASSUMPTIONS = (
-    "A tree is static: the likeliest `nodes` nodes of at most `width` children each, as the table "
-    "of ranks has them (decode=static_tree).",
-    "The drafter guesses as it does on the text that the target wrote to these prompts; penalties "
-    "and bans, where there are any, are not applied to its guesses.",
-    "Guesses are the drafter's favourites, verified by `match` above temperature 0 "
+    "Trees are static: the `nodes` most probable nodes of at most `width` children each, by the "
+    "table of ranks (decode=static_tree).",
+    "The drafter's acceptance is that on the target's own answers to these prompts; penalties and "
+    "banned tokens are not applied to its draft tokens.",
+    "Draft tokens are the drafter's top-k, verified by `match` above temperature 0 "
     "(decode.draft=best).",
 )
 
 
 @runtime_checkable
 class Clock(Protocol):
-    """Where times come from: `timing.Timing` or `machines.Foreseen`."""
+    """Source of round times: `round_costs.MeasuredClock` or `roofline.RooflineClock`."""
 
     @property
     def name(self) -> str: ...
@@ -52,27 +52,27 @@ class Clock(Protocol):
     @property
     def assumptions(self) -> tuple[str, ...]: ...
 
-    def parts(self, shape: Shape, batch: int, context: int) -> Parts:
-        """Milliseconds of a round of this shape, with so many cached tokens per prompt."""
+    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
+        """Return milliseconds of a round of this shape, with `context` cached tokens per prompt."""
         ...
 
     def fields(self) -> dict[str, Any]:
-        """What the times come from, for json."""
+        """Return the inputs of the times, for json."""
         ...
 
 
-Key = tuple[int, int, int]  # depth, width and nodes of a draft
-Tau = Callable[[Paths], float]  # tokens per round of a static tree
+DraftKey = tuple[int, int, int]  # depth, width and nodes of a draft
+TauFn = Callable[[Paths], float]  # tokens per round of a static tree
 
 
 class Grid(NamedTuple):
-    """What is tried. A chain of every depth is, whatever the widths and nodes.
+    """Shapes and settings to predict; a chain of every depth is always included.
 
     Attributes:
         depths: levels drafted.
         widths: children per node at most; 1 is a chain.
-        nodes: drafted nodes that the target verifies, of trees.
-        batches: prompts at once.
+        nodes: draft tokens of a tree.
+        batches: prompts decoded together.
         contexts: cached tokens of each.
     """
 
@@ -83,7 +83,7 @@ class Grid(NamedTuple):
     contexts: Sequence[int] = (256,)
 
 
-class Row(NamedTuple):
+class PlanRow(NamedTuple):
     """One shape in one setting; depth 0 is plain decoding."""
 
     batch: int
@@ -99,7 +99,7 @@ class Row(NamedTuple):
     speedup: float
 
     @property
-    def shape(self) -> str:
+    def label(self) -> str:
         """`plain`, `chain 4` or `tree 4x8, 16 nodes`."""
         if self.depth == 0:
             return "plain"
@@ -108,24 +108,24 @@ class Row(NamedTuple):
         return f"tree {self.depth}x{self.width}, {self.nodes} nodes"
 
     @property
-    def key(self) -> Key:
+    def key(self) -> DraftKey:
         return self.depth, self.width, self.nodes
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole batch."""
+        """Tokens per second of the batch."""
         return 1000 * self.batch * self.tau / self.round_ms
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows, and what they rest on.
+    """All rows, and their inputs.
 
     Attributes:
-        warnings: what is foreseen although it cannot be.
+        warnings: settings that exceed the machine's memory.
     """
 
-    rows: list[Row]
+    rows: list[PlanRow]
     table: list[list[float]]
     name: str
     assumptions: tuple[str, ...]
@@ -133,11 +133,11 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     @property
-    def recommended(self) -> list[Row]:
+    def recommended(self) -> list[PlanRow]:
         return recommended(self.rows)
 
     def fields(self) -> dict[str, Any]:
-        """For json."""
+        """Return the content of `plan/<out>.json`."""
         return {
             "format": FORMAT,
             "machine": self.name,
@@ -150,95 +150,99 @@ class Plan:
         }
 
 
-def make_plan(table: Float[Tensor, "D K"], tau: Tau, clock: Clock, grid: Grid) -> Plan:
-    """The whole surface, with its assumptions.
+def make_plan(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid) -> Plan:
+    """Return the plan of a grid.
 
     Args:
-        table: table[d - 1, k] is the chance that the child of rank k at depth d is the accepted
-            one, given that its parent was.
+        table: table[d - 1, k] is the probability that the child of rank k at depth d is the
+            accepted one, given that its parent was.
 
     Raises:
-        ValueError: the table holds no such chances, or the grid goes beyond table or clock.
+        ValueError: the table is invalid, or the grid exceeds the table or the clock.
     """
     rows = surface(table, tau, clock, grid)
-    said = (*ASSUMPTIONS, *clock.assumptions)
-    return Plan(rows, table.double().tolist(), clock.name, said, clock.fields())
+    assumptions = (*ASSUMPTIONS, *clock.assumptions)
+    return Plan(rows, table.double().tolist(), clock.name, assumptions, clock.fields())
 
 
-def predicted(
+def predicted_plan(
     table: Float[Tensor, "D K"],
-    tau: Tau,
+    tau: TauFn,
     machine: Machine,
     target: ModelSize,
     drafter: Sequence[ModelSize],
     grid: Grid,
     budget: int | None = None,
 ) -> Plan:
-    """The same for a machine that is not here.
+    """Return the plan of another machine.
 
     Args:
-        drafter: what its forwards read, as `machines.drafter_sizes` gives it.
+        drafter: sizes of its forwards (`roofline.drafter_sizes`).
         budget: cached tokens that the drafter reads at most; None: all.
     """
-    plan = make_plan(table, tau, Foreseen(machine, target, tuple(drafter), budget), grid)
+    plan = make_plan(table, tau, RooflineClock(machine, target, tuple(drafter), budget), grid)
     warnings = []
     for context in sorted(set(grid.contexts)):
-        wrong = (no_room(machine, target, drafter, n, context) for n in sorted(set(grid.batches)))
-        warnings.append(next(filter(None, wrong), ""))  # larger batches fit even less
+        messages = (
+            memory_warning(machine, target, drafter, n, context) for n in sorted(set(grid.batches))
+        )
+        warnings.append(next(filter(None, messages), ""))  # larger batches do not fit either
     return replace(plan, warnings=tuple(filter(None, warnings)))
 
 
-def surface(table: Float[Tensor, "D K"], tau: Tau, clock: Clock, grid: Grid) -> list[Row]:
-    """A row for every shape in every setting, plain decoding first."""
-    tried = [
-        (depth, width, Shape.of(paths), tau(paths))
-        for (depth, width, _), paths in drafts(table, grid).items()
+def surface(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid) -> list[PlanRow]:
+    """Return a row for every shape in every setting, plain decoding first."""
+    shapes = [
+        (depth, width, DraftShape.of(paths), tau(paths))
+        for (depth, width, _), paths in draft_trees(table, grid).items()
     ]
     rows = []
     for batch, context in product(sorted(set(grid.batches)), sorted(set(grid.contexts))):
-        plain = clock.parts(PLAIN, batch, context).whole
-        rows.append(Row(batch, context, 0, 0, 0, 1.0, 0.0, plain, plain, plain, 1.0))
-        for depth, width, shape, tokens in tried:
+        plain = clock.parts(PLAIN, batch, context).total
+        rows.append(PlanRow(batch, context, 0, 0, 0, 1.0, 0.0, plain, plain, plain, 1.0))
+        for depth, width, shape, tokens in shapes:
             draft, verify, rest = clock.parts(shape, batch, context)
             speedup = walltime_from_times(tokens, draft, verify, rest, plain)
-            whole = draft + verify + rest
+            total = draft + verify + rest
             rows.append(
-                Row(batch, context, depth, width, shape.nodes, tokens, draft, verify, whole, plain,
-                    speedup)
+                PlanRow(
+                    batch, context, depth, width, shape.nodes, tokens, draft, verify, total, plain,
+                    speedup,
+                )
             )  # fmt: skip
     return rows
 
 
-def drafts(table: Float[Tensor, "D K"], grid: Grid) -> dict[Key, Paths]:
-    """Every chain, and every tree that has the depth it is looked for at and is none of the others.
+def draft_trees(table: Float[Tensor, "D K"], grid: Grid) -> dict[DraftKey, Paths]:
+    """Return every chain, and every distinct tree that reaches its depth with all its nodes.
 
     Raises:
-        ValueError: the table does not know a depth or a width.
+        ValueError: a depth or a width is outside the table.
     """
     depths, widths, counts = (sorted(set(axis)) for axis in (grid.depths, grid.widths, grid.nodes))
-    found: dict[Key, Paths] = {}
+    trees: dict[DraftKey, Paths] = {}
     for depth in depths:
-        found[depth, 1, depth] = shapes.best_first(table, depth, widest=1, deepest=depth)
+        trees[depth, 1, depth] = tree_shapes.best_first(table, depth, widest=1, deepest=depth)
     for depth, width, nodes in product(depths, widths, counts):
-        paths = shapes.best_first(table, nodes, widest=width, deepest=depth)
-        reaches = len(paths) == nodes > len(paths[-1]) == depth
-        if reaches and paths not in found.values():
-            found[depth, width, nodes] = paths
-    return found
+        paths = tree_shapes.best_first(table, nodes, widest=width, deepest=depth)
+        complete = len(paths) == nodes > len(paths[-1]) == depth
+        if complete and paths not in trees.values():
+            trees[depth, width, nodes] = paths
+    return trees
 
 
-def recommended(rows: Sequence[Row]) -> list[Row]:
-    """The fastest row of every batch and context; of equals the one with fewer nodes.
+def recommended(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the fastest row of every batch and context; of equals the one with fewer nodes.
 
-    That is plain decoding where no draft pays.
+    It is plain decoding where no draft is faster.
     """
-    best: dict[tuple[int, int], Row] = {}
+    best: dict[tuple[int, int], PlanRow] = {}
     for row in sorted(rows, key=lambda row: (row.batch, row.context, row.nodes, row.depth)):
-        known = best.get((row.batch, row.context))
-        if known is None or row.speedup > known.speedup:
+        fastest = best.get((row.batch, row.context))
+        if fastest is None or row.speedup > fastest.speedup:
             best[row.batch, row.context] = row
     return list(best.values())
 
 
-def _fields(row: Row) -> dict[str, Any]:
-    return {**row._asdict(), "shape": row.shape, "tokens_per_second": row.tokens_per_second}
+def _fields(row: PlanRow) -> dict[str, Any]:
+    return {**row._asdict(), "shape": row.label, "tokens_per_second": row.tokens_per_second}

@@ -1,8 +1,8 @@
-"""The card of a published drafter: README.md, from the run's own files.
+"""The model card of a published drafter: README.md, from the run's own files.
 
-Every number comes from a report of the run that measured this very drafter (its fingerprint says
-so); what is not known is said to be unknown. The licence is the target's, as its card says, for a
-drafter is of no use without its target and may hold copies of its embedding or head.
+Its numbers come from reports of the run whose fingerprint is this drafter's. The licence is the
+target's, as its card states it: a drafter works only with its target and may hold copies of its
+embedding or head.
 """
 
 import json
@@ -16,97 +16,99 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from outrider.conf.commands import REPO, PublishConfig
 from outrider.conf.files import fingerprint, read_json
+from outrider.conf.schema import Config
 from outrider.eval.page.write import markdown
-from outrider.eval.publish.serve_commands import Serving, serving
-from outrider.eval.report import FORMAT, describe_policy, number
+from outrider.eval.publish.serve_commands import ServeCommands, serve_commands
+from outrider.eval.report import FORMAT, describe_policy, format_number
 from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import SMOLLM2
 from outrider.models.target import Target
-from outrider.train.publishing import REPO, PublishConfig
-from outrider.train.settings import Config
 
 HERE = Path(__file__).parent
-UNKNOWN = "unknown"  # a licence that the hub knows by this name
-OWN = {"tiny": "apache-2.0", "smollm2": "apache-2.0"}  # of the targets that come with a name
+UNKNOWN = "unknown"  # the hub's name of an unknown licence
+OWN = {"tiny": "apache-2.0", "smollm2": "apache-2.0"}  # of the named targets
 LICENSE = ("license", "license_name", "license_link")
 TRAINED = {"steps", "tokens", "seconds", "best_step"}
-PRIVATE = ("run.dir=", "hydra.", "train.wandb")  # words of a command that say where, not what
+PRIVATE = ("run.dir=", "hydra.", "train.wandb")  # local settings in a command
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is published.
+class CardSubject:
+    """What a card describes.
 
     Attributes:
-        word: the format's name.
-        reports: of this drafter, by name.
-        other: names of reports that measured another one.
-        plan: of `outrider plan`; None where there is none.
-        proof: what was compared.
+        form: the format's name.
+        reports: reports of this drafter, by name.
+        other: names of reports of another drafter.
+        plan: the newest report of `outrider plan`; None without one.
+        comparison: what was compared before publishing.
     """
 
     config: Config
-    wanted: PublishConfig
+    settings: PublishConfig
     drafter: Drafter
     cfg: Any
     target: Target
-    word: str
+    form: str
     reports: Mapping[str, Mapping[str, Any]]
     other: list[str]
     plan: Mapping[str, Any] | None
-    proof: str
+    comparison: str
 
 
-def write_card(subject: Subject, repo: str | None) -> str:
-    """README.md: the hub's metadata block, then the page.
+def write_card(subject: CardSubject, repo: str | None) -> str:
+    """Return README.md: the hub's metadata block, then the page.
 
     Args:
-        repo: its repository, which engines take for the place; None: it lies in a folder.
+        repo: hub repository; None: the folder is not uploaded.
     """
-    room = Environment(
+    environment = Environment(
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    room.filters |= {"number": number, "md": markdown, "policy": describe_policy}
-    page = room.get_template("card.jinja").render(**facts(subject, repo or "FOLDER"))
+    environment.filters |= {"number": format_number, "md": markdown, "policy": describe_policy}
+    page = environment.get_template("card.jinja").render(
+        **template_values(subject, repo or "FOLDER")
+    )
     return f"---\n{metadata(subject, repo).to_yaml()}\n---\n\n{page}"
 
 
 # ---- metadata ----------------------------------------------------------------------------------
 
 
-def metadata(subject: Subject, repo: str | None) -> ModelCardData:
-    """What the hub sorts and filters by."""
+def metadata(subject: CardSubject, repo: str | None) -> ModelCardData:
+    """Return the metadata that the hub sorts and filters by."""
     name = subject.cfg.name
-    known = {
-        **licence(subject.config, subject.wanted),
-        "base_model": base_model(subject.config, subject.wanted),
-        "datasets": list(subject.wanted.datasets) or None,
-        "library_name": "transformers" if subject.word == "transformers" else "outrider",
+    fields = {
+        **license_fields(subject.config, subject.settings),
+        "base_model": base_model(subject.config, subject.settings),
+        "datasets": list(subject.settings.datasets) or None,
+        "library_name": "transformers" if subject.form == "transformers" else "outrider",
         "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "draft-model", name, subject.word, "outrider"],
-        "eval_results": results(subject) or None,
+        "tags": ["speculative-decoding", "draft-model", name, subject.form, "outrider"],
+        "eval_results": eval_results(subject) or None,
         "model_name": (repo or f"{name}-{subject.target.name}").rpartition("/")[2],
     }
-    return ModelCardData(**known)
+    return ModelCardData(**fields)
 
 
-def licence(config: Config, wanted: PublishConfig) -> dict[str, Any]:
-    """`license`, and of one that the hub does not know its name and link."""
-    if wanted.license is not None:
-        return {"license": wanted.license}
+def license_fields(config: Config, settings: PublishConfig) -> dict[str, Any]:
+    """Return `license`, with name and link of a licence that the hub does not list."""
+    if settings.license is not None:
+        return {"license": settings.license}
     target = config.target
     if target.path is None:  # it has a name
         return {"license": OWN.get(target.name, UNKNOWN)}
-    said = _targets_card(target.path, target.revision)
-    found = {key: said[key] for key in LICENSE if said.get(key)}
-    return found if "license" in found else {"license": UNKNOWN}
+    card = _target_card(target.path, target.revision)
+    fields = {key: card[key] for key in LICENSE if card.get(key)}
+    return fields if "license" in fields else {"license": UNKNOWN}
 
 
-def _targets_card(path: str, revision: str | None) -> dict[str, Any]:
-    """Metadata of the target's README.md: in its folder, or in the hub's cache; {} without one."""
+def _target_card(path: str, revision: str | None) -> dict[str, Any]:
+    """Return metadata of the target's README.md, from its folder or the hub's cache, or {}."""
     file = Path(path).expanduser() / "README.md"
     if not file.parent.is_dir():
         cached = try_to_load_from_cache(path, "README.md", revision=revision)
@@ -119,10 +121,10 @@ def _targets_card(path: str, revision: str | None) -> dict[str, Any]:
         return {}
 
 
-def base_model(config: Config, wanted: PublishConfig) -> str | None:
-    """The target's hub id, where it has one."""
-    if wanted.base_model is not None:
-        return wanted.base_model
+def base_model(config: Config, settings: PublishConfig) -> str | None:
+    """Return the target's hub id; None without one."""
+    if settings.base_model is not None:
+        return settings.base_model
     target = config.target
     if target.name == "smollm2" and target.path is None:
         return SMOLLM2
@@ -131,9 +133,10 @@ def base_model(config: Config, wanted: PublishConfig) -> str | None:
     return path if hub else None
 
 
-def results(subject: Subject) -> list[EvalResult]:
-    """Tau and speedup of every report, as the hub's model-index has them: lossless ones alone, for
-    there is no word beside a number there.
+def eval_results(subject: CardSubject) -> list[EvalResult]:
+    """Return tau and speedup of every report for the hub's model-index.
+
+    Lossy reports are left out, since the model-index cannot mark them.
     """
     out = []
     for name, report in subject.reports.items():
@@ -155,20 +158,20 @@ def results(subject: Subject) -> list[EvalResult]:
 # ---- the page ----------------------------------------------------------------------------------
 
 
-def facts(subject: Subject, repo: str) -> dict[str, Any]:
-    """What the template asks for."""
-    wanted, target = subject.wanted, subject.target
+def template_values(subject: CardSubject, repo: str) -> dict[str, Any]:
+    """Return the variables of the template."""
+    settings, target = subject.settings, subject.target
     return {
         "repo": repo,
         "name": subject.cfg.name,
-        "word": subject.word,
-        "target": base_model(subject.config, wanted) or target.name,
+        "form": subject.form,
+        "target": base_model(subject.config, settings) or target.name,
         "fingerprint": target_fingerprint(target),
-        "license": licence(subject.config, wanted)["license"],
-        "inherited": wanted.license is None,
+        "license": license_fields(subject.config, settings)["license"],
+        "inherited": settings.license is None,
         "parameters": sum(p.numel() for p in subject.drafter.parameters()),
         "drafted": len(subject.drafter.vocab),
-        "vocab": target.vocab,
+        "vocab": target.vocab_size,
         "taps": list(subject.drafter.taps),
         "serving": _serving(subject, repo),
         "reports": subject.reports,
@@ -176,28 +179,28 @@ def facts(subject: Subject, repo: str) -> dict[str, Any]:
         "plan": list((subject.plan or {}).get("recommended", [])),
         "machine": (subject.plan or {}).get("machine", ""),
         "warnings": list((subject.plan or {}).get("warnings", [])),
-        "proof": subject.proof,
+        "comparison": subject.comparison,
         "changed": bool(getattr(subject.cfg, "adapter_rank", 0)),
-        "datasets": list(wanted.datasets),
-        **_of_training(Path(subject.config.run.dir)),
+        "datasets": list(settings.datasets),
+        **_training_values(Path(subject.config.run.dir)),
     }
 
 
-def _serving(subject: Subject, repo: str) -> Serving:
-    """How engines are told; no path of this machine leaves it."""
-    served = base_model(subject.config, subject.wanted) or "TARGET"
+def _serving(subject: CardSubject, repo: str) -> ServeCommands:
+    """Return the serving commands, without local paths."""
+    served = base_model(subject.config, subject.settings) or "TARGET"
     target = subject.config.target
-    ours = target.name if target.path is None else served
-    return serving(subject.word, subject.drafter, subject.cfg, repo, served, ours)
+    own = target.name if target.path is None else served
+    return serve_commands(subject.form, subject.drafter, subject.cfg, repo, served, own)
 
 
-def _of_training(run: Path) -> dict[str, Any]:
-    """What the files of a run say of it."""
+def _training_values(run: Path) -> dict[str, Any]:
+    """Return what the run's files state about its training."""
     manifest, training = _json(run / "manifest.json"), _json(run / "training.json")
     recipe = dict(manifest.get("config", {}).get("train") or {})
-    recipe.pop("wandb", None)  # says where, not what
+    recipe.pop("wandb", None)  # a local setting
     return {
-        "command": command(manifest),
+        "command": train_command(manifest),
         "data": _json_text(manifest.get("data")),
         "training": training if training.keys() >= TRAINED else {},
         "settings": _json_text(recipe),
@@ -207,8 +210,8 @@ def _of_training(run: Path) -> dict[str, Any]:
     }
 
 
-def command(manifest: Mapping[str, Any]) -> str:
-    """The very words the run was started with, but for its folder; "" where they are not known."""
+def train_command(manifest: Mapping[str, Any]) -> str:
+    """Return the command that started the run, without local settings; "" if unknown."""
     words = [str(word) for word in manifest.get("argv", [])[1:]]
     words = [word for word in words if not word.startswith(PRIVATE)]
     words = words[1:] if words[:1] == ["train"] else words
@@ -216,21 +219,21 @@ def command(manifest: Mapping[str, Any]) -> str:
 
 
 def read_reports(folder: Path, drafter: Drafter) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The reports of a run that measured this drafter, and the names of the others."""
-    ours, mine, other = fingerprint(drafter.state_dict()), dict[str, dict[str, Any]](), []
+    """Return the reports of a run that measured this drafter, and the names of the others."""
+    own, reports, other = fingerprint(drafter.state_dict()), dict[str, dict[str, Any]](), []
     for file in sorted((folder / "eval").glob("*.json")):
         report = _json(file)
         if report.get("format") != FORMAT:
             continue
-        if report.get("fingerprints", {}).get("drafter") == ours:
-            mine[file.stem] = report
+        if report.get("fingerprints", {}).get("drafter") == own:
+            reports[file.stem] = report
         else:
             other.append(file.stem)
-    return mine, other
+    return reports, other
 
 
-def read_plan_of(folder: Path) -> dict[str, Any] | None:
-    """The newest plan of a run."""
+def read_newest_plan(folder: Path) -> dict[str, Any] | None:
+    """Return the newest plan of a run; None without one."""
     files = sorted((folder / "plan").glob("*.json"), key=lambda file: file.stat().st_mtime)
     return _json(files[-1]) if files else None
 

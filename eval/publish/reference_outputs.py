@@ -1,11 +1,12 @@
-"""What a published drafter says of a short text: the numbers that `verify.py` compares with.
+"""Reference outputs of a published drafter: `golden.safetensors` and `golden.json`.
 
-`golden.safetensors` holds the text, what the target says of it where the drafter reads (tapped
-layers, last states, embeddings), and the drafter's logits at every depth behind some of its rows,
-for some tokens; of a borrowed head the rows of those tokens. `golden.json` says what all this is
-about, and the hash of every file. Together they are a few megabytes for a large target.
+`golden.safetensors` holds a short text, the target's outputs on it that the drafter reads (tapped
+layers, last states, embeddings), and the drafter's logits at every depth after some of its rows,
+for some tokens, with the rows of the head for those tokens. `golden.json` holds what the drafter
+was made for, and the sha256 of every file. Together they take a few megabytes for a large target.
 
-Legend: T tokens of the text, R rows guessed from, D depths, S tokens that are compared.
+Legend: T tokens of the text, R rows drafted from, D depths, S tokens that are compared, Vd draft
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,107 +18,137 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import sha256_of, write, write_json, write_tensors
-from outrider.eval.publish.bundle import verifier
-from outrider.models.drafter import Drafter, Trace
+from outrider.conf.files import (
+    read_json,
+    read_tensors,
+    sha256_of,
+    write,
+    write_json,
+    write_tensors,
+)
+from outrider.eval.decoder import Decoder
+from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 
 ROWS = 3
-LONGEST = 12  # tokens of the text beside one for each depth
-SPREAD = 64  # compared tokens, evenly over the draft vocabulary, beside the favourites
-FAVOURITES = 2
-FINISH = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # behind a target's head
-UNHASHED = ("README.md", "verify.py")  # of which people may change the first, and run the other
+LONGEST = 12  # tokens of the text, besides one for each depth
+SPREAD = 64  # compared tokens, evenly over the draft vocabulary, besides the most likely
+MOST_LIKELY = 2
+TOLERANCE = 1e-3  # of the largest value: another machine rounds sums in another order
+FINISH = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # after a target's head
+UNHASHED = ("README.md", "verify.py")  # the user may edit the first; the second does the check
+TENSORS, FACTS = "golden.safetensors", "golden.json"
+FIX = "Fetch the folder again."
+VERIFY = Path(__file__).with_name("verify_folder.py")
+
+
+# ---- computing -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def golden(drafter: Drafter, target: Target, ids: Sequence[int], depths: int) -> dict[str, Tensor]:
-    """The numbers.
+def reference_outputs(
+    drafter: Drafter, target: Target, ids: Sequence[int], depths: int
+) -> dict[str, Tensor]:
+    """Return the content of golden.safetensors.
 
     Args:
-        ids: a text in the target's language; its end is taken.
+        ids: a text of the target's tokens; its end is used.
 
     Raises:
-        RunError: it is too short for so many depths.
+        RunError: the text is too short for so many depths.
     """
     text = torch.tensor(list(ids)[-(depths + LONGEST) :], device=target.device)
     if len(text) < depths + ROWS + 1:
         message = f"A text of {len(text)} tokens is too short to compare {depths} depths."
         raise RunError(message, "Use a larger publish.new_tokens.")
     last = len(text) - 2 - depths
-    rows = sorted({1, last // 2, last})
+    return _outputs(drafter, target, text, sorted({1, last // 2, last}), depths)
+
+
+def _outputs(
+    drafter: Drafter,
+    target: Target,
+    text: Int[Tensor, " T"],
+    rows: list[int],
+    depths: int,
+    columns: Int[Tensor, " S"] | None = None,
+) -> dict[str, Tensor]:
+    """Return the outputs on a text; `columns` are draft ids, None chooses them."""
     target.set_taps(drafter.taps)
-    trace = _read(target, text)
-    said = torch.stack([_guesses(drafter, trace, row, depths) for row in rows], dim=1)
-    kept = drafter.vocab.kept.to(said.device)
-    columns = _compared(said)
-    out = {"ids": text, "rows": torch.tensor(rows), "tokens": kept[columns]}
-    out |= {"logits": said[:, :, columns], "embedded": target.embed(text), "last": trace.last[0]}
+    trace = _trace(target, text)
+    logits = torch.stack([_draft_logits(drafter, trace, row, depths) for row in rows], dim=1)
+    columns = _compared_columns(logits) if columns is None else columns.to(logits.device)
+    tokens = drafter.vocab.target_ids.to(logits.device)[columns]
+    out = {"ids": text, "rows": torch.tensor(rows), "tokens": tokens}
+    out |= {"logits": logits[:, :, columns], "embedded": target.embed(text), "last": trace.last[0]}
     width = trace.last.shape[-1]
     for i, tap in enumerate(drafter.taps):
         out[f"tap.{tap}"] = trace.taps[0, :, i * width : (i + 1) * width]
-    out["head"] = target.head_weight[kept[columns]]
+    out["head"] = target.head_weight[tokens]
     if (bias := getattr(target.head, "bias", None)) is not None:
-        out["head_bias"] = bias[kept[columns]]
+        out["head_bias"] = bias[tokens]
     return {k: v.float() if v.is_floating_point() else v for k, v in out.items()}
 
 
-def _read(target: Target, text: Int[Tensor, " T"]) -> Trace:
-    at = torch.arange(len(text), device=text.device)[None]
-    nobody = torch.zeros_like(text)[None]
-    return target.trace(text[None], nobody.bool(), nobody, at)
+def _trace(target: Target, text: Int[Tensor, " T"]) -> Trace:
+    positions = torch.arange(len(text), device=text.device)[None]
+    zeros = torch.zeros_like(text)[None]
+    return target.trace(text[None], zeros.bool(), zeros, positions)
 
 
-def _guesses(drafter: Drafter, trace: Trace, row: int, depths: int) -> Float[Tensor, "D Vd"]:
-    """As decoding hears them: rows 0..row are absorbed, the text's own tokens were drafted."""
-    held = {k: v[:, : row + 1] for k, v in vars(trace).items() if v is not None}
-    state, out = drafter.absorb(None, Trace(**held)), []
-    nobody = torch.zeros(1, dtype=torch.long, device=trace.ids.device)
+def _draft_logits(drafter: Drafter, trace: Trace, row: int, depths: int) -> Float[Tensor, "D Vd"]:
+    """Return the logits of every depth after rows 0..row; the draft tokens are the text's own."""
+    prefix = {k: v[:, : row + 1] for k, v in vars(trace).items() if v is not None}
+    state, out = drafter.absorb(None, Trace(**prefix)), []
+    root = torch.zeros(1, dtype=torch.long, device=trace.ids.device)
     for depth in range(1, depths + 1):
         ids = trace.ids[0, row + depth : row + depth + 1]
-        logits, state = drafter.step(state, depth, ids, nobody)
+        logits, state = drafter.step(state, depth, ids, root)
         out.append(logits[0])
     return torch.stack(out)
 
 
-def _compared(said: Float[Tensor, "D R Vd"]) -> Int[Tensor, " S"]:
-    """Draft ids: the favourites, and some of all the others."""
-    size = said.shape[-1]
-    best = said.topk(min(FAVOURITES, size)).indices.flatten()
-    spread = torch.linspace(0, size - 1, min(SPREAD, size), device=said.device).round().long()
+def _compared_columns(logits: Float[Tensor, "D R Vd"]) -> Int[Tensor, " S"]:
+    """Return draft ids: the most likely ones, and some of all the others."""
+    size = logits.shape[-1]
+    best = logits.topk(min(MOST_LIKELY, size)).indices.flatten()
+    spread = torch.linspace(0, size - 1, min(SPREAD, size), device=logits.device).round().long()
     out: Tensor = torch.cat([best, spread]).unique()
     return out
 
 
-def write_golden(
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write_reference(
     folder: Path,
-    numbers: dict[str, Tensor],
+    outputs: dict[str, Tensor],
     drafter: Drafter,
     target: Target,
     about: dict[str, Any],
 ) -> None:
-    """Both files and `verify.py`, beside the drafter that lies there.
+    """Write both files and `verify.py` into a folder that holds the drafter.
 
     Args:
-        about: what golden.json says beside the target, the taps and the hashes; `drafter` and
-            `format` are needed.
+        about: fields of golden.json besides the target, the taps and the hashes.
     """
-    write_tensors(folder / "golden.safetensors", numbers, {"format": "pt"})
-    write(folder / "verify.py", verifier(about["drafter"]).encode())
+    write_tensors(folder / TENSORS, outputs, {"format": "pt"})
+    write(folder / "verify.py", VERIFY.read_bytes())
     files = sorted(f for f in folder.iterdir() if f.name not in UNHASHED)
-    said = {
+    facts = {
         **about,
         "taps": list(drafter.taps),
-        **_of_target(target, numbers["ids"].to(target.device)),
+        **_target_facts(target, outputs["ids"].to(target.device)),
         "sha256": {file.name: sha256_of(file) for file in files},
     }
-    write_json(folder / "golden.json", said)
+    write_json(folder / FACTS, facts)
 
 
-def _of_target(target: Target, ids: Int[Tensor, " T"]) -> dict[str, Any]:
-    """What the checker has to know of it."""
-    shape, finish = target.shape(), {k: getattr(target.text, k, None) for k in FINISH}
+def _target_facts(target: Target, ids: Int[Tensor, " T"]) -> dict[str, Any]:
+    """Return what is needed to compute the logits from the file without the target."""
+    shape, finish = target.shape(), {k: getattr(target.text_config, k, None) for k in FINISH}
     return {
         "plain_embedding": torch.equal(target.embedding.weight[ids], target.embed(ids)),
         "target": {
@@ -129,3 +160,70 @@ def _of_target(target: Target, ids: Int[Tensor, " T"]) -> dict[str, Any]:
             "logits": {k: v for k, v in finish.items() if v is not None},
         },
     }
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def compare_with_target(folder: Path, target: str) -> str:
+    """Load target and drafter and compare the drafter's outputs with golden.safetensors.
+
+    `verify.py` of published folders calls this function: keep its name and arguments.
+
+    Args:
+        target: "tiny", "smollm2", a folder or hub id.
+
+    Returns:
+        What was compared, for the console.
+
+    Raises:
+        ConfigError, RunError: the target or the drafter cannot be loaded, or an output differs.
+    """
+    decoder = Decoder.from_pretrained(target, folder, dtype="float32")
+    assert decoder.drafter is not None, "a drafter was given"
+    return compare_outputs(folder, decoder.drafter, decoder.target)
+
+
+@torch.no_grad()
+def compare_outputs(folder: Path, drafter: Drafter, target: Target) -> str:
+    """Compare a loaded drafter's outputs with golden.safetensors.
+
+    Raises:
+        RunError: an output is missing or differs by more than TOLERANCE of its largest value.
+    """
+    file, facts = folder / TENSORS, read_json(folder / FACTS, FIX)
+    expected = read_tensors(file, facts.get("sha256", {}).get(TENSORS), FIX)
+    try:
+        columns = _draft_ids(drafter, expected["tokens"])
+        rows, depths = expected["rows"].tolist(), len(expected["logits"])
+        text = expected["ids"].to(target.device)
+        outputs = _outputs(drafter, target, text, rows, depths, columns)
+        differences = {
+            name: relative_difference(value, expected[name]) for name, value in outputs.items()
+        }
+    except (IndexError, KeyError, RuntimeError, TypeError) as error:
+        message = f"{file} does not fit this drafter: {type(error).__name__} {error}."
+        raise RunError(message, FIX) from None
+    name, largest = max(differences.items(), key=lambda item: item[1])
+    if not largest <= TOLERANCE:
+        message = f"{file}: {name} of the drafter in the folder differs by {largest:.2g}"
+        raise RunError(f"{message} of the largest value.", FIX)
+    return f"golden logits: {depths} depths from {len(rows)} rows, largest difference {largest:.1g}"
+
+
+def _draft_ids(drafter: Drafter, tokens: Int[Tensor, " S"]) -> Int[Tensor, " S"]:
+    ids = drafter.vocab.to_draft(tokens.to(drafter.vocab.d2t.device))
+    if bool((ids < 0).any()):
+        raise IndexError("a compared token is not in the draft vocabulary")
+    return ids
+
+
+def relative_difference(ours: Tensor, expected: Tensor) -> float:
+    """Return the largest difference in units of the largest value (1 at least); NaN is infinite."""
+    ours = ours.to(expected.device, torch.float64)
+    if ours.shape != expected.shape:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    off = (ours - expected).abs().max() / expected.double().abs().max().clamp(min=1.0)
+    return float(off.nan_to_num(nan=float("inf")))

@@ -1,8 +1,8 @@
-"""A drafter that was exported and read again must draft as it did before, round for round.
+"""Compare an exported drafter with the run's own: same tokens, same accepted draft tokens.
 
-The same prompts are decoded greedily in float32, as a chain and as a tree, with the run's own
-drafter and with the one that the exported folder holds: the tokens and the number of accepted
-guesses of every round must be equal. Then `verify.py`, the very file that is published, must agree.
+The same prompts are decoded greedily in float32, as a chain and as a tree, with the run's drafter
+and with the one read from the exported folder. Every round must be equal. Then the files and the
+reference outputs of the folder are checked as its `verify.py` does.
 """
 
 import runpy
@@ -12,24 +12,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.conf.errors import RunError
-from outrider.data.suite import suite_of
+from outrider.conf.schema import Config
+from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids
+from outrider.eval.publish.reference_outputs import compare_outputs
 from outrider.models import formats
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Stops
 from outrider.models.drafter import Drafter
-from outrider.models.load import Loaded
+from outrider.models.load import LoadedTarget
 from outrider.models.target import Target
-from outrider.train.settings import Config
 
 WIDTH, NODES = 4, 12  # of the tree
 FIX = "Nothing was published. This is a fault of Outrider; please report it with the run's config."
 
 
-class Rounds(NamedTuple):
-    """Of one answer."""
+class DecodedAnswer(NamedTuple):
+    """One answer: its tokens, and the accepted draft tokens of each round."""
 
     policy: str
     ids: list[int]
@@ -37,12 +38,12 @@ class Rounds(NamedTuple):
 
 
 @dataclass
-class Proof:
-    """The run's own drafter at work, for others to be held against.
+class RoundTrip:
+    """The answers of the run's own drafter, which an exported one must reproduce.
 
     Attributes:
-        depth: of the drafts.
-        wanted: of every policy and prompt.
+        depth: draft depth of both policies.
+        expected: one answer for each policy and prompt.
     """
 
     target: Target
@@ -51,14 +52,14 @@ class Proof:
     new_tokens: int
     depth: int
     stops: Stops = field(default_factory=Stops)
-    wanted: list[Rounds] = field(init=False)
+    expected: list[DecodedAnswer] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.wanted = self.decoded(self.drafter)
+        self.expected = self.decode(self.drafter)
 
-    def decoded(self, drafter: Drafter) -> list[Rounds]:
-        """Every prompt, by both policies."""
-        found = []
+    def decode(self, drafter: Drafter) -> list[DecodedAnswer]:
+        """Return the answers to every prompt with both policies."""
+        answers = []
         policies: dict[str, Policy] = {
             "chain": Chain(self.depth),
             "tree": DynamicTree(self.depth, WIDTH, NODES),
@@ -67,61 +68,66 @@ class Proof:
             engine = Engine(self.target, drafter, policy, stops=self.stops, timed=False)
             for prompt in self.prompts:
                 out = engine.generate(prompt, self.new_tokens)
-                found.append(Rounds(name, list(out.ids), list(out.accepted)))
-        return found
+                answers.append(DecodedAnswer(name, list(out.ids), list(out.accepted)))
+        return answers
 
-    def text(self) -> list[int]:
-        """The longest of the prompts with its answer."""
-        answered = [[*p, *rounds.ids] for p, rounds in zip(self.prompts, self.wanted, strict=False)]
-        return max(answered, key=len)
+    def longest_text(self) -> list[int]:
+        """Return the longest of the prompts with its answer."""
+        pairs = zip(self.prompts, self.expected, strict=False)
+        return max(([*prompt, *answer.ids] for prompt, answer in pairs), key=len)
 
-    def hold(self, folder: Path) -> str:
-        """Hold the exported folder against the run; says what was compared.
+    def compare_with_export(self, folder: Path) -> str:
+        """Compare the exported folder with the run; return what was compared.
 
         Raises:
-            RunError: the two differ, or verify.py finds something.
+            RunError: the answers, the files or the reference outputs differ.
         """
         try:
             drafter, _ = formats.load(folder, self.target)
         except RunError as error:
-            message = f"What was exported cannot be read again: {error.message}"
+            message = f"The exported drafter cannot be read: {error.message}"
             raise RunError(message, FIX) from None
-        refuse_other(self.wanted, self.decoded(drafter))
-        room = runpy.run_path(str(folder / "verify.py"))
-        problems, said = room["check"](room["FAMILY"], folder)
+        require_equal(self.expected, self.decode(drafter))
+        problems, checked = runpy.run_path(str(folder / "verify.py"))["check_files"](folder)
         if problems:
-            raise RunError(f"verify.py does not agree: {'; '.join(problems)}.", FIX)
-        rounds = sum(len(one.accepted) for one in self.wanted)
-        tokens = sum(len(one.ids) for one in self.wanted)
-        return f"{tokens} tokens in {rounds} rounds as before; verify.py: {said}"
+            raise RunError(f"verify.py finds differences: {'; '.join(problems)}.", FIX)
+        try:
+            checked.append(compare_outputs(folder, drafter, self.target))
+        except RunError as error:
+            raise RunError(error.message, FIX) from None
+        rounds = sum(len(answer.accepted) for answer in self.expected)
+        tokens = sum(len(answer.ids) for answer in self.expected)
+        return f"{tokens} tokens in {rounds} rounds are equal; {'; '.join(checked)}"
 
 
-def refuse_other(wanted: Sequence[Rounds], found: Sequence[Rounds]) -> None:
+def require_equal(expected: Sequence[DecodedAnswer], answers: Sequence[DecodedAnswer]) -> None:
     """
     Raises:
-        RunError: some answer or round is another one; the first is named.
+        RunError: an answer or a round differs; the message names the first.
     """
-    for number, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
+    for number, (ours, theirs) in enumerate(zip(expected, answers, strict=True)):
         if ours == theirs:
             continue
-        what = "tokens" if ours.ids != theirs.ids else "accepted guesses"
+        what = "tokens" if ours.ids != theirs.ids else "accepted draft tokens"
         pair = (ours.ids, theirs.ids) if what == "tokens" else (ours.accepted, theirs.accepted)
         message = (
             f"The exported drafter does not draft as the run's own: {what} of answer {number} "
-            f"({ours.policy}) are {pair[1]}, and were {pair[0]}."
+            f"({ours.policy}) are {pair[1]}, expected {pair[0]}."
         )
         raise RunError(message, FIX)
 
 
-def first_prompts(config: Config, loaded: Loaded, count: int, new_tokens: int) -> list[list[int]]:
-    """Openings of the run's suite that leave room for an answer.
+def first_prompts(
+    config: Config, loaded: LoadedTarget, count: int, new_tokens: int
+) -> list[list[int]]:
+    """Return the first turns of the run's suite that leave space for an answer.
 
     Raises:
-        RunError: there is none.
+        RunError: no prompt is short enough.
     """
-    room = loaded.target.shape().max_positions - new_tokens
-    found = [prompt_ids(loaded.tokenizer, p.opening()) for p in suite_of(config, count)]
-    fitting = [ids for ids in found if 0 < len(ids) <= room]
+    limit = loaded.target.shape().max_positions - new_tokens
+    prompts = [prompt_ids(loaded.tokenizer, p.first_messages()) for p in load_suite(config, count)]
+    fitting = [ids for ids in prompts if 0 < len(ids) <= limit]
     if not fitting:
         message = "No prompt fits the target together with publish.new_tokens."
         raise RunError(message, "Use a smaller publish.new_tokens, or shorter eval.prompts.")

@@ -1,7 +1,7 @@
-"""`outrider publish`: export, read back, prove, describe, then give the folder its name.
+"""`outrider publish`: export a run's drafter, compare it, write its card, upload it.
 
-Nothing appears under its name before every format that was asked for has been exported, decoded
-with, and checked by its own verify.py; and nothing is uploaded before that.
+A folder gets its name only after every requested format has been exported, decoded with and
+checked by its own `verify.py`. The upload comes last.
 """
 
 import sys
@@ -14,180 +14,162 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outrider.conf.errors import ConfigError
-from outrider.conf.files import sha256_of, write, write_json
-from outrider.eval.hub import tree, upload
+from outrider.conf.commands import PublishConfig
+from outrider.conf.files import write
+from outrider.conf.schema import Config
+from outrider.eval.hub import file_tree, upload
 from outrider.eval.open_drafter import find_drafter
-from outrider.eval.publish.bundle import FAMILIES
-from outrider.eval.publish.card import Subject, base_model, read_plan_of, read_reports, write_card
-from outrider.eval.publish.reference_outputs import golden, write_golden
-from outrider.eval.publish.round_trip import Proof, first_prompts
-from outrider.models import formats
+from outrider.eval.publish.card import (
+    CardSubject,
+    base_model,
+    read_newest_plan,
+    read_reports,
+    write_card,
+)
+from outrider.eval.publish.reference_outputs import reference_outputs, write_reference
+from outrider.eval.publish.round_trip import RoundTrip, first_prompts
+from outrider.models import formats, process
 from outrider.models.decode.request import Stops
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.formats.atomic_folder import appearing
-from outrider.models.formats.external import Format, demand
-from outrider.models.formats.sidecar import stamped
-from outrider.models.formats.weight_folder import STAMP
-from outrider.models.load import Loaded, load, stop_ids
+from outrider.models.formats.atomic_folder import atomic_folder
+from outrider.models.formats.external import Format, require_exportable
+from outrider.models.formats.sidecar import sidecar_content, write_sidecar
+from outrider.models.load import LoadedTarget, load_target, stop_ids
 from outrider.models.target import Target
-from outrider.train import distributed as start
-from outrider.train.publishing import PublishConfig
-from outrider.train.settings import Config
 
-GOLDEN = "outrider-golden-1"
+GOLDEN = "outrider-golden-1"  # the layout of golden.json
 
 
-def publish(config: Config, wanted: PublishConfig) -> int:
-    """The verb.
+def publish(config: Config, settings: PublishConfig) -> int:
+    """Run the command and return its exit code.
 
     Raises:
-        ConfigError: the drafter cannot be written so.
-        RunError: the run, its target or its prompts cannot be used, the exported drafter is not
-            the run's, or the hub refuses.
+        ConfigError: the format cannot hold the drafter.
+        RunError: the run, its target or its prompts cannot be used, the exported drafter differs
+            from the run's, or the hub refuses.
     """
-    start.use_cores()
+    process.set_threads()
     console = Console(width=None if sys.stdout.isatty() else 120)
-    refuse(config.drafter.name, wanted.format)
-    loaded = load(replace(config.target, dtype="float32"), start.device())
-    call(loaded.target, base_model(config, wanted))
-    work = prepared(config, wanted, loaded)
+    if settings.format != "all":
+        formats.find(settings.format, config.drafter.name)  # before a model is loaded
+    loaded = load_target(replace(config.target, dtype="float32"), process.device())
+    rename_target(loaded.target, base_model(config, settings))
+    export = prepare_export(config, settings, loaded)
+    places = export.places(console)
     with ExitStack() as open_folders:
-        for form, place in work.places(console):
-            partial = open_folders.enter_context(appearing(place))
-            said = work.build(form, partial)
-            console.print(f"{form.words[0]}: {said}", highlight=False, soft_wrap=True)
-    for form, place in work.done:
-        console.print(tree(place, str(place)), highlight=False)
-        repo = work.repo(form)
-        if repo is not None and not wanted.dry_run:
-            upload(place, repo, wanted.private, console)
+        for form, place in places:
+            partial = open_folders.enter_context(atomic_folder(place))
+            comparison = export.build(form, partial)
+            console.print(f"{form.names[0]}: {comparison}", highlight=False, soft_wrap=True)
+    for form, place in places:
+        console.print(file_tree(place, str(place)), highlight=False)
+        repo = export.repo(form)
+        if repo is not None and not settings.dry_run:
+            upload(place, repo, settings.private, console)
         elif repo is not None:
             console.print(f"dry run: not uploaded to {repo}", highlight=False)
     return 0
 
 
-def refuse(drafter: str, word: str) -> None:
-    """What cannot be published, before a model is loaded.
-
-    Raises:
-        ConfigError: no such format holds the drafter, or nothing checks it.
-    """
-    if drafter not in FAMILIES:
-        fix = "Write eval/publish/check/<drafter>.py, and name it in FAMILIES of bundle.py."
-        raise ConfigError("drafter.name", drafter, "It has no checker (verify.py).", fix)
-    if word != "all":
-        formats.find(word, drafter)
-
-
-def call(target: Target, name: str | None) -> None:
-    """What others call the target: its hub id, or else the last part of its place on this machine,
-    which is nobody's business.
-    """
+def rename_target(target: Target, name: str | None) -> None:
+    """Name the target by its hub id or the last part of its path; no local path is published."""
     target.name = name or Path(target.name).name
     target.config.name_or_path = target.name
 
 
-def prepared(config: Config, wanted: PublishConfig, loaded: Loaded) -> "Work":
-    """The run's drafter at work on its own prompts.
+def prepare_export(config: Config, settings: PublishConfig, loaded: LoadedTarget) -> "Export":
+    """Load the run's drafter and decode its prompts.
 
     Raises:
-        ConfigError: the one format that is wanted cannot hold it.
-        RunError: the run has no drafter, or nothing it could decode.
+        ConfigError: the requested format cannot hold the drafter.
+        RunError: the run has no drafter, or no prompt that fits.
     """
     drafter, cfg = native.FORMATS[0].read(find_drafter(config), loaded.target)
-    if wanted.format != "all":
-        demand(formats.find(wanted.format, cfg.name), drafter, loaded.target, cfg)
+    if settings.format != "all":
+        form = formats.find(settings.format, cfg.name)
+        require_exportable(form, drafter, loaded.target, cfg)
     drafter.to(loaded.target.device).eval().requires_grad_(False)
-    drafter.change(loaded.target)
+    drafter.patch_target(loaded.target)
     drafter.to(torch.float32)
-    prompts = first_prompts(config, loaded, wanted.prompts, wanted.new_tokens)
-    depth = min(cfg.depths, drafter.reach)
+    prompts = first_prompts(config, loaded, settings.prompts, settings.new_tokens)
+    depth = min(cfg.depths, drafter.max_depth)
     stops = Stops(stop_ids(loaded.tokenizer, loaded.target))
-    proof = Proof(loaded.target, drafter, prompts, wanted.new_tokens, depth, stops)
-    return Work(config, wanted, loaded, drafter, cfg, proof)
+    trip = RoundTrip(loaded.target, drafter, prompts, settings.new_tokens, depth, stops)
+    return Export(config, settings, loaded, drafter, cfg, trip)
 
 
 @dataclass
-class Work:
-    """A drafter on its way out."""
+class Export:
+    """A run's drafter and what its folders are made from."""
 
     config: Config
-    wanted: PublishConfig
-    loaded: Loaded
+    settings: PublishConfig
+    loaded: LoadedTarget
     drafter: Drafter
     cfg: Any
-    proof: Proof
-
-    def __post_init__(self) -> None:
-        self.done: list[tuple[Format, Path]] = []
+    trip: RoundTrip
 
     def places(self, console: Console) -> list[tuple[Format, Path]]:
-        """The formats that were asked for, and where each goes."""
+        """Return the requested formats and the folder of each; print why others are left out."""
         name, target = self.cfg.name, self.loaded.target
-        if self.wanted.format != "all":
-            self.done = [self._place(formats.find(self.wanted.format, name))]
-            return self.done
-        for word, why in formats.fitting(self.drafter, name, target).items():
-            if why:
-                said = f"{word}: left out, {why}"
-                console.print(said, style="yellow", highlight=False, soft_wrap=True)
+        if self.settings.format != "all":
+            return [self._place(formats.find(self.settings.format, name))]
+        places = []
+        for word, reason in formats.export_refusals(self.drafter, name, target).items():
+            if reason:
+                message = f"{word}: left out, {reason}"
+                console.print(message, style="yellow", highlight=False, soft_wrap=True)
             else:
-                self.done.append(self._place(formats.find(word, name)))
-        return self.done
+                places.append(self._place(formats.find(word, name)))
+        return places
 
     def _place(self, form: Format) -> tuple[Format, Path]:
-        word, every = form.words[0], self.wanted.format == "all"
-        if self.wanted.out is None:
+        word = form.names[0]
+        if self.settings.out is None:
             return form, Path(self.config.run.dir) / "published" / word
-        out = Path(self.wanted.out).expanduser()
-        return form, out / word if every else out
+        out = Path(self.settings.out).expanduser()
+        return form, out / word if self.settings.format == "all" else out
 
     def repo(self, form: Format) -> str | None:
-        """The repository of a format."""
-        name = self.wanted.repo
-        if name is None or self.wanted.format != "all":
+        """Return the hub repository of a format."""
+        name = self.settings.repo
+        if name is None or self.settings.format != "all":
             return name
-        return f"{name}-{form.words[0]}"
+        return f"{name}-{form.names[0]}"
 
     def build(self, form: Format, folder: Path) -> str:
-        """Everything into a folder that nobody sees yet; says what was proved.
+        """Write and check a whole folder; return what was compared.
 
         Raises:
-            ConfigError: an engine would serve another drafter.
-            RunError: what was written is not what the run has.
+            ConfigError: the format cannot hold the drafter.
+            RunError: the exported drafter differs from the run's.
         """
-        said = export(form, self.cfg, self.proof, folder, self.loaded.tokenizer.decode)
-        write(folder / "README.md", self._card(form, said).encode())
-        return said
-
-    def _card(self, form: Format, said: str) -> str:
+        comparison = export_folder(form, self.cfg, self.trip, folder, self.loaded.tokenizer.decode)
         run = Path(self.config.run.dir)
         reports, other = read_reports(run, self.drafter)
-        subject = Subject(
-            self.config, self.wanted, self.drafter, self.cfg, self.loaded.target, form.words[0],
-            reports, other, read_plan_of(run), said,
+        subject = CardSubject(
+            self.config, self.settings, self.drafter, self.cfg, self.loaded.target, form.names[0],
+            reports, other, read_newest_plan(run), comparison,
         )  # fmt: skip
-        return write_card(subject, self.repo(form))
+        write(folder / "README.md", write_card(subject, self.repo(form)).encode())
+        return comparison
 
 
-def export(
-    form: Format, cfg: Any, proof: Proof, folder: Path, decode: Callable[[list[int]], str]
+def export_folder(
+    form: Format, cfg: Any, trip: RoundTrip, folder: Path, decode: Callable[[list[int]], str]
 ) -> str:
-    """The drafter, its golden numbers and verify.py in a folder, proved; all but the card.
+    """Write drafter, reference outputs and verify.py, and compare them; all but the card.
 
     Raises:
-        ConfigError, RunError: as `Work.build`.
+        ConfigError, RunError: as `Export.build`.
     """
-    drafter, target, word = proof.drafter, proof.target, form.words[0]
+    drafter, target, word = trip.drafter, trip.target, form.names[0]
     form.write(drafter, target, cfg, folder)
-    if word == "native":  # the only one without outrider.json: its config.json has the settings
-        stamp = stamped(word, None, drafter, target, cfg)
-        hashes = {f.name: sha256_of(f) for f in sorted(folder.glob("*.safetensors"))}
-        write_json(folder / STAMP, {**stamp, "sha256": hashes})
-    numbers = golden(drafter, target, proof.text(), proof.depth)
-    text = decode(numbers["ids"].tolist())
+    if word == "native":  # its config.json holds the settings, so it is written without a sidecar
+        write_sidecar(folder, sidecar_content(word, None, drafter, target, cfg))
+    outputs = reference_outputs(drafter, target, trip.longest_text(), trip.depth)
+    text = decode(outputs["ids"].tolist())
     about = {"kind": GOLDEN, "drafter": cfg.name, "format": word, "text": text}
-    write_golden(folder, numbers, drafter, target, about)
-    return proof.hold(folder)
+    write_reference(folder, outputs, drafter, target, about)
+    return trip.compare_with_export(folder)

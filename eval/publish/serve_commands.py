@@ -1,26 +1,38 @@
-"""How each engine is told to draft with a published folder, and how deep it may draft."""
+"""Commands that serve a published folder in each engine, and the draft depths they accept."""
 
 from typing import Any, NamedTuple
 
 from outrider.models.drafter import Drafter
 
 SELF_FEEDING = (
-    "any number works, for it feeds on its own output; it was trained to {d}, and deeper guesses "
-    "were never trained"
+    "any number works, since the drafter reads its own output; it was trained to {d}, and not for "
+    "deeper drafts"
 )
-HEADS = "{d}, exactly: the engine asks every head, and there are {d}"
-MODULES = "{d} or fewer: there are {d} modules, and each guesses one token"
-PLAIN = "any number works: a language model drafts as deep as it is asked"
+HEADS = "{d}, exactly: the engine runs every head, and there are {d}"
+MODULES = "{d} or fewer: there are {d} modules, one for each draft token"
+LANGUAGE_MODEL = "any number works: a language model has no largest depth"
+NOTES = {  # (format, drafter), or a format with all others -> what to know first
+    ("speculators", "eagle3"): "The first command names no target: the folder names it, and the "
+    "draft depth.",
+    "speculators": "The tools of the speculators project read this layout; no engine serves it "
+    "alone.",
+    "eagle": "EAGLE's own code loads the folder as `ea_model_path`.",
+    "medusa": "Medusa's own code and TGI read `medusa_lm_head.safetensors` and config.json.",
+    "native": "No engine reads this format; Outrider does.",
+    "deepseek": "Engines look for MTP modules inside the target's checkpoint, and serve them where "
+    "they have MTP modules with plain attention for the target's family.",
+}
+NOTES["qwen3_next"] = NOTES["deepseek"]
 
 
-class Serving(NamedTuple):
-    """For the card.
+class ServeCommands(NamedTuple):
+    """How to serve a folder.
 
     Attributes:
         commands: title and shell text.
-        legal: what num_speculative_tokens may be.
-        tokens: the number that the commands use.
-        notes: what has to be done first, or does not work.
+        legal: the values that num_speculative_tokens may have.
+        tokens: the value that the commands use.
+        notes: prerequisites and limits.
     """
 
     commands: list[tuple[str, str]]
@@ -29,18 +41,25 @@ class Serving(NamedTuple):
     notes: list[str]
 
 
-def serving(word: str, drafter: Drafter, cfg: Any, repo: str, target: str, ours: str) -> Serving:
-    """
+def serve_commands(
+    form: str, drafter: Drafter, cfg: Any, repo: str, target: str, own_target: str
+) -> ServeCommands:
+    """Return the commands of Outrider and of the engines that read this format.
+
     Args:
-        word: the format's name.
-        repo: where the folder is, as an engine names it.
-        target: as an engine names it.
-        ours: as Outrider names it.
+        form: the format's name.
+        repo: the folder, as an engine names it.
+        target: the target, as an engine names it.
+        own_target: the target, as Outrider names it.
     """
-    depths = min(cfg.depths, drafter.reach)
-    own = ("Outrider", _outrider(repo, ours, depths))
-    commands, notes = _engines(word, cfg.name, repo, target, depths)
-    return Serving([*commands, own], _legal(cfg).format(d=depths), depths, notes)
+    depths = min(cfg.depths, drafter.max_depth)
+    own = (
+        f"outrider eval drafter={repo} target={own_target} decode.depth={depths} "
+        "run.dir=runs/published"
+    )
+    commands = [*_engine_commands(form, cfg.name, repo, target, depths), ("Outrider", own)]
+    note = NOTES.get((form, cfg.name)) or NOTES.get(form)
+    return ServeCommands(commands, _legal(cfg).format(d=depths), depths, [note] if note else [])
 
 
 def _legal(cfg: Any) -> str:
@@ -48,83 +67,56 @@ def _legal(cfg: Any) -> str:
         return HEADS
     if cfg.name == "mtp" and cfg.mode == "chained":
         return MODULES
-    return PLAIN if cfg.name == "draft_lm" else SELF_FEEDING
+    return LANGUAGE_MODEL if cfg.name == "draft_lm" else SELF_FEEDING
 
 
-def _engines(
-    word: str, name: str, repo: str, target: str, depths: int
-) -> tuple[list[tuple[str, str]], list[str]]:
-    """Commands of the engines that read this format, and notes."""
+def _engine_commands(
+    form: str, name: str, repo: str, target: str, depths: int
+) -> list[tuple[str, str]]:
     algorithm = {"eagle3": "EAGLE3", "draft_lm": "STANDALONE"}.get(name, "EAGLE")
     method = {"draft_lm": "draft_model", "hass": "eagle"}.get(name, name)
-    sglang = ("SGLang", _sglang(algorithm, repo, target, depths))
-    vllm = ("vLLM", _vllm(method, repo, target, depths))
-    if word == "sglang":
-        return [sglang], []
-    if word == "vllm":
-        return [vllm], []
-    if word == "speculators" and name == "eagle3":
-        return [("vLLM", f"vllm serve {repo}"), vllm], ["The first command names no target: "
-            "the folder says whom it drafts for, and how deep."]  # fmt: skip
-    if word == "transformers":
-        return [("transformers", _assisted(repo, target)), vllm, sglang], []
-    if word in ("deepseek", "qwen3_next"):
-        return _stitched(repo, target, depths), [STITCHED]
-    return [], [OWN_CODE.get(word, "No engine reads this format; Outrider does.")]
+    sglang = ("SGLang", _sglang(target, depths, algorithm, repo))
+    vllm = ("vLLM", _vllm(target, depths, method, repo))
+    if form in ("sglang", "vllm"):
+        return [sglang if form == "sglang" else vllm]
+    if form == "speculators" and name == "eagle3":
+        return [("vLLM", f"vllm serve {repo}"), vllm]
+    if form == "transformers":
+        return [("transformers", _assisted(repo, target)), vllm, sglang]
+    if form in ("deepseek", "qwen3_next"):
+        return [
+            ("Into a copy of the target", _merge(repo, target)),
+            ("vLLM", _vllm("MERGED", depths, "mtp")),
+            ("SGLang", _sglang("MERGED", depths, "EAGLE")),
+        ]
+    return []
 
 
-OWN_CODE = {
-    "eagle": "EAGLE's own code loads the folder as `ea_model_path`.",
-    "medusa": "Medusa's own code and TGI read `medusa_lm_head.safetensors` and config.json.",
-    "speculators": "The tools of the speculators project read this layout; no engine serves it "
-    "alone.",
-}
-STITCHED = (
-    "Engines look for MTP modules inside the target's checkpoint, and serve them where they have "
-    "MTP modules of plain attention for the target's family."
-)
+def _vllm(target: str, depths: int, method: str, repo: str = "") -> str:
+    model = f'"model": "{repo}", ' if repo else ""
+    settings = f'"method": "{method}", {model}"num_speculative_tokens": {depths}'
+    return f"vllm serve {target} --speculative-config '{{{settings}}}'"
 
 
-def _stitched(repo: str, target: str, depths: int) -> list[tuple[str, str]]:
-    """Modules go into a copy of their target first."""
-    stitch = (
-        'python -c "\n'
-        "from pathlib import Path\n"
-        "from outrider.models.formats.mtp_merge import stitch\n"
-        f"stitch(Path('{repo}'), Path('{target}'), Path('STITCHED'))  # folders, both\n"
-        '"'
-    )
-    about = f'"method": "mtp", "num_speculative_tokens": {depths}'
-    sglang = (
-        "python -m sglang.launch_server --model-path STITCHED --speculative-algorithm EAGLE \\\n"
-        f"    {_sizes(depths)}"
-    )
-    return [
-        ("Into a copy of the target", stitch),
-        ("vLLM", f"vllm serve STITCHED --speculative-config '{{{about}}}'"),
-        ("SGLang", sglang),
-    ]
-
-
-def _sglang(algorithm: str, repo: str, target: str, depths: int) -> str:
+def _sglang(target: str, depths: int, algorithm: str, repo: str = "") -> str:
+    """Draft a chain; the root is verified beside its `depths` draft tokens."""
+    model = f"--speculative-draft-model-path {repo} " if repo else ""
     return (
         f"python -m sglang.launch_server --model-path {target} \\\n"
-        f"    --speculative-algorithm {algorithm} --speculative-draft-model-path {repo} \\\n"
-        f"    {_sizes(depths)}"
-    )
-
-
-def _sizes(depths: int) -> str:
-    """A chain: as many steps, and the root beside them is verified too."""
-    return (
-        f"--speculative-num-steps {depths} --speculative-eagle-topk 1 "
+        f"    --speculative-algorithm {algorithm} {model}\\\n"
+        f"    --speculative-num-steps {depths} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {depths + 1}"
     )
 
 
-def _vllm(method: str, repo: str, target: str, depths: int) -> str:
-    about = f'"method": "{method}", "model": "{repo}", "num_speculative_tokens": {depths}'
-    return f"vllm serve {target} --speculative-config '{{{about}}}'"
+def _merge(repo: str, target: str) -> str:
+    return (
+        'python -c "\n'
+        "from pathlib import Path\n"
+        "from outrider.models.formats.mtp_merge import merge_into_target\n"
+        f"merge_into_target(Path('{repo}'), Path('{target}'), Path('MERGED'))  # local folders\n"
+        '"'
+    )
 
 
 def _assisted(repo: str, target: str) -> str:
@@ -138,10 +130,4 @@ def _assisted(repo: str, target: str) -> str:
         "out = target.generate(ids, assistant_model=draft, max_new_tokens=64)\n"
         "print(tokenizer.decode(out[0]))\n"
         '"'
-    )
-
-
-def _outrider(repo: str, target: str, depths: int) -> str:
-    return (
-        f"outrider eval drafter={repo} target={target} decode.depth={depths} run.dir=runs/published"
     )

@@ -1,1 +1,1 @@
-"""launch/bench."""
+"""Benchmarks of this machine."""

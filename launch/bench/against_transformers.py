@@ -1,29 +1,28 @@
-"""Our decoder beside transformers' own assisted generation: one pair of models, two libraries.
+"""Outrider's decoder and transformers' assisted generation with one pair of models.
 
-One draft model drafts on both sides: here as a `draft_lm` chain, there as `assistant_model` with
-gamma tokens a round, a constant schedule and no stop by confidence. Both decode greedily in float32
-on one copy of the target's weights, so all systems owe the same tokens, prompt by prompt:
+One draft model drafts on both sides: as a `draft_lm` chain, and as `assistant_model` with gamma
+tokens a round, a constant schedule and no stop by confidence. Both decode greedily in float32 on
+one copy of the target's weights, so all systems must output the same tokens, prompt by prompt:
 
-    outrider               chains of gamma guesses      transformers assisted   the same draft model
+    outrider               chains of gamma tokens       transformers assisted   the same draft model
     outrider plain         the same engine, no draft    transformers plain      its dynamic cache
-                                                        transformers lookup     guesses of the text
+                                                        transformers lookup     n-grams of the text
 
-Time is that of a whole call, from prompt to tokens. The systems take turns on every prompt, each
-first in its turn, and the median of the repeats counts.
+Time is that of a whole call, from prompt to tokens: the median of the repeats, whose order rotates.
 
-Forwards of the target are counted by a hook on its body, the same for all; other hooks time what
-all systems have in common, the models themselves (bodies and heads). What is left of a call to
-`transformers assisted` is all that another decoder can save with the same forwards:
+Forwards of the target are counted by a hook on its body; other hooks time the models (bodies and
+heads), which all systems have in common. The rest of a call to `transformers assisted` is all that
+another decoder can save with the same forwards:
 
-    most = seconds of the call / seconds of it in the models
+    upper limit = seconds of the call / seconds of it in the models
 
 The two libraries start differently: transformers drafts behind the prompt before the target has
-read it. With gamma = 2, every guess right, `|` ends a forward:
+read it. With gamma = 2, every draft token accepted, `|` after a forward:
 
     outrider               prompt -> x1 | x1 d d -> x2 x3 x4 | x4 d d -> x5 x6 x7 |
     transformers assisted  prompt d d -> x1 x2 x3 | x3 d d -> x4 x5 x6 | x6 -> x7 |
 
-Given the prompt and x1 it must need exactly our rounds, and `Sides.same_rounds` asks that.
+Given the prompt and x1, transformers must need exactly Outrider's rounds (`same_rounds`).
 """
 
 import statistics
@@ -48,24 +47,21 @@ ASSISTED, THEIR_PLAIN = "transformers assisted", "transformers plain"
 LOOKUP = "transformers lookup"
 
 
-# ---- two libraries, one pair of models -----------------------------------------------------------
-
-
 class Answer(NamedTuple):
-    """What a system said, and what it cost."""
+    """The output of a system, and its cost."""
 
     ids: list[int]
     forwards: int  # of the target, the prompt's included
     seconds: float
-    inside: float  # seconds of it in the models; 0 on a GPU, where watching them would slow them
+    model_seconds: float  # of `seconds`; 0 on a GPU, where the hooks would slow the models
 
 
 System = Callable[[list[int], int], list[int]]  # prompt, budget -> new tokens
-Asked = list[tuple[str, list[int]]]  # name and ids of each prompt
+TokenizedPrompts = list[tuple[str, list[int]]]  # name and ids of each prompt
 
 
-class Sides:
-    """Both sides, ready; as a context it counts the target's forwards."""
+class BothDecoders:
+    """All systems over one pair of models; as a context it counts the target's forwards."""
 
     def __init__(
         self, target: Target, drafter: Drafter, assistant: Any, stops: Sequence[int],
@@ -73,16 +69,16 @@ class Sides:
     ) -> None:  # fmt: skip
         """
         Args:
-            target: its own settings of generation are set aside, and so are the assistant's.
-            drafter: the draft model on our side.
-            assistant: the same model as transformers has it.
+            target: its generation config is replaced, as is the assistant's.
+            drafter: the draft model in Outrider.
+            assistant: the same model in transformers.
             stops: tokens that end an answer.
-            lookup: tokens that transformers' prompt lookup guesses at most.
+            lookup: maximum draft tokens of transformers' prompt lookup.
         """
         self.target, self.assistant = target, assistant
-        ends = Stops(stops)
-        self.engine = Engine(target, drafter, Chain(gamma), stops=ends, timed=False)
-        self.plain = Engine(target, None, None, stops=ends, timed=False)
+        end_tokens = Stops(stops)
+        self.engine = Engine(target, drafter, Chain(gamma), stops=end_tokens, timed=False)
+        self.plain = Engine(target, None, None, stops=end_tokens, timed=False)
         self.gauge = Engine(target, None, None, keep_gaps=True)
         target.model.generation_config = GenerationConfig(
             do_sample=False, eos_token_id=list(stops) or None, pad_token_id=next(iter(stops), 0)
@@ -94,27 +90,36 @@ class Sides:
         self.systems: dict[str, System] = {
             OURS: lambda ids, budget: self.engine.generate(ids, budget).ids,
             PLAIN: lambda ids, budget: self.plain.generate(ids, budget).ids,
-            ASSISTED: lambda ids, budget: self._theirs(ids, budget, assistant_model=assistant),
-            LOOKUP: lambda ids, budget: self._theirs(ids, budget, prompt_lookup_num_tokens=lookup),
-            THEIR_PLAIN: self._theirs,
+            ASSISTED: lambda ids, budget: self._transformers(
+                ids, budget, assistant_model=assistant
+            ),
+            LOOKUP: lambda ids, budget: self._transformers(
+                ids, budget, prompt_lookup_num_tokens=lookup
+            ),
+            THEIR_PLAIN: self._transformers,
         }
-        self.drafter, self.forwards, self.inside, self._since = drafter, 0, 0.0, 0.0
+        self.drafter = drafter
+        self.forwards, self.model_seconds, self._start = 0, 0.0, 0.0
 
-    def __enter__(self) -> "Sides":
-        bodies = [self.target.body, *_lean(self.target)]
+    def __enter__(self) -> "BothDecoders":
+        bodies = [self.target.base_model, *_fast_forward(self.target)]
         self._hooks = [body.register_forward_pre_hook(self._count) for body in bodies]
-        for part in self.parts() if self.target.device.type == "cpu" else ():
+        for part in self.model_parts() if self.target.device.type == "cpu" else ():
             self._hooks.append(part.register_forward_pre_hook(self._begin))
             self._hooks.append(part.register_forward_hook(self._end))
         return self
 
-    def parts(self) -> list[torch.nn.Module]:
-        """Bodies and heads of the models, on both sides."""
+    def model_parts(self) -> list[torch.nn.Module]:
+        """Return the bodies and heads of the models, on both decoders."""
         models = (self.target.model, self.assistant)
-        found = [part for lm in models for part in (lm.base_model, lm.get_output_embeddings())]
+        parts = [part for lm in models for part in (lm.base_model, lm.get_output_embeddings())]
         if isinstance(self.drafter, DraftLm):
-            found += [self.drafter.lm.body, self.drafter.lm_head, *_lean(self.drafter.lm)]
-        return [*found, *_lean(self.target)]
+            parts += [
+                self.drafter.lm.base_model,
+                self.drafter.lm_head,
+                *_fast_forward(self.drafter.lm),
+            ]
+        return [*parts, *_fast_forward(self.target)]
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -124,10 +129,10 @@ class Sides:
         self.forwards += 1
 
     def _begin(self, *_: object) -> None:
-        self._since = time.perf_counter()
+        self._start = time.perf_counter()
 
     def _end(self, *_: object) -> None:
-        self.inside += time.perf_counter() - self._since
+        self.model_seconds += time.perf_counter() - self._start
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":
@@ -135,49 +140,47 @@ class Sides:
         return time.perf_counter()
 
     @torch.no_grad()
-    def _theirs(self, ids: list[int], budget: int, **how: Any) -> list[int]:
+    def _transformers(self, ids: list[int], budget: int, **kwargs: Any) -> list[int]:
         prompt = torch.tensor([ids], device=self.target.device)
-        how |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": budget}
-        new: list[int] = self.target.model.generate(prompt, **how)[0, len(ids) :].tolist()
+        kwargs |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": budget}
+        new: list[int] = self.target.model.generate(prompt, **kwargs)[0, len(ids) :].tolist()
         return new
 
     def answer(self, name: str, ids: list[int], budget: int) -> Answer:
-        """One whole call."""
-        before, inside, began = self.forwards, self.inside, self._now()
-        said = self.systems[name](ids, budget)
-        return Answer(said, self.forwards - before, self._now() - began, self.inside - inside)
+        """Make one call and measure it."""
+        forwards, model_seconds, start = self.forwards, self.model_seconds, self._now()
+        output = self.systems[name](ids, budget)
+        seconds, model_seconds = self._now() - start, self.model_seconds - model_seconds
+        return Answer(output, self.forwards - forwards, seconds, model_seconds)
 
     def same_rounds(self, ids: list[int], budget: int) -> bool:
-        """Whether transformers, given our first token too, needs as many forwards as we rounds."""
+        """Return whether transformers, given the first token too, needs as many rounds."""
         ours = self.answer(OURS, ids, budget)
         if ours.forwards == 1:
-            return True  # the prompt's forward said it all
+            return True  # the prompt's forward gave the only token
         theirs = self.answer(ASSISTED, [*ids, ours.ids[0]], budget - 1)
         return theirs.forwards == ours.forwards - 1
 
     def mismatches(self, case: "Case") -> list[Mismatch]:
-        """Where answers leave transformers' plain one, and how sure the target is there."""
-        plain, found = case.said(THEIR_PLAIN), list[Mismatch]()
+        """Return the first difference of each answer from `transformers plain`, with its margin."""
+        plain, mismatches = case.ids(THEIR_PLAIN), list[Mismatch]()
         for name in case.answers:
-            said = case.said(name)
-            if said != plain:
-                at = _parting(said, plain)
+            output = case.ids(name)
+            if output != plain:
+                at = _first_difference(output, plain)
                 gap = self.gauge.generate([*case.prompt, *plain[:at]], 1).gaps[0]
-                tokens = [answer[at] if at < len(answer) else None for answer in (said, plain)]
-                found.append(Mismatch(f"{case.id}: {name}", at, tokens[0], tokens[1], gap))
-        return found
+                tokens = [answer[at] if at < len(answer) else None for answer in (output, plain)]
+                mismatches.append(Mismatch(f"{case.id}: {name}", at, tokens[0], tokens[1], gap))
+        return mismatches
 
 
-def _lean(lm: Target) -> list[torch.nn.Module]:
-    return [] if lm.lean is None else [lm.lean]
+def _fast_forward(lm: Target) -> list[torch.nn.Module]:
+    return [] if lm.fast_forward is None else [lm.fast_forward]
 
 
-def _parting(one: list[int], other: list[int]) -> int:
+def _first_difference(one: list[int], other: list[int]) -> int:
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
-
-
-# ---- prompt by prompt ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -189,32 +192,32 @@ class Case:
     answers: dict[str, list[Answer]]
     same_rounds: bool
 
-    def said(self, name: str) -> list[int]:
+    def ids(self, name: str) -> list[int]:
         return self.answers[name][0].ids
 
     def seconds(self, name: str) -> float:
         return statistics.median(run.seconds for run in self.answers[name])
 
-    def inside(self, name: str) -> float:
-        return statistics.median(run.inside for run in self.answers[name])
+    def model_seconds(self, name: str) -> float:
+        return statistics.median(run.model_seconds for run in self.answers[name])
 
     def fields(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the case as JSON values."""
         seconds = {name: [run.seconds for run in runs] for name, runs in self.answers.items()}
         return {
             "id": self.id, "prompt_tokens": len(self.prompt), "same_rounds": self.same_rounds,
-            "output_ids": self.said(THEIR_PLAIN), "seconds": seconds,
+            "output_ids": self.ids(THEIR_PLAIN), "seconds": seconds,
             "forwards": {name: runs[0].forwards for name, runs in self.answers.items()},
         }  # fmt: skip
 
 
-def compare(sides: Sides, name: str, ids: list[int], budget: int, repeats: int) -> Case:
-    """All systems on one prompt, by turns; the question about the rounds warms it up."""
-    names = list(sides.systems)
+def compare(decoders: BothDecoders, name: str, ids: list[int], budget: int, repeats: int) -> Case:
+    """Run all systems on one prompt, interleaved; `same_rounds` is the warm-up."""
+    names = list(decoders.systems)
     answers: dict[str, list[Answer]] = {system: [] for system in names}
-    same = sides.same_rounds(ids, budget)
+    same = decoders.same_rounds(ids, budget)
     for repeat in range(repeats):
-        turn = repeat % len(names)
-        for system in names[turn:] + names[:turn]:
-            answers[system].append(sides.answer(system, ids, budget))
+        first = repeat % len(names)
+        for system in names[first:] + names[:first]:
+            answers[system].append(decoders.answer(system, ids, budget))
     return Case(name, ids, answers, same)

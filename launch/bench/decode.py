@@ -1,31 +1,34 @@
-"""`outrider bench rounds` and `batch`: where a round's time goes, and what a batch brings.
+"""`outrider bench rounds` and `batch`: the parts of a decoding round, and throughput by batch size.
 
-Both decode a finished run's prompts greedily. `rounds` tells the parts of a round apart, for a
-chain and for trees, at temperature 0 and 1, there by the usual rule and coupled: the models'
-forwards, and all that is not the models' (choosing the tree, verifying, thinning caches,
-bookkeeping), which is the decoder's own cost.
-`batch` decodes the same prompts 1, 4, 16 at a time, with the drafter and without it, by turns; one
-at a time, prompt by prompt.
+Both decode the prompts of a finished run. `rounds` measures milliseconds per round for a chain and
+two trees, greedily and at temperature 1, there with the default rule and with coupled sampling: the
+forwards of drafter and target, verification, committing the accepted rows to the caches, and the
+rest. `batch` measures tokens per second at several batch sizes, with and without the drafter,
+interleaved.
 """
 
+import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from outrider.conf.compose import flatten, parse_words
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.files import write_json
-from outrider.data.suite import suite_of
+from outrider.conf.fields import option
+from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.console_tables import add_numbers, narrow
-from outrider.eval.plan.interleaved import parts_of
-from outrider.launch.bench.train_step import read_options
+from outrider.eval.console_tables import add_number_columns, narrow_table
+from outrider.eval.open_drafter import find_drafter
+from outrider.eval.plan.interleaved import request_groups
+from outrider.launch.bench.machine import save_result
+from outrider.models import process
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
@@ -33,8 +36,7 @@ from outrider.models.decode.request import Output, Request, Stops
 from outrider.models.decode.rules import COUPLED, default_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.formats import native
-from outrider.models.load import load, stop_ids
-from outrider.train import distributed as start
+from outrider.models.load import load_target, stop_ids
 from outrider.train.settings import load_run
 
 SHAPES: dict[str, Chain | DynamicTree] = {
@@ -43,175 +45,175 @@ SHAPES: dict[str, Chain | DynamicTree] = {
     "tree of 60": DynamicTree(6, 10, 60),
 }
 PARTS = ("draft", "target", "verify", "commit")
-KNOWN = {
-    "run.dir": "",
-    "limit": "16",
-    "tokens": "64",
-    "repeats": "5",
-    "batches": "1,4,16",
-    "forward": "lean",
-    "out": "",
-}
-TEXTS = ("run.dir", "forward", "out")  # all other options are numbers
 
 
-class Scene(NamedTuple):
-    """A run, loaded, and its prompts as requests."""
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """The group `run` of the options."""
 
-    engine: Callable[[Policy | None, Sampling], Engine]
-    requests: list[Request]
-    repeats: int
-    batches: list[int]
-    out: str
-    setting: dict[str, Any]
+    dir: str = option("", "folder of a finished run")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of `outrider bench rounds` and `outrider bench batch`."""
+
+    run: RunFolder = dataclasses.field(default_factory=RunFolder)
+    limit: int = option(16, "prompts", "[1, inf)")
+    tokens: int = option(64, "tokens of each answer", "[1, inf)")
+    repeats: int = option(5, "repetitions; medians count", "[1, inf)")
+    batches: tuple[int, ...] = option((1, 4, 16), "batch sizes (bench batch)", "[1, inf)")
+    forward: Literal["lean", "modules"] = option(
+        "lean", "of the target; lean: Outrider's own, modules: transformers' modules"
+    )
+    out: str = option("", "JSON file for the result")
+
+
+class LoadedRun:
+    """A finished run, loaded, and its prompts as requests.
+
+    Raises:
+        ConfigError, RunError: an option is wrong, or the run has not finished.
+    """
+
+    def __init__(self, words: list[str]) -> None:
+        self.options = parse_words(Options, words)
+        folder = self.options.run.dir
+        if not folder:
+            why = "This benchmark measures a finished run."
+            raise ConfigError("run.dir", "", why, "Add run.dir=runs/<name>.")
+        config = load_run(Path(folder), [])
+        drafter_folder = find_drafter(config)
+        process.set_threads()
+        self.target, tokenizer, _ = load_target(config.target, process.device())
+        if self.options.forward == "modules":
+            self.target.fast_forward = None
+        self.drafter, _ = native.load(drafter_folder, self.target)
+        self.drafter.patch_target(self.target)
+        self.stops = Stops(stop_ids(tokenizer, self.target))
+        self.requests = [
+            Request(prompt_ids(tokenizer, prompt.first_messages()), self.options.tokens, number)
+            for number, prompt in enumerate(load_suite(config, self.options.limit))
+        ]
+        self.drafter_name = config.drafter.name
+
+    def engine(self, policy: Policy | None, sampling: Sampling) -> Engine:
+        """Return a decoder with this policy; None decodes without the drafter."""
+        drafter = None if policy is None else self.drafter
+        return Engine(self.target, drafter, policy, sampling=sampling, stops=self.stops)
+
+    def show(self, table: Table, rows: list[dict[str, Any]]) -> None:
+        """Print the table, and write the rows to `out`."""
+        console = Console()
+        console.print(table)
+        setting = {
+            "drafter": self.drafter_name,
+            "target": self.target.name,
+            "dtype": str(self.target.dtype),
+            "device": self.target.device.type,
+            "threads": torch.get_num_threads(),
+            **dict(flatten(dataclasses.asdict(self.options))),
+        }
+        save_result(self.options.out, {"setting": setting, "rows": rows})
+        if self.options.out:
+            console.print(f"written: {self.options.out}")
 
 
 def rounds(words: list[str]) -> int:
-    """The bench: milliseconds per round, by part."""
-    scene, console = _scene(words), Console()
+    """Run the benchmark: milliseconds per round, by part."""
+    run = LoadedRun(words)
     rows: list[dict[str, Any]] = []
-    table = narrow("milliseconds per round (medians)")
+    table = narrow_table("milliseconds per round (medians)")
     table.add_column("draft shape", no_wrap=True)
     table.add_column("rule")
-    add_numbers(table, "T", "tau", *PARTS, "other", "round", "overhead")
+    add_number_columns(table, "T", "tau", *PARTS, "other", "round", "overhead")
     for temperature, coupled in ((0.0, False), (1.0, False), (1.0, True)):
         for name, shape in SHAPES.items():
             policy = replace(shape, draft=COUPLED) if coupled else shape
             rule = default_rule(policy.draft, not policy.branches) if temperature else "greedy"
-            row = _parts(scene, policy, Sampling(temperature))
+            row = _round_parts(run, policy, Sampling(temperature))
             rows.append({"shape": name, "rule": rule, "temperature": temperature, **row})
             cells = [f"{row[part]:.2f}" for part in ("tau", *PARTS, "other", "round")]
-            share = f"{100 * row['overhead']:.1f} %"
-            table.add_row(name, rule, f"{temperature:g}", *cells, share)
-    return _show(scene, console, table, rows)
+            table.add_row(name, rule, f"{temperature:g}", *cells, f"{100 * row['overhead']:.1f} %")
+    run.show(table, rows)
+    return 0
 
 
-def _parts(scene: Scene, policy: Policy, sampling: Sampling) -> dict[str, float]:
-    engine = scene.engine(policy, sampling)
-    engine.generate_all(scene.requests[:2], 1)  # warm
-    turns = [_mean(engine.generate_all(scene.requests, 1)) for _ in range(scene.repeats)]
-    row = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+def _round_parts(run: LoadedRun, policy: Policy, sampling: Sampling) -> dict[str, float]:
+    """Medians of the repetitions; `overhead` is the share of neither model's forwards."""
+    engine = run.engine(policy, sampling)
+    engine.generate_all(run.requests[:2], 1)  # warm-up
+    repeats = range(run.options.repeats)
+    means = [_per_round(engine.generate_all(run.requests, 1)) for _ in repeats]
+    row = {name: statistics.median(mean[name] for mean in means) for name in means[0]}
     row["overhead"] = 1 - (row["draft"] + row["target"]) / row["round"]
     return row
 
 
-def _mean(outputs: Sequence[Output]) -> dict[str, float]:
-    """Tau, and milliseconds per round.
+def _per_round(outputs: Sequence[Output]) -> dict[str, float]:
+    """Tau, and mean milliseconds per round.
 
     Raises:
-        RunError: there was none.
+        RunError: there was no round.
     """
     count = sum(out.rounds for out in outputs)
     if count == 0:
         raise RunError("Every answer ended with its first token.", "Use a larger limit or tokens.")
-    parts = {p: 1000 * sum(getattr(out.clock, p) for out in outputs) / count for p in PARTS}
-    whole = 1000 * sum(out.clock.rounds for out in outputs) / count
+    parts = {p: 1000 * sum(getattr(out.times, p) for out in outputs) / count for p in PARTS}
+    whole = 1000 * sum(out.times.rounds for out in outputs) / count
     tau = sum(len(out.ids) - 1 for out in outputs) / count
     return {"tau": tau, **parts, "other": whole - sum(parts.values()), "round": whole}
 
 
 def batch(words: list[str]) -> int:
-    """The bench: tokens per second, with the drafter and without it, for several batches."""
-    scene, console = _scene(words), Console()
-    if max(scene.batches) > len(scene.requests):
-        why = f"There are {len(scene.requests)} prompts; a batch that is never full says nothing."
-        raise ConfigError("batches", scene.batches, why, "Use smaller ones, or a larger limit.")
+    """Run the benchmark: tokens per second by batch size, with and without the drafter."""
+    run = LoadedRun(words)
+    requests, batches = run.requests, run.options.batches
+    if max(batches) > len(requests):
+        why = f"There are {len(requests)} prompts: the batch would never be full."
+        raise ConfigError("batches", batches, why, "Use smaller batches, or a larger limit.")
     rows: list[dict[str, Any]] = []
-    table = Table(title=f"{len(scene.requests)} prompts, greedy (medians)")
+    table = Table(title=f"{len(requests)} prompts, greedy (medians)")
     for name in ("batch", "draft shape", "tau", "tokens/s", "plain tokens/s", "speedup", "same"):
         table.add_column(name, justify="left" if name == "draft shape" else "right")
-    alone = [out.ids for out in scene.engine(None, Sampling()).generate_all(scene.requests, 1)]
-    for size in scene.batches:
+    expected = [out.ids for out in run.engine(None, Sampling()).generate_all(requests, 1)]
+    for size in batches:
         for name in ("chain of 3", "tree of 8"):
-            row = _paces(scene, SHAPES[name], size, alone)
+            row = _throughput(run, SHAPES[name], size, expected)
             rows.append({"batch": size, "shape": name, **row})
             cells = (f"{row['tau']:.2f}", f"{row['pace']:.1f}", f"{row['plain']:.1f}")
-            same = f"{row['same']} of {len(alone)}"
+            same = f"{row['same']} of {len(expected)}"
             table.add_row(str(size), name, *cells, f"{row['speedup']:.2f}x", same)
-    return _show(scene, console, table, rows)
-
-
-def _paces(scene: Scene, policy: Policy, size: int, alone: list[list[int]]) -> dict[str, Any]:
-    """Both engines by turns; the same words are asked for as of one plain prompt at a time."""
-    fast, plain = (scene.engine(how, Sampling()) for how in (policy, None))
-    for engine in (fast, plain):
-        engine.generate_all(scene.requests[:size], size)  # warm
-    turns = []
-    for _ in range(scene.repeats):
-        parts = [
-            (fast.generate_all(part, size), plain.generate_all(part, size))
-            for part in parts_of(scene.requests, size)
-        ]
-        with_it, without = (list(chain(*outputs)) for outputs in zip(*parts, strict=True))
-        turns.append((_pace(with_it), _pace(without), _pace(with_it) / _pace(without)))
-    pace, slow, speedup = (statistics.median(column) for column in zip(*turns, strict=True))
-    same = sum(out.ids == ids for out, ids in zip(with_it, alone, strict=True))
-    tau = _mean(with_it)["tau"]
-    return {"tau": tau, "pace": pace, "plain": slow, "speedup": speedup, "same": same}
-
-
-def _pace(outputs: Sequence[Output]) -> float:
-    """Tokens per second of rounds."""
-    tokens = sum(len(out.ids) - 1 for out in outputs)
-    return tokens / sum(out.clock.rounds for out in outputs)
-
-
-def _show(scene: Scene, console: Console, table: Table, rows: list[dict[str, Any]]) -> int:
-    console.print(table)
-    if scene.out:
-        write_json(Path(scene.out), {"setting": scene.setting, "rows": rows})
-        console.print(f"written: {scene.out}")
+    run.show(table, rows)
     return 0
 
 
-def _scene(words: list[str]) -> Scene:
-    options = _options(words)
-    folder = Path(options["run.dir"])
-    config = load_run(folder, [])
-    if not (folder / "drafter").is_dir():
-        message = f"{folder} holds no drafter/: its training has not finished."
-        raise RunError(message, "Give the folder of a finished run.")
-    start.use_cores()
-    target, tokenizer, _ = load(config.target, start.device())
-    if options["forward"] == "modules":
-        target.lean = None
-    drafter, _ = native.load(folder / "drafter", target)
-    drafter.change(target)
-    stops = Stops(stop_ids(tokenizer, target))
-    prompts = suite_of(config, int(options["limit"]))
-    requests = [
-        Request(prompt_ids(tokenizer, prompt.opening()), int(options["tokens"]), number)
-        for number, prompt in enumerate(prompts)
-    ]
+def _throughput(
+    run: LoadedRun, policy: Policy, size: int, expected: list[list[int]]
+) -> dict[str, Any]:
+    """Tokens per second of both engines, interleaved.
 
-    def engine(policy: Policy | None, sampling: Sampling) -> Engine:
-        with_it = None if policy is None else drafter
-        return Engine(target, with_it, policy, sampling=sampling, stops=stops)
-
-    setting = {
-        "drafter": config.drafter.name,
-        "target": target.name,
-        "dtype": str(target.dtype),
-        "device": target.device.type,
-        "threads": torch.get_num_threads(),
-        **options,
-    }
-    batches = [int(size) for size in options["batches"].split(",")]
-    return Scene(engine, requests, int(options["repeats"]), batches, options["out"], setting)
+    Args:
+        expected: answers of plain decoding, one prompt at a time; `same` counts equal ones.
+    """
+    engines = [run.engine(each, Sampling()) for each in (policy, None)]
+    for engine in engines:
+        engine.generate_all(run.requests[:size], size)  # warm-up
+    speeds = []
+    for _ in range(run.options.repeats):
+        groups = [
+            [engine.generate_all(group, size) for engine in engines]
+            for group in request_groups(run.requests, size)
+        ]
+        drafted, plain = (list(chain(*outputs)) for outputs in zip(*groups, strict=True))
+        speeds.append((_speed(drafted), _speed(plain), _speed(drafted) / _speed(plain)))
+    speed, plain_speed, speedup = map(statistics.median, zip(*speeds, strict=True))
+    same = sum(out.ids == ids for out, ids in zip(drafted, expected, strict=True))
+    tau = _per_round(drafted)["tau"]
+    return {"tau": tau, "pace": speed, "plain": plain_speed, "speedup": speedup, "same": same}
 
 
-def _options(words: list[str]) -> dict[str, str]:
-    options = read_options(words, KNOWN, _checked)
-    if not options["run.dir"]:
-        raise ConfigError("run.dir", "", "A finished run is measured.", "Add run.dir=runs/<name>.")
-    return options
-
-
-def _checked(key: str, value: str, default: str) -> str:
-    if key == "forward" and value not in ("lean", "modules"):
-        fix = "lean: our own where the family has one; modules: transformers' modules."
-        raise ConfigError(key, value, "There is no such forward.", fix)
-    numbers = value.split(",") if key == "batches" else [value]
-    if key not in TEXTS and not all(n.isdecimal() and int(n) for n in numbers):
-        raise ConfigError(key, value, "Whole numbers from 1.", f"Like {key}={default}.")
-    return value
+def _speed(outputs: Sequence[Output]) -> float:
+    """Tokens per second of rounds."""
+    tokens = sum(len(out.ids) - 1 for out in outputs)
+    return tokens / sum(out.times.rounds for out in outputs)

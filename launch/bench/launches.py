@@ -1,44 +1,42 @@
-"""`outrider bench launches`: one recipe under every launch, and how far the results are apart.
+"""`outrider bench launches`: one recipe under every launch, and the differences of the results.
 
     outrider bench launches steps=12
 
-The same run on 1, 2 and 4 ranks, by DDP and every stage of ZeRO, with accumulation in place of
-ranks, and with what waits in the CPU's memory. Losses of every step and the weights behind the last
-one are compared with those of the first run. Each rank computes with its part of the batch, so sums
-are taken in another order: equal means to rounding.
+The same run on 1, 2 and 4 ranks, with DDP and every stage of ZeRO, with gradient accumulation, and
+with offloading to the CPU's memory. The losses of every step and the final weights are compared
+with those of the first run. Each rank computes a part of the batch, which changes the order of
+summation: results are equal up to rounding.
 """
 
 import dataclasses
 import json
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from outrider.conf.compose import plain
-from outrider.conf.errors import RunError
-from outrider.conf.fields import key, read
-from outrider.conf.files import read_json, read_tensors, write_json
-from outrider.launch.job_pool import bare, train_on
-from outrider.train.checkpoint import found
+from outrider.conf.compose import parse_words
+from outrider.conf.fields import option
+from outrider.conf.files import read_json, read_tensors
+from outrider.launch.bench.machine import run_command, save_result
+from outrider.launch.processes import clean_environment, train_command
+from outrider.train.checkpoint import list_checkpoints
 
-LOSS, WEIGHT = 1e-4, 1e-3  # aims: absolute for losses, relative for weights
+LOSS, WEIGHT = 1e-4, 1e-3  # tolerances: absolute for losses, relative for weights
 RUN = [
     "target=tiny", "data.max_length=128", "data.max_samples=60", "train.batch_tokens=512",
     "train.log_every=1", "train.eval_every=100", "train.save_every=100", "drafter.depths=2",
     "train.quick_eval=false",
-    "train.lr=1e-3",  # the recipe's makes 0.1 of a sum in another order within these few steps
+    "train.lr=1e-3",  # the recipe's rate amplifies rounding to 0.1 within these steps
 ]  # fmt: skip
 
 
-class Way(NamedTuple):
-    """Who shares the work."""
+class LaunchVariant(NamedTuple):
+    """How ranks share the work."""
 
     launch: str
     ranks: int
@@ -47,112 +45,101 @@ class Way(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the table: a `Way`, how far from the first one it ended, and its speed."""
+    """A row of the table: the variant, its largest differences from the first one, its speed."""
 
     launch: str
     ranks: int
     accumulation: int
     offload: str
     losses: float  # largest difference of a step's loss
-    weights: float  # largest difference of a tensor, as a share of its norm
+    weights: float  # largest difference of a tensor, relative to its norm
     pace: float  # tokens per second of steps
     seconds: float  # of the whole command
 
 
 class Result(NamedTuple):
-    """What a run has left."""
+    """Losses, final weights and speed of a finished run."""
 
     losses: list[float]
     weights: dict[str, Tensor]
-    pace: float
+    tokens_per_second: float
 
     @classmethod
-    def of(cls, place: Path) -> "Result":
-        lines = map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
+    def read(cls, run: Path) -> "Result":
+        """Read the result from the run folder."""
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         losses = [line["loss@1"] for line in lines if line["kind"] == "train"]
-        state = read_tensors(found(place / "checkpoints")[-1] / "state.safetensors", None, "")
+        newest = list_checkpoints(run / "checkpoints")[-1]
+        state = read_tensors(newest / "state.safetensors", None, "")
         weights = {name: value for name, value in state.items() if name.startswith("parameter.")}
-        account = read_json(place / "training.json", "")
-        return cls(losses, weights, account["tokens"] / account["phases"]["steps"])
+        summary = read_json(run / "training.json", "")
+        return cls(losses, weights, summary["tokens"] / summary["phases"]["steps"])
 
-    def apart(self, first: "Result") -> tuple[float, float]:
-        """Largest differences of losses and weights."""
+    def max_difference(self, first: "Result") -> tuple[float, float]:
+        """Return the largest differences of losses and weights."""
         pairs = zip(self.losses, first.losses, strict=True)
         weights = [
-            float((self.weights[name] - old).norm() / old.norm().clamp(min=1e-9))
-            for name, old in first.weights.items()
+            float((self.weights[name] - weight).norm() / weight.norm().clamp(min=1e-9))
+            for name, weight in first.weights.items()
         ]
         return max(abs(a - b) for a, b in pairs), max(weights)
 
 
-WAYS = [
-    Way("single", 1), Way("single", 1, 2), Way("single", 1, 4),
-    *(Way(name, ranks) for ranks in (2, 4) for name in ("ddp", "zero1", "zero2", "zero3")),
-    Way("ddp", 2, 2), Way("zero2", 2, 2),
-    Way("zero2", 2, offload="optimizer"), Way("zero3", 2, offload="parameters"),
+VARIANTS = [
+    LaunchVariant("single", 1), LaunchVariant("single", 1, 2), LaunchVariant("single", 1, 4),
+    *(LaunchVariant(name, n) for n in (2, 4) for name in ("ddp", "zero1", "zero2", "zero3")),
+    LaunchVariant("ddp", 2, 2), LaunchVariant("zero2", 2, 2),
+    LaunchVariant("zero2", 2, offload="optimizer"), LaunchVariant("zero3", 2, offload="parameters"),
 ]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `outrider bench launches` takes."""
+    """Options of `outrider bench launches`."""
 
-    drafter: str = key("eagle3", "what is trained")
-    steps: int = key(12, "optimizer steps of each run", "[1, inf)")
-    dir: str = key("runs/launches", "the runs lie there; what is there is removed")
-    out: str = key("", "json file for the result")
+    drafter: str = option("eagle3", "which drafter is trained")
+    steps: int = option(12, "optimizer steps of each run", "[1, inf)")
+    dir: str = option("runs/launches", "folder of the runs; its content is removed first")
+    out: str = option("", "JSON file for the result")
 
 
 def launches(words: list[str]) -> int:
-    """The bench. Returns 0 if all agree."""
-    options = read(Options, plain(OmegaConf.from_dotlist(list(words))), "")
-    folder, console = Path(options.dir), Console()
-    shutil.rmtree(folder, ignore_errors=True)
+    """Run the benchmark. Returns 0 if all results are equal within the tolerances."""
+    options, console = parse_words(Options, words), Console()
+    shutil.rmtree(options.dir, ignore_errors=True)
     table = Table(title=f"{options.drafter}, {options.steps} steps of 512 tokens, float32")
-    heads = ("launch", "ranks", "accumulation", "offload", "losses apart", "weights apart",
-             "tokens/s", "s")  # fmt: skip
-    for head in heads:
-        text = head in ("launch", "offload")
-        table.add_column(head, justify="left" if text else "right", no_wrap=text)
+    for name in ("launch", "ranks", "accumulation", "offload", "loss difference",
+                 "weight difference", "tokens/s", "s"):  # fmt: skip
+        text = name in ("launch", "offload")
+        table.add_column(name, justify="left" if text else "right", no_wrap=text)
     rows, first = list[Row](), None
-    for way in WAYS:
-        began = time.monotonic()
-        place = _trained(way, options, folder)
-        found = Result.of(place)
-        first = first or found
-        rows.append(Row(*way, *found.apart(first), found.pace, time.monotonic() - began))
-        row = rows[-1]
+    for variant in VARIANTS:
+        start = time.monotonic()
+        result = Result.read(_train(variant, options))
+        first = first or result
+        seconds = time.monotonic() - start
+        row = Row(*variant, *result.max_difference(first), result.tokens_per_second, seconds)
+        rows.append(row)
         cells = (f"{row.losses:.1e}", f"{row.weights:.1e}", f"{row.pace:.0f}", f"{row.seconds:.0f}")
         table.add_row(row.launch, str(row.ranks), str(row.accumulation), row.offload, *cells)
     console.print(table)
     equal = all(row.losses < LOSS and row.weights < WEIGHT for row in rows)
-    said = "equal" if equal else "[red]NOT EQUAL[/red]"
-    console.print(f"{said} (losses within {LOSS:g}, weights within {WEIGHT:g} of their norm)")
-    if options.out:
-        write_json(
-            Path(options.out),
-            {
-                "options": dataclasses.asdict(options),
-                "rows": [row._asdict() for row in rows],
-                "equal": equal,
-            },
-        )
+    verdict = "equal" if equal else "[red]NOT EQUAL[/red]"
+    console.print(f"{verdict} (losses within {LOSS:g}, weights within {WEIGHT:g} of their norm)")
+    fields = [row._asdict() for row in rows]
+    settings = dataclasses.asdict(options)
+    save_result(options.out, {"options": settings, "rows": fields, "equal": equal})
     return int(not equal)
 
 
-def _trained(way: Way, options: Options, folder: Path) -> Path:
-    """The folder of its run."""
-    place = folder / f"{way.launch}-{way.ranks}-{way.accumulation}-{way.offload}"
-    words = [
-        *RUN, f"drafter={options.drafter}", f"train.max_steps={options.steps}",
-        f"launch={way.launch}", f"launch.accumulation={way.accumulation}",
-        f"launch.offload={way.offload}", f"run.dir={place}",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [*train_on(way.ranks), *words], capture_output=True, text=True,
-        env={**bare(), "OMP_NUM_THREADS": "1"}, check=False,
+def _train(variant: LaunchVariant, options: Options) -> Path:
+    """Train one variant and return its run folder."""
+    run = Path(options.dir) / "-".join(map(str, variant))
+    run_command(
+        [*train_command(variant.ranks), *RUN, f"drafter={options.drafter}",
+         f"train.max_steps={options.steps}", f"launch={variant.launch}",
+         f"launch.accumulation={variant.accumulation}", f"launch.offload={variant.offload}",
+         f"run.dir={run}"],
+        {**clean_environment(), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    if done.returncode:
-        message = f"{way} ended with {done.returncode}:\n{done.stderr[-2000:]}"
-        raise RunError(message, "Run it alone to see more.")
-    return place
+    return run

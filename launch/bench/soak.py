@@ -1,19 +1,19 @@
-"""`outrider bench soak`: a run of several ranks is hurt again and again, and must not notice.
+"""`outrider bench soak`: fault injection into a run of several ranks.
 
     outrider bench soak faults=20 ranks=2 launch=zero2
 
-First the run is made undisturbed. Then the same run is started, hurt at a random moment, and
-started again with the same command, until every fault has been injected; then it may finish. Its
-weights and its log must equal the undisturbed run's bit for bit.
+A reference run trains without faults. Then the same run is started, interrupted by a fault at a
+random moment, and started again with the same command, until every fault has been injected; then it
+finishes. Its weights and its log must equal those of the reference run bit for bit.
 
     kill a rank      kill -9 of one rank; the launcher ends the others
     kill all         kill -9 of the launcher and all ranks
     kill in a save   the same while a checkpoint is being written
-    kill in a test   the same while held-out text is measured
-    terminate        SIGTERM to the launcher: the ranks save and leave
-    truncate         kill -9 of all, then the newest checkpoint is cut short
-    stall            SIGSTOP of one rank: the others wait, give up, and say for whom they waited
-    no room          files may grow no further: the next save fails
+    kill in a test   the same while held-out text is evaluated
+    terminate        SIGTERM to the launcher: the ranks save and exit
+    truncate         kill -9 of all, then the newest checkpoint is truncated
+    stall            SIGSTOP of one rank: the others time out and name it
+    no room          a limit on file sizes: the next save fails
 """
 
 import dataclasses
@@ -26,41 +26,43 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from outrider.conf.compose import plain
+from outrider.conf.compose import parse_words
 from outrider.conf.errors import RunError
-from outrider.conf.fields import key, read
-from outrider.conf.files import read_tensors, write_json
-from outrider.launch.job_pool import bare, train_on
+from outrider.conf.fields import option
+from outrider.conf.files import read_tensors
+from outrider.launch.bench.machine import save_result
+from outrider.launch.processes import clean_environment, train_command
 
-PATIENCE = 300.0  # seconds for anything a run should do by itself
+TIMEOUT = 300.0  # seconds, for anything that a run does by itself
 RUN = [
     "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
     "train.batch_tokens=512", "train.save_every=2", "train.eval_every=4", "train.log_every=1",
     "train.keep_last=3", "drafter.depths=2", "train.quick_eval=false", "launch.wait=0.25",
 ]  # fmt: skip
+COMPARED = ("weights", "log")
+Launcher: TypeAlias = "subprocess.Popen[bytes]"
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `outrider bench soak` takes."""
+    """Options of `outrider bench soak`."""
 
-    faults: int = key(20, "faults to inject", "[1, inf)")
-    ranks: int = key(2, "processes of the run", "[1, inf)")
-    launch: str = key("ddp", "how they share the work: ddp, zero1, zero2, zero3")
-    seed: int = key(0, "of the faults and their moments")
-    dir: str = key("runs/soak", "the two runs lie there; what is there is removed")
-    out: str = key("", "json file for the result")
+    faults: int = option(20, "faults to inject", "[1, inf)")
+    ranks: int = option(2, "processes of the run", "[1, inf)")
+    launch: str = option("ddp", "how ranks share the work: ddp, zero1, zero2, zero3")
+    seed: int = option(0, "of the faults and their times")
+    dir: str = option("runs/soak", "folder of the two runs; its content is removed first")
+    out: str = option("", "JSON file for the result")
 
 
-class Blow(NamedTuple):
-    """One fault: what it was, where it struck, how the run ended, where it went on."""
+class Fault(NamedTuple):
+    """An injected fault: its kind, the step reached, the exit code, its duration."""
 
     fault: str
     step: int
@@ -69,42 +71,40 @@ class Blow(NamedTuple):
 
 
 def soak(words: list[str]) -> int:
-    """The bench. Returns 0 if nothing was lost."""
-    options = read(Options, plain(OmegaConf.from_dotlist(list(words))), "")
-    folder, console = Path(options.dir), Console()
+    """Run the benchmark. Returns 0 if the two runs are equal."""
+    options, console = parse_words(Options, words), Console()
+    folder = Path(options.dir)
     shutil.rmtree(folder, ignore_errors=True)
-    steps = 7 * options.faults + 8  # a fault takes it 1 to 7 steps further
-    whole, hurt = Hurt(options, folder / "whole", steps), Hurt(options, folder / "hurt", steps)
-    console.print(f"{steps} steps on {options.ranks} ranks ({options.launch}), undisturbed")
-    if code := whole.start().wait():
-        raise RunError(f"The undisturbed run ended with {code}.", f"Look into {whole.log}.")
-    blows = [_blow(hurt, name, console) for name in _schedule(options)]
-    if code := hurt.start().wait():
-        raise RunError(f"The hurt run ended with {code}.", f"Look into {hurt.log}.")
+    steps = 7 * options.faults + 8  # a fault costs 1 to 7 steps
+    whole, faulty = (FaultyRun(options, folder / name, steps) for name in ("whole", "hurt"))
+    console.print(f"{steps} steps on {options.ranks} ranks ({options.launch}), without faults")
+    whole.finish()
+    faults = [_inject(faulty, name, console) for name in _schedule(options)]
+    faulty.finish()
     result = {
         "options": dataclasses.asdict(options),
         "steps": steps,
-        "faults": [blow._asdict() for blow in blows],
-        "weights_equal": whole.weights() == hurt.weights(),
-        "log_equal": whole.lines() == hurt.lines(),
+        "faults": [fault._asdict() for fault in faults],
+        "weights_equal": whole.weights() == faulty.weights(),
+        "log_equal": whole.log_lines() == faulty.log_lines(),
     }
-    console.print(_table(blows))
-    said = ("bit-equal" if result[what] else "NOT EQUAL" for what in ("weights_equal", "log_equal"))
-    console.print("weights {}, log {}".format(*said))
-    if options.out:
-        write_json(Path(options.out), result)
+    console.print(_table(faults))
+    verdicts = ("bit-equal" if result[f"{name}_equal"] else "NOT EQUAL" for name in COMPARED)
+    console.print("weights {}, log {}".format(*verdicts))
+    save_result(options.out, result)
     return int(not (result["weights_equal"] and result["log_equal"]))
 
 
 def _schedule(options: Options) -> list[str]:
-    """Every fault as often as the others, in random order."""
+    """All kinds of fault equally often, in random order."""
     names = list(FAULTS) * -(-options.faults // len(FAULTS))
     random.Random(options.seed).shuffle(names := names[: options.faults])
     return names
 
 
-def _blow(run: "Hurt", name: str, console: Console) -> Blow:
-    began = time.monotonic()
+def _inject(run: "FaultyRun", name: str, console: Console) -> Fault:
+    """Start the run, inject one fault, and wait for its end."""
+    start = time.monotonic()
     process = run.start()
     try:
         run.advance(process)
@@ -112,154 +112,155 @@ def _blow(run: "Hurt", name: str, console: Console) -> Blow:
     except BaseException:
         run.kill(process)
         raise
-    code = run.ended(process)
+    code = run.wait(process)
     step = run.step()
     console.print(f"{name} at step {step}: ended with {code}", highlight=False)
-    return Blow(name, step, code, time.monotonic() - began)
+    return Fault(name, step, code, time.monotonic() - start)
 
 
-def _table(blows: list[Blow]) -> Table:
-    table = Table(title=f"{len(blows)} faults")
+def _table(faults: list[Fault]) -> Table:
+    table = Table(title=f"{len(faults)} faults")
     for head in ("fault", "times", "at steps", "exit codes", "seconds"):
         table.add_column(head)
-    for name in dict.fromkeys(blow.fault for blow in blows):
-        these = [blow for blow in blows if blow.fault == name]
-        cells = (str(len(these)), ", ".join(str(b.step) for b in these))
-        codes = ", ".join(str(c) for c in dict.fromkeys(b.code for b in these))
-        table.add_row(name, *cells, codes, f"{sum(b.seconds for b in these):.0f}")
+    for name in dict.fromkeys(fault.fault for fault in faults):
+        group = [fault for fault in faults if fault.fault == name]
+        steps = ", ".join(str(fault.step) for fault in group)
+        codes = ", ".join(str(code) for code in dict.fromkeys(fault.code for fault in group))
+        seconds = sum(fault.seconds for fault in group)
+        table.add_row(name, str(len(group)), steps, codes, f"{seconds:.0f}")
     return table
 
 
-class Hurt:
-    """A run that is started, looked at, and hurt."""
+class FaultyRun:
+    """A training run in processes that can be observed and interrupted."""
 
     def __init__(self, options: Options, folder: Path, steps: int) -> None:
         self.folder, self.log = folder, folder.with_suffix(".txt")
-        self.chance = random.Random(f"{options.seed} moments")
+        self.random = random.Random(f"{options.seed} moments")
         self.command = [
-            *train_on(options.ranks), *RUN, f"train.max_steps={steps}",
+            *train_command(options.ranks), *RUN, f"train.max_steps={steps}",
             f"launch={options.launch}", f"run.dir={folder}",
         ]  # fmt: skip
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(self) -> Launcher:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as file:
             return subprocess.Popen(
                 self.command, stdout=file, stderr=file, start_new_session=True,
-                env={**bare(), "OMP_NUM_THREADS": "1"},
+                env={**clean_environment(), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
 
-    # ---- looking ----
+    def finish(self) -> None:
+        """Train to the end.
 
-    def lines(self) -> list[dict[str, Any]]:
-        """What the log says of losses; speeds differ from run to run."""
+        Raises:
+            RunError: the run failed.
+        """
+        if code := self.start().wait():
+            raise RunError(f"The run {self.folder} ended with {code}.", f"See {self.log}.")
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        """Return the complete lines of the metrics log, without speeds, which differ."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.is_file() else []
-        found = [json.loads(line) for line in lines if line.endswith("}")]
-        return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in found]
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
 
     def step(self) -> int:
-        return max((line["step"] for line in self.lines()), default=0)
+        return max((row["step"] for row in self.log_lines()), default=0)
 
     def weights(self) -> dict[str, list[float]]:
         tensors = read_tensors(self.folder / "drafter" / "model.safetensors", None, "")
         return {name: tensor.double().flatten().tolist() for name, tensor in tensors.items()}
 
-    def ranks(self, process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    def ranks(self, process: Launcher) -> list[psutil.Process]:
         try:
             children = psutil.Process(process.pid).children(recursive=True)
             return [child for child in children if "train.py" in " ".join(child.cmdline())]
         except psutil.Error:
             return []
 
-    # ---- waiting ----
+    def wait_for(self, condition: Callable[[], bool], process: Launcher) -> None:
+        """Wait until the condition holds.
 
-    def until(self, true: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-        """
         Raises:
-            RunError: it does not become true, or the run ends by itself.
+            RunError: it does not within TIMEOUT, or the run ends.
         """
-        late = time.monotonic() + PATIENCE
-        while not true():
-            if process.poll() is not None or time.monotonic() > late:
-                why = f"The run ended by itself ({process.poll()}) or stood still."
-                raise RunError(why, f"Look into {self.log}.")
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
+            if process.poll() is not None or time.monotonic() > deadline:
+                why = f"The run ended ({process.poll()}) or made no progress."
+                raise RunError(why, f"See {self.log}.")
             time.sleep(0.005)
 
-    def advance(self, process: "subprocess.Popen[bytes]") -> None:
-        """Some steps further than it ever was, and a moment into what comes then."""
-        goal = self.step() + self.chance.randint(1, 3)
-        self.until(lambda: self.step() >= goal, process)
-        time.sleep(0.2 * self.chance.random())
+    def advance(self, process: Launcher) -> None:
+        """Wait for some steps more than ever before, and a random time after that."""
+        goal = self.step() + self.random.randint(1, 3)
+        self.wait_for(lambda: self.step() >= goal, process)
+        time.sleep(0.2 * self.random.random())
 
-    def ended(self, process: "subprocess.Popen[bytes]") -> int:
-        """Its exit code; nothing of it is left."""
+    def wait(self, process: Launcher) -> int:
+        """Return the exit code; no process of the run is left."""
         ranks = self.ranks(process)
         try:
-            return process.wait(PATIENCE)
+            return process.wait(TIMEOUT)
         finally:
-            process.kill()
-            for rank in ranks:
-                with suppress(psutil.Error):
-                    rank.kill()
-            psutil.wait_procs(ranks, timeout=30)
+            _kill(process, ranks)
 
-    # ---- hurting ----
-
-    def kill(self, process: "subprocess.Popen[bytes]") -> None:
-        """The launcher first, or it would clean up."""
-        ranks = self.ranks(process)
-        process.kill()
-        for rank in ranks:
-            with suppress(psutil.Error):
-                rank.kill()
-        psutil.wait_procs(ranks, timeout=30)
+    def kill(self, process: Launcher) -> None:
+        """Kill the launcher and all ranks."""
+        _kill(process, self.ranks(process))
 
 
-def _kill_a_rank(run: Hurt, process: "subprocess.Popen[bytes]") -> None:
-    run.chance.choice(run.ranks(process)).kill()
+def _kill(process: Launcher, ranks: list[psutil.Process]) -> None:
+    """Kill the launcher first, because it would end the ranks in an orderly way."""
+    process.kill()
+    for rank in ranks:
+        with suppress(psutil.Error):
+            rank.kill()
+    psutil.wait_procs(ranks, timeout=30)
 
 
-def _kill_all(run: Hurt, process: "subprocess.Popen[bytes]") -> None:
+def _kill_a_rank(run: FaultyRun, process: Launcher) -> None:
+    run.random.choice(run.ranks(process)).kill()
+
+
+def _kill_in_a_save(run: FaultyRun, process: Launcher) -> None:
+    folder = run.folder / "checkpoints"
+    run.wait_for(lambda: any(folder.glob(".step-*")), process)
     run.kill(process)
 
 
-def _kill_in_a_save(run: Hurt, process: "subprocess.Popen[bytes]") -> None:
-    place = run.folder / "checkpoints"
-    run.until(lambda: any(place.glob(".step-*")), process)
+def _kill_in_a_test(run: FaultyRun, process: Launcher) -> None:
+    """Directly after the last step before an evaluation."""
+    run.wait_for(lambda: run.step() % 4 == 3, process)
+    time.sleep(0.1 * run.random.random())
     run.kill(process)
 
 
-def _kill_in_a_test(run: Hurt, process: "subprocess.Popen[bytes]") -> None:
-    """Right behind the last step before an evaluation."""
-    run.until(lambda: run.step() % 4 == 3, process)
-    time.sleep(0.1 * run.chance.random())
-    run.kill(process)
-
-
-def _terminate(_run: Hurt, process: "subprocess.Popen[bytes]") -> None:
+def _terminate(_run: FaultyRun, process: Launcher) -> None:
     process.terminate()
 
 
-def _truncate(run: Hurt, process: "subprocess.Popen[bytes]") -> None:
-    run.until(lambda: len(list((run.folder / "checkpoints").glob("step-*"))) > 1, process)
+def _truncate(run: FaultyRun, process: Launcher) -> None:
+    run.wait_for(lambda: len(list((run.folder / "checkpoints").glob("step-*"))) > 1, process)
     run.kill(process)
     newest = max((run.folder / "checkpoints").glob("step-*")) / "state.safetensors"
-    newest.write_bytes(newest.read_bytes()[: -run.chance.randint(1, 1000)])
+    newest.write_bytes(newest.read_bytes()[: -run.random.randint(1, 1000)])
 
 
-def _stall(run: Hurt, process: "subprocess.Popen[bytes]") -> None:
-    run.chance.choice(run.ranks(process)).suspend()
+def _stall(run: FaultyRun, process: Launcher) -> None:
+    run.random.choice(run.ranks(process)).suspend()
 
 
-def _no_room(run: Hurt, process: "subprocess.Popen[bytes]") -> None:
+def _no_room(run: FaultyRun, process: Launcher) -> None:
     for rank in run.ranks(process):
         resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (2**16, 2**16))
 
 
-FAULTS: dict[str, Callable[[Hurt, "subprocess.Popen[bytes]"], None]] = {
+FAULTS: dict[str, Callable[[FaultyRun, Launcher], None]] = {
     "kill a rank": _kill_a_rank,
-    "kill all": _kill_all,
+    "kill all": FaultyRun.kill,
     "kill in a save": _kill_in_a_save,
     "kill in a test": _kill_in_a_test,
     "terminate": _terminate,

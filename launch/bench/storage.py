@@ -1,142 +1,134 @@
-"""`outrider bench storage`: what small traces cost a drafter.
+"""`outrider bench storage`: what smaller recorded features cost a drafter.
 
 The same text is recorded in several ways, the same recipe is trained from each recording for the
 same number of steps, and each drafter decodes the same prompts. A setting is written as its parts:
 
-    online                 the target runs in every step, nothing is recorded
-    bf16                   16 bits, last states: the full recording, which the others are held
-                           against
-    int8-top16             8 bits, 16 tokens of the teacher
-    coded0.5-top16         steps of 0.5 coded by frequency, 16 tokens of the teacher
+    online             the target runs in every step, nothing is recorded
+    bf16               record.states=bf16: the full recording, the baseline of the others
+    int8-top16         8 bits, the teacher's 16 most probable tokens
+    coded0.5-top16     entropy-coded in steps of 0.5, 16 tokens of the teacher
 
-What is lost is relative to bf16, in the acceptance length that held-out text foresees. Bytes are
-those of all files, per token of the text.
+The loss is relative to bf16, in the acceptance length predicted on held-out text. Bytes are those
+of all files of the recording, per token of the text.
 """
 
+import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import get_args, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
 
-from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.files import write_json
-from outrider.launch.bench.train_step import machine, read_options
+from outrider.conf.compose import parse_words
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import option
+from outrider.conf.schema import RecordConfig
+from outrider.launch.bench.machine import report, run_outrider
 
-KNOWN = {
-    "experiment": "bakeoff_smollm2",
-    "drafter": "eagle3",
-    "settings": "bf16,int8,fp8,int4,coded0.5-top16,coded0.7-top16,coded0.7-top32,online",
-    "steps": 150,
-    "prompts": 8,
-    "new_tokens": 64,
-    "folder": "runs/storage",
-    "out": "",
-}
-PART = re.compile(
-    r"online|(?P<states>same|bf16|fp8|int8|int4|coded(?=\d))(?P<step>(?<=coded)\d\.\d+)?"
+STATES = [name for name in get_args(get_type_hints(RecordConfig)["states"]) if name != "coded"]
+SETTING = re.compile(
+    rf"online|(?P<states>{'|'.join(STATES)}|coded(?=\d))(?P<step>(?<=coded)\d\.\d+)?"
     r"(-top(?P<top>\d+))?"
 )
 MEASURED = ("bytes", "accept_length", "accept_length_sampling", "tau", "step_s")
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of `outrider bench storage`."""
+
+    experiment: str = option("bakeoff_smollm2", "experiment of conf/ that all runs share")
+    drafter: str = option("eagle3", "which drafter is trained")
+    settings: tuple[str, ...] = option(
+        ("bf16", "int8", "coded0.5-top16", "coded0.7-top16", "coded0.7-top32", "online"),
+        "settings to compare, such as bf16, int8-top16, coded0.5-top16, online",
+    )
+    steps: int = option(150, "optimizer steps of each run", "[1, inf)")
+    prompts: int = option(8, "prompts to decode; 0: none", "[0, inf)")
+    new_tokens: int = option(64, "tokens of each answer", "[0, inf)")
+    folder: str = option("runs/storage", "folder of the runs")
+    out: str = option("", "JSON file for the result")
+
+    def __post_init__(self) -> None:
+        for setting in self.settings:
+            if not SETTING.fullmatch(setting):
+                fix = "Examples: bf16, int8-top16, coded0.5-top16, online."
+                raise ConfigError("settings", setting, "There is no such setting.", fix)
+
+
 def storage(words: list[str]) -> int:
-    """The bench."""
-    options = read_options(words, KNOWN, _read)
+    """Run the benchmark."""
+    options = parse_words(Options, words)
     console, rows = Console(), dict[str, dict[str, float]]()
-    for setting in options["settings"].split(","):
+    for setting in options.settings:
         with console.status(f"{setting}: recording, training, decoding"):
             rows[setting] = _measure(setting, options)
-        said = ", ".join(f"{name} {rows[setting][name]:.4g}" for name in MEASURED)
-        console.print(f"{setting}: {said}", highlight=False, soft_wrap=True)
-    console.print(_table(rows))
-    console.print(machine())
-    if options["out"]:
-        facts = {"machine": machine(), "setting": options, "rows": rows}
-        write_json(Path(options["out"]), facts)
+        figures = ", ".join(f"{name} {rows[setting][name]:.4g}" for name in MEASURED)
+        console.print(f"{setting}: {figures}", highlight=False, soft_wrap=True)
+    result = {"setting": dataclasses.asdict(options), "rows": rows}
+    report(console, _table(rows), options.out, result)
     return 0
 
 
-def _read(key: str, value: str, default: Any) -> Any:
-    if isinstance(default, int):
-        if not value.isdecimal() or (key == "steps" and not int(value)):
-            raise ConfigError(key, value, "A whole number is expected.", f"Like {key}={default}.")
-        return int(value)
-    bad = [] if key != "settings" else [s for s in value.split(",") if not PART.fullmatch(s)]
-    if bad:
-        why = f"{bad[0]} is no setting."
-        raise ConfigError(key, value, why, "Like bf16, fp8, int8-top16, coded0.5-top16, online")
-    return value
-
-
-def _measure(setting: str, options: dict[str, Any]) -> dict[str, float]:
-    """Bytes per token, acceptance foreseen on held-out text, tau, seconds per step."""
-    run = Path(options["folder"]) / setting
-    words = [
-        f"experiment={options['experiment']}", f"drafter={options['drafter']}", f"run.dir={run}",
-        "train.max_minutes=null", f"train.max_steps={options['steps']}", "train.quick_eval=false",
-        *_words(setting),
-    ]  # fmt: skip
-    _outrider("train", *words)
-    trained = json.loads((run / "training.json").read_text())
-    held = trained["held_out"]
+def _measure(setting: str, options: Options) -> dict[str, float]:
+    """Bytes per token, predicted acceptance lengths, tau, seconds per step."""
+    run = Path(options.folder) / setting
+    run_outrider(
+        "train", f"experiment={options.experiment}", f"drafter={options.drafter}",
+        f"run.dir={run}", "train.max_minutes=null", f"train.max_steps={options.steps}",
+        "train.quick_eval=false", *overrides(setting),
+    )  # fmt: skip
+    summary = json.loads((run / "training.json").read_text())
+    held = summary["held_out"]
     return {
-        "bytes": _bytes(run), "accept_length": held["accept_length"],
+        "bytes": _bytes_per_token(run), "accept_length": held["accept_length"],
         "accept_length_sampling": held["accept_length_sampling"], "tau": _tau(run, options),
-        "step_s": trained["phases"]["steps"] / trained["steps"],
+        "step_s": summary["phases"]["steps"] / summary["steps"],
     }  # fmt: skip
 
 
-def _tau(run: Path, options: dict[str, Any]) -> float:
-    """Of a greedy chain over some prompts; 0 where none are asked for."""
-    if not options["prompts"]:
+def _tau(run: Path, options: Options) -> float:
+    """Measured tau of a greedy chain; 0 without prompts."""
+    if not options.prompts:
         return 0.0
-    few = f"eval.limit={options['prompts']}", f"eval.max_new_tokens={options['new_tokens']}"
-    _outrider("eval", f"run.dir={run}", "decode=chain", *few, "eval.baseline=false")
+    limits = f"eval.limit={options.prompts}", f"eval.max_new_tokens={options.new_tokens}"
+    run_outrider("eval", f"run.dir={run}", "decode=chain", *limits, "eval.baseline=false")
     return float(json.loads((run / "eval" / "eval.json").read_text())["tau"])
 
 
-def _words(setting: str) -> list[str]:
+def overrides(setting: str) -> list[str]:
+    """Return the configuration of a setting."""
     if setting == "online":
         return ["data.mode=online"]
-    match = PART.fullmatch(setting)
-    assert match is not None, "checked by _read"
+    match = SETTING.fullmatch(setting)
+    assert match is not None, "checked by Options"
     step = [f"record.step={match['step']}"] if match["step"] else []
     top = f"record.top={match['top'] or 0}"
     return ["data.mode=recorded", f"record.states={match['states']}", *step, top]
 
 
-def _outrider(*words: str) -> None:
-    command = [sys.executable, "-m", "outrider.launch.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise RunError(f"outrider {' '.join(words)} failed: {said[-2000:]}", "See what it says.")
-
-
-def _bytes(run: Path) -> float:
-    """Per token, of the recording that the run was trained from; 0 for none."""
+def _bytes_per_token(run: Path) -> float:
+    """Size of the recording that the run was trained from; 0 without one."""
     folder = json.loads((run / "manifest.json").read_text())["data"].get("traces")
     if folder is None:
         return 0.0
-    facts = [json.loads(file.read_text()) for file in Path(folder).glob("shard-*.json")]
-    return float(sum(f["bytes"] for f in facts) / sum(f["tokens"] for f in facts))
+    shards = [json.loads(file.read_text()) for file in Path(folder).glob("shard-*.json")]
+    return float(sum(s["bytes"] for s in shards) / sum(s["tokens"] for s in shards))
 
 
 def _table(rows: dict[str, dict[str, float]]) -> Table:
-    table = Table(title="what small traces cost")
-    for name in ("setting", "bytes/token", "foreseen T=0", "T=1", "tau", "lost", "s/step"):
+    table = Table(title="cost of smaller recordings")
+    columns = ("setting", "bytes/token", "predicted T=0", "T=1", "tau", "loss", "s/step")
+    for name in columns:
         table.add_column(name, justify="left" if name == "setting" else "right")
     full = rows.get("bf16")
     for setting, row in rows.items():
-        lost = "" if full is None else f"{1 - row['accept_length'] / full['accept_length']:+.1%}"
+        loss = "" if full is None else f"{1 - row['accept_length'] / full['accept_length']:+.1%}"
         table.add_row(
             setting, f"{row['bytes']:.0f}", f"{row['accept_length']:.3f}",
-            f"{row['accept_length_sampling']:.3f}", f"{row['tau']:.3f}", lost,
+            f"{row['accept_length_sampling']:.3f}", f"{row['tau']:.3f}", loss,
             f"{row['step_s']:.2f}",
         )  # fmt: skip
     return table

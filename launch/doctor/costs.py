@@ -1,95 +1,95 @@
-"""What the run will take, by the sums of `launch/cost_estimate.py` and `launch/memory.py`."""
+"""Checks of the run's costs, estimated by `launch/cost_estimate.py` and `launch/memory.py`."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
-from outrider.data.traces import Store
-from outrider.launch.cost_estimate import Cost, existing
-from outrider.launch.doctor.finding import Finding, size_of, time_of
-from outrider.train.settings import Config
-from outrider.train.trainer import Run
+from outrider.conf.schema import Config
+from outrider.launch.cost_estimate import Cost, existing_parent
+from outrider.launch.doctor.finding import Finding, State, format_bytes, format_seconds
+from outrider.train.trainer import Trainer
 
-WIDE, FAST = 512, 2e-3  # states from this size on, and a learning rate that is too much for them
-
-
-def memory(run: Run, cost: Cost) -> Finding:
-    said = f"about {size_of(cost.memory)} per rank, by the sums of outrider memory"
-    return Finding("memory", "ok", said, {"by_sums": cost.memory})
+TEXT_BYTES = 4  # per token of generated text
+WIDE, FAST = 512, 2e-3  # hidden size from which this learning rate is too high
 
 
-def disk(run: Run, cost: Cost, text: float = 0.0, recording: float = 0.0) -> Finding:
-    """Checkpoints and the drafter beside the room there is, and recorded traces.
+def memory(run: Trainer, cost: Cost) -> Finding:
+    """Report the estimated memory of a rank."""
+    message = f"about {format_bytes(cost.memory)} per rank, estimated as in outrider memory"
+    return Finding("memory", "ok", message, {"by_sums": cost.memory})
+
+
+def disk(run: Trainer, cost: Cost, text: float = 0.0, recording: float = 0.0) -> Finding:
+    """Compare what the run writes with the free disk space.
 
     Args:
-        text: bytes of text that is still to be written.
-        recording: bytes of a recording that is.
+        text: bytes of text still to be generated.
+        recording: bytes of features still to be recorded.
     """
-    free = shutil.disk_usage(existing(run.folder)).free
+    free = shutil.disk_usage(existing_parent(run.folder)).free
     facts: dict[str, Any] = {"checkpoints": cost.disk, "free": free, "text_to_write": text}
-    said = f"about {size_of(cost.disk)} in {run.folder}, {size_of(free)} free"
-    if run.material.recorded is not None:
-        traces = run.material.recorded[0]
-        facts |= {"traces": traces.size(), "traces_folder": str(traces.where)}
-        said += f"\nrecorded traces: {size_of(traces.size())} in {traces.where}"
+    message = f"about {format_bytes(cost.disk)} in {run.folder}, {format_bytes(free)} free"
+    if run.data.recorded is not None:
+        traces = run.data.recorded[0]
+        facts |= {"traces": traces.size(), "traces_folder": str(traces.path)}
+        message += f"\nrecorded features: {format_bytes(traces.size())} in {traces.path}"
     if text:
-        said += f"\ntext that is still to be written: at most {size_of(text)}"
+        message += f"\ngenerated text, not yet written: at most {format_bytes(text)}"
     if recording:
         facts["recording"] = recording
-        said += f"\na recording that is still to be written: about {size_of(recording)}"
-    if free < cost.disk + text + recording:
-        fix = "Make room, or choose another run.dir; fewer train.keep_last take less."
-        return Finding("disk", "wrong", said, facts, fix)
-    if free < 2 * (cost.disk + text + recording):
-        return Finding("disk", "note", said, facts, "Little will be left.")
-    return Finding("disk", "ok", said, facts)
+        message += f"\nrecorded features, not yet written: about {format_bytes(recording)}"
+    needed = cost.disk + text + recording
+    if free < needed:
+        fix = "Free disk space, choose another run.dir, or lower train.keep_last."
+        return Finding("disk", "wrong", message, facts, fix)
+    fix = "Little disk space will be left." if free < 2 * needed else ""
+    return Finding("disk", "note" if fix else "ok", message, facts, fix)
 
 
-def still_to_write(config: Config, sample: Store, answers: int, tokens: int) -> float:
-    """Bytes of data=self at most, foreseen from a sample: every answer as long as it may be.
+def tokens_to_write(config: Config, mean_length: float, answers: int) -> float:
+    """Return the most tokens that data=self generates: every answer as long as allowed.
 
     Args:
-        answers: how many will be written.
-        tokens: of the sample's documents, prompts included.
+        mean_length: tokens of a sample's documents, prompts included.
+        answers: how many are generated.
     """
-    wish = config.data.generate
-    assert wish is not None, "data=self has it"
-    usual = tokens / max(1, len(sample.answers()))
-    longest = min(config.data.max_length, usual + wish.max_new_tokens)
-    return sample.size() / max(1, tokens) * answers * longest
+    generate = config.data.generate
+    assert generate is not None, "data=self has it"
+    longest = min(config.data.max_length, mean_length + generate.max_new_tokens)
+    return answers * longest
 
 
-def time(run: Run, cost: Cost) -> Finding:
+def time(run: Trainer, cost: Cost) -> Finding:
+    """Report the estimated time of a step and of training."""
     train = run.config.train
     limits = []
     if train.max_steps:
-        limits.append(time_of(cost.seconds * train.max_steps))
+        limits.append(format_seconds(cost.seconds * train.max_steps))
     if train.max_minutes:
         limits.append(f"at most {train.max_minutes:g} min")
     each = f"about {cost.seconds:.2g} s per step of {run.rows} rows"
-    said = f"{each}, {' and '.join(limits)} of training"
-    return Finding("time", "ok", said, {"seconds_per_step_by_sums": cost.seconds})
+    message = f"{each}; training takes {', '.join(limits)} (estimated)"
+    return Finding("time", "ok", message, {"seconds_per_step_by_sums": cost.seconds})
 
 
-def rate(run: Run) -> Finding:
-    """A learning rate found for small states is too much for wide ones."""
+def learning_rate(run: Trainer) -> Finding:
+    """Check the learning rate: one tuned for small hidden sizes is too high for large ones."""
     lr, hidden = run.config.train.lr, run.target.shape().hidden
     facts = {"lr": lr, "hidden": hidden}
-    said = f"train.lr={lr:g} for {hidden} numbers per state"
-    if hidden >= WIDE and lr > FAST:
-        fix = "It suits the embedded target; begin near 5e-4 here, or 5e-5 (EAGLE-3)."
-        return Finding("rate", "note", said, facts, fix)
-    return Finding("rate", "ok", said, facts)
+    message = f"train.lr={lr:g}, hidden size {hidden}"
+    fix = "This rate suits the embedded target. Start near 5e-4, or 5e-5 (EAGLE-3)."
+    state: State = "note" if hidden >= WIDE and lr > FAST else "ok"
+    return Finding("rate", state, message, facts, fix)
 
 
-def folder(config: Config) -> Finding:
-    """Whether the run would begin, or go on with what lies there."""
+def run_folder(config: Config) -> Finding:
+    """Report whether the run starts anew or resumes."""
     from outrider.train import checkpoint
 
-    place = Path(config.run.dir)
-    steps = checkpoint.found(place / "checkpoints")
-    facts = {"folder": str(place), "checkpoints": len(steps)}
+    folder = Path(config.run.dir)
+    steps = checkpoint.list_checkpoints(folder / "checkpoints")
+    facts = {"folder": str(folder), "checkpoints": len(steps)}
     if steps and config.train.resume != "never":
-        said = f"{place} holds a run; training goes on with {steps[-1].name}"
-        return Finding("folder", "note", said, facts, "Another run.dir begins a new one.")
-    return Finding("folder", "ok", f"{place}: a new run", facts)
+        message = f"{folder} holds a run; training resumes from {steps[-1].name}"
+        return Finding("folder", "note", message, facts, "Use another run.dir to start a new run.")
+    return Finding("folder", "ok", f"{folder}: a new run", facts)

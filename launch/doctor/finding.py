@@ -1,7 +1,7 @@
-"""What a check has found, and how it is shown and written.
+"""The result of a check, its table and its JSON form.
 
-A finding is `ok`; a `note`, where the run works but somebody should know; or `wrong`, where it
-would fail or be worth nothing, and training refuses to start.
+A finding is `ok`; a `note`, where the run works but may not do what is intended; or `wrong`, where
+it would fail or train a useless drafter: training refuses to start.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,68 +21,73 @@ COLOURS = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's result.
+    """The result of one check.
 
     Attributes:
-        said: for people, some lines.
-        facts: the same as numbers, for programs; json's types alone.
-        fix: what to do about it; "" where there is nothing to do.
+        message: text for the table, one or more lines.
+        facts: the same as JSON values.
+        fix: what to do about it; "" for an ok finding, and where nothing can be done.
     """
 
     name: str
     state: State
-    said: str
+    message: str
     facts: dict[str, Any] = field(default_factory=dict)
     fix: str = ""
 
+    def __post_init__(self) -> None:
+        if self.state == "ok":
+            object.__setattr__(self, "fix", "")
 
-class Group(NamedTuple):
-    """Findings that belong together."""
+
+class FindingGroup(NamedTuple):
+    """Findings about one subject: launcher, target, template, text or costs."""
 
     name: str
     findings: list[Finding]
 
 
-def of_state(groups: Sequence[Group], state: State) -> Iterator[Finding]:
+def with_state(groups: Sequence[FindingGroup], state: State) -> Iterator[Finding]:
+    """Yield the findings with this state."""
     return (one for group in groups for one in group.findings if one.state == state)
 
 
-def show(console: Console, groups: Sequence[Group]) -> None:
-    """A table per group: sign, check, what was found and what to do."""
+def print_findings(console: Console, groups: Sequence[FindingGroup]) -> None:
+    """Print a table per group."""
     for group in groups:
         if group.findings:
-            console.print(table(group.name, group.findings))
+            console.print(findings_table(group.name, group.findings))
 
 
-def table(title: str, findings: Sequence[Finding]) -> Table:
-    made = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    made.add_column(no_wrap=True)
-    made.add_column(no_wrap=True)
-    made.add_column()
+def findings_table(title: str, findings: Sequence[Finding]) -> Table:
+    """Return a table with the columns state, check, and message with the fix below."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
     for one in findings:
-        text = Text(one.said)
-        if one.fix and one.state != "ok":
+        text = Text(one.message)
+        if one.fix:
             text.append(f"\n{one.fix}", style=COLOURS[one.state])
-        made.add_row(Text(one.state, style=COLOURS[one.state]), one.name, text)
-    return made
+        table.add_row(Text(one.state, style=COLOURS[one.state]), one.name, text)
+    return table
 
 
-def verdict(groups: Sequence[Group]) -> str:
-    """The last line: may training start?"""
-    wrong, notes = (len(list(of_state(groups, state))) for state in ("wrong", "note"))
-    if wrong:
-        return f"training may not start: {wrong} wrong, {notes} to note"
-    return f"training may start: nothing wrong, {notes} to note"
+def verdict(groups: Sequence[FindingGroup]) -> str:
+    """Return the last line: whether training can start."""
+    wrong, notes = (len(list(with_state(groups, state))) for state in ("wrong", "note"))
+    start = "Training cannot start" if wrong else "Training can start"
+    return f"{start}: {wrong} wrong, {notes} to note"
 
 
-def as_json(groups: Sequence[Group]) -> dict[str, Any]:
-    """All findings; `may_start` is what the exit code says."""
+def to_json(groups: Sequence[FindingGroup]) -> dict[str, Any]:
+    """Return all findings as JSON values; `may_start` is false if one is wrong."""
     return {
         "format": FORMAT,
-        "may_start": not list(of_state(groups, "wrong")),
+        "may_start": not list(with_state(groups, "wrong")),
         "groups": {
             group.name: {
-                one.name: {"state": one.state, "said": one.said, "fix": one.fix, **one.facts}
+                one.name: {"state": one.state, "said": one.message, "fix": one.fix, **one.facts}
                 for one in group.findings
             }
             for group in groups
@@ -90,28 +95,29 @@ def as_json(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def refuse(findings: Sequence[Finding]) -> None:
-    """
+def require_none_wrong(findings: Sequence[Finding]) -> None:
+    """Refuse to train if a finding is wrong.
+
     Raises:
-        RunError: something is wrong.
+        RunError: it names every wrong finding with its fix.
     """
     wrong = [one for one in findings if one.state == "wrong"]
     if wrong:
-        said = "\n  ".join(f"{one.name}: {one.said}" for one in wrong)
+        messages = "\n  ".join(f"{one.name}: {one.message}" for one in wrong)
         fixes = " ".join(one.fix for one in wrong)
-        raise RunError(f"This run would be worth nothing:\n  {said}", fixes)
+        raise RunError(f"Training cannot start:\n  {messages}", fixes)
 
 
-def size_of(size: int | float) -> str:
-    """Bytes for people."""
+def format_bytes(size: int | float) -> str:
+    """Return a size with its unit."""
     for unit, scale in (("GB", 2**30), ("MB", 2**20)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size / 2**10:.0f} kB"
 
 
-def time_of(seconds: int | float) -> str:
-    """Seconds for people."""
+def format_seconds(seconds: int | float) -> str:
+    """Return a duration with its unit."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.2g} s"

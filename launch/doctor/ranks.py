@@ -1,96 +1,95 @@
-"""Who works: processes, threads, libraries, and the precisions that this device multiplies in."""
+"""Checks of the environment: processes, libraries, threads, and the precisions of this device."""
 
 import torch
 
 from outrider.conf.errors import ConfigError
-from outrider.launch.cost_estimate import pieces_rate
+from outrider.conf.schema import Config
+from outrider.launch.cost_estimate import matmul_rate
 from outrider.launch.doctor.finding import Finding, State
-from outrider.train import distributed as start
+from outrider.models import process
+from outrider.train import distributed
 from outrider.train.manifest import versions
-from outrider.train.settings import Config
 
-FASTER = 1.3  # times, from which the other precision is worth a word
-GOOD = 1e9
+FASTER = 1.3  # speed ratio from which the other precision is recommended
+GIGA = 1e9
 
 
 def launcher(config: Config) -> Finding:
-    """World, backend and device; the launcher's wishes against the configuration's."""
-    launch, world = config.launch, start.world_size()
+    """Report world size, backend and device, and whether launcher and configuration agree."""
+    launch, world = config.launch, process.world_size()
     gpus = torch.cuda.device_count()
-    backend = start.backend() if world > 1 else None
-    facts = {"launch": launch.name, "ranks": world, "device": str(start.device()), "gpus": gpus,
+    backend = process.backend() if world > 1 else None
+    facts = {"launch": launch.name, "ranks": world, "device": str(process.device()), "gpus": gpus,
              "backend": backend, "wait_minutes": launch.wait}  # fmt: skip
-    said = f"launch={launch.name}, {world} process" + ("es" if world > 1 else "")
-    said += f" over {backend}" if backend else ""
-    said += f" on {start.device()}" + (f", {gpus} GPUs here" if gpus else ", no GPU here")
+    message = f"launch={launch.name}, {world} process" + ("es" if world > 1 else "")
+    message += f" over {backend}" if backend else ""
+    message += f" on {process.device()}" + (f", {gpus} GPUs" if gpus else ", no GPU")
     try:
-        start.check(launch)
+        distributed.require_matching_launcher(launch)
     except ConfigError as error:
-        said = f"{error.key}={error.value}: {error.why}"
-        return Finding("launcher", "wrong", said, facts, error.fix)
-    if world == 1 and gpus > 1:
-        fix = f"accelerate launch --num_processes {gpus} train.py launch=ddp ... uses them all."
-        return Finding("launcher", "note", said, facts, fix)
-    return Finding("launcher", "ok", said, facts)
+        message = f"{error.key}={error.value}: {error.why}"
+        return Finding("launcher", "wrong", message, facts, error.fix)
+    fix = f"accelerate launch --num_processes {gpus} train.py launch=ddp ... uses all GPUs."
+    idle = world == 1 and gpus > 1
+    return Finding("launcher", "note" if idle else "ok", message, facts, fix)
 
 
 def libraries(config: Config) -> Finding:
-    """Versions; DeepSpeed must be there where it is to be used."""
-    found = versions()
-    said = "  ".join(f"{name} {version}" for name, version in found.items())
-    if config.launch.name.startswith("zero") and found["deepspeed"] == "not installed":
-        fix = "pip install deepspeed, or use launch=ddp."
-        return Finding("libraries", "wrong", said, {"versions": found}, fix)
-    return Finding("libraries", "ok", said, {"versions": found})
+    """Report versions; DeepSpeed must be installed if the launch uses it."""
+    installed = versions()
+    message = "  ".join(f"{name} {version}" for name, version in installed.items())
+    if config.launch.name.startswith("zero") and installed["deepspeed"] == "not installed":
+        fix = "Run pip install deepspeed, or use launch=ddp."
+        return Finding("libraries", "wrong", message, {"versions": installed}, fix)
+    return Finding("libraries", "ok", message, {"versions": installed})
 
 
 def threads() -> Finding:
-    """Threads of each rank against the cores there are."""
-    here = start.ranks_here()
-    cores = start.cores()
+    """Compare the threads of the ranks on this machine with its cores."""
+    local = process.local_world_size()
+    cores = process.available_cores()
     each = torch.get_num_threads()
-    facts = {"threads": each, "cores": cores, "ranks_here": here}
-    said = f"{each} per rank, {here} rank(s) here, {cores} cores"
-    if each * here > cores:
-        fix = f"They wait for each other: OMP_NUM_THREADS={max(1, cores // here)}."
-        return Finding("threads", "note", said, facts, fix)
-    if (each + 1) * here <= cores and not torch.cuda.is_available():
-        fix = f"Cores stand idle: OMP_NUM_THREADS={cores // here}, or leave it unset."
-        return Finding("threads", "note", said, facts, fix)
-    return Finding("threads", "ok", said, facts)
+    facts = {"threads": each, "cores": cores, "ranks_here": local}
+    message = f"{each} per rank, {local} rank(s) on this machine, {cores} cores"
+    fix = ""
+    if each * local > cores:
+        fix = f"More threads than cores: set OMP_NUM_THREADS={max(1, cores // local)}."
+    elif (each + 1) * local <= cores and not torch.cuda.is_available():
+        fix = f"Cores are idle: set OMP_NUM_THREADS={cores // local}, or leave it unset."
+    return Finding("threads", "note" if fix else "ok", message, facts, fix)
 
 
 def precision(config: Config) -> Finding:
-    """Whether bfloat16 works here, and how fast it is beside float32: two products, measured."""
-    wanted = config.launch.precision == "bf16" or config.target.dtype == "bfloat16"
-    brief, full = _brief_rate(), pieces_rate(4)
+    """Measure matrix products in bfloat16 and float32, and compare with the configuration."""
+    bf16 = config.launch.precision == "bf16" or config.target.dtype == "bfloat16"
+    half, full = _bf16_rate(), matmul_rate(4)
     facts = {"launch_precision": config.launch.precision, "target_dtype": config.target.dtype,
-             "bf16_works": brief > 0, "bf16_flops": brief, "fp32_flops": full}  # fmt: skip
-    if not brief:
-        state: State = "wrong" if wanted else "ok"
+             "bf16_works": half > 0, "bf16_flops": half, "fp32_flops": full}  # fmt: skip
+    if not half:
+        state: State = "wrong" if bf16 else "ok"
         fix = "Use launch.precision=no and target.dtype=float32."
-        return Finding("precision", state, "no bfloat16 products here", facts, fix)
-    said = (
-        f"launch.precision={config.launch.precision}, target.dtype={config.target.dtype}; products "
-        f"of bfloat16 {brief / GOOD:.0f} GFLOP/s, of float32 {full / GOOD:.0f}"
+        return Finding(
+            "precision", state, "this device has no bfloat16 matrix products", facts, fix
+        )
+    message = (
+        f"launch.precision={config.launch.precision}, target.dtype={config.target.dtype}; matrix "
+        f"products in bfloat16: {half / GIGA:.0f} GFLOP/s, in float32: {full / GIGA:.0f}"
     )
-    if config.target.dtype == "float16" and start.device().type == "cpu":
-        fix = "A CPU is slow in float16: target.dtype=bfloat16 or float32."
-        return Finding("precision", "note", said, facts, fix)
-    if wanted and full > FASTER * brief:
-        fix = "float32 is faster here: launch.precision=no, target.dtype=float32."
-        return Finding("precision", "note", said, facts, fix)
-    if config.launch.precision == "no" and brief > FASTER * full:
-        fix = f"launch.precision=bf16 may be worth it: products are {brief / full:.1f} x as fast."
-        return Finding("precision", "note", said, facts, fix)
-    return Finding("precision", "ok", said, facts)
+    fix = ""
+    if config.target.dtype == "float16" and process.device().type == "cpu":
+        fix = "float16 is slow on a CPU: use target.dtype=bfloat16 or float32."
+    elif bf16 and full > FASTER * half:
+        fix = "float32 is faster on this device: use launch.precision=no, target.dtype=float32."
+    elif config.launch.precision == "no" and half > FASTER * full:
+        fix = f"launch.precision=bf16 is faster: its products run {half / full:.1f}x as fast."
+    return Finding("precision", "note" if fix else "ok", message, facts, fix)
 
 
-def _brief_rate() -> float:
-    """Of bfloat16 products; 0 where there are none."""
+def _bf16_rate() -> float:
+    """FLOP/s of bfloat16 products; 0 if the device has none."""
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return 0.0
     try:
-        return pieces_rate(2)
+        return matmul_rate(2)
     except RuntimeError:
         return 0.0

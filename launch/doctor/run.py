@@ -1,188 +1,218 @@
-"""`outrider doctor`: all checks before a run, and the short ones that every run begins with.
+"""`outrider doctor`: all checks before a run, and the quick checks at the start of `train`.
 
     outrider doctor drafter=eagle3 target=tiny json=doctor.json
 
-Exit code 0 says that training may start, 1 that something is wrong; a mistake in the settings
-themselves is 2, as everywhere. Text that the target has yet to write is judged by a short sample
-of it. `at_start` is what `train` shows of it: nothing that is measured, nothing that the lines
-before have said, and only where something is to be said.
+Exit code 0: training can start; 1: a finding is wrong; 2: a configuration error. Text that the
+target has not generated yet is checked on a short sample. `print_start_summary` is the short form
+that `train` prints, without measurements.
 """
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from outrider.conf.commands import DoctorConfig
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import write_json
-from outrider.data.contamination import Overlap
-from outrider.data.prepare import Material, material
+from outrider.conf.schema import Config
+from outrider.data.contamination import OverlapError
+from outrider.data.corpus import load_training_data, recording_config
 from outrider.data.record.writer import Recorder
-from outrider.data.self_generated import is_written, questions_for
+from outrider.data.reporter import Reporter
+from outrider.data.self_generated import answers_exist, load_prompts
 from outrider.data.tokenise import show_samples
-from outrider.data.traces import Recorded
-from outrider.launch import cost_estimate as plan
-from outrider.launch.doctor import costs, ranks, target, template, text, vocabulary
-from outrider.launch.doctor import trial_steps as measured
-from outrider.launch.doctor.finding import Finding, Group, as_json, refuse, show, table, verdict
-from outrider.models import drafters, load
-from outrider.models.load import Loaded
-from outrider.train import distributed as start
-from outrider.train.doctoring import DoctorConfig
-from outrider.train.settings import Config
-from outrider.train.trainer import Run
+from outrider.data.training_data import TrainingData
+from outrider.launch import cost_estimate
+from outrider.launch.doctor import costs, ranks, target, template, text, trial_steps, vocabulary
+from outrider.launch.doctor.finding import (
+    Finding,
+    FindingGroup,
+    findings_table,
+    print_findings,
+    require_none_wrong,
+    to_json,
+    verdict,
+    with_state,
+)
+from outrider.models import drafters, load, process
+from outrider.models.load import LoadedTarget
+from outrider.train.trainer import Trainer
 
-SAMPLE = 16  # answers that the target is let write
+SAMPLE = 16  # answers that the target generates
 
 
-def doctor(config: Config, wanted: DoctorConfig) -> int:
-    """The verb."""
-    start.use_cores()
-    main = start.rank() == 0
+def doctor(config: Config, options: DoctorConfig) -> int:
+    """Run the command."""
+    process.set_threads()
+    main = process.rank() == 0
     console = Console(quiet=not main, width=None if sys.stdout.isatty() else 100)
-    groups = examine(config, wanted, console)
-    show(console, groups)
+    groups = run_checks(config, options, console)
+    print_findings(console, groups)
     console.print(verdict(groups), style="bold")
-    facts = as_json(groups)
-    if wanted.json and main:
-        write_json(Path(wanted.json).expanduser(), facts)
-        console.print(f"written: {wanted.json}", highlight=False)
-    start.leave()
-    return 0 if facts["may_start"] else 1
+    result = to_json(groups)
+    if options.json and main:
+        write_json(Path(options.json).expanduser(), result)
+        console.print(f"written: {options.json}", highlight=False)
+    process.destroy_group()
+    return 0 if result["may_start"] else 1
 
 
-def examine(config: Config, wanted: DoctorConfig, console: Console) -> list[Group]:
-    """Every group of checks; those that cannot be made any more are left out."""
-    here = Group("launcher", [ranks.launcher(config), ranks.libraries(config), ranks.threads()])
-    here.findings.append(ranks.precision(config))
-    groups = [here]
-    if any(one.state == "wrong" for one in here.findings):
+def run_checks(config: Config, options: DoctorConfig, console: Console) -> list[FindingGroup]:
+    """Return every group of findings; checks that an earlier failure prevents are left out."""
+    findings = [ranks.launcher(config), ranks.libraries(config), ranks.threads()]
+    groups = [FindingGroup("launcher", [*findings, ranks.precision(config)])]
+    if any(with_state(groups, "wrong")):
         return groups
     if config.target.place in ("sharded", "tensor"):
-        start.join(config.launch)
+        process.init_group(config.launch)
     try:
-        loaded = load.load(config.target, start.device())
+        loaded = load.load_target(config.target, process.device())
     except (ConfigError, RunError) as error:
-        return [*groups, Group("target", [failed("probe", error)])]
-    of_target, of_text = Group("target", [target.read_rightly(loaded)]), Group("text", [])
-    groups.extend([of_target, of_text])
-    taps = drafters.taps_of(config.drafter, loaded.target.depth)
+        return [*groups, FindingGroup("target", [error_finding("probe", error)])]
+    return [*groups, *_check_run(config, options, console, loaded)]
+
+
+def _check_run(
+    config: Config, options: DoctorConfig, console: Console, loaded: LoadedTarget
+) -> list[FindingGroup]:
+    """The groups target, template, text and costs."""
+    target_findings = [target.target_check(loaded)]
+    taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     loaded.target.set_taps(taps)
-    traced = config.data.traces is not None
-    recorded = config.data.mode == "recorded" and not traced
-    if recorded:  # nothing is recorded to be looked at
-        config = replace(config, data=replace(config.data, mode="auto"))
-    sampled = config.data.generate is not None and not traced and not is_written(config, loaded)
+    generated = config.data.generate is not None and config.data.traces is None
+    sampled = generated and not answers_exist(config, loaded)
     if sampled:
-        console.print(f"the target's own text is judged by a sample of {SAMPLE} answers")
-        config = few_answers(config)
+        console.print(f"self-generated text is checked on a sample of {SAMPLE} answers")
+        config = sample_config(config)
     try:
-        made, refused = _material(config, loaded, taps)
+        data, overlap = _load_text(config, loaded, taps)
     except (ConfigError, RunError) as error:
-        of_text.findings.append(failed("text", error))
-        return groups
-    show_samples(console, loaded.tokenizer, made.documents)
-    run = Run(config, loaded, made, begin=False)
-    of_text.findings.extend([
-        text.mask(loaded, made), text.sources(made.documents), text.kept(made),
-        text.rows(config, made), text.overlap(config, made, refused),
-        vocabulary.coverage(made, config.drafter.draft_vocab_size),
-    ])  # fmt: skip
-    groups.insert(2, _template(config, loaded, made, wanted))
-    of_target.findings.extend([target.drafter(run), target.taps(run)])
-    if (found := target.recorded(run)) is not None:
-        of_target.findings.append(found)
-    groups.append(_costs(run, loaded, wanted, sampled, recorded))
-    run.roll.close()
+        text_findings = [error_finding("text", error)]
+        return [FindingGroup("target", target_findings), FindingGroup("text", text_findings)]
+    show_samples(Reporter(console), loaded.tokenizer, data.documents)
+    run = Trainer(config, loaded, data, begin=False)
+    target_findings += [target.drafter(run), target.taps(run), *target.recording(run)]
+    text_findings = [
+        text.mask(loaded, data), text.sources(data.documents), text.conversations(data),
+        text.rows(config, data), text.overlap(config, data, overlap),
+        vocabulary.coverage(data, config.drafter.draft_vocab_size),
+    ]  # fmt: skip
+    groups = [
+        FindingGroup("target", target_findings),
+        FindingGroup("template", _check_template(config, loaded, data, options.conversations)),
+        FindingGroup("text", text_findings),
+        FindingGroup("costs", _check_costs(run, loaded, options, sampled)),
+    ]
+    run.close()
     return groups
 
 
-def failed(name: str, error: ConfigError | RunError) -> Finding:
-    """An error that would end a run, as a finding."""
+def error_finding(name: str, error: ConfigError | RunError) -> Finding:
+    """Return an error that would end a run as a finding."""
     if isinstance(error, ConfigError):
         return Finding(name, "wrong", f"{error.key}={error.value}: {error.why}", {}, error.fix)
     return Finding(name, "wrong", error.message, {}, error.fix)
 
 
-def few_answers(config: Config) -> Config:
-    """The same run on a sample of its text, which takes seconds to write."""
-    wish = config.data.generate
-    assert wish is not None, "only data=self has one"
-    few = replace(wish, samples=SAMPLE, minutes=None, max_new_tokens=min(64, wish.max_new_tokens))
-    return replace(config, data=replace(config.data, generate=few))
+def sample_config(config: Config) -> Config:
+    """Return the configuration with a sample of the self-generated text, which takes seconds."""
+    generate = config.data.generate
+    assert generate is not None, "only data=self has it"
+    tokens = min(64, generate.max_new_tokens)
+    sample = replace(generate, samples=SAMPLE, minutes=None, max_new_tokens=tokens)
+    return replace(config, data=replace(config.data, generate=sample))
 
 
-def _material(
-    config: Config, loaded: Loaded, taps: tuple[int, ...]
-) -> tuple[Material, Overlap | None]:
-    """The text; with the overlap left out where that alone stops the run."""
-    quiet = Console(quiet=True)  # its facts are among the findings
+def _load_text(
+    config: Config, loaded: LoadedTarget, taps: tuple[int, ...]
+) -> tuple[TrainingData, OverlapError | None]:
+    """Load the text; if it overlaps the suite, without the overlap and with the error."""
+    load_text = partial(load_training_data, loaded=loaded, taps=taps, reporter=Reporter.silent())
     try:
-        return material(config, loaded, taps, quiet, start.rank()), None
-    except Overlap as error:
+        data = load_text(config, record=False)
+    except OverlapError as error:
         dropped = replace(config, data=replace(config.data, overlap="drop"))
-        return material(dropped, loaded, taps, quiet, start.rank()), error
+        return load_text(dropped, record=False), error
+    recorder = _recorder(config, loaded, data)
+    return (load_text(config) if recorder and recorder.is_complete() else data), None
 
 
-def _template(config: Config, loaded: Loaded, made: Material, wanted: DoctorConfig) -> Group:
-    talks = template.sample(config, loaded, made.documents, wanted.conversations)
-    tokenizer = loaded.tokenizer
-    return Group("template", [
-        template.prefix(tokenizer, talks, config.data.max_length),
-        template.thinking(tokenizer, config.target, talks), template.date(tokenizer),
-    ])  # fmt: skip
+def _recorder(config: Config, loaded: LoadedTarget, data: TrainingData) -> Recorder | None:
+    """The recorder of the run, None if it records no features."""
+    settings = None if config.data.traces is not None else recording_config(config)
+    if settings is None:
+        return None
+    return Recorder(settings, loaded, data, Reporter.silent())
 
 
-def _costs(run: Run, loaded: Loaded, wanted: DoctorConfig, sampled: bool, recorded: bool) -> Group:
-    cost = plan.estimate(run)
-    fits = measured.largest_batch(run, cost) if wanted.measure else costs.memory(run, cost)
-    found, tight = [fits], run.reduce(torch.tensor(float(fits.state == "wrong"))) > 0
-    if wanted.measure and not tight:  # the ranks step together, or none does
-        found.append(measured.pace(run, wanted.steps, cost))
+def _check_template(
+    config: Config, loaded: LoadedTarget, data: TrainingData, conversations: int
+) -> list[Finding]:
+    dialogues = template.sample_dialogues(config, loaded, data.documents, conversations)
+    return [
+        template.prefix(loaded.tokenizer, dialogues, config.data.max_length),
+        template.thinking(loaded.tokenizer, config.target, dialogues),
+        template.date(loaded.tokenizer),
+    ]
+
+
+def _check_costs(
+    run: Trainer, loaded: LoadedTarget, options: DoctorConfig, sampled: bool
+) -> list[Finding]:
+    cost = cost_estimate.estimate(run)
+    memory = trial_steps.largest_batch(run, cost) if options.measure else costs.memory(run, cost)
+    too_large = run.reduce(torch.tensor(float(memory.state == "wrong"))) > 0
+    if options.measure and not too_large:  # all ranks take part in a step
+        time = trial_steps.step_time(run, options.steps, cost)
     else:
-        found.append(costs.time(run, cost))
-    traces = Recorder(run.config, loaded, run.material, Console(quiet=True)) if recorded else None
-    found.append(costs.disk(
-        run, cost, _to_write(run, loaded) if sampled else 0.0, traces.bytes() if traces else 0.0
-    ))  # fmt: skip
-    return Group("costs", [*found, costs.rate(run), costs.folder(run.config)])
+        time = costs.time(run, cost)
+    disk = costs.disk(run, cost, *_bytes_to_write(run, loaded, sampled))
+    return [memory, time, disk, costs.learning_rate(run), costs.run_folder(run.config)]
 
 
-def _to_write(run: Run, loaded: Loaded) -> float:
-    noted = run.material.noted
-    if not isinstance(noted, Recorded):
-        return 0.0
-    config, quiet = run.config, Console(quiet=True)
-    tokens = sum(len(document.ids) for document in run.material.documents)
-    answers = len(questions_for(config, loaded, None, quiet, start.rank()))
-    return costs.still_to_write(config, noted.store, answers, tokens)
+def _bytes_to_write(run: Trainer, loaded: LoadedTarget, sampled: bool) -> tuple[float, float]:
+    """Return the bytes of text and of a recording that the run has yet to write.
+
+    Args:
+        sampled: the run has a sample of its text only.
+    """
+    config, documents = run.config, run.data.documents
+    tokens = total = float(sum(len(document.ids) for document in documents))
+    if sampled:
+        prompts = load_prompts(config, loaded, None, Reporter.silent())
+        total = costs.tokens_to_write(config, tokens / len(documents), len(prompts))
+    recorder = None if run.data.recorded else _recorder(config, loaded, run.data)
+    recording = recorder.size() * total / tokens if recorder else 0.0
+    return costs.TEXT_BYTES * total * sampled, recording
 
 
-def check(config: Config, loaded: Loaded, made: Material) -> None:
-    """What can be refused before first weights are sought.
+def require_trainable(config: Config, loaded: LoadedTarget, data: TrainingData) -> None:
+    """Refuse a run before the drafter is initialised.
 
     Raises:
-        RunError: the text teaches nothing, or the drafter cannot say it.
+        RunError: no token is supervised, or the draft vocabulary covers too few.
     """
     size = config.drafter.draft_vocab_size
-    refuse([text.mask(loaded, made), vocabulary.coverage(made, size, brief=True)])
+    require_none_wrong([text.mask(loaded, data), vocabulary.coverage(data, size, brief=True)])
 
 
-def at_start(console: Console, run: Run, loaded: Loaded) -> None:
-    """The short form, of the main rank, in less than a second.
+def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget) -> None:
+    """Print the quick checks on the main rank, in less than a second.
 
     Raises:
-        RunError: something is wrong that `check` could not know.
+        RunError: a finding is wrong.
     """
-    cost, made, config = plan.estimate(run), run.material, run.config
+    cost, data, config = cost_estimate.estimate(run), run.data, run.config
     always = [
         target.drafter(run),
-        vocabulary.coverage(made, config.drafter.draft_vocab_size, brief=True),
+        vocabulary.coverage(data, config.drafter.draft_vocab_size, brief=True),
         costs.memory(run, cost), costs.disk(run, cost), costs.time(run, cost),
     ]  # fmt: skip
-    unusual = [text.mask(loaded, made), text.rows(config, made), costs.rate(run)]
+    unusual = [text.mask(loaded, data), text.rows(config, data), costs.learning_rate(run)]
     findings = always + [one for one in unusual if one.state != "ok"]
-    console.print(table(f"{config.drafter.name} for {run.target.name}", findings))
-    refuse(findings)
+    console.print(findings_table(f"{config.drafter.name} for {run.target.name}", findings))
+    require_none_wrong(findings)

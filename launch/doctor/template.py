@@ -1,189 +1,195 @@
-"""The chat template: does it say tomorrow, and of longer dialogues, what it says now?
+"""Checks of the chat template: prefix stability, the thinking flag, today's date.
 
-A drafter is trained on whole conversations and decodes behind their beginnings. Both are the same
-text only if every beginning renders to a prefix of the whole, in tokens. Templates break that when
-they drop earlier thoughts, put an empty thought in front of an answer that the generation prompt
-lacks, or insert today's date. `data/answer_spans.py` finds the answers all the same; what is supervised
-then stands behind other tokens than at decoding, and how often is said here.
+A drafter is trained on whole conversations and decodes after their first turns. Both have the same
+tokens only if the first turns render to a prefix of the whole. Templates break that if they drop
+earlier thoughts, put an empty thought in front of an answer that the generation prompt lacks, or
+insert today's date. `data/answer_spans.py` still finds the answers, but supervised tokens then
+follow other tokens than at decoding; these checks count how often.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 from outrider.conf.errors import RunError
-from outrider.data.conversations import Message, Summary, conversations
-from outrider.data.self_generated import CONVERSATIONS, questions_for, source_of
+from outrider.conf.schema import THINKING_ARG, Config, TargetConfig
+from outrider.data.conversations import Message, Summary, read_conversations
+from outrider.data.self_generated import conversation_source, load_prompts
 from outrider.data.sources import data_source
-from outrider.data.tokenise import Document, key_of, render, told
+from outrider.data.tokenise import Document, conversation_key, render, render_prompt
 from outrider.launch.doctor.finding import Finding
-from outrider.models.chat_template import THINKING
-from outrider.models.load import Loaded
-from outrider.train.settings import Config, TargetConfig
+from outrider.models.load import LoadedTarget
 
-Talk = Sequence[Message]
+Dialogue = Sequence[Message]
 NEAR = 6  # tokens shown on either side of a difference
-THOUGHT = ("<think>", "<|begin_of_thought|>", "<thinking>")
+THOUGHT_TAGS = ("<think>", "<|begin_of_thought|>", "<thinking>")
 CASES = {
-    "turn": "an earlier turn is shown otherwise once others follow",
-    "prompt": "the generation prompt is not what an answer stands behind later",
-    "tokens": "the text goes on as it began, but its tokens join across the border",
+    "turn": "an earlier turn renders differently once others follow",
+    "prompt": "the generation prompt differs from the text before an answer of the whole",
+    "tokens": "the text continues, but tokens merge across the boundary",
 }
 FIXES = {
-    "turn": "data.supervise=each teaches every answer behind the turns as they are decoded.",
-    "prompt": "Set target.thinking or target.template_args so that both are alike.",
-    "tokens": "A tokenizer whose turns end in special tokens does not join them.",
+    "turn": "Set data.supervise=each to train every answer after the turns as they are decoded.",
+    "prompt": "Set target.thinking or target.template_args so that both are equal.",
+    "tokens": "Use a tokenizer whose turns end in special tokens.",
 }
 
 
-class Break(NamedTuple):
-    """A dialogue whose beginning is not the beginning of the whole."""
+class PrefixMismatch(NamedTuple):
+    """A dialogue whose first turns do not render to a prefix of the whole."""
 
     case: str  # of CASES
-    turns: int  # how long the beginning is
-    before: str  # the place where they part, as it was and as it became
+    turns: int  # number of first turns
+    before: str  # text around the first difference, of the first turns and of the whole
     after: str
 
 
-def sample(config: Config, loaded: Loaded, documents: Sequence[Document], count: int) -> list[Talk]:
-    """The first conversations of the data, as turns; with data=self what the target answered."""
-    talks: list[Talk] = []
+def sample_dialogues(
+    config: Config, loaded: LoadedTarget, documents: Sequence[Document], count: int
+) -> list[Dialogue]:
+    """Return the first conversations of the data; with data=self those with generated answers."""
+    dialogues: list[Dialogue] = []
     if config.data.name == "self":
-        talks += islice(_own(config, loaded, documents), count)
+        dialogues += islice(_generated(config, loaded, documents), count)
         if config.data.given is not None:
             given = data_source(config.data.given, "data.given", skip_bad=config.data.skip_bad)
-            talks += islice(conversations(given, Summary()), count)
+            dialogues += islice(read_conversations(given, Summary()), count)
     else:
-        source = source_of(config.data, str(CONVERSATIONS))
-        talks += islice(conversations(source, Summary()), count)
-    return talks
+        source = conversation_source(config.data)
+        dialogues += islice(read_conversations(source, Summary()), count)
+    return dialogues
 
 
-def _own(config: Config, loaded: Loaded, documents: Sequence[Document]) -> Iterator[Talk]:
+def _generated(
+    config: Config, loaded: LoadedTarget, documents: Sequence[Document]
+) -> Iterator[Dialogue]:
     from rich.console import Console
+
+    from outrider.data.reporter import Reporter
 
     assert config.data.generate is not None, "data=self has it"
     limit = config.data.generate.samples
-    asked = questions_for(config, loaded, limit, Console(quiet=True), rank=0)
+    prompts = load_prompts(config, loaded, limit, Reporter(Console(quiet=True)))
     known = {document.key: document for document in documents}
-    for prompt in asked:
-        opening = prompt.opening()
-        if (found := known.get(key_of(opening))) is not None:
-            ids = [i for i, is_answer in zip(found.ids, found.answer, strict=True) if is_answer]
-            said = loaded.tokenizer.decode(ids, skip_special_tokens=True)
-            yield [*opening, Message(role="assistant", content=said)]
+    for prompt in prompts:
+        opening = prompt.first_messages()
+        if (document := known.get(conversation_key(opening))) is not None:
+            ids = document.ids[document.answer].tolist()
+            answer = loaded.tokenizer.decode(ids, skip_special_tokens=True)
+            yield [*opening, Message(role="assistant", content=answer)]
 
 
-def longer(talks: Sequence[Talk]) -> list[Talk]:
-    """What chatting may come to: neighbours as one dialogue, and one whose last answer is empty."""
-    joined = [[*one, *_asked(other)] for one, other in pairwise(talks)]
-    empty = [[*talk[:-1], Message(role="assistant", content="")] for talk in talks[:1]]
+def extended_dialogues(dialogues: Sequence[Dialogue]) -> list[Dialogue]:
+    """Return neighbours joined to one dialogue, and one dialogue with an empty last answer."""
+    joined = [[*one, *_without_system(other)] for one, other in pairwise(dialogues)]
+    empty = [[*dialogue[:-1], Message(role="assistant", content="")] for dialogue in dialogues[:1]]
     return [*joined, *empty]
 
 
-def _asked(talk: Talk) -> list[Message]:
-    return [turn for turn in talk if turn["role"] != "system"]
+def _without_system(dialogue: Dialogue) -> list[Message]:
+    return [turn for turn in dialogue if turn["role"] != "system"]
 
 
-def breaks(tokenizer: Any, talk: Talk) -> Break | None:
-    """The first place where a beginning of this dialogue is no beginning of the next longer one.
+def find_mismatch(tokenizer: Any, dialogue: Dialogue) -> PrefixMismatch | None:
+    """Return the first turns that do not render to a prefix of one turn more, or None.
 
-    Beginnings that end before an answer carry the generation prompt, as they do at decoding.
+    First turns before an answer include the generation prompt, as at decoding.
     """
-    for turns in range(1, len(talk)):
-        if not _asked(talk[:turns]):
+    for turns in range(1, len(dialogue)):
+        if not _without_system(dialogue[:turns]):
             continue  # templates may refuse a system turn alone
-        answered = talk[turns]["role"] == "assistant"
-        short, begun = told(tokenizer, talk[:turns], prompt=answered)
-        long, whole = told(tokenizer, talk[: turns + 1], prompt=False)
-        if whole[: len(begun)] == begun:
+        answered = dialogue[turns]["role"] == "assistant"
+        short, short_ids = render_prompt(tokenizer, dialogue[:turns], prompt=answered)
+        long, ids = render_prompt(tokenizer, dialogue[: turns + 1], prompt=False)
+        if ids[: len(short_ids)] == short_ids:
             continue
         case = "tokens" if long.startswith(short) else "prompt" if answered else "turn"
         if answered and case == "prompt":
-            bare = told(tokenizer, talk[:turns], prompt=False)[1]
-            case = "prompt" if whole[: len(bare)] == bare else "turn"
-        return Break(case, turns, *_apart(tokenizer, begun, whole))
+            bare = render_prompt(tokenizer, dialogue[:turns], prompt=False)[1]
+            case = "prompt" if ids[: len(bare)] == bare else "turn"
+        return PrefixMismatch(case, turns, *_difference(tokenizer, short_ids, ids))
     return None
 
 
-def _apart(tokenizer: Any, begun: list[int], whole: list[int]) -> tuple[str, str]:
-    pairs = zip(begun, whole, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(begun), len(whole)))
+def _difference(tokenizer: Any, short: list[int], long: list[int]) -> tuple[str, str]:
+    pairs = zip(short, long, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(short), len(long)))
     window = slice(max(0, at - NEAR), at + NEAR)
-    return tokenizer.decode(begun[window]), tokenizer.decode(whole[window])
+    return tokenizer.decode(short[window]), tokenizer.decode(long[window])
 
 
-def prefix(tokenizer: Any, talks: Sequence[Talk], max_length: int) -> Finding:
-    """Whether beginnings are prefixes, and what the answer mask makes of it where not."""
+def prefix(tokenizer: Any, dialogues: Sequence[Dialogue], max_length: int) -> Finding:
+    """Check that first turns render to prefixes, and count the answers where they do not."""
     if not getattr(tokenizer, "chat_template", None):
-        said = "there is none: turns are joined as plain text, each in tokens of its own"
-        return Finding("prefix", "ok", said, {"dialogues": 0, "breaks": 0})
-    tried = [*talks, *longer(talks)]
+        message = "no chat template: turns are joined as plain text and tokenised one by one"
+        return Finding("prefix", "ok", message, {"dialogues": 0, "breaks": 0})
+    candidates = [*dialogues, *extended_dialogues(dialogues)]
     try:
-        parts = [breaks(tokenizer, talk) for talk in talks]
-        shown = [render(tokenizer, talk, max_length=max_length) for talk in talks]
+        parts = [find_mismatch(tokenizer, dialogue) for dialogue in dialogues]
+        rendered = [render(tokenizer, dialogue, max_length=max_length) for dialogue in dialogues]
     except RunError as error:
-        return Finding("prefix", "wrong", error.message, {"dialogues": len(tried)}, error.fix)
-    for talk in tried[len(talks) :]:
-        with suppress(RunError):  # nobody has said that, and the template need not render it
-            parts.append(breaks(tokenizer, talk))
-    found = [part for part in parts if part is not None]
-    cases = Counter(part.case for part in found)
-    facts = {"dialogues": len(parts), "breaks": len(found), "cases": dict(cases)}
-    if not found:
-        said = f"{len(parts)} dialogues: every beginning is a prefix of the whole, in tokens"
-        return Finding("prefix", "ok", said, facts)
-    facts |= {"before": found[0].before, "after": found[0].after}
-    sought, answers = sum(doc.rewritten for doc in shown), sum(map(_answers, talks))
-    facts |= {"answers": answers, "answers_sought_in_text": sought}
+        return Finding("prefix", "wrong", error.message, {"dialogues": len(candidates)}, error.fix)
+    for dialogue in candidates[len(dialogues) :]:
+        with suppress(RunError):  # the template need not render dialogues that the data lacks
+            parts.append(find_mismatch(tokenizer, dialogue))
+    mismatches = [part for part in parts if part is not None]
+    cases = Counter(part.case for part in mismatches)
+    facts = {"dialogues": len(parts), "breaks": len(mismatches), "cases": dict(cases)}
+    if not mismatches:
+        message = f"{len(parts)} dialogues: first turns always render to a prefix of the whole"
+        return Finding("prefix", "ok", message, facts)
+    facts |= {"before": mismatches[0].before, "after": mismatches[0].after}
+    searched, answers = sum(doc.rewritten for doc in rendered), sum(map(_answers, dialogues))
+    facts |= {"answers": answers, "answers_sought_in_text": searched}
     lines = [f"{count} of {len(parts)} dialogues: {CASES[case]}" for case, count in cases.items()]
-    lines.append(f"{found[0].before!r} becomes {found[0].after!r}")
+    lines.append(f"{mismatches[0].before!r} becomes {mismatches[0].after!r}")
     lines.append(
-        f"of the text's own {answers} answers {sought} do not stand behind what is decoded behind; "
-        "they are found in the text and supervised as the whole shows them"
+        f"{searched} of {answers} answers follow other tokens than at decoding; they are "
+        "supervised where the rendered text has them"
     )
     fix = " ".join(FIXES[case] for case in cases)
     return Finding("prefix", "note", "\n".join(lines), facts, fix)
 
 
-def _answers(talk: Talk) -> int:
-    return sum(turn["role"] == "assistant" for turn in talk)
+def _answers(dialogue: Dialogue) -> int:
+    return sum(turn["role"] == "assistant" for turn in dialogue)
 
 
-def thinking(tokenizer: Any, target: TargetConfig, talks: Sequence[Talk]) -> Finding:
-    """The thinking flag against what stands in the answers."""
-    answers = [t["content"] for talk in talks for t in talk if t["role"] == "assistant"]
-    thought = sum(any(mark in answer for mark in THOUGHT) for answer in answers)
-    share = thought / max(1, len(answers))
-    known = THINKING in str(getattr(tokenizer, "chat_template", None))
-    facts = {"template_asks": known, "flag": target.thinking, "share_of_answers": share}
+def thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]) -> Finding:
+    """Compare target.thinking with the thoughts in the answers."""
+    turns = chain.from_iterable(dialogues)
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    thinking_answers = sum(any(mark in answer for mark in THOUGHT_TAGS) for answer in answers)
+    share = thinking_answers / max(1, len(answers))
+    supported = THINKING_ARG in str(getattr(tokenizer, "chat_template", None))
+    facts = {"template_asks": supported, "flag": target.thinking, "share_of_answers": share}
     flag = "not set" if target.thinking is None else str(target.thinking).lower()
-    said = f"target.thinking is {flag}; {share:.0%} of {len(answers)} answers hold thoughts"
-    if not known:
-        if not thought:
-            return Finding("thinking", "ok", f"the template has no {THINKING}", facts)
-        return Finding("thinking", "note", f"{said}; the template has no {THINKING}", facts)
+    message = f"target.thinking is {flag}; {share:.0%} of {len(answers)} answers contain thoughts"
+    if not supported:
+        if not thinking_answers:
+            return Finding("thinking", "ok", f"the template has no {THINKING_ARG}", facts)
+        return Finding("thinking", "note", f"{message}; the template has no {THINKING_ARG}", facts)
     fix = {
-        None: f"The template decides about {THINKING} as it likes: set target.thinking.",
-        True: "The drafter will not have seen thoughts: use data=self, or target.thinking=false.",
-        False: "The drafter learns thoughts that the target will not have: target.thinking=true.",
+        None: f"The template decides about {THINKING_ARG} by itself: set target.thinking.",
+        True: "The drafter is trained without thoughts: use data=self, or target.thinking=false.",
+        False: "The drafter is trained on thoughts, the target omits them: target.thinking=true.",
     }[target.thinking]
-    fits = target.thinking is not None and (thought > 0) == target.thinking
-    return Finding("thinking", "ok" if fits else "note", said, facts, fix)
+    fits = target.thinking is not None and (thinking_answers > 0) == target.thinking
+    return Finding("thinking", "ok" if fits else "note", message, facts, fix)
 
 
 def date(tokenizer: Any) -> Finding:
-    """Whether the template inserts today's date, so that a run of tomorrow learns other text."""
+    """Check whether the template inserts today's date, which makes text differ from day to day."""
     template = str(getattr(tokenizer, "chat_template", None))
     fixed = "{% set date_string" in template
     changing = "strftime_now" in template and not fixed
     facts = {"inserts_today": changing}
     if not changing:
-        return Finding("date", "ok", "the template says the same on every day", facts)
-    fix = "Fix it: target.template_args=['date_string=26 Jul 2024']."
+        return Finding("date", "ok", "the template does not insert today's date", facts)
+    fix = "Fix the date: target.template_args=['date_string=26 Jul 2024']."
     if "date_string" not in template:
-        fix = "It asks for no date_string: use a copy of the target whose template has none."
-    said = "the template inserts today's date: text of tomorrow is other text, and rendered anew"
-    return Finding("date", "note", said, facts, fix)
+        fix = "The template takes no date_string: use a copy of the target without the date."
+    message = "the template inserts today's date: the text differs tomorrow, and is rendered again"
+    return Finding("date", "note", message, facts, fix)

@@ -1,65 +1,66 @@
-"""The training text: what is supervised, from which source, how much of it there is."""
+"""Checks of the training text: supervised tokens, sources, amount, overlap with the suite."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from outrider.data.contamination import NAMED, SHOWN, Guard, Overlap
+from outrider.conf.schema import Config
+from outrider.data.contamination import MAX_LISTED, SHOWN, OverlapError, OverlapFilter
 from outrider.data.conversations import RULES, Prompt
-from outrider.data.prepare import Material
-from outrider.data.suite import suite_of, suite_place
-from outrider.data.tokenise import Document, coloured
-from outrider.eval.contamination_check import questions
+from outrider.data.suite import eval_source, load_suite
+from outrider.data.tokenise import Document, highlight_answers
+from outrider.data.training_data import TrainingData
+from outrider.eval.contamination_check import training_questions
 from outrider.launch.doctor.finding import Finding, State
-from outrider.models.load import Loaded, stop_ids
-from outrider.train.settings import Config
+from outrider.models.load import LoadedTarget, stop_ids
 
-LOOKED_AT = 2000  # documents, for how their answers end
-SAID = 200  # characters of a document in the json
-OFTEN = 20  # passes over the data from which more data would do more good
-FEW = 1000  # held-out answer tokens below which an acceptance length is mostly noise
-LOST = 0.1  # share of conversations that are cut or left out, from which it is worth a word
-ENDED = 0.9  # share of answers that should end with a token that ends an answer
-MET = "in the suite"
-DROPPED = ("bad row", MET, "unknown shape", "no turns", "too long", "answers cut off")
+SAMPLE = 2000  # documents whose last answer tokens are checked
+PREVIEW = 200  # characters of a document in the JSON
+MANY_PASSES = 20  # passes over the data from which more data helps more
+FEW_TOKENS = 1000  # held-out answer tokens below which an acceptance length is mostly noise
+LOST = 0.1  # share of truncated or dropped conversations from which it is a note
+ENDED = 0.9  # expected share of answers that end with a stop token
+IN_SUITE = "in the suite"
+DROPPED = ("bad row", IN_SUITE, "unknown shape", "no turns", "too long", "answers cut off")
 
 
-def mask(loaded: Loaded, made: Material) -> Finding:
-    """Which tokens are supervised, and whether the end of an answer is among them."""
-    tokens = sum(int((part.document >= 0).sum()) for part in (made.train, made.held))
-    count = int(made.counts.sum() + made.held_counts.sum())
+def mask(loaded: LoadedTarget, data: TrainingData) -> Finding:
+    """Check the share of supervised tokens, and that answers end with a stop token."""
+    tokens = sum(int((part.document >= 0).sum()) for part in (data.train, data.held))
+    count = int(data.counts.sum() + data.held_counts.sum())
     share = count / max(1, tokens)
     facts: dict[str, Any] = {"tokens": tokens, "supervised": count, "share": share}
     if not count:
-        fix = "See data.supervise, data.max_length, and the template's answers."
+        fix = "Check data.supervise, data.max_length, and the answers in the chat template."
         return Finding("mask", "wrong", "no token is supervised", facts, fix)
-    marked = [document for document in made.documents[:LOOKED_AT] if document.answer.any()]
-    ended, whole = _ended(loaded, marked)
+    marked = [document for document in data.documents[:SAMPLE] if document.answer.any()]
+    ended, whole = _stop_token_share(loaded, marked)
     facts |= {**_preview(loaded, marked[0]), "ended": ended}
-    said = (
-        f"{share:.1%} of {tokens:,} tokens; {ended:.0%} of {whole:,} answers end with a stop token"
+    message = (
+        f"{share:.1%} of {tokens:,} tokens are supervised; "
+        f"{ended:.0%} of {whole:,} answers end with a stop token"
     )
+    fix = ""
     if share == 1:
-        fix = "The data have no prompts, or the template marks all of the text as answers."
-        return Finding("mask", "note", f"all of the text is supervised; {said}", facts, fix)
-    if whole and ended < ENDED:
-        fix = "The drafter will not learn to stop: see how the template ends a turn."
-        return Finding("mask", "note", said, facts, fix)
-    return Finding("mask", "ok", said, facts)
+        message = f"all tokens are supervised; {message}"
+        fix = "The data has no prompts, or the template marks all of the text as answers."
+    elif whole and ended < ENDED:
+        fix = "The drafter does not learn to stop: check how the template ends a turn."
+    return Finding("mask", "note" if fix else "ok", message, facts, fix)
 
 
-def _preview(loaded: Loaded, document: Document) -> dict[str, str]:
+def _preview(loaded: LoadedTarget, document: Document) -> dict[str, str]:
     ids = document.ids[document.answer].tolist()
     return {
         "first_supervised": loaded.tokenizer.decode(ids[:1]),
         "last_supervised": loaded.tokenizer.decode(ids[-1:]),
-        "preview": coloured(loaded.tokenizer, document, brackets=True).plain[:SAID],
+        "preview": highlight_answers(loaded.tokenizer, document, brackets=True).plain[:PREVIEW],
     }
 
 
-def _ended(loaded: Loaded, documents: Sequence[Document]) -> tuple[float, int]:
-    """Share of the last answers that end with a stop token, of those that were not cut."""
+def _stop_token_share(loaded: LoadedTarget, documents: Sequence[Document]) -> tuple[float, int]:
+    """Share of the last answers that end with a stop token, and number of those not truncated."""
     stops = set(stop_ids(loaded.tokenizer, loaded.target))
     whole = [document for document in documents if not document.cut]
     last = [int(document.ids[document.answer][-1]) for document in whole]
@@ -67,7 +68,7 @@ def _ended(loaded: Loaded, documents: Sequence[Document]) -> tuple[float, int]:
 
 
 def sources(documents: Sequence[Document]) -> Finding:
-    """Supervised share by source."""
+    """Check the supervised share of each source."""
     count: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for document in documents:
         row = count[document.source]
@@ -82,85 +83,93 @@ def sources(documents: Sequence[Document]) -> Finding:
         f"{name}: {f['share']:.1%} of {f['tokens']:,} tokens, {f['conversations']:,} conversations"
         for name, f in facts.items()
     ]
-    bare = [name for name, f in facts.items() if f["share"] == 0]
-    fix = f"Nothing is learned from {', '.join(bare)}: leave it out, or mend it." if bare else ""
-    state: State = "note" if bare else "ok"
+    unsupervised = [name for name, f in facts.items() if f["share"] == 0]
+    fix = (
+        f"Nothing is learned from {', '.join(unsupervised)}: remove it, or fix it."
+        if unsupervised
+        else ""
+    )
+    state: State = "note" if unsupervised else "ok"
     return Finding("sources", state, "\n".join(lines), {"sources": facts}, fix)
 
 
-def kept(made: Material) -> Finding:
-    """What was cut, mended and left out on the way."""
-    cases = {**made.about.get("cases", {})}
-    for case, count in made.about.get("given_cases", {}).items():
+def conversations(data: TrainingData) -> Finding:
+    """Check how many conversations were truncated, repaired and dropped."""
+    cases = {**data.about.get("cases", {})}
+    for case, count in data.about.get("given_cases", {}).items():
         cases[case] = cases.get(case, 0) + count
-    facts = {"conversations": len(made.documents), "cases": cases}
-    lines = [f"{len(made.documents):,} conversations"]
+    facts = {"conversations": len(data.documents), "cases": cases}
+    lines = [f"{len(data.documents):,} conversations"]
     lines += [f"{n:,} {case}: {RULES[case]}" for case, n in cases.items() if case != "used"]
     lost = sum(cases.get(case, 0) for case in DROPPED)
-    cut = max(cases.get("cut", 0), sum(document.cut > 0 for document in made.documents))
-    seen = max(1, len(made.documents) + lost)
+    cut = max(cases.get("cut", 0), sum(document.cut > 0 for document in data.documents))
+    seen = max(1, len(data.documents) + lost)
     facts |= {"cut": cut, "left_out": lost}
-    if max(cut, lost) / seen < LOST:
-        return Finding("conversations", "ok", "\n".join(lines), facts)
-    fix = "Longer rows (data.max_length) cut less." if cut > lost else "See the counts."
-    return Finding("conversations", "note", "\n".join(lines), facts, fix)
+    fix = "Raise data.max_length to truncate less." if cut > lost else "See the counts above."
+    state: State = "ok" if max(cut, lost) / seen < LOST else "note"
+    return Finding("conversations", state, "\n".join(lines), facts, fix)
 
 
-def rows(config: Config, made: Material) -> Finding:
-    """How often the text is seen, and whether enough is held out to judge by."""
-    train, held = made.train, int(made.held_counts.sum())
+def rows(config: Config, data: TrainingData) -> Finding:
+    """Check the passes over the data, and the number of held-out tokens."""
+    train, held = data.train, int(data.held_counts.sum())
     each = config.train.batch_tokens // config.data.max_length
     steps = config.train.max_steps
     passes = steps * each / len(train) if steps else None
     facts = {
         "rows": len(train), "length": train.length, "fill": train.fill, "step_rows": each,
-        "passes": passes, "held_rows": len(made.held), "held_answer_tokens": held,
+        "passes": passes, "held_rows": len(data.held), "held_answer_tokens": held,
     }  # fmt: skip
-    seen = "" if passes is None else f", each seen {passes:.1f} times"
-    said = (
+    repeated = "" if passes is None else f", {passes:.1f} passes"
+    message = (
         f"{len(train):,} rows of {train.length} tokens, {train.fill:.1%} filled, {each} a step"
-        f"{seen}; held out {held:,} answer tokens in {len(made.held)} rows"
+        f"{repeated}; held out {held:,} answer tokens in {len(data.held)} rows"
     )
-    if passes is not None and passes > OFTEN:
-        fix = f"Every row will be seen more than {OFTEN} times: more data would do more good."
-        return Finding("rows", "note", said, facts, fix)
-    if held < FEW:
-        fix = "So few held-out tokens tell drafters apart badly: raise data.holdout."
-        return Finding("rows", "note", said, facts, fix)
-    return Finding("rows", "ok", said, facts)
+    fix = ""
+    if passes is not None and passes > MANY_PASSES:
+        fix = f"More than {MANY_PASSES} passes over the data: more data helps more than more steps."
+    elif held < FEW_TOKENS:
+        fix = "Too few held-out tokens to compare drafters: raise data.holdout."
+    return Finding("rows", "note" if fix else "ok", message, facts, fix)
 
 
-def overlap(config: Config, made: Material, refused: Overlap | None) -> Finding:
-    """Questions of the training text that are prompts of the suite, nearly.
+def overlap(config: Config, data: TrainingData, refused: OverlapError | None) -> Finding:
+    """Check for questions in the training text that nearly equal a prompt of the suite.
 
     Args:
-        refused: what reading the text ended with, where overlaps are refused.
+        refused: the error of data.overlap=refuse.
     """
-    suite, wish = suite_of(config, None), config.data.overlap
-    cases = (made.about.get(name, {}) for name in ("cases", "given_cases"))
-    met = refused.met if refused else sum(these.get(MET, 0) for these in cases)
-    facts = {"suite": suite_place(config).place, "prompts": len(suite), "wish": wish, "met": met}
+    suite, policy = load_suite(config, None), config.data.overlap
+    cases = (data.about.get(name, {}) for name in ("cases", "given_cases"))
+    met = refused.count if refused else sum(these.get(IN_SUITE, 0) for these in cases)
+    facts = {
+        "suite": eval_source(config).location,
+        "prompts": len(suite),
+        "wish": policy,
+        "met": met,
+    }
     if refused:
         return Finding("overlap", "wrong", refused.message, facts, refused.fix)
-    if wish == "keep":
+    if policy == "keep":
         return _kept_overlap(config, suite, facts)
     if met:
-        said = f"{met} conversations ask a prompt of the suite, nearly: left out"
-        return Finding("overlap", "note", said, facts, "That is data.overlap=drop.")
-    said = f"no conversation asks one of the suite's {len(suite)} prompts, nearly"
-    return Finding("overlap", "ok", said, facts)
+        message = f"{met} conversations contain a near copy of a prompt of the suite: dropped"
+        return Finding("overlap", "note", message, facts, "This is data.overlap=drop.")
+    message = f"no conversation contains a near copy of the suite's {len(suite)} prompts"
+    return Finding("overlap", "ok", message, facts)
 
 
 def _kept_overlap(config: Config, suite: Sequence[Prompt], facts: dict[str, Any]) -> Finding:
-    """With data.overlap=keep nobody has looked yet."""
-    guard = Guard(suite, "drop")
-    for asked in islice(questions(config), config.data.max_samples):
-        guard.meets(asked)
-    facts |= {"met": len(guard.hits), "names": [name for name, _, _ in guard.hits]}
-    if not guard.hits:
-        said = f"no conversation asks one of the suite's {len(suite)} prompts, nearly"
-        return Finding("overlap", "ok", said, facts)
-    lines = [f"{len(guard.hits)} conversations ask a prompt of the suite, nearly"]
-    lines += [f"{name} ({near:.0%}): {text[:SHOWN]!r}" for name, near, text in guard.hits[:NAMED]]
-    fix = "They are trained on (data.overlap=keep): what is measured on them is no proof."
+    """With data.overlap=keep the overlap has not been searched yet."""
+    overlap_filter = OverlapFilter(suite, "drop")
+    for question in islice(training_questions(config), config.data.max_samples):
+        overlap_filter.overlaps(question)
+    hits = overlap_filter.hits
+    facts |= {"met": len(hits), "names": [name for name, _, _ in hits]}
+    if not hits:
+        message = f"no conversation contains a near copy of the suite's {len(suite)} prompts"
+        return Finding("overlap", "ok", message, facts)
+    lines = [f"{len(hits)} conversations contain a near copy of a prompt of the suite"]
+    lines += [f"{name} ({near:.0%}): {text[:SHOWN]!r}" for name, near, text in hits[:MAX_LISTED]]
+    fix = "They are trained on (data.overlap=keep): metrics on these prompts are biased."
     return Finding("overlap", "note", "\n".join(lines), facts, fix)

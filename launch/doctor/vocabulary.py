@@ -1,46 +1,46 @@
-"""How much of the answers a draft vocabulary of each size can propose."""
+"""Check of the draft vocabulary: the share of answer tokens that each size covers."""
 
-from outrider.data.prepare import Material
+from outrider.data.training_data import TrainingData
 from outrider.launch.doctor.finding import Finding, State
 
 LADDER = (1024, 2048, 4096, 8192, 16384, 32768)
-SMALL = (16, 8, 4, 2)  # parts of a vocabulary that is itself below the ladder's middle
+SMALL = (16, 8, 4, 2)  # divisors of a vocabulary too small for LADDER
 ENOUGH = 0.9  # share of held-out answer tokens
-WORTHLESS = 0.5  # below it more answers are out of reach than within
+USELESS = 0.5  # below it most answer tokens cannot be drafted
 BAR = 24  # characters
 
 
-def curve(made: Material, chosen: int | None) -> list[tuple[int, float]]:
-    """(size, share of held-out answer tokens among the most frequent ones of the training part).
+def curve(data: TrainingData, chosen: int | None) -> list[tuple[int, float]]:
+    """Return (size, share of held-out answer tokens covered by the most frequent training tokens).
 
     Args:
-        chosen: `drafter.draft_vocab_size`, which is one of the sizes.
+        chosen: `drafter.draft_vocab_size`, one of the sizes.
     """
-    whole = len(made.counts)
+    whole = len(data.counts)
     ladder = LADDER if whole > 4 * LADDER[0] else [whole // part for part in SMALL]
     sizes = {size for size in ladder if 0 < size < whole} | {min(chosen or whole, whole), whole}
-    return [(size, made.vocab(size).coverage(made.held_counts)) for size in sorted(sizes)]
+    return [(size, data.vocab(size).coverage(data.held_counts)) for size in sorted(sizes)]
 
 
-def coverage(made: Material, chosen: int | None, brief: bool = False) -> Finding:
-    """The curve, with the size of this run marked.
+def coverage(data: TrainingData, chosen: int | None, brief: bool = False) -> Finding:
+    """Check the coverage of this run's size, and show the curve.
 
     Args:
-        brief: that size alone.
+        brief: leave the curve out.
     """
-    whole = len(made.counts)
+    whole = len(data.counts)
     size = min(chosen or whole, whole)
-    points = [(size, made.vocab(size).coverage(made.held_counts))] if brief else curve(made, chosen)
+    points = [(size, data.vocab(size).coverage(data.held_counts))] if brief else curve(data, chosen)
     share = dict(points)[size]
     facts = {"size": size, "of": whole, "share": share, "curve": [list(point) for point in points]}
-    said = f"{size:,} of {whole:,} tokens propose {share:.2%} of the held-out answer tokens"
+    message = f"{size:,} of {whole:,} tokens cover {share:.2%} of the held-out answer tokens"
     if not brief:
-        said = "\n".join([said, *(_line(n, part, n == size) for n, part in points)])
+        message = "\n".join([message, *(_line(n, part, n == size) for n, part in points)])
     if share >= ENOUGH:
-        return Finding("vocabulary", "ok", said, facts)
-    state: State = "wrong" if share < WORTHLESS else "note"
-    fix = f"It misses {1 - share:.1%} of the answer tokens: raise drafter.draft_vocab_size."
-    return Finding("vocabulary", state, said, facts, fix)
+        return Finding("vocabulary", "ok", message, facts)
+    state: State = "wrong" if share < USELESS else "note"
+    fix = f"{1 - share:.1%} of the answer tokens cannot be drafted: raise drafter.draft_vocab_size."
+    return Finding("vocabulary", state, message, facts, fix)
 
 
 def _line(size: int, share: float, chosen: bool) -> str:

@@ -1,105 +1,110 @@
-"""What a policy asks of the drafter: level after level of every prompt's tree, in one round.
+"""The drafter's side of a round: draft logits for one level of every prompt's tree after the other.
 
-The drafter's states go in and stay as they are; logits come out with penalties and bans applied
-to every node's own text; and the time is booked as drafting. A policy sees nothing else.
+A policy drafts through a DraftContext and sees nothing else of the engine. The drafter's states
+stay unchanged; logits come with penalties and bans, and with the verifier's changes; drafting time
+is recorded.
 
 Shape letters: B prompts, N nodes of a level, P tokens from the root to a node, Vd draft tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.decode.gumbel_coupling import Race
-from outrider.models.decode.round_times import Clock, Stopwatch
-from outrider.models.decode.sampling_params import History, Sampling
-from outrider.models.drafter import Drafter, State
+from outrider.models.decode.request import ActiveRequest
+from outrider.models.decode.round_times import RoundTimes, Stopwatch
+from outrider.models.decode.sampling import RandomSource
+from outrider.models.decode.sampling_params import Sampling, TokenHistory
+from outrider.models.drafter import Drafter
 
 NOT_FINITE = "The drafter's logits are not finite (NaN or infinite)."
-BROKEN = "Has its training diverged, is its precision wide enough, do its files belong together?"
+DRAFTER_FIX = "Check that its training converged, its precision, and that its files match."
+DraftScores = Callable[[Tensor, int, Tensor | None], Tensor]  # logits, depth, target ids
 
 
-class Ask:
-    """One round of a batch.
+class DraftContext:
+    """All that a policy needs to draft one round of a batch.
 
     Attributes:
-        vocab: the tokens that can be drafted.
-        reach: deepest level the drafter can draft.
+        vocab: the draft vocabulary.
+        roots: the newest tokens.
+        depth_limits: per request, the deepest useful draft token: the target adds one more.
+        max_depth: the deepest level the drafter supports.
+        rng: random numbers for sampled drafts.
     """
 
     def __init__(
         self,
         drafter: Drafter,
-        states: Sequence[State],
+        requests: Sequence[ActiveRequest],
         sampling: Sampling,
-        history: History | None,
+        rng: RandomSource,
+        history: TokenHistory | None,
+        draft_scores: DraftScores,
         watch: Stopwatch,
-        clock: Clock,
-        fresh: Sequence[int] = (),
-        race: Race | None = None,
+        times: RoundTimes,
     ) -> None:
         """
         Args:
-            states: what the drafter has absorbed, one per prompt.
-            history: the texts so far; needed where `sampling` has penalties or bans.
-            fresh: prompts whose answers begin: look whether the drafter's logits for them are
-                numbers. Later ones that are not make bad guesses, which the target refuses; to draw
-                from them is refused.
-            race: the noise that the target's tokens are chosen with; None where they are not.
+            history: the texts so far; required where `sampling` has a penalty or bans.
+            draft_scores: the verifier's.
         """
-        self.drafter, self.states = drafter, list(states)
-        self.vocab, self.reach = drafter.vocab, drafter.reach
-        self.sampling, self.history = sampling, history
-        self.watch, self.clock, self.fresh, self.race = watch, clock, list(fresh), race
+        self.drafter, self.vocab, self.max_depth = drafter, drafter.vocab, drafter.max_depth
+        self.states = [one.state for one in requests]
+        self.depth_limits = [one.remaining - 1 for one in requests]
+        roots = [one.root for one in requests]
+        self.roots: Int[Tensor, " B"] = roots[0] if len(roots) == 1 else torch.cat(roots)
+        self.sampling, self.rng, self.history = sampling, rng, history
+        self.draft_scores, self.watch, self.times = draft_scores, watch, times
+        self._first_rounds = [slot for slot, one in enumerate(requests) if not one.out.accepted]
+        self._target_ids = None if self.vocab.is_full else self.vocab.target_ids
         self._paths: Int[Tensor, "B N P"] | None = None
 
     def step(
         self, depth: int, ids: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]
     ) -> Float[Tensor, "B N Vd"]:
-        """Logits for the children of the nodes of level depth - 1.
+        """Return logits for the children of the nodes of level depth - 1.
 
         Args:
             ids: tokens of that level; at depth 1 the roots.
-            parents: for each of them, its place in the step before (ignored at depth 1).
+            parents: the index of each one's parent in the previous step (ignored at depth 1).
 
         Raises:
-            RunError: an answer begins with logits that are NaN or infinite.
+            RunError: the first logits of an answer are NaN or infinite. Later ones give draft
+                tokens that are rejected, and drawing from them is refused.
         """
         self.watch.lap()
-        logits, self.states = self.drafter.step_all(self.states, depth, ids, parents)
-        self.clock.draft += self.watch.lap()
-        if self.fresh and depth == 1 and not bool(logits[self.fresh].amax().isfinite()):
-            raise RunError(NOT_FINITE, BROKEN)
+        logits, self.states = self.drafter.step_batch(self.states, depth, ids, parents)
+        self.times.draft += self.watch.lap()
+        first = logits[self._first_rounds] if self._first_rounds and depth == 1 else None
+        if first is not None and not bool(first.amax().isfinite()):
+            raise RunError(NOT_FINITE, DRAFTER_FIX)
         if self.history is not None:
             logits = self._adjusted(logits, self.history, ids, parents)
-        if self.race is None:
-            return logits
-        kept = None if self.vocab.full else self.vocab.kept
-        return self.race.guesses(self.sampling.hopes(logits), depth, kept)
+        return self.draft_scores(logits, depth, self._target_ids)
 
     def _adjusted(
         self,
         logits: Float[Tensor, "B N Vd"],
-        history: History,
+        history: TokenHistory,
         ids: Int[Tensor, "B N"],
         parents: Int[Tensor, "B N"],
     ) -> Float[Tensor, "B N Vd"]:
-        """Penalties and bans, each node under its own text."""
-        self._paths = _longer(self._paths, ids, parents)
-        kept = None if self.vocab.full else self.vocab.kept
-        allowed = self.sampling.adjust(logits, history.along(self._paths), kept)
-        some = (allowed > float("-inf")).any(-1, keepdim=True)
-        return torch.where(some, allowed, logits.float())  # all is banned: the target refuses it
+        """Apply penalties and bans, each node with its own text."""
+        self._paths = _extended(self._paths, ids, parents)
+        adjusted = self.sampling.adjust(logits, history.along(self._paths), self._target_ids)
+        some_allowed = (adjusted > float("-inf")).any(-1, keepdim=True)
+        return torch.where(some_allowed, adjusted, logits.float())  # else the target rejects it
 
 
-def _longer(
+def _extended(
     paths: Int[Tensor, "B M P"] | None, ids: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]
 ) -> Int[Tensor, "B N P1"]:
-    """Each node's tokens from the root down, itself included."""
+    """Return each node's tokens from the root down, itself included."""
     if paths is None:
         return ids[..., None]
-    above = paths.gather(1, parents[..., None].expand(*parents.shape, paths.shape[2]))
-    return torch.cat([above, ids[..., None]], dim=2)
+    prefix = paths.gather(1, parents[..., None].expand(*parents.shape, paths.shape[2]))
+    return torch.cat([prefix, ids[..., None]], dim=2)

@@ -1,85 +1,178 @@
-"""From settings to a policy and its rule."""
+"""Sampling, policy and rule of `conf/decode`, and the checks of its settings."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxtyping import Float
 from torch import Tensor
 
+from outrider.conf.compose import choices, compose, to_container
 from outrider.conf.errors import ConfigError
-from outrider.eval.rank_tables import best_tree
-from outrider.models.decode import tree_shapes as shapes
+from outrider.conf.fields import from_dict
+from outrider.conf.schema import Config, DecodeConfig
+from outrider.models.decode import tree_shapes
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.rules import BEST, TOSSED, Fitted, default_rule, judge
+from outrider.models.decode.rules import (
+    BEST,
+    COUPLED,
+    RULES,
+    SAMPLED_DRAFTS,
+    BoundRule,
+    bind_rule,
+    default_rule,
+)
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafter import Drafter
-from outrider.train.decoding import DecodeConfig
 
-Tables = Mapping[
-    str, Tensor
-]  # eval/rank_tables.py: "best@0", "best@1", "drawn@1", .. -> chances [D, K]
+Tables = Mapping[str, Tensor]  # eval/rank_tables.py: "best@0", "drawn@1", .. -> table [D, K]
 
 
 def sampling_of(decode: DecodeConfig) -> Sampling:
-    return Sampling(
-        decode.temperature,
-        decode.top_p,
-        decode.top_k,
-        decode.min_p,
-        decode.repetition_penalty,
-        decode.banned,
-    )
+    """Return the sampling parameters."""
+    return Sampling(*(getattr(decode, field) for field in Sampling._fields))
 
 
 def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
-    """The shape of drafts.
+    """Return the draft policy.
 
     Args:
-        tables: of the checkpoint; needed for a static tree without a file.
+        tables: of the checkpoint; required for a static tree without a file.
 
     Raises:
-        ConfigError: a static tree cannot be had, or does not suit its drafts.
+        ConfigError: a static tree has neither a file nor a table, or does not suit its drafts.
     """
-    draft = decode.tossing if decode.temperature > 0 else BEST  # greedily nothing is drawn
+    draft = _draft_of(decode)
     if decode.kind == "chain":
         return Chain(decode.depth, draft, decode.confidence)
     if decode.kind == "dynamic_tree":
         return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft)
-    paths = shapes.read(Path(decode.tree)) if decode.tree else searched(decode, tables)
-    if draft in TOSSED and not shapes.contiguous(paths):
-        why = "Drawn siblings come one after the other: the ranks below a node must be 0, 1, 2, .."
-        raise ConfigError(
-            "decode.tree", decode.tree, why, "Use decode.draft=best, or fill the gaps."
-        )
+    paths = tree_shapes.read(Path(decode.tree)) if decode.tree else search_tree(decode, tables)
+    if draft in SAMPLED_DRAFTS and not tree_shapes.contiguous(paths):
+        why = "Siblings are drawn one after the other: the ranks below a node must be 0, 1, 2, .."
+        fix = "Use decode.draft=best, or fill the gaps."
+        raise ConfigError("decode.tree", decode.tree, why, fix)
     return StaticTree(paths, draft)
 
 
-def searched(decode: DecodeConfig, tables: Tables | None) -> shapes.Paths:
-    """The best shape of `decode.nodes` nodes for a checkpoint's chances."""
-    draft = decode.tossing if decode.temperature > 0 else BEST
-    name = f"{'drawn' if draft in TOSSED else draft}@{1 if decode.temperature > 0 else 0}"
+def _draft_of(decode: DecodeConfig) -> str:
+    return decode.draft_kind if decode.temperature > 0 else BEST
+
+
+def search_tree(decode: DecodeConfig, tables: Tables | None) -> tree_shapes.Paths:
+    """Return the best shape of `decode.nodes` nodes for a checkpoint's acceptance probabilities.
+
+    Raises:
+        ConfigError: the checkpoint has no table for these drafts.
+    """
+    draft = _draft_of(decode)
+    kind = "drawn" if draft in SAMPLED_DRAFTS else draft
+    name = f"{kind}@{1 if decode.temperature > 0 else 0}"
     if tables is None or name not in tables:
-        why = f"The run has no measured chances ({name} in ranks.json) to search a tree by."
+        why = f"The run has no measured acceptance per rank ({name} in ranks.json)."
         fix = "Give decode.tree=FILE, or run: outrider ranks run.dir=..."
         raise ConfigError("decode.tree", decode.tree, why, fix)
     table = tables[name][: decode.depth, : decode.width]
     return best_tree(name, table, decode.nodes)
 
 
-def shortfall(policy: Policy, drafter: Drafter) -> str:
-    """What to say where drafts are wished deeper than the drafter can go; "" where they are not."""
-    if policy.levels <= drafter.reach:
+def best_tree(name: str, table: Float[Tensor, "D K"], nodes: int) -> tree_shapes.Paths:
+    """Return the shape with the most expected tokens for a table.
+
+    Args:
+        name: of the table; "drawn@..." are of drawn siblings, whose ranks have no gaps.
+    """
+    if name.startswith("drawn"):
+        return tree_shapes.sequoia(table, nodes, len(table))[0]
+    return tree_shapes.best_first(table, nodes)
+
+
+def depth_warning(policy: Policy, drafter: Drafter) -> str:
+    """Return a warning if the policy is deeper than the drafter supports; else ""."""
+    if policy.levels <= drafter.max_depth:
         return ""
     return (
-        f"drafts of depth {policy.levels} are wished, and this drafter reaches {drafter.reach}: "
-        "they end there"
+        f"decode.depth={policy.levels} is deeper than this drafter can draft: "
+        f"drafts end at depth {drafter.max_depth}"
     )
 
 
-def rule_of(decode: DecodeConfig, policy: Policy) -> Fitted:
-    """How guesses are verified above temperature 0."""
+def rule_of(decode: DecodeConfig, policy: Policy) -> BoundRule:
+    """Return the verification rule at temperatures above 0."""
     name = decode.verify
     if name == "auto" or decode.temperature == 0:
-        return judge(default_rule(policy.draft, not policy.branches), policy.draft)
-    return judge(name, policy.draft, **decode.knobs)
+        return bind_rule(default_rule(policy.draft, not policy.branches), policy.draft)
+    return bind_rule(name, policy.draft, **decode.rule_parameters)
+
+
+def check_decode(decode: DecodeConfig) -> None:
+    """Check that the settings agree.
+
+    Raises:
+        ConfigError: keys that contradict each other.
+    """
+    chain = decode.kind == "chain"
+    if chain and decode.width != 1:
+        why, fix = "A chain has one child per node.", "Use decode=dynamic_tree for a tree."
+        raise ConfigError("decode.width", decode.width, why, fix)
+    if chain and decode.nodes != decode.depth:
+        why = f"A chain of decode.depth={decode.depth} has exactly {decode.depth} nodes."
+        fix = "Set decode.depth alone, or use decode=dynamic_tree for a tree."
+        raise ConfigError("decode.nodes", decode.nodes, why, fix)
+    if decode.nodes < decode.depth:
+        why = f"A tree of decode.depth={decode.depth} has at least {decode.depth} nodes."
+        fix = f"Use decode.nodes={decode.depth} or more, or a smaller depth."
+        raise ConfigError("decode.nodes", decode.nodes, why, fix)
+    if decode.kind == "dynamic_tree" and decode.draft_kind not in (BEST, COUPLED):
+        why = "A tree that is pruned by probability must not sample its tokens: that is biased."
+        fix = "Use best or coupled, or decode=sampled_tree."
+        raise ConfigError("decode.draft", decode.draft, why, fix)
+    for key, kind in (("confidence", "chain"), ("gain", "dynamic_tree"), ("tree", "static_tree")):
+        if getattr(decode, key) and decode.kind != kind:
+            why = f"Only decode={kind} has this setting."
+            raise ConfigError(f"decode.{key}", getattr(decode, key), why, f"Use decode={kind}.")
+    if decode.verify != "auto":
+        _check_rule(decode, chain)
+
+
+def _check_rule(decode: DecodeConfig, chain: bool) -> None:
+    try:
+        bind_rule(decode.verify, decode.draft_kind, **decode.rule_parameters)
+    except ValueError as error:
+        why = f"{str(error)[0].upper()}{str(error)[1:]}."
+        raise ConfigError("decode.verify", decode.verify, why, "Or leave it at auto.") from None
+    if RULES[decode.verify].chains_only and not chain:
+        fix = "Use decode=chain, or traversal for a tree."
+        raise ConfigError("decode.verify", decode.verify, "It verifies chains only.", fix)
+
+
+def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
+    """Parse an entry of `eval.grid`: a name for its report, and its settings.
+
+    "chain@1" -> ("chain-t1", conf/decode/chain.yaml at temperature 1).
+
+    Raises:
+        ConfigError: the entry is not policy@temperature.
+    """
+    policy, _, temperature = entry.partition("@")
+    if policy not in choices("decode") or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", temperature):
+        why = "Expected policy@temperature, for example chain@0."
+        raise ConfigError("eval.grid", entry, why, f"Policies: {', '.join(choices('decode'))}.")
+    composed = compose([f"decode.temperature={temperature}"], f"decode/{policy}")
+    settings = from_dict(DecodeConfig, to_container(composed)["decode"], "decode")
+    return f"{policy}-t{temperature}", settings
+
+
+def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
+    """Return what an evaluation measures: report names and settings.
+
+    These are `decode` alone, or the entries of `eval.grid`.
+
+    Raises:
+        ConfigError: an entry of the grid is not policy@temperature.
+    """
+    if not config.eval.grid:
+        return [(config.eval.out, config.decode)]
+    return [parse_policy_at_temperature(entry) for entry in config.eval.grid]

@@ -1,26 +1,26 @@
-"""One noise for drafter and target: sampled words that no draft can change.
+"""Gumbel coupling: the drafter and the target sample with the same noise.
 
-The largest of log p plus Gumbel noise is a draw from p. Here every place of an answer has noise of
-its own, and whoever guesses the token there and whoever decides it take the same. Where drafter and
-target give like chances, their winners are mostly the same token; and what is said is the winner of
-the target's row, whatever was guessed: token for token what plain sampling says with this noise, so
-that sampling can be checked as greedy decoding is.
+The argmax of log p plus Gumbel noise is a draw from p. Here every position of an answer has its own
+noise, and the draft token and the target's token at this position are both chosen with it. Where
+drafter and target have similar distributions, their argmax is mostly the same token. The emitted
+token is always the argmax of the target's row, whatever was drafted: the same tokens as plain
+sampling with this noise, so that sampled answers can be checked for equality like greedy ones.
 
-    place of the answer     0     1     2     3
-    drafter's winners             sat   on    mat      log q + noise of the place
-    target's winners        cat   sat   on    the      log p + the same noise
-    kept                          sat   on             and "the" is said in place of "mat"
+    position               0     1     2     3
+    drafter's argmax             sat   on    mat      log q + noise of the position
+    target's argmax        cat   sat   on    the      log p + the same noise
+    accepted                     sat   on             and "the" is emitted in place of "mat"
 
-The noise of a place outlives the rounds that guess there in vain (R6 means coins that decide what
-is kept, and here nothing is tossed). It must meet no other rule than this: residuals drawn with the
-noise that made the rejected guess are biased, as they were in vLLM (its pull request 54282).
+The noise of a position outlives the rounds that draft there (R6 is about random numbers that decide
+acceptance; here none do). It must not be combined with other rules: a residual drawn with the noise
+that chose the rejected token is biased, as it was in vLLM (its pull request 54282).
 
 Shape letters: B prompts, N nodes, n nodes of a level, R rows, V tokens, Vd draft tokens.
 
 Source: Daliri, Musco, Suresh 2024, "Coupling without Communication and Drafter-Invariant
 Speculative Decoding", arXiv:2408.07978.
-Differs: any tree, whose siblings are the largest of one row, and so, by the same trick, drawn
-without replacement.
+Differs: any tree, whose siblings are the largest of one row with noise, and so are drawn without
+replacement.
 """
 
 import math
@@ -31,103 +31,109 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.models.decode.sampling import first_max
+from outrider.models.decode.argmax import first_max
 from outrider.models.decode.tree import Tree
 
-AT_ONCE = 2**15  # numbers made at once, where a row is shorter
+CHUNK = 2**15  # numbers generated at once, where a row is shorter
 
 
-class Noise:
-    """The noise of one answer: a row per place, made as it is needed, forgotten behind.
+class GumbelNoise:
+    """The noise of one answer: a row per position, generated when needed, then discarded.
 
-    Rows are logarithms of exponential numbers, Gumbel noise negated: they are taken off logits.
+    Rows are logarithms of exponential variates, that is negated Gumbel noise, and are subtracted
+    from logits.
     """
 
     def __init__(self, seed: int, vocab: int, device: torch.device) -> None:
-        # always as many rows at once: what a GPU draws depends on how many numbers are asked for,
-        # and the noise must not depend on who asks
-        self.vocab, self.step = vocab, max(1, AT_ONCE // vocab)
+        # A fixed number of rows at once: what a GPU generates depends on the number requested, and
+        # the noise must not depend on the requests.
+        self.vocab, self.step = vocab, max(1, CHUNK // vocab)
         self.uniforms = _uniforms(seed, device)
         self.first, self.table = 0, torch.empty(0, vocab, device=device)
 
-    def rows(self, place: int, count: int) -> Float[Tensor, "count V"]:
-        """Of `count` places from `place` on, which never goes back."""
-        start = place - self.first
+    def rows(self, position: int, count: int) -> Float[Tensor, "count V"]:
+        """Return the rows of `count` positions from `position` on, which must not decrease."""
+        start = position - self.first
         if start + count > len(self.table):
             parts = [self.table]
             while sum(map(len, parts)) < start + count:
                 parts.append(log_exponential(self.uniforms(self.step, self.vocab)))
             self.table = torch.cat(parts)[start:]
-            self.first, start = place, 0
+            self.first, start = position, 0
         return self.table[start : start + count]
 
 
 def _uniforms(seed: int, device: torch.device) -> Callable[[int, int], Float[Tensor, "R V"]]:
-    """Numbers in [0, 1), float64, made on the device; on a CPU numpy's take a third of the time."""
+    """Return a generator of float64 numbers in [0, 1); on a CPU numpy takes a third of the time."""
     if device.type == "cpu":
-        made = np.random.Generator(np.random.SFC64(seed))
-        return lambda *shape: torch.from_numpy(made.random(shape))
+        numpy_generator = np.random.Generator(np.random.SFC64(seed))
+        return lambda *shape: torch.from_numpy(numpy_generator.random(shape))
     generator = torch.Generator(device).manual_seed(seed)
     return lambda *shape: torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
 
 
 def log_exponential(uniforms: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
-    """Logarithms of exponential numbers, in float32.
+    """Return logarithms of exponential variates, in float32.
 
     Args:
-        uniforms: in float64, fine enough for every tail; 1 is not among them, so that nobody wins
-            for certain, and of 0 comes infinity, which never wins.
+        uniforms: in float64, which resolves the tails; below 1, so that no token wins with
+            certainty. 0 gives infinity, which never wins.
     """
     return uniforms.log_().neg_().float().log_()
 
 
-class Race:
-    """A round of a batch: the noise of the places from each prompt's next token on.
+class RoundNoise:
+    """The noise of a round: the positions from each prompt's next token on.
 
-    In units of logits, as the scores it is taken off (`Sampling.scores`): the larger the
-    temperature, the more it weighs, and a tree that is cut by chances is at 0 the greedy one.
+    In units of logits, like the scores it is subtracted from (`Sampling.scores`): it grows with the
+    temperature, and at temperature 0 a tree that is pruned by probability is the greedy one.
     """
 
     def __init__(
-        self, noises: Sequence[Noise], places: Sequence[int], count: int, temperature: float
+        self,
+        noises: Sequence[GumbelNoise],
+        positions: Sequence[int],
+        count: int,
+        temperature: float,
     ) -> None:
-        rows = [noise.rows(place, count) for noise, place in zip(noises, places, strict=True)]
+        rows = [noise.rows(start, count) for noise, start in zip(noises, positions, strict=True)]
         self.rows = rows[0][None] if len(rows) == 1 else torch.stack(rows)
         if temperature != 1:
             self.rows = self.rows * temperature
-        self.ahead = self.rows.split(1, dim=1)
+        self.by_depth = self.rows.split(1, dim=1)
 
-    def guesses(
-        self, scores: Float[Tensor, "B n Vd"], depth: int, kept: Int[Tensor, " Vd"] | None
+    def draft_scores(
+        self, scores: Float[Tensor, "B n Vd"], depth: int, target_ids: Int[Tensor, " Vd"] | None
     ) -> Float[Tensor, "B n Vd"]:
-        """The drafter's scores of children at a depth, with the noise there.
+        """Return the drafter's scores at a depth with noise.
 
         Args:
-            kept: target ids of a reduced draft vocabulary; None: it is the target's.
+            target_ids: target ids of a reduced draft vocabulary; None: it is the target's.
         """
-        noise: Tensor = self.ahead[depth - 1]
-        return scores - (noise if kept is None else noise[..., kept])
+        noise: Tensor = self.by_depth[depth - 1]
+        return scores - (noise if target_ids is None else noise[..., target_ids])
 
-    def decided(self, scores: Float[Tensor, "B N V"], tree: Tree) -> Float[Tensor, "B N V"]:
-        """The target's scores behind every node, with the noise there."""
-        if tree.straight:
+    def target_scores(self, scores: Float[Tensor, "B N V"], tree: Tree) -> Float[Tensor, "B N V"]:
+        """Return the target's scores after every node with noise."""
+        if tree.is_chain:
             return scores - self.rows[:, : tree.size]
         prompts = torch.arange(len(tree.depths), device=scores.device)[:, None]
         return scores - self.rows[prompts, tree.depths]
 
 
-class Winners:
-    """In place of coins, for `on_cpu.match`: what it picks n-th wins with the noise at depth n."""
+class NoiseDraws:
+    """A source for `verify_cpu.match` whose n-th draw is the argmax with the noise of depth n."""
 
-    def __init__(self, race: Race) -> None:
-        self.noise = iter(race.ahead)
+    def __init__(self, noise: RoundNoise) -> None:
+        self.by_depth = iter(noise.by_depth)
 
-    def pick(self, rows: Float[Tensor, "B V"]) -> list[int]:
-        """
+    def draw_host(self, rows: Float[Tensor, "B V"]) -> list[int]:
+        """Return the argmax of every row with noise.
+
         Raises:
             FloatingPointError: a row is NaN or infinite.
         """
-        winner, lead = first_max(rows - next(self.noise)[:, 0])
-        if not all(map(math.isfinite, lead.tolist())):
+        choice, maxima = first_max(rows - next(self.by_depth)[:, 0])
+        if not all(map(math.isfinite, maxima.tolist())):
             raise FloatingPointError
-        return winner.tolist()
+        return choice.tolist()

@@ -1,14 +1,16 @@
-"""Rules that change what the target says, for more accepted tokens. Their results say "lossy".
+"""Lossy rules: more tokens are accepted, and the output distribution changes.
 
-    typical     a token is kept if it is not unlikely for the target, whoever proposed it
-    lenience    the ratio test with q scaled down: a wrong token gets more chances
+    typical     accept a token that is likely enough for the target, whoever proposed it
+    lenience    the ratio test with q scaled down
+
+Reports name these rules "lossy".
 
 Shape letters: B prompts, N nodes, V vocabulary.
 
 Source: Cai et al. 2024, "Medusa", section 2.3.1, arXiv:2401.10774 (typical acceptance, where the
 condition is Hewitt et al. 2022, arXiv:2210.15191); Leviathan et al. 2023, appendix A.5,
 arXiv:2211.17192 (lenience).
-Differs from Medusa's code: p is the warped row, and the token behind the path is drawn from it
+Differs from Medusa's code: p is the warped row, and the token after the path is drawn from it
 (their fast mode takes the argmax at any temperature).
 """
 
@@ -16,49 +18,56 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import Accepted, at, descend, drafted_chances, draw_one, ratio
+from outrider.models.decode.verify import (
+    Accepted,
+    deepest_path,
+    draft_probabilities,
+    draw_one,
+    ratio,
+    select_node,
+)
 
 
 def typical(
     tree: Tree,
     p_rows: Float[Tensor, "B N V"],
-    coins: Coins,
+    rng: RandomSource,
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> Accepted:
-    """Accept x iff p(x) > min(epsilon, delta * exp(-H(p))); the longest path, likeliest first.
+    """Accept x iff p(x) > min(epsilon, delta * exp(-H(p))); the longest path, most probable first.
 
-    No coin decides what is accepted; the next token is drawn from p at the end of the path.
+    Acceptance is deterministic; the next token is drawn from p at the end of the path.
 
     Args:
-        epsilon: a chance that is always enough, in (0, 1).
-        delta: > 0; the flatter the row, the lower the bar. H is in nats.
+        epsilon: a probability that is always accepted, in (0, 1).
+        delta: > 0; the flatter the row, the lower the threshold. H is in nats.
 
     Raises:
         ValueError: epsilon or delta out of range; p_rows does not have one row per node.
     """
     check_typical(epsilon, delta)
-    p, _ = drafted_chances(tree, p_rows, p_rows)
+    p, _ = draft_probabilities(tree, p_rows, p_rows)
     entropy = torch.special.entr(p_rows).sum(-1)
-    bar = (delta * (-entropy).exp()).clamp(max=epsilon)
-    passed = p > bar.gather(1, tree.parents.clamp(min=0))
-    likes = torch.where(tree.seen, p.log()[:, None], 0.0).sum(-1)
-    path, length = descend(tree, passed, likes)
-    return Accepted(path, length, draw_one(at(p_rows, path[:, -1]), coins))
+    threshold = (delta * (-entropy).exp()).clamp(max=epsilon)
+    passed = p > threshold.gather(1, tree.parents.clamp(min=0))
+    log_probs = torch.where(tree.ancestor_mask, p.log()[:, None], 0.0).sum(-1)
+    path, length = deepest_path(tree, passed, log_probs)
+    return Accepted(path, length, draw_one(select_node(p_rows, path[:, -1]), rng))
 
 
 def lenience(
     tree: Tree,
     p_rows: Float[Tensor, "B N V"],
     q_rows: Float[Tensor, "B N V"],
-    coins: Coins,
+    rng: RandomSource,
     factor: float,
 ) -> Accepted:
-    """Accept x with chance min(1, p(x) / (factor q(x))); else draw from max(p - factor q, 0).
+    """Accept x with probability min(1, p(x) / (factor q(x))); else draw from max(p - factor q, 0).
 
-    With a factor l no token becomes likelier than p(x) / l after any text. 1 is `ratio`.
+    With a factor l no token becomes more probable than p(x) / l after any text. 1 is `ratio`.
 
     Args:
         factor: l in (0, 1].
@@ -67,11 +76,12 @@ def lenience(
         ValueError: the factor is out of range; or as `verify.ratio`.
     """
     check_lenience(factor)
-    return ratio(tree, p_rows, factor * q_rows, coins)
+    return ratio(tree, p_rows, factor * q_rows, rng)
 
 
 def check_typical(epsilon: float, delta: float) -> None:
-    """
+    """Check the parameters of `typical`.
+
     Raises:
         ValueError: out of range.
     """
@@ -80,7 +90,8 @@ def check_typical(epsilon: float, delta: float) -> None:
 
 
 def check_lenience(factor: float) -> None:
-    """
+    """Check the parameter of `lenience`.
+
     Raises:
         ValueError: out of range.
     """

@@ -1,12 +1,11 @@
-"""Which guesses to ask the target about: what a policy is, and the simplest one, the chain.
+"""Draft policies: which draft tokens a round proposes; and the simplest policy, the chain.
 
-A policy asks the drafter level by level and returns a tree per prompt. Its guesses are `best`, the
-drafter's favourites, chosen without chance; or they are tossed from its warped rows: `drawn`,
-siblings without replacement, or `independent` ones. The rows go with the tree, because only they
-tell the verifier what a tossed guess is worth (rule R1); favourites need none. `coupled` guesses
-are favourites too, of rows that noise has been added to (coupled.py).
+A policy runs the drafter level by level and returns a tree per prompt. The kinds of draft tokens
+are those of rules.py. `drawn` and `independent` ones are sampled from the drafter's warped rows,
+and the rows are returned with the tree, because verification needs them (rule R1). `best` and
+`coupled` ones are the top-k of the drafter's scores.
 
-Trees are in `static.py` and `dynamic.py`.
+Trees are in `static_tree.py` and `dynamic_tree.py`.
 
 Shape letters: B prompts, N nodes of the tree, V the target's tokens.
 
@@ -14,7 +13,6 @@ Source: chains, Leviathan et al. 2023, arXiv:2211.17192; when to stop a chain ea
 rules in `verify.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -23,26 +21,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.models.decode.draft_context import Ask
+from outrider.models.decode.argmax import first_argmax
+from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.rules import (
     BEST,
     DRAWN,
-    TOSSED,
-    Fitted,
-    Judge,
+    SAMPLED_DRAFTS,
+    BoundRule,
+    VerifyFn,
+    bind_rule,
+    check_draft,
     default_rule,
-    judge,
-    known,
 )
-from outrider.models.decode.sampling import Coins
-from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.tree import Tree
 
 
 class Draft(NamedTuple):
-    """A tree per prompt, and the rows its guesses were tossed from (None: none was).
+    """A tree per prompt, and the rows its tokens were drawn from (None: they were not drawn).
 
-    Row i of q_rows is what the children of node i were drawn from; rows of leaves are not read.
+    Row i of q_rows is the distribution of the children of node i; rows of leaves are not read.
     """
 
     tree: Tree
@@ -51,21 +48,21 @@ class Draft(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """How a drafter is asked for guesses."""
+    """The interface of all policies."""
 
     @property
     def draft(self) -> str:
-        """How guesses come about at temperatures above 0: one of rules.DRAFTS."""
+        """The kind of draft tokens at temperatures above 0: one of rules.DRAFTS."""
         ...
 
     @property
     def nodes(self) -> int:
-        """Most drafted nodes per prompt in one round (the root is not counted)."""
+        """Maximum number of draft tokens per prompt and round (without the root)."""
         ...
 
     @property
     def levels(self) -> int:
-        """Deepest guess."""
+        """Maximum depth of a draft token."""
         ...
 
     @property
@@ -73,30 +70,19 @@ class Policy(Protocol):
         """Whether a node may have several children."""
         ...
 
-    def propose(
-        self,
-        ask: Ask,
-        roots: Int[Tensor, " B"],
-        rooms: Sequence[int],
-        sampling: Sampling,
-        coins: Coins,
-    ) -> Draft:
-        """
-        Args:
-            roots: the newest tokens.
-            rooms: no guess of a prompt deeper than this is of use (its budget ends there).
-        """
+    def propose(self, context: DraftContext) -> Draft:
+        """Return the draft of a round."""
         ...
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One guess per depth: the favourite, or drawn from the warped draft row.
+    """One draft token per depth: the drafter's argmax, or drawn from its warped row.
 
     Attributes:
-        confidence: drafting stops behind a guess that the drafter gives less chance than this
-            (noise counted in, where guesses are coupled). The guess itself is still verified, or
-            the answer's law would change (rule R2).
+        confidence: drafting stops after a token that the drafter gives less probability than this
+            (with noise, where drafts are coupled). The token itself is still verified, else the
+            output distribution would change (rule R2).
     """
 
     depth: int
@@ -107,7 +93,7 @@ class Chain:
     def __post_init__(self) -> None:
         if self.depth < 1 or not 0 <= self.confidence <= 1:
             raise ValueError(f"{self}: depth is at least 1, confidence between 0 and 1")
-        known(self.draft)
+        check_draft(self.draft)
 
     @property
     def nodes(self) -> int:
@@ -117,63 +103,60 @@ class Chain:
     def levels(self) -> int:
         return self.depth
 
-    def propose(
-        self,
-        ask: Ask,
-        roots: Int[Tensor, " B"],
-        rooms: Sequence[int],
-        sampling: Sampling,
-        coins: Coins,
-    ) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
+        roots, depth_limits, sampling = context.roots, context.depth_limits, context.sampling
         ids, rows = [roots[:, None]], list[Tensor]()
-        only = _only(len(roots), roots.device)
-        deepest = min(self.depth, max(rooms), ask.reach)
-        drafted = None  # all of it
-        if self.confidence > 0 or min(rooms) < deepest:
-            drafted = torch.tensor(rooms, device=roots.device).clamp(max=self.depth)
-        tossed = not sampling.greedy and self.draft in TOSSED
+        parents = _zeros(len(roots), roots.device)
+        deepest = min(self.depth, max(depth_limits), context.max_depth)
+        drafted = None  # all
+        if self.confidence > 0 or min(depth_limits) < deepest:
+            drafted = torch.tensor(depth_limits, device=roots.device).clamp(max=self.depth)
+        is_sampled = not sampling.greedy and self.draft in SAMPLED_DRAFTS
         for depth in range(1, deepest + 1):
-            logits = ask.step(depth, ids[-1], only)
-            if tossed:
-                rows.append(sampling.rows(logits))
-                guess = coins.draw(rows[-1])
+            logits = context.step(depth, ids[-1], parents)
+            if is_sampled:
+                rows.append(sampling.probs(logits))
+                token = context.rng.draw(rows[-1])
             else:
-                guess = sampling.choice(logits)
-            ids.append(ask.vocab.to_target(guess))
+                token = first_argmax(logits)
+            ids.append(context.vocab.to_target(token))
             if drafted is not None and self.confidence > 0:
-                chance = logits.float().softmax(-1).gather(-1, guess[..., None]).flatten()
-                drafted = torch.where(chance < self.confidence, drafted.clamp(max=depth), drafted)
+                prob = logits.float().softmax(-1).gather(-1, token[..., None]).flatten()
+                drafted = torch.where(prob < self.confidence, drafted.clamp(max=depth), drafted)
                 if bool((drafted <= depth).all()):
                     break
         tree = Tree.chain(torch.cat(ids, dim=1), drafted)
-        if not tossed:
+        if not is_sampled:
             return Draft(tree, None)
-        whole = [ask.vocab.expand(row) for row in rows]
-        return Draft(tree, torch.cat([*whole, torch.zeros_like(whole[0])], dim=1))
+        q_rows = [context.vocab.expand(row) for row in rows]
+        return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # kept for all who come
-def _only(batch: int, device: torch.device) -> Int[Tensor, "B 1"]:
-    """The place of the only node of a level."""
+@torch.inference_mode(False)  # shared by all callers
+def _zeros(batch: int, device: torch.device) -> Int[Tensor, "B 1"]:
+    """Return the index of the only node of a level."""
     return torch.zeros(batch, 1, dtype=torch.long, device=device)
 
 
-def usual_rule(policy: Policy | None) -> Judge:
-    """The usual lossless rule for a policy's guesses."""
+def default_rule_of(policy: Policy | None) -> VerifyFn:
+    """Return the default lossless rule for a policy's drafts."""
     draft, chain = (BEST, True) if policy is None else (policy.draft, not policy.branches)
-    return judge(default_rule(draft, chain), draft)
+    return bind_rule(default_rule(draft, chain), draft)
 
 
-def check_fit(rule: Judge, policy: Policy) -> None:
-    """
+def check_compatible(rule: VerifyFn, policy: Policy) -> None:
+    """Check that a rule fits a policy's drafts.
+
     Raises:
-        ValueError: the rule was made for other drafts than the policy's.
+        ValueError: the rule was made for another kind of draft, or for chains only.
     """
-    if isinstance(rule, Fitted) and rule.draft != policy.draft:
+    if not isinstance(rule, BoundRule):
+        return
+    if rule.draft != policy.draft:
         raise ValueError(
             f"rule {rule.name!r} was made for {rule.draft!r} drafts, and the policy's are "
-            f"{policy.draft!r}: take judge({rule.name!r}, {policy.draft!r})"
+            f"{policy.draft!r}: take bind_rule({rule.name!r}, {policy.draft!r})"
         )
-    if isinstance(rule, Fitted) and rule.chains_only and policy.branches:
+    if rule.chains_only and policy.branches:
         raise ValueError(f"rule {rule.name!r} verifies chains only, and the policy grows trees")

@@ -1,4 +1,4 @@
-"""One prompt on its way: what is asked for, what has been said, and where it ends."""
+"""A request while it is decoded: its prompt, its answer so far, and where it ends."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,23 +9,23 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.batch_kv_cache import SlotCache
-from outrider.models.decode.gumbel_coupling import Noise
-from outrider.models.decode.round_outcome import News
-from outrider.models.decode.round_times import Clock
+from outrider.models.batch_kv_cache import BatchKVCache
+from outrider.models.decode.gumbel_coupling import GumbelNoise
+from outrider.models.decode.round_outcome import RoundOutcome
+from outrider.models.decode.round_times import RoundTimes
 from outrider.models.drafter import State
 
-READ = 2048  # tokens of several prompts that are read at once
-MARKS = 3  # newest places of a dialogue that are kept beside the first: each holds a drafter's rows
+PREFILL_TOKENS = 2048  # tokens of several prompts that one forward reads
+CHECKPOINTS = 3  # newest checkpoints of a dialogue beside the first: each holds a drafter's rows
 FIRST, ACCEPTED, CORRECTION, BONUS = "first", "accepted", "correction", "bonus"
 
 
 class Request(NamedTuple):
-    """One prompt to be answered.
+    """A prompt to be answered.
 
     Attributes:
         prompt: at least one token.
-        budget: exact number of new tokens; an answer is shorter only if it ends by itself.
+        budget: maximum number of new tokens; an answer is shorter only if it ends by itself.
         seed: of its random numbers; two requests with one seed draw the same ones.
     """
 
@@ -36,21 +36,20 @@ class Request(NamedTuple):
 
 @dataclass
 class Output:
-    """One answer.
+    """An answer.
 
     Attributes:
-        ids: new tokens, the end token included if it came.
-        origins: for each, who proposed it: the prompt's forward ("first"), the drafter
-            ("accepted"), the target in place of a rejected guess ("correction") or behind the
-            last of an accepted path ("bonus").
-        accepted: per round, how many drafted tokens were accepted and emitted.
-        drafted: per round, how deep the draft went.
-        rejected: per round, the guess that a correction stands in place of; None where there was
-            none, and in trees, where several are rejected at once.
-        gaps: per new token, the target's lead of the first over the second choice (logits,
-            with penalties, and with noise where that decides);
-            empty unless asked for.
-        ended: why it is over: "budget", "end token" or "stop string"; "" while it is not.
+        ids: new tokens, including the end token if there is one.
+        origins: where each token comes from: the prompt's forward ("first"), the drafter
+            ("accepted"), the target in place of a rejected token ("correction") or after the last
+            token of an accepted path ("bonus").
+        accepted: per round, how many draft tokens were accepted and emitted.
+        drafted: per round, the depth of the draft.
+        rejected: per round, the token that a correction replaces; None if there was none, and for
+            trees, where several are rejected at once.
+        gaps: per new token, the target's margin between the largest and the second largest score
+            (logits with penalties, and with noise where it decides); empty unless requested.
+        ended: why it ended: "budget", "end token" or "stop string"; "" while it continues.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -59,22 +58,22 @@ class Output:
     drafted: list[int] = field(default_factory=list)
     rejected: list[int | None] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    clock: Clock = field(default_factory=Clock)
+    times: RoundTimes = field(default_factory=RoundTimes)
     ended: str = ""
 
     @property
     def rounds(self) -> int:
-        """Target forwards behind the prefill."""
+        """Target forwards after the prefill."""
         return len(self.accepted)
 
     @property
     def tau(self) -> float | None:
-        """Tokens per target forward behind the prefill; None without a round."""
+        """Tokens per target forward after the prefill; None without a round."""
         return (len(self.ids) - 1) / len(self.accepted) if self.accepted else None
 
 
 class Stops:
-    """Where an answer ends by itself: behind an end token, or behind a stop string."""
+    """What ends an answer before its budget: end tokens and stop strings."""
 
     def __init__(
         self,
@@ -84,10 +83,10 @@ class Stops:
     ) -> None:
         """
         Args:
-            decode: tokens to text; needed for strings.
+            decode: tokens to text; required for strings.
 
         Raises:
-            ValueError: strings without `decode`, or an empty one.
+            ValueError: strings without `decode`, or an empty string.
         """
         if strings and decode is None:
             raise ValueError("stop strings need a tokenizer, and none was given")
@@ -95,147 +94,147 @@ class Stops:
             raise ValueError("an empty stop string would end every answer at once")
         self.ids, self.strings, self.decode = frozenset(ids), tuple(strings), decode
 
-    def cut(self, said: list[int], emitted: list[int]) -> tuple[list[int], str]:
-        """What of the emitted tokens still belongs to the answer, and why it ends ("": it goes on).
+    def cut(self, ids: list[int], new_ids: list[int]) -> tuple[list[int], str]:
+        """Return the new tokens up to the end of the answer, and why it ends ("": it does not).
 
         The token that completes a stop string is the last one.
-        """
-        for i, token in enumerate(emitted, start=1):
-            if token in self.ids:
-                return emitted[:i], "end token"
-            if self.strings and self._complete(said, emitted[:i]):
-                return emitted[:i], "stop string"
-        return emitted, ""
 
-    def _complete(self, said: list[int], new: list[int]) -> bool:
-        """Whether a stop string ends in the text of the last of these tokens."""
-        assert self.decode is not None
-        reach = max(map(len, self.strings)) + len(new)  # a token is at least a byte of text
-        text = self.decode((said + new)[-4 * reach :])
+        Args:
+            ids: the answer before the new tokens.
+        """
+        for i, token in enumerate(new_ids, start=1):
+            if token in self.ids:
+                return new_ids[:i], "end token"
+            if self.strings and self._completes_string(ids, new_ids[:i]):
+                return new_ids[:i], "stop string"
+        return new_ids, ""
+
+    def _completes_string(self, ids: list[int], new_ids: list[int]) -> bool:
+        assert self.decode is not None, "stop strings without a tokenizer"
+        window = max(map(len, self.strings)) + len(new_ids)  # a token is at least a byte of text
+        text = self.decode((ids + new_ids)[-4 * window :])
         return any(string in text for string in self.strings)
 
 
 @dataclass
-class Live:
-    """A prompt that is being decoded, in its slot.
+class ActiveRequest:
+    """A request that is being decoded.
 
     Attributes:
         number: of the request.
-        state: what the drafter has absorbed.
-        noise: what its tokens are chosen with; None where they are not.
-        root: the newest token on the device, once rows were handed to a drafter.
+        noise: its noise, where a verifier chooses tokens with noise.
+        state: the drafter's state.
+        root: the newest token on the device; set when rows are absorbed.
     """
 
     number: int
     request: Request
     generator: Random
-    noise: Noise | None = None
+    noise: GumbelNoise | None = None
     state: State | None = None
     root: Tensor = field(init=False, repr=False, compare=False)
     out: Output = field(default_factory=Output)
 
     @property
-    def room(self) -> int:
-        """Tokens that may still come."""
+    def remaining(self) -> int:
+        """Tokens left of the budget."""
         return self.request.budget - len(self.out.ids)
 
-    def begin(self, token: int, stops: Stops) -> None:
-        """The first token, by the prompt's own forward."""
+    def add_first(self, token: int, stops: Stops) -> None:
+        """Add the token of the prompt's own forward."""
         self.out.ended = stops.cut([], [token])[1]
         self.out.ids, self.out.origins = [token], [FIRST]
-        self._end()
+        self._end_at_budget()
 
-    def take(self, news: News, stops: Stops) -> int:
-        """Add a round's tokens, up to the first end and the budget (rule R8).
+    def add_round(self, outcome: RoundOutcome, stops: Stops) -> int:
+        """Add a round's tokens up to the first end and the budget (rule R8); return how many."""
+        out, accepted = self.out, len(outcome.tokens) - 1
+        new_ids, out.ended = stops.cut(out.ids, outcome.tokens[: self.remaining])
+        out.ids.extend(new_ids)
+        origins = [ACCEPTED] * accepted + [BONUS if outcome.ends_at_leaf else CORRECTION]
+        out.origins.extend(origins[: len(new_ids)])
+        out.accepted.append(min(len(new_ids), accepted))
+        out.drafted.append(outcome.draft_depth)
+        out.rejected.append(outcome.rejected if len(new_ids) > accepted else None)
+        self._end_at_budget()
+        return len(new_ids)
 
-        Returns:
-            How many were taken.
-        """
-        out, guesses = self.out, len(news.tokens) - 1
-        kept, out.ended = stops.cut(out.ids, news.tokens[: self.room])
-        out.ids.extend(kept)
-        origins = [ACCEPTED] * guesses + [BONUS if news.leaf else CORRECTION]
-        out.origins.extend(origins[: len(kept)])
-        # of a round that was cut, all that was emitted had been drafted or was the next token
-        out.accepted.append(min(len(kept), guesses))
-        out.drafted.append(news.deep)
-        out.rejected.append(news.wrong if len(kept) > guesses else None)
-        self._end()
-        return len(kept)
-
-    def _end(self) -> None:
-        if self.room < 1 and not self.out.ended:
+    def _end_at_budget(self) -> None:
+        if self.remaining < 1 and not self.out.ended:
             self.out.ended = "budget"
 
 
 @dataclass
-class Memory:
-    """What a dialogue leaves behind for its next turn: the target's cache, and marks to go on from.
+class DialogueCache:
+    """The target's cache between the turns of a dialogue, and checkpoints to continue from.
 
-    A drafter's state cannot be shortened, so the states at some places are kept: a later prompt
-    that agrees with the text up to and with the token behind such a place goes on from there.
+    A drafter's state cannot be shortened, so states are kept at some positions. A later prompt that
+    starts with the text up to such a position and the token after it continues from there.
 
     Attributes:
-        text: all tokens so far, the newest included, which no cache holds yet.
-        marks: how many rows were absorbed, and the drafter's state then: behind every prompt.
-        latest: the same behind the newest round.
+        text: all tokens so far, including the newest, which is not in the cache.
+        checkpoints: after every prompt: how many rows were absorbed, and the drafter's state then.
+        latest: the same after the newest round.
     """
 
-    cache: SlotCache | None = None
+    cache: BatchKVCache | None = None
     text: list[int] = field(default_factory=list)
-    marks: list[tuple[int, State | None]] = field(default_factory=list)
+    checkpoints: list[tuple[int, State | None]] = field(default_factory=list)
     latest: tuple[int, State | None] | None = None
 
-    def known(self, prompt: Sequence[int]) -> tuple[int, State | None]:
-        """Rows of the prompt that need not be read again, and the drafter's state behind them."""
-        agree = 0
-        while agree < min(len(prompt), len(self.text)) and prompt[agree] == self.text[agree]:
-            agree += 1
-        found = [*self.marks, *([self.latest] if self.latest else [])]
-        self.marks = [mark for mark in found if mark[0] < min(agree, len(prompt))]
+    def match_prefix(self, prompt: Sequence[int]) -> tuple[int, State | None]:
+        """Return how many rows of a prompt are cached, and the drafter's state after them."""
+        common = 0
+        while common < min(len(prompt), len(self.text)) and prompt[common] == self.text[common]:
+            common += 1
+        candidates = [*self.checkpoints, *([self.latest] if self.latest else [])]
+        self.checkpoints = [one for one in candidates if one[0] < min(common, len(prompt))]
         self.latest = None
-        rows, state = self.marks[-1] if self.marks else (0, None)
-        self.text = self.text[: rows + 1]  # the rest of the cache is about to be written over
+        rows, state = self.checkpoints[-1] if self.checkpoints else (0, None)
+        self.text = self.text[: rows + 1]  # the rest of the cache is about to be overwritten
         return rows, state
 
-    def begin(self, cache: SlotCache, text: list[int], state: State | None) -> None:
-        """A prompt has been read and its first token said: a place to come back to."""
+    def add_prompt(self, cache: BatchKVCache, text: list[int], state: State | None) -> None:
+        """Add a checkpoint after a prompt and its first token."""
         self.cache, self.text = cache, text
-        self.marks = [*self.marks[:1], *self.marks[1:][1 - MARKS :], (len(text) - 1, state)]
+        newest = self.checkpoints[1:][1 - CHECKPOINTS :]
+        self.checkpoints = [*self.checkpoints[:1], *newest, (len(text) - 1, state)]
 
-    def go_on(self, text: list[int], state: State | None) -> None:
-        """A round is over; an answer that is broken off later is known this far."""
+    def add_round(self, text: list[int], state: State | None) -> None:
+        """Record a round, so that an interrupted answer is cached up to here."""
         self.text, self.latest = text, (len(text) - 1, state)
 
 
-def check(request: Request, positions: int, vocab: int) -> None:
-    """Refuse what a target of so many positions and tokens cannot decode.
+def check_request(request: Request, max_positions: int, vocab: int) -> None:
+    """Check that a target with so many positions and tokens can decode a request.
 
     Raises:
-        RunError: the prompt is empty, longer than the target's context allows, or holds what is
-            none of its tokens; the seed is negative.
+        RunError: the prompt is empty, longer than the target's context allows, or holds an id
+            outside the target's vocabulary; the seed is negative.
     """
     if not request.prompt:
         raise RunError("A prompt is empty.", "Give at least one token, a start token for instance.")
     least, most = min(request.prompt), max(request.prompt)
     if least < 0 or most >= vocab:
-        wrong = least if least < 0 else most
-        message = f"A prompt holds token {wrong}, and the target's are 0 to {vocab - 1}."
+        token = least if least < 0 else most
+        message = f"A prompt holds token {token}, and the target's are 0 to {vocab - 1}."
         raise RunError(message, "Was it tokenised for another model?")
-    if len(request.prompt) + request.budget > positions:
+    if len(request.prompt) + request.budget > max_positions:
         raise RunError(
             f"A prompt of {len(request.prompt)} tokens and {request.budget} new ones do not fit "
-            f"the target's {positions} positions.",
-            "Shorten the prompt, or ask for fewer tokens.",
+            f"the target's {max_positions} positions.",
+            "Shorten the prompt, or request fewer tokens.",
         )
-    if request.seed < 0:  # Python's generators would take it for its opposite
+    if request.seed < 0:  # Python's generators take it for its absolute value
         raise RunError(f"seed={request.seed} is negative.", "Give 0 or more.")
 
 
-def alike(waiting: deque[tuple[int, Request]], most: int) -> Iterator[tuple[int, Request]]:
-    """The next request, and those right behind it whose prompts can be read in one forward."""
+def same_length_batch(
+    waiting: deque[tuple[int, Request]], most: int
+) -> Iterator[tuple[int, Request]]:
+    """Yield the next request, and those after it whose prompts fit into the same forward."""
     length = len(waiting[0][1].prompt)
-    for _ in range(min(most, max(1, READ // length))):
+    for _ in range(min(most, max(1, PREFILL_TOKENS // length))):
         if not waiting or len(waiting[0][1].prompt) != length:
             return
         yield waiting.popleft()

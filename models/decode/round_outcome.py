@@ -1,8 +1,8 @@
-"""What a round decided for every prompt, on the host, where answers grow.
+"""The outcome of a round for every prompt, on the host.
 
-However large the batch, the host waits for a GPU once: all that it must know of a round comes in
-one table. What is a matter of a few numbers per prompt is then decided there: for few prompts that
-costs less than the operations of a device, for many as much (docs/log.md).
+Every rule on every device ends here. The host synchronises with a GPU once per round: all that it
+needs comes in one table. Decisions that take a few numbers per prompt are then made on the host,
+which is faster than the operations of a device for small batches and as fast for large ones.
 
 Shape letters: B prompts, N nodes, K rows.
 """
@@ -24,130 +24,147 @@ EXPONENT = 0x7F800000  # of a float32: all ones in infinities and NaN, and in no
 Numbers = list[int]
 
 
-class News(NamedTuple):
-    """What a round decided for one prompt.
+class RoundOutcome(NamedTuple):
+    """What a round adds to the answer of one prompt.
 
     Attributes:
-        tokens: the accepted guesses and the token behind them.
+        tokens: the accepted draft tokens and the token after them.
         path: nodes of the accepted path, the root first: as many as tokens.
-        leaf: the path ends where the draft does.
-        deep: how deep the draft went.
-        wrong: the first guess of a chain that was rejected.
+        ends_at_leaf: the path ends where the draft ends, so the last token is a bonus.
+        draft_depth: depth of the deepest draft token.
+        rejected: the first rejected token of a chain; None for trees, or if none was rejected.
     """
 
     tokens: list[int]
     path: list[int]
-    leaf: bool
-    deep: int
-    wrong: int | None = None
+    ends_at_leaf: bool
+    draft_depth: int
+    rejected: int | None = None
 
     @property
-    def following(self) -> int:
-        """The token behind the accepted ones."""
+    def next_id(self) -> int:
+        """The token after the accepted ones."""
         return self.tokens[-1]
 
     @classmethod
-    def of_chain(cls, ids: Numbers, deep: int, length: int, following: int) -> "News":
-        """From a chain's tokens: `deep` of them were drafted, `length` of those are kept."""
-        tokens, path = [*ids[1 : length + 1], following], list(range(length + 1))
-        wrong = ids[length + 1] if length < deep else None
-        return cls(tokens, path, length == deep, deep, wrong)
+    def from_chain(cls, ids: Numbers, depth: int, length: int, next_id: int) -> "RoundOutcome":
+        """Return the outcome where `length` of the `depth` draft tokens of a chain are accepted."""
+        tokens, path = [*ids[1 : length + 1], next_id], list(range(length + 1))
+        rejected = ids[length + 1] if length < depth else None
+        return cls(tokens, path, length == depth, depth, rejected)
 
     @classmethod
-    def of_tree(
-        cls, ids: Numbers, parents: Numbers, depths: Numbers, path: Numbers, following: int
-    ) -> "News":
-        """From a tree's nodes: those of `path` are kept."""
-        tokens = [*(ids[node] for node in path[1:]), following]
+    def from_tree(
+        cls, ids: Numbers, parents: Numbers, depths: Numbers, path: Numbers, next_id: int
+    ) -> "RoundOutcome":
+        """Return the outcome where the nodes of `path` are accepted."""
+        tokens = [*(ids[node] for node in path[1:]), next_id]
         return cls(tokens, path, path[-1] not in parents, max(depths))
 
 
-def decided(tree: Tree, choice: Int[Tensor, "B N"], lead: Float[Tensor, "B K"]) -> list[News]:
-    """`read(tree, verify.greedy(tree, choice), lead)`, decided on the host.
+def greedy_outcomes(
+    tree: Tree, choice: Int[Tensor, "B N"], max_logits: Float[Tensor, "B K"]
+) -> list[RoundOutcome]:
+    """Return `outcomes(tree, verify.greedy(tree, choice), max_logits)`, decided on the host.
 
-    chain    the cat sat on      the root "the" and three guesses
-    choice   cat sat in  a       kept: "cat sat", followed by "in"
+    chain    the cat sat on      the root "the" and three draft tokens
+    choice   cat sat in  a       accepted: "cat sat", followed by "in"
 
     Args:
-        lead: the largest logits of rows: not finite if something there is NaN or +infinity.
+        max_logits: maxima of rows of logits: not finite if a row holds NaN or +infinity.
 
     Raises:
-        FloatingPointError: there is such a row.
+        FloatingPointError: a maximum is not finite.
     """
-    if tree.straight:
-        return [_decided_chain(*row) for row in _chains(tree, lead, choice)]
-    return [_decided_tree(*row) for row in _told(lead, tree.ids, *family(tree), choice)]
+    if tree.is_chain:
+        return [_greedy_chain(*row) for row in _chains_to_host(tree, max_logits, choice)]
+    rows = _to_host(max_logits, tree.ids, *real_parents_and_depths(tree), choice)
+    return [_greedy_tree(*row) for row in rows]
 
 
-def _decided_chain(deep: int, ids: Numbers, rows: Sequence[Numbers]) -> News:
-    (said,) = rows
-    length = [*map(eq, ids[1 : deep + 1], said), False].index(False)
-    return News.of_chain(ids, deep, length, said[length])
+def _greedy_chain(depth: int, ids: Numbers, parts: Sequence[Numbers]) -> RoundOutcome:
+    (choice,) = parts
+    length = [*map(eq, ids[1 : depth + 1], choice), False].index(False)
+    return RoundOutcome.from_chain(ids, depth, length, choice[length])
 
 
-def _decided_tree(ids: Numbers, parents: Numbers, depths: Numbers, said: Numbers) -> News:
-    """The longest path of guesses that are the target's choice; ties to the lowest node."""
-    agree = map(eq, ids, map(said.__getitem__, parents))
-    reached = [0]
-    for node in compress(range(len(ids)), agree):  # few: whoever carries its parent's choice
-        if parents[node] in reached:  # never -1, which the root and nodes not real have
-            reached.append(node)
-    path = [max(reached, key=depths.__getitem__)]
+def _greedy_tree(ids: Numbers, parents: Numbers, depths: Numbers, choice: Numbers) -> RoundOutcome:
+    """Accept the longest path of tokens that are the target's choice; ties to the lowest node."""
+    matches = map(eq, ids, map(choice.__getitem__, parents))
+    accepted = [0]
+    for node in compress(range(len(ids)), matches):
+        if parents[node] in accepted:  # never -1, the parent of the root and of padding nodes
+            accepted.append(node)
+    path = [max(accepted, key=depths.__getitem__)]
     while path[0] != 0:
         path.insert(0, parents[path[0]])
-    return News.of_tree(ids, parents, depths, path, said[path[-1]])
+    return RoundOutcome.from_tree(ids, parents, depths, path, choice[path[-1]])
 
 
-def read(tree: Tree, said: Accepted, lead: Float[Tensor, "B K"]) -> list[News]:
-    """What a rule has decided; `lead` as above."""
-    kept = said.length[:, None], said.next_ids[:, None]
-    if tree.straight:
+def outcomes(
+    tree: Tree, accepted: Accepted, max_logits: Float[Tensor, "B K"]
+) -> list[RoundOutcome]:
+    """Return the result of a rule on the host.
+
+    Args:
+        max_logits: as for `greedy_outcomes`.
+
+    Raises:
+        FloatingPointError: a maximum is not finite.
+    """
+    ends = accepted.length[:, None], accepted.next_ids[:, None]
+    if tree.is_chain:
         return [
-            News.of_chain(ids, deep, length, next_id)
-            for deep, ids, ((length,), (next_id,)) in _chains(tree, lead, *kept)
+            RoundOutcome.from_chain(ids, depth, length, next_id)
+            for depth, ids, ((length,), (next_id,)) in _chains_to_host(tree, max_logits, *ends)
         ]
-    rows = _told(lead, tree.ids, *family(tree), said.path, *kept)
+    relations = real_parents_and_depths(tree)
+    rows = _to_host(max_logits, tree.ids, *relations, accepted.path, *ends)
     return [
-        News.of_tree(ids, parents, depths, path[: length + 1], next_id)
+        RoundOutcome.from_tree(ids, parents, depths, path[: length + 1], next_id)
         for ids, parents, depths, path, (length,), (next_id,) in rows
     ]
 
 
-def family(tree: Tree) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"]]:
-    """Parents and depths; nodes that are not real are nobody's children."""
-    if tree.whole:
+def real_parents_and_depths(tree: Tree) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"]]:
+    """Return parents and depths; padding nodes have parent -1 and depth 0."""
+    if tree.unpadded:
         return tree.parents, tree.depths
     return tree.parents.masked_fill(~tree.real, -1), tree.depths * tree.real
-
-
-def _chains(
-    tree: Tree, lead: Float[Tensor, "B K"], *parts: Int[Tensor, "B _"]
-) -> Iterator[tuple[int, Numbers, Sequence[Numbers]]]:
-    """Of every prompt how many tokens were drafted, the chain's tokens, and the parts' numbers."""
-    if tree.whole:
-        return ((tree.levels, ids, row) for ids, *row in _told(lead, tree.ids, *parts))
-    rows = _told(lead, tree.deepest()[:, None], tree.ids, *parts)
-    return ((deep, ids, row) for (deep,), ids, *row in rows)
 
 
 # ---- to the host ---------------------------------------------------------------------------------
 
 
-def _told(lead: Float[Tensor, "B K"], *parts: Int[Tensor, "B _"]) -> Iterable[Sequence[Numbers]]:
-    """Of every prompt, each part's numbers."""
-    return (_one_by_one if lead.device.type == "cpu" else _in_one_table)(lead, *parts)
+def _chains_to_host(
+    tree: Tree, max_logits: Float[Tensor, "B K"], *parts: Int[Tensor, "B _"]
+) -> Iterator[tuple[int, Numbers, Sequence[Numbers]]]:
+    """Yield the draft depth, the tokens and the numbers of the parts of every chain."""
+    if tree.unpadded:
+        rows = _to_host(max_logits, tree.ids, *parts)
+        return ((tree.levels, ids, row) for ids, *row in rows)
+    rows = _to_host(max_logits, tree.max_depths()[:, None], tree.ids, *parts)
+    return ((depth, ids, row) for (depth,), ids, *row in rows)
 
 
-def _one_by_one(lead: Tensor, *parts: Tensor) -> Iterable[Sequence[Numbers]]:
-    """Where nothing travels, and every operation costs."""
-    if not all(map(isfinite, chain.from_iterable(lead.tolist()))):
+def _to_host(
+    max_logits: Float[Tensor, "B K"], *parts: Int[Tensor, "B _"]
+) -> Iterable[Sequence[Numbers]]:
+    """Return the numbers of every part, prompt by prompt."""
+    transfer = _separately if max_logits.device.type == "cpu" else _in_one_transfer
+    return transfer(max_logits, *parts)
+
+
+def _separately(max_logits: Tensor, *parts: Tensor) -> Iterable[Sequence[Numbers]]:
+    """Without concatenation, which costs more than it saves on a CPU."""
+    if not all(map(isfinite, chain.from_iterable(max_logits.tolist()))):
         raise FloatingPointError
     return zip(*(part.tolist() for part in parts), strict=True)
 
 
-def _in_one_table(lead: Tensor, *parts: Tensor) -> Iterable[Sequence[Numbers]]:
-    """All parts side by side; the floats travel with them as their bits, in float32."""
-    bits = lead.float().view(torch.int32)
+def _in_one_transfer(max_logits: Tensor, *parts: Tensor) -> Iterable[Sequence[Numbers]]:
+    """All parts side by side; the floats as their bits, in float32."""
+    bits = max_logits.float().view(torch.int32)
     table = torch.cat([bits, *parts], dim=1).tolist()
     ends = list(accumulate(part.shape[1] for part in (bits, *parts)))
     if any(number & EXPONENT == EXPONENT for row in table for number in row[: ends[0]]):

@@ -7,38 +7,38 @@ import torch
 
 
 @dataclass
-class Clock:
-    """Seconds spent in the parts of the rounds; the whole is measured on its own."""
+class RoundTimes:
+    """Seconds spent in the parts of the rounds."""
 
     prefill: float = 0.0
-    draft: float = 0.0  # the drafter: its steps, and taking in verified rows
+    draft: float = 0.0  # the drafter: its steps, and absorbing verified rows
     target: float = 0.0  # the target's forward and its head
     verify: float = 0.0
-    commit: float = 0.0  # thinning the cache, bookkeeping
-    rounds: float = 0.0  # all rounds, first to last; what no part claims is overhead too
+    commit: float = 0.0  # compacting the cache, bookkeeping
+    rounds: float = 0.0  # all rounds, start to end; more than the sum of the parts
 
-    def add(self, other: "Clock", share: float = 1.0) -> None:
-        """The time of a round; of a batch's round each prompt bears its share."""
-        mine = self.__dict__
+    def add(self, other: "RoundTimes", share: float = 1.0) -> None:
+        """Add a share of the times of a round."""
+        times = self.__dict__
         for name, seconds in other.__dict__.items():
-            mine[name] += share * seconds
+            times[name] += share * seconds
 
 
 class Stopwatch:
-    """Lap times; waits for the device, so that work is booked where it was ordered."""
+    """Lap times; synchronises with the device, so that a lap includes the work started in it."""
 
-    def __init__(self, device: torch.device, exact: bool = True) -> None:
+    def __init__(self, device: torch.device, synchronise: bool = True) -> None:
         """
         Args:
-            exact: False does not wait: only the sum of many laps is then true.
+            synchronise: False: only the sum of many laps is meaningful on a GPU.
         """
-        self.device, self._cuda = device, exact and device.type == "cuda"
-        self.start = self.then = self._now()
+        self.device, self._cuda = device, synchronise and device.type == "cuda"
+        self.start = self.latest = self._now()
 
     def lap(self) -> float:
-        """Seconds since the lap before."""
+        """Return the seconds since the previous lap."""
         now = self._now()
-        seconds, self.then = now - self.then, now
+        seconds, self.latest = now - self.latest, now
         return seconds
 
     def _now(self) -> float:

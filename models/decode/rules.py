@@ -1,142 +1,130 @@
-"""Which verification rule fits which draft: one table, and a refusal for what would be biased.
+"""The table of verification rules: which rule fits which kind of draft.
 
-A draft is made in one of four ways, and each has rules of its own:
+A draft is of one of four kinds, and each has its own rules:
 
-    best          the drafter's favourites, chosen without chance (no q rows)
-    drawn         siblings drawn one after the other, none twice; in a chain, one draw per depth
-    independent   siblings drawn independently from one row, repeats included
-    coupled       the favourites of rows with the noise that the target's tokens are chosen with
+    best          the drafter's top-k tokens, chosen deterministically (no q rows)
+    drawn         siblings drawn without replacement; in a chain, one draw per depth
+    independent   siblings drawn independently from one row, so that they may repeat
+    coupled       top-k of the drafter's rows with the noise that chooses the target's tokens
 
 Shape letters: B prompts, N nodes, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.models.decode import block_rules as blocks
-from outrider.models.decode import lossy_rules as lossy
-from outrider.models.decode import sibling_rules as siblings
-from outrider.models.decode import verify
-from outrider.models.decode import verify_cpu as cpu
-from outrider.models.decode.sampling import Coins
+from outrider.models.decode import block_rules, lossy_rules, sibling_rules, verify, verify_cpu
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verify import Accepted
 
-Judge = Callable[[Tree, Tensor, Tensor | None, Coins], Accepted]
-WithRows = Callable[[Tree, Tensor, Tensor, Coins], Accepted]
+VerifyFn = Callable[[Tree, Tensor, Tensor | None, RandomSource], Accepted]
 BEST, DRAWN, INDEPENDENT, COUPLED = DRAFTS = ("best", "drawn", "independent", "coupled")
-TOSSED = (DRAWN, INDEPENDENT)  # drafts that come with the rows they were drawn from
+SAMPLED_DRAFTS = (DRAWN, INDEPENDENT)  # they come with the rows they were drawn from
 
 
 class Rule(NamedTuple):
-    """A way to verify.
+    """A verification rule.
 
     Attributes:
-        build: (draft, **knobs) -> judge.
-        drafts: the ways of drafting it is right for.
-        chains_only: whether it refuses trees that branch.
-        lossy: whether what is emitted is not the target's law.
-        knobs: settings, with their usual values; None: must be given.
-        on_cpu: the same law for less on a CPU.
+        build: (draft, **parameters) -> VerifyFn.
+        drafts: the kinds of drafts it is exact for.
+        chains_only: it refuses trees that branch.
+        lossy: its output does not have the target's distribution.
+        parameters: parameters and their defaults; None: a value is required.
+        cpu_rule: the same distribution from fewer operations on a CPU.
     """
 
-    build: Callable[..., Judge]
+    build: Callable[..., VerifyFn]
     drafts: tuple[str, ...]
     chains_only: bool = False
     lossy: bool = False
-    knobs: Mapping[str, float | None] = MappingProxyType({})
-    on_cpu: cpu.OnCpu | None = None
+    parameters: Mapping[str, float | None] = MappingProxyType({})
+    cpu_rule: verify_cpu.CpuRule | None = None
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A rule for one way of drafting, to be called with tree, p rows, q rows (None for "best"
-    drafts) and coins.
+class BoundRule:
+    """A rule for one kind of draft, called with tree, p rows, q rows (None for "best" and
+    "coupled" drafts) and a random source; see Rule.
     """
 
     name: str
     draft: str
-    verify: Judge
-
-    @property
-    def lossy(self) -> bool:
-        return RULES[self.name].lossy
-
-    @property
-    def chains_only(self) -> bool:
-        return RULES[self.name].chains_only
+    verify: VerifyFn
+    chains_only: bool
+    lossy: bool
+    cpu_rule: verify_cpu.CpuRule | None
 
     @property
     def coupled(self) -> bool:
-        """Whether the engine lets noise decide (coupled.py), and no coins."""
+        """Whether the engine decides by shared noise in place of random numbers."""
         return self.name == COUPLED
-
-    @property
-    def on_cpu(self) -> cpu.OnCpu | None:
-        return RULES[self.name].on_cpu
 
     def __call__(
         self,
         tree: Tree,
         p_rows: Float[Tensor, "B N V"],
         q_rows: Float[Tensor, "B N V"] | None,
-        coins: Coins,
+        rng: RandomSource,
     ) -> Accepted:
-        return self.verify(tree, p_rows, q_rows, coins)
+        return self.verify(tree, p_rows, q_rows, rng)
 
 
-def known(draft: str) -> str:
-    """Itself.
+def check_draft(draft: str) -> str:
+    """Return the kind of draft.
 
     Raises:
-        ValueError: there is no such way of drafting.
+        ValueError: there is no such kind.
     """
     if draft not in DRAFTS:
         raise ValueError(f"there is no draft {draft!r}: one of {', '.join(DRAFTS)}")
     return draft
 
 
-def judge(name: str, draft: str, **knobs: float) -> Fitted:
-    """A rule for such drafts.
+def bind_rule(name: str, draft: str, **parameters: float) -> BoundRule:
+    """Return a rule for a kind of draft.
 
     Raises:
-        ValueError: there is no such rule, draft or knob; a knob is missing or out of range; or
-            the rule is biased for such drafts.
+        ValueError: there is no such rule, draft or parameter; a parameter is missing or out of
+            range; or the rule is biased for such drafts.
     """
     if name not in RULES:
         raise ValueError(f"there is no rule {name!r}: one of {', '.join(RULES)}")
     rule = RULES[name]
-    if known(draft) not in rule.drafts:
+    if check_draft(draft) not in rule.drafts:
         raise ValueError(
-            f"rule {name!r} does not fit {draft!r} drafts, {WHY[draft]}: "
-            f"use one of {', '.join(fitting(draft))}"
+            f"rule {name!r} does not fit {draft!r} drafts, {PROPERTIES[draft]}: "
+            f"use one of {', '.join(lossless_rules(draft))}"
         )
-    chosen = {**rule.knobs, **knobs}
-    missing = [knob for knob, value in chosen.items() if value is None]
-    if chosen.keys() != rule.knobs.keys() or missing:
+    values = {**rule.parameters, **parameters}
+    missing = [key for key, value in values.items() if value is None]
+    if values.keys() != rule.parameters.keys() or missing:
         raise ValueError(
-            f"rule {name!r} has the knobs {list(rule.knobs)}, was given {list(knobs)}"
-            + (f" and needs {missing}" if missing else "")
+            f"rule {name!r} has the parameters {list(rule.parameters)}, "
+            f"was given {list(parameters)}" + (f" and needs {missing}" if missing else "")
         )
-    return Fitted(name, draft, rule.build(draft, **chosen))
+    verify_fn = rule.build(draft, **values)
+    return BoundRule(name, draft, verify_fn, rule.chains_only, rule.lossy, rule.cpu_rule)
 
 
-def fitting(draft: str) -> list[str]:
-    """Names of the lossless rules for a draft."""
+def lossless_rules(draft: str) -> list[str]:
+    """Return the names of the lossless rules for a kind of draft."""
     return [name for name, rule in RULES.items() if draft in rule.drafts and not rule.lossy]
 
 
 def default_rule(draft: str, chain: bool) -> str:
-    """The usual lossless rule.
+    """Return the name of the default lossless rule.
 
     Args:
-        chain: nobody has a sibling. `block` would never keep less than `ratio`; but what `ratio`
-            keeps is what training measures (alpha, and the tau it foresees).
+        chain: no node has a sibling. Then `block` would accept at least as much as `ratio`, but
+            training measures what `ratio` accepts (alpha, and the predicted tau).
     """
     return {
         BEST: "match",
@@ -146,63 +134,64 @@ def default_rule(draft: str, chain: bool) -> str:
     }[draft]
 
 
-WHY = {
+PROPERTIES = {
     BEST: "whose tokens were not drawn from any row (R1)",
-    DRAWN: "whose siblings are no independent draws (R3)",
+    DRAWN: "whose siblings are not independent draws (R3)",
     INDEPENDENT: "whose siblings may repeat a token (R3)",
     COUPLED: "which come without the rows they were drawn from (R1)",
 }
 
 
-def _reading(rule: WithRows) -> Callable[..., Judge]:
-    """A builder for a rule without settings that reads q rows."""
-    return lambda draft: _needing_rows(rule)
+def _match(_draft: str) -> VerifyFn:
+    return lambda tree, p, q, rng: verify.match(tree, p, rng)
 
 
-def _needing_rows(rule: WithRows) -> Judge:
+def _with_rows(rule: Callable[..., Accepted]) -> Callable[..., VerifyFn]:
+    """Return a builder for a rule that reads q rows."""
+    return lambda _draft, **parameters: _requiring_rows(partial(rule, **parameters))
+
+
+def _requiring_rows(rule: Callable[..., Accepted]) -> VerifyFn:
     def verified(
         tree: Tree,
         p_rows: Float[Tensor, "B N V"],
         q_rows: Float[Tensor, "B N V"] | None,
-        coins: Coins,
+        rng: RandomSource,
     ) -> Accepted:
         if q_rows is None:
             raise ValueError(verify.NO_ROWS)
-        return rule(tree, p_rows, q_rows, coins)
+        return rule(tree, p_rows, q_rows, rng)
 
     return verified
 
 
-def _match(draft: str) -> Judge:
-    return lambda tree, p, q, coins: verify.match(tree, p, coins)
+def _traversal(draft: str) -> VerifyFn:
+    return _requiring_rows(partial(block_rules.traversal, replacement=draft == INDEPENDENT))
 
 
-def _traversal(draft: str) -> Judge:
-    replacement = draft == INDEPENDENT
-    return _needing_rows(lambda tree, p, q, coins: blocks.traversal(tree, p, q, coins, replacement))
+def _typical(_draft: str, epsilon: float, delta: float) -> VerifyFn:
+    lossy_rules.check_typical(epsilon, delta)
+    return lambda tree, p, q, rng: lossy_rules.typical(tree, p, rng, epsilon, delta)
 
 
-def _typical(draft: str, epsilon: float, delta: float) -> Judge:
-    lossy.check_typical(epsilon, delta)
-    return lambda tree, p, q, coins: lossy.typical(tree, p, coins, epsilon, delta)
-
-
-def _lenience(draft: str, factor: float) -> Judge:
-    lossy.check_lenience(factor)
-    return _needing_rows(lambda tree, p, q, coins: lossy.lenience(tree, p, q, coins, factor))
+def _lenience(_draft: str, factor: float) -> VerifyFn:
+    lossy_rules.check_lenience(factor)
+    return _requiring_rows(partial(lossy_rules.lenience, factor=factor))
 
 
 RULES: dict[str, Rule] = {
-    "match": Rule(_match, (BEST, COUPLED), on_cpu=cpu.match),
-    "ratio": Rule(_reading(verify.ratio), (DRAWN, INDEPENDENT), chains_only=True, on_cpu=cpu.ratio),
-    "independent": Rule(_reading(siblings.independent), (INDEPENDENT,)),
-    "without_replacement": Rule(_reading(siblings.without_replacement), (DRAWN,)),
-    "block": Rule(_reading(blocks.block), (DRAWN, INDEPENDENT), chains_only=True),
-    "traversal": Rule(_traversal, (DRAWN, INDEPENDENT)),
-    "sampled": Rule(_match, DRAFTS, on_cpu=cpu.match),
-    "coupled": Rule(_match, DRAFTS),  # with coins in place of noise: the same law
-    "lossy_typical": Rule(_typical, DRAFTS, lossy=True, knobs={"epsilon": 0.09, "delta": 0.3}),
+    "match": Rule(_match, (BEST, COUPLED), cpu_rule=verify_cpu.match),
+    "ratio": Rule(
+        _with_rows(verify.ratio), SAMPLED_DRAFTS, chains_only=True, cpu_rule=verify_cpu.ratio
+    ),
+    "independent": Rule(_with_rows(sibling_rules.independent), (INDEPENDENT,)),
+    "without_replacement": Rule(_with_rows(sibling_rules.without_replacement), (DRAWN,)),
+    "block": Rule(_with_rows(block_rules.block), SAMPLED_DRAFTS, chains_only=True),
+    "traversal": Rule(_traversal, SAMPLED_DRAFTS),
+    "sampled": Rule(_match, DRAFTS, cpu_rule=verify_cpu.match),
+    "coupled": Rule(_match, DRAFTS),  # by random numbers; the engine uses noise (verifier.py)
+    "lossy_typical": Rule(_typical, DRAFTS, lossy=True, parameters={"epsilon": 0.09, "delta": 0.3}),
     "lossy_lenience": Rule(
-        _lenience, (DRAWN, INDEPENDENT), chains_only=True, lossy=True, knobs={"factor": None}
+        _lenience, SAMPLED_DRAFTS, chains_only=True, lossy=True, parameters={"factor": None}
     ),
 }

@@ -1,27 +1,26 @@
-"""Draft trees as plain data: tokens, parents, depths, and which node may see which.
+"""Draft trees as tensors: tokens, parents, depths, and the ancestor mask.
 
-A tree is what one round asks of the target. Node 0 is the root: the last committed token
-x_{t+1}, whose key and value the target does not hold yet. A node at depth d is a guess at token
-x_{t+1+d}. A chain is a tree in which nobody has a sibling.
+A tree is the input of the target in one round. Node 0 is the root: the last committed token
+x_{t+1}, whose key and value are not in the target's cache yet. A node at depth d is a draft of
+token x_{t+1+d}. A chain is a tree without siblings.
 
 Worked example, "the" with the children "cat" and "dog", and "sat" below "cat":
 
-    node     0    1    2    3             seen   0 1 2 3
+    node     0    1    2    3             mask   0 1 2 3
     token  the  cat  dog  sat                0   1 . . .
     parent  -1    0    0    1                1   1 1 . .
     depth    0    1    1    2                2   1 . 1 .
                                              3   1 1 . 1
 
-The prompts of a batch have a tree each, filled up to one size: a node that is not `real` hangs
-below the root or below another such node, is asked of the target like any other, and is never
-accepted.
+The trees of a batch are padded to one size: a padding node (`real` is False) hangs below the root
+or below another padding node, is computed like the others, and is never accepted.
 
 Shape letters: B prompts, N nodes (root included), M candidates of which a tree is chosen, n chosen.
 
 Source: ancestor masks, Miao et al. 2023, "SpecInfer", arXiv:2305.09781; the choice of nodes, Li
 et al. 2024, "EAGLE-2", section 4.2, arXiv:2406.16858.
-Differs: EAGLE's code leaves ties to torch.topk and sums in half precision, which can keep a
-child without its parent; here ties go to the shallower node and such scores are refused.
+Differs: EAGLE's code leaves ties to torch.topk and sums in half precision, which can keep a child
+without its parent; here ties go to the shallower node and half-precision scores are refused.
 """
 
 from dataclasses import dataclass
@@ -36,40 +35,40 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """One round's question to the target; nodes are stored parents first.
+    """The draft trees of one round; nodes are stored parents first.
 
     Attributes:
         ids: token of each node; ids[:, 0] are the last committed tokens.
         parents: parents[:, 0] = -1, and parents[:, i] < i for every other node.
         depths: edges between a node and the root; positions are prefix + depth.
-        seen: seen[b, i, j] iff j is i itself or an ancestor of i: what node i may attend to.
-        real: False for nodes that only fill up; a real node's ancestors are real.
-        levels: the deepest depth there can be, known without asking the device.
-        straight: every tree is a chain, and nodes are real up to some depth.
-        whole: all nodes are real, known without asking the device.
+        ancestor_mask: [b, i, j] is True iff j is i itself or an ancestor of i: what i attends to.
+        real: False for padding nodes; a real node's ancestors are real.
+        levels: upper bound of the depths, known on the host.
+        is_chain: every tree is a chain, and its nodes are real up to some depth.
+        unpadded: all nodes are real, known on the host.
     """
 
     ids: Int[Tensor, "B N"]
     parents: Int[Tensor, "B N"]
     depths: Int[Tensor, "B N"]
-    seen: Bool[Tensor, "B N N"]
+    ancestor_mask: Bool[Tensor, "B N N"]
     real: Bool[Tensor, "B N"]
     levels: int
-    straight: bool = False
-    whole: bool = False
+    is_chain: bool = False
+    unpadded: bool = False
 
     @classmethod
     def chain(cls, ids: Int[Tensor, "B N"], drafted: Int[Tensor, " B"] | None = None) -> "Tree":
-        """The tree without siblings: each token is the only child of the one before.
+        """Return chains: each token is the only child of the one before.
 
         Args:
-            drafted: how many of the tokens behind the root are real; None: all.
+            drafted: how many of the tokens after the root are real; None: all.
         """
         batch, count = ids.shape
-        parents, depths, seen, real = _line(batch, count, ids.device)
+        parents, depths, mask, real = _chain_parts(batch, count, ids.device)
         if drafted is not None:
             real = depths <= drafted[:, None]
-        return cls(ids, parents, depths, seen, real, count - 1, True, drafted is None)
+        return cls(ids, parents, depths, mask, real, count - 1, True, drafted is None)
 
     @classmethod
     def grown(
@@ -80,43 +79,47 @@ class Tree:
         levels: int,
         real: Bool[Tensor, "B N"] | None = None,
     ) -> "Tree":
-        """Any tree; who sees whom is found by climbing, all nodes together."""
-        itself, everyone, _ = _alone(*ids.shape, ids.device)
-        above = parents.clamp(min=0)
-        steps = [above]
+        """Return any trees; the ancestor mask follows from the parents.
+
+        Args:
+            real: None: all nodes are.
+        """
+        identity, all_real, _ = _identity_parts(*ids.shape, ids.device)
+        parent = parents.clamp(min=0)
+        ancestors = [parent]
         for _ in range(1, levels):
-            steps.append(above.gather(1, steps[-1]))
-        seen = itself.scatter(2, torch.stack(steps, dim=2), True)
-        whole = real is None
+            ancestors.append(parent.gather(1, ancestors[-1]))
+        mask = identity.scatter(2, torch.stack(ancestors, dim=2), True)
+        unpadded = real is None
         return cls(
-            ids, parents, depths, seen, everyone if real is None else real, levels, whole=whole
+            ids, parents, depths, mask, all_real if real is None else real, levels, False, unpadded
         )
 
     @property
     def size(self) -> int:
-        """Nodes per prompt, the root and those that fill up included."""
+        """Nodes per prompt, the root and padding included."""
         return self.ids.shape[1]
 
     @property
     def nodes(self) -> Int[Tensor, "B N"]:
-        """Their numbers, 0..N-1."""
-        return _alone(*self.ids.shape, self.ids.device)[2]
+        """Their indices, 0..N-1."""
+        return _identity_parts(*self.ids.shape, self.ids.device)[2]
 
-    def deepest(self) -> Int[Tensor, " B"]:
-        """Depth of the deepest real node."""
-        if self.straight:
-            return self.depths[:, -1] if self.whole else self.real.sum(1) - 1
-        return (self.depths if self.whole else self.depths * self.real).amax(1)
+    def max_depths(self) -> Int[Tensor, " B"]:
+        """Return the depth of the deepest real node."""
+        if self.is_chain:
+            return self.depths[:, -1] if self.unpadded else self.real.sum(1) - 1
+        return (self.depths if self.unpadded else self.depths * self.real).amax(1)
 
     def check(self) -> "Tree":
-        """Itself, if it is a tree; waits for the device, so not for every round.
+        """Return the tree if it is consistent; synchronises with the device.
 
         Raises:
             ValueError: the parts disagree in shape, the order is not parents first, a node is
                 not connected to the root, or a depth is not its parent's plus one.
         """
         shapes = {tuple(part.shape) for part in (self.ids, self.parents, self.depths, self.real)}
-        if len(shapes) > 1 or self.seen.shape != (*self.ids.shape, self.size):
+        if len(shapes) > 1 or self.ancestor_mask.shape != (*self.ids.shape, self.size):
             raise ValueError(f"ids, parents, depths and real must have one shape, not {shapes}")
         for parents, depths in zip(self.parents.tolist(), self.depths.tolist(), strict=True):
             check_connected(parents, depths)
@@ -127,30 +130,32 @@ class Tree:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # kept for all who come
-def _line(batch: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parents, depths, ancestors and reality of chains: the same in every round."""
+@torch.inference_mode(False)  # shared by all callers
+def _chain_parts(
+    batch: int, count: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return parents, depths, ancestor mask and `real` of chains."""
     depths = torch.arange(count, device=device)
     real = torch.ones(count, dtype=torch.bool, device=device)
     one = (depths - 1, depths, depths[:, None] >= depths, real)
-    parents, depths, seen, real = (part.expand(batch, *part.shape) for part in one)
-    return parents, depths, seen, real
+    parents, depths, mask, real = (part.expand(batch, *part.shape) for part in one)
+    return parents, depths, mask, real
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # kept for all who come
-def _alone(batch: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Every node sees itself; all are real; their numbers."""
-    itself = torch.eye(count, dtype=torch.bool, device=device).repeat(batch, 1, 1)
-    everyone = torch.ones(batch, count, dtype=torch.bool, device=device)
-    return itself, everyone, torch.arange(count, device=device).expand(batch, -1)
+@torch.inference_mode(False)  # shared by all callers
+def _identity_parts(batch: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mask of nodes without ancestors, `real` of all nodes, and their indices."""
+    identity = torch.eye(count, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+    all_real = torch.ones(batch, count, dtype=torch.bool, device=device)
+    return identity, all_real, torch.arange(count, device=device).expand(batch, -1)
 
 
 def check_connected(parents: list[int], depths: list[int]) -> None:
-    """One tree: parents first, every node below its parent.
+    """Check that the nodes are one tree, parents first.
 
     Raises:
-        ValueError: which node is wrong, and how.
+        ValueError: a node is not connected, or its depth does not follow from its parent's.
     """
     if not parents or parents[0] != -1 or depths[0] != 0:
         raise ValueError("a tree starts with its root: parents[0] = -1 and depths[0] = 0")
@@ -168,11 +173,11 @@ def check_connected(parents: list[int], depths: list[int]) -> None:
 
 
 def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
-    """EAGLE-2's choice: the `budget` most probable candidates, which always form a tree.
+    """Select the `budget` most probable candidates, which always form a tree (EAGLE-2).
 
-    Equal scores prefer the lower index, and what is NaN comes last, with what is -inf. Where
-    candidates are stored level by level, and a child never scores above its parent, its parent is
-    therefore always chosen before it.
+    Equal scores prefer the lower index; NaN comes last, with -inf. So if candidates are stored
+    level by level, and no child scores above its parent, every parent is selected before its
+    children.
 
     Args:
         scores: cumulative log-probability of each candidate, float32 or wider: nats, <= 0.
@@ -188,6 +193,6 @@ def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
         raise ValueError(f"budget={budget}: a tree keeps at least one candidate")
     if scores.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"scores are {scores.dtype}: sum log-probabilities in float32")
-    scores = scores.nan_to_num(NEVER, neginf=NEVER)  # as it is, NaN would come first
+    scores = scores.nan_to_num(NEVER, neginf=NEVER)  # NaN would sort first
     best_first = scores.sort(dim=-1, descending=True, stable=True).indices
     return best_first[:, :budget].sort(dim=-1).values

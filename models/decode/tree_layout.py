@@ -1,6 +1,6 @@
-"""Between trees and tensors: where a round's tokens stand, and the rows of it that are kept.
+"""Between trees and tensors: positions and attention masks, and the rows of a round that are kept.
 
-Shape letters: B prompts, N nodes, P nodes of a path, S columns of the cache, R of a kept mask.
+Shape letters: B prompts, N nodes, P nodes of a path, S columns of the cache, R of a cached mask.
 """
 
 from collections.abc import Sequence
@@ -8,33 +8,26 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from outrider.models.batch_kv_cache import in_front
+from outrider.models.batch_kv_cache import is_prefix
 from outrider.models.decode.tree import Tree
-from outrider.models.drafter import Trace
-from outrider.models.target import Seen
+from outrider.models.interface import Trace
+from outrider.models.target import TargetStates
 
-RULER = 512  # columns by which a kept mask grows
-
-
-def _rows_of(part: Shaped[Tensor, "B N ..."], paths: Int[Tensor, "B P"]) -> Tensor:
-    """The rows of the paths: [B, N, ...] -> [B, P, ...]."""
-    if len(part) == 1:  # whole rows at once
-        return part.index_select(1, paths[0])
-    shape = (*paths.shape, *part.shape[2:])
-    return part.gather(1, paths.view(*paths.shape, *[1] * (part.dim() - 2)).expand(shape))
+MASK_STEP = 512  # columns by which a cached mask grows
 
 
-class Rows(NamedTuple):
-    """What is known on the device of the rows that are kept, of every prompt the first ones.
+class KeptRows(NamedTuple):
+    """The kept rows of a round on the device; of every prompt the first ones count.
 
     Attributes:
         ids: their tokens.
-        next_ids: the tokens behind them.
-        positions: where they stand.
-        paths: where they lie; None: in front, as a chain's do.
+        next_ids: the tokens after them.
+        positions: their positions.
+        paths: their nodes; None: the first nodes, as in a chain.
     """
 
     ids: Int[Tensor, "B P"]
@@ -43,107 +36,139 @@ class Rows(NamedTuple):
     paths: Int[Tensor, "B P"] | None = None
 
 
+def kept_rows(
+    tree: Tree,
+    choice: Int[Tensor, "B N"] | None,
+    positions: Int[Tensor, "B N"],
+    prefix: Sequence[int],
+    texts: Sequence[list[int]],
+    paths: Sequence[list[int]],
+) -> KeptRows:
+    """Return the rows of the accepted paths.
+
+    If the paths are the first nodes, and each is followed by the target's choice, everything is on
+    the device already.
+
+    Args:
+        prefix: position of each root.
+        texts: of each prompt, the tokens of its path and the one after it.
+    """
+    if choice is not None and is_prefix(paths):
+        return KeptRows(tree.ids, choice, positions)
+    return send_rows(texts, prefix, paths, positions.device)
+
+
 def send_rows(
     texts: Sequence[list[int]],
     starts: Sequence[int],
     paths: Sequence[list[int]],
     device: torch.device,
-) -> Rows:
-    """Sends what the host knows in one table, however many prompts there are.
+) -> KeptRows:
+    """Send kept rows from the host in one table, whatever the batch.
 
-    Behind a shorter prompt's rows come token 0, node 0 and further positions: nobody reads them.
+    The rows of a shorter path are padded with token 0, node 0 and further positions.
 
     Args:
-        texts: the rows' tokens and the one behind the last.
+        texts: the rows' tokens and the one after the last.
         starts: position of the first row.
-        paths: where the rows lie, ascending.
+        paths: nodes of the rows, ascending.
     """
-    longest, front = max(map(len, paths)), in_front(paths)
-    table = []
+    longest, first_nodes = max(map(len, paths)), is_prefix(paths)
+    rows = []
     for text, start, path in zip(texts, starts, paths, strict=True):
-        fill = [0] * (longest - len(path))
-        place = () if front else (*path, *fill)
-        table.append([*text, *fill, *range(start, start + longest), *place])
-    told, behind = torch.tensor(table, device=device), 2 * longest + 1
-    return Rows(
-        told[:, :longest],
-        told[:, 1 : longest + 1],
-        told[:, longest + 1 : behind],
-        None if front else told[:, behind:],
+        padding = [0] * (longest - len(path))
+        nodes = () if first_nodes else (*path, *padding)
+        rows.append([*text, *padding, *range(start, start + longest), *nodes])
+    table, end = torch.tensor(rows, device=device), 2 * longest + 1
+    return KeptRows(
+        table[:, :longest],
+        table[:, 1 : longest + 1],
+        table[:, longest + 1 : end],
+        None if first_nodes else table[:, end:],
     )
 
 
-def traces(counts: Sequence[int], rows: Rows, seen: Seen) -> list[Trace]:
-    """The kept rows of every prompt, as the drafter reads them.
+def kept_traces(counts: Sequence[int], rows: KeptRows, states: TargetStates) -> list[Trace]:
+    """Return the kept rows of every prompt as a Trace for the drafter.
 
     Args:
-        counts: how many each prompt has.
+        counts: number of rows of each prompt.
     """
-    taps, last = seen.taps, seen.last
+    taps, last = states.taps, states.last
     if rows.paths is not None:
-        taps, last = _rows_of(taps, rows.paths), _rows_of(last, rows.paths)
-    handed = []
+        taps, last = _select_rows(taps, rows.paths), _select_rows(last, rows.paths)
+    traces = []
     for slot, count in enumerate(counts):
         document, answer = _one_document(count, last.device)
-        handed.append(
+        traces.append(
             Trace(
-                ids=_cut(rows.ids, slot, count),
-                next_ids=_cut(rows.next_ids, slot, count),
+                ids=_first_rows(rows.ids, slot, count),
+                next_ids=_first_rows(rows.next_ids, slot, count),
                 answer=answer,
                 document=document,
-                positions=_cut(rows.positions, slot, count),
-                taps=_cut(taps, slot, count),
-                last=_cut(last, slot, count),
+                positions=_first_rows(rows.positions, slot, count),
+                taps=_first_rows(taps, slot, count),
+                last=_first_rows(last, slot, count),
             )
         )
-    return handed
+    return traces
 
 
-def _cut(part: Shaped[Tensor, "B N ..."], slot: int, count: int) -> Tensor:
-    """The first rows of one prompt; what is that already is not cut, for that costs too."""
+def _select_rows(part: Shaped[Tensor, "B N ..."], paths: Int[Tensor, "B P"]) -> Tensor:
+    """Return the rows of the paths: [B, N, ...] -> [B, P, ...]."""
+    if len(part) == 1:
+        return part.index_select(1, paths[0])
+    shape = (*paths.shape, *part.shape[2:])
+    return part.gather(1, paths.view(*paths.shape, *[1] * (part.dim() - 2)).expand(shape))
+
+
+def _first_rows(part: Shaped[Tensor, "B N ..."], slot: int, count: int) -> Tensor:
+    """Return the first rows of one prompt; slices that change nothing are omitted, for speed."""
     part = part if len(part) == 1 else part[slot : slot + 1]
     return part if part.shape[1] == count else part[:, :count]
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # kept for all who come
+@torch.inference_mode(False)  # shared by all callers
 def _one_document(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a decoded row belongs to, and that nothing is said of answers."""
+    """Return document numbers and the answer mask of decoded rows: all 0, all False."""
     document = torch.zeros(1, count, dtype=torch.long, device=device)
     return document, document.bool()
 
 
-def laid_out(tree: Tree, prefix: list[int]) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N S"]]:
-    """Where every node stands, and what it sees: its slot's prefix, its ancestors and itself."""
+def positions_and_mask(
+    tree: Tree, prefix: list[int]
+) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N S"]]:
+    """Return the position of every node, and what it attends to: the prefix and its ancestors."""
     start, size = prefix[0], tree.size
-    depths = tree.depths  # what is not real stands at the root: there may be no positions beyond it
-    depths = depths if tree.whole else depths.masked_fill(~tree.real, 0)
+    depths = tree.depths  # padding nodes get the root's position: there may be none beyond it
+    depths = depths if tree.unpadded else depths.masked_fill(~tree.real, 0)
     if all(length == start for length in prefix):
-        if tree.straight and tree.whole:
-            return _chain(len(depths), size, start, depths.device)
-        return depths + start, torch.nn.functional.pad(tree.seen, (start, 0), value=True)
-    at = torch.tensor(prefix, device=tree.ids.device)[:, None]
-    columns = torch.arange(max(prefix) + size, device=at.device)
-    visible = (columns < at)[:, None].repeat(1, size, 1)
-    own = (at + columns[:size])[:, None].expand(-1, size, -1)
-    return depths + at, visible.scatter_(2, own, tree.seen)
+        if tree.is_chain and tree.unpadded:
+            return _chain_layout(len(depths), size, start, depths.device)
+        return depths + start, F.pad(tree.ancestor_mask, (start, 0), value=True)
+    starts = torch.tensor(prefix, device=tree.ids.device)[:, None]
+    columns = torch.arange(max(prefix) + size, device=starts.device)
+    visible = (columns < starts)[:, None].repeat(1, size, 1)
+    own = (starts + columns[:size])[:, None].expand(-1, size, -1)
+    return depths + starts, visible.scatter_(2, own, tree.ancestor_mask)
 
 
-def _chain(
+def _chain_layout(
     batch: int, size: int, start: int, device: torch.device
 ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N S"]]:
-    """The same of chains behind `start` columns: cut from what is kept."""
-    wide = -(-start // RULER) * RULER
-    positions, visible = _ruler(batch, size, wide, device)
-    return positions[:, start : start + size], visible[:, :, wide - start :]
+    """`positions_and_mask` of chains after `start` columns: views of a cached mask."""
+    width = -(-start // MASK_STEP) * MASK_STEP
+    positions, visible = _causal_mask(batch, size, width, device)
+    return positions[:, start : start + size], visible[:, :, width - start :]
 
 
 @lru_cache(maxsize=16)
-@torch.inference_mode(False)  # kept for all who come
-def _ruler(
-    batch: int, size: int, wide: int, device: torch.device
+@torch.inference_mode(False)  # shared by all callers
+def _causal_mask(
+    batch: int, size: int, width: int, device: torch.device
 ) -> tuple[Int[Tensor, "B R"], Bool[Tensor, "B N R"]]:
-    """All positions up to a chain behind `wide` columns, and what it sees of them."""
-    positions = torch.arange(wide + size, device=device)
-    visible = positions <= positions[wide:, None]
+    """Return all positions up to a chain after `width` columns, and what the chain attends to."""
+    positions = torch.arange(width + size, device=device)
+    visible = positions <= positions[width:, None]
     return positions.expand(batch, -1), visible.expand(batch, -1, -1)

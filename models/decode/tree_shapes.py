@@ -1,7 +1,7 @@
-"""Shapes of static trees: which favourites to draft in every round, and which shape pays best.
+"""Shapes of static trees, and the searches for the best one.
 
-A shape is a tuple of paths, one per drafted node; a path is a tuple of ranks. (0,) is the drafter's
-favourite behind the root, (0, 1) its second choice below that one. The root is in no shape. The
+A shape is a tuple of paths, one per draft node; a path is a tuple of ranks. (0,) is the drafter's
+top-1 after the root, (0, 1) its second choice after that token. The root is in no shape. The
 canonical order is by depth, then lexicographic: parents first, siblings in rank order.
 
     paths   (0,) (1,) (0, 0) (0, 1)          root
@@ -10,22 +10,22 @@ canonical order is by depth, then lexicographic: parents first, siblings in rank
                                              |   `-- 1
                                              `-- 1
 
-What a shape is worth follows from a table: table[d - 1, k] is the chance that the k-th child at
-depth d is the accepted one, given that its parent was (`eval/rank_tables.py` measures it). Depths and
-contexts are taken as independent, so a node is reached with the product along its path, and
+The value of a shape follows from a table: table[d - 1, k] is the probability that the k-th child at
+depth d is accepted, given that its parent was (`eval/rank_tables.py` measures it). Depths and
+contexts are assumed independent, so a node is reached with the product along its path, and
 
     expected tokens per round = 1 + sum over nodes of that product.
 
-Two searches maximise it: `best_first` where siblings are chosen by rank, so that any ranks may be
-left out, and `sequoia` where they are drawn without replacement, so that the third cannot be had
-without the second.
+Two searches maximise it: `best_first` where siblings are chosen by rank, so that ranks may be left
+out, and `sequoia` where they are drawn without replacement, so that ranks are contiguous.
 
 Shape letters: D depths, K ranks.
 
 Source: choices as paths and their greedy search, Cai et al. 2024, "Medusa", arXiv:2401.10774; the
-dynamic programme, Chen et al. 2024, "Sequoia", arXiv:2402.12374. Its choice by time: eval/plan/surface.py.
+dynamic programme, Chen et al. 2024, "Sequoia", arXiv:2402.12374. Its choice by time:
+eval/plan/surface.py.
 Differs: `sequoia` also takes a table per depth; `best_first` has the optimum over all shapes, since
-a child is never likelier than its parent.
+no child is more probable than its parent.
 """
 
 import heapq
@@ -44,71 +44,67 @@ from outrider.conf.errors import RunError
 
 Paths = tuple[tuple[int, ...], ...]
 
-SLACK = 1e-6  # by which the measured chances of siblings may sum to more than 1
+SLACK = 1e-6  # by which the measured probabilities of siblings may exceed 1 in sum
 
 
 def parse(paths: Iterable[Sequence[int]]) -> Paths:
-    """A shape in canonical order.
+    """Return a shape in canonical order.
 
     Raises:
-        ValueError: no node, an empty path, a negative rank, a node named twice, or a node without
-            its parent.
+        ValueError: no node, an empty path, a negative rank, a repeated node, or a node without its
+            parent.
     """
-    found = [tuple(path) for path in paths]
-    if not found:
+    shape = [tuple(path) for path in paths]
+    if not shape:
         raise ValueError("a tree needs at least one node besides its root")
-    for path in found:
+    for path in shape:
         if not path:
             raise ValueError("an empty path is the root, which every tree has: leave it out")
         if min(path) < 0:
-            raise ValueError(f"path {list(path)}: ranks count from 0, the favourite")
-    found.sort(key=_canonical)
-    _check_connected(found)
-    return tuple(found)
-
-
-def _canonical(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    return len(path), path
+            raise ValueError(f"path {list(path)}: ranks count from 0, the top-1")
+    shape.sort(key=lambda path: (len(path), path))
+    _check_connected(shape)
+    return tuple(shape)
 
 
 def _check_connected(paths: Sequence[tuple[int, ...]]) -> None:
-    known: set[tuple[int, ...]] = {()}
+    nodes: set[tuple[int, ...]] = {()}
     for path in paths:
-        if path in known:
+        if path in nodes:
             raise ValueError(f"path {list(path)} is there twice")
-        if path[:-1] not in known:
+        if path[:-1] not in nodes:
             raise ValueError(f"path {list(path)} has no parent: {list(path[:-1])} is not there")
-        known.add(path)
+        nodes.add(path)
 
 
 def contiguous(paths: Paths) -> bool:
-    """Whether siblings have the ranks 0, 1, .. without a gap, as drawn siblings must."""
-    known = set(paths)
-    return all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in known for path in paths)
+    """Return whether siblings have the ranks 0, 1, .. without a gap, as drawn siblings must."""
+    nodes = set(paths)
+    return all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in nodes for path in paths)
 
 
 def read(path: Path) -> Paths:
-    """A shape from a json file, a list of paths such as [[0], [1], [0, 0]].
+    """Read a shape from a json file, a list of paths such as [[0], [1], [0, 0]].
 
     Raises:
         RunError: missing, not json, or not a shape.
     """
     try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, list) or not all(map(_ranks_only, found)):
-            raise ValueError("not a list of lists of whole numbers")
-        return parse(found)
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, list) or not all(map(_is_rank_list, content)):
+            raise ValueError("not a list of lists of integers")
+        return parse(content)
     except (OSError, ValueError) as error:
         fix = "A tree is a json list of paths such as [[0], [1], [0, 0]]."
         raise RunError(f"{path} holds no tree: {error}", fix) from None
 
 
-def _ranks_only(found: object) -> bool:
-    return isinstance(found, list) and all(type(rank) is int for rank in found)
+def _is_rank_list(content: object) -> bool:
+    return isinstance(content, list) and all(type(rank) is int for rank in content)
 
 
 def write(paths: Paths, path: Path) -> None:
-    """As json, one node a line.
+    """Write a shape as json, one node a line.
 
     Raises:
         ValueError: not a shape.
@@ -119,24 +115,24 @@ def write(paths: Paths, path: Path) -> None:
 
 
 def chain(depth: int) -> Paths:
-    """The favourite of the favourite of the favourite."""
+    """Return the chain of top-1 tokens."""
     return full([1] * depth)
 
 
 def full(widths: Sequence[int]) -> Paths:
-    """Every node above depth d has widths[d - 1] children there.
+    """Return the tree in which every node above depth d has widths[d - 1] children.
 
     Raises:
         ValueError: no depth, or a width < 1.
     """
     if not widths or min(widths) < 1:
-        raise ValueError(f"widths {list(widths)}: a tree has a depth, and a node at each of them")
+        raise ValueError(f"widths {list(widths)}: a tree has a depth, and a node at each depth")
     depths = range(1, len(widths) + 1)
     return parse(path for depth in depths for path in product(*map(range, widths[:depth])))
 
 
 def picture(paths: Paths) -> str:
-    """The tree as text, a line per node, for people."""
+    """Return the tree as text, a line per node."""
     return "\n".join(["root", *_branches(parse(paths), (), "")])
 
 
@@ -148,22 +144,14 @@ def _branches(paths: Paths, above: tuple[int, ...], margin: str) -> Iterator[str
         yield from _branches(paths, path, margin + ("    " if last else "|   "))
 
 
-# EAGLE-1's 25 drafted nodes (arXiv:2401.15077), "not rigorously optimised" by its authors.
-_WIDTHS = {"": 4, "0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1}
-_WIDTHS |= {"000": 3, "0000": 2}  # children of each path that has any
-EAGLE1 = parse(
-    [*map(int, above), rank] for above, width in _WIDTHS.items() for rank in range(width)
-)
-
-
-# ---- what a shape is worth ----
+# ---- expected tokens ----------------------------------------------------------------------------
 
 
 def expected(paths: Paths, table: Float[Tensor, "D K"]) -> float:
-    """Tokens per round, the one that the target says itself included: >= 1.
+    """Return the expected tokens per round, the target's own token included: >= 1.
 
     Raises:
-        ValueError: no table of chances, or one that does not know a node's depth or rank.
+        ValueError: the table is not one of probabilities, or lacks a node's depth or rank.
     """
     rates = _rates(table)
     reached: dict[tuple[int, ...], float] = {(): 1.0}
@@ -177,17 +165,20 @@ def expected(paths: Paths, table: Float[Tensor, "D K"]) -> float:
 
 
 def _rates(table: Float[Tensor, "D K"]) -> list[list[float]]:
-    """
+    """Return the rows of a table.
+
     Raises:
-        ValueError: empty, a chance outside 0..1, or siblings that exceed 1 together.
+        ValueError: empty, a probability outside 0..1, or siblings that exceed 1 in sum.
     """
     if table.numel() == 0 or not bool(((table >= 0) & (table <= 1)).all()):
-        raise ValueError("a table holds chances from 0 to 1, a row per depth, a column per rank")
+        raise ValueError(
+            "a table holds probabilities from 0 to 1, a row per depth, a column per rank"
+        )
     most = float(table.double().sum(-1).max())
     if most > 1 + SLACK:
         raise ValueError(
-            f"the ranks of a depth sum to {most:.6g}, and one child at most is accepted "
-            "(are these the rates of being among the first k?)"
+            f"the ranks of a depth sum to {most:.6g}, and at most one child is accepted "
+            "(are these top-k rates?)"
         )
     rates: list[list[float]] = table.tolist()
     return rates
@@ -196,96 +187,96 @@ def _rates(table: Float[Tensor, "D K"]) -> list[list[float]]:
 def best_first(
     table: Float[Tensor, "D K"], nodes: int, widest: int | None = None, deepest: int | None = None
 ) -> Paths:
-    """The shape of that many nodes with the most expected tokens: the likeliest nodes.
+    """Return the shape of that many nodes with the most expected tokens: the most probable nodes.
 
-    Takes node after node the likeliest below those it has; ties to the shallower, then to the
+    Adds node after node the most probable child of the shape; ties to the shallower, then to the
     lower ranks. The result is contiguous wherever the rows of the table do not increase.
 
     Args:
-        nodes: drafted nodes; fewer if there are no more.
-        widest: ranks below it are used; None: all that the table has.
-        deepest: the last depth used; None: all that the table has.
+        nodes: draft nodes; fewer if there are no more.
+        widest: ranks below it are used; None: all of the table.
+        deepest: the last depth used; None: all of the table.
 
     Raises:
-        ValueError: a bad table, or a limit below 1 or beyond it.
+        ValueError: an invalid table, or a limit below 1 or beyond it.
     """
     rates = _rates(table)
     width = len(rates[0]) if widest is None else widest
     depth = len(rates) if deepest is None else deepest
     _check_limits(rates, nodes, width, depth)
-    found: list[tuple[int, ...]] = []
+    shape: list[tuple[int, ...]] = []
     heap: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
-    while heap and len(found) <= nodes:
-        chance, level, path = heapq.heappop(heap)
-        found.append(path)
+    while heap and len(shape) <= nodes:
+        negated, level, path = heapq.heappop(heap)
+        shape.append(path)
         for rank, rate in enumerate(rates[level][:width] if level < depth else ()):
-            heapq.heappush(heap, (chance * rate, level + 1, (*path, rank)))
-    return parse(found[1:])
+            heapq.heappush(heap, (negated * rate, level + 1, (*path, rank)))
+    return parse(shape[1:])
 
 
 def _check_limits(rates: list[list[float]], nodes: int, width: int, depth: int) -> None:
-    known = {
+    limits = {
         "nodes": (nodes, None),
         "widest": (width, len(rates[0])),
         "deepest": (depth, len(rates)),
     }
-    for name, (value, most) in known.items():
+    for name, (value, most) in limits.items():
         if value < 1 or (most is not None and value > most):
-            limit = "at least 1" if most is None else f"1 to {most}, which the table knows"
-            raise ValueError(f"{name} = {value}: use {limit}")
+            allowed = "at least 1" if most is None else f"1 to {most}, the size of the table"
+            raise ValueError(f"{name} = {value}: use {allowed}")
 
 
 def sequoia(
     table: Float[Tensor, "D K"] | Float[Tensor, " K"], nodes: int, deepest: int
 ) -> tuple[Paths, float]:
-    """The contiguous shape of that many nodes with the most expected tokens, and how many.
+    """Return the contiguous shape of that many nodes with the most expected tokens, and how many.
 
     Args:
-        table: chances per depth and rank, or a vector that holds at every depth.
-        nodes: drafted nodes; fewer if there are no more.
+        table: probabilities per depth and rank, or a vector for every depth.
+        nodes: draft nodes; fewer if there are no more.
         deepest: the last depth used.
 
     Raises:
-        ValueError: a bad table, or a limit below 1 or beyond it.
+        ValueError: an invalid table, or a limit below 1 or beyond it.
     """
     rates = _rates(table if table.ndim == 2 else table.expand(max(deepest, 1), -1))
     width = len(rates[0])
     _check_limits(rates, nodes, width, deepest)
     nodes = min(nodes, sum(width**depth for depth in range(1, deepest + 1)))
-    value, taken = _plan(np.array(rates[:deepest]), nodes)
-    return parse(_grown(taken, (), nodes)), 1 + value
+    value, sizes = _subtree_sizes(np.array(rates[:deepest]), nodes)
+    return parse(_paths(sizes, (), nodes)), 1 + value
 
 
-def _plan(rates: NDArray[np.float64], nodes: int) -> tuple[float, NDArray[np.int64]]:
-    """The dynamic programme, deepest level and last rank first.
+def _subtree_sizes(rates: NDArray[np.float64], nodes: int) -> tuple[float, NDArray[np.int64]]:
+    """Solve the dynamic programme, deepest level and last rank first.
 
     Returns:
-        The most tokens expected below the root; and taken[d, k, m]: if m nodes are left for the
-        k-th child at depth d + 1 and its later siblings, how many it and its descendants get.
+        The most tokens expected below the root; and sizes[d, k, m]: of m nodes for the k-th child
+        at depth d + 1 and its later siblings, the number in the child's own subtree.
     """
-    sizes = np.arange(nodes + 1)
-    left = sizes[:, None] - sizes  # of m nodes, once a child has taken s
-    nothing = np.where(sizes == 0, 0.0, -np.inf)  # worth of m nodes where there is room for none
-    taken = np.zeros((*rates.shape, nodes + 1), dtype=np.int64)
-    below = nothing
+    counts = np.arange(nodes + 1)
+    rest = counts[:, None] - counts  # of m nodes, after a subtree of s
+    no_node = np.where(counts == 0, 0.0, -np.inf)  # value of m nodes where no node is allowed
+    sizes = np.zeros((*rates.shape, nodes + 1), dtype=np.int64)
+    below = no_node
     for depth in reversed(range(len(rates))):
-        child = 1 + np.concatenate([[-np.inf], below[:-1]])  # itself, and what hangs below it
+        child = 1 + np.concatenate([[-np.inf], below[:-1]])  # itself and its descendants
         possible, child = np.isfinite(child), np.maximum(child, 0.0)
-        below = nothing
+        below = no_node
         for rank in reversed(range(rates.shape[1])):
             gain = np.where(possible, rates[depth, rank] * child, -np.inf)
-            options = np.where(left >= 0, gain + below[left], -np.inf)
-            taken[depth, rank] = options.argmax(1)
-            below = np.maximum(nothing, options.max(1))
-    return float(below[nodes]), taken
+            options = np.where(rest >= 0, gain + below[rest], -np.inf)
+            sizes[depth, rank] = options.argmax(1)
+            below = np.maximum(no_node, options.max(1))
+    return float(below[nodes]), sizes
 
 
-def _grown(
-    taken: NDArray[np.int64], above: tuple[int, ...], nodes: int
+def _paths(
+    sizes: NDArray[np.int64], parent: tuple[int, ...], nodes: int
 ) -> Iterator[tuple[int, ...]]:
     rank = 0
     while nodes:
-        part, path = int(taken[len(above), rank, nodes]), (*above, rank)
+        size, path = int(sizes[len(parent), rank, nodes]), (*parent, rank)
         yield path
-        yield from _grown(taken, path, part - 1)
-        nodes, rank = nodes - part, rank + 1
+        yield from _paths(sizes, path, size - 1)
+        nodes, rank = nodes - size, rank + 1

@@ -1,9 +1,9 @@
-"""One file per drafter, found by its name.
+"""The drafters: one file each, located by name.
 
-A file holds a frozen dataclass `Config`, a `Recipe` with the drafter's own settings behind it, and
-one subclass of `Drafter` built as `cls(cfg, target, vocab, taps)`. One that reads decoder layers of
-the target has a setting `taps` and a function `default_taps(layers)` too. There is no table to
-extend and no path to a class in any configuration: a downloaded config cannot name code to run.
+A file defines a frozen dataclass `Config`, a subclass of `DrafterConfig`, and one subclass of
+`Drafter`, constructed as `cls(cfg, target, vocab, taps)`. A drafter that reads decoder layers of
+the target also has a setting `taps` and a function `default_taps(layers)`. There is no registry,
+and no configuration holds a path to a class: a downloaded config cannot name code to run.
 """
 
 import importlib
@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from outrider.conf.errors import ConfigError
-from outrider.models.drafter import Drafter, Lender, Shape
+from outrider.models.drafter import Drafter
+from outrider.models.interface import ModelShape, TargetEnds
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
@@ -21,12 +22,13 @@ HERE = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """All drafters there are, sorted."""
+    """Return the names of all drafters, sorted."""
     return sorted(f.stem for f in HERE.glob("*.py") if not f.stem.startswith("_"))
 
 
-def module(name: str) -> ModuleType:
-    """
+def drafter_module(name: str) -> ModuleType:
+    """Import a drafter's file.
+
     Raises:
         ConfigError: no such drafter; the message lists those that exist.
     """
@@ -37,55 +39,56 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"outrider.models.drafters.{name}")
 
 
-def kind(name: str) -> type[Drafter]:
-    """The one subclass of `Drafter` that the file defines."""
-    room = module(name)
-    found = [
-        kind
-        for kind in vars(room).values()
-        if isinstance(kind, type) and issubclass(kind, Drafter) and kind.__module__ == room.__name__
+def drafter_class(name: str) -> type[Drafter]:
+    """Return the one subclass of `Drafter` that the file defines."""
+    classes = [
+        value
+        for value in vars(drafter_module(name)).values()
+        if isinstance(value, type)
+        and issubclass(value, Drafter)
+        and value.__module__ == f"{__name__}.{name}"
     ]
-    assert len(found) == 1, f"{name}.py must define exactly one Drafter, found {found}"
-    return found[0]
+    assert len(classes) == 1, f"{name}.py must define exactly one Drafter, not {classes}"
+    return classes[0]
 
 
-def taps_of(cfg: Any, layers: int) -> tuple[int, ...]:
-    """The target's layers that a drafter reads: those of its settings, or its file's default."""
+def resolve_taps(cfg: Any, layers: int) -> tuple[int, ...]:
+    """Return the taps of a drafter: those of its settings, or its file's default."""
     if not hasattr(cfg, "taps"):
         return ()
     if cfg.taps is not None:
         return tuple(cfg.taps)
-    default: tuple[int, ...] = module(cfg.name).default_taps(layers)
+    default: tuple[int, ...] = drafter_module(cfg.name).default_taps(layers)
     return default
 
 
-class Reshaped:
-    """A target's ends, for a drafter whose layers have another shape than the target's."""
+class TargetWithShape:
+    """The ends of a target, with another shape for the drafter's own layers."""
 
-    def __init__(self, target: Lender, shape: Shape) -> None:
+    def __init__(self, target: TargetEnds, shape: ModelShape) -> None:
         self.target, self._shape = target, shape
         self.embed, self.logits, self.logits_of = target.embed, target.logits, target.logits_of
 
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         return self._shape
 
 
-def build(cfg: Any, target: Target, vocab: DraftVocab, shape: Shape | None = None) -> Drafter:
-    """An untrained drafter for this target; sets the target's taps.
+def build(cfg: Any, target: Target, vocab: DraftVocab, shape: ModelShape | None = None) -> Drafter:
+    """Build an untrained drafter for this target, and set the target's taps.
 
     Args:
         cfg: the `Config` of the drafter's file.
         vocab: the tokens it can propose.
-        shape: of its own layers, where it came from elsewhere with another one than the target's.
+        shape: of the drafter's own layers, if it differs from the target's (imported drafters).
     """
-    taps = taps_of(cfg, target.depth)
+    taps = resolve_taps(cfg, target.num_layers)
     target.set_taps(taps)
     same = shape is None or shape == target.shape()
-    lender = target if shape is None or same else Reshaped(target, shape)
-    return kind(cfg.name)(cfg, lender, vocab, taps)
+    ends = target if shape is None or same else TargetWithShape(target, shape)
+    return drafter_class(cfg.name)(cfg, ends, vocab, taps)
 
 
-def own_shape(drafter: Drafter) -> Shape | None:
-    """That of its layers, where it is not the target's."""
-    lender = getattr(drafter, "target", None)
-    return lender.shape() if isinstance(lender, Reshaped) else None
+def custom_shape(drafter: Drafter) -> ModelShape | None:
+    """Return the shape of the drafter's layers if it differs from the target's."""
+    ends = getattr(drafter, "target", None)
+    return ends.shape() if isinstance(ends, TargetWithShape) else None

@@ -1,14 +1,14 @@
-"""Multi-token prediction: modules that read the target's last state and the tokens behind it.
+"""Multi-token prediction: modules that read the target's last state and the next tokens.
 
 Source: DeepSeek-V3, arXiv:2412.19437, section 2.2 (`mode=chained`): module k continues module k-1
-at the same row and adds token x_{t+k}, so D modules guess D tokens. FastMTP, arXiv:2509.18362
-(`mode=recurrent`): one module runs on its own output, as deep as one likes. Embedding and head are
-the target's own, frozen. `models/mtp_modules.py` holds what a module computes and how both modes run.
+at the same row and adds token x_{t+k}, so D modules draft D tokens. FastMTP, arXiv:2509.18362
+(`mode=recurrent`): one module runs on its own output, to any depth. Embedding and head are the
+target's own, frozen. `models/mtp_modules.py` implements the modules and both modes.
 
-Differs: the target is frozen and the loss is the drafter's alone (DeepSeek-V3 adds it to the
-pre-training loss); decoding keeps lasting keys of decided tokens only, so nothing is cropped or
-computed again; in the recurrent mode rotary positions grow with the depth and a row sees its own
-branch alone, in training as in decoding (FastMTP's code trains with other keys than it decodes
+Differs: the target is frozen and only the drafter's loss is trained (DeepSeek-V3 adds it to the
+pre-training loss); decoding keeps keys of decided tokens only, so nothing is cropped or computed
+again; in the recurrent mode rotary positions grow with the depth and a row attends to its own
+branch only, in training as in decoding (FastMTP's code trains with other keys than it decodes
 with); training can start from a regression or from the modules in the target's checkpoint.
 """
 
@@ -21,20 +21,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.models import closed_form_init as fit
-from outrider.models.drafter import BatchDrafter, Guess, Lender, Recipe, State, Trace, borrowed_head
-from outrider.models.formats import mtp_target as shipped
-from outrider.models.layers import random_weights
-from outrider.models.mtp_modules import Chain, Loop, Stage
+from outrider.conf.schema import DrafterConfig
+from outrider.models import closed_form_init
+from outrider.models.drafter import BatchDrafter, State, target_head_logits
+from outrider.models.formats import mtp_target
+from outrider.models.interface import Guess, TargetEnds, Trace
+from outrider.models.layers import init_linear_weights
+from outrider.models.mtp_modules import MtpChain, MtpLoop, MtpModule
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
-HELD = 2**28  # numbers of the target's states that are held for the regressions, at most
+MAX_STATE_ELEMENTS = 2**28  # of the target states held in memory for the regressions
 
 
 @dataclass(frozen=True)
-class Config(Recipe):
-    """Settings of an MTP drafter; conf/drafter/mtp.yaml says what each means."""
+class Config(DrafterConfig):
+    """Settings of an MTP drafter; conf/drafter/mtp.yaml describes each."""
 
     name: str = "mtp"
     depths: int = 3
@@ -49,11 +51,11 @@ class Config(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose("mode", "chained", "recurrent")
-        self.choose("order", "embedding_first", "state_first")
-        self.choose("feed", "raw", "normed")
-        self.choose("init", "linear", "random", "target")
-        self.choose("attention", "fast", "reference")
+        self.require_choice("mode", "chained", "recurrent")
+        self.require_choice("order", "embedding_first", "state_first")
+        self.require_choice("feed", "raw", "normed")
+        self.require_choice("init", "linear", "random", "target")
+        self.require_choice("attention", "fast", "reference")
         if (self.init == "target") != (self.warm_start is not None):
             raise ValueError(
                 f"warm_start = {self.warm_start}: the target's folder, with init=target alone"
@@ -61,148 +63,158 @@ class Config(Recipe):
 
 
 class Mtp(BatchDrafter):
-    """The modules, and the mode that runs them. States are normed: the target's head reads them."""
+    """The modules, and the mode that runs them. Guesses are normed states, inputs of the head."""
 
-    in_target_space = True
-    reads = "last"
+    predicts_target_states = True
+    required_features = "last"
 
     def __init__(
-        self, cfg: Config, target: Lender, vocab: DraftVocab, taps: tuple[int, ...]
+        self, cfg: Config, target: TargetEnds, vocab: DraftVocab, taps: tuple[int, ...]
     ) -> None:
         super().__init__()
         self.cfg, self.target, self.vocab, self.taps = cfg, target, vocab, taps
         chained = cfg.mode == "chained"
         stages = [
-            Stage(target.shape(), cfg.order, cfg.feed, cfg.qk_norm)
+            MtpModule(target.shape(), cfg.order, cfg.feed, cfg.qk_norm)
             for _ in range(cfg.depths if chained else 1)
         ]
         self.stages = nn.ModuleList(stages)
-        random_weights(self)
-        way: Chain | Loop
+        init_linear_weights(self)
+        runner: MtpChain | MtpLoop
         if chained:
-            way, self.reach = Chain(stages, target, vocab, cfg.attention), cfg.depths
+            runner, self.max_depth = MtpChain(stages, target, vocab, cfg.attention), cfg.depths
         else:
-            way = Loop(stages[0], target, vocab, cfg.depths, cfg.attention)
-        self._way = (way,)  # in a tuple: its modules are those above and have no second name
+            runner = MtpLoop(stages[0], target, vocab, cfg.depths, cfg.attention)
+        self._runner = (runner,)  # in a tuple, so that its parameters are not registered twice
 
     def head(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows Vd"]:
-        return borrowed_head(self.target, self.vocab, hidden)
+        return target_head_logits(self.target, self.vocab, hidden)
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
-        (way,) = self._way
-        way.recompute = self.recompute
-        if isinstance(way, Chain):
-            yield from way.unroll(trace)
-        else:
-            for depth, hidden in way.unroll(trace):
-                yield Guess(depth, way.stage.norm(hidden))
+        (runner,) = self._runner
+        runner.gradient_checkpointing = self.gradient_checkpointing
+        for depth, hidden in runner.unroll(trace):
+            yield Guess(
+                depth, hidden if isinstance(runner, MtpChain) else runner.stage.norm(hidden)
+            )
 
-    def absorb_all(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
-        return self._way[0].absorb_all(states, traces)
+    def absorb_batch(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
+        return self._runner[0].absorb_batch(states, traces)
 
-    def step_all(
+    def step_batch(
         self,
         states: Sequence[State],
         depth: int,
         ids: Int[Tensor, "B N"],
         parents: Int[Tensor, "B N"],
     ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
-        return self._way[0].step_all(states, depth, ids, parents)
+        return self._runner[0].step_batch(states, depth, ids, parents)
 
-    def kept(self, depths: int) -> float:
-        stages = [stage for stage in self.stages if isinstance(stage, Stage)]
-        each = sum(stage.block.kept + 7 * stage.eh_proj.out_features for stage in stages)
+    def activation_count(self, depths: int) -> float:
+        stages = [stage for stage in self.stages if isinstance(stage, MtpModule)]
+        each = sum(
+            stage.block.activation_count + 7 * stage.eh_proj.out_features for stage in stages
+        )
         return each if self.cfg.mode == "chained" else depths * each
 
-    def passes(self, depths: int) -> int:
+    def forward_count(self, depths: int) -> int:
         return 1 if self.cfg.mode == "chained" else depths
 
     # ---- first weights ----
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
-        """The modules the target came with, a regression per module, or random weights.
+        """Load the modules of the target's checkpoint, or fit one regression per module.
 
-        The regression finds the target's state that a module should meet from what the module is
-        given, its predecessor being fitted already; the decoder layers add nothing yet.
+        Each regression predicts the target's state from the inputs of the module, after the one
+        before is fitted. The output projections of the decoder layers are zero.
         """
         if self.cfg.init == "target":
-            return self._adopt(target)
-        some = self._some(traces) if self.cfg.init == "linear" else []
-        if not some:
-            silent = ": no answer to fit to" if self.cfg.init == "linear" else ""
-            return f"random weights{silent}"
-        states = [trace.last.flatten(0, 1).float() for trace in some]
-        rows = sum(int(trace.counts(1).sum()) for trace in some)
+            return self._load_target_modules(target)
+        samples = self._fit_traces(traces) if self.cfg.init == "linear" else []
+        if not samples:
+            reason = ": no answer to fit to" if self.cfg.init == "linear" else ""
+            return f"random weights{reason}"
+        states = [trace.last.flatten(0, 1).float() for trace in samples]
+        rows = sum(int(trace.supervised_mask(1).sum()) for trace in samples)
         for depth, stage in enumerate(self.stages, start=1):
-            assert isinstance(stage, Stage), "stages are stages"
-            states = self._fit(stage, depth, target, some, states)
+            assert isinstance(stage, MtpModule), "every stage is a module"
+            states = self._fit(stage, depth, target, samples, states)
         return f"{len(self.stages)} linear fit(s) to {rows:,} states of {target.name}"
 
-    def _some(self, traces: Iterable[Trace]) -> list[Trace]:
-        """Enough text for every regression: rows that count at the deepest one."""
-        some, rows, held = list[Trace](), 0, 0
+    def _fit_traces(self, traces: Iterable[Trace]) -> list[Trace]:
+        """Collect traces until the deepest regression has enough supervised rows."""
+        samples, rows, elements = list[Trace](), 0, 0
         for trace in traces:
-            if count := int(trace.counts(len(self.stages)).sum()):
-                some.append(trace)
-            rows, held = rows + count, held + trace.last.numel()
-            if rows >= 2 * fit.ROWS * trace.last.shape[-1] or held >= HELD:
+            if count := int(trace.supervised_mask(len(self.stages)).sum()):
+                samples.append(trace)
+            rows, elements = rows + count, elements + trace.last.numel()
+            if (
+                rows >= 2 * closed_form_init.ROWS_PER_FEATURE * trace.last.shape[-1]
+                or elements >= MAX_STATE_ELEMENTS
+            ):
                 break
-        return some
+        return samples
 
     def _fit(
         self,
-        stage: Stage,
+        stage: MtpModule,
         depth: int,
         target: Target,
-        some: list[Trace],
+        samples: list[Trace],
         states: list[Float[Tensor, "_ H"]],
     ) -> list[Float[Tensor, "_ H"]]:
-        """Place one module; returns what it feeds to the next."""
-        moments = fit.Moments()
-        for trace, state in zip(some, states, strict=True):
-            rows = torch.nonzero(trace.counts(depth).flatten()).flatten()
-            known = self._known(stage, depth, trace, state)[rows]
-            moments.add(known, trace.last.flatten(0, 1)[rows + depth].float())
+        """Fit one module, and return the states that the next one reads."""
+        moments = closed_form_init.RegressionMoments()
+        for trace, state in zip(samples, states, strict=True):
+            rows = trace.supervised_rows(depth)
+            inputs = self._inputs(stage, depth, trace, state)[rows]
+            moments.add(inputs, trace.last.flatten(0, 1)[rows + depth].float())
         stage.eh_proj.weight.copy_(moments.ridge())
         stage.block.self_attn.o_proj.weight.zero_()
         stage.block.mlp.down_proj.weight.zero_()
-        stage.norm.weight.copy_(moments.spread)
+        stage.norm.weight.copy_(moments.output_std)
         outputs = [
-            stage.eh_proj(self._known(stage, depth, trace, state))
-            for trace, state in zip(some, states, strict=True)
+            stage.eh_proj(self._inputs(stage, depth, trace, state))
+            for trace, state in zip(samples, states, strict=True)
         ]
-        self._sharpen(stage, depth, target, some[0], outputs[0])
-        return [stage.feed(out) for out in outputs]
+        self._fit_norm_scale(stage, depth, target, samples[0], outputs[0])
+        return [stage.next_state(out) for out in outputs]
 
-    def _known(
-        self, stage: Stage, depth: int, trace: Trace, state: Float[Tensor, "BT H"]
+    def _inputs(
+        self, stage: MtpModule, depth: int, trace: Trace, state: Float[Tensor, "BT H"]
     ) -> Float[Tensor, "BT HH"]:
-        return stage.pair(self.target.embed(trace.ahead(depth).flatten()).float(), state)
+        return stage.concat_inputs(
+            self.target.embed(trace.tokens_ahead(depth).flatten()).float(), state
+        )
 
-    def _sharpen(
-        self, stage: Stage, depth: int, target: Target, trace: Trace, out: Float[Tensor, "BT H"]
+    def _fit_norm_scale(
+        self, stage: MtpModule, depth: int, target: Target, trace: Trace, out: Float[Tensor, "BT H"]
     ) -> None:
-        """The norm undoes the outputs' unit, as sharp as pays."""
-        rows = torch.nonzero(trace.counts(depth).flatten()).flatten()[: fit.SHARP_ROWS]
+        """Scale the norm to the best logit temperature."""
+        rows = trace.supervised_rows(depth)[: closed_form_init.SCALE_FIT_ROWS]
         last = trace.last.flatten(0, 1)
-        teacher = target.logits(last[rows + depth])[:, self.vocab.kept]
+        teacher = target.logits(last[rows + depth])[:, self.vocab.target_ids]
         logits = self.head(stage.norm(out[rows]).to(last.dtype))
-        stage.norm.weight.mul_(fit.sharpness(logits.float(), teacher.float().softmax(-1)))
+        stage.norm.weight.mul_(
+            closed_form_init.optimal_logit_scale(logits.float(), teacher.float().softmax(-1))
+        )
 
-    def _adopt(self, target: Target) -> str:
-        """Modules of the target's own checkpoint; those it lacks begin as copies of its last."""
-        found = shipped.read(Path(self.cfg.warm_start or "").expanduser(), target.depth)
+    def _load_target_modules(self, target: Target) -> str:
+        """Load modules of the target's checkpoint; missing ones are copies of its last."""
+        shipped = mtp_target.read_modules(
+            Path(self.cfg.warm_start or "").expanduser(), target.num_layers
+        )
         for name in ("order", "qk_norm"):
-            mine, theirs = getattr(self.cfg, name), getattr(found, name)
-            if mine != theirs:
-                why = f"The modules in {self.cfg.warm_start} were trained the other way."
-                raise ConfigError(f"drafter.{name}", mine, why, f"Use drafter.{name}={theirs}.")
-        last = len(found.modules) - 1
+            ours, theirs = getattr(self.cfg, name), getattr(shipped, name)
+            if ours != theirs:
+                why = f"The modules in {self.cfg.warm_start} have {name}={theirs}."
+                raise ConfigError(f"drafter.{name}", ours, why, f"Use drafter.{name}={theirs}.")
+        last = len(shipped.modules) - 1
         try:
             for k, stage in enumerate(self.stages):
-                stage.load_state_dict(found.modules[min(k, last)])
+                stage.load_state_dict(shipped.modules[min(k, last)])
         except RuntimeError as error:
-            raise RunError(f"{self.cfg.warm_start}: {error}", shipped.FIX) from None
+            raise RunError(f"{self.cfg.warm_start}: {error}", mtp_target.FIX) from None
         used = min(len(self.stages), last + 1)
         return f"{used} of {last + 1} MTP module(s) in {self.cfg.warm_start}"

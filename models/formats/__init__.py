@@ -1,8 +1,8 @@
-"""One file per outside checkpoint format: each writes it and reads it back.
+"""Checkpoint formats: one file for each, which writes and reads it.
 
-A file holds `FORMATS`, objects that fill `outside.Format`. There is no table to extend: a format is
-found by the words it goes by and the drafters it holds. Which format a folder has is read from its
-files, never from its name.
+A file lists its formats in `FORMATS`, objects with the interface `external.Format`. A format is
+found by its names and the drafters it holds; the format of a folder is recognised from its files,
+never from its name.
 """
 
 import importlib
@@ -20,77 +20,81 @@ if TYPE_CHECKING:
     from outrider.models.target import Target
 
 HERE = Path(__file__).parent
-WHY_NOT = {  # (word, drafter): what an engine cannot do
-    ("vllm", "mtp"): "vLLM serves MTP modules from inside a copy of their target alone: write "
-    "format=deepseek or qwen3_next, and stitch it in.",
-    ("sglang", "mtp"): "SGLang serves MTP modules from inside a copy of their target alone: write "
-    "format=deepseek or qwen3_next, and stitch it in.",
+MTP = "serves MTP modules only inside a copy of their target: use format=deepseek or qwen3_next, "
+MTP += "and merge them into it."
+NO_EAGLE1 = "The speculators schema has no EAGLE-1; vLLM and SGLang have formats of their own."
+UNSUPPORTED = {  # (format, drafter): what the format's software lacks
+    ("vllm", "mtp"): f"vLLM {MTP}",
+    ("sglang", "mtp"): f"SGLang {MTP}",
     ("sglang", "medusa"): "SGLang has no Medusa heads; vLLM has.",
-    ("eagle", "eagle3"): "EAGLE's code reads EAGLE-3 in the flavour that SGLang reads.",
-    ("speculators", "eagle"): "Its schema of today has no EAGLE-1; vLLM and SGLang read their own.",
-    ("speculators", "hass"): "Its schema of today has no EAGLE-1; vLLM and SGLang read their own.",
+    ("eagle", "eagle3"): "EAGLE's code reads EAGLE-3 in SGLang's format.",
+    ("speculators", "eagle"): NO_EAGLE1,
+    ("speculators", "hass"): NO_EAGLE1,
 }
-FOREIGN = {  # words in a config -> drafters of the field that Outrider has not
+FOREIGN = {  # word in a config -> a drafter that Outrider does not have
     "dflash": "DFlash", "dspark": "DSpark", "domino": "Domino", "peagle": "P-EAGLE",
 }  # fmt: skip
 
 
 @cache
-def every() -> tuple["Format", ...]:
-    """All formats, in the order of their files."""
-    found: list[Format] = []
+def all_formats() -> tuple["Format", ...]:
+    """Return all formats, in the order of their files."""
+    formats: list[Format] = []
     for file in sorted(HERE.glob("[a-z]*.py")):
-        room = importlib.import_module(f"outrider.models.formats.{file.stem}")
-        found.extend(getattr(room, "FORMATS", ()))
-    return tuple(found)
+        module = importlib.import_module(f"outrider.models.formats.{file.stem}")
+        formats.extend(getattr(module, "FORMATS", ()))
+    return tuple(formats)
 
 
-def words() -> list[str]:
-    """What a user may call a format, sorted."""
-    return sorted({word for form in every() for word in form.words})
+def format_names() -> list[str]:
+    """Return every value of `format=`, sorted."""
+    return sorted({name for form in all_formats() for name in form.names})
 
 
-def find(word: str, drafter: str) -> "Format":
-    """The format of this name that holds this drafter.
+def _formats_of(drafter: str) -> list["Format"]:
+    return [form for form in all_formats() if not form.drafters or drafter in form.drafters]
+
+
+def find(name: str, drafter: str) -> "Format":
+    """Return the format of this name that holds this drafter.
 
     Raises:
-        ConfigError: there is none; the message says why and lists those there are.
+        ConfigError: there is none; the message has the reason and the formats there are.
     """
-    fitting = [form for form in every() if not form.drafters or drafter in form.drafters]
-    for form in fitting:
-        if word in form.words:
+    for form in _formats_of(drafter):
+        if name in form.names:
             return form
-    names = sorted({name for form in fitting for name in form.words})
     why = "There is no such format."
-    if word in words():
-        others = sorted({d for form in every() if word in form.words for d in form.drafters})
-        why = WHY_NOT.get((word, drafter), f"It holds {', '.join(others)}, and this is {drafter}.")
-    raise ConfigError("format", word, why, f"Use one of: {', '.join(names)}.")
+    if name in format_names():
+        others = sorted({d for form in all_formats() if name in form.names for d in form.drafters})
+        why = f"It holds {', '.join(others)}, and this is {drafter}."
+    names = sorted({n for form in _formats_of(drafter) for n in form.names})
+    why = UNSUPPORTED.get((name, drafter), why)
+    raise ConfigError("format", name, why, f"Use one of: {', '.join(names)}.")
 
 
-def fitting(drafter: "Drafter", name: str, target: "Target") -> dict[str, str]:
-    """Every format that holds this drafter, by name: why it cannot be written so, or ""."""
-    held = [form for form in every() if not form.drafters or name in form.drafters]
-    return {form.words[0]: form.refuses(drafter, target) for form in held}
+def export_refusals(drafter: "Drafter", name: str, target: "Target") -> dict[str, str]:
+    """Return the formats of a drafter: name -> why this one cannot be written, or ""."""
+    return {form.names[0]: form.refuses(drafter, target) for form in _formats_of(name)}
 
 
 def recognise(folder: Path) -> "Format":
-    """The format of a folder, from its files.
+    """Return the format of a folder, from its files.
 
     Raises:
-        RunError: it is damaged, of no known format, or a drafter that Outrider has not.
+        RunError: the folder is damaged, of no known format, or of a drafter Outrider lacks.
     """
     from outrider.models.formats import native
-    from outrider.models.formats.weight_folder import FIX, Folder
+    from outrider.models.formats.weight_folder import FIX, WeightFolder
 
-    opened = Folder(folder)
-    if opened.config.get("format") == native.FORMAT:
+    opened = WeightFolder(folder)
+    if native.FORMATS[0].matches(opened):
         return native.FORMATS[0]
-    found = [form for form in every() if form.knows(opened)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(f"{form.words[0]} ({form.drafters[0]})" for form in found)
+    matches = [form for form in all_formats() if form.matches(opened)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = ", ".join(f"{form.names[0]} ({form.drafters[0]})" for form in matches)
         raise RunError(f"{folder} could be of several formats: {names}.", FIX)
     if kind := opened.config.get("speculators_model_type"):
         raise RunError(
@@ -100,20 +104,20 @@ def recognise(folder: Path) -> "Format":
     if foreign := [name for word, name in FOREIGN.items() if word in text]:
         raise RunError(f"{folder} is a {foreign[0]} drafter.", "Outrider has no such drafter.")
     some = ", ".join(sorted(opened.shapes)[:3])
-    why = f"{folder} is of no format that Outrider reads; its weights begin with {some}."
-    raise RunError(why, f"Formats: {', '.join(words())}.")
+    why = f"{folder} has no format that Outrider reads; its tensors begin with {some}."
+    raise RunError(why, f"Formats: {', '.join(format_names())}.")
 
 
 def load(
     folder: Path, target: "Target", dtype: "torch.dtype | None" = None
 ) -> tuple["Drafter", Any]:
-    """The drafter of a folder of any format, ready to decode; and its `Config`.
+    """Load the drafter of a folder of any format for decoding; return it and its `Config`.
 
     Args:
-        dtype: of its weights; None takes the target's.
+        dtype: dtype of its weights; None: the target's.
 
     Raises:
-        RunError: it is damaged, unknown, ambiguous, or was made for another target.
+        RunError: the folder is damaged, unknown, ambiguous, or made for another target.
     """
     drafter, cfg = recognise(folder).read(folder, target)
     drafter.to(target.device, dtype or target.dtype).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Writing a folder of weights whole or not at all: under another name, flushed, renamed."""
+"""Atomic writing of a folder of weights: under a temporary name, flushed, then renamed."""
 
 import os
 import shutil
@@ -12,21 +12,26 @@ from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import sync_folder, write_json, write_tensors
-from outrider.models.formats.weight_folder import STAMP
+from outrider.models.formats.sidecar import write_sidecar
+from outrider.models.formats.weight_folder import SIDECAR
 
 SHARD = 5 * 10**9  # bytes
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """A folder to write into, which gets this name when all has gone well.
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `path` if the block succeeds.
 
-    An older folder of ours is replaced.
+    A folder that Outrider wrote earlier is replaced.
 
     Raises:
-        RunError: the place is taken by something else, or cannot be written.
+        RunError: `path` holds something else, or cannot be written.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not (path / STAMP).exists():
+    if (
+        path.exists()
+        and (not path.is_dir() or any(path.iterdir()))
+        and not (path / SIDECAR).exists()
+    ):
         raise RunError(f"{path} exists and was not written by Outrider.", "Choose another folder.")
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -36,7 +41,7 @@ def appearing(path: Path) -> Iterator[Path]:
         _publish(partial, path)
     except OSError as error:
         raise RunError(
-            f"{path} could not be written: {error}", "Make room, or choose another folder."
+            f"{path} could not be written: {error}", "Free disk space, or choose another folder."
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -46,23 +51,25 @@ def write_folder(
     path: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    stamp: Mapping[str, Any],
+    sidecar: Mapping[str, Any],
     stem: str = "model",
     shard: int = SHARD,
 ) -> None:
-    """config.json, weights, and `outrider.json` with the hashes of the weight files.
+    """Write config.json, weights and `outrider.json` atomically.
 
     Args:
-        shard: weights of more bytes than this are split into several files with an index.
+        sidecar: as of `sidecar_content`.
+        stem: name of the weight file without its extension.
+        shard: largest weight file in bytes; more weights are split, with an index.
     """
-    with appearing(path) as partial:
-        hashes = write_weights(partial, tensors, stem, shard)
-        write_json(partial / STAMP, {**stamp, "sha256": hashes})
+    with atomic_folder(path) as partial:
+        write_weights(partial, tensors, stem, shard)
         write_json(partial / "config.json", dict(config))
+        write_sidecar(partial, sidecar)
 
 
 def _publish(partial: Path, path: Path) -> None:
-    """Flush every file and give the folder its name, in the place of an older one."""
+    """Flush every file and rename the folder, replacing an older one."""
     for file in partial.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -79,31 +86,26 @@ def _publish(partial: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_weights(
-    path: Path, tensors: Mapping[str, Tensor], stem: str, shard: int
-) -> dict[str, str]:
-    """One file, or several and an index; returns the sha256 of each."""
-    whole = _separate(tensors)
+def write_weights(path: Path, tensors: Mapping[str, Tensor], stem: str, shard: int) -> None:
+    """Write one file, or several and an index."""
+    separate = _without_shared_memory(tensors)
     plan = split_torch_state_dict_into_shards(
-        whole, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=shard
+        separate, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=shard
     )
-    hashes = {
-        name: write_tensors(path / name, {key: whole[key] for key in keys}, {"format": "pt"})
-        for name, keys in plan.filename_to_tensors.items()
-    }
+    for name, keys in plan.filename_to_tensors.items():
+        write_tensors(path / name, {key: separate[key] for key in keys}, {"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_json(path / f"{stem}.safetensors.index.json", index)
-    return hashes
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """No two of them in the same memory: a file would hold one of them only."""
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory with another, of which a file would hold only one."""
     seen: set[int] = set()
     out = {}
     for key, value in tensors.items():
         value = value.detach().cpu().contiguous()
-        place = value.untyped_storage().data_ptr()
-        out[key] = value.clone() if place in seen else value
-        seen.add(place)
+        address = value.untyped_storage().data_ptr()
+        out[key] = value.clone() if address in seen else value
+        seen.add(address)
     return out

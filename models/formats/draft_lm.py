@@ -1,98 +1,85 @@
-"""A draft model as the plain Hugging Face folder it is: any engine loads it beside its target.
+"""A draft model as a Hugging Face folder, which any engine loads beside its target.
 
-Its weights are whole: a reduced draft vocabulary is a part of Outrider's drafter and not of the
-model, so such a one is refused. Reading builds the model from transformers' own classes only.
+The folder holds a whole model, so a draft model with a reduced draft vocabulary is refused. The
+model is built from transformers' own classes; code in the folder is never run.
 """
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.conf.errors import ConfigError
-from outrider.conf.files import sha256_of, write_json
-from outrider.models.causal_lm import refuse_code
+from outrider.models.causal_lm import refuse_code_keys
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.formats import native
-from outrider.models.formats.atomic_folder import appearing
-from outrider.models.formats.external import Outside, demand
-from outrider.models.formats.sidecar import read_stamp, stamped
-from outrider.models.formats.weight_folder import STAMP, Folder
+from outrider.models.formats.atomic_folder import atomic_folder
+from outrider.models.formats.external import ExternalFormat, require_exportable
+from outrider.models.formats.sidecar import read_sidecar, sidecar_content, write_sidecar
+from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
 
-class HuggingFace(Outside):
-    """config.json and weights as `save_pretrained` writes them."""
+class HuggingFaceFormat(ExternalFormat):
+    """config.json and weights as written by `save_pretrained`."""
 
-    words: tuple[str, ...] = ("transformers", "vllm", "sglang")
+    names: tuple[str, ...] = ("transformers", "vllm", "sglang")
     drafters: tuple[str, ...] = ("draft_lm",)
     served = "transformers, vLLM, SGLang"
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        if drafter.vocab.full:
+        if drafter.vocab.is_full:
             return ""
-        return "its draft vocabulary is reduced, and a language model's folder has no place for one"
+        return "its draft vocabulary is reduced, which a Hugging Face folder cannot hold"
 
     def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
-        demand(self, drafter, target, cfg)
+        require_exportable(self, drafter, target, cfg)
         assert isinstance(drafter, DraftLm), "this format holds draft_lm"
-        with appearing(folder) as partial:
+        with atomic_folder(folder) as partial:
             drafter.lm.model.save_pretrained(partial)
-            hashes = {f.name: sha256_of(f) for f in sorted(partial.glob("*.safetensors"))}
-            write_json(
-                partial / STAMP,
-                {**stamped(self.words[0], None, drafter, target, cfg), "sha256": hashes},
-            )
+            write_sidecar(partial, sidecar_content(self.names[0], None, drafter, target, cfg))
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         names = folder.config.get("architectures") or []
-        whole = "model_type" in folder.config and any(str(n).endswith("ForCausalLM") for n in names)
-        keys = [key for key in folder.shapes if key.endswith("embed_tokens.weight")]
-        keys += [key for key in folder.shapes if key.endswith(("wte.weight", "embed_in.weight"))]
-        lone = any(key.startswith(("fc.", "midlayer.", "mtp.")) for key in folder.shapes)
-        return whole and bool(keys) and not lone and not any("eh_proj" in k for k in folder.shapes)
+        model = "model_type" in folder.config and any(str(n).endswith("ForCausalLM") for n in names)
+        embeddings = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+        embedded = any(key.endswith(embeddings) for key in folder.shapes)
+        prefixes = ("fc.", "midlayer.", "mtp.")
+        other = any(key.startswith(prefixes) or "eh_proj" in key for key in folder.shapes)
+        return model and embedded and not other
 
     def read(self, folder: Path, target: Target) -> tuple[Drafter, Any]:
-        opened = Folder(folder)
-        stamp = read_stamp(opened, self.words[0], None, target)
+        opened = WeightFolder(folder)
+        sidecar = read_sidecar(opened, self.names[0], None, target)
         try:
-            refuse_code(opened.config)
+            refuse_code_keys(opened.config)
         except ValueError as error:
-            raise opened.wrong(
-                f"config.json names code to run, which is never done: {error}"
-            ) from None
-        said = {**stamp.get("drafter", {}), "body": None, "path": str(folder)}
-        cfg = native.settings({"name": "draft_lm", **said}, folder)
+            raise opened.error(f"config.json names code to run: {error}") from None
+        fields = {**sidecar.get("drafter", {}), "body": None, "path": str(folder)}
+        cfg = native.config_from_json({"name": "draft_lm", **fields}, folder)
         try:
-            drafter = DraftLm(cfg, target, DraftVocab.whole(target.vocab), ())
+            drafter = DraftLm(cfg, target, DraftVocab.identity(target.vocab_size), ())
         except ConfigError as error:
-            raise opened.wrong(f"{error.why}", error.fix) from None
-        self._account(opened, drafter)
-        opened.verify(stamp.get("sha256", {}))
-        drafter.cfg = dataclasses.replace(drafter.cfg, path=stamp.get("drafter", {}).get("path"))
-        drafter.to(_dtype(opened)).eval()
+            raise opened.error(f"{error.why}", error.fix) from None
+        self._check_keys(opened, drafter)
+        opened.check_hashes(sidecar.get("sha256", {}))
+        drafter.cfg = dataclasses.replace(drafter.cfg, path=sidecar.get("drafter", {}).get("path"))
+        key = next(key for key, shape in opened.shapes.items() if len(shape) > 1)
+        drafter.to(opened.tensors([key])[key].dtype).eval()
         for weight in drafter.parameters():
-            weight.data = weight.data.clone()  # out of the file's memory, as `Folder.read` says
+            weight.data = weight.data.clone()  # out of the file's memory, as `WeightFolder.tensors`
         return drafter, drafter.cfg
 
-    def _account(self, folder: Folder, drafter: DraftLm) -> None:
-        """Nothing is filled in at random or left out, as transformers does where keys differ."""
+    def _check_keys(self, folder: WeightFolder, drafter: DraftLm) -> None:
+        """Refuse missing and unknown keys, which transformers would initialise or skip."""
         own = drafter.lm.model.state_dict()
         tied = {"lm_head.weight"} if drafter.lm_head.tied else set()
-        where = {key: key for key in folder.shapes}
-        folder.account(where, own.keys() - tied, tied)
-        for key in own.keys() & where.keys():
+        folder.check_keys({key: key for key in folder.shapes}, own.keys() - tied, tied)
+        for key in own.keys() & folder.shapes.keys():
             if tuple(own[key].shape) != folder.shapes[key]:
-                why = f"{key} is {list(folder.shapes[key])}, and config.json asks for"
-                raise folder.wrong(f"{why} {list(own[key].shape)}.")
+                why = f"{key} is {list(folder.shapes[key])}, and config.json requires"
+                raise folder.error(f"{why} {list(own[key].shape)}.")
 
 
-def _dtype(folder: Folder) -> torch.dtype:
-    key = next(key for key, shape in folder.shapes.items() if len(shape) > 1)
-    return folder.read([key])[key].dtype
-
-
-FORMATS = (HuggingFace(),)
+FORMATS = (HuggingFaceFormat(),)

@@ -1,15 +1,14 @@
-"""EAGLE-1 and -2 as their authors, vLLM and SGLang read them; HASS is the same network.
+"""EAGLE-1, EAGLE-2 and HASS in the formats of their authors, SGLang and vLLM.
 
-    ours            all three
-    fc, layers.0.*  the same: fc reads [embedding; state] and may have a bias
+    ours            in all three
+    fc, layers.0.*  the same; fc reads [embedding; state] and may have a bias
                     embed_tokens, a copy of the target's
 
-Neither a norm in front of the layer, nor one behind it, nor a head. The bias is where they differ:
-the authors' config says `bias`; SGLang's fc always has one (zeros are written where ours has none)
-and takes that word for a bias of the attention; vLLM's layer has none and would leave it out.
-`add_para_norm` (two more norms) is refused.
+There is no norm before or after the layer, and no head. The bias differs: the authors' config has
+`bias`; SGLang's fc always has one (zeros are written where ours has none) and uses the field `bias`
+for the attention; vLLM's layer has none and drops it. `add_para_norm` (two more norms) is refused.
 
-EAGLE and HASS cannot be told apart by their files; without `outrider.json` it is called eagle.
+EAGLE and HASS have the same files; without `outrider.json` a folder is read as eagle.
 """
 
 from collections.abc import Mapping
@@ -20,166 +19,148 @@ from torch import Tensor
 
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.eagle import Eagle
-from outrider.models.formats import hf_config as body
-from outrider.models.formats.external import JOINS, Outside, bare
-from outrider.models.formats.sidecar import Implied
-from outrider.models.formats.weight_folder import Folder
+from outrider.models.formats import hf_config
+from outrider.models.formats.external import JOINT_ORDER, ExternalFormat, Sidecar, strip_wrappers
+from outrider.models.formats.sidecar import DrafterSpec
+from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
 from outrider.models.target import Target
 
-PARA = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
-SMALL = (
-    "its draft vocabulary is reduced, and EAGLE's files have no place for one: an engine would ask "
-    "the target's whole head"
+PARA_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
+REDUCED = "its draft vocabulary is reduced, and engines use the target's whole head with EAGLE"
+BIAS = (
+    "its fc has a bias, which vLLM's EagleLlamaForCausalLM drops; use format=sglang, or train with "
+    "drafter.bias=false"
 )
 
 
-class EagleFiles(Outside):
-    """What all three have in common."""
+class EagleFormat(ExternalFormat):
+    """What the three formats share."""
 
     drafters = ("eagle", "hass")
-    joins = JOINS
+    joint_order = JOINT_ORDER
+    writes_target_copies = True
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        return "" if drafter.vocab.full else SMALL
+        return "" if drafter.vocab.is_full else REDUCED
 
-    def rename(self, own: str, drafter: Drafter, target: Target) -> str | None:
-        return None if own.startswith("vocab.") else own
+    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+        return None if key.startswith("vocab.") else key
 
-    def taken(self, own: dict[str, Tensor], drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        vocab = {f"vocab.{k}": v for k, v in drafter.vocab.state_dict().items()}
-        return {**vocab, **own}
-
-    def shared(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        assert isinstance(drafter, Eagle), "this format holds eagle and hass"
-        dtype = drafter.fc.weight.dtype
-        return {k: v.to(dtype) for k, v in self.lent(drafter, target).items()}
-
-    def lent(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
         return {"embed_tokens.weight": target.embedding.weight}
 
-    def llama(self, drafter: Drafter) -> dict[str, Any]:
-        assert isinstance(drafter, Eagle), "this format holds eagle and hass"
-        shape = drafter.target.shape()
-        out = body.written(shape)
-        body.check_written(out, shape)
-        return {**out, **body.types(drafter.state_dict())}
+    def layer_fields(self, drafter: Drafter) -> dict[str, Any]:
+        """Return the fields of config.json that describe the layer."""
+        return hf_config.layer_fields(drafter.state_dict(), as_eagle(drafter).target.shape())
 
-    def layers(self, folder: Folder) -> Mapping[str, Any]:
-        """The part of config.json that describes the layer."""
-        return folder.config
-
-    def implied(self, folder: Folder, target: Target, stamp: Mapping[str, Any]) -> Implied:
-        where, config = self.keys(folder, target), self.layers(folder)
-        if folder.config.get("add_para_norm") or any(key in where for key in PARA):
-            raise folder.wrong(f"it has HASS's two norms in front of fc. {body.NOT_OURS}")
-        if (count := folder.count("num_hidden_layers", 1, config)) != 1:
-            raise folder.wrong(f"it has {count} layers. {body.NOT_OURS}")
-        said = stamp.get("drafter", {})
-        bias = "fc.bias" in where
+    def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
+        keys, config = self.file_keys(folder, target), self.layer_config(folder)
+        if folder.config.get("add_para_norm") or any(key in keys for key in PARA_NORMS):
+            why = "it has HASS's two norms before fc."
+            raise folder.error(f"{why} {hf_config.NOT_SUPPORTED}")
+        if (count := folder.positive_int("num_hidden_layers", 1, config)) != 1:
+            raise folder.error(f"it has {count} layers. {hf_config.NOT_SUPPORTED}")
+        trained = sidecar.get("drafter", {})
+        bias = "fc.bias" in keys
         self.check_bias(folder, bias)
-        fields = {"bias": said.get("bias", bias) if bias else False}
-        name = str(said.get("name", "eagle"))
+        fields = {"bias": trained.get("bias", bias) if bias else False}
+        name = str(trained.get("name", "eagle"))
         if name not in self.drafters:
-            raise folder.wrong(f"outrider.json says it is a drafter {name!r}.")
-        shape = body.read(folder, config, target.shape())
-        return Implied(name, fields, shape)
+            raise folder.error(f"{SIDECAR} names the drafter {name!r}.")
+        return DrafterSpec(name, fields, hf_config.read_config(folder, config, target.shape()))
 
-    def check_bias(self, folder: Folder, there: bool) -> None:
-        """What config.json says of the bias must be what the weights say."""
-        said = folder.config.get("bias")
-        if said is not None and bool(said) != there:
-            raise folder.wrong(f"config.json says bias: {said}, and fc.bias says otherwise.")
+    def check_bias(self, folder: WeightFolder, has_bias: bool) -> None:
+        """Refuse a config.json that contradicts the weights."""
+        value = folder.config.get("bias")
+        if value is not None and bool(value) != has_bias:
+            raise folder.error(f"config.json has bias: {value}, which the weights contradict.")
 
 
-class Official(EagleFiles):
-    """What EAGLE's own code reads."""
+class EagleOriginal(EagleFormat):
+    """EAGLE's own code."""
 
-    words = ("eagle",)
+    names = ("eagle",)
     served = "EAGLE's own code"
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
         bias = "fc.bias" in drafter.state_dict()
-        return {"architectures": ["LlamaForCausalLM"], **self.llama(drafter), "bias": bias}
+        return {"architectures": ["LlamaForCausalLM"], **self.layer_fields(drafter), "bias": bias}
 
-    def knows(self, folder: Folder) -> bool:
-        others = Nested().knows(folder) or SGLang().knows(folder)
+    def matches(self, folder: WeightFolder) -> bool:
+        others = EagleVLLM().matches(folder) or EagleSGLang().matches(folder)
         return _is_eagle(folder) and not others
 
 
-class SGLang(EagleFiles):
-    """`LlamaForCausalLMEagle`, whose fc always has a bias."""
+class EagleSGLang(EagleFormat):
+    """SGLang's `LlamaForCausalLMEagle`, whose fc always has a bias."""
 
-    words = ("sglang",)
+    names = ("sglang",)
     served = "SGLang"
 
-    def shared(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out = super().shared(drafter, target)
-        if "fc.bias" not in drafter.state_dict():
-            weight = drafter.state_dict()["fc.weight"]
-            out["fc.bias"] = weight.new_zeros(len(weight))
-        return out
-
-    def lent(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out = super().lent(drafter, target)
+    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        out = super().target_copies(drafter, target)
         if "fc.bias" not in drafter.state_dict():
             out["fc.bias"] = torch.zeros(target.shape().hidden)
         return out
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        return {"architectures": ["LlamaForCausalLMEagle"], **self.llama(drafter)}
+        return {"architectures": ["LlamaForCausalLMEagle"], **self.layer_fields(drafter)}
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         names = folder.config.get("architectures") or []
         return _is_eagle(folder) and "LlamaForCausalLMEagle" in names
 
 
-class Nested(EagleFiles):
-    """vLLM: the layer's config inside one of type eagle."""
+class EagleVLLM(EagleFormat):
+    """vLLM: the layer's config is nested in one of type eagle."""
 
-    words = ("vllm",)
+    names = ("vllm",)
     served = "vLLM"
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
         bias = drafter.state_dict().get("fc.bias")
         if bias is not None and (bias.is_meta or bool(bias.any())):
-            return (
-                "its fc has a bias, and vLLM's EagleLlamaForCausalLM leaves it out; SGLang "
-                "honours it, and drafter.bias=false trains without one"
-            )
+            return BIAS
         return super().refuses(drafter, target)
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        layers = {"architectures": ["LlamaForCausalLM"], **self.llama(drafter)}
+        layers = {"architectures": ["LlamaForCausalLM"], **self.layer_fields(drafter)}
         return {
             "architectures": ["EagleLlamaForCausalLM"],
             "model_type": "eagle",
             "model": layers,
             "eagle_fc_bias": "fc.bias" in drafter.state_dict(),
-            "truncated_vocab_size": target.vocab,
+            "truncated_vocab_size": target.vocab_size,
             "dtype": layers["dtype"],
             "torch_dtype": layers["torch_dtype"],
         }
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         return _is_eagle(folder) and folder.config.get("model_type") == "eagle"
 
-    def layers(self, folder: Folder) -> Mapping[str, Any]:
-        found = folder.part("model")
+    def layer_config(self, folder: WeightFolder) -> Mapping[str, Any]:
+        layers = folder.config_object("model")
         size = folder.config.get("truncated_vocab_size")
-        if size not in (None, found.get("vocab_size")):
-            raise folder.wrong(f"its vocabulary is cut to {size}, and nothing says to which.")
-        return found
+        if size not in (None, layers.get("vocab_size")):
+            raise folder.error(f"its vocabulary is truncated to {size}, without naming the tokens.")
+        return layers
 
-    def check_bias(self, folder: Folder, there: bool) -> None:
-        if bool(folder.config.get("eagle_fc_bias")) != there:
-            raise folder.wrong("config.json and weights disagree about fc.bias.")
-
-
-def _is_eagle(folder: Folder) -> bool:
-    where = bare(folder)
-    wide = folder.shapes.get(where.get("fc.weight", ""), (1, 0))
-    head = "norm.weight" in where or "layers.0.hidden_norm.weight" in where
-    return wide[1:] == (2 * wide[0],) and not head and "layers.0.mlp.up_proj.weight" in where
+    def check_bias(self, folder: WeightFolder, has_bias: bool) -> None:
+        if bool(folder.config.get("eagle_fc_bias")) != has_bias:
+            raise folder.error("eagle_fc_bias of config.json contradicts the weights.")
 
 
-FORMATS = (Official(), SGLang(), Nested())
+def as_eagle(drafter: Drafter) -> Eagle:
+    """Return the drafter as an `Eagle`."""
+    assert isinstance(drafter, Eagle), "this format holds eagle and hass"
+    return drafter
+
+
+def _is_eagle(folder: WeightFolder) -> bool:
+    keys = strip_wrappers(folder)
+    fc = folder.shapes.get(keys.get("fc.weight", ""), (1, 0))
+    normed = "norm.weight" in keys or "layers.0.hidden_norm.weight" in keys
+    return fc[1:] == (2 * fc[0],) and not normed and "layers.0.mlp.up_proj.weight" in keys
+
+
+FORMATS = (EagleOriginal(), EagleSGLang(), EagleVLLM())

@@ -1,6 +1,6 @@
-"""EAGLE-3 in files: what SGLang's and vLLM's flavours share (`sglang.py`, `vllm.py`).
+"""EAGLE-3: what the formats of SGLang (eagle3_sglang.py) and vLLM (eagle3_vllm.py) share.
 
-The same tensors, and two ways to say what they mean:
+The tensors are the same, their names and the meaning of the layer ids differ:
 
     ours                         SGLang                     vLLM
     fc, norm, lm_head            the same                   the same
@@ -12,10 +12,10 @@ The same tensors, and two ways to say what they mean:
     vocab.d2t, vocab.t2d         d2t, t2d, absent when the drafter can propose every token
     tap_scale                    multiplied into fc
 
-A tapped layer k, "the output of decoder layer k", is number k where SGLang is told and k + 1, "the
-input of layer k + 1", where vLLM is told: one field name, two meanings. Feeding back the normed
-state (`feedback: normed`) is `norm_output`, a name under which SpecForge means something else; in
-a folder of unknown origin it is refused.
+A tap k, "the output of decoder layer k", is number k for SGLang and k + 1, "the input of layer
+k + 1", for vLLM, under one field name. Feeding back the normed state (`feedback: normed`) is
+`norm_output`, a field that SpecForge uses for something else; in a folder of unknown origin it is
+refused.
 
 Source: reference tables of the published checkpoints (docs/formats.md).
 """
@@ -28,206 +28,207 @@ import torch
 from torch import Tensor
 
 from outrider.models.drafter import Drafter
-from outrider.models.drafters.eagle3 import Eagle3
-from outrider.models.formats import hf_config as body
-from outrider.models.formats.external import JOINS, Outside, bare
-from outrider.models.formats.sidecar import Implied
-from outrider.models.formats.weight_folder import STAMP, Folder
-from outrider.models.target import Target, usual_taps
+from outrider.models.drafters.eagle3 import Eagle3, eagle3_taps
+from outrider.models.formats import hf_config
+from outrider.models.formats.external import JOINT_ORDER, ExternalFormat, Sidecar, strip_wrappers
+from outrider.models.formats.sidecar import DrafterSpec
+from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
+from outrider.models.target import Target
 
-LAST = "it taps the last decoder layer, whose output no engine hands out before the final norm"
-ORDER = "engines hand out tapped layers in ascending order, whatever the order they are named in"
-SAY = (
-    f"Say what it is in {STAMP} beside it: "
+LAST = "it taps the last decoder layer, whose output engines expose only after the final norm"
+ORDER = "engines return tapped layers in ascending order, in whatever order they are named"
+STATE_TAPS = (
+    f"State it in {SIDECAR} beside it: "
     '{"taps": [1, 17, 32], "drafter": {"feedback": "raw"}}, with the layers whose output is read.'
 )
 IDS = "eagle_aux_hidden_state_layer_ids"
-AUX = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # SGLang's older names of fc_norm.0 .. 2
-OURS = {  # of ModelOpt's eagle_config: how our network is built
+AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # SGLang's older fc_norm.0 .. 2
+EAGLE_CONFIG = {  # ModelOpt's eagle_config: the only values that Outrider's network has
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True,
     "parallel_draft_step": 1,
 }  # fmt: skip
 
 
-class Eagle3Files(Outside):
-    """What both have in common."""
+class Eagle3Format(ExternalFormat):
+    """What the formats share."""
 
     drafters = ("eagle3",)
-    joins = JOINS
+    joint_order = JOINT_ORDER
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
         if list(drafter.taps) != sorted(drafter.taps):
             return f"{ORDER}, and its fc reads them as {list(drafter.taps)}"
-        return LAST if target.depth - 1 in drafter.taps else ""
+        return LAST if target.num_layers - 1 in drafter.taps else ""
 
     # ---- names ----
 
-    def rename(self, own: str, drafter: Drafter, target: Target) -> str | None:
-        if own == "tap_scale" or (own.startswith("vocab.") and drafter.vocab.full):
+    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+        if key == "tap_scale" or (key.startswith("vocab.") and drafter.vocab.is_full):
             return None
-        part, _, rest = own.partition(".")
+        part, _, rest = key.partition(".")
         if part == "vocab":
             return rest
         if part == "layers":
             number, _, rest = rest.partition(".")
-            return f"layers.{int(number) + 1}.{self.deeper(rest)}"
-        several = eagle3(drafter).cfg.layers > 1
-        return f"{self.first(several)}.{rest}" if part == "midlayer" else own
+            return f"layers.{int(number) + 1}.{self.later_layer_key(rest)}"
+        several = as_eagle3(drafter).cfg.layers > 1
+        return f"{self.first_layer_name(several)}.{rest}" if part == "midlayer" else key
 
-    def first(self, several: bool) -> str:
-        """What stands before the names of the first layer, of one or of several."""
+    def first_layer_name(self, several: bool) -> str:
+        """Return the prefix of the first layer, of one layer or of several."""
         return "layers.0"
 
-    def deeper(self, part: str) -> str:
-        """A part of the layers behind the first."""
-        return part
+    def later_layer_key(self, key: str) -> str:
+        """Return the name of a part of the second and later layers."""
+        return key
 
-    def given(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out = super().given(drafter, target)
-        out["fc.weight"] = folded(out["fc.weight"], out["tap_scale"])
+    def file_keys(self, folder: WeightFolder, target: Target) -> dict[str, str]:
+        """Accept every name in use for a tensor, not only the one that is written."""
+        bare, out = super().file_keys(folder, target), dict[str, str]()
+        several = any(key.startswith("layers.1.") for key in bare)
+        for key, name in bare.items():
+            written = self._written_name(key, several)
+            if written in out:
+                raise folder.error(f"{name} and {out[written]} are the same weight.")
+            out[written] = name
         return out
 
-    def taken(self, own: dict[str, Tensor], drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        vocab = {f"vocab.{k}": v for k, v in drafter.vocab.state_dict().items()}
-        scale = torch.ones(len(drafter.taps), dtype=own["fc.weight"].dtype)
-        return {**own, "tap_scale": scale, **vocab}
-
-    def lent(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        return {"embed_tokens.weight": target.embedding.weight}
-
-    def keys(self, folder: Folder, target: Target) -> dict[str, str]:
-        """As `rename` says them, whichever of the names in use the file has."""
-        found, out = super().keys(folder, target), dict[str, str]()
-        several = any(key.startswith("layers.1.") for key in found)
-        for key, name in found.items():
-            usual = self._usual(key, several)
-            if usual in out:
-                raise folder.wrong(f"{name} and {out[usual]} are one and the same.")
-            out[usual] = name
-        return out
-
-    def _usual(self, key: str, several: bool) -> str:
-        """`midlayer` or `layers.0`; `hidden_norm` or `input_layernorm` further behind; fc_norm."""
-        for i, name in enumerate(AUX):
+    def _written_name(self, key: str, several: bool) -> str:
+        """Map `midlayer`, `layers.0`, `hidden_norm`, `input_layernorm` and `aux_norm_*`."""
+        for i, name in enumerate(AUX_NORMS):
             key = key.replace(f"{name}.", f"fc_norm.{i}.")
         for first in ("midlayer.", "layers.0."):
             if key.startswith(first):
-                return f"{self.first(several)}.{key.removeprefix(first)}"
+                return f"{self.first_layer_name(several)}.{key.removeprefix(first)}"
         if re.fullmatch(r"layers\.\d+\.(input_layernorm|hidden_norm)\.weight", key):
-            return f"layers.{key.split('.')[1]}.{self.deeper('input_layernorm')}.weight"
+            return f"layers.{key.split('.')[1]}.{self.later_layer_key('input_layernorm')}.weight"
         return key
 
-    # ---- meaning ----
+    # ---- weights ----
 
-    def body(self, drafter: Drafter) -> dict[str, Any]:
-        """Fields of the layers; SGLang and vLLM know Llama's alone."""
-        kind = "qwen3" if eagle3(drafter).cfg.qk_norm else "llama"
-        out = body.written(eagle3(drafter).shape, eagle3(drafter).cfg.layers, kind)
-        body.check_written(out, eagle3(drafter).shape)
-        return {**out, **body.types(drafter.state_dict())}
+    def export_weights(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        out = super().export_weights(drafter, target)
+        out["fc.weight"] = fold_tap_scale(out["fc.weight"], out["tap_scale"])
+        return out
 
-    def switches(self, drafter: Drafter) -> dict[str, Any]:
-        """Fields that are not the layers'."""
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Drafter, target: Target
+    ) -> dict[str, Tensor]:
+        scale = torch.ones(len(drafter.taps), dtype=weights["fc.weight"].dtype)
+        return {**weights, "tap_scale": scale}
+
+    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        return {"embed_tokens.weight": target.embedding.weight}
+
+    # ---- configuration ----
+
+    def layer_fields(self, drafter: Drafter) -> dict[str, Any]:
+        """Return the fields of config.json that describe the layers."""
+        own = as_eagle3(drafter)
+        kind = "qwen3" if own.cfg.qk_norm else "llama"
+        return hf_config.layer_fields(own.state_dict(), own.shape, own.cfg.layers, kind)
+
+    def architecture_flags(self, drafter: Drafter) -> dict[str, Any]:
+        """Return the fields of vLLM's config.json that select the network around the layers."""
+        cfg = as_eagle3(drafter).cfg
         return {
             "draft_vocab_size": len(drafter.vocab),
-            "norm_before_residual": eagle3(drafter).cfg.residual == "normed",
+            "norm_before_residual": cfg.residual == "normed",
             "norm_before_fc": False,
-            "fc_norm": eagle3(drafter).cfg.fc_norm,
-            "norm_output": eagle3(drafter).cfg.feedback == "normed",
+            "fc_norm": cfg.fc_norm,
+            "norm_output": cfg.feedback == "normed",
         }
 
-    def layers(self, folder: Folder) -> Mapping[str, Any]:
-        """The part of config.json that describes the layers."""
-        return folder.config
-
-    def told_taps(
-        self, folder: Folder, target: Target, stamp: Mapping[str, Any]
+    def stored_taps(
+        self, folder: WeightFolder, target: Target, sidecar: Sidecar
     ) -> tuple[int, ...] | None:
-        """Layers whose outputs are read, as the files name them; None: they do not."""
+        """Return the layers whose outputs config.json taps; None: it names none."""
         raise NotImplementedError
 
-    def feedback(self, folder: Folder, stamp: Mapping[str, Any]) -> str:
-        """Of the state: "raw" or "normed"."""
+    def feedback(self, folder: WeightFolder, sidecar: Sidecar) -> str:
+        """Return which state is fed back: "raw" or "normed"."""
         return "normed" if folder.config.get("norm_output") else "raw"
 
-    def implied(self, folder: Folder, target: Target, stamp: Mapping[str, Any]) -> Implied:
-        where, config = self.keys(folder, target), self.layers(folder)
-        _refuse_switches(folder)
-        shape = body.read(folder, config, target.shape())
+    def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
+        keys, config = self.file_keys(folder, target), self.layer_config(folder)
+        _refuse_other_networks(folder)
+        shape = hf_config.read_config(folder, config, target.shape())
         fields = {
-            "taps": self._taps(folder, target, stamp, where),
-            "layers": folder.count("num_hidden_layers", 1, config),
-            "fc_norm": "fc_norm.0.weight" in where,
-            "qk_norm": any(key.endswith("self_attn.q_norm.weight") for key in where),
-            "feedback": self.feedback(folder, stamp),
+            "taps": self._taps(folder, target, sidecar, keys),
+            "layers": folder.positive_int("num_hidden_layers", 1, config),
+            "fc_norm": "fc_norm.0.weight" in keys,
+            "qk_norm": any(key.endswith("self_attn.q_norm.weight") for key in keys),
+            "feedback": self.feedback(folder, sidecar),
             "residual": "normed" if folder.config.get("norm_before_residual") else "raw",
         }
         if fields["residual"] == "normed":
             fields["init"] = "random"
         if fields["fc_norm"] != bool(folder.config.get("fc_norm", fields["fc_norm"])):
-            raise folder.wrong("config.json and weights disagree about fc_norm.")
-        usual, said = target.shape().head_dim, stamp.get("drafter", {}).get("head_dim")
-        if shape.head_dim != usual or said is not None:
+            raise folder.error("fc_norm of config.json contradicts the weights.")
+        default = target.shape().head_dim
+        if shape.head_dim != default or sidecar.get("drafter", {}).get("head_dim") is not None:
             fields["head_dim"] = shape.head_dim
-        shape = shape._replace(head_dim=usual)
-        return Implied("eagle3", fields, shape, body.kept(folder, where, target.vocab))
+        ids = hf_config.read_vocab(folder, keys, target.vocab_size)
+        return DrafterSpec("eagle3", fields, shape._replace(head_dim=default), ids)
 
     def _taps(
-        self, folder: Folder, target: Target, stamp: Mapping[str, Any], where: Mapping[str, str]
+        self, folder: WeightFolder, target: Target, sidecar: Sidecar, keys: Mapping[str, str]
     ) -> tuple[int, ...]:
-        wide = folder.shapes.get(where.get("fc.weight", ""), (0, 0))[-1]
-        count, rest = divmod(wide, target.shape().hidden)
+        width = folder.shapes.get(keys.get("fc.weight", ""), (0, 0))[-1]
+        count, rest = divmod(width, target.shape().hidden)
         if rest or not count:
-            why = f"fc.weight reads {wide} numbers, which are no states of {target.shape().hidden}."
-            raise folder.wrong(why, "Use the target it was trained for.")
-        if "taps" in stamp and "format" not in stamp:  # written by hand, to end a doubt
-            told = folder.numbers("taps", stamp["taps"])
+            why = f"fc.weight reads {width} values, no multiple of {target.shape().hidden}."
+            raise folder.error(why, hf_config.USE_TARGET)
+        if "taps" in sidecar and "format" not in sidecar:  # written by hand
+            taps = folder.int_list("taps", sidecar["taps"])
         else:
-            told = self.told_taps(folder, target, stamp)
-        if told is None:
-            told = usual_taps(target.depth)
-            if count != 3 or len(set(told)) != 3 or min(told) < 0:
-                raise folder.wrong(f"it does not say which {count} layers it taps.", SAY)
-        if list(told) != sorted(told):
-            raise folder.wrong(f"it names its taps as {list(told)}; {ORDER}.", SAY)
-        if len(told) != count or not all(0 <= tap < target.depth for tap in told):
-            why = f"it taps layers {list(told)} of {target.depth}, and fc.weight reads {count}."
-            raise folder.wrong(why, SAY)
-        return told
+            taps = self.stored_taps(folder, target, sidecar)
+        if taps is None:
+            taps = eagle3_taps(target.num_layers)
+            if count != 3 or len(set(taps)) != 3 or min(taps) < 0:
+                raise folder.error(f"it does not name the {count} layers it taps.", STATE_TAPS)
+        if list(taps) != sorted(taps):
+            raise folder.error(f"it names the taps {list(taps)}; {ORDER}.", STATE_TAPS)
+        if len(taps) != count or not all(0 <= tap < target.num_layers for tap in taps):
+            why = f"it taps layers {list(taps)} of {target.num_layers}, and fc.weight reads {count}"
+            raise folder.error(f"{why} layers.", STATE_TAPS)
+        return taps
 
 
-def eagle3(drafter: Drafter) -> Eagle3:
+def as_eagle3(drafter: Drafter) -> Eagle3:
+    """Return the drafter as an `Eagle3`."""
     assert isinstance(drafter, Eagle3), "this format holds eagle3"
     return drafter
 
 
-def is_eagle3(folder: Folder) -> bool:
-    keys = bare(folder)
+def is_eagle3(folder: WeightFolder) -> bool:
+    """Return whether the tensors are an EAGLE-3 drafter's, of SGLang's or vLLM's own format."""
+    keys = strip_wrappers(folder)
     first = any(key.startswith(("midlayer.", "layers.0.hidden_norm.")) for key in keys)
     return first and "fc.weight" in keys and "speculators_model_type" not in folder.config
 
 
-def inputs(told: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The layers whose outputs are the inputs of these."""
-    return None if told is None else tuple(number - 1 for number in told)
+def taps_from_inputs(numbers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return the layers whose outputs are the inputs of these: (2, 18) -> (1, 17)."""
+    return None if numbers is None else tuple(number - 1 for number in numbers)
 
 
-def folded(fc: Tensor, scale: Tensor) -> Tensor:
-    """The sizes of the taps in the columns that read them; untouched where they are 1."""
+def fold_tap_scale(fc: Tensor, scale: Tensor) -> Tensor:
+    """Multiply the scale of each tap into its columns of fc."""
     if not scale.is_meta and bool((scale == 1).all()):
         return fc
-    wide = scale.double().repeat_interleave(fc.shape[1] // len(scale))
-    return (fc.double() * wide).to(fc.dtype)
+    columns = scale.double().repeat_interleave(fc.shape[1] // len(scale))
+    return (fc.double() * columns).to(fc.dtype)
 
 
-def _refuse_switches(folder: Folder) -> None:
-    """Networks of the family that ours is not."""
+def _refuse_other_networks(folder: WeightFolder) -> None:
+    """Refuse variants of EAGLE-3 that Outrider does not have."""
     if folder.config.get("norm_before_fc"):
-        raise folder.wrong(f"config.json says norm_before_fc: true. {body.NOT_OURS}")
+        raise folder.error(f"config.json has norm_before_fc: true. {hf_config.NOT_SUPPORTED}")
     if folder.config.get("tie_word_embeddings"):
-        raise folder.wrong("config.json says that its head is its embedding, and lm_head is there.")
-    aux = folder.part("eagle_config", needed=False)
-    for name, value in OURS.items():
+        raise folder.error("config.json ties head and embedding, and lm_head is stored.")
+    aux = folder.config_object("eagle_config", required=False)
+    for name, value in EAGLE_CONFIG.items():
         if aux.get(name, value) not in (value, None):
-            raise folder.wrong(f"eagle_config says {name}: {aux[name]}. {body.NOT_OURS}")
+            raise folder.error(f"eagle_config has {name}: {aux[name]}. {hf_config.NOT_SUPPORTED}")

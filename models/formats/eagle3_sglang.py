@@ -1,87 +1,84 @@
-"""EAGLE-3 as SGLang reads it: what most trainers publish.
+"""EAGLE-3 in SGLang's format, which most trainers publish.
 
-One layer is `midlayer.*`, several are `layers.{i}.*`. Layers are tapped by the number of the one
-whose output is read, under `eagle_config`. vLLM loads such folders too and takes the same numbers
-for inputs; where a folder could be meant for either, and in nothing else says for which, it is
-refused.
+One layer is `midlayer.*`, several are `layers.{i}.*`. `eagle_config` names the layers whose output
+is tapped. vLLM loads such folders too and reads the same numbers as inputs; a folder that suits
+both readings is refused unless `outrider.json` settles it.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from outrider.models.drafter import Drafter
-from outrider.models.formats.eagle3 import IDS, SAY, Eagle3Files, eagle3, is_eagle3
-from outrider.models.formats.external import bare
-from outrider.models.formats.weight_folder import Folder
-from outrider.models.target import Target, usual_taps
+from outrider.models.drafters.eagle3 import eagle3_taps
+from outrider.models.formats.eagle3 import IDS, STATE_TAPS, Eagle3Format, as_eagle3, is_eagle3
+from outrider.models.formats.external import Sidecar, strip_wrappers
+from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.target import Target
 
 
-class SGLang(Eagle3Files):
-    """`LlamaForCausalLMEagle3` with `midlayer.*`: what most trainers publish."""
+class Eagle3SGLang(Eagle3Format):
+    """`LlamaForCausalLMEagle3` with `midlayer.*`."""
 
-    words = ("sglang", "specforge")
+    names = ("sglang", "specforge")
     served = "SGLang"
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        if eagle3(drafter).cfg.qk_norm:
+        if as_eagle3(drafter).cfg.qk_norm:
             return "SGLang's drafter is a Llama layer, without norms on queries and keys"
-        if eagle3(drafter).cfg.residual == "normed":
-            return "SGLang's layer adds to the bare state, and it was trained on the normed one"
+        if as_eagle3(drafter).cfg.residual == "normed":
+            return "SGLang's residual adds the raw state, and this drafter's the normed one"
         if len(drafter.taps) == 1:
-            return "SGLang leaves fc out where one layer is tapped, as nothing has to be narrowed"
+            return "SGLang builds no fc for a single tapped layer"
         return super().refuses(drafter, target)
 
-    def first(self, several: bool) -> str:
+    def first_layer_name(self, several: bool) -> str:
         return "layers.0" if several else "midlayer"
 
-    def deeper(self, part: str) -> str:
-        return part.replace("input_layernorm", "hidden_norm")
+    def later_layer_key(self, key: str) -> str:
+        return key.replace("input_layernorm", "hidden_norm")
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        aux = {"use_aux_hidden_state": True, IDS: list(drafter.taps)}
+        cfg = as_eagle3(drafter).cfg
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
-            **self.body(drafter),
+            **self.layer_fields(drafter),
             "draft_vocab_size": len(drafter.vocab),
-            "fc_norm": eagle3(drafter).cfg.fc_norm,
-            **({"norm_output": True} if eagle3(drafter).cfg.feedback == "normed" else {}),
+            "fc_norm": cfg.fc_norm,
+            **({"norm_output": True} if cfg.feedback == "normed" else {}),
             "num_aux_hidden_states": len(drafter.taps),
-            "eagle_config": aux,
+            "eagle_config": {"use_aux_hidden_state": True, IDS: list(drafter.taps)},
         }
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         names = folder.config.get("architectures") or []
         return is_eagle3(folder) and "Eagle3LlamaForCausalLM" not in names
 
-    def told_taps(
-        self, folder: Folder, target: Target, stamp: Mapping[str, Any]
+    def stored_taps(
+        self, folder: WeightFolder, target: Target, sidecar: Sidecar
     ) -> tuple[int, ...] | None:
-        """Outputs of these layers, unless the file could as well mean vLLM's inputs."""
-        said = folder.part("eagle_config", needed=False).get(IDS)
-        if said is None and folder.config.get(IDS) is not None:
-            why = "its layer ids stand where vLLM reads them, in a folder for SGLang."
-            raise folder.wrong(why, SAY)
-        told = folder.numbers(IDS, said)
-        if "format" in stamp:
-            return told
-        if told == tuple(tap + 1 for tap in usual_taps(target.depth)):
-            why = f"layers {said} are vLLM's usual ones, which it counts by their inputs, and"
-            raise folder.wrong(
-                f"{why} SGLang would read outputs, one layer on: a shifted tap.", SAY
-            )
-        if told and "layers.0.mlp.up_proj.weight" in bare(folder):
-            why = f"layers {said} are inputs for vLLM and outputs for SGLang; its names suit both."
-            raise folder.wrong(why, SAY)
-        return told
+        """Return the ids as outputs; refuse ids that could be vLLM's inputs."""
+        value = folder.config_object("eagle_config", required=False).get(IDS)
+        if value is None and folder.config.get(IDS) is not None:
+            why = "its layer ids are where vLLM reads them, in a folder for SGLang."
+            raise folder.error(why, STATE_TAPS)
+        taps = folder.int_list(IDS, value)
+        if "format" in sidecar:
+            return taps
+        if taps == tuple(tap + 1 for tap in eagle3_taps(target.num_layers)):
+            why = f"layers {value} are vLLM's default, which it reads as inputs, and SGLang as"
+            raise folder.error(f"{why} outputs, one layer later: a shifted tap.", STATE_TAPS)
+        if taps and "layers.0.mlp.up_proj.weight" in strip_wrappers(folder):
+            why = f"layers {value} are inputs for vLLM and outputs for SGLang; its names suit both."
+            raise folder.error(why, STATE_TAPS)
+        return taps
 
-    def feedback(self, folder: Folder, stamp: Mapping[str, Any]) -> str:
-        if "norm_output" not in folder.config or "format" in stamp:
-            return super().feedback(folder, stamp)
-        said = stamp.get("drafter", {}).get("feedback")
-        if said is None:
-            why = "norm_output is the norm in front of the head for SpecForge, and of the state"
-            raise folder.wrong(f"{why} fed back for SGLang: it does not say which.", SAY)
-        return str(said)
+    def feedback(self, folder: WeightFolder, sidecar: Sidecar) -> str:
+        if "norm_output" not in folder.config or "format" in sidecar:
+            return super().feedback(folder, sidecar)
+        value = sidecar.get("drafter", {}).get("feedback")
+        if value is None:
+            why = "norm_output is the norm before the head for SpecForge, and that of the state"
+            raise folder.error(f"{why} fed back for SGLang: it does not say which.", STATE_TAPS)
+        return str(value)
 
 
-FORMATS = (SGLang(),)
+FORMATS = (Eagle3SGLang(),)

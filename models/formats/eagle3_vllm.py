@@ -1,29 +1,38 @@
-"""EAGLE-3 as vLLM reads it: its own flavour, and "speculators" that say themselves what they are.
+"""EAGLE-3 in vLLM's own format and in that of the speculators library.
 
-Both have the keys `layers.{i}.*`, every switch written out, and number a tapped layer by its input:
-the output of layer k is the input of layer k + 1. A speculator (`vllm serve FOLDER` needs no other
-flag) names its body, which may be Qwen3's, with norms on queries and keys; it holds a copy of the
-target's embedding and says whom it drafts for. `norm_before_residual` is always written: readers
-fill in true where writers meant false.
+Both use the keys `layers.{i}.*`, write every flag, and number a tapped layer by its input: the
+output of layer k is the input of layer k + 1. A speculators folder (`vllm serve FOLDER` needs no
+other flag) names its layer type, which may be Qwen3 with norms on queries and keys; it holds a copy
+of the target's embedding and names its target. `norm_before_residual` is always written, since
+vLLM's default is true and writers mean false when they omit it.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from outrider.models.drafter import Drafter
-from outrider.models.formats.eagle3 import IDS, Eagle3Files, eagle3, inputs, is_eagle3
-from outrider.models.formats.weight_folder import Folder
+from outrider.models.formats.eagle3 import (
+    IDS,
+    Eagle3Format,
+    as_eagle3,
+    is_eagle3,
+    taps_from_inputs,
+)
+from outrider.models.formats.external import Sidecar
+from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.target import Target
 
-VERSION = "0.7.0"  # of the config's schema, as these files are laid out
-ACCEPT = {"verifier_accept_k": 1, "accept_tolerance": 0.0}  # lossless
+VERSION = "0.7.0"  # of the speculators schema that is written
+LOSSLESS = {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+QK_NORM = (
+    "vLLM's Eagle3LlamaForCausalLM is a Llama layer, without norms on queries and keys; use "
+    "format=speculators, which can name Qwen3's layer"
+)
 
 
-def about(kind: str, depths: int, target: Target) -> dict[str, Any]:
-    """The fields that every speculator begins with."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": depths, **ACCEPT}
+def speculators_header(kind: str, depths: int, target: Target) -> dict[str, Any]:
+    """Return the first fields of every speculators config."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": depths, **LOSSLESS}
     return {
         "speculators_model_type": kind,
         "speculators_version": VERSION,
@@ -39,56 +48,48 @@ def about(kind: str, depths: int, target: Target) -> dict[str, Any]:
     }
 
 
-class VLLM(Eagle3Files):
-    """vLLM's own `Eagle3LlamaForCausalLM`, every switch written out."""
+class Eagle3VLLM(Eagle3Format):
+    """vLLM's `Eagle3LlamaForCausalLM`."""
 
-    words = ("vllm",)
+    names = ("vllm",)
     served = "vLLM"
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        if eagle3(drafter).cfg.qk_norm:
-            return (
-                "vLLM's Eagle3LlamaForCausalLM is a Llama layer, without norms on queries and "
-                "keys; format=speculators names the body, and Qwen3's has them"
-            )
-        return super().refuses(drafter, target)
+        return QK_NORM if as_eagle3(drafter).cfg.qk_norm else super().refuses(drafter, target)
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
         return {
             "architectures": ["Eagle3LlamaForCausalLM"],
-            **self.body(drafter),
-            **self.switches(drafter),
+            **self.layer_fields(drafter),
+            **self.architecture_flags(drafter),
             IDS: [tap + 1 for tap in drafter.taps],
         }
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         names = folder.config.get("architectures") or []
         return is_eagle3(folder) and "Eagle3LlamaForCausalLM" in names
 
-    def told_taps(
-        self, folder: Folder, target: Target, stamp: Mapping[str, Any]
+    def stored_taps(
+        self, folder: WeightFolder, target: Target, sidecar: Sidecar
     ) -> tuple[int, ...] | None:
-        said = folder.config.get(IDS) or folder.part("eagle_config", needed=False).get(IDS)
-        return inputs(folder.numbers(IDS, said))
+        nested = folder.config_object("eagle_config", required=False).get(IDS)
+        return taps_from_inputs(folder.int_list(IDS, folder.config.get(IDS) or nested))
 
 
-class Eagle3Speculator(Eagle3Files):
-    """EAGLE-3; the only flavour that names Qwen3's body, with norms on queries and keys."""
+class Eagle3Speculators(Eagle3Format):
+    """speculators' `Eagle3Speculator`, the only format that can name Qwen3's layer."""
 
-    words = ("speculators",)
+    names = ("speculators",)
     served = "vLLM"
-
-    def shared(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        dtype = eagle3(drafter).fc.weight.dtype
-        return {k: v.to(dtype) for k, v in self.lent(drafter, target).items()}
+    writes_target_copies = True
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        layers = self.body(drafter)
+        layers = self.layer_fields(drafter)
         return {
             "architectures": ["Eagle3Speculator"],
-            **about("eagle3", eagle3(drafter).cfg.depths, target),
+            **speculators_header("eagle3", as_eagle3(drafter).cfg.depths, target),
             "transformer_layer_config": layers,
-            **self.switches(drafter),
+            **self.architecture_flags(drafter),
             "target_hidden_size": None,
             IDS: [tap + 1 for tap in drafter.taps],
             "embed_requires_grad": False,
@@ -96,22 +97,24 @@ class Eagle3Speculator(Eagle3Files):
             "dtype": layers["dtype"],
         }
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         return folder.config.get("speculators_model_type") == "eagle3"
 
-    def layers(self, folder: Folder) -> Mapping[str, Any]:
-        found = folder.part("transformer_layer_config")
+    def layer_config(self, folder: WeightFolder) -> Mapping[str, Any]:
+        layers = folder.config_object("transformer_layer_config")
         if folder.config.get("norm_before_residual") is None:
-            why = "norm_before_residual is not said, which vLLM reads as true and others as false."
-            raise folder.wrong(why, "Write into config.json which it was trained with.")
-        if folder.config.get("target_hidden_size") not in (None, found.get("hidden_size")):
-            raise folder.wrong("its target is wider than it is itself, which cannot be built here.")
-        return found
+            why = (
+                "norm_before_residual is missing: vLLM's default is true, and that of others false."
+            )
+            raise folder.error(why, "Write into config.json which it was trained with.")
+        if folder.config.get("target_hidden_size") not in (None, layers.get("hidden_size")):
+            raise folder.error("its target has another hidden size, which is not supported.")
+        return layers
 
-    def told_taps(
-        self, folder: Folder, target: Target, stamp: Mapping[str, Any]
+    def stored_taps(
+        self, folder: WeightFolder, target: Target, sidecar: Sidecar
     ) -> tuple[int, ...] | None:
-        return inputs(folder.numbers(IDS, folder.config.get(IDS)))
+        return taps_from_inputs(folder.int_list(IDS, folder.config.get(IDS)))
 
 
-FORMATS = (VLLM(), Eagle3Speculator())
+FORMATS = (Eagle3VLLM(), Eagle3Speculators())

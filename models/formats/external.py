@@ -1,11 +1,11 @@
-"""What a format is, and what all outside formats share.
+"""Checkpoint formats of other projects: the interface, and the code they share.
 
-A format says how a drafter's own keys are called outside (`rename`), and what its config.json and
-its shapes imply (`implied`); writing and reading use the same names, so neither can know a key that
-the other does not. What a file format leaves open (which layers are tapped, what is fed back, the
-recipe of the training) lies beside it in `outrider.json`. Without that file it is resolved where
-the format resolves it, and refused where it does not; one written by hand, with the parts
-`drafter` and `taps` alone, says it.
+A format maps a drafter's parameter names to the names in the file (`rename`) and derives the
+drafter's configuration from config.json and the tensor shapes (`read_spec`). Writing and reading
+use the same map. What a format has no place for (tapped layers, the state fed back, training
+settings) is stored beside it in `outrider.json`. Without that file the reader resolves what the
+format defines and refuses what is ambiguous; a hand-written one with `drafter` and `taps` settles
+it.
 """
 
 from collections.abc import Mapping
@@ -17,196 +17,214 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError
 from outrider.models import drafters
-from outrider.models.drafter import Drafter, Shape
+from outrider.models.drafter import Drafter
 from outrider.models.formats.atomic_folder import write_folder
-from outrider.models.formats.sidecar import Implied, read_stamp, settings, stamped
-from outrider.models.formats.weight_folder import STAMP, Folder, same
+from outrider.models.formats.hf_config import weight_dtype
+from outrider.models.formats.sidecar import (
+    DrafterSpec,
+    drafter_config,
+    read_sidecar,
+    sidecar_content,
+)
+from outrider.models.formats.weight_folder import SIDECAR, WeightFolder, equal_values
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
-JOINS = ["embedding", "state"]  # the order of what a layer reads, in every format there is
-WRAPPERS = ("model.", "draft_model.", "module.")  # what frameworks put before every key
+JOINT_ORDER = ["embedding", "state"]  # the inputs of the joint projection, in every format
+WRAPPERS = ("model.", "draft_model.", "module.")  # prefixes that training frameworks add
+Sidecar = Mapping[str, Any]  # content of outrider.json; empty without one
 
 
 @runtime_checkable
 class Format(Protocol):
-    """One layout of files for some drafters.
+    """A file layout for some drafters.
 
     Attributes:
-        words: what a user may call it; the first is its name.
-        drafters: which it can hold; none: all.
-        served: who loads it.
+        names: values of `format=`; the first is the format's name.
+        drafters: names of the drafters it can hold; empty: all.
+        served: the software that loads it.
     """
 
-    words: tuple[str, ...]
+    names: tuple[str, ...]
     drafters: tuple[str, ...]
     served: str
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        """Why this very drafter cannot be written so; "" where it can."""
+        """Return why the format cannot hold this drafter, or ""."""
 
     def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
-        """Write the folder, whole or not at all."""
+        """Write the folder atomically."""
 
-    def knows(self, folder: Folder) -> bool:
-        """Whether the folder is of this format."""
+    def matches(self, folder: WeightFolder) -> bool:
+        """Return whether the folder is of this format."""
 
     def read(self, folder: Path, target: Target) -> tuple[Drafter, Any]:
-        """The drafter, weights as stored, and its `Config`."""
+        """Return the drafter, with weights as stored, and its `Config`."""
 
 
-def demand(form: Format, drafter: Drafter, target: Target, cfg: Any) -> None:
+def require_exportable(form: Format, drafter: Drafter, target: Target, cfg: Any) -> None:
     """
     Raises:
-        ConfigError: an engine would serve another drafter than this one.
+        ConfigError: the format cannot hold this drafter.
     """
     if why := form.refuses(drafter, target):
         name = getattr(drafter, "cfg", cfg).name
         fix = "Choose another format, or train the drafter without it."
-        raise ConfigError("format", form.words[0], f"{name}: {why}.", fix)
+        raise ConfigError("format", form.names[0], f"{name}: {why}.", fix)
 
 
-class Outside:
-    """A format of config.json and safetensors; a subclass fills in the names."""
+class ExternalFormat:
+    """A format of config.json and safetensors; a subclass defines names and configuration.
 
-    words: tuple[str, ...] = ()
+    Attributes:
+        stem: name of the weight file without its extension.
+        joint_order: inputs of the joint projection; None: the drafter has none.
+        writes_target_copies: whether `target_copies` are written, or only accepted when read.
+    """
+
+    names: tuple[str, ...] = ()
     drafters: tuple[str, ...] = ()
     served = ""
     stem = "model"
-    joins: list[str] | None = None  # the halves of what its first layer reads
+    joint_order: list[str] | None = None
+    writes_target_copies = False
 
-    # ---- what a subclass says ----
+    # ---- defined by subclasses ----
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
+        """Return why the format cannot hold this drafter, or ""."""
         return ""
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
+        """Return whether the folder is of this format."""
         raise NotImplementedError
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        """What config.json says."""
+        """Return the content of config.json."""
         raise NotImplementedError
 
-    def rename(self, own: str, drafter: Drafter, target: Target) -> str | None:
-        """What a key of the drafter is called outside; None: it is not stored."""
+    def layer_config(self, folder: WeightFolder) -> Mapping[str, Any]:
+        """Return the part of config.json that describes the decoder layers."""
+        return folder.config
+
+    def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
+        """Return what config.json and the tensor shapes define."""
         raise NotImplementedError
 
-    def given(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        """The drafter's weights as they are stored, by its own keys."""
-        return dict(drafter.state_dict())
+    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+        """Return a parameter's name in the file; None: it is not stored."""
+        raise NotImplementedError
 
-    def lacks(self, own: str, folder: Folder) -> bool:
-        """Whether a weight is not stored in this very folder; `taken` adds it."""
+    def file_keys(self, folder: WeightFolder, target: Target) -> dict[str, str]:
+        """Return, for every tensor of the drafter, the name `rename` gives -> its key."""
+        return strip_wrappers(folder)
+
+    def is_omitted(self, key: str, folder: WeightFolder) -> bool:
+        """Return whether this folder leaves a parameter out, which `import_weights` restores."""
         return False
 
-    def taken(self, own: dict[str, Tensor], drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        """Back from what is stored; adds what is not."""
-        return own
+    def export_weights(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        """Return parameter -> value to store."""
+        return dict(drafter.state_dict())
 
-    def shared(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        """Copies of the target's weights that stand in the file, by outside keys."""
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Drafter, target: Target
+    ) -> dict[str, Tensor]:
+        """Invert `export_weights`, and add what the format does not store."""
+        return weights
+
+    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        """Return weights of the target that the file may repeat, by their names in the file."""
         return {}
-
-    def lent(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        """Such copies as may stand in a file; they must be equal to the target's."""
-        return self.shared(drafter, target)
-
-    def implied(self, folder: Folder, target: Target, stamp: Mapping[str, Any]) -> Implied:
-        """What config.json and the shapes say, and outrider.json where they leave it open."""
-        raise NotImplementedError
-
-    def keys(self, folder: Folder, target: Target) -> dict[str, str]:
-        """Bare key -> key in the file, of all that belong to the drafter."""
-        return bare(folder)
 
     # ---- writing ----
 
     def tensors(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        """All that is stored, by outside keys."""
-        out = dict(self.shared(drafter, target))
-        for own, value in self.given(drafter, target).items():
-            if (name := self.rename(own, drafter, target)) is not None:
+        """Return everything to store, by the names in the file."""
+        out, dtype = {}, weight_dtype(drafter.state_dict())
+        if self.writes_target_copies:
+            for key, value in self.target_copies(drafter, target).items():
+                out[key] = value.to(dtype) if value.is_floating_point() else value
+        for key, value in self.export_weights(drafter, target).items():
+            if (name := self.rename(key, drafter, target)) is not None:
                 out[name] = value
         return out
 
     def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
-        """
+        """Write the folder atomically.
+
         Raises:
-            ConfigError: an engine would serve another drafter than this one.
+            ConfigError: the format cannot hold this drafter.
             RunError: the folder cannot be written.
         """
-        demand(self, drafter, target, cfg)
+        require_exportable(self, drafter, target, cfg)
         config, tensors = self.config(drafter, target), self.tensors(drafter, target)
-        stamp = stamped(self.words[0], self.joins, drafter, target, cfg)
-        write_folder(folder, config, tensors, stamp, self.stem)
+        content = sidecar_content(self.names[0], self.joint_order, drafter, target, cfg)
+        write_folder(folder, config, tensors, content, self.stem)
 
     # ---- reading ----
 
     def read(self, folder: Path, target: Target) -> tuple[Drafter, Any]:
-        """
+        """Return the drafter, with weights as stored, and its `Config`.
+
         Raises:
-            RunError: the folder is damaged, ambiguous, for another target, or holds what cannot
-                be a drafter of Outrider's.
+            RunError: the folder is damaged, ambiguous, made for another target, or holds a network
+                that Outrider does not have.
         """
-        opened = Folder(folder)
-        stamp = read_stamp(opened, self.words[0], self.joins, target)
-        implied = self.implied(opened, target, stamp)
-        cfg = settings(opened, implied, stamp)
-        vocab = DraftVocab.whole(target.vocab)
-        if implied.kept is not None:
-            vocab = DraftVocab(implied.kept, target.vocab)
-        drafter = unbuilt(cfg, target, vocab, implied.shape)
-        if "taps" in stamp and tuple(stamp["taps"]) != drafter.taps:
-            why = f"{STAMP} says it reads the outputs of layers {stamp['taps']}"
-            raise opened.wrong(f"{why}, and config.json {list(drafter.taps)}: a tap is shifted.")
-        self._fill(opened, drafter, target)
-        opened.verify(stamp.get("sha256", {}))
+        opened = WeightFolder(folder)
+        sidecar = read_sidecar(opened, self.names[0], self.joint_order, target)
+        spec = self.read_spec(opened, target, sidecar)
+        cfg = drafter_config(opened, spec, sidecar)
+        vocab = DraftVocab.identity(target.vocab_size)
+        if spec.vocab_ids is not None:
+            vocab = DraftVocab(spec.vocab_ids, target.vocab_size)
+        with torch.device("meta"):  # its weights are read below
+            drafter = drafters.build(cfg, target, vocab, spec.shape)
+        if "taps" in sidecar and tuple(sidecar["taps"]) != drafter.taps:
+            why = f"{SIDECAR} has the taps {sidecar['taps']}"
+            raise opened.error(f"{why}, and config.json {list(drafter.taps)}: a tap is shifted.")
+        self._load_weights(opened, drafter, target)
+        opened.check_hashes(sidecar.get("sha256", {}))
         return drafter.eval(), cfg
 
-    def _fill(self, folder: Folder, drafter: Drafter, target: Target) -> None:
-        """Every weight of the file into its place; every key of both sides accounted for."""
-        whole = drafter.state_dict()
-        outer = {key: self.rename(key, drafter, target) for key in whole}
-        own = {v: k for k, v in outer.items() if v is not None and not self.lacks(k, folder)}
-        lent, where = self.lent(drafter, target), self.keys(folder, target)
-        folder.account(where, own, lent)
-        stored = folder.read(where[name] for name in own)
-        for name, key in own.items():
-            _refuse_other(folder, where[name], stored[where[name]], whole[key])
-        for name in lent.keys() & where.keys():
-            if not same(lent[name], folder.read([where[name]])[where[name]]):
-                why = f"{where[name]} is not the target's: it was trained too, or the target is"
-                raise folder.wrong(
-                    f"{why} another one. Outrider's drafters have none of their own."
-                )
-        found = {key: stored[where[name]] for name, key in own.items()}
-        drafter.load_state_dict(self.taken(found, drafter, target), assign=True)
+    def _load_weights(self, folder: WeightFolder, drafter: Drafter, target: Target) -> None:
+        """Load every tensor of the file; refuse missing, unknown and misshapen ones."""
+        empty = drafter.state_dict()
+        renamed = {key: self.rename(key, drafter, target) for key in empty}
+        own = {v: k for k, v in renamed.items() if v is not None and not self.is_omitted(k, folder)}
+        copies, keys = self.target_copies(drafter, target), self.file_keys(folder, target)
+        folder.check_keys(keys, own, copies)
+        stored = folder.tensors(keys[name] for name in own)
+        for name, parameter in own.items():
+            _require_like(folder, keys[name], stored[keys[name]], empty[parameter])
+        for name in copies.keys() & keys.keys():
+            if not equal_values(copies[name], folder.tensors([keys[name]])[keys[name]]):
+                why = f"{keys[name]} differs from the target's: it was trained, or the target is"
+                raise folder.error(f"{why} another one. Outrider's drafters do not train it.")
+        weights = {parameter: stored[keys[name]] for name, parameter in own.items()}
+        weights = self.import_weights(weights, drafter, target)
+        vocab = {f"vocab.{k}": v for k, v in drafter.vocab.state_dict().items()}
+        drafter.load_state_dict({**weights, **vocab}, assign=True)
 
 
-def _refuse_other(folder: Folder, name: str, value: Tensor, wanted: Tensor) -> None:
-    """A weight of another shape or kind than the drafter's."""
-    if value.shape != wanted.shape:
-        why = f"{name} is {list(value.shape)}, and config.json and target ask for"
-        raise folder.wrong(f"{why} {list(wanted.shape)}.")
-    if value.is_floating_point() != wanted.is_floating_point():
+def _require_like(folder: WeightFolder, key: str, value: Tensor, parameter: Tensor) -> None:
+    """Refuse a tensor of another shape or kind than the parameter's."""
+    if value.shape != parameter.shape:
+        why = f"{key} is {list(value.shape)}, and config.json and target require"
+        raise folder.error(f"{why} {list(parameter.shape)}.")
+    if value.is_floating_point() != parameter.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
-        raise folder.wrong(f"{name} is quantised ({kind}), and is not read so.")
+        raise folder.error(f"{key} is quantised ({kind}), which cannot be read.")
 
 
-def bare(folder: Folder) -> dict[str, str]:
-    """Keys without the names of what a drafter was wrapped in."""
+def strip_wrappers(folder: WeightFolder) -> dict[str, str]:
+    """Return key without the prefixes of training frameworks -> key."""
     out: dict[str, str] = {}
     for key in folder.shapes:
         name = key
         while name.startswith(WRAPPERS):
             name = name.partition(".")[2]
         if name in out:
-            raise folder.wrong(f"{out[name]} and {key} are the same weight twice.")
+            raise folder.error(f"{out[name]} and {key} are the same weight twice.")
         out[name] = key
     return out
-
-
-def unbuilt(cfg: Any, target: Target, vocab: DraftVocab, shape: Shape) -> Drafter:
-    """A drafter whose weights are still to come."""
-    with torch.device("meta"):
-        return drafters.build(cfg, target, vocab, shape)

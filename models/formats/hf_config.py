@@ -1,9 +1,9 @@
-"""A drafter's layers and vocabulary in the words of a Hugging Face config, and back.
+"""A drafter's layers and vocabulary as fields of a Hugging Face config, written and read.
 
-What is written is a list of known fields, never a copy of the target's config: a target's partial
-rotary, M-RoPE sections or windows would be served to a drafter that was trained without them. The
-rotary embedding is rebuilt from the very json, by transformers' own code, and compared with the one
-that Outrider's layers turn by; anything else (scaled, partial) is refused, in both directions.
+Only known fields are written, never a copy of the target's config: the target's partial rotary
+embedding, M-RoPE sections or windows do not apply to the drafter. The rotary table is rebuilt from
+the JSON by transformers' own code and compared with Outrider's, when writing and when reading;
+scaled or partial embeddings are refused.
 """
 
 from collections.abc import Mapping
@@ -14,19 +14,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.drafter import Shape
-from outrider.models.formats.weight_folder import Folder
-from outrider.models.layers import rotate
+from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.interface import ModelShape
+from outrider.models.layers import apply_rotary
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
-WORDS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}
-PLAIN = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0}  # all there is here
-NOT_OURS = "Outrider's drafters have no such part, so its weights would mean something else."
+HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}
+SUPPORTED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0}  # the only values
+NOT_SUPPORTED = "Outrider's drafters have no such part."
+USE_TARGET = "Use the target it was trained for."
 
 
-def written(shape: Shape, layers: int = 1, kind: str = "llama") -> dict[str, Any]:
-    """Fields of a drafter's body; `max_position_embeddings` and the vocabulary are the target's."""
-    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+# ---- layers --------------------------------------------------------------------------------------
+
+
+def layer_fields(
+    weights: Mapping[str, Tensor], shape: ModelShape, layers: int = 1, kind: str = "llama"
+) -> dict[str, Any]:
+    """Return the fields of `write_config`, checked, with the dtype of the weights."""
+    fields = write_config(shape, layers, kind)
+    require_same_rope(fields, shape)
+    return {**fields, **dtype_fields(weights)}
+
+
+def write_config(shape: ModelShape, layers: int = 1, kind: str = "llama") -> dict[str, Any]:
+    """Return the fields of a drafter's layers.
+
+    `max_position_embeddings` and the vocabulary are the target's.
+    """
     return {
         "model_type": kind,
         "hidden_size": shape.hidden,
@@ -36,10 +51,10 @@ def written(shape: Shape, layers: int = 1, kind: str = "llama") -> dict[str, Any
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "rms_norm_eps": shape.eps,
-        "hidden_act": WORDS[shape.activation],
+        "hidden_act": HF_ACTIVATIONS[shape.activation],
         "rope_theta": shape.rope_theta,
         "rope_scaling": None,
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab,
         "attention_bias": False,
@@ -47,30 +62,35 @@ def written(shape: Shape, layers: int = 1, kind: str = "llama") -> dict[str, Any
     }
 
 
-def types(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The dtype fields, old and new: those of the largest weight."""
-    largest = max((v for v in tensors.values() if v.is_floating_point()), key=torch.Tensor.numel)
-    name = str(largest.dtype).removeprefix("torch.")
+def weight_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the dtype of the largest floating-point weight."""
+    floating = (v for v in weights.values() if v.is_floating_point())
+    return max(floating, key=torch.Tensor.numel).dtype
+
+
+def dtype_fields(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the dtype fields of old and new transformers."""
+    name = str(weight_dtype(weights)).removeprefix("torch.")
     return {"dtype": name, "torch_dtype": name}
 
 
-def read(folder: Folder, config: Mapping[str, Any], target: Shape) -> Shape:
-    """The drafter's own shape, as transformers understands its config.
+def read_config(folder: WeightFolder, config: Mapping[str, Any], target: ModelShape) -> ModelShape:
+    """Return the drafter's own shape, as transformers interprets its config.
 
     Raises:
-        RunError: it is not a layer that Outrider can build, or not of the target's width.
+        RunError: Outrider cannot build the layer, or its width is not the target's.
     """
-    hf = understood(folder, config)
+    hf = to_hf_config(folder, config)
     _refuse_parts(folder, config)
     _refuse_two_ropes(folder, config)
     if hf.hidden_size != target.hidden:
-        why = f"it is {hf.hidden_size} wide and the target {target.hidden}."
-        raise folder.wrong(f"{why} {NOT_OURS}", "Use the target it was trained for.")
+        why = f"its hidden size is {hf.hidden_size} and the target's {target.hidden}."
+        raise folder.error(f"{why} {NOT_SUPPORTED}", USE_TARGET)
     if hf.vocab_size != target.vocab:
-        why = f"it was made for {hf.vocab_size} tokens, and the target knows {target.vocab}."
-        raise folder.wrong(why, "Use the target it was trained for.")
+        why = f"its vocabulary has {hf.vocab_size} tokens and the target's {target.vocab}."
+        raise folder.error(why, USE_TARGET)
     if hf.hidden_act not in ACTIVATIONS:
-        raise folder.wrong(f"its activation is {hf.hidden_act}. {NOT_OURS}")
+        raise folder.error(f"its activation is {hf.hidden_act}. {NOT_SUPPORTED}")
     shape = target._replace(
         intermediate=int(hf.intermediate_size),
         heads=int(hf.num_attention_heads),
@@ -84,118 +104,122 @@ def read(folder: Folder, config: Mapping[str, Any], target: Shape) -> Shape:
     return shape
 
 
-def understood(folder: Folder, config: Mapping[str, Any]) -> Any:
-    """A Llama's or Qwen3's config; defaults are those that engines fill in too."""
+def to_hf_config(folder: WeightFolder, config: Mapping[str, Any]) -> Any:
+    """Return a Llama or Qwen3 config, with transformers' defaults for absent fields."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import LlamaConfig, Qwen3Config
 
-    wrong = (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError)
+    invalid = (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError)
     kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     kind = str(config.get("model_type") or "llama")
     if kind not in kinds:
-        why = f"its layers are of type {kind}, and only llama and qwen3 can be built."
-        raise folder.wrong(why, "Convert it, or use another drafter.")
+        why = f"its layers are of type {kind}, and only llama and qwen3 are supported."
+        raise folder.error(why, "Convert it, or use another drafter.")
     fields = {k: v for k, v in config.items() if k not in ("auto_map", "model_type")}
     try:
         return kinds[kind](**fields)
-    except wrong as error:
+    except invalid as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise folder.wrong(f"config.json is not a {kind} config: {first}") from None
+        raise folder.error(f"config.json is not a {kind} config: {first}") from None
 
 
-def _refuse_parts(folder: Folder, config: Mapping[str, Any]) -> None:
-    for name, plain in PLAIN.items():
-        if config.get(name) not in (None, plain):
-            raise folder.wrong(f"config.json says {name}: {config[name]}. {NOT_OURS}")
+def _refuse_parts(folder: WeightFolder, config: Mapping[str, Any]) -> None:
+    for name, value in SUPPORTED.items():
+        if config.get(name) not in (None, value):
+            raise folder.error(f"config.json has {name}: {config[name]}. {NOT_SUPPORTED}")
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     window = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     if kinds or window:
-        raise folder.wrong(f"its attention looks through a window. {NOT_OURS}")
+        raise folder.error(f"it has sliding-window attention. {NOT_SUPPORTED}")
 
 
-# ---- vocabulary --------------------------------------------------------------------------------
+# ---- vocabulary ----------------------------------------------------------------------------------
 
 
-def kept(folder: Folder, where: Mapping[str, str], vocab: int) -> Tensor | None:
-    """Target ids of the draft vocabulary; None: all.
+def read_vocab(folder: WeightFolder, keys: Mapping[str, str], vocab: int) -> Tensor | None:
+    """Return the target ids of the draft vocabulary; None: all.
+
+    Args:
+        keys: name in the format -> key in the file.
 
     Raises:
-        RunError: the maps are absent where they are needed, or contradict each other.
+        RunError: d2t or t2d is needed and missing, or they contradict each other.
     """
-    rows = folder.shapes.get(where.get("lm_head.weight", ""), (0,))[0]
-    if ("d2t" in where) != ("t2d" in where) or ("d2t" not in where and rows != vocab):
-        gone = "d2t" if "d2t" not in where else "t2d"
-        why = f"{gone} is missing, and its head has {rows} of {vocab} tokens: which ones,"
-        raise folder.wrong(f"{why} only d2t and t2d can say.")
-    if "d2t" not in where:
+    rows = folder.shapes.get(keys.get("lm_head.weight", ""), (0,))[0]
+    if ("d2t" in keys) != ("t2d" in keys) or ("d2t" not in keys and rows != vocab):
+        missing = "d2t" if "d2t" not in keys else "t2d"
+        why = f"{missing} is missing, and the head has {rows} of {vocab} tokens"
+        raise folder.error(f"{why}: d2t and t2d must name them.")
+    if "d2t" not in keys:
         return None
-    maps = folder.read([where["d2t"], where["t2d"]])
-    d2t, t2d = maps[where["d2t"]], maps[where["t2d"]]
+    maps = folder.tensors([keys["d2t"], keys["t2d"]])
+    d2t, t2d = maps[keys["d2t"]], maps[keys["t2d"]]
     ids = d2t + torch.arange(len(d2t))
     if len(t2d) != vocab or not torch.equal(torch.nonzero(t2d).flatten(), ids):
-        why = "d2t (an offset to each draft id) and t2d do not name the same ascending tokens."
-        raise folder.wrong(why)
+        why = "d2t (an offset for each draft id) and t2d do not name the same ascending tokens."
+        raise folder.error(why)
     if len(ids) != rows or folder.config.get("draft_vocab_size", rows) != rows:
-        raise folder.wrong(f"d2t names {len(ids)} tokens and lm_head.weight {rows}.")
+        raise folder.error(f"d2t names {len(ids)} tokens and lm_head.weight {rows}.")
     return ids
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------
 
 
-def _refuse_two_ropes(folder: Folder, config: Mapping[str, Any]) -> None:
-    """Old fields and new ones, of which an engine reads the ones or the others."""
+def _refuse_two_ropes(folder: WeightFolder, config: Mapping[str, Any]) -> None:
+    """Refuse old and new fields that disagree: engines read the ones or the others."""
     new, old = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     if not isinstance(new, dict) or not isinstance(old, dict):
-        raise folder.wrong("config.json says rope_parameters or rope_scaling without an object.")
+        raise folder.error("rope_parameters or rope_scaling of config.json is not an object.")
     bases = {config.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta")} - {None}
     kinds = {part.get("rope_type") or part.get("type") for part in (new, old)} - {None}
     if len(bases) > 1 or len(kinds) > 1:
-        why = "config.json says two rotary embeddings, in rope_parameters and in older fields"
-        raise folder.wrong(f"{why}: {sorted(map(str, bases | kinds))}.")
+        why = "config.json has two rotary embeddings, in rope_parameters and in older fields"
+        raise folder.error(f"{why}: {sorted(map(str, bases | kinds))}.")
 
 
-def refuse_other_rope(folder: Folder, hf: Any, shape: Shape) -> None:
-    """The tables of the json must be those of our layers.
+def refuse_other_rope(folder: WeightFolder, hf: Any, shape: ModelShape) -> None:
+    """Compare the rotary table of the config with that of Outrider's layers.
 
     Raises:
-        RunError: heads are turned in part, or by scaled frequencies.
+        RunError: only a part of each head is rotated, or the frequencies are scaled.
     """
     kind = hf.rope_parameters.get("rope_type", "default")
     part = float(hf.rope_parameters.get("partial_rotary_factor") or 1.0)
     if part != 1.0:
-        raise folder.wrong(f"its heads have rotary positions in part ({part}) only. {NOT_OURS}")
-    theirs, ours = table(hf), turned(shape)
-    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-5):
+        raise folder.error(f"its rotary embedding is partial ({part}). {NOT_SUPPORTED}")
+    if not _same_rope(hf, shape):
         why = f"its rotary embedding is of type {kind}, which Outrider's layers do not have;"
-        raise folder.wrong(f"{why} drafted with plain frequencies it would guess worse.")
+        raise folder.error(f"{why} with unscaled frequencies it would draft worse.")
 
 
-def table(hf: Any, count: int = 64) -> Float[Tensor, "count C"]:
-    """Cosines and sines of the first positions, by transformers' own code."""
+def require_same_rope(config: Mapping[str, Any], shape: ModelShape) -> None:
+    """Check that a config about to be written describes the rotary embedding of the layers."""
+    from transformers import LlamaConfig
+
+    if not _same_rope(LlamaConfig(**{k: v for k, v in config.items() if k != "model_type"}), shape):
+        why = "config.json would describe another rotary embedding than the drafter's."
+        raise RunError(why, "This is a fault of Outrider; please report it.")
+
+
+def _same_rope(hf: Any, shape: ModelShape) -> bool:
+    theirs, ours = hf_rope_table(hf), own_rope_table(shape)
+    return theirs.shape == ours.shape and torch.allclose(theirs, ours, atol=1e-5)
+
+
+def hf_rope_table(hf: Any, count: int = 64) -> Float[Tensor, "count C"]:
+    """Return cosines and sines of the first positions, computed by transformers."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rotary = LlamaRotaryEmbedding(hf)
-    cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(count)[None])
+    cos, sin = LlamaRotaryEmbedding(hf)(
+        torch.zeros(1, dtype=torch.float32), torch.arange(count)[None]
+    )
     half = cos.shape[-1] // 2
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
 
 
-def turned(shape: Shape, count: int = 64) -> Float[Tensor, "count C"]:
-    """The same of our layers: what they make of the vector (1, .., 1, 0, .., 0)."""
+def own_rope_table(shape: ModelShape, count: int = 64) -> Float[Tensor, "count C"]:
+    """Return the same table of Outrider's layers: the rotations of (1, .., 1, 0, .., 0)."""
     half = shape.head_dim // 2
     one = torch.cat([torch.ones(half), torch.zeros(half)]).expand(count, 1, -1)
-    return rotate(one, torch.arange(count), shape.rope_theta)[:, 0]
-
-
-def check_written(config: Mapping[str, Any], shape: Shape) -> None:
-    """The json that is about to be written says the rotary embedding of the layers."""
-    from transformers import LlamaConfig
-
-    fields = {k: v for k, v in config.items() if k != "model_type"}
-    theirs, ours = table(LlamaConfig(**fields)), turned(shape)
-    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-5):
-        why = (
-            "config.json would describe another rotary embedding than the drafter was trained with"
-        )
-        raise RunError(f"{why}.", "This is a fault of Outrider; please report it.")
+    return apply_rotary(one, torch.arange(count), shape.rope_theta)[:, 0]

@@ -1,12 +1,12 @@
-"""Medusa heads as their authors, TGI and vLLM read them.
+"""Medusa heads in the formats of their authors, TGI and vLLM.
 
     ours                        authors, version 1      TGI, version 2       vLLM
     blocks.{h}.layers.{l}.X     {h}.{l}.linear.X        {h}.{l}.linear.X     blocks.{h}.layers.{l}.X
     lm_heads.{h}.weight         {h}.{layers}.weight     the target's head    lm_heads.{h}.weight
 
-vLLM alone has a place for a reduced vocabulary (`token_map`) and for one head that all share
-(`original_lm_head`, a copy of the target's). The authors repeat one module `medusa_num_layers`
-times, so layers that differ from each other cannot be written for them.
+Only vLLM has a reduced vocabulary (`token_map`) and one head shared by all depths
+(`original_lm_head`, a copy of the target's). The authors' code repeats one module
+`medusa_num_layers` times, so layers that differ cannot be written in their format.
 """
 
 import re
@@ -18,198 +18,185 @@ from torch import Tensor
 
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.medusa import Medusa
-from outrider.models.formats import hf_config as body
-from outrider.models.formats.external import Outside
-from outrider.models.formats.sidecar import Implied
-from outrider.models.formats.weight_folder import Folder
+from outrider.models.formats import hf_config
+from outrider.models.formats.external import ExternalFormat, Sidecar
+from outrider.models.formats.sidecar import DrafterSpec
+from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.target import Target
 
-CHANGED = (
-    "it changes its target (adapters), and heads alone would be served beside another model than "
-    "the one they read"
-)
+ADAPTERS = "it changes its target (adapters), which no engine does when it loads Medusa heads"
+REDUCED = "its draft vocabulary is reduced, which only format=vllm can hold (token_map)"
+LAYERS_DIFFER = "its layers differ, and Medusa's code repeats one of them; format=vllm stores each"
 
 
-class MedusaFiles(Outside):
-    """What both have in common."""
+class MedusaFormat(ExternalFormat):
+    """What both formats share."""
 
     drafters = ("medusa",)
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        return CHANGED if of(drafter).adapters is not None else ""
-
-    def taken(self, own: dict[str, Tensor], drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        vocab = {f"vocab.{k}": v for k, v in drafter.vocab.state_dict().items()}
-        return {**vocab, **own}
+        return ADAPTERS if as_medusa(drafter).adapters is not None else ""
 
 
-class Official(MedusaFiles):
+class MedusaOriginal(MedusaFormat):
     """`medusa_lm_head.safetensors`: heads with a vocabulary matrix each, or with the target's."""
 
-    words = ("medusa",)
+    names = ("medusa",)
     served = "Medusa's own code, TGI"
     stem = "medusa_lm_head"
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        if not drafter.vocab.full:
-            return (
-                "its draft vocabulary is reduced, and these files have no place for one; "
-                "format=vllm has (token_map)"
-            )
-        for block in of(drafter).blocks:
+        if not drafter.vocab.is_full:
+            return REDUCED
+        for block in as_medusa(drafter).blocks:
             first, *others = block.layers  # type: ignore[misc]
-            if any(not _equal(first, other) for other in others):
-                return (
-                    "its layers differ, and Medusa's code repeats one of them; format=vllm does not"
-                )
+            if any(not _equal_layers(first, other) for other in others):
+                return LAYERS_DIFFER
         return super().refuses(drafter, target)
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        cfg = of(drafter).cfg
+        cfg = as_medusa(drafter).cfg
         return {
             "medusa_num_heads": cfg.depths,
             "medusa_num_layers": cfg.res_layers,
             "base_model_name_or_path": str(target.config.name_or_path or target.name),
             "hidden_size": target.shape().hidden,
-            "vocab_size": target.vocab,
+            "vocab_size": target.vocab_size,
             "version": "2",
-            **body.types(drafter.state_dict()),
+            **hf_config.dtype_fields(drafter.state_dict()),
         }
 
-    def rename(self, own: str, drafter: Drafter, target: Target) -> str | None:
-        part, *rest = own.split(".")
+    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+        part, *rest = key.split(".")
         if part == "vocab":
             return None
         if part == "lm_heads":
-            return f"{rest[0]}.{of(drafter).cfg.res_layers}.weight"
+            return f"{rest[0]}.{as_medusa(drafter).cfg.res_layers}.weight"
         head, _, layer, name = rest
         return f"{head}.{layer}.linear.{name}"
 
-    def knows(self, folder: Folder) -> bool:
-        return "medusa_num_heads" in folder.config and any(
-            re.fullmatch(r"(medusa_heads?\.)?\d+\.\d+\.linear\.weight", key)
-            for key in folder.shapes
-        )
+    def matches(self, folder: WeightFolder) -> bool:
+        key = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.linear\.weight")
+        return "medusa_num_heads" in folder.config and any(map(key.fullmatch, folder.shapes))
 
-    def keys(self, folder: Folder, target: Target) -> dict[str, str]:
-        found = super().keys(folder, target)
-        return {re.sub(r"^medusa_heads?\.", "", key): name for key, name in found.items()}
+    def file_keys(self, folder: WeightFolder, target: Target) -> dict[str, str]:
+        bare = super().file_keys(folder, target)
+        return {re.sub(r"^medusa_heads?\.", "", key): name for key, name in bare.items()}
 
-    def implied(self, folder: Folder, target: Target, stamp: Mapping[str, Any]) -> Implied:
-        where = self.keys(folder, target)
-        heads = folder.count("medusa_num_heads", 0)
-        layers = folder.count("medusa_num_layers", 1)
-        fields = {"own_heads": f"0.{layers}.weight" in where, "adapter_rank": 0}
-        for key in [k for k in where if re.fullmatch(r"\d+\.[1-9]\d*\.linear\..*", k)]:
-            head, _, rest = key.split(".", 2)
-            first = where.get(f"{head}.0.{rest}", "")
-            weights = folder.read([k for k in (where[key], first) if k])
-            if first and not torch.equal(weights[where[key]], weights[first]):
-                raise folder.wrong(
-                    f"{where[key]} and {first} differ; Medusa's code has one for both."
-                )
+    def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
+        keys = self.file_keys(folder, target)
+        heads = folder.positive_int("medusa_num_heads", 0)
+        layers = folder.positive_int("medusa_num_layers", 1)
+        self._refuse_other_layers(folder, keys)
+        fields = {"own_heads": f"0.{layers}.weight" in keys, "adapter_rank": 0}
         sizes = {"depths": heads, "res_layers": layers}
-        return Implied("medusa", {**fields, **sizes}, target.shape())
+        return DrafterSpec("medusa", {**fields, **sizes}, target.shape())
+
+    def _refuse_other_layers(self, folder: WeightFolder, keys: Mapping[str, str]) -> None:
+        """Refuse a second layer that is not the first: Medusa's code has one for both."""
+        for key in [k for k in keys if re.fullmatch(r"\d+\.[1-9]\d*\.linear\..*", k)]:
+            head, _, rest = key.split(".", 2)
+            names = [keys[k] for k in (key, f"{head}.0.{rest}") if k in keys]
+            weights = [folder.tensors([name])[name] for name in names]
+            if len(weights) == 2 and not torch.equal(*weights):
+                raise folder.error(f"{' and '.join(names)} differ; Medusa's code has one for both.")
 
 
-class VLLM(MedusaFiles):
-    """`MedusaModel`; its heads may be cut to some tokens, or be one."""
+class MedusaVLLM(MedusaFormat):
+    """vLLM's `MedusaModel`: one head per depth or one for all, of all tokens or of some."""
 
-    words = ("vllm",)
+    names = ("vllm",)
     served = "vLLM"
+    writes_target_copies = True
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        cfg = of(drafter).cfg
+        cfg = as_medusa(drafter).cfg
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": target.shape().hidden,
-            "vocab_size": target.vocab,
+            "vocab_size": target.vocab_size,
             "truncated_vocab_size": len(drafter.vocab),
             "num_heads": cfg.depths,
             "num_hidden_layers": cfg.res_layers,
-            "medusa_fc_bias": _biased(drafter),
+            "medusa_fc_bias": _has_bias(drafter),
             "original_lm_head": not cfg.own_heads,
-            **body.types(drafter.state_dict()),
+            **hf_config.dtype_fields(drafter.state_dict()),
         }
 
-    def rename(self, own: str, drafter: Drafter, target: Target) -> str | None:
-        return None if own.startswith("vocab.") else own
+    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+        return None if key.startswith("vocab.") else key
 
-    def given(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out = super().given(drafter, target)
-        biased = _biased(drafter)
+    def export_weights(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        out, biased = super().export_weights(drafter, target), _has_bias(drafter)
         return {k: v for k, v in out.items() if biased or not k.endswith(".bias")}
 
-    def lacks(self, own: str, folder: Folder) -> bool:
-        return own.endswith(".bias") and not folder.config.get("medusa_fc_bias", False)
+    def is_omitted(self, key: str, folder: WeightFolder) -> bool:
+        return key.endswith(".bias") and not folder.config.get("medusa_fc_bias", False)
 
-    def taken(self, own: dict[str, Tensor], drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out = super().taken(own, drafter, target)
-        some = own["blocks.0.layers.0.weight"]
-        for key in drafter.state_dict().keys() - out.keys():
-            out[key] = some.new_zeros(target.shape().hidden)
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Drafter, target: Target
+    ) -> dict[str, Tensor]:
+        weight, hidden = weights["blocks.0.layers.0.weight"], target.shape().hidden
+        biases = [k for k in drafter.state_dict() if k.endswith(".bias")]
+        return {**{k: weight.new_zeros(hidden) for k in biases}, **weights}
+
+    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        out = {} if drafter.vocab.is_full else {"token_map": drafter.vocab.target_ids}
+        if not as_medusa(drafter).cfg.own_heads:
+            out["lm_head.weight"] = target.head_weight[drafter.vocab.target_ids]
         return out
 
-    def shared(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out = self.lent(drafter, target)
-        dtype = next(of(drafter).blocks.parameters()).dtype
-        return {k: v if k == "token_map" else v.to(dtype) for k, v in out.items()}
-
-    def lent(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out = {} if drafter.vocab.full else {"token_map": drafter.vocab.kept}
-        if not of(drafter).cfg.own_heads:
-            out["lm_head.weight"] = target.head_weight[drafter.vocab.kept]
-        return out
-
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         return folder.config.get("model_type") == "medusa"
 
-    def keys(self, folder: Folder, target: Target) -> dict[str, str]:
-        found = super().keys(folder, target)
-        bare = {key.removeprefix("medusa_heads."): name for key, name in found.items()}
-        one = bool(folder.config.get("original_lm_head"))
-        return {
-            ("lm_head.weight" if one and k == "lm_heads.0.weight" else k): v
-            for k, v in bare.items()
-        }
+    def file_keys(self, folder: WeightFolder, target: Target) -> dict[str, str]:
+        bare = super().file_keys(folder, target)
+        keys = {key.removeprefix("medusa_heads."): name for key, name in bare.items()}
+        if folder.config.get("original_lm_head") and "lm_heads.0.weight" in keys:
+            keys["lm_head.weight"] = keys.pop("lm_heads.0.weight")
+        return keys
 
-    def implied(self, folder: Folder, target: Target, stamp: Mapping[str, Any]) -> Implied:
-        where, config = self.keys(folder, target), folder.config
-        if config.get("vocab_size") != target.vocab:
-            why = f"it was made for {config.get('vocab_size')} tokens, and the target knows"
-            raise folder.wrong(f"{why} {target.vocab}.", "Use the target it was trained for.")
+    def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
+        keys, config = self.file_keys(folder, target), folder.config
+        if config.get("vocab_size") != target.vocab_size:
+            why = f"its vocabulary has {config.get('vocab_size')} tokens and the target's"
+            raise folder.error(f"{why} {target.vocab_size}.", hf_config.USE_TARGET)
         fields = {"own_heads": not config.get("original_lm_head", False), "adapter_rank": 0}
-        heads, layers = (folder.count(k, 0) for k in ("num_heads", "num_hidden_layers"))
+        heads, layers = (folder.positive_int(k, 0) for k in ("num_heads", "num_hidden_layers"))
         sizes = {"depths": heads, "res_layers": layers}
-        kept = self._kept(folder, where, target)
-        return Implied("medusa", {**fields, **sizes}, target.shape(), kept)
+        ids = self._vocab_ids(folder, keys, target)
+        return DrafterSpec("medusa", {**fields, **sizes}, target.shape(), ids)
 
-    def _kept(self, folder: Folder, where: Mapping[str, str], target: Target) -> Tensor | None:
-        size = folder.config.get("truncated_vocab_size") or target.vocab
-        if (size < target.vocab) != ("token_map" in where):
-            why = f"its heads are cut to {size} of {target.vocab} tokens, and token_map says which:"
-            raise folder.wrong(f"{why} one of the two is missing.")
-        if "token_map" not in where:
+    def _vocab_ids(
+        self, folder: WeightFolder, keys: Mapping[str, str], target: Target
+    ) -> Tensor | None:
+        size = folder.config.get("truncated_vocab_size") or target.vocab_size
+        if (size < target.vocab_size) != ("token_map" in keys):
+            why = f"truncated_vocab_size is {size} of {target.vocab_size} tokens"
+            raise folder.error(f"{why}, and token_map, which names them, does not fit it.")
+        if "token_map" not in keys:
             return None
-        ids = folder.read([where["token_map"]])[where["token_map"]]
-        if len(ids) != size or bool((ids.diff() <= 0).any()):
-            raise folder.wrong("token_map must name its tokens in ascending order, each once.")
+        ids = folder.tensors([keys["token_map"]])[keys["token_map"]]
+        ascending = len(ids) == size and not bool((ids.diff() <= 0).any())
+        if not ascending or ids[0] < 0 or ids[-1] >= target.vocab_size:
+            raise folder.error("token_map must name tokens of the target in ascending order.")
         return ids
 
 
-def of(drafter: Drafter) -> Medusa:
+def as_medusa(drafter: Drafter) -> Medusa:
+    """Return the drafter as a `Medusa`."""
     assert isinstance(drafter, Medusa), "this format holds medusa"
     return drafter
 
 
-def _biased(drafter: Drafter) -> bool:
+def _has_bias(drafter: Drafter) -> bool:
     biases = [v for k, v in drafter.state_dict().items() if k.endswith(".bias")]
     return any(bias.is_meta or bool(bias.any()) for bias in biases)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal_layers(one: Any, other: Any) -> bool:
     return torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
 
 
-FORMATS = (Official(), VLLM())
+FORMATS = (MedusaOriginal(), MedusaVLLM())

@@ -1,14 +1,14 @@
-"""MTP modules as a drafter: alone, or in a copy of the target they draft for (`stitching.py`).
+"""MTP modules as a drafter, alone or in a copy of their target's folder (`mtp_merge.py`).
 
-The layouts and their names are those of `formats/mtp.py`. All of them join [embedding; state]: the
-halves of `eh_proj` change places where ours were trained the other way. Norms of Qwen3-Next's
-layout are stored as weight - 1, exact for weights in 0.5 .. 2 and off by a rounding elsewhere.
+The layouts and their names are those of `mtp_target.py`. All of them join [embedding; state]: the
+halves of `eh_proj` are swapped for drafters trained the other way. Qwen3-Next's layout stores norms
+as weight - 1, exact for weights in 0.5 .. 2 and rounded elsewhere.
 
-An engine runs a module with the rotary embedding and the head of the target it lies in, and what it
-feeds to the next depth is the module's output before its norm (DeepSeek's layout): drafters that
-were trained otherwise are refused. vLLM's and SGLang's classes for these layouts are written for
-their own families (latent attention, gated queries, experts); a module of plain attention is
-served where the target's family has one.
+An engine runs a module with the rotary embedding and the head of the target that holds it, and
+feeds the next depth the module's output before its norm (DeepSeek's layout); drafters trained
+otherwise are refused. vLLM's and SGLang's classes for these layouts are written for their own
+families (latent attention, gated queries, experts); a module with plain attention is served where
+the target's family has one.
 """
 
 from collections.abc import Mapping
@@ -18,214 +18,210 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
-from outrider.models.drafter import Drafter, Shape
+from outrider.models.drafter import Drafter
 from outrider.models.drafters.mtp import Mtp
-from outrider.models.formats import eagle3_vllm as vllm
-from outrider.models.formats import hf_config as body
-from outrider.models.formats.external import JOINS, Outside
-from outrider.models.formats.mtp_target import DEEPSEEK, QWEN3_NEXT, SPECULATORS, Layout
-from outrider.models.formats.sidecar import Implied
-from outrider.models.formats.weight_folder import Folder
+from outrider.models.formats import hf_config
+from outrider.models.formats.eagle3_vllm import speculators_header
+from outrider.models.formats.external import JOINT_ORDER, ExternalFormat, Sidecar
+from outrider.models.formats.mtp_target import DEEPSEEK, QWEN3_NEXT, SPECULATORS, ModuleLayout
+from outrider.models.formats.sidecar import DrafterSpec
+from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 
-ROPE = "an engine would turn its heads as the target does, by scaled or partial frequencies"
+ROPE = "an engine would use the target's rotary embedding, which is scaled or partial"
+REDUCED = "its draft vocabulary is reduced, and engines use the target's whole head"
+OTHER_SIZES = "its layers have other sizes than the target's, whose config engines build them from"
+FEED = "engines feed a module's output on before its norm, and this drafter the normed output"
 
 
-class ModuleFiles(Outside):
-    """What all layouts have in common."""
+class MtpFormat(ExternalFormat):
+    """What the layouts share.
+
+    Attributes:
+        several: whether more than one module can be stored.
+    """
 
     drafters = ("mtp",)
-    joins = JOINS
-    layout: Layout
-    several = False  # whether more than one module has a place
+    joint_order = JOINT_ORDER
+    layout: ModuleLayout
+    several = False
 
     # ---- names ----
 
     def prefix(self, stage: int, target: Target) -> str:
-        return self.layout.prefix.format(target.depth + stage)
+        """Return the prefix of a module's keys."""
+        return self.layout.prefix.format(target.num_layers + stage)
 
-    def rename(self, own: str, drafter: Drafter, target: Target) -> str | None:
-        if own.startswith("vocab."):
+    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+        if key.startswith("vocab."):
             return None
-        _, stage, name = own.split(".", 2)
-        names = {mine: theirs for theirs, mine in self.layout.names().items()}
+        _, stage, name = key.split(".", 2)
+        names = {ours: theirs for theirs, ours in self.layout.names().items()}
         return self.prefix(int(stage), target) + names[name]
 
-    def keys(self, folder: Folder, target: Target) -> dict[str, str]:
-        """In a target's folder, those of the modules; alone, all there are."""
-        if not stitched_in(folder):
-            return {key: key for key in folder.shapes}
-        return {key: key for key in modules_of(folder, target.depth)}
+    def file_keys(self, folder: WeightFolder, target: Target) -> dict[str, str]:
+        """Take the modules' keys in a target's folder, and all keys elsewhere."""
+        keys = module_keys(folder, target.num_layers) if is_merged(folder) else folder.shapes
+        return {key: key for key in keys}
 
     # ---- weights ----
 
-    def given(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out, cfg = super().given(drafter, target), of(drafter).cfg
-        dtype = out["stages.0.eh_proj.weight"].dtype
+    def export_weights(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        out, cfg = super().export_weights(drafter, target), as_mtp(drafter).cfg
+        dtype = hf_config.weight_dtype(out)
         for key, value in out.items():
             if key.endswith("eh_proj.weight") and cfg.order == "state_first":
-                out[key] = swapped(value)
+                out[key] = swap_halves(value)
             if value.ndim == 1 and self.layout.offset and key.startswith("stages."):
                 out[key] = (value.float() - self.layout.offset).to(dtype)
         return out
 
-    def taken(self, own: dict[str, Tensor], drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        for key, value in own.items():
-            if key.endswith("eh_proj.weight") and of(drafter).cfg.order == "state_first":
-                own[key] = swapped(value)
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Drafter, target: Target
+    ) -> dict[str, Tensor]:
+        for key, value in weights.items():
+            if key.endswith("eh_proj.weight") and as_mtp(drafter).cfg.order == "state_first":
+                weights[key] = swap_halves(value)
             if value.ndim == 1 and self.layout.offset:
-                own[key] = value.float() + self.layout.offset
-        vocab = {f"vocab.{k}": v for k, v in drafter.vocab.state_dict().items()}
-        return {**vocab, **own}
+                weights[key] = value.float() + self.layout.offset
+        return weights
 
-    # ---- meaning ----
+    # ---- configuration ----
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        cfg = of(drafter).cfg
-        if not drafter.vocab.full:
-            return "its draft vocabulary is reduced, and an engine asks the target's whole head"
-        if len(of(drafter).stages) > 1 and not self.several:
-            return f"it has {cfg.depths} modules, and this layout has a place for one"
-        if drafters.own_shape(drafter) is not None:
-            return (
-                "its layers are of other sizes than the target's, from whose config they are built"
-            )
-        return "" if plain_rope(target) else f"{ROPE}, and it was trained with plain ones"
+        cfg = as_mtp(drafter).cfg
+        if not drafter.vocab.is_full:
+            return REDUCED
+        if len(as_mtp(drafter).stages) > 1 and not self.several:
+            return f"it has {cfg.depths} modules, and this layout holds one"
+        if drafters.custom_shape(drafter) is not None:
+            return OTHER_SIZES
+        return "" if plain_rope(target) else ROPE
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        """Of the modules alone: their layers' shape, and how many layers the target has."""
-        shape, kind = target.shape(), "qwen3" if of(drafter).cfg.qk_norm else "llama"
-        out = body.written(shape, target.depth, kind)
-        body.check_written(out, shape)
-        count = {"num_nextn_predict_layers": len(of(drafter).stages)}
-        return {**out, **count, **body.types({"": drafter.state_dict()["stages.0.eh_proj.weight"]})}
+        """Return the modules' shape and the target's number of layers."""
+        kind = "qwen3" if as_mtp(drafter).cfg.qk_norm else "llama"
+        weights, shape = drafter.state_dict(), target.shape()
+        fields = hf_config.layer_fields(weights, shape, target.num_layers, kind)
+        return {**fields, "num_nextn_predict_layers": len(as_mtp(drafter).stages)}
 
-    def layers(self, folder: Folder) -> Mapping[str, Any]:
-        """The part of config.json that describes the layers."""
-        return folder.config
-
-    def implied(self, folder: Folder, target: Target, stamp: Mapping[str, Any]) -> Implied:
+    def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
         shape = self._shape(folder, target)
-        if folder.config.get("num_hidden_layers", target.depth) != target.depth:
-            why = f"it stands behind {folder.config['num_hidden_layers']} layers, the target has"
-            raise folder.wrong(f"{why} {target.depth}.", "Use the target it was trained for.")
-        where, said = self.keys(folder, target), stamp.get("drafter", {})
-        count = sum(key.endswith(self._joint()) for key in where)
-        if folder.config.get("num_nextn_predict_layers", count) != count:
-            promised = folder.config["num_nextn_predict_layers"]
-            raise folder.wrong(f"config.json promises {promised} modules, and {count} are there.")
-        mode = str(said.get("mode", "chained"))
+        if folder.config.get("num_hidden_layers", target.num_layers) != target.num_layers:
+            why = f"its target has {folder.config['num_hidden_layers']} layers, and this one"
+            raise folder.error(f"{why} {target.num_layers}.", hf_config.USE_TARGET)
+        keys = self.file_keys(folder, target)
+        names = {ours: theirs for theirs, ours in self.layout.names().items()}
+        count = sum(key.endswith(names["eh_proj.weight"]) for key in keys)
+        expected = folder.config.get("num_nextn_predict_layers", count)
+        if expected != count:
+            raise folder.error(f"config.json has {expected} modules, and the weights {count}.")
+        mode = str(sidecar.get("drafter", {}).get("mode", "chained"))
         fields: dict[str, Any] = {
-            "qk_norm": any(key.endswith("self_attn.q_norm.weight") for key in where),
+            "qk_norm": any(key.endswith("self_attn.q_norm.weight") for key in keys),
             "mode": mode if count == 1 else "chained",
         }
         fields |= {"depths": count} if fields["mode"] == "chained" else {}
-        return Implied("mtp", fields, shape)
+        return DrafterSpec("mtp", fields, shape)
 
-    def _shape(self, folder: Folder, target: Target) -> Shape:
-        """That of its layers: alone they say it, in a target's folder they are as the target's."""
-        if not stitched_in(folder):
-            return body.read(folder, self.layers(folder), target.shape())
+    def _shape(self, folder: WeightFolder, target: Target) -> ModelShape:
+        """Return the layers' shape: config.json's, or in a target's folder the target's."""
+        if not is_merged(folder):
+            return hf_config.read_config(folder, self.layer_config(folder), target.shape())
         if not plain_rope(target):
-            raise folder.wrong(f"{ROPE}, which Outrider's layers do not have.")
+            raise folder.error(f"{ROPE}. {hf_config.NOT_SUPPORTED}")
         return target.shape()
 
-    def _joint(self) -> str:
-        return next(part for part, mine in self.layout.names().items() if mine == "eh_proj.weight")
 
+class MtpDeepSeek(MtpFormat):
+    """Decoder layers after the target's last one, each with copies of its embedding and head."""
 
-class DeepSeek(ModuleFiles):
-    """Decoder layers behind the target's last one, each with copies of the target's ends."""
-
-    words = ("deepseek",)
+    names = ("deepseek",)
     served = "engines, from inside the target's checkpoint"
     layout = DEEPSEEK
     several = True
+    writes_target_copies = True
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        cfg = of(drafter).cfg
+        cfg = as_mtp(drafter).cfg
         if cfg.feed == "normed" and cfg.depths > 1:
-            return "engines feed a module's output on before its norm, and it was trained behind it"
+            return FEED
         return super().refuses(drafter, target)
 
-    def shared(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        dtype = drafter.state_dict()["stages.0.eh_proj.weight"].dtype
-        return {k: v.to(dtype) for k, v in self.lent(drafter, target).items()}
+    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+        ends = zip(self.layout.shared, (target.embedding.weight, target.head_weight), strict=True)
+        copies, stages = dict(ends), range(len(as_mtp(drafter).stages))
+        return {self.prefix(k, target) + key: copies[key] for k in stages for key in copies}
 
-    def lent(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        embedding, head = target.embedding.weight, target.head_weight
-        starts = [self.prefix(k, target) for k in range(len(of(drafter).stages))]
-        ends = dict(zip(self.layout.shared, (embedding, head), strict=True))
-        return {start + name: value for start in starts for name, value in ends.items()}
-
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         return any(key.endswith(".eh_proj.weight") for key in folder.shapes)
 
 
-class Qwen3Next(ModuleFiles):
+class MtpQwen3Next(MtpFormat):
     """One module under `mtp.`."""
 
-    words = ("qwen3_next",)
+    names = ("qwen3_next",)
     served = "engines, from inside the target's checkpoint"
     layout = QWEN3_NEXT
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         return "mtp.fc.weight" in folder.shapes
 
 
-class Speculator(ModuleFiles):
-    """One module as a speculator, for its tools; engines want it stitched in."""
+class MtpSpeculators(MtpFormat):
+    """One module for the speculators library's tools; engines need it in the target's folder."""
 
-    words = ("speculators",)
+    names = ("speculators",)
     served = "speculators' tools"
     layout = SPECULATORS
 
     def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
         layers = super().config(drafter, target)
         count = layers.pop("num_nextn_predict_layers")
-        about = vllm.about("mtp", of(drafter).cfg.depths, target)
         return {
             "architectures": ["MTPDraftModel"],
-            **about,
+            **speculators_header("mtp", as_mtp(drafter).cfg.depths, target),
             "transformer_layer_config": layers,
             "num_nextn_predict_layers": count,
             "dtype": layers["dtype"],
         }
 
-    def layers(self, folder: Folder) -> Mapping[str, Any]:
-        return folder.part("transformer_layer_config")
+    def layer_config(self, folder: WeightFolder) -> Mapping[str, Any]:
+        return folder.config_object("transformer_layer_config")
 
-    def knows(self, folder: Folder) -> bool:
+    def matches(self, folder: WeightFolder) -> bool:
         return folder.config.get("speculators_model_type") == "mtp"
 
 
-def of(drafter: Drafter) -> Mtp:
+def as_mtp(drafter: Drafter) -> Mtp:
+    """Return the drafter as an `Mtp`."""
     assert isinstance(drafter, Mtp), "this format holds mtp"
     return drafter
 
 
 def plain_rope(target: Target) -> bool:
-    """Whether the target turns its heads whole and by frequencies that are not scaled."""
-    rope = getattr(target.text, "rope_parameters", None) or {}
+    """Return whether the target rotates whole heads by unscaled frequencies."""
+    rope = getattr(target.text_config, "rope_parameters", None) or {}
     whole = rope.get("partial_rotary_factor", 1.0) == 1.0
     return whole and rope.get("rope_type") == "default" and "rope_theta" in rope
 
 
-def swapped(joint: Tensor) -> Tensor:
-    """The halves of a joint's columns in the other order."""
+def swap_halves(joint: Tensor) -> Tensor:
+    """Swap the two halves of a matrix's columns."""
     return torch.cat(joint.chunk(2, dim=1)[::-1], dim=1)
 
 
-def stitched_in(folder: Folder) -> bool:
-    """Whether modules lie beside the whole target."""
+def is_merged(folder: WeightFolder) -> bool:
+    """Return whether the folder holds a whole target."""
     return any(key.startswith("model.layers.0.") for key in folder.shapes)
 
 
-def modules_of(folder: Folder, behind: int) -> list[str]:
-    """Keys of the modules that lie in the folder of a target of so many layers."""
+def module_keys(folder: WeightFolder, layers: int) -> list[str]:
+    """Return the keys of the modules in the folder of a target with this many layers."""
     numbers = {key: key.split(".")[2] for key in folder.shapes if key.startswith("model.layers.")}
-    late = [key for key, n in numbers.items() if n.isdigit() and int(n) >= behind]
+    late = [key for key, n in numbers.items() if n.isdigit() and int(n) >= layers]
     return late + [key for key in folder.shapes if key.startswith("mtp.")]
 
 
-FORMATS = (DeepSeek(), Qwen3Next(), Speculator())
+FORMATS = (MtpDeepSeek(), MtpQwen3Next(), MtpSpeculators())

@@ -1,7 +1,7 @@
-"""MTP modules into a copy of the folder of the target that they draft for.
+"""Merge MTP modules into a copy of their target's folder, where engines look for them.
 
-That is where engines look for them. Every file of the target is copied as it is; weights of modules
-that it came with are left out, and those of the new ones lie in a file of their own.
+The target's files are copied unchanged, without modules that it came with; the new modules are
+stored in a file of their own.
 """
 
 import shutil
@@ -10,64 +10,77 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from outrider.conf.files import read_json, write_json, write_tensors
-from outrider.models.formats.atomic_folder import appearing
-from outrider.models.formats.mtp_drafter import modules_of, stitched_in
-from outrider.models.formats.weight_folder import PICKLES, STAMP, Folder, payload
+from outrider.models.formats.atomic_folder import atomic_folder
+from outrider.models.formats.hf_config import USE_TARGET
+from outrider.models.formats.mtp_drafter import is_merged, module_keys
+from outrider.models.formats.weight_folder import PICKLES, SIDECAR, WeightFolder, weights_size
 
 MODULES = "model-mtp.safetensors"
 
 
-def stitch(alone: Path, target: Path, folder: Path) -> None:
-    """A copy of the target's folder that holds the modules of another folder too.
-
-    Every file is copied as it is; modules that the target came with are replaced.
+def merge_into_target(modules: Path, target: Path, folder: Path) -> None:
+    """Write a copy of the target's folder that holds the modules of another folder.
 
     Raises:
-        RunError: a folder is damaged, or the modules do not belong behind this target's layers.
+        RunError: a folder is damaged, or the modules were made for another target.
     """
-    modules, whole = Folder(alone), Folder(target)
-    if "speculators_model_type" in modules.config:
-        why = "its keys are those of speculators' tools, under which no engine looks in a target."
-        raise modules.wrong(why, "Write the drafter with format=deepseek or qwen3_next.")
-    if not stitched_in(whole):
-        why = "its layers are not called model.layers.*, behind which engines look for modules."
-        raise whole.wrong(why, "There is no layout for such a target.")
+    own, whole = WeightFolder(modules), WeightFolder(target)
+    if "speculators_model_type" in own.config:
+        why = "its keys are those of the speculators library, which engines do not read here."
+        raise own.error(why, "Write the drafter with format=deepseek or qwen3_next.")
+    if not is_merged(whole):
+        why = "its layers are not called model.layers.*, after which engines look for modules."
+        raise whole.error(why, "There is no layout for such a target.")
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        ours, theirs = modules.config.get(name), whole.config.get(name)
+        ours, theirs = own.config.get(name), whole.config.get(name)
         if ours != theirs:
-            why = f"{name} is {ours} there and {theirs} in {target}."
-            raise modules.wrong(why, "Stitch them into the target they were trained for.")
-    with appearing(folder) as partial:
-        _stitched(modules, whole, partial)
+            raise own.error(f"{name} is {ours}, and in {target} {theirs}.", USE_TARGET)
+    with atomic_folder(folder) as partial:
+        _copy_files(whole.path, partial)
+        keys = _copy_weights(whole, partial)
+        _add_modules(own, whole, keys, partial)
 
 
-def _stitched(modules: Folder, whole: Folder, partial: Path) -> None:
-    for file in whole.path.iterdir():
+def _copy_files(target: Path, partial: Path) -> None:
+    """Copy everything but weights, config.json and outrider.json."""
+    for file in target.iterdir():
         weights = file.suffix in (*PICKLES, ".safetensors") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name not in ("config.json", STAMP):
+        if file.is_file() and not weights and file.name not in ("config.json", SIDECAR):
             shutil.copy2(file, partial / file.name)
-    old, where = modules_of(whole, whole.config["num_hidden_layers"]), dict[str, str]()
+
+
+def _copy_weights(whole: WeightFolder, partial: Path) -> dict[str, str]:
+    """Copy the target's weights without its modules; return key -> file."""
+    old, files = module_keys(whole, whole.config["num_hidden_layers"]), dict[str, str]()
     for name in sorted(set(whole.files.values())):
         keys = [key for key, file in whole.files.items() if file == name and key not in old]
-        where |= dict.fromkeys(keys, _shard(name))
+        files |= dict.fromkeys(keys, _shard_name(name))
         if keys and any(whole.files[key] == name for key in old):
-            kept = load_file(whole.path / name)
-            write_tensors(partial / _shard(name), {k: kept[k] for k in keys}, {"format": "pt"})
+            tensors = load_file(whole.path / name)
+            shard = partial / _shard_name(name)
+            write_tensors(shard, {k: tensors[k] for k in keys}, {"format": "pt"})
         elif keys:
-            shutil.copy2(whole.path / name, partial / _shard(name))
-    stored = modules.read(modules.shapes)
-    sha256 = write_tensors(partial / MODULES, stored, {"format": "pt"})
-    where |= dict.fromkeys(stored, MODULES)
-    size = sum(payload(partial / name) for name in set(where.values()))
-    index = {"metadata": {"total_size": size}, "weight_map": where}
+            shutil.copy2(whole.path / name, partial / _shard_name(name))
+    return files
+
+
+def _add_modules(
+    own: WeightFolder, whole: WeightFolder, keys: dict[str, str], partial: Path
+) -> None:
+    """Write the modules' weights, the index, outrider.json and config.json."""
+    tensors = own.tensors(own.shapes)
+    sha256 = write_tensors(partial / MODULES, tensors, {"format": "pt"})
+    keys = {**keys, **dict.fromkeys(tensors, MODULES)}
+    size = sum(weights_size(partial / name) for name in set(keys.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": keys}
     write_json(partial / "model.safetensors.index.json", index)
-    if (modules.path / STAMP).exists():
-        stamp = {**read_json(modules.path / STAMP, modules.fix), "sha256": {MODULES: sha256}}
-        write_json(partial / STAMP, stamp)
-    count = {"num_nextn_predict_layers": modules.count("num_nextn_predict_layers", 1)}
+    if (own.path / SIDECAR).exists():
+        content = {**read_json(own.path / SIDECAR, own.fix), "sha256": {MODULES: sha256}}
+        write_json(partial / SIDECAR, content)
+    count = {"num_nextn_predict_layers": own.positive_int("num_nextn_predict_layers", 1)}
     write_json(partial / "config.json", {**whole.config, **count})
 
 
-def _shard(name: str) -> str:
-    """A lone model.safetensors would be read in the index's place."""
+def _shard_name(name: str) -> str:
+    """Rename a lone model.safetensors, which readers would prefer to the index."""
     return "model-body.safetensors" if name == "model.safetensors" else name

@@ -1,17 +1,17 @@
-"""MTP modules inside a target's checkpoint folder: reads them, so that training can begin there.
+"""MTP modules in a target's checkpoint folder, read as initial weights for training.
 
-The layouts, told apart by their keys; n is the target's number of decoder layers:
+The layouts, recognised by their keys; n is the target's number of decoder layers:
 
     DeepSeek-V3    model.layers.{n+k-1}.{enorm,hnorm,eh_proj,shared_head.norm} beside the layer's
-                   own keys; copies of the shared embedding and head may lie there and are left
+                   own keys; copies of the embedding and the head are skipped
     Qwen3-Next     mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}, mtp.layers.0.*; a norm
-                   multiplies by 1 + weight there, so 1 is added on reading
+                   multiplies by 1 + weight, so 1 is added on reading
     speculators    mtp_layers.0.{token_layernorm,hidden_layernorm,input_proj,final_layernorm} and
-                   the layer's own keys; never in a target's folder (`modules.py`)
+                   the layer's own keys; never in a target's folder (`mtp_drafter.py`)
 
-All join [embedding; state]. A module is ordinary attention without bias and a gated MLP; whatever
-else its keys name (latent attention, experts, biases, scales of quantised weights) is an error:
-a module read in part would be another one. `modules.py` writes them.
+All join [embedding; state]. A module is attention without bias and a gated MLP; other keys (latent
+attention, experts, biases, scales of quantised weights) are an error, since a module read in part
+would be another network. `mtp_drafter.py` writes these layouts.
 """
 
 import re
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.formats.weight_folder import Folder
+from outrider.models.formats.weight_folder import WeightFolder
 
-FIX = "Use drafter.init=linear with drafter.warm_start=null: a start that needs no such weights."
+FIX = "Use drafter.init=linear with drafter.warm_start=null, which needs no such weights."
 LAYER = (
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
     "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -32,16 +32,16 @@ LAYER = (
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
-class Layout(NamedTuple):
-    """How a family names a module.
+class ModuleLayout(NamedTuple):
+    """The keys of a family's modules.
 
     Attributes:
-        prefix: what stands before a part, {} being the number of the layer.
-        pattern: of a key: the number of a layer, if it has one, and the part inside the module.
-        ends: part -> name in `chain.Stage`, of all but the decoder layer.
-        layer: what stands before the decoder layer's own names.
-        shared: parts that repeat what the target has anyway.
-        offset: what is added to the weights of norms.
+        prefix: prefix of a key; {} is the layer's number.
+        pattern: regular expression of a key: the layer's number, if it has one, and the part.
+        ends: part -> name in `MtpModule`, of all but the decoder layer.
+        layer: prefix of the decoder layer's own parts.
+        shared: parts that repeat the target's embedding and head.
+        offset: added to the weights of norms on reading.
     """
 
     prefix: str
@@ -52,19 +52,19 @@ class Layout(NamedTuple):
     offset: float = 0.0
 
     def names(self) -> dict[str, str]:
-        """Part -> name of every weight that can be read."""
+        """Return part -> name in `MtpModule`, of every weight."""
         layer = {self.layer + name: f"block.{name}" for name in (*LAYER, *QK_NORMS)}
         parts = {**self.ends, **layer}
         return {f"{part}.weight": f"{name}.weight" for part, name in parts.items()}
 
 
-DEEPSEEK = Layout(
+DEEPSEEK = ModuleLayout(
     prefix="model.layers.{}.",
     pattern=r"model\.layers\.(\d+)\.(.+)",
     ends={"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"},
     shared=("embed_tokens.weight", "shared_head.head.weight"),
 )
-QWEN3_NEXT = Layout(
+QWEN3_NEXT = ModuleLayout(
     prefix="mtp.",
     pattern=r"mtp\.()(.+)",
     ends={
@@ -74,7 +74,7 @@ QWEN3_NEXT = Layout(
     layer="layers.0.",
     offset=1.0,
 )  # fmt: skip
-SPECULATORS = Layout(
+SPECULATORS = ModuleLayout(
     prefix="mtp_layers.0.",
     pattern=r"mtp_layers\.(0)\.(.+)",
     ends={
@@ -84,44 +84,45 @@ SPECULATORS = Layout(
 )  # fmt: skip
 
 
-class Found(NamedTuple):
-    """Modules in order, as state dicts of `chain.Stage`, and the settings that they imply."""
+class MtpWeights(NamedTuple):
+    """State dicts of `MtpModule` in order, and the settings that they imply."""
 
     modules: list[dict[str, Tensor]]
     order: str
     qk_norm: bool
 
 
-def read(folder: Path, layers: int) -> Found:
-    """
+def read_modules(folder: Path, layers: int) -> MtpWeights:
+    """Read the modules of a target's folder.
+
     Args:
-        layers: decoder layers of the target itself; DeepSeek's modules are numbered behind them.
+        layers: number of the target's decoder layers; DeepSeek's modules are numbered after them.
 
     Raises:
-        RunError: there are no modules, or one holds what cannot be read here or lacks something.
+        RunError: there are no modules, or one has unsupported or missing weights.
     """
-    opened = Folder(folder, FIX)
+    opened = WeightFolder(folder, FIX)
     _refuse_partial_rotary(opened)
     for layout in (DEEPSEEK, QWEN3_NEXT):
         if keys := dict(_keys(opened.shapes, layout, layers)):
             break
     else:
-        raise RunError(f"{folder} holds no MTP modules behind {layers} decoder layers.", FIX)
+        raise RunError(f"{folder} holds no MTP modules after {layers} decoder layers.", FIX)
     modules: dict[int, dict[str, Tensor]] = {}
-    for key, value in opened.read(keys).items():
+    for key, value in opened.tensors(keys).items():
         number, name = keys[key]
         if value.ndim == 1 and layout.offset:
             value = value.float() + layout.offset  # 1 + w in bfloat16 would lose a small w
         modules.setdefault(number, {})[name] = value
     qk_norm = any(f"block.{QK_NORMS[0]}.weight" in module for module in modules.values())
     _refuse_gaps(folder, modules, layout, qk_norm)
-    return Found([modules[number] for number in sorted(modules)], "embedding_first", qk_norm)
+    return MtpWeights([modules[number] for number in sorted(modules)], "embedding_first", qk_norm)
 
 
 def _keys(
-    files: Iterable[str], layout: Layout, layers: int
+    files: Iterable[str], layout: ModuleLayout, layers: int
 ) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Of every weight of the modules: key, number of its module, name in `chain.Stage`."""
+    """Yield (key, (number of its module, name in `MtpModule`)) for every weight."""
     names = layout.names()
     for key in sorted(files):
         match = re.fullmatch(layout.pattern, key)
@@ -129,16 +130,16 @@ def _keys(
         if match is None or number < 0 or match[2] in layout.shared:
             continue
         if match[2] not in names:
-            why = "an MTP module is read as plain attention and a gated MLP, and this is neither."
+            why = "only attention without bias and a gated MLP are supported."
             raise RunError(f"{key} cannot be read: {why}", FIX)
         yield key, (number, names[match[2]])
 
 
 def _refuse_gaps(
-    folder: Path, modules: Mapping[int, Mapping[str, Tensor]], layout: Layout, qk_norm: bool
+    folder: Path, modules: Mapping[int, Mapping[str, Tensor]], layout: ModuleLayout, qk_norm: bool
 ) -> None:
     if sorted(modules) != list(range(len(modules))):
-        raise RunError(f"{folder} holds MTP modules {sorted(modules)}, with gaps between.", FIX)
+        raise RunError(f"{folder} holds MTP modules {sorted(modules)}, with gaps.", FIX)
     optional = {f"block.{name}.weight" for name in QK_NORMS if not qk_norm}
     for number, module in modules.items():
         for part, name in layout.names().items():
@@ -146,10 +147,10 @@ def _refuse_gaps(
                 raise RunError(f"{folder}: MTP module {number + 1} lacks {part}.", FIX)
 
 
-def _refuse_partial_rotary(folder: Folder) -> None:
-    """Heads that are turned only in part: the weights would be read, and mean something else."""
+def _refuse_partial_rotary(folder: WeightFolder) -> None:
+    """Refuse partial rotary embeddings: the same weights would compute something else."""
     config: dict[str, Any] = folder.config.get("text_config") or folder.config
     rope = config.get("rope_parameters") or {}
     factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if factor != 1.0:
-        raise folder.wrong(f"its heads have rotary positions in part ({factor}) only.")
+        raise folder.error(f"its rotary embedding is partial ({factor}).")

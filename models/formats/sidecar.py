@@ -1,100 +1,126 @@
-"""`outrider.json`: what an outside format has no place for, beside its weights.
+"""`outrider.json`: what an external format has no place for, stored beside its weights.
 
-The drafter's configuration, the taps by their outputs, the target's fingerprint, the order of what
-a layer reads, the hashes of the weight files. What it says must agree with the files. One that was
-written by hand has the parts `drafter` and `taps` alone and no `format`: it ends a doubt.
+It holds the drafter's configuration, the taps as layer outputs, the target's fingerprint, the order
+of the joint projection's inputs, the sha256 of the weight files, and dtype and shape of every
+tensor. It must agree with the files. One written by hand to settle an ambiguity has only `drafter`
+and `taps`.
 """
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import read_json
-from outrider.models.drafter import Drafter, Shape
+from outrider.conf.files import read_json, sha256_of, write_json
+from outrider.models.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.formats.native import target_fingerprint
-from outrider.models.formats.weight_folder import FIX, STAMP, Folder
+from outrider.models.formats.weight_folder import FIX, SIDECAR, WeightFolder
+from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 
-PARTS = {"format", "drafter", "taps", "target", "joins", "sha256"}
+FIELDS = {  # name -> type; all are optional
+    "format": str, "drafter": dict, "taps": list, "target": dict, "joins": list, "sha256": dict,
+    "tensors": dict,
+}  # fmt: skip
 
 
-class Implied(NamedTuple):
-    """What the files say.
+class DrafterSpec(NamedTuple):
+    """A drafter as config.json and the tensor shapes define it.
 
     Attributes:
         name: of the drafter.
-        fields: of its `Config`; all others are the defaults', or those of `outrider.json`.
-        kept: ids of the draft vocabulary; None: all.
+        fields: fields of its `Config` that the files define.
         shape: of its own layers.
+        vocab_ids: target ids of the draft vocabulary; None: all.
     """
 
     name: str
     fields: dict[str, Any]
-    shape: Shape
-    kept: Tensor | None = None
+    shape: ModelShape
+    vocab_ids: Tensor | None = None
 
 
-def stamped(
-    word: str, joins: list[str] | None, drafter: Drafter, target: Target, cfg: Any
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def sidecar_content(
+    form: str, joint_order: list[str] | None, drafter: Drafter, target: Target, cfg: Any
 ) -> dict[str, Any]:
-    """What outrider.json says, but for the hashes."""
+    """Return the content of outrider.json, without what describes the weight files.
+
+    Args:
+        form: name of the format.
+        cfg: the drafter's `Config`, where the drafter itself does not hold one.
+    """
     shape = target.shape()
     return {
-        "format": word,
+        "format": form,
         "drafter": dataclasses.asdict(getattr(drafter, "cfg", cfg)),
         "taps": list(drafter.taps),
         "target": {
             "name": target.name, "fingerprint": target_fingerprint(target),
             "vocab": shape.vocab, "hidden": shape.hidden, "layers": shape.layers,
         },
-        **({"joins": joins} if joins else {}),
+        **({"joins": joint_order} if joint_order else {}),
     }  # fmt: skip
 
 
-def read_stamp(
-    folder: Folder, word: str, joins: list[str] | None, target: Target
+def write_sidecar(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write outrider.json into a folder that holds config.json and the weights."""
+    opened = WeightFolder(folder)
+    sha256 = {name: sha256_of(folder / name) for name in sorted(set(opened.files.values()))}
+    tensors = {
+        key: {"dtype": opened.dtypes[key], "shape": list(opened.shapes[key])}
+        for key in sorted(opened.shapes)
+    }
+    write_json(folder / SIDECAR, {**content, "sha256": sha256, "tensors": tensors})
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_sidecar(
+    folder: WeightFolder, form: str, joint_order: list[str] | None, target: Target
 ) -> dict[str, Any]:
-    """What outrider.json says; nothing where there is none.
+    """Return the content of outrider.json, or {} without one.
 
     Raises:
-        RunError: it is of another format or target, or not one of ours.
+        RunError: it is malformed, or of another format or target.
     """
-    file = folder.path / STAMP
+    file = folder.path / SIDECAR
     if not file.exists():
         return {}
-    stamp = read_json(file, FIX)
-    drafter, target_said = stamp.get("drafter", {}), stamp.get("target")
-    whole = isinstance(drafter, dict) and isinstance(stamp.get("taps", []), list)
-    whole = whole and isinstance(stamp.get("sha256", {}), dict)
-    if target_said is not None:
-        whole = whole and isinstance(target_said, dict)
-        whole = whole and {"name", "fingerprint"} <= target_said.keys()
-    unknown = sorted(stamp.keys() - PARTS)
-    if unknown or not whole:
-        raise RunError(f"{file} is not one of Outrider's: {unknown or 'a part is missing'}.", FIX)
-    if stamp.get("format", word) != word:
-        raise folder.wrong(f"{STAMP} says it is of the format {stamp['format']}, and it is {word}.")
-    if stamp.get("joins", joins) != joins:
-        why = f"{STAMP} says that its layer reads {stamp['joins']}, and this format joins"
-        raise folder.wrong(f"{why} {joins}: the halves are swapped.")
-    if target_said and target_said["fingerprint"] != target_fingerprint(target):
-        why = f"it was trained for {target_said['name']}, and this target has other weights."
-        raise folder.wrong(why, f"Use the target it was trained for: {target_said['name']}.")
-    return stamp
+    content = read_json(file, FIX)
+    invalid = sorted(content.keys() - FIELDS)
+    invalid += [k for k, kind in FIELDS.items() if not isinstance(content.get(k, kind()), kind)]
+    made_for = content.get("target")
+    if isinstance(made_for, dict) and not {"name", "fingerprint"} <= made_for.keys():
+        invalid.append("target")
+    if invalid:
+        raise RunError(f"{file} was not written by Outrider: {', '.join(invalid)}.", FIX)
+    if content.get("format", form) != form:
+        raise folder.error(f"{SIDECAR} has format {content['format']}, and the files {form}.")
+    if content.get("joins", joint_order) != joint_order:
+        why = f"{SIDECAR} joins {content['joins']}, and this format {joint_order}"
+        raise folder.error(f"{why}: the halves are swapped.")
+    if made_for and made_for["fingerprint"] != target_fingerprint(target):
+        why = f"it was trained for {made_for['name']}, and this target has other weights."
+        raise folder.error(why, f"Use the target it was trained for: {made_for['name']}.")
+    return content
 
 
-def settings(folder: Folder, implied: Implied, stamp: Mapping[str, Any]) -> Any:
-    """The drafter's `Config`: what the files say, then outrider.json, then the defaults."""
-    said = {k: v for k, v in stamp.get("drafter", {}).items() if v is not None}
-    for name in sorted(implied.fields.keys() & said.keys()):
-        ours, theirs = said[name], implied.fields[name]
-        if (tuple(ours) if isinstance(ours, list) else ours) != theirs:
-            why = f"{STAMP} says {name}: {ours}, and the files say {theirs}."
-            raise folder.wrong(why, "One of them was changed; fetch the folder again.")
-    size = None if implied.kept is None else len(implied.kept)
-    fields = {"draft_vocab_size": size, **stamp.get("drafter", {}), **implied.fields}
-    return native.settings({**fields, "name": implied.name}, folder.path)
+def drafter_config(folder: WeightFolder, spec: DrafterSpec, sidecar: Mapping[str, Any]) -> Any:
+    """Return the drafter's `Config`: fields of the files, then outrider.json, then defaults."""
+    trained = sidecar.get("drafter", {})
+    for name in sorted(spec.fields.keys() & trained.keys()):
+        ours, theirs = trained[name], spec.fields[name]
+        if ours is not None and (tuple(ours) if isinstance(ours, list) else ours) != theirs:
+            why = f"{SIDECAR} has {name}: {ours}, and the files {theirs}."
+            raise folder.error(why, "One of them was changed; fetch the folder again.")
+    size = None if spec.vocab_ids is None else len(spec.vocab_ids)
+    fields = {"draft_vocab_size": size, **trained, **spec.fields, "name": spec.name}
+    return native.config_from_json(fields, folder.path)

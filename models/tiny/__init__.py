@@ -1,1 +1,1 @@
-"""The embedded tiny target: weights, configuration and tokenizer, made by `models/make_tiny.py`."""
+"""The embedded tiny target (`data/make/tiny_target.py`): weights, configuration, tokenizer."""

@@ -1,0 +1,386 @@
+"""The configuration of a run: frozen dataclasses, one per group of `conf/`.
+
+Hydra composes plain yaml (`compose.py`); `train.settings.parse` converts it into the dataclasses
+below and refuses contradictions before a model is loaded. The help text and the interval of a key
+stand beside it; `--help` prints them.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, get_type_hints
+
+from omegaconf import OmegaConf
+
+from outrider.conf.fields import option
+
+COUNT = "[1, inf)"
+COUNT0 = "[0, inf)"
+PROBABILITY = "[0, 1]"
+THINKING_ARG = "enable_thinking"  # as Qwen3 and later models name it
+
+
+def parse_template_args(thinking: bool | None, words: Sequence[str]) -> dict[str, Any]:
+    """Return chat template arguments by name; a value is JSON if possible, else text.
+
+    Raises:
+        ValueError: a word is not name=value, or a name is set twice.
+    """
+    args: dict[str, Any] = {} if thinking is None else {THINKING_ARG: thinking}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"template_args = {word}: write name=value")
+        if name in args:
+            raise ValueError(f"template_args = {word}: {name} is set twice")
+        try:
+            args[name] = json.loads(value)
+        except ValueError:
+            args[name] = value
+    return args
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Folder and seed of a run."""
+
+    dir: str = option("runs/eagle3-tiny", "folder of the run: checkpoints, drafter, logs, reports")
+    seed: int = option(0, "seed of data order, noise, sampling, initialisation", "[0, 4294967295]")
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """The frozen target model."""
+
+    name: Literal["tiny", "smollm2", "hf"] = option("tiny", "which target (choose with target=...)")
+    path: str | None = option(
+        None, "folder or model hub id; null: the default of tiny and smollm2, required for hf"
+    )
+    revision: str | None = option(None, "branch, tag or commit on the model hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "float32", "precision; auto: as stored"
+    )
+    trust_remote_code: bool = option(False, "run Python code from the model's repository")
+    place: Literal["replicated", "sharded", "tensor", "apart", "ends"] = option(
+        "replicated",
+        "replicated: a copy per rank; sharded: layers gathered from all ranks when needed; tensor: "
+        "tensor parallel over the ranks; apart: on target.devices; ends: embedding and head only, "
+        "to train from data.traces",
+    )
+    devices: tuple[str, ...] = option((), "devices of the target with place=apart: [cuda:1]")
+    quantise: Literal["int8", "nf4"] | None = option(
+        None, "quantise linear layers: int8 (torchao) or nf4 (bitsandbytes); null: no"
+    )
+    thinking: bool | None = option(None, "chat template: enable_thinking; null: its default")
+    template_args: tuple[str, ...] = option((), "chat template: other arguments, [date_string=...]")
+
+    def __post_init__(self) -> None:
+        parse_template_args(self.thinking, self.template_args)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Self-generated training data."""
+
+    minutes: float | None = option(None, "time limit in minutes; null: none", "(0, inf)")
+    samples: int | None = option(None, "number of answers; null: one per prompt", COUNT)
+    self_prompted: bool = option(False, "the target also generates the `samples` prompts (Magpie)")
+    max_new_tokens: int = option(256, "tokens per answer at most", COUNT)
+    temperature: float = option(0.5, "sampling temperature of answers; 0: greedy", "[0, inf)")
+    top_p: float = option(1.0, "nucleus sampling of answers: probability mass kept", "(0, 1]")
+    batch: int = option(64, "answers generated at once", COUNT)
+    record: bool = option(True, "also store the target's features, so that training skips its run")
+    endpoint: str | None = option(
+        None, "http://HOST:PORT/v1 of an OpenAI-compatible server that generates; stores text only"
+    )
+    model: str | None = option(None, "name of the target on the server; null: its only model")
+    timeout: float = option(600.0, "seconds to wait for an answer of the server", "(0, inf)")
+    retries: int = option(8, "retries of a failed request, with growing pauses", COUNT0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Training text and its held-out part."""
+
+    name: Literal["tiny", "jsonl", "self"] = option("tiny", "which data (choose with data=...)")
+    path: str | None = option(
+        None, "conversations (data=self: prompts): file, folder, hub id or name (ultrachat, ...)"
+    )
+    subset: str | None = option(None, "subset of a data set; null: its default")
+    split: str | None = option(None, "split of a data set; null: train")
+    revision: str | None = option(None, "branch, tag or commit of a data set on the hub")
+    skip_bad: int = option(0, "unreadable rows to skip before the file is refused", COUNT0)
+    overlap: Literal["refuse", "drop", "keep"] = option(
+        "refuse", "training questions that nearly equal one of eval.prompts: refuse, drop or keep"
+    )
+    max_length: int = option(256, "tokens per row at most", "[8, inf)")
+    long: Literal["cut", "drop"] = option("cut", "conversations that are too long: cut or drop")
+    shortest: int = option(1, "answer tokens per conversation at least", COUNT)
+    supervise: Literal["all", "last", "each"] = option(
+        "all", "answers to train on: all, the last one, or each in a row that ends with it"
+    )
+    holdout: float = option(0.05, "share of conversations held out, chosen by hash", "(0, 0.5]")
+    max_samples: int | None = option(None, "conversations to use; null: all", "[2, inf)")
+    mode: Literal["auto", "online", "recorded", "hybrid"] = option(
+        "auto",
+        "target features: recorded, computed online, or hybrid (cached as far as they fit); auto: "
+        "recorded if there is a recording, else online",
+    )
+    traces: str | None = option(None, "folder of recorded features; `record` writes it")
+    max_gb: float | None = option(None, "GB per recording at most; null: the free disk", "(0, inf)")
+    workers: int = option(1, "threads that prefetch recorded features; 0: none", COUNT0)
+    given: str | None = option(None, "existing conversations mixed into data=self; as data.path")
+    given_share: float = option(0.5, "share of data.given among all conversations", "(0, 1)")
+    generate: GenerateConfig | None = option(None, "self-generated training data (data=self)")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordConfig:
+    """Format of recorded features (data/record/)."""
+
+    name: Literal["full", "small"] = option("full", "which settings (choose with record=...)")
+    states: Literal["same", "bf16", "int8", "coded"] = option(
+        "bf16", "storage of hidden states; same: the target's precision; coded: entropy-coded"
+    )
+    step: float = option(0.5, "states=coded: step in column scales (IQR / 1.35)", "(0, 4]")
+    top: int = option(
+        0, "top-k teacher probabilities per row; 0: the target's last hidden state", "[0, 256]"
+    )
+    shard: int = option(65536, "tokens per file", COUNT)
+    check_every: int = option(64, "files between comparisons with a plain forward", COUNT)
+    share: str = option("1/1", "files that this machine records: 2/4 is the second quarter")
+    damaged: Literal["refuse", "skip", "again"] = option(
+        "refuse", "damaged files: refuse, skip, or record again"
+    )
+
+    def __post_init__(self) -> None:
+        match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", self.share)
+        if match is None or int(match[1]) > int(match[2]):
+            raise ValueError(f"share = {self.share}: write 1/4 for the first of four machines")
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(index, count) of machines, the index from 0."""
+        index, _, count = self.share.partition("/")
+        return int(index) - 1, int(count)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """Settings that every drafter has; the `Config` of each drafter adds its own.
+
+    Attributes:
+        depths: draft tokens per row in training; held-out text is measured at all depths.
+        draft_vocab_size: most frequent answer tokens that can be drafted; None: all.
+        loss: sum of terms such as "0.1*soft_ce" (train/losses.py).
+        depth_weights: weights of depths 1, 2, ..: "first", "geometric:0.8", "normalised:0.6",
+            "mean:0.3" or a list "1/0.5/0.25"; a depth of weight 0 is measured, not trained.
+        renormalise: the teacher's probabilities sum to 1 over the draft vocabulary.
+        normalise: the loss is a mean over supervised "rows", or over all "tokens" of the batch.
+    """
+
+    name: str = ""
+    depths: int = 4
+    draft_vocab_size: int | None = None
+    loss: tuple[str, ...] = ("soft_ce",)
+    depth_weights: str = "geometric:0.8"
+    renormalise: bool = True
+    normalise: str = "rows"
+
+    def __post_init__(self) -> None:
+        if self.depths < 1:
+            raise ValueError(f"depths = {self.depths}: must be at least 1")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: must be at least 1")
+        self.require_choice("normalise", "rows", "tokens")
+
+    def why_unsupported(self, launch: str) -> str:
+        """Return why the drafter cannot be trained under this launch, "" if it can."""
+        return ""
+
+    def require_choice(self, name: str, *allowed: str) -> None:
+        """Raise ValueError unless the field has one of these values."""
+        if getattr(self, name) not in allowed:
+            raise ValueError(f"{name} = {getattr(self, name)}: use {' or '.join(allowed)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases; the JSONL log is always written."""
+
+    mode: Literal["disabled", "online", "offline"] = option("disabled", "Weights & Biases logging")
+    project: str = option("outrider", "Weights & Biases project")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Length, optimizer and checkpoints of a training."""
+
+    max_steps: int | None = option(300, "optimizer steps; null: until max_minutes", COUNT)
+    max_minutes: float | None = option(None, "minutes; null: until max_steps", "(0, inf)")
+    batch_tokens: int = option(2048, "tokens per optimizer step, of all ranks together", COUNT)
+    lr: float = option(3.5e-3, "peak learning rate", "(0, 1]")
+    warmup: int | float = option(0.04, "warm-up: steps (30) or a share of them (0.04)", "[0, inf)")
+    schedule: Literal["cosine", "linear", "constant"] = option(
+        "cosine", "learning rate after the warm-up; cosine and linear decay to zero"
+    )
+    betas: tuple[float, float] = option((0.9, 0.95), "AdamW: decay of both moments", "[0, 1)")
+    weight_decay: float = option(0.0, "AdamW: decoupled weight decay, on matrices only", "[0, 1]")
+    clip: float = option(1.0, "gradient clipping: largest norm", "(0, inf)")
+    gradient_checkpointing: bool = option(
+        False, "recompute activations in the backward pass: less memory, more time"
+    )
+    skip_bad: int = option(0, "bad steps to skip before the run stops", "[0, inf)")
+    spike: float | None = option(
+        None, "a loss above this multiple of the median of the last 64 is bad; null: only NaN is",
+        "(1, inf)",
+    )  # fmt: skip
+    eval_every: int = option(100, "steps between held-out evaluations", COUNT)
+    save_every: int = option(100, "steps between checkpoints", COUNT)
+    keep_last: int = option(2, "recent checkpoints to keep, besides the best one", COUNT)
+    keep_every: int | None = option(None, "also keep the checkpoint of every n-th step", COUNT)
+    resume: Literal["auto", "never", "must"] = option(
+        "auto", "continue from a checkpoint in run.dir: auto: if there is one; must: else refuse"
+    )
+    log_every: int = option(10, "steps between log lines", COUNT)
+    quick_eval: bool = option(True, "decode with the finished drafter and report its speedup")
+    tensorboard: bool = option(False, "write TensorBoard event files to <run.dir>/tensorboard")
+    wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """Parallel training."""
+
+    name: Literal["single", "ddp", "zero1", "zero2", "zero3"] = option(
+        "single", "kind of parallel training (choose with launch=...)"
+    )
+    precision: Literal["no", "bf16"] = option("no", "autocast; master weights stay float32")
+    accumulation: int = option(1, "forward passes per optimizer step and rank", COUNT)
+    offload: Literal["none", "optimizer", "parameters"] = option(
+        "none", "keep in CPU memory: the optimizer (zero2, zero3), or also the parameters (zero3)"
+    )
+    wait: float = option(30.0, "minutes that a rank waits for other ranks", "(0, inf)")
+
+    def __post_init__(self) -> None:
+        launches = {"optimizer": ("zero2", "zero3"), "parameters": ("zero3",)}.get(self.offload)
+        if launches and self.name not in launches:
+            raise ValueError(
+                f"offload = {self.offload}: launch={self.name} cannot offload; "
+                f"use launch={' or '.join(launches)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Prompts and reports of an evaluation."""
+
+    drafter: str | None = option(
+        None, "published drafter to measure, folder or hub id; short: drafter=...; null: the run's"
+    )
+    prompts: str | None = option(
+        None, "file, folder, hub id or name (mt_bench, ...) of prompts; null: the embedded suite"
+    )
+    max_new_tokens: int = option(128, "tokens per answer at most", COUNT)
+    limit: int | None = option(None, "prompts to use; null: all", COUNT)
+    out: str = option("eval", "report: <run.dir>/eval/<out>.json and <out>.outputs.jsonl")
+    warmup: int = option(2, "prompts decoded before timing starts", "[0, inf)")
+    repeats: int = option(1, "times each prompt is decoded; medians are reported", COUNT)
+    baseline: bool = option(True, "also decode without a drafter, for speedup and exactness")
+    grid: tuple[str, ...] = option(
+        (), "measure several: policy@temperature, as in [chain@0, dynamic_tree@1]"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Shape of a draft, verification and sampling."""
+
+    name: Literal["chain", "static_tree", "sampled_tree", "dynamic_tree", "opt_tree"] = option(
+        "chain", "draft policy (choose with decode=...)"
+    )
+    depth: int = option(3, "draft tokens along one path", COUNT)
+    width: int = option(1, "children per node, and nodes expanded per level", COUNT)
+    nodes: int = option(3, "draft tokens that the target verifies in one forward", COUNT)
+    draft: Literal["auto", "best", "drawn", "independent", "coupled"] = option(
+        "auto",
+        "draft tokens above temperature 0: best (the drafter's top-k), drawn (sampled without "
+        "replacement), independent (with replacement), coupled (by noise shared with the target); "
+        "auto: drawn for chain and sampled_tree, best for other trees, coupled with verify=coupled",
+    )
+    verify: str = option(
+        "auto",
+        "verification above temperature 0: match, ratio, block, independent, without_replacement, "
+        "traversal, sampled, coupled, lossy_typical, lossy_lenience; auto: the usual lossless one",
+    )
+    tree: str | None = option(None, "static_tree, sampled_tree: JSON of rank paths; null: the best")
+    confidence: float = option(0.0, "chain: stop after a token of lower probability", PROBABILITY)
+    gain: float = option(0.0, "trees: stop if a level adds fewer expected tokens", "[0, inf)")
+    lenience: float = option(0.5, "lossy_lenience: accept with min(1, p / (lenience q))", "(0, 1]")
+    epsilon: float = option(0.09, "lossy_typical: accept p > min(epsilon, delta exp(-H))", "(0, 1]")
+    delta: float = option(0.3, "lossy_typical: see epsilon", "(0, inf)")
+    temperature: float = option(0.0, "0: greedy; 1: the target's own distribution", "[0, inf)")
+    top_p: float = option(1.0, "nucleus sampling: probability mass kept; 1: all", "(0, 1]")
+    top_k: int = option(0, "most likely tokens kept; 0: all", "[0, inf)")
+    min_p: float = option(0.0, "smallest probability kept, relative to the top-1's", PROBABILITY)
+    repetition_penalty: float = option(1.0, "above 1: lowers earlier tokens' logits", "(0, inf)")
+    banned: tuple[int, ...] = option((), "token ids that are never generated")
+
+    @property
+    def kind(self) -> str:
+        """The policy's kind: chain, static_tree or dynamic_tree."""
+        return {"sampled_tree": "static_tree", "opt_tree": "dynamic_tree"}.get(self.name, self.name)
+
+    @property
+    def draft_kind(self) -> str:
+        """`draft` with auto resolved."""
+        if self.draft != "auto":
+            return self.draft
+        if self.verify == "coupled":
+            return "coupled"
+        return "drawn" if self.name in ("chain", "sampled_tree") else "best"
+
+    @property
+    def is_unwarped(self) -> bool:
+        """Whether decoding is greedy, or samples from the target's unchanged distribution."""
+        warped = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        changed = self.repetition_penalty != 1 or bool(self.banned)
+        return self.temperature in (0, 1) and not warped and not changed
+
+    @property
+    def rule_parameters(self) -> dict[str, float]:
+        """Parameters of the verification rule."""
+        parameters: dict[str, dict[str, float]] = {
+            "lossy_typical": {"epsilon": self.epsilon, "delta": self.delta},
+            "lossy_lenience": {"factor": self.lenience},
+        }
+        return parameters.get(self.verify, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The validated configuration of a run; `drafter` is its own `Config` in models/drafters/."""
+
+    run: RunConfig
+    target: TargetConfig
+    data: DataConfig
+    record: RecordConfig
+    drafter: DrafterConfig
+    train: TrainConfig
+    launch: LaunchConfig
+    eval: EvalConfig
+    decode: DecodeConfig
+
+
+GROUPS = {name: kind for name, kind in get_type_hints(Config).items() if name != "drafter"}
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Return the configuration as plain nested dicts, for yaml or JSON."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """Return the text of a run folder's `config.yaml`, which `parse` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(resolved(config)))

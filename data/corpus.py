@@ -1,0 +1,310 @@
+"""Training data from the configuration: text, packed rows, and the source of their traces.
+
+The text comes from files (`data=tiny`, `data=jsonl`), from the target itself (`data=self`) or from
+a recording (`data.traces`). Training questions that overlap with the evaluation suite are refused
+or left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.schema import Config, DataConfig
+from outrider.data.contamination import OverlapFilter
+from outrider.data.conversations import Prompt, Summary, read_conversations
+from outrider.data.pack import split
+from outrider.data.record.cache import TraceCache
+from outrider.data.record.folder import RecordingFolder
+from outrider.data.record.reader import RecordedTraces, open_recording, require_features_for
+from outrider.data.record.writer import write_recording
+from outrider.data.reporter import Reporter
+from outrider.data.self_generated import (
+    answers_exist,
+    conversation_source,
+    generate_answers,
+    load_prompts,
+)
+from outrider.data.sources import Source, data_source
+from outrider.data.suite import load_suite
+from outrider.data.tokenise import Document, conversation_key, render_all, show_samples
+from outrider.data.trace_source import TraceSources
+from outrider.data.training_data import TrainingData, pack_documents
+from outrider.models.formats.identity import fingerprints
+from outrider.models.load import LoadedTarget
+
+
+class Text(NamedTuple):
+    """Documents and their origin, for the manifest."""
+
+    documents: list[Document]
+    about: dict[str, Any]
+
+
+def load_training_data(
+    config: Config,
+    loaded: LoadedTarget,
+    taps: Sequence[int],
+    reporter: Reporter,
+    *,
+    record: bool = True,
+) -> TrainingData:
+    """Return the data of a run; generate and record what is missing on disk.
+
+    Args:
+        record: write the recording that the settings ask for; False: traces come from the target.
+
+    Raises:
+        RunError: a file is damaged, or no text is left to train or to evaluate on.
+    """
+    if config.data.traces is not None:
+        folder = RecordingFolder(Path(config.data.traces).expanduser())
+        folder.require_match(fingerprints(loaded))
+        return _from_recording(config, folder, loaded, taps, reporter)
+    data = load_text(config, loaded, taps, reporter)
+    recording = recording_config(config) if record else None
+    if recording is not None:
+        folder = write_recording(recording, loaded, data, reporter)
+        return _from_recording(recording, folder, loaded, taps, reporter)
+    if config.data.mode == "hybrid":
+        cache = TraceCache.from_config(config, loaded.target, fingerprints(loaded))
+        cache.touch_rows(data.train)
+        cache.touch_rows(data.held)
+        data.recorded = TraceSources(cache, cache)
+    reporter.print(_summary(data))
+    return data
+
+
+def recording_config(config: Config) -> Config | None:
+    """Return the settings that this run's text is recorded with; None: it is not recorded.
+
+    With `data.mode=auto`, self-generated text is recorded without loss (`data.generate.record`), so
+    that training from the recording is training online.
+    """
+    data, generate = config.data, config.data.generate
+    if data.mode == "recorded":
+        return config
+    self_generated = generate is not None and generate.endpoint is None and data.given is None
+    if data.mode != "auto" or generate is None or not (self_generated and generate.record):
+        return None
+    return replace(config, record=replace(config.record, states="same", top=0, share="1/1"))
+
+
+def load_text(
+    config: Config, loaded: LoadedTarget, taps: Sequence[int], reporter: Reporter
+) -> TrainingData:
+    """Return the packed text of a run, without recorded traces."""
+    data = config.data
+    longest = loaded.target.shape().max_positions
+    if data.max_length > longest:
+        why = f"{loaded.target.name} has {longest} positions."
+        raise ConfigError("data.max_length", data.max_length, why, f"Use at most {longest}.")
+    overlap = _overlap_filter(config)
+    if data.name == "self":
+        text = _self_generated(config, loaded, overlap, reporter)
+    else:
+        source = conversation_source(data)
+        text = _tokenise(source, data.max_samples, data, loaded.tokenizer, overlap, reporter)
+    documents = [_truncate(document, data.max_length) for document in text.documents]
+    kept = _long_enough(documents, data.shortest, reporter)
+    documents = [documents[i] for i in kept]
+    show_samples(reporter, loaded.tokenizer, documents)
+    loaded.target.set_taps(taps)  # generation has set other ones
+    return pack_documents(documents, data, loaded.target.vocab_size, text.about)
+
+
+# ---- recorded text ----
+
+
+def _from_recording(
+    config: Config,
+    folder: RecordingFolder,
+    loaded: LoadedTarget,
+    taps: Sequence[int],
+    reporter: Reporter,
+) -> TrainingData:
+    """Return text and traces of a recording.
+
+    Raises:
+        ConfigError: other conversations would be held out than those recorded for it.
+        RunError, CorruptFile: see `open_recording`.
+    """
+    loaded.target.set_taps(taps)
+    require_features_for(folder, config)
+    documents, recording, left_out = open_recording(folder, taps, config.record.damaged)
+    if left_out:
+        reporter.note(f"damaged files are left out: {left_out}")
+    documents, recording = _select(documents, recording, config, reporter)
+    layout, top = folder.manifest["layout"], folder.layout.top
+    about = {**folder.manifest["source"], "traces": str(folder.path), "layout": layout}
+    data = pack_documents(documents, config.data, loaded.target.vocab_size, about)
+    train, held = (_numbers(documents, side) for side in split(documents, config.data.holdout))
+    if top and not all(recording.locations[i].has_last_states for i in held):
+        holdout = folder.manifest["holdout"]
+        why = f"Last states were recorded for the conversations of data.holdout={holdout}."
+        raise ConfigError("data.holdout", config.data.holdout, why, f"Use {holdout}.")
+    data.recorded = TraceSources(
+        recording.select(train, with_last_states=not top), recording.select(held)
+    )
+    data.recorded_vocab = folder.layout.vocab
+    show_samples(reporter, loaded.tokenizer, documents)
+    reporter.print(_summary(data))
+    return data
+
+
+def _select(
+    documents: list[Document], recording: RecordedTraces, config: Config, reporter: Reporter
+) -> tuple[list[Document], RecordedTraces]:
+    """Return `data.max_samples` of the recorded documents, cut to the rows of this run."""
+    data, suite = config.data, recording.folder.manifest.get("suite")
+    documents = documents[: data.max_samples]
+    longer = sum(len(document.ids) > data.max_length for document in documents)
+    if longer:
+        reporter.note(f"{longer} recorded conversations are cut to data.max_length")
+    if suite != config.eval.prompts:
+        compared = suite or "null"
+        reporter.note(f"the recorded text was compared with eval.prompts={compared}, not these")
+    documents = [_truncate(document, data.max_length) for document in documents]
+    kept = _long_enough(documents, data.shortest, reporter)
+    return [documents[i] for i in kept], recording.select(kept)
+
+
+def _numbers(documents: Sequence[Document], part: Sequence[Document]) -> list[int]:
+    """Return the positions of some of the documents in the whole list."""
+    position = {id(document): i for i, document in enumerate(documents)}
+    return [position[id(document)] for document in part]
+
+
+# ---- self-generated text ----
+
+
+def _self_generated(
+    config: Config, loaded: LoadedTarget, overlap: OverlapFilter, reporter: Reporter
+) -> Text:
+    """Return the target's answers, and `data.given` beside them."""
+    generate = config.data.generate
+    assert generate is not None, "data=self has its settings"
+    if loaded.target.is_remote and not generate.endpoint and not answers_exist(config, loaded):
+        why = f"With target.place={config.target.place} no single rank can generate text."
+        fix = "Run `outrider prepare` with the same settings and target.place=replicated first."
+        raise RunError(why, fix)
+    limit = generate.samples
+    prompts = load_prompts(config, loaded, limit, reporter)
+    contaminated = _contaminated_prompts(prompts, overlap, reporter)
+    store = generate_answers(config, loaded, prompts, reporter)
+    answers = [
+        answer for answer in sorted(store.answers(), key=lambda answer: answer.index)
+        if (limit is None or answer.index < limit) and answer.key not in contaminated
+    ]  # fmt: skip
+    documents = [
+        replace(answer.to_document(), source="self")
+        for answer in answers[: config.data.max_samples]
+    ]
+    cases = {"used": len(answers)}
+    if contaminated:
+        cases["in the suite"] = len(contaminated)
+    about: dict[str, Any] = {"source": "self", "store": store.about, "cases": cases}
+    if config.data.given is None:
+        return Text(documents, about)
+    given = _given(len(documents), config.data, loaded, overlap, reporter)
+    about |= {"given": given.about["sha256"], "given_cases": given.about["cases"]}
+    return Text(documents + given.documents, about)
+
+
+def _contaminated_prompts(
+    prompts: Sequence[Prompt], overlap: OverlapFilter, reporter: Reporter
+) -> set[str]:
+    """Return the keys of prompts that are in the suite.
+
+    Their answers are generated but not used: the text does not depend on the suite, so that runs
+    with different suites share it.
+    """
+    keys = {
+        conversation_key(prompt.first_messages())
+        for prompt in prompts if overlap.overlaps(prompt.turns[:1])
+    }  # fmt: skip
+    overlap.raise_if_refused()
+    if keys:
+        reporter.print(f"{len(keys)} prompts are in the suite and left out")
+    return keys
+
+
+def _given(
+    generated: int,
+    data: DataConfig,
+    loaded: LoadedTarget,
+    overlap: OverlapFilter,
+    reporter: Reporter,
+) -> Text:
+    """Return the conversations of `data.given` that are mixed in.
+
+    20 generated ones and data.given_share=0.25 -> 7 given ones.
+    """
+    assert data.given is not None
+    count = round(generated * data.given_share / (1 - data.given_share))
+    source = data_source(data.given, "data.given", skip_bad=data.skip_bad)
+    text = _tokenise(source, count, data, loaded.tokenizer, overlap, reporter)
+    if len(text.documents) < count:
+        reporter.note(f"{data.given} has {len(text.documents)} of {count} conversations needed")
+    return text
+
+
+# ---- text of files ----
+
+
+def _tokenise(
+    source: Source,
+    limit: int | None,
+    data: DataConfig,
+    tokenizer: Any,
+    overlap: OverlapFilter,
+    reporter: Reporter,
+) -> Text:
+    """Return the first `limit` conversations of a source as documents."""
+    summary = Summary()
+    if description := source.describe():
+        reporter.print(description)
+    conversations = overlap.drop_overlaps(read_conversations(source, summary), summary)
+    documents = render_all(
+        tokenizer, conversations, max_length=data.max_length, summary=summary, limit=limit,
+        supervise=data.supervise, cut=data.long == "cut",
+    )  # fmt: skip
+    overlap.raise_if_refused()
+    if summary.counts:
+        reporter.print(summary)
+    name = source.name or (source.local_path.name if source.local_path else source.location)
+    about = {"source": data.name, "sha256": source.fingerprint(), "cases": dict(summary.counts)}
+    return Text([replace(document, source=name) for document in documents], about)
+
+
+def _overlap_filter(config: Config) -> OverlapFilter:
+    """Return the filter against the evaluation suite.
+
+    Prompts that the target generated itself are left out rather than refused: no user chose them.
+    """
+    mode, generate = config.data.overlap, config.data.generate
+    if generate is not None and generate.self_prompted and mode == "refuse":
+        mode = "drop"
+    return OverlapFilter([] if mode == "keep" else load_suite(config, None), mode)
+
+
+def _long_enough(documents: Sequence[Document], shortest: int, reporter: Reporter) -> list[int]:
+    """Return the numbers of the documents with at least `shortest` answer tokens."""
+    kept = [i for i, document in enumerate(documents) if document.answer.sum() >= shortest]
+    if short := len(documents) - len(kept):
+        reporter.print(f"{short} conversations have fewer than {shortest} answer tokens: left out")
+    return kept
+
+
+def _truncate(document: Document, length: int) -> Document:
+    return replace(document, ids=document.ids[:length], answer=document.answer[:length])
+
+
+def _summary(data: TrainingData) -> str:
+    return (
+        f"data: {data.about['documents']} conversations, {len(data.train)} training rows of "
+        f"{data.train.length} tokens ({data.train.fill:.1%} filled, "
+        f"{data.train.supervised:.1%} supervised), {len(data.held)} held-out rows"
+        + (", recorded traces" if data.recorded else "")
+    )

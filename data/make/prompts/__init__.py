@@ -1,0 +1,1 @@
+"""Generator of `data/prompts/general.jsonl`."""

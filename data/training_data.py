@@ -1,0 +1,118 @@
+"""The packed rows, counts and traces that a run trains on."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.schema import DataConfig
+from outrider.data.batches import gather
+from outrider.data.pack import Rows, pack, split
+from outrider.data.tokenise import Document
+from outrider.data.trace_source import TargetTraces, TraceSources
+from outrider.models.interface import Trace
+from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
+
+
+@dataclass
+class TrainingData:
+    """Packed rows of a run, their statistics, and recorded traces of them.
+
+    Attributes:
+        train, held: packed rows; no conversation is in both.
+        counts: how often each token is an answer token of the training rows.
+        held_counts: the same for the held-out rows.
+        documents: the text that was packed.
+        about: origin of the text, for the manifest.
+        recorded: sources of recorded traces; None: the target runs online.
+        recorded_vocab: the draft vocabulary of a recording of few tokens (record.top).
+    """
+
+    train: Rows
+    held: Rows
+    counts: Int[Tensor, " V"]
+    held_counts: Int[Tensor, " V"]
+    documents: list[Document]
+    about: dict[str, Any]
+    recorded: TraceSources | None = None
+    recorded_vocab: Int[Tensor, " Vd"] | None = None
+
+    def vocab(self, size: int | None) -> DraftVocab:
+        """Return the draft vocabulary: the most frequent answer tokens, or the recorded ones."""
+        if self.recorded_vocab is not None:
+            if min(size or len(self.counts), len(self.counts)) != len(self.recorded_vocab):
+                why = f"The recording holds {len(self.recorded_vocab)} tokens (record.top)."
+                fix = f"Use {len(self.recorded_vocab)}, or record again."
+                raise ConfigError("drafter.draft_vocab_size", size, why, fix)
+            return DraftVocab(self.recorded_vocab, len(self.counts))
+        return DraftVocab.from_counts(self.counts, len(self.counts) if size is None else size)
+
+    def with_documents(self, documents: list[Document], data: DataConfig) -> "TrainingData":
+        """Return the data of some of the documents, without recorded traces."""
+        return pack_documents(documents, data, len(self.counts), self.about)
+
+    def trace_sources(self, target: Target) -> TraceSources:
+        """Return where traces of the two sides come from: a recording or the target."""
+        online = TargetTraces(target)
+        return self.recorded or TraceSources(online, online)
+
+    def held_traces(self, target: Target, rows: int, recorded: bool = True) -> Iterator[Trace]:
+        """Yield traces of the first held-out rows, one row each, on the target's device.
+
+        Args:
+            rows: at most this many.
+            recorded: read a recording where there is one, instead of running the target.
+        """
+        source = self.trace_sources(target).held if recorded else TargetTraces(target)
+        for index in range(min(rows, len(self.held))):
+            yield source.trace(gather(self.held, torch.tensor([index])), target.device)
+
+
+def pack_documents(
+    documents: list[Document], data: DataConfig, vocab: int, about: dict[str, Any]
+) -> TrainingData:
+    """Split documents into training and held-out ones, count their tokens and pack them.
+
+    Args:
+        vocab: tokens of the target's vocabulary.
+
+    Raises:
+        RunError: one of the sides is empty, or a token is outside the vocabulary.
+    """
+    train, held = split(documents, data.holdout)
+    if not train or not held:
+        raise RunError(
+            f"{len(documents)} conversations are too few to train and to hold some out.",
+            "Give more of them.",
+        )
+    largest = max(int(document.ids.max()) for document in documents)
+    if largest >= vocab:
+        raise RunError(
+            f"The tokenizer outputs token {largest}; the target's vocabulary is 0..{vocab - 1}.",
+            "Use the tokenizer that belongs to the target.",
+        )
+    counts, held_counts = _answer_counts(train, vocab), _answer_counts(held, vocab)
+    about = {**about, "documents": len(documents), "sha256_documents": _digest(documents)}
+    rows = pack(train, data.max_length), pack(held, data.max_length)
+    return TrainingData(*rows, counts, held_counts, documents, about)
+
+
+def _answer_counts(documents: Sequence[Document], vocab: int) -> Int[Tensor, " V"]:
+    answers = np.concatenate([document.ids[document.answer] for document in documents])
+    return torch.from_numpy(np.bincount(answers, minlength=vocab))
+
+
+def _digest(documents: Sequence[Document]) -> str:
+    digest = hashlib.sha256()
+    for document in documents:
+        content = [document.ids.tolist(), document.answer.tolist()]
+        digest.update(json.dumps(content).encode())
+    return digest.hexdigest()

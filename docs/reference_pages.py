@@ -1,0 +1,114 @@
+"""Pages that are generated from the code: configuration, commands, and the map of files.
+
+`docs/conf.py` writes the first two for every build. `python docs/reference_pages.py` writes the
+map of files into docs/architecture.md, which a test compares with the code.
+"""
+
+import ast
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("conf", "models", "data", "train", "eval", "launch")
+BEGIN, END = "<!-- files: begin -->\n", "<!-- files: end -->\n"
+
+
+def write(folder: Path) -> None:
+    """Write configuration.md and commands.md into a folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "configuration.md").write_text(configuration(), encoding="utf-8")
+    (folder / "commands.md").write_text(commands(), encoding="utf-8")
+
+
+def configuration() -> str:
+    """Return a page with a table of keys per group of conf/."""
+    from outrider.conf.commands import VERB_GROUPS
+    from outrider.conf.compose import choices, default_values, groups
+    from outrider.launch.help import group_keys, schema_keys
+
+    parts = [
+        "# Configuration\n",
+        "Every key is set as `group.key=value`. A group with files in `conf/` is chosen as "
+        "`group=file`. Allowed values are in brackets.\n",
+    ]
+    defaults = {**default_values("eval"), **default_values("train")}
+    for group, first in groups("train").items():
+        if group == "experiment":
+            continue
+        parts += [f"## {group}\n", f"`{group}=` {', '.join(choices(group))}\n"]
+        parts += _table(group_keys(group, first), defaults)
+    parts += ["## run\n", *_table(group_keys("run"), defaults)]
+    for group, schema in VERB_GROUPS.items():
+        parts += [f"## {group}\n", *_table(list(schema_keys(schema, group)), {})]
+    return "\n".join(parts) + "\n"
+
+
+def _table(keys: list[object], defaults: dict[str, object]) -> list[str]:
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for key in keys:
+        name, meaning, allowed = key  # type: ignore[misc]
+        default = f"`{_value(defaults[name])}`" if name in defaults else ""
+        allowed = f" [{allowed}]" if allowed else ""
+        rows.append(f"| `{name}` | {_cell(default)} | {_cell(meaning + allowed)} |")
+    return [*rows, ""]
+
+
+def _value(value: object) -> str:
+    names = {True: "true", False: "false"}
+    if value is None:
+        return "null"
+    return names[value] if isinstance(value, bool) else str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def commands() -> str:
+    """Return a page with the output of `--help` for every command."""
+    from outrider.launch import cli
+    from outrider.launch.verbs import VERBS
+
+    parts = ["# Commands\n", "The output of `outrider COMMAND --help`.\n"]
+    for verb in VERBS:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            cli.main([verb, "--help"])
+        parts += [f"## outrider {verb}\n", "```text", output.getvalue().strip(), "```\n"]
+    return "\n".join(parts)
+
+
+def files() -> Iterator[tuple[str, str]]:
+    """Yield (path, first line of its docstring) of every Python file, folder by folder."""
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            yield str(file.relative_to(ROOT)), docstring.partition("\n")[0]
+
+
+def file_map() -> str:
+    """Return the tables of all files, one per folder."""
+    parts = []
+    for folder in FOLDERS:
+        rows = [row for row in files() if row[0].startswith(f"{folder}/")]
+        parts += [f"### {folder}/\n", "| file | content |", "|---|---|"]
+        parts += [f"| `{path}` | {line.replace('|', chr(92) + '|')} |" for path, line in rows]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def with_file_map(page: str) -> str:
+    """Return the architecture page with its map of files renewed."""
+    head, _, rest = page.partition(BEGIN)
+    return head + BEGIN + "\n" + file_map() + "\n" + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs" / "architecture.md"
+    renewed = with_file_map(page.read_text(encoding="utf-8"))
+    if "--check" in sys.argv:
+        sys.exit(renewed != page.read_text(encoding="utf-8"))
+    page.write_text(renewed, encoding="utf-8")

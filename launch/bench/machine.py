@@ -1,0 +1,116 @@
+"""What the benchmarks share: the machine's description, peak memory, new processes."""
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from outrider.conf.compose import flatten
+from outrider.conf.errors import RunError
+from outrider.conf.files import write_json
+from outrider.train.manifest import machine as machine_facts
+
+CHILD = "OUTRIDER_BENCH_CHILD"  # set in the environment of a process that measures one setting
+
+
+def machine() -> str:
+    """Return the processor, threads, GPU and PyTorch version in one line."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{machine_facts()['processor']}, {threads}, {device}, torch {torch.__version__}"
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+class PeakMemory:
+    """Highest resident memory while the block runs, sampled every millisecond."""
+
+    def __init__(self) -> None:
+        self.highest = resident_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.001):
+            self.highest = max(self.highest, resident_bytes())
+
+    def __enter__(self) -> "PeakMemory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def use_threads(threads: int) -> None:
+    """Use this many CPU threads; 0 keeps PyTorch's default."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def as_words(options: Any) -> list[str]:
+    """Return an options dataclass as `key=value` words, the inverse of `parse_words`."""
+    return [
+        f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for key, value in flatten(dataclasses.asdict(options))
+    ]
+
+
+def run_command(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """Run a command to its end and return its standard output.
+
+    Raises:
+        RunError: it failed.
+    """
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        output = (done.stderr or done.stdout).strip()[-2000:]
+        message = f"{shlex.join(command)} ended with {done.returncode}:\n{output}"
+        raise RunError(message, "Run it alone to see the whole output.")
+    return done.stdout
+
+
+def run_outrider(*words: str, env: Mapping[str, str] | None = None) -> str:
+    """Run `outrider WORDS` in a new process and return its standard output."""
+    return run_command([sys.executable, "-m", "outrider.launch.cli", *words], env)
+
+
+def run_in_child(bench: str, options: Any) -> Any:
+    """Measure one setting in a process of its own, and return the JSON that it prints last."""
+    output = run_outrider("bench", bench, *as_words(options), env={**os.environ, CHILD: "1"})
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def answer_parent(measure: Callable[[], Any]) -> bool:
+    """In a process of `run_in_child`, print the measurement as JSON; return whether it is one."""
+    if CHILD in os.environ:
+        print(json.dumps(measure()))
+    return CHILD in os.environ
+
+
+def save_result(out: str, result: Mapping[str, Any]) -> None:
+    """Write the result as JSON; "" writes nothing."""
+    if out:
+        write_json(Path(out), result)
+
+
+def report(console: Console, table: Table, out: str, result: Mapping[str, Any]) -> None:
+    """Print the table and the machine, and write the result with the machine to `out`."""
+    console.print(table)
+    console.print(machine())
+    save_result(out, {"machine": machine(), **result})

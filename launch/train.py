@@ -1,0 +1,87 @@
+"""`outrider train`: load the target, prepare the data, train, measure the drafter."""
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.conf.files import folder_lock, read_json, write_json
+from outrider.conf.schema import Config
+from outrider.data.corpus import load_training_data
+from outrider.data.reporter import Reporter
+from outrider.data.training_data import TrainingData
+from outrider.launch.doctor.run import print_start_summary, require_trainable
+from outrider.models import drafters, load, process
+from outrider.models.decode.from_config import decodings
+from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
+from outrider.models.load import LoadedTarget
+from outrider.train import checkpoint, distributed, trackers
+from outrider.train.loop import fit
+from outrider.train.settings import check_files
+from outrider.train.trackers import TrackerThread
+
+
+def train(config: Config) -> int:
+    """Train and measure a drafter. Returns the exit code."""
+    distributed.require_matching_launcher(config.launch)
+    trackers.require_packages(config)
+    if not checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints"):
+        check_files(config, "drafter.warm_start")
+    process.set_threads()
+    if config.target.place in ("sharded", "tensor"):
+        process.init_group(config.launch)
+    main, start = process.rank() == 0, time.monotonic()
+    console = Console(quiet=not main)
+    loaded = load.load_target(config.target, process.device())
+    console.print(f"target: {loaded.source}")
+    taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
+    if taps == default_taps(loaded.target.num_layers) != eagle3_taps(loaded.target.num_layers):
+        console.print(f"target has {loaded.target.num_layers} layers: taps adapted to {list(taps)}")
+    data = load_training_data(config, loaded, taps, Reporter(console, main))
+    seconds = {"loading": time.monotonic() - start}
+    with (
+        folder_lock(Path(config.run.dir)) if main else nullcontext(),  # errors leave no folder
+        trackers.open_trackers(config, partial(console.print, markup=False), main) as services,
+    ):
+        require_trainable(config, loaded, data)
+        on_start = partial(print_start_summary, console, loaded=loaded)
+        outcome = fit(config, loaded, data, console, services, on_start)
+        process.destroy_group()
+        if outcome is None:
+            return 130
+        if main and config.train.quick_eval:
+            _measure(config, loaded, data, console, services, seconds)
+    return 0
+
+
+def _measure(
+    config: Config, loaded: LoadedTarget, data: TrainingData, console: Console,
+    services: Sequence[TrackerThread], seconds: dict[str, float],
+) -> None:  # fmt: skip
+    """Measure the drafter, unless its reports exist or the target needs all ranks."""
+    if loaded.target.is_remote:
+        console.print(f"measure it with: outrider eval run.dir={config.run.dir}")
+    elif not _has_reports(config):
+        from outrider.eval.run import quick_report
+
+        start = time.monotonic()
+        quick_report(config, loaded, data, console, services)
+        _add_phases(Path(config.run.dir), {**seconds, "report": time.monotonic() - start})
+
+
+def _add_phases(folder: Path, seconds: dict[str, float]) -> None:
+    """Add the seconds of phases before and after training to `training.json`."""
+    file = folder / "training.json"
+    summary = read_json(file, checkpoint.FIX)
+    write_json(file, {**summary, "phases": {**summary.get("phases", {}), **seconds}})
+
+
+def _has_reports(config: Config) -> bool:
+    """Return whether all reports are newer than the drafter."""
+    folder = Path(config.run.dir)
+    changed = (folder / "drafter" / "model.safetensors").stat().st_mtime_ns
+    reports = [folder / "eval" / f"{out}.json" for out, _ in decodings(config)]
+    return all(report.is_file() and report.stat().st_mtime_ns > changed for report in reports)

@@ -1,0 +1,58 @@
+"""Attention masks: boolean ones (True: may attend), and the additive ones that transformers takes.
+
+Legend: B rows of a batch, T tokens, N new tokens, S columns (cached and new), M nodes of a branch.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def causal_mask(count: int, device: torch.device) -> Bool[Tensor, "count count"] | None:
+    """Return the causal mask of new rows; None for a single row, which needs no mask."""
+    if count == 1:
+        return None
+    return torch.ones(count, count, dtype=torch.bool, device=device).tril()
+
+
+def document_mask(document: Int[Tensor, "B T"], new: slice = slice(None)) -> Bool[Tensor, "B N S"]:
+    """Return the causal mask within each document.
+
+    Padding attends to padding, so that no row of the softmax is empty.
+
+    Args:
+        new: the rows that attend; the columns end with the last of them.
+    """
+    start, stop, _ = new.indices(document.shape[1])
+    causal = torch.ones(stop - start, stop, dtype=torch.bool, device=document.device).tril(start)
+    same = document[:, start:stop, None] == document[:, None, :stop]
+    return causal & same
+
+
+def extend_ancestor_mask(mask: Bool[Tensor, "B N M"]) -> Bool[Tensor, "B N MN"]:
+    """Add one tree level: each node attends to what its parent attended to, and to itself."""
+    count = mask.shape[1]
+    if count == 1:
+        return F.pad(mask, (0, 1), value=True)
+    itself = torch.eye(count, dtype=torch.bool, device=mask.device)
+    return torch.cat([mask, itself.expand(len(mask), -1, -1)], dim=2)
+
+
+def additive_mask(mask: Bool[Tensor, "B T S"], dtype: torch.dtype) -> Float[Tensor, "B 1 T S"]:
+    """Return 0 where attention is allowed, the dtype's minimum elsewhere."""
+    out = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return out.masked_fill_(~mask, torch.finfo(dtype).min)[:, None]
+
+
+def sliding_window(config: Any) -> int | None:
+    """Return the attention window of a model's text configuration, None if no layer has one."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds and "sliding_attention" not in kinds:
+        return None
+    if not getattr(config, "use_sliding_window", True):
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window

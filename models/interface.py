@@ -1,0 +1,185 @@
+"""The data that a target, a drafter and training exchange, and the index rule it follows.
+
+The index rule is the only shift convention in this project:
+
+    A guess at depth d, row t, predicts token x_{t+1+d}. Its teacher is the target's row t+d.
+    Depths start at 1. At row t the target has read x_0..x_t, and x_{t+1} is already decided.
+
+Worked example with six tokens, row t = 1 (o: read by the target, *: given, ?: predicted):
+
+    token      x0  x1  x2  x3  x4  x5
+    depth 1     o   o   *   ?              x2 is decided; teacher: the target's row 2
+    depth 2     o   o   *   *   ?          x3 is the depth-1 token, taken from the text; row 3
+
+Legend of shape letters, used in every file:
+    B rows of a batch    T tokens of a row     H hidden size of the target    K tapped layers
+    V target vocabulary  Vd draft vocabulary   N nodes of one tree level      D drafter width
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """Input rows of the target: the columns of `pack.Rows` with int64 indices.
+
+    Attributes:
+        ids: token ids.
+        answer: True for answer tokens, the supervised kind.
+        document: document index of each token; -1 is padding.
+        positions: rotary position, counted from 0 in every document.
+    """
+
+    ids: Int64[Tensor, "B T"]
+    answer: Bool[Tensor, "B T"]
+    document: Int64[Tensor, "B T"]
+    positions: Int64[Tensor, "B T"]
+
+
+class TopKTeacher(NamedTuple):
+    """A teacher distribution over the draft vocabulary, stored as its k most probable tokens.
+
+    Attributes:
+        ids: draft ids, most probable first.
+        p: their probabilities; `p.sum(-1) + rest` is 1.
+        rest: total probability of all other tokens of the draft vocabulary.
+        share: probability of the draft vocabulary under the whole vocabulary. A separate factor,
+            because products with it can underflow in 16 bits.
+    """
+
+    ids: Int[Tensor, "*rows k"]
+    p: Float[Tensor, "*rows k"]
+    rest: Float[Tensor, "*rows"]
+    share: Float[Tensor, "*rows"]
+
+    def scatter(self, size: int) -> Float[Tensor, "*rows Vd"]:
+        """Return the dense distribution; the other tokens share `rest` equally."""
+        each = self.rest / max(1, size - self.p.shape[-1])
+        dense = each[..., None].expand(*each.shape, size).contiguous()
+        return dense.scatter(-1, self.ids, self.p)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Output of the target for a batch of packed rows: all that a drafter may read.
+
+    Attributes:
+        ids: x_t, the token of each row.
+        next_ids: x_{t+1}, the token already decided at each row (0 after the last one).
+        answer: True where x_t is an answer token, the supervised kind.
+        document: document index of x_t; -1 is padding.
+        positions: rotary position of x_t, counted from 0 in every document.
+        taps: outputs of the K tapped decoder layers, before any norm, concatenated.
+        last: hidden state after the target's final norm, the input of its head.
+        top1_ids: argmax of the target's logits at each row, -1 where it was not recorded. Training
+            then needs the full head for no row.
+        topk_teacher: teacher distribution, where it was recorded as top-k probabilities; `last`
+            may then have no columns.
+    """
+
+    ids: Int[Tensor, "B T"]
+    next_ids: Int[Tensor, "B T"]
+    answer: Bool[Tensor, "B T"]
+    document: Int[Tensor, "B T"]
+    positions: Int[Tensor, "B T"]
+    taps: Float[Tensor, "B T KH"]
+    last: Float[Tensor, "B T H"]
+    top1_ids: Int[Tensor, "B T"] | None = None
+    topk_teacher: TopKTeacher | None = None
+
+    @classmethod
+    def from_batch(
+        cls,
+        batch: Batch,
+        taps: Float[Tensor, "B T KH"],
+        last: Float[Tensor, "B T H"],
+        top1_ids: Int[Tensor, "B T"] | None = None,
+        topk_teacher: TopKTeacher | None = None,
+    ) -> "Trace":
+        """Return the trace of packed rows; `next_ids` is `ids` shifted left by one."""
+        ids, answer, document, positions = batch
+        next_ids = torch.zeros_like(ids)
+        next_ids[:, :-1] = ids[:, 1:]
+        return cls(ids, next_ids, answer, document, positions, taps, last, top1_ids, topk_teacher)
+
+    def to(self, device: torch.device | str) -> "Trace":
+        """Return a copy on another device."""
+        top = self.topk_teacher
+        top = None if top is None else TopKTeacher(*(part.to(device) for part in top))
+        fields = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        return Trace(**fields, topk_teacher=top)
+
+    def tokens_ahead(self, depth: int) -> Int[Tensor, "B T"]:
+        """Return x_{t+depth} at row t; 0 after the end of the row.
+
+        ids = [7 8 9], depth 1 -> [8 9 0] (when next_ids ends in 0), depth 2 -> [9 0 0].
+        """
+        out = torch.zeros_like(self.next_ids)
+        length = self.next_ids.shape[1]
+        if depth - 1 < length:
+            out[:, : length - depth + 1] = self.next_ids[:, depth - 1 :]
+        return out
+
+    def supervised_mask(self, depth: int) -> Bool[Tensor, "B T"]:
+        """Return True where the guess of row t at this depth is supervised.
+
+        That is: x_{t+1+depth} is an answer token of the same document. The mask belongs to the
+        predicted token, so the first token of an answer is predicted from a row of the prompt.
+        Depth 0 is the target's own prediction.
+        """
+        shift, length = depth + 1, self.ids.shape[1]
+        out = torch.zeros_like(self.answer)
+        if shift < length:
+            same = self.document[:, shift:] == self.document[:, :-shift]
+            out[:, :-shift] = self.answer[:, shift:] & same & (self.document[:, shift:] >= 0)
+        return out
+
+    def supervised_rows(self, depth: int) -> Int[Tensor, " N"]:
+        """Return the indices of the supervised rows among the B*T flattened rows."""
+        return torch.nonzero(self.supervised_mask(depth).flatten()).flatten()
+
+
+class Guess(NamedTuple):
+    """Hidden states of one depth; the logits of row t predict token x_{t+1+depth}.
+
+    A guess holds states instead of logits, so that the objective can apply `Drafter.head` in
+    chunks. Rows outside `Trace.supervised_mask(depth)` may hold any value.
+    """
+
+    depth: int
+    hidden: Float[Tensor, "B T D"]
+
+
+class ModelShape(NamedTuple):
+    """Sizes and constants of a transformer that a drafter is built to match."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    rope_theta: float
+    activation: str
+    max_positions: int
+
+
+@runtime_checkable
+class TargetEnds(Protocol):
+    """The embedding and the head of a target: what a drafter may use without owning it."""
+
+    def shape(self) -> ModelShape: ...
+
+    def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]: ...
+
+    def logits(self, last: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]: ...
+
+    def logits_of(
+        self, last: Float[Tensor, "*rows H"], ids: Int[Tensor, " Vd"]
+    ) -> Float[Tensor, "*rows Vd"]: ...

@@ -1,0 +1,105 @@
+"""The process of one rank: its device, its cores, its process group."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from outrider.conf.errors import RunError
+from outrider.conf.schema import LaunchConfig
+
+THREADS = "OUTRIDER_THREADS"  # threads of each rank; launchers default to one
+POLL = 2.0  # seconds between two looks of `wait_until`
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def device() -> torch.device:
+    """Return the device of this rank; it needs no process group."""
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_threads() -> int:
+    """Give each rank its share of the cores, and return its number of threads.
+
+    Launchers set OMP_NUM_THREADS=1 by default, which wastes cores. Another value, or one set
+    without a launcher, is the user's choice and is kept.
+    """
+    if threads := os.environ.get(THREADS):
+        torch.set_num_threads(int(threads))
+        return torch.get_num_threads()
+    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, available_cores() // local_world_size()))
+    return torch.get_num_threads()
+
+
+def init_group(launch: LaunchConfig) -> None:
+    """Create the process group before accelerate does; sharding the target needs it."""
+    if world_size() == 1 or torch.distributed.is_initialized():
+        return
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+    torch.distributed.init_process_group(backend(), timeout=timedelta(minutes=launch.wait))
+
+
+def backend() -> str:
+    """Return the communication backend."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def destroy_group() -> None:
+    """Destroy the process group; rank 0 continues alone."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def wait_until(
+    condition: Callable[[], tuple[bool, object]], minutes: float, what: str, poll: float = POLL
+) -> None:
+    """Wait until another process has done its part, as long as it makes progress.
+
+    Args:
+        condition: returns (done, progress). The deadline moves whenever `progress` changes: the
+            number of shards in a folder, for instance.
+        minutes: deadline since the last progress (`launch.wait`).
+        what: what is missing, for the message: "rank 0's answers in FOLDER".
+        poll: seconds between two calls of `condition`.
+
+    Raises:
+        RunError: no progress for `minutes`.
+    """
+    done, progress = condition()
+    since = time.monotonic()
+    while not done:
+        if time.monotonic() - since > 60 * minutes:
+            raise RunError(
+                f"Waited {minutes:g} minutes (launch.wait) for {what}, without progress.",
+                "See whether the process that writes it is alive; raise launch.wait if it is slow.",
+            )
+        time.sleep(poll)
+        done, latest = condition()
+        if latest != progress:
+            progress, since = latest, time.monotonic()

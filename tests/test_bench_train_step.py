@@ -1,0 +1,61 @@
+"""`outrider bench train-step`: all paths compute the same thing; the table; the options."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from rich.console import Console
+
+from outrider.conf.errors import ConfigError
+from outrider.launch.bench.train_step import Options, build_case, compare_paths, train_step
+
+SMALL = Options(
+    hidden=32, intermediate=48, heads=4, kv_heads=2, vocab=300, draft_vocab=100, rows=2, length=24,
+    repeats=2, depths=(2,), precision=("fp32",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("quick", ["fast", "noted"])
+def test_all_paths_have_one_loss_and_one_gradient(quick: Literal["fast", "noted"]) -> None:
+    results = []
+    for path in (quick, "reference"):
+        case = build_case(SMALL, 2, "fp32", path)
+        loss, _ = case.objective(case.trace, torch.ones(2))
+        loss.backward()
+        slopes = [p.grad for p in case.objective.parameters()]
+        grads = torch.cat([slope.flatten() for slope in slopes if slope is not None])
+        results.append((loss.detach(), grads))
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+
+
+def test_half_of_the_rows_are_supervised() -> None:
+    trace = build_case(SMALL, 2, "fp32", "fast").trace
+    assert trace.supervised_mask(1).sum().item() == 2 * 12
+
+
+@pytest.mark.slow
+def test_the_table_is_written_with_its_machine(tmp_path: Path) -> None:
+    console = Console(record=True, width=120)
+    assert compare_paths(replace(SMALL, out=str(tmp_path / "out.json")), console) == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [row["path"] for row in result["results"]] == ["noted", "fast", "reference"]
+    assert all(row["seconds"] > 0 and row["peak_mb"] >= 0 for row in result["results"])
+    assert torch.__version__ in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("coffee=1", "no such key"),
+        ("rows=four", "whole number"),
+        ("depths=3,x", "whole number"),
+        ("precision=fp8", "fp8"),
+        ("paths=fast,slow", "slow"),
+    ],
+)
+def test_unknown_options_and_values_are_refused(word: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        train_step([word])

@@ -1,0 +1,69 @@
+"""README and documentation: length, commands, links, and the map of files."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.conf.compose import compose
+from outrider.conf.sweeps import read_sweep
+from outrider.launch.grid import expand_overrides
+from outrider.train.settings import parse
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if "_build" not in page.parts]
+PLACEHOLDERS = ("...", "DRAFTER", "FILE", "FOLDER", "${")
+
+
+def commands() -> list[list[str]]:
+    """Every training command of README and documentation that has no placeholder."""
+    blocks = [re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL) for page in PAGES]
+    text = "\n".join(block for page in blocks for block in page).replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if re.search(r"\btrain\.py\b", line)]
+    whole = [line for line in lines if not any(word in line for word in PLACEHOLDERS)]
+    return [shlex.split(line, comments=True) for line in dict.fromkeys(whole)]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 160
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
+def test_every_training_command_is_valid(words: list[str]) -> None:
+    overrides = words[words.index("train.py") + 1 :]
+    if "-m" in overrides:
+        overrides = read_sweep([word for word in overrides if word != "-m"])[1]
+    for job in expand_overrides(overrides):
+        parse(compose(job))
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake ([a-z-]+)", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http", "mailto")):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_test_file_that_a_page_names_exists() -> None:
+    """But for the example of CONTRIBUTING.md."""
+    for page in PAGES:
+        if page.name != "log.md":
+            for name in re.findall(r"tests/test_(?!cell)\w+\.py", page.read_text()):
+                assert (ROOT / name).is_file(), f"{page.name}: {name}"
+
+
+def test_the_map_of_files_is_current() -> None:
+    """`python docs/reference_pages.py` renews it."""
+    done = subprocess.run([sys.executable, str(ROOT / "docs" / "reference_pages.py"), "--check"])
+    assert done.returncode == 0

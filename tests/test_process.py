@@ -1,0 +1,25 @@
+"""Tests of waiting for another process (models/process.py)."""
+
+from itertools import count
+
+import pytest
+
+from outrider.conf.errors import RunError
+from outrider.models.process import wait_until
+
+
+def test_waiting_ends_when_the_condition_is_met() -> None:
+    looks = count()
+    wait_until(lambda: (next(looks) == 3, None), 1.0, "a shard", poll=0.001)
+    assert next(looks) == 4
+
+
+def test_waiting_without_progress_has_a_deadline() -> None:
+    with pytest.raises(RunError, match=r"Waited 0.001 minutes \(launch.wait\) for rank 0's text"):
+        wait_until(lambda: (False, 7), 0.001, "rank 0's text", poll=0.001)
+
+
+def test_progress_moves_the_deadline() -> None:
+    """100 looks of 2 ms each take longer than the deadline of 60 ms, and every look sees more."""
+    looks = count()
+    wait_until(lambda: ((n := next(looks)) == 100, n), 0.001, "shards", poll=0.002)

@@ -1,0 +1,127 @@
+"""Continuation of a run from its newest checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.conf.compose import flatten
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import read_json, remove_folder
+from outrider.conf.schema import resolved
+from outrider.train import checkpoint
+from outrider.train.settings import parse, read_saved_config
+from outrider.train.trackers import IDENTITY
+from outrider.train.trainer import Trainer
+
+# settings that a continued run may change: limits, reports, storage, and the division of a step
+# (noise, and text of the drafter's own, are then drawn anew)
+CHANGEABLE = (
+    "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
+    "train.keep_last", "train.keep_every", "train.resume", "train.log_every", "train.quick_eval",
+    "train.wandb.", "train.tensorboard", "train.skip_bad", "train.spike",
+    "train.gradient_checkpointing", "eval.", "decode.",
+    "launch.name", "launch.accumulation", "launch.offload", "launch.wait",
+    "data.generate.minutes", "data.traces", "data.max_gb", "data.workers", "record.damaged",
+    "record.share", "record.shard", "record.check_every",
+)  # fmt: skip
+
+
+def resume(run: Trainer) -> list[str] | None:
+    """Load the newest checkpoint, as `train.resume` says.
+
+    Returns:
+        Messages for the user; None when the run starts from the beginning.
+
+    Raises:
+        RunError: there is no checkpoint and train.resume=must, or the run was trained on other
+            data.
+        ConfigError: the run began with another setting.
+        CorruptFile: all checkpoints are damaged.
+    """
+    mode, checkpoints = run.config.train.resume, run.checkpoints()
+    if mode == "never":
+        _remove_results(run)
+        return None
+    if not checkpoints:
+        if mode == "must":
+            fix = "Use train.resume=auto."
+            raise RunError(f"{run.folder / 'checkpoints'} holds no checkpoint.", fix)
+        return None
+    require_same_run(run)
+    if run.config.launch.name.startswith("zero"):
+        _create_moments(run)
+    progress, errors = checkpoint.load_newest(checkpoints, run.objective, run.optimizer)
+    run.progress = run.bad_steps.progress = progress
+    run.accelerator.wait_for_everyone()  # all ranks have read
+    if run.main:
+        for _, folder in zip(errors, reversed(checkpoints), strict=False):
+            checkpoint.quarantine(folder)
+    return [f"{error.message} Continuing from step {progress.step}." for error in errors]
+
+
+def _remove_results(run: Trainer) -> None:
+    run.accelerator.wait_for_everyone()
+    if run.main:
+        for folder in ("checkpoints", "best", "drafter"):
+            remove_folder(run.folder / folder)
+        for file in ("metrics.jsonl", IDENTITY):
+            (run.folder / file).unlink(missing_ok=True)
+
+
+def _create_moments(run: Trainer) -> None:
+    """Take a step of size zero: DeepSpeed creates its moments in the first step."""
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    micro_batches = run.step_data.micro_batches(0)
+    denominators = run.loss_denominators(micro_batches)
+    for batch, source in micro_batches:
+        with run.accelerator.accumulate(run.model):
+            loss, _ = run.model(source.trace(batch, run.target.device), denominators, False)
+            run.accelerator.backward(0.0 * loss)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def require_same_run(run: Trainer) -> None:
+    """Refuse settings and data that change what a step computes.
+
+    Raises:
+        RunError: the run was trained on other text, or on traces of another precision.
+        ConfigError: a setting differs that is not in CHANGEABLE.
+    """
+    # parsed again, because an older file lacks settings, which then have their defaults
+    saved = dict(flatten(resolved(parse(read_saved_config(run.folder)))))
+    about = read_json(run.folder / "manifest.json", checkpoint.FIX).get("data", {})
+    if about.get("sha256_documents") != run.data.about["sha256_documents"]:
+        raise RunError(
+            f"{run.folder} was trained on other text than this run has.",
+            "Choose another run.dir, or start over with train.resume=never.",
+        )
+    if _lossy_layout(about) != _lossy_layout(run.data.about):
+        raise RunError(
+            f"{run.folder} was trained from {_describe_traces(about)}, and this run would continue "
+            f"from {_describe_traces(run.data.about)}.",
+            "Give the data.traces that it began with, or start over with train.resume=never.",
+        )
+    for name, value in flatten(resolved(run.config)):
+        if not name.startswith(CHANGEABLE) and saved.get(name) != value:
+            raise ConfigError(
+                name, value,
+                f"{run.folder} holds a run that began with {name} = {saved.get(name)!r}.",
+                "Choose another run.dir, or start over with train.resume=never.",
+            )  # fmt: skip
+
+
+def _lossy_layout(about: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the layout of a recording that rounds; None for one that stores the target's output.
+
+    Online runs have no layout, nor have runs of earlier versions on self-generated text.
+    """
+    layout: Mapping[str, Any] | None = about.get("layout")
+    exact = layout is None or (layout["states"] == "same" and not layout["top"])
+    return None if exact else layout
+
+
+def _describe_traces(about: Mapping[str, Any]) -> str:
+    if "layout" not in about:
+        return "the target's own output"
+    return f"{about['traces']} ({about['layout']})"

@@ -1,0 +1,29 @@
+"""Learning rate and end of a run, as functions of settings and progress."""
+
+import math
+
+from outrider.conf.schema import TrainConfig
+from outrider.train.checkpoint import Progress
+
+
+def fraction_done(train: TrainConfig, progress: Progress) -> float:
+    """Return the share of the run that is over: by steps or by minutes, whichever is larger."""
+    steps = progress.step / train.max_steps if train.max_steps else 0.0
+    minutes = progress.seconds / (60 * train.max_minutes) if train.max_minutes else 0.0
+    return max(steps, minutes)
+
+
+def learning_rate(train: TrainConfig, fraction: float) -> float:
+    """Return a linear warm-up followed by `train.schedule`.
+
+    Args:
+        fraction: share of the run that is over, 0..1.
+    """
+    warmup = train.warmup
+    if isinstance(warmup, int):
+        warmup = warmup / max(1, train.max_steps or 1000)
+    if fraction < warmup:
+        return train.lr * (fraction + 1e-2 * warmup) / (1.01 * warmup)
+    left = 1 - min(1.0, (fraction - warmup) / (1 - warmup))
+    factors = {"cosine": 0.5 - 0.5 * math.cos(math.pi * left), "linear": left, "constant": 1.0}
+    return train.lr * factors[train.schedule]
