@@ -219,7 +219,7 @@ def median_clock(clocks: Sequence[RoundTimes]) -> RoundTimes:
 
 
 def bootstrap(
-    terms: Sequence[Sequence[float]] | np.ndarray, groups: Sequence[Hashable], seed: int
+    terms: Sequence[Sequence[int | float]] | np.ndarray, groups: Sequence[Hashable], seed: int
 ) -> tuple[float, float] | None:
     """Return the 95 % percentile interval of a ratio of sums, groups drawn with replacement.
 
