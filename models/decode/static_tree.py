@@ -25,7 +25,7 @@ from outrider.models.decode.sibling_rules import draw_siblings
 from outrider.models.decode.tree import NEVER, Tree
 from outrider.models.decode.tree_shapes import Paths, contiguous, parse
 
-LevelRows = tuple[Int[Tensor, " n"], Float[Tensor, "B n V"]]  # nodes, and their children's rows
+LevelRows = tuple[Int[Tensor, " _"], Float[Tensor, "B _ V"]]  # nodes of a level, and their rows of q
 
 
 @dataclass(frozen=True)
