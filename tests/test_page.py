@@ -3,7 +3,7 @@
 import base64
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from outrider.conf.files import write_json
 from outrider.conf.schema import to_yaml
 from outrider.eval.metrics import Record, predicted_speedups, summarise
 from outrider.eval.page import run_files as folders
-from outrider.eval.page.answers import answers_section
+from outrider.eval.page.answers import answer_parts
 from outrider.eval.page.build import report
-from outrider.eval.page.elements import Collapsible, Figure, Page, Section, text_table
+from outrider.eval.page.elements import Collapsible, Figure, Page, Part, Section, text_table
 from outrider.eval.page.figures import bars, curves, draw
 from outrider.eval.page.run_files import RunFiles, answer_rounds, read_run_files
 from outrider.eval.page.write import as_html, as_markdown, code, markdown
@@ -203,7 +203,8 @@ def test_a_hostile_tokenizer_yields_nothing_but_text(tmp_path: Path) -> None:
             return "".join(f"{EVIL}{token}" for token in token_ids)
 
     run = read_run_files(fill(tmp_path / "run"))
-    text = as_html(Page("\ud800", [EVIL], [answers_section(run, Words(), 4)], EVIL))
+    section = Section("answers", "Answers", list(answer_parts(run, Words(), 4)))
+    text = as_html(Page("\ud800", [EVIL], [section], EVIL))
     page = Reader(text)
     assert "script" not in {tag for tag, _ in page.tags}
     assert "alert('x')</script>|`$\ufffd&amp;11" in page.text
@@ -450,14 +451,14 @@ def test_every_part_of_a_page_is_defined(tmp_path: Path) -> None:
     from outrider.eval.page import acceptance, plans, speed, training
 
     run: RunFiles = read_run_files(fill(tmp_path / "run"))
-    builders: list[Callable[[RunFiles], Section]] = [
-        speed.speed_section, speed.time_section, acceptance.acceptance_section,
-        acceptance.context_section, acceptance.temperature_section, plans.plan_section,
-        plans.calibration_section, training.curves_section, training.cost_section,
-        training.provenance_section,
+    builders: list[Callable[[RunFiles], Iterator[Part]]] = [
+        speed.speed_parts, speed.time_parts, acceptance.acceptance_parts,
+        acceptance.context_parts, acceptance.temperature_parts, plans.plan_parts,
+        plans.calibration_parts, training.curve_parts, training.cost_parts,
+        training.provenance_parts,
     ]  # fmt: skip
     for build in builders:
-        parts = list(build(run).parts)
+        parts = list(build(run))
         assert parts
         for part in parts:
             if isinstance(part, Collapsible):

@@ -13,7 +13,7 @@ from outrider.conf.files import write_json
 from outrider.eval.compare import decoding_label, overview, read_results
 from outrider.eval.metrics import METRICS, Record, predicted_speedups, summarise
 from outrider.eval.page.run_files import RunFiles
-from outrider.eval.page.speed import speed_section
+from outrider.eval.page.speed import speed_parts
 from outrider.eval.report import Mismatch, Report, save
 from outrider.eval.report_tables import explain_metrics, show, show_and_save
 from outrider.launch.compare import compare
@@ -315,5 +315,5 @@ def test_a_lossy_report_is_marked() -> None:
     assert "chain, depth 3, LOSSY (lossy_typical), temperature 1" in printed(made)
     assert "LOSSY" not in printed(report(2.0, temperature=1.0, lossy=False, verify="ratio"))
     run = RunFiles(Path(), "", [], None, None, {"eval": made, "usual": report(2.0)}, {}, None)
-    told = [str(part) for part in speed_section(run).parts]
+    told = [str(part) for part in speed_parts(run)]
     assert any("LOSSY (lossy_typical)" in part for part in told)

@@ -1,7 +1,7 @@
 """Acceptance sections of a report page: by draft token and category, by context, by temperature.
 
-Rates are those of the reports; intervals of accept@k and cond@k, and everything that depends on
-the context, are computed from the rounds in the outputs.
+Rates are those of the reports; intervals of accept@k and cond@k, and what depends on the context,
+are computed from the rounds in the outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,12 @@ from outrider.eval.page.elements import (
     Collapsible,
     Note,
     Part,
-    Section,
     Table,
     from_console_table,
     metric_definitions,
     text_table,
 )
-from outrider.eval.page.figures import DrawFn, Interval, curves, draw
+from outrider.eval.page.figures import Interval, curves, draw
 from outrider.eval.page.run_files import AnswerRounds, RunFiles
 from outrider.eval.page.speed import no_report_note, with_interval
 from outrider.eval.report import Report, describe_policy, format_number
@@ -34,14 +33,16 @@ INTERVALS = (
 NO_OUTPUTS = "has no file of outputs, so no intervals and no acceptance by context."
 
 
-def acceptance_section(run: RunFiles) -> Section:
-    """Return accept@k and cond@k of every report, for all prompts and by category."""
-    parts: list[Part] = [_side_by_side(run)] if len(run.reports) > 1 else []
+def acceptance_parts(run: RunFiles) -> Iterator[Part]:
+    """Yield accept@k and cond@k of every report, for all prompts and by category."""
+    if not run.reports:
+        yield no_report_note(run)
+    if len(run.reports) > 1:
+        yield _side_by_side(run)
     for i, (out, report) in enumerate(run.reports.items()):
         details = list(_report_parts(run, out, report))
         title = f"{out}: {decoding_label(report.setting)}, {report.summary.prompts} prompts"
-        parts += details if i == 0 else [Collapsible(title, details)]
-    return Section("acceptance", "Acceptance", parts or no_report_note(run))
+        yield from details if i == 0 else [Collapsible(title, details)]
 
 
 def _report_parts(run: RunFiles, out: str, report: Report) -> Iterator[Part]:
@@ -51,10 +52,10 @@ def _report_parts(run: RunFiles, out: str, report: Report) -> Iterator[Part]:
     definition = f"{metric_definitions('accept_at', 'cond_at')} {INTERVALS}"
     if report.summary.accept_at:
         yield _by_token(out, report, rounds, definition)
-    yield _by_category(f"accept@k: {out}", report, rounds, False, definition)
+    yield _by_category("accept", out, report, rounds, definition)
     speed = metric_definitions("tau", "ms.round", "ms.baseline", "speedup", "tokens_per_second")
     rest = [
-        _by_category(f"cond@k: {out}", report, rounds, True, definition),
+        _by_category("cond", out, report, rounds, definition),
         from_console_table(speed_table(report), f"speed by category: {out}", speed),
     ]
     yield Collapsible("cond@k and speed by category", rest)
@@ -64,11 +65,11 @@ def _by_token(out: str, report: Report, rounds: Sequence[AnswerRounds], definiti
     """Draw both rates over k, with intervals."""
     lines: dict[str, list[tuple[float, float]]] = {}
     intervals: dict[str, list[Interval]] = {}
-    for name, conditional in (("accept@k", False), ("cond@k", True)):
-        rates = report.summary.cond_at if conditional else report.summary.accept_at
-        points = [(k, rate) for k, rate in enumerate(rates, start=1) if rate is not None]
-        lines[name] = [(float(k), rate) for k, rate in points]
-        intervals[name] = [_interval(report, rounds, k, conditional) for k, _ in points]
+    for rate in ("accept", "cond"):
+        rates = enumerate(getattr(report.summary, f"{rate}_at"), start=1)
+        points = [(k, value) for k, value in rates if value is not None]
+        lines[f"{rate}@k"] = [(float(k), value) for k, value in points]
+        intervals[f"{rate}@k"] = [_interval(rate, k, report, rounds) for k, _ in points]
     paint = curves(lines, "draft token k", "share", intervals, marks=True)
     return draw(f"acceptance: {out}", definition, paint)
 
@@ -84,41 +85,31 @@ def _side_by_side(run: RunFiles) -> Part:
 
 
 def _by_category(
-    title: str,
-    report: Report,
-    rounds: Sequence[AnswerRounds],
-    conditional: bool,
-    definition: str,
+    rate: str, out: str, report: Report, rounds: Sequence[AnswerRounds], definition: str
 ) -> Table:
-    """Return a row for every category, and one for all prompts."""
+    """Return a row for every category, and one for all prompts; `rate` is "accept" or "cond"."""
     categories = report.categories if len(report.categories) > 1 else {}
     groups = [(n, part, [r for r in rounds if r.category == n]) for n, part in categories.items()]
     rows = []
     for name, part, members in [*groups, ("all", report.summary, list(rounds))]:
-        rates = enumerate(part.cond_at if conditional else part.accept_at, start=1)
         cells = [
-            with_interval(rate, _interval(report, members, k, conditional)) for k, rate in rates
+            with_interval(value, _interval(rate, k, report, members))
+            for k, value in enumerate(getattr(part, f"{rate}_at"), start=1)
         ]
         tau = with_interval(part.tau, part.tau_95)
         rows.append([name, str(part.prompts), str(part.rounds), tau, *cells])
-    deepest = len(report.summary.accept_at)
-    rate_name = "cond" if conditional else "accept"
-    columns = [f"{rate_name}@{k}" for k in range(1, deepest + 1)]
+    columns = [f"{rate}@{k}" for k in range(1, len(report.summary.accept_at) + 1)]
     head = ["prompts of", "n", "rounds", "tau (95 %)", *columns]
-    return text_table(title, head, rows, definition)
+    return text_table(f"{rate}@k: {out}", head, rows, definition)
 
 
-def _interval(
-    report: Report, rounds: Sequence[AnswerRounds], k: int, conditional: bool
-) -> Interval:
-    if not rounds:
-        return None
-    terms = run_files.accepted_at_least(k, k - 1 if conditional else 0)
+def _interval(rate: str, k: int, report: Report, rounds: Sequence[AnswerRounds]) -> Interval:
+    terms = run_files.accepted_at_least(k, k - 1 if rate == "cond" else 0)
     return run_files.interval(report, rounds, terms)
 
 
 class ContextBin(NamedTuple):
-    """Rounds that began after low..high-1 tokens, `mean_prefix` on average; their tau."""
+    """Rounds that began after `low` to `high` - 1 tokens, `mean_prefix` on average; their tau."""
 
     low: int
     high: int
@@ -128,14 +119,13 @@ class ContextBin(NamedTuple):
     interval: Interval
 
 
-def context_section(run: RunFiles) -> Section:
-    """Return tokens per round over the length of the text before it."""
-    bins = {out: list(_bins(report)) for out, report in run.reports.items()}
-    bins = {out: report_bins for out, report_bins in bins.items() if report_bins}
-    title = "Acceptance by context length"
+def context_parts(run: RunFiles) -> Iterator[Part]:
+    """Yield tokens per round over the length of the text before it."""
+    bins = {out: found for out, report in run.reports.items() if (found := list(_bins(report)))}
     if not bins:
         why = f"Not measured: no report has {MIN_ROUNDS} rounds in its outputs."
-        return Section("context", title, [Note(why, f"outrider eval run.dir={run.folder}")])
+        yield Note(why, f"outrider eval run.dir={run.folder}")
+        return
     definition = (
         "tau of the rounds that began after so many tokens, prompt included; bins double, those of "
         f"fewer than {MIN_ROUNDS} rounds are left out. {INTERVALS} The text differs from bin to "
@@ -149,9 +139,9 @@ def context_section(run: RunFiles) -> Section:
         for b in bs
     ]
     paint = curves(lines, "tokens before the round", "tokens per round", intervals, marks=True)
+    yield draw("tokens per round by context", definition, paint)
     head = ["report", "tokens before", "rounds", "tau (95 %)"]
-    figure = draw("tokens per round by context", definition, paint)
-    return Section("context", title, [figure, text_table("by context", head, rows, definition)])
+    yield text_table("by context", head, rows, definition)
 
 
 def _bins(report: Report) -> Iterator[ContextBin]:
@@ -169,14 +159,13 @@ def _bins(report: Report) -> Iterator[ContextBin]:
         low, high = high, 2 * high
 
 
-def temperature_section(run: RunFiles) -> Section:
-    """Return the policies that were measured at several temperatures."""
-    title = "Acceptance by temperature"
+def temperature_parts(run: RunFiles) -> Iterator[Part]:
+    """Yield the policies that were measured at several temperatures."""
     policies = _by_policy(run)
     if not policies:
         command = f"outrider eval run.dir={run.folder} 'eval.grid=[chain@0,chain@0.5,chain@1]'"
-        note = Note("Not measured: no policy was decoded at two temperatures.", command)
-        return Section("temperature", title, [note])
+        yield Note("Not measured: no policy was decoded at two temperatures.", command)
+        return
     definition = (
         f"{metric_definitions('tau', 'tau_95', 'accept_at')} At temperature 0 both models use "
         "their top-1 tokens; above it the report's rule verifies (column: rule)."
@@ -190,9 +179,14 @@ def temperature_section(run: RunFiles) -> Section:
         for r in reports
     ]  # fmt: skip
     head = ["policy", "temperature", "rule", "tau (95 %)", "accept@1", "speedup (95 %)"]
-    figure = draw("tokens per round by temperature", definition, _over_temperature(policies))
-    table = text_table("by temperature", head, rows, definition)
-    return Section("temperature", title, [figure, table])
+    lines = {
+        policy: [(float(r.setting["temperature"]), r.summary.tau or 0.0) for r in reports]
+        for policy, reports in policies.items()
+    }
+    intervals = {p: [r.summary.tau_95 for r in reports] for p, reports in policies.items()}
+    paint = curves(lines, "temperature", "tokens per round", intervals, marks=True)
+    yield draw("tokens per round by temperature", definition, paint)
+    yield text_table("by temperature", head, rows, definition)
 
 
 def _by_policy(run: RunFiles) -> dict[str, list[Report]]:
@@ -206,12 +200,3 @@ def _by_policy(run: RunFiles) -> dict[str, list[Report]]:
         for policy, reports in policies.items()
         if len({report.setting["temperature"] for report in reports}) > 1
     }
-
-
-def _over_temperature(policies: dict[str, list[Report]]) -> DrawFn:
-    lines = {
-        policy: [(float(r.setting["temperature"]), r.summary.tau or 0.0) for r in reports]
-        for policy, reports in policies.items()
-    }
-    intervals = {p: [r.summary.tau_95 for r in reports] for p, reports in policies.items()}
-    return curves(lines, "temperature", "tokens per round", intervals, marks=True)

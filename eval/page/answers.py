@@ -1,18 +1,16 @@
 """Answers section of a report page: every token in the colour of its origin.
 
-Answers are chosen by tokens per round, from the highest to the lowest in equal steps, so that
-neither the best nor the worst stand for all.
+Answers are chosen by tokens per round, from the highest to the lowest in equal steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from outrider.eval.page.elements import AnnotatedAnswer, Collapsible, Note, Part, Section
+from outrider.eval.page.elements import AnnotatedAnswer, Collapsible, Note, Part
 from outrider.eval.page.run_files import RunFiles
 from outrider.eval.token_origins import TextDecoder, origin_spans
 
-TITLE = "Answers: origin of each token"
 LEGEND = (
     ("first", "the prompt's forward"),
     ("accepted", "the drafter, accepted"),
@@ -22,25 +20,19 @@ LEGEND = (
 )
 
 
-def answers_section(run: RunFiles, tokenizer: TextDecoder | str, count: int) -> Section:
-    """Return `count` answers of every report.
-
-    Args:
-        tokenizer: the target's, or why there is none.
-        count: of each report.
-    """
+def answer_parts(run: RunFiles, tokenizer: TextDecoder | str, count: int) -> Iterator[Part]:
+    """Yield `count` answers of every report; a text as `tokenizer` is why there is none."""
     if isinstance(tokenizer, str):
-        return Section("answers", TITLE, [Note(f"No answers: {tokenizer}.")])
-    parts: list[Part] = []
-    for out, report in run.reports.items():
+        yield Note(f"No answers: {tokenizer}.")
+        return
+    for i, (out, report) in enumerate(run.reports.items()):
         rows = [row for row in report.outputs if "origins" in row and "rejected" in row]
         if not rows:
             command = f"outrider eval run.dir={run.folder} eval.out={out}"
-            parts.append(Note(f"{out} has no origins of its tokens.", command))
+            yield Note(f"{out} has no origins of its tokens.", command)
             continue
         answers = [_answer(row, tokenizer) for row in _evenly_ranked(rows, count)]
-        parts += answers if not parts else [Collapsible(out, answers)]
-    return Section("answers", TITLE, parts)
+        yield from answers if i == 0 else [Collapsible(out, answers)]
 
 
 def _evenly_ranked(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ The page shows files of the folder. Only the calibration of the drafter's confid
 measured for it, with report.measure=true.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from outrider.eval.calibration import calibrate
 from outrider.eval.compare import RunResults
 from outrider.eval.metrics import METRICS
 from outrider.eval.page import acceptance, answers, comparison, plans, speed, training
-from outrider.eval.page.elements import Collapsible, Page, Section, text_table
+from outrider.eval.page.elements import Collapsible, Figure, Page, Part, Section, text_table
 from outrider.eval.page.run_files import RunFiles, read_run_files
 from outrider.eval.page.write import write_page
 from outrider.eval.token_origins import TextDecoder
@@ -57,13 +57,27 @@ def write_comparison(
 ) -> None:
     """Write the page of `outrider compare ... to=FOLDER`."""
     sections = comparison.comparison_sections(runs, without) if runs else []
-    for i, search in enumerate(searches):
-        sections += _search_sections(search, f"search-{i}")
+    sections += [_search_section(search, f"search-{i}") for i, search in enumerate(searches)]
     title = f"{len(runs)} runs compared" if runs else "Results of searches"
-    folders = [*(str(run.folder) for run in runs), *map(str, searches)]
-    page = Page(title, [], [*sections, _definitions()], _source(folders))
+    page = _page(title, [], sections, [*(run.folder for run in runs), *searches])
     for file in write_page(page, folder):
         print(f"written: {file}")
+
+
+def _page(
+    title: str, lead: Sequence[str], sections: Sequence[Section], folders: Sequence[Path]
+) -> Page:
+    """Return a page with the definitions as its last section."""
+    decoded = [[m.name, m.unit, m.definition] for m in METRICS]
+    logged = [[name, m.unit, f"{m.meaning}; {m.reduction}"] for name, m in LOGGED.items()]
+    head, note = ["name", "unit", "definition"], "x@d is x at depth d."
+    definitions = Section("definitions", "Definitions of all numbers", [
+        Collapsible("of reports", [text_table("metrics of a report", head, decoded, note)]),
+        Collapsible("of training", [text_table("metrics of training", head, logged, note)]),
+    ])  # fmt: skip
+    places = ", ".join(map(str, folders))
+    source = f"Written by outrider {outrider.__version__} report from {places}."
+    return Page(title, lead, [*sections, definitions], source)
 
 
 def _run_page(config: Config, options: ReportConfig, console: Console) -> Page:
@@ -72,55 +86,54 @@ def _run_page(config: Config, options: ReportConfig, console: Console) -> Page:
     if options.measure:
         calibrate(config, run.reports, console)
         run = read_run_files(folder)
-    builders: list[tuple[str, Callable[[RunFiles], Section]]] = [
-        ("eval/*.json", speed.speed_section),
-        ("eval/*.json", acceptance.acceptance_section),
-        ("eval/*.json", speed.time_section),
-        ("plan/*.json", plans.plan_section),
-        ("eval/*.outputs.jsonl", acceptance.context_section),
-        ("eval/*.json", acceptance.temperature_section),
-        ("calibration.json", plans.calibration_section),
-        ("metrics.jsonl", training.curves_section),
-        ("training.json", training.cost_section),
-        ("manifest.json", training.provenance_section),
-    ]
-    sections = [_build_section(build, run, file) for file, build in builders]
     tokenizer = _tokenizer(config, run)
-    build_answers = partial(answers.answers_section, tokenizer=tokenizer, count=options.examples)
-    sections.insert(2, _build_section(build_answers, run, "eval/*.outputs.jsonl"))
+    answer_parts = partial(answers.answer_parts, tokenizer=tokenizer, count=options.examples)
+    report, outputs = "eval/*.json", "eval/*.outputs.jsonl"
+    sections: list[tuple[str, str, str, Callable[[RunFiles], Iterator[Part]]]] = [
+        ("speed", "Speed", report, speed.speed_parts),
+        ("acceptance", "Acceptance", report, acceptance.acceptance_parts),
+        ("answers", "Answers: origin of each token", outputs, answer_parts),
+        ("time", "Time, measured and predicted", report, speed.time_parts),
+        ("plan", "Predicted speedup", "plan/*.json", plans.plan_parts),
+        ("context", "Acceptance by context length", outputs, acceptance.context_parts),
+        ("temperature", "Acceptance by temperature", report, acceptance.temperature_parts),
+        ("calibration", "Calibration of the drafter's confidence", "calibration.json",
+         plans.calibration_parts),
+        ("curves", "Loss and acceptance in training", "metrics.jsonl", training.curve_parts),
+        ("cost", "Cost of training", "training.json", training.cost_parts),
+        ("origin", "Configuration and fingerprints", "manifest.json", training.provenance_parts),
+    ]  # fmt: skip
     lead = [f"{out}: {r.verdict()}" for out, r in run.reports.items()]
     title = f"{config.drafter.name} on {config.target.path or config.target.name}"
-    return Page(title, lead, [*sections, _definitions()], _source([str(folder)]))
+    return _page(title, lead, [_build_section(run, *section) for section in sections], [folder])
 
 
-def _build_section(build: Callable[[RunFiles], Section], run: RunFiles, file: str) -> Section:
+def _build_section(
+    run: RunFiles, name: str, title: str, file: str, build: Callable[[RunFiles], Iterator[Part]]
+) -> Section:
     """Build a section, figures first; an error names the file with invalid content."""
     try:
-        section = build(run)
+        parts = list(build(run))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         message = f"{run.folder / file} has unexpected content: {error!r}"
         raise CorruptFile(message, "Restore it from a copy, or write it again.") from error
-    figures_first = sorted(section.parts, key=lambda part: part.kind != "figure")
-    return section._replace(parts=figures_first)
+    return Section(name, title, sorted(parts, key=lambda part: not isinstance(part, Figure)))
 
 
 def _folder_page(folder: Path) -> Page:
     """Return the page of a search, or of the runs in a folder."""
     if any((folder / name).is_file() for name in SEARCH_FILES):
-        sections = _search_sections(folder, "search")
-        title = f"Search: {folder.name}"
-        return Page(title, [], [*sections, _definitions()], _source([str(folder)]))
+        return _page(f"Search: {folder.name}", [], [_search_section(folder, "search")], [folder])
     places = sorted(file.parent for file in folder.glob("*/config.yaml"))
     if not places:
         message = f"{folder} holds no run, no search and no folder of a run."
         raise RunError(message, "Give run.dir=runs/<name>, or the folder that contains runs.")
     runs, without, _ = compare.load_runs(places)
     sections = comparison.comparison_sections(runs, without)
-    title = f"{folder.name}: {len(runs)} runs compared"
-    return Page(title, [], [*sections, _definitions()], _source([str(folder)]))
+    return _page(f"{folder.name}: {len(runs)} runs compared", [], sections, [folder])
 
 
-def _search_sections(folder: Path, name: str) -> list[Section]:
+def _search_section(folder: Path, name: str) -> Section:
     content = comparison.read_search(folder)
     try:
         return comparison.search_section(content, name)
@@ -149,17 +162,3 @@ def _tokenizer(config: Config, run: RunFiles) -> TextDecoder | str:
         return tokenizer
     except ConfigError as error:
         return f"the tokenizer {error.value} could not be read"
-
-
-def _definitions() -> Section:
-    decoded = [[m.name, m.unit, m.definition] for m in METRICS]
-    logged = [[name, m.unit, f"{m.meaning}; {m.reduction}"] for name, m in LOGGED.items()]
-    head, note = ["name", "unit", "definition"], "x@d is x at depth d."
-    return Section("definitions", "Definitions of all numbers", [
-        Collapsible("of reports", [text_table("metrics of a report", head, decoded, note)]),
-        Collapsible("of training", [text_table("metrics of training", head, logged, note)]),
-    ])  # fmt: skip
-
-
-def _source(places: Sequence[str]) -> str:
-    return f"Written by outrider {outrider.__version__} report from {', '.join(places)}."

@@ -22,7 +22,8 @@ from outrider.eval.page.elements import (
     metric_definitions,
     text_table,
 )
-from outrider.eval.page.figures import Interval, bars, curves, draw, points
+from outrider.eval.page.figures import bars, curves, draw, points
+from outrider.eval.page.speed import SPEEDS
 from outrider.eval.page.training import logged_definition, metric_series
 from outrider.eval.search_results import FORMAT, pareto_front, short_name
 
@@ -46,9 +47,8 @@ def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError])
     if len(reports) <= compare.MAX_FULL_REPORTS:
         names = ("speedup", "tau", "alpha", "overhead", "accept_at", "exact")
         definition = f"The best of a row is highlighted. {metric_definitions(*names)}"
-        table = from_console_table(
-            compare.report_table(reports), "reports side by side", definition
-        )
+        source = compare.report_table(reports)
+        table = from_console_table(source, "reports side by side", definition)
         sections.append(Section("reports", "Reports side by side", [table]))
     return sections
 
@@ -63,23 +63,13 @@ def _speeds(runs: Sequence[RunResults]) -> Iterable[Part]:
         ]
         for label in labels
     }
-    for name, xlabel in (
-        ("speedup", "times as fast as plain decoding"),
-        ("tau", "tokens per round"),
-    ):
+    for name, xlabel, level in SPEEDS:
         values = {label: [r.get(name) for r in of_runs] for label, of_runs in reports.items()}
         values = {label: numbers for label, numbers in values.items() if any(numbers)}
-        intervals: dict[str, list[Interval]] = {
-            label: [_pair(r.get(f"{name}_95")) for r in reports[label]] for label in values
-        }
+        intervals = {label: [r.get(f"{name}_95") for r in reports[label]] for label in values}
         if values:
-            level = 1.0 if name == "speedup" else None
             paint = bars([run.folder.name for run in runs], values, xlabel, intervals, level)
             yield draw(name, metric_definitions(name, f"{name}_95"), paint)
-
-
-def _pair(pair: Sequence[float] | None) -> Interval:
-    return None if pair is None else (pair[0], pair[1])
 
 
 def _curves(runs: Sequence[RunResults]) -> Iterable[Part]:
@@ -112,8 +102,8 @@ def read_search(folder: Path) -> dict[str, Any]:
     return content
 
 
-def search_section(content: Mapping[str, Any], name: str = "search") -> list[Section]:
-    """Return the section of one search."""
+def search_section(content: Mapping[str, Any], name: str) -> Section:
+    """Return the section of one search; `name` is its anchor."""
     trials, metric = content["trials"], content["metric"]
     complete = sorted(
         (t for t in trials if t["state"] == "COMPLETE"), key=lambda t: (-t["value"], t["number"])
@@ -134,19 +124,17 @@ def search_section(content: Mapping[str, Any], name: str = "search") -> list[Sec
         rows = [[key, f"{share:.1%}"] for key, share in importance.items()]
         parts.append(text_table("importance", ["key", "importance"], rows, definition))
     parts.append(_trials(trials, complete, metric))
-    return [Section(name, f"Search: maximise {metric}", parts)]
+    return Section(name, f"Search: maximise {metric}", parts)
 
 
 def _cost(complete: Sequence[Mapping[str, Any]], metric: str) -> Part:
     costs = [float(trial.get("seconds", 0)) / 60 for trial in complete]
     values = [float(trial["value"]) for trial in complete]
     best = [(costs[i], values[i]) for i in pareto_front(costs, values)]
-    definition = (
-        f"Every complete trial: minutes of training and {metric}. The line is the Pareto front."
-    )
+    definition = f"minutes of training and {metric}. The line is the Pareto front."
     trials = {"trials": list(zip(costs, values, strict=True))}
-    figure = points(trials, "minutes of training", metric, front=best)
-    return draw("value against cost", definition, figure)
+    paint = points(trials, "minutes of training", metric, front=best)
+    return draw("value against cost", f"Every complete trial: {definition}", paint)
 
 
 def _trials(

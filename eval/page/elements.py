@@ -1,12 +1,11 @@
 """Elements of a report page, independent of its output format: sections of tables, figures, notes.
 
-A console table is converted cell by cell, so that both show the same numbers in the same digits.
 Every table and figure has a definition of what it shows.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from rich import table as console
 from rich.text import Text
@@ -21,8 +20,15 @@ class Cell(NamedTuple):
     best: bool = False
 
 
+class _Part:
+    @property
+    def kind(self) -> str:
+        """The name that templates know the class by."""
+        return type(self).__name__.lower()
+
+
 @dataclass(frozen=True)
-class Table:
+class Table(_Part):
     """A table; its first column has the names of the rows."""
 
     title: str
@@ -30,11 +36,9 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     definition: str
 
-    kind: ClassVar[str] = "table"
-
 
 @dataclass(frozen=True)
-class Figure:
+class Figure(_Part):
     """A drawing for light and for dark pages, as data URIs."""
 
     title: str
@@ -42,48 +46,38 @@ class Figure:
     light: str
     dark: str
 
-    kind: ClassVar[str] = "figure"
-
 
 @dataclass(frozen=True)
-class Note:
+class Note(_Part):
     """A sentence, and the command that would produce what is missing."""
 
     text: str
     command: str = ""
 
-    kind: ClassVar[str] = "note"
-
 
 @dataclass(frozen=True)
-class Listing:
+class Listing(_Part):
     """The text of a file."""
 
     title: str
     text: str
 
-    kind: ClassVar[str] = "listing"
-
 
 @dataclass(frozen=True)
-class AnnotatedAnswer:
+class AnnotatedAnswer(_Part):
     """A prompt and its answer as texts with origins."""
 
     name: str
     prompt: str
     spans: Sequence[tuple[str, str]]
 
-    kind: ClassVar[str] = "answer"
-
 
 @dataclass(frozen=True)
-class Collapsible:
+class Collapsible(_Part):
     """Parts that are hidden until opened."""
 
     title: str
     parts: "Sequence[Part]"
-
-    kind: ClassVar[str] = "collapsible"
 
 
 Part = Table | Figure | Note | Listing | AnnotatedAnswer | Collapsible
@@ -98,17 +92,12 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page.
-
-    Attributes:
-        lead: sentences at the top, the verdicts.
-        source: the folders and the version it was written from.
-    """
+    """A page, before it is written as html and Markdown."""
 
     title: str
-    lead: Sequence[str]
+    lead: Sequence[str]  # sentences at the top, the verdicts
     sections: Sequence[Section]
-    source: str
+    source: str  # the folders and the version it was written from
 
 
 def text_table(
@@ -136,6 +125,5 @@ def _cell(value: object) -> Cell:
 
 def metric_definitions(*names: str) -> str:
     """Return the definitions of metrics of a report, from `metrics.METRICS`."""
-    metrics = {metric.name: metric for metric in METRICS}
-    chosen = [metrics[name] for name in names]
-    return " ".join(f"{m.name} [{m.unit}]: {m.definition}." for m in chosen)
+    metrics = {m.name: f"{m.name} [{m.unit}]: {m.definition}." for m in METRICS}
+    return " ".join(metrics[name] for name in names)

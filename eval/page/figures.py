@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
@@ -25,16 +26,16 @@ BAR = 0.15  # inches per bar of a group
 MAX_LABEL = 24  # characters
 LEGEND_WIDTH = 66  # characters
 INVALID = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-Interval = tuple[float, float] | None
+Interval = Sequence[float] | None  # low and high
 
 
 class Theme(NamedTuple):
-    """Colours of text, grid and lines, and the colour map of heat maps."""
+    """Colours of a figure."""
 
     text: str
     grid: str
     lines: tuple[str, ...]
-    heat: str
+    heat: str  # colour map of heat maps
 
 
 LIGHT = Theme(
@@ -52,8 +53,7 @@ DrawFn = Callable[[Any, Theme], None]  # draws on matplotlib's axes
 
 def draw(title: str, definition: str, paint: DrawFn) -> Figure:
     """Draw a figure for both themes."""
-    light, dark = (_svg(paint, theme) for theme in (LIGHT, DARK))
-    return Figure(title, definition, light, dark)
+    return Figure(title, definition, _svg(paint, LIGHT), _svg(paint, DARK))
 
 
 def _svg(paint: DrawFn, theme: Theme) -> str:
@@ -83,7 +83,6 @@ def label(text: object, longest: int = MAX_LABEL) -> str:
 
 
 def legend_label(text: object) -> str:
-    """Shorten a text for the legend."""
     return label(text, LEGEND_WIDTH // 2)
 
 
@@ -121,9 +120,8 @@ def curves(
             colour = theme.lines[i % len(theme.lines)]
             style = "-" if i < len(theme.lines) else "--"
             mark = "o" if marks or len(points) == 1 else None
-            axes.plot(
-                x, y, style, color=colour, marker=mark, ms=4, lw=1.4, label=legend_label(name)
-            )
+            text = legend_label(name)
+            axes.plot(x, y, style, color=colour, marker=mark, ms=4, lw=1.4, label=text)
             for at, interval in _known(x, intervals, name):
                 axes.plot([at, at], interval, color=colour, lw=1, alpha=0.6)
         if diagonal:
@@ -137,7 +135,7 @@ def curves(
 
 def _known(
     at: Sequence[float], intervals: Mapping[str, Sequence[Interval]] | None, name: str
-) -> list[tuple[float, tuple[float, float]]]:
+) -> list[tuple[float, Sequence[float]]]:
     """Return the known intervals and their coordinates."""
     values = (intervals or {}).get(name, ())
     return [(x, interval) for x, interval in zip(at, values, strict=False) if interval]
@@ -161,11 +159,10 @@ def bars(
     intervals: Mapping[str, Sequence[Interval]] | None = None,
     level: float | None = None,
 ) -> DrawFn:
-    """Draw a group of horizontal bars for every name, first on top.
+    """Draw a group of horizontal bars for every name, first on top, and a line at `level`.
 
     Args:
         values: of each kind of bar, one for every name; None draws no bar.
-        level: a value to compare with, drawn as a line.
     """
 
     def paint(axes: Any, theme: Theme) -> None:
@@ -215,14 +212,12 @@ def heatmap(
     rows: tuple[str, Sequence[object]],
     limits: tuple[float, float],
 ) -> DrawFn:
-    """Draw numbers in a grid of colours.
+    """Draw a list of numbers for every row as colours.
 
     Args:
-        values: one list per row.
         columns, rows: axis label and tick labels.
         limits: values of the first and the last colour.
     """
-    import numpy as np
 
     def paint(axes: Any, theme: Theme) -> None:
         grid = np.array([[np.nan if v is None else v for v in row] for row in values], float)
@@ -248,19 +243,12 @@ def points(
     diagonal: bool = False,
     front: Sequence[tuple[float, float]] = (),
 ) -> DrawFn:
-    """Draw points in groups.
-
-    Args:
-        diagonal: draw the line of equal numbers.
-        front: points to connect by a line.
-    """
+    """Draw points in groups, those of `front` joined by a line; `diagonal`: of equal numbers."""
 
     def paint(axes: Any, theme: Theme) -> None:
         for i, (name, members) in enumerate(groups.items()):
-            x, y = zip(*members, strict=True)
-            axes.scatter(
-                x, y, 22, color=theme.lines[i % len(theme.lines)], label=legend_label(name)
-            )
+            colour = theme.lines[i % len(theme.lines)]
+            axes.scatter(*zip(*members, strict=True), 22, color=colour, label=legend_label(name))
         if diagonal:
             numbers = [number for group in groups.values() for point in group for number in point]
             ends = [min(numbers), max(numbers)]

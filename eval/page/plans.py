@@ -6,7 +6,7 @@ Plans are read from `<run.dir>/plan/`, the calibration from `<run.dir>/calibrati
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from outrider.eval.page.elements import Collapsible, Note, Part, Section, text_table
+from outrider.eval.page.elements import Collapsible, Note, Part, text_table
 from outrider.eval.page.figures import curves, draw, heatmap, points
 from outrider.eval.page.run_files import RunFiles
 
@@ -17,20 +17,18 @@ DEFINITION = (
 )
 
 
-def plan_section(run: RunFiles) -> Section:
-    """Return predicted speedups over drafts, batches and contexts, and their checks."""
-    parts: list[Part] = []
+def plan_parts(run: RunFiles) -> Iterator[Part]:
+    """Yield predicted speedups over drafts, batches and contexts, and their checks."""
+    if not run.plans:
+        yield Note("There is no plan.", f"outrider plan run.dir={run.folder}")
     for name, plan in run.plans.items():
-        parts += _surface(name, plan)
+        yield from _surface(name, plan)
         if plan.get("checks"):
-            parts += _checks(name, plan["checks"])
-        parts += [Note(text) for text in plan.get("warnings", [])]
+            yield from _checks(name, plan["checks"])
+        yield from map(Note, plan.get("warnings", []))
         rows = [[text] for text in plan["assumptions"]]
         table = text_table("assumptions", ["assumption"], rows, DEFINITION)
-        parts.append(Collapsible(f"assumptions: {name}", [table]))
-    if not parts:
-        parts.append(Note("There is no plan.", f"outrider plan run.dir={run.folder}"))
-    return Section("plan", "Predicted speedup", parts)
+        yield Collapsible(f"assumptions: {name}", [table])
 
 
 def _surface(name: str, plan: Mapping[str, Any]) -> Iterator[Part]:
@@ -76,12 +74,15 @@ def _format(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def calibration_section(run: RunFiles) -> Section:
-    """Return the drafter's accuracy over its confidence."""
-    title = "Calibration of the drafter's confidence"
+def calibration_parts(run: RunFiles) -> Iterator[Part]:
+    """Yield the drafter's accuracy over its confidence, and its error at every depth."""
+    command = f"outrider report run.dir={run.folder} report.measure=true"
     if run.calibration is None:
-        command = f"outrider report run.dir={run.folder} report.measure=true"
-        return Section("calibration", title, [Note("Not measured.", command)])
+        yield Note("Not measured.", command)
+        return
+    measured = {report.setting["fingerprints"]["drafter"] for report in run.reports.values()}
+    if run.calibration["drafter"] not in measured:
+        yield Note("It was measured on another drafter than the reports.", command)
     depths = run.calibration["depths"]
     definition = (
         "By ten bins of confidence, the drafter's top-1 softmax probability: how often its top-1 "
@@ -93,16 +94,9 @@ def calibration_section(run: RunFiles) -> Section:
         for d in depths
         if d["bins"]
     }
-    parts: list[Part] = [_stale_note(run)] if _is_stale(run) else []
     if lines:
         paint = curves(lines, "confidence", "accuracy", marks=True, diagonal=True)
-        parts.append(draw("accuracy over confidence", definition, paint))
-    parts += _calibration_tables(depths, definition)
-    return Section("calibration", title, parts)
-
-
-def _calibration_tables(depths: Sequence[Mapping[str, Any]], definition: str) -> Iterator[Part]:
-    """Yield the error of every depth, and the bins of the figure."""
+        yield draw("accuracy over confidence", definition, paint)
     head = ["depth", "guesses", "calibration error"]
     rows = [[str(d["depth"]), str(d["guesses"]), f"{d['error']:.3f}"] for d in depths]
     error = "Error: mean distance between confidence and accuracy, weighted by guesses."
@@ -115,13 +109,3 @@ def _calibration_tables(depths: Sequence[Mapping[str, Any]], definition: str) ->
     ]  # fmt: skip
     head = ["depth", "bin from", "guesses", "mean confidence", "accuracy"]
     yield Collapsible("bins", [text_table("bins of confidence", head, bins, definition)])
-
-
-def _is_stale(run: RunFiles) -> bool:
-    measured = {report.setting["fingerprints"]["drafter"] for report in run.reports.values()}
-    return run.calibration is not None and run.calibration["drafter"] not in measured
-
-
-def _stale_note(run: RunFiles) -> Note:
-    command = f"outrider report run.dir={run.folder} report.measure=true"
-    return Note("It was measured on another drafter than the reports.", command)

@@ -1,7 +1,6 @@
 """Contents of a run folder for a report page; missing files are None or empty.
 
-The outputs of a report give the tokens of every round and the length of the text before it.
-Intervals are computed from them by the bootstrap and the seed of the report's own intervals.
+Intervals are computed from outputs by the bootstrap and the seed of the report's own intervals.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,19 +75,13 @@ def _read_plan(file: Path) -> dict[str, Any]:
 
 
 class AnswerRounds(NamedTuple):
-    """The rounds of one answer.
-
-    Attributes:
-        accepted: accepted draft tokens of each.
-        emitted: tokens of each; the last may end without a bonus.
-        prefix_lengths: tokens before each, prompt included.
-    """
+    """The rounds of one answer."""
 
     dialogue: str
     category: str
-    accepted: list[int]
-    emitted: list[int]
-    prefix_lengths: list[int]
+    accepted: list[int]  # draft tokens of each round
+    emitted: list[int]  # tokens of each; the last round may end without a bonus
+    prefix_lengths: list[int]  # tokens before each, prompt included
 
 
 def answer_rounds(report: Report) -> list[AnswerRounds]:
@@ -139,4 +132,4 @@ def interval(
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of a ratio, dialogues drawn with replacement."""
     dialogues = [answer.dialogue for answer in answers]
-    return bootstrap([terms(answer) for answer in answers], dialogues, report.setting["seed"])
+    return bootstrap(list(map(terms, answers)), dialogues, report.setting["seed"])

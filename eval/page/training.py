@@ -1,7 +1,4 @@
-"""Training sections of a report page: curves, cost, configuration and provenance.
-
-They are read from `metrics.jsonl`, `training.json`, `manifest.json` and `config.yaml`.
-"""
+"""Training sections of a report page: curves, cost, configuration and provenance."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +6,7 @@ from typing import Any
 
 from outrider.conf.compose import flatten
 from outrider.eval.compare import MB
-from outrider.eval.page.elements import Collapsible, Listing, Note, Part, Section, Table, text_table
+from outrider.eval.page.elements import Collapsible, Listing, Note, Part, Table, text_table
 from outrider.eval.page.figures import curves, draw, stacked_bars
 from outrider.eval.page.run_files import RunFiles
 from outrider.train.metrics_log import METRICS
@@ -20,6 +17,16 @@ CURVES = (
     ("held", "agree", "held-out agreement"),
     ("held", "alpha", "held-out acceptance"),
     ("held", "accept_length", "held-out acceptance length"),
+)
+COSTS = (  # quantity, field of training.json, format, unit
+    ("parameters trained, millions", "parameters", ".2f", 1e6),
+    ("steps", "steps", ".0f", 1),
+    ("seconds", "seconds", ".1f", 1),
+    ("seconds for first weights", "start_seconds", ".1f", 1),
+    ("tokens", "tokens", ".0f", 1),
+    ("tokens per second", "tokens_per_second", ".0f", 1),
+    ("peak memory, MB", "peak_memory_bytes", ".0f", MB),
+    ("best step", "best_step", ".0f", 1),
 )
 CONTINUE = "outrider train ... train.resume=auto"
 
@@ -43,93 +50,79 @@ def metric_series(
     return lines
 
 
-def curves_section(run: RunFiles) -> Section:
-    """Return loss and acceptance over steps."""
-    parts: list[Part] = []
+def curve_parts(run: RunFiles) -> Iterator[Part]:
+    """Yield loss and acceptance over steps."""
     for kind, name, title in CURVES:
         if lines := metric_series(run.log, kind, name):
             names = dict.fromkeys(line.partition("@")[0] for line in lines)
             definition = " ".join(map(logged_definition, names))
             interval = "Every log line." if kind == "train" else "Every held-out evaluation."
-            unit, log = METRICS[name].unit, METRICS[name].unit == "nats"
-            paint = curves(lines, "step", unit, marks=kind == "held", log=log)
-            parts.append(draw(title, f"{definition} {interval}", paint))
+            unit = METRICS[name].unit
+            paint = curves(lines, "step", unit, marks=kind == "held", log=unit == "nats")
+            yield draw(title, f"{definition} {interval}", paint)
     if not run.log:
-        parts.append(Note(f"{run.folder / 'metrics.jsonl'} is missing: no curves."))
-    return Section("curves", "Loss and acceptance in training", parts)
+        yield Note(f"{run.folder / 'metrics.jsonl'} is missing: no curves.")
 
 
-def cost_section(run: RunFiles) -> Section:
-    """Return the cost of training, and the best drafter's metrics on held-out text."""
+def cost_parts(run: RunFiles) -> Iterator[Part]:
+    """Yield the cost of training, and the best drafter's metrics on held-out text."""
     if run.training is None:
-        why = "Training has not finished: training.json is missing."
-        return Section("cost", "Cost of training", [Note(why, CONTINUE)])
+        yield Note("Training has not finished: training.json is missing.", CONTINUE)
+        return
     rows = [[name, value] for name, value in _costs(run.training) if value is not None]
     definition = (
         "Of the whole run up to its last step. tokens: batch tokens, padding in; peak memory: of "
         "the process, target in (on a GPU of the allocator)."
     )
-    parts: list[Part] = [text_table("cost", ["quantity", "value"], rows, definition)]
-    phases = run.training.get("phases") or {}
-    if phases:
+    yield text_table("cost", ["quantity", "value"], rows, definition)
+    if phases := run.training.get("phases"):
         seconds = {name: [float(value)] for name, value in phases.items()}
         definition = "Seconds of training by phase; loading and report: of the last start."
         paint = stacked_bars(["training"], seconds, "seconds")
-        parts.append(draw("time by phase", definition, paint))
+        yield draw("time by phase", definition, paint)
         cells = [[name, f"{value:.1f}"] for name, value in phases.items()]
-        parts.append(text_table("time by phase", ["phase", "seconds"], cells, definition))
-    held = run.training.get("held_out", {})
-    names = dict.fromkeys(name.partition("@")[0] for name in held)
-    definition = " ".join(logged_definition(name) for name in names if name in METRICS)
-    rows = [[name, f"{value:.3f}"] for name, value in held.items()]
-    if rows:
+        yield text_table("time by phase", ["phase", "seconds"], cells, definition)
+    if held := run.training.get("held_out"):
+        names = dict.fromkeys(name.partition("@")[0] for name in held)
+        definition = " ".join(logged_definition(name) for name in names if name in METRICS)
+        rows = [[name, f"{value:.3f}"] for name, value in held.items()]
         title = f"held-out text, best step ({run.training.get('best_step')})"
-        parts.append(
-            Collapsible(title, [text_table("held out", ["metric", "value"], rows, definition)])
-        )
-    return Section("cost", "Cost of training", parts)
+        table = text_table("held out", ["metric", "value"], rows, definition)
+        yield Collapsible(title, [table])
 
 
 def _costs(training: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    def formatted(name: str, form: str, unit: float = 1.0) -> str | None:
+    """Yield quantities and their values, None where one is missing."""
+    for quantity, name, form, unit in COSTS:
         value = training.get(name)
-        return None if value is None else format(value / unit, form)
-
-    yield "parameters trained, millions", formatted("parameters", ".2f", 1e6)
-    yield "steps", formatted("steps", ".0f")
-    yield "seconds", formatted("seconds", ".1f")
-    yield "seconds for first weights", formatted("start_seconds", ".1f")
-    yield "tokens", formatted("tokens", ".0f")
-    yield "tokens per second", formatted("tokens_per_second", ".0f")
-    yield "peak memory, MB", formatted("peak_memory_bytes", ".0f", MB)
-    yield "best step", formatted("best_step", ".0f")
+        yield quantity, None if value is None else format(value / unit, form)
     for name, value in (training.get("budget") or {}).items():
         yield f"budget: {name}", None if value is None else str(value)
 
 
-def provenance_section(run: RunFiles) -> Section:
-    """Return configuration, fingerprints, versions and machine."""
-    parts: list[Part] = []
+def provenance_parts(run: RunFiles) -> Iterator[Part]:
+    """Yield configuration, fingerprints, versions and machine."""
     if run.manifest is None:
-        parts.append(Note(f"{run.folder / 'manifest.json'} is missing: no provenance."))
+        yield Note(f"{run.folder / 'manifest.json'} is missing: no provenance.")
     else:
         manifest = {k: v for k, v in run.manifest.items() if k not in ("config", "fingerprints")}
-        if program := manifest.get("argv", [])[:1]:  # without its path, which is private
-            manifest["argv"] = [Path(program[0]).name, *manifest["argv"][1:]]
-        rows = [[name, _plain(value)] for name, value in flatten(manifest)]
+        if argv := manifest.get("argv"):
+            manifest["argv"] = [Path(argv[0]).name, *argv[1:]]  # the program's path is private
+        rows = [
+            [name, " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)]
+            for name, value in flatten(manifest)
+        ]
         definition = "Written when the run started (manifest.json)."
         table = text_table("provenance", ["field", "value"], rows, definition)
-        parts.append(Collapsible("provenance of the run", [table]))
-    parts.append(_fingerprints(run))
-    parts.append(Collapsible("configuration", [Listing("config.yaml", run.config)]))
-    return Section("origin", "Configuration and fingerprints", parts)
+        yield Collapsible("provenance of the run", [table])
+    yield _fingerprints(run)
+    yield Collapsible("configuration", [Listing("config.yaml", run.config)])
 
 
 def _fingerprints(run: RunFiles) -> Table:
     hashes = {out: dict(report.setting["fingerprints"]) for out, report in run.reports.items()}
-    trained = dict((run.manifest or {}).get("fingerprints") or {})
-    if trained:
-        hashes = {"training": trained, **hashes}
+    if trained := (run.manifest or {}).get("fingerprints"):
+        hashes = {"training": dict(trained), **hashes}
     names = dict.fromkeys(name for column in hashes.values() for name in column)
     rows = [
         [name, *(str(column.get(name, "-"))[:16] for column in hashes.values())] for name in names
@@ -139,9 +132,3 @@ def _fingerprints(run: RunFiles) -> Table:
         "their texts, tokenizer of its rules."
     )
     return text_table("fingerprints", ["of", *hashes], rows, definition)
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return str(value)

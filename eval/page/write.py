@@ -1,8 +1,7 @@
 """Rendering of a page to `report.html`, self-contained, and `report.md`, for a model card.
 
 Jinja escapes all text of the html. Characters that are invalid in a page (controls, lone
-surrogates) are replaced in both. The Content-Security-Policy forbids scripts and external
-resources.
+surrogates) are replaced in both.
 """
 
 import html
@@ -37,11 +36,7 @@ BLANKS = re.compile("\n{3,}")
 
 
 def write_page(page: Page, folder: Path) -> list[Path]:
-    """Write both files.
-
-    Raises:
-        RunError: the disk is full or the folder cannot be written.
-    """
+    """Write both files; RunError: the disk is full or the folder cannot be written."""
     files = {"report.html": as_html(page), "report.md": as_markdown(page)}
     for name, text in files.items():
         write(folder / name, text.encode())
@@ -61,9 +56,7 @@ def as_markdown(page: Page) -> str:
 
 def _define_once(page: Page, kinds: tuple[type, ...]) -> Page:
     """Keep parts of these kinds, and each definition at its first use in a section."""
-    sections = [
-        section._replace(parts=_once(section.parts, kinds, set())) for section in page.sections
-    ]
+    sections = [s._replace(parts=_once(s.parts, kinds, set())) for s in page.sections]
     return page._replace(sections=[section for section in sections if section.parts])
 
 
