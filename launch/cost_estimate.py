@@ -5,11 +5,11 @@ divided by this machine's rate, measured in a quarter of a second of matrix prod
 """
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from outrider.conf.schema import Config
 from outrider.launch import memory
 from outrider.train.teacher import max_logits
 
@@ -29,29 +29,27 @@ class Cost(NamedTuple):
     seconds: float  # of one optimizer step
 
 
-def existing_parent(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+def trained_parameters(run: "Trainer") -> int:
+    """Return the number of trained parameters."""
+    return sum(p.numel() for p in run.objective.parameters() if p.requires_grad)
 
 
 def estimate(run: "Trainer") -> Cost:
     """Estimate memory, disk and time of a run on this machine."""
-    trained = [p for p in run.objective.parameters() if p.requires_grad]
-    size = sum(p.numel() for p in trained)
-    tokens = run.config.train.batch_tokens
-    bytes_of = 2 if run.config.launch.precision == "bf16" else 4
-    supervised = run.data.train.supervised
-    parts = memory.memory_by_part(
-        run.config, memory.ParameterCounts.of(run.target.model), run.target.shape(), run.drafter,
-        run.accelerator.num_processes, max_logits(run.target.device), supervised,
-    )  # fmt: skip
+    size, tokens = trained_parameters(run), run.config.train.batch_tokens
     disk = (run.config.train.keep_last + 1) * 12 * size + 3 * 4 * size
-    rate = EFFICIENCY * matmul_rate(bytes_of)
-    flops = _flops(run, size, supervised * tokens, tokens)
-    return Cost(sum(parts.values()), disk, flops, flops / rate / run.accelerator.num_processes)
+    rate = EFFICIENCY * matmul_rate(2 if run.config.launch.precision == "bf16" else 4)
+    flops = _flops(run, size, run.data.train.supervised * tokens, tokens)
+    memory_bytes = sum(memory_of_run(run, run.config).values())
+    return Cost(memory_bytes, disk, flops, flops / rate / run.accelerator.num_processes)
+
+
+def memory_of_run(run: "Trainer", config: Config) -> dict[str, float]:
+    """Return the bytes per rank of each part of `outrider memory`, of a run with this `config`."""
+    return memory.memory_by_part(
+        config, memory.ParameterCounts.of(run.target.model), run.target.shape(), run.drafter,
+        run.accelerator.num_processes, max_logits(run.target.device), run.data.train.supervised,
+    )  # fmt: skip
 
 
 def _flops(run: "Trainer", size: int, rows: float, tokens: int) -> float:

@@ -22,7 +22,7 @@ from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
 from outrider.launch import cli, cost_estimate
 from outrider.launch.bench.machine import resident_bytes
-from outrider.launch.doctor import costs, ranks, target, template, text, trial_steps, vocabulary
+from outrider.launch.doctor import costs, ranks, target, template, text, trial_steps
 from outrider.launch.doctor.finding import (
     Finding,
     FindingGroup,
@@ -261,7 +261,7 @@ def test_questions_of_the_suite_are_found_and_all_other_checks_still_run(
 
 
 def test_the_curve_is_the_coverage_of_the_most_frequent_tokens(made: TrainingData) -> None:
-    points = dict(vocabulary.curve(made, 100))
+    points = dict(text.vocabulary_curve(made, 100))
     assert {100, 1536} <= set(points)
     order = made.counts.sort(descending=True, stable=True).indices
     for size, share in points.items():
@@ -274,7 +274,7 @@ def test_the_curve_is_the_coverage_of_the_most_frequent_tokens(made: TrainingDat
 def test_small_draft_vocabularies_are_found(
     made: TrainingData, size: int | None, state: str
 ) -> None:
-    finding = vocabulary.coverage(made, size)
+    finding = text.vocabulary(made, size)
     assert finding.state == state
     assert finding.message.count("<- this run") == 1
     assert ("raise drafter.draft_vocab_size" in finding.fix) == (state != "ok")
@@ -283,7 +283,7 @@ def test_small_draft_vocabularies_are_found(
 def test_large_vocabularies_have_the_usual_sizes(made: TrainingData) -> None:
     counts = torch.ones(50_000, dtype=torch.long)
     wide = replace(made, counts=counts, held_counts=counts)
-    sizes = [size for size, _ in vocabulary.curve(wide, 20_000)]
+    sizes = [size for size, _ in text.vocabulary_curve(wide, 20_000)]
     assert sizes == [1024, 2048, 4096, 8192, 16384, 20_000, 32768, 50_000]
 
 

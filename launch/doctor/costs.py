@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.schema import Config
-from outrider.launch.cost_estimate import Cost, existing_parent
+from outrider.launch.cost_estimate import Cost
 from outrider.launch.doctor.finding import Finding, State, format_bytes, format_seconds
+from outrider.train.checkpoint import list_checkpoints
 from outrider.train.trainer import Trainer
 
 TEXT_BYTES = 4  # per token of generated text
@@ -26,7 +27,8 @@ def disk(run: Trainer, cost: Cost, text: float = 0.0, recording: float = 0.0) ->
         text: bytes of text still to be generated.
         recording: bytes of features still to be recorded.
     """
-    free = shutil.disk_usage(existing_parent(run.folder)).free
+    parents = (run.folder, *run.folder.absolute().parents)
+    free = shutil.disk_usage(next(parent for parent in parents if parent.exists())).free
     facts: dict[str, Any] = {"checkpoints": cost.disk, "free": free, "text_to_write": text}
     message = f"about {format_bytes(cost.disk)} in {run.folder}, {format_bytes(free)} free"
     if run.data.recorded is not None:
@@ -42,31 +44,15 @@ def disk(run: Trainer, cost: Cost, text: float = 0.0, recording: float = 0.0) ->
     if free < needed:
         fix = "Free disk space, choose another run.dir, or lower train.keep_last."
         return Finding("disk", "wrong", message, facts, fix)
-    fix = "Little disk space will be left." if free < 2 * needed else ""
-    return Finding("disk", "note" if fix else "ok", message, facts, fix)
-
-
-def tokens_to_write(config: Config, mean_length: float, answers: int) -> float:
-    """Return the most tokens that data=self generates: every answer as long as allowed.
-
-    Args:
-        mean_length: tokens of a sample's documents, prompts included.
-        answers: how many are generated.
-    """
-    generate = config.data.generate
-    assert generate is not None, "data=self has it"
-    longest = min(config.data.max_length, mean_length + generate.max_new_tokens)
-    return answers * longest
+    state: State = "note" if free < 2 * needed else "ok"
+    return Finding("disk", state, message, facts, "Little disk space will be left.")
 
 
 def time(run: Trainer, cost: Cost) -> Finding:
     """Report the estimated time of a step and of training."""
     train = run.config.train
-    limits = []
-    if train.max_steps:
-        limits.append(format_seconds(cost.seconds * train.max_steps))
-    if train.max_minutes:
-        limits.append(f"at most {train.max_minutes:g} min")
+    limits = [format_seconds(cost.seconds * train.max_steps)] if train.max_steps else []
+    limits += [f"at most {train.max_minutes:g} min"] if train.max_minutes else []
     each = f"about {cost.seconds:.2g} s per step of {run.rows} rows"
     message = f"{each}; training takes {', '.join(limits)} (estimated)"
     return Finding("time", "ok", message, {"seconds_per_step_by_sums": cost.seconds})
@@ -75,19 +61,16 @@ def time(run: Trainer, cost: Cost) -> Finding:
 def learning_rate(run: Trainer) -> Finding:
     """Check the learning rate: one tuned for small hidden sizes is too high for large ones."""
     lr, hidden = run.config.train.lr, run.target.shape().hidden
-    facts = {"lr": lr, "hidden": hidden}
     message = f"train.lr={lr:g}, hidden size {hidden}"
     fix = "This rate suits the embedded target. Start near 5e-4, or 5e-5 (EAGLE-3)."
     state: State = "note" if hidden >= WIDE and lr > FAST else "ok"
-    return Finding("rate", state, message, facts, fix)
+    return Finding("rate", state, message, {"lr": lr, "hidden": hidden}, fix)
 
 
 def run_folder(config: Config) -> Finding:
     """Report whether the run starts anew or resumes."""
-    from outrider.train import checkpoint
-
     folder = Path(config.run.dir)
-    steps = checkpoint.list_checkpoints(folder / "checkpoints")
+    steps = list_checkpoints(folder / "checkpoints")
     facts = {"folder": str(folder), "checkpoints": len(steps)}
     if steps and config.train.resume != "never":
         message = f"{folder} holds a run; training resumes from {steps[-1].name}"

@@ -53,24 +53,17 @@ def with_state(groups: Sequence[FindingGroup], state: State) -> Iterator[Finding
 
 
 def print_findings(console: Console, groups: Sequence[FindingGroup]) -> None:
-    """Print a table per group."""
-    for group in groups:
-        if group.findings:
-            console.print(findings_table(group.name, group.findings))
-
-
-def findings_table(title: str, findings: Sequence[Finding]) -> Table:
-    """Return a table with the columns state, check, and message with the fix below."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for one in findings:
-        text = Text(one.message)
-        if one.fix:
-            text.append(f"\n{one.fix}", style=COLOURS[one.state])
-        table.add_row(Text(one.state, style=COLOURS[one.state]), one.name, text)
-    return table
+    """Print a table per group: state, check, and message with the fix below."""
+    for title, findings in groups:
+        table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+        for no_wrap in (True, True, False):
+            table.add_column(no_wrap=no_wrap)
+        for one in findings:
+            text = Text(one.message)
+            if one.fix:
+                text.append(f"\n{one.fix}", style=COLOURS[one.state])
+            table.add_row(Text(one.state, style=COLOURS[one.state]), one.name, text)
+        console.print(table)
 
 
 def verdict(groups: Sequence[FindingGroup]) -> str:
@@ -96,11 +89,7 @@ def to_json(groups: Sequence[FindingGroup]) -> dict[str, Any]:
 
 
 def require_none_wrong(findings: Sequence[Finding]) -> None:
-    """Refuse to train if a finding is wrong.
-
-    Raises:
-        RunError: it names every wrong finding with its fix.
-    """
+    """Refuse to train if a finding is wrong: a RunError names all of these with their fixes."""
     wrong = [one for one in findings if one.state == "wrong"]
     if wrong:
         messages = "\n  ".join(f"{one.name}: {one.message}" for one in wrong)
@@ -108,15 +97,14 @@ def require_none_wrong(findings: Sequence[Finding]) -> None:
         raise RunError(f"Training cannot start:\n  {messages}", fixes)
 
 
-def format_bytes(size: int | float) -> str:
+def format_bytes(size: float) -> str:
     """Return a size with its unit."""
-    for unit, scale in (("GB", 2**30), ("MB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 2**10:.0f} kB"
+    if size >= 2**30:
+        return f"{size / 2**30:.1f} GB"
+    return f"{size / 2**20:.1f} MB" if size >= 2**20 else f"{size / 2**10:.0f} kB"
 
 
-def format_seconds(seconds: int | float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a duration with its unit."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} h"

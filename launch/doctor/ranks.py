@@ -5,19 +5,17 @@ import torch
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import matmul_rate
-from outrider.launch.doctor.finding import Finding, State
+from outrider.launch.doctor.finding import Finding
 from outrider.models import process
 from outrider.train import distributed
 from outrider.train.manifest import versions
 
 FASTER = 1.3  # speed ratio from which the other precision is recommended
-GIGA = 1e9
 
 
 def launcher(config: Config) -> Finding:
     """Report world size, backend and device, and whether launcher and configuration agree."""
-    launch, world = config.launch, process.world_size()
-    gpus = torch.cuda.device_count()
+    launch, world, gpus = config.launch, process.world_size(), torch.cuda.device_count()
     backend = process.backend() if world > 1 else None
     facts = {"launch": launch.name, "ranks": world, "device": str(process.device()), "gpus": gpus,
              "backend": backend, "wait_minutes": launch.wait}  # fmt: skip
@@ -38,16 +36,14 @@ def libraries(config: Config) -> Finding:
     """Report versions; DeepSpeed must be installed if the launch uses it."""
     installed = versions()
     message = "  ".join(f"{name} {version}" for name, version in installed.items())
-    if config.launch.name.startswith("zero") and installed["deepspeed"] == "not installed":
-        fix = "Run pip install deepspeed, or use launch=ddp."
-        return Finding("libraries", "wrong", message, {"versions": installed}, fix)
-    return Finding("libraries", "ok", message, {"versions": installed})
+    fix = "Run pip install deepspeed, or use launch=ddp."
+    missing = config.launch.name.startswith("zero") and installed["deepspeed"] == "not installed"
+    return Finding("libraries", "wrong" if missing else "ok", message, {"versions": installed}, fix)
 
 
 def threads() -> Finding:
     """Compare the threads of the ranks on this machine with its cores."""
-    local = process.local_world_size()
-    cores = process.available_cores()
+    local, cores = process.local_world_size(), process.available_cores()
     each = torch.get_num_threads()
     facts = {"threads": each, "cores": cores, "ranks_here": local}
     message = f"{each} per rank, {local} rank(s) on this machine, {cores} cores"
@@ -66,14 +62,12 @@ def precision(config: Config) -> Finding:
     facts = {"launch_precision": config.launch.precision, "target_dtype": config.target.dtype,
              "bf16_works": half > 0, "bf16_flops": half, "fp32_flops": full}  # fmt: skip
     if not half:
-        state: State = "wrong" if bf16 else "ok"
+        message = "this device has no bfloat16 matrix products"
         fix = "Use launch.precision=no and target.dtype=float32."
-        return Finding(
-            "precision", state, "this device has no bfloat16 matrix products", facts, fix
-        )
+        return Finding("precision", "wrong" if bf16 else "ok", message, facts, fix)
     message = (
         f"launch.precision={config.launch.precision}, target.dtype={config.target.dtype}; matrix "
-        f"products in bfloat16: {half / GIGA:.0f} GFLOP/s, in float32: {full / GIGA:.0f}"
+        f"products in bfloat16: {half / 1e9:.0f} GFLOP/s, in float32: {full / 1e9:.0f}"
     )
     fix = ""
     if config.target.dtype == "float16" and process.device().type == "cpu":

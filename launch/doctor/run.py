@@ -3,8 +3,7 @@
     outrider doctor drafter=eagle3 target=tiny json=doctor.json
 
 Exit code 0: training can start; 1: a finding is wrong; 2: a configuration error. Text that the
-target has not generated yet is checked on a short sample. `print_start_summary` is the short form
-that `train` prints, without measurements.
+target has not generated yet is checked on a short sample.
 """
 
 import sys
@@ -27,17 +26,8 @@ from outrider.data.self_generated import answers_exist, load_prompts
 from outrider.data.tokenise import show_samples
 from outrider.data.training_data import TrainingData
 from outrider.launch import cost_estimate
-from outrider.launch.doctor import costs, ranks, target, template, text, trial_steps, vocabulary
-from outrider.launch.doctor.finding import (
-    Finding,
-    FindingGroup,
-    findings_table,
-    print_findings,
-    require_none_wrong,
-    to_json,
-    verdict,
-    with_state,
-)
+from outrider.launch.doctor import costs, finding, ranks, target, template, text, trial_steps
+from outrider.launch.doctor.finding import Finding, FindingGroup
 from outrider.models import drafters, load, process
 from outrider.models.load import LoadedTarget
 from outrider.train.trainer import Trainer
@@ -51,9 +41,9 @@ def doctor(config: Config, options: DoctorConfig) -> int:
     main = process.rank() == 0
     console = Console(quiet=not main, width=None if sys.stdout.isatty() else 100)
     groups = run_checks(config, options, console)
-    print_findings(console, groups)
-    console.print(verdict(groups), style="bold")
-    result = to_json(groups)
+    finding.print_findings(console, groups)
+    console.print(finding.verdict(groups), style="bold")
+    result = finding.to_json(groups)
     if options.json and main:
         write_json(Path(options.json).expanduser(), result)
         console.print(f"written: {options.json}", highlight=False)
@@ -65,14 +55,14 @@ def run_checks(config: Config, options: DoctorConfig, console: Console) -> list[
     """Return every group of findings; checks that an earlier failure prevents are left out."""
     findings = [ranks.launcher(config), ranks.libraries(config), ranks.threads()]
     groups = [FindingGroup("launcher", [*findings, ranks.precision(config)])]
-    if any(with_state(groups, "wrong")):
+    if any(finding.with_state(groups, "wrong")):
         return groups
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
     try:
         loaded = load.load_target(config.target, process.device())
     except (ConfigError, RunError) as error:
-        return [*groups, FindingGroup("target", [error_finding("probe", error)])]
+        return [*groups, FindingGroup("target", [_error_finding("probe", error)])]
     return [*groups, *_check_run(config, options, console, loaded)]
 
 
@@ -83,15 +73,18 @@ def _check_run(
     target_findings = [target.target_check(loaded)]
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     loaded.target.set_taps(taps)
-    generated = config.data.generate is not None and config.data.traces is None
-    sampled = generated and not answers_exist(config, loaded)
-    if sampled:
+    generate = config.data.generate
+    sampled = generate is not None and config.data.traces is None
+    sampled = sampled and not answers_exist(config, loaded)
+    if generate and sampled:  # a sample takes seconds
         console.print(f"self-generated text is checked on a sample of {SAMPLE} answers")
-        config = sample_config(config)
+        tokens = min(64, generate.max_new_tokens)
+        sample = replace(generate, samples=SAMPLE, minutes=None, max_new_tokens=tokens)
+        config = replace(config, data=replace(config.data, generate=sample))
     try:
         data, overlap = _load_text(config, loaded, taps)
     except (ConfigError, RunError) as error:
-        text_findings = [error_finding("text", error)]
+        text_findings = [_error_finding("text", error)]
         return [FindingGroup("target", target_findings), FindingGroup("text", text_findings)]
     show_samples(Reporter(console), loaded.tokenizer, data.documents)
     run = Trainer(config, loaded, data, begin=False)
@@ -99,11 +92,11 @@ def _check_run(
     text_findings = [
         text.mask(loaded, data), text.sources(data.documents), text.conversations(data),
         text.rows(config, data), text.overlap(config, data, overlap),
-        vocabulary.coverage(data, config.drafter.draft_vocab_size),
+        text.vocabulary(data, config.drafter.draft_vocab_size),
     ]  # fmt: skip
     groups = [
         FindingGroup("target", target_findings),
-        FindingGroup("template", _check_template(config, loaded, data, options.conversations)),
+        FindingGroup("template", template.checks(config, loaded, data, options.conversations)),
         FindingGroup("text", text_findings),
         FindingGroup("costs", _check_costs(run, loaded, options, sampled)),
     ]
@@ -111,20 +104,11 @@ def _check_run(
     return groups
 
 
-def error_finding(name: str, error: ConfigError | RunError) -> Finding:
+def _error_finding(name: str, error: ConfigError | RunError) -> Finding:
     """Return an error that would end a run as a finding."""
     if isinstance(error, ConfigError):
         return Finding(name, "wrong", f"{error.key}={error.value}: {error.why}", {}, error.fix)
     return Finding(name, "wrong", error.message, {}, error.fix)
-
-
-def sample_config(config: Config) -> Config:
-    """Return the configuration with a sample of the self-generated text, which takes seconds."""
-    generate = config.data.generate
-    assert generate is not None, "only data=self has it"
-    tokens = min(64, generate.max_new_tokens)
-    sample = replace(generate, samples=SAMPLE, minutes=None, max_new_tokens=tokens)
-    return replace(config, data=replace(config.data, generate=sample))
 
 
 def _load_text(
@@ -144,20 +128,7 @@ def _load_text(
 def _recorder(config: Config, loaded: LoadedTarget, data: TrainingData) -> Recorder | None:
     """The recorder of the run, None if it records no features."""
     settings = None if config.data.traces is not None else recording_config(config)
-    if settings is None:
-        return None
-    return Recorder(settings, loaded, data, Reporter.silent())
-
-
-def _check_template(
-    config: Config, loaded: LoadedTarget, data: TrainingData, conversations: int
-) -> list[Finding]:
-    dialogues = template.sample_dialogues(config, loaded, data.documents, conversations)
-    return [
-        template.prefix(loaded.tokenizer, dialogues, config.data.max_length),
-        template.thinking(loaded.tokenizer, config.target, dialogues),
-        template.date(loaded.tokenizer),
-    ]
+    return Recorder(settings, loaded, data, Reporter.silent()) if settings else None
 
 
 def _check_costs(
@@ -182,9 +153,10 @@ def _bytes_to_write(run: Trainer, loaded: LoadedTarget, sampled: bool) -> tuple[
     """
     config, documents = run.config, run.data.documents
     tokens = total = float(sum(len(document.ids) for document in documents))
-    if sampled:
+    if sampled and config.data.generate:  # every answer as long as allowed
+        longest = tokens / len(documents) + config.data.generate.max_new_tokens
         prompts = load_prompts(config, loaded, None, Reporter.silent())
-        total = costs.tokens_to_write(config, tokens / len(documents), len(prompts))
+        total = len(prompts) * min(config.data.max_length, longest)
     recorder = None if run.data.recorded else _recorder(config, loaded, run.data)
     recording = recorder.size() * total / tokens if recorder else 0.0
     return costs.TEXT_BYTES * total * sampled, recording
@@ -197,11 +169,11 @@ def require_trainable(config: Config, loaded: LoadedTarget, data: TrainingData) 
         RunError: no token is supervised, or the draft vocabulary covers too few.
     """
     size = config.drafter.draft_vocab_size
-    require_none_wrong([text.mask(loaded, data), vocabulary.coverage(data, size, brief=True)])
+    finding.require_none_wrong([text.mask(loaded, data), text.vocabulary(data, size, brief=True)])
 
 
 def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget) -> None:
-    """Print the quick checks on the main rank, in less than a second.
+    """Print the quick checks on the main rank, in less than a second and without measurements.
 
     Raises:
         RunError: a finding is wrong.
@@ -209,10 +181,11 @@ def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget)
     cost, data, config = cost_estimate.estimate(run), run.data, run.config
     always = [
         target.drafter(run),
-        vocabulary.coverage(data, config.drafter.draft_vocab_size, brief=True),
+        text.vocabulary(data, config.drafter.draft_vocab_size, brief=True),
         costs.memory(run, cost), costs.disk(run, cost), costs.time(run, cost),
     ]  # fmt: skip
     unusual = [text.mask(loaded, data), text.rows(config, data), costs.learning_rate(run)]
     findings = always + [one for one in unusual if one.state != "ok"]
-    console.print(findings_table(f"{config.drafter.name} for {run.target.name}", findings))
-    require_none_wrong(findings)
+    title = f"{config.drafter.name} for {run.target.name}"
+    finding.print_findings(console, [FindingGroup(title, findings)])
+    finding.require_none_wrong(findings)

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 from outrider.conf.errors import RunError
 from outrider.conf.schema import THINKING_ARG, Config, TargetConfig
 from outrider.data.conversations import Message, Summary, read_conversations
+from outrider.data.reporter import Reporter
 from outrider.data.self_generated import conversation_source, load_prompts
 from outrider.data.sources import data_source
 from outrider.data.tokenise import Document, conversation_key, render, render_prompt
+from outrider.data.training_data import TrainingData
 from outrider.launch.doctor.finding import Finding
 from outrider.models.load import LoadedTarget
 
@@ -41,37 +43,39 @@ class PrefixMismatch(NamedTuple):
     """A dialogue whose first turns do not render to a prefix of the whole."""
 
     case: str  # of CASES
-    turns: int  # number of first turns
     before: str  # text around the first difference, of the first turns and of the whole
     after: str
 
 
-def sample_dialogues(
+def checks(config: Config, loaded: LoadedTarget, data: TrainingData, count: int) -> list[Finding]:
+    """Run all checks of this file on the first `count` conversations of each source."""
+    tokenizer, dialogues = loaded.tokenizer, _sample(config, loaded, data.documents, count)
+    return [
+        prefix(tokenizer, dialogues, config.data.max_length),
+        thinking(tokenizer, config.target, dialogues),
+        date(tokenizer),
+    ]
+
+
+def _sample(
     config: Config, loaded: LoadedTarget, documents: Sequence[Document], count: int
 ) -> list[Dialogue]:
     """Return the first conversations of the data; with data=self those with generated answers."""
-    dialogues: list[Dialogue] = []
-    if config.data.name == "self":
-        dialogues += islice(_generated(config, loaded, documents), count)
-        if config.data.given is not None:
-            given = data_source(config.data.given, "data.given", skip_bad=config.data.skip_bad)
-            dialogues += islice(read_conversations(given, Summary()), count)
-    else:
-        source = conversation_source(config.data)
-        dialogues += islice(read_conversations(source, Summary()), count)
+    data = config.data
+    if data.name != "self":
+        return list(islice(read_conversations(conversation_source(data), Summary()), count))
+    dialogues: list[Dialogue] = list(islice(_generated(config, loaded, documents), count))
+    if data.given is not None:
+        given = data_source(data.given, "data.given", skip_bad=data.skip_bad)
+        dialogues += islice(read_conversations(given, Summary()), count)
     return dialogues
 
 
 def _generated(
     config: Config, loaded: LoadedTarget, documents: Sequence[Document]
 ) -> Iterator[Dialogue]:
-    from rich.console import Console
-
-    from outrider.data.reporter import Reporter
-
     assert config.data.generate is not None, "data=self has it"
-    limit = config.data.generate.samples
-    prompts = load_prompts(config, loaded, limit, Reporter(Console(quiet=True)))
+    prompts = load_prompts(config, loaded, config.data.generate.samples, Reporter.silent())
     known = {document.key: document for document in documents}
     for prompt in prompts:
         opening = prompt.first_messages()
@@ -81,18 +85,11 @@ def _generated(
             yield [*opening, Message(role="assistant", content=answer)]
 
 
-def extended_dialogues(dialogues: Sequence[Dialogue]) -> list[Dialogue]:
-    """Return neighbours joined to one dialogue, and one dialogue with an empty last answer."""
-    joined = [[*one, *_without_system(other)] for one, other in pairwise(dialogues)]
-    empty = [[*dialogue[:-1], Message(role="assistant", content="")] for dialogue in dialogues[:1]]
-    return [*joined, *empty]
-
-
 def _without_system(dialogue: Dialogue) -> list[Message]:
     return [turn for turn in dialogue if turn["role"] != "system"]
 
 
-def find_mismatch(tokenizer: Any, dialogue: Dialogue) -> PrefixMismatch | None:
+def _find_mismatch(tokenizer: Any, dialogue: Dialogue) -> PrefixMismatch | None:
     """Return the first turns that do not render to a prefix of one turn more, or None.
 
     First turns before an answer include the generation prompt, as at decoding.
@@ -109,15 +106,12 @@ def find_mismatch(tokenizer: Any, dialogue: Dialogue) -> PrefixMismatch | None:
         if answered and case == "prompt":
             bare = render_prompt(tokenizer, dialogue[:turns], prompt=False)[1]
             case = "prompt" if ids[: len(bare)] == bare else "turn"
-        return PrefixMismatch(case, turns, *_difference(tokenizer, short_ids, ids))
+        pairs = enumerate(zip(short_ids, ids, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(short_ids), len(ids)))
+        window = slice(max(0, at - NEAR), at + NEAR)
+        before, after = (tokenizer.decode(part[window]) for part in (short_ids, ids))
+        return PrefixMismatch(case, before, after)
     return None
-
-
-def _difference(tokenizer: Any, short: list[int], long: list[int]) -> tuple[str, str]:
-    pairs = zip(short, long, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(short), len(long)))
-    window = slice(max(0, at - NEAR), at + NEAR)
-    return tokenizer.decode(short[window]), tokenizer.decode(long[window])
 
 
 def prefix(tokenizer: Any, dialogues: Sequence[Dialogue], max_length: int) -> Finding:
@@ -125,42 +119,46 @@ def prefix(tokenizer: Any, dialogues: Sequence[Dialogue], max_length: int) -> Fi
     if not getattr(tokenizer, "chat_template", None):
         message = "no chat template: turns are joined as plain text and tokenised one by one"
         return Finding("prefix", "ok", message, {"dialogues": 0, "breaks": 0})
-    candidates = [*dialogues, *extended_dialogues(dialogues)]
+    more = [[*one, *_without_system(other)] for one, other in pairwise(dialogues)]
+    more += [[*one[:-1], Message(role="assistant", content="")] for one in dialogues[:1]]
     try:
-        parts = [find_mismatch(tokenizer, dialogue) for dialogue in dialogues]
+        parts = [_find_mismatch(tokenizer, dialogue) for dialogue in dialogues]
         rendered = [render(tokenizer, dialogue, max_length=max_length) for dialogue in dialogues]
     except RunError as error:
-        return Finding("prefix", "wrong", error.message, {"dialogues": len(candidates)}, error.fix)
-    for dialogue in candidates[len(dialogues) :]:
+        facts: dict[str, Any] = {"dialogues": len(dialogues) + len(more)}
+        return Finding("prefix", "wrong", error.message, facts, error.fix)
+    for dialogue in more:
         with suppress(RunError):  # the template need not render dialogues that the data lacks
-            parts.append(find_mismatch(tokenizer, dialogue))
+            parts.append(_find_mismatch(tokenizer, dialogue))
     mismatches = [part for part in parts if part is not None]
     cases = Counter(part.case for part in mismatches)
     facts = {"dialogues": len(parts), "breaks": len(mismatches), "cases": dict(cases)}
     if not mismatches:
         message = f"{len(parts)} dialogues: first turns always render to a prefix of the whole"
         return Finding("prefix", "ok", message, facts)
-    facts |= {"before": mismatches[0].before, "after": mismatches[0].after}
-    searched, answers = sum(doc.rewritten for doc in rendered), sum(map(_answers, dialogues))
-    facts |= {"answers": answers, "answers_sought_in_text": searched}
+    _, before, after = mismatches[0]
+    searched = sum(document.rewritten for document in rendered)
+    answers = len(_answers(dialogues))
+    facts |= {"before": before, "after": after, "answers": answers,
+              "answers_sought_in_text": searched}  # fmt: skip
     lines = [f"{count} of {len(parts)} dialogues: {CASES[case]}" for case, count in cases.items()]
-    lines.append(f"{mismatches[0].before!r} becomes {mismatches[0].after!r}")
-    lines.append(
+    lines += [
+        f"{before!r} becomes {after!r}",
         f"{searched} of {answers} answers follow other tokens than at decoding; they are "
-        "supervised where the rendered text has them"
-    )
+        "supervised where the rendered text has them",
+    ]
     fix = " ".join(FIXES[case] for case in cases)
     return Finding("prefix", "note", "\n".join(lines), facts, fix)
 
 
-def _answers(dialogue: Dialogue) -> int:
-    return sum(turn["role"] == "assistant" for turn in dialogue)
+def _answers(dialogues: Sequence[Dialogue]) -> list[str]:
+    turns = chain.from_iterable(dialogues)
+    return [turn["content"] for turn in turns if turn["role"] == "assistant"]
 
 
 def thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]) -> Finding:
     """Compare target.thinking with the thoughts in the answers."""
-    turns = chain.from_iterable(dialogues)
-    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    answers = _answers(dialogues)
     thinking_answers = sum(any(mark in answer for mark in THOUGHT_TAGS) for answer in answers)
     share = thinking_answers / max(1, len(answers))
     supported = THINKING_ARG in str(getattr(tokenizer, "chat_template", None))
@@ -168,9 +166,10 @@ def thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]
     flag = "not set" if target.thinking is None else str(target.thinking).lower()
     message = f"target.thinking is {flag}; {share:.0%} of {len(answers)} answers contain thoughts"
     if not supported:
+        lacks = f"the template has no {THINKING_ARG}"
         if not thinking_answers:
-            return Finding("thinking", "ok", f"the template has no {THINKING_ARG}", facts)
-        return Finding("thinking", "note", f"{message}; the template has no {THINKING_ARG}", facts)
+            return Finding("thinking", "ok", lacks, facts)
+        return Finding("thinking", "note", f"{message}; {lacks}", facts)
     fix = {
         None: f"The template decides about {THINKING_ARG} by itself: set target.thinking.",
         True: "The drafter is trained without thoughts: use data=self, or target.thinking=false.",
@@ -183,8 +182,7 @@ def thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]
 def date(tokenizer: Any) -> Finding:
     """Check whether the template inserts today's date, which makes text differ from day to day."""
     template = str(getattr(tokenizer, "chat_template", None))
-    fixed = "{% set date_string" in template
-    changing = "strftime_now" in template and not fixed
+    changing = "strftime_now" in template and "{% set date_string" not in template
     facts = {"inserts_today": changing}
     if not changing:
         return Finding("date", "ok", "the template does not insert today's date", facts)

@@ -1,6 +1,6 @@
-"""Checks of the training text: supervised tokens, sources, amount, overlap with the suite."""
+"""Checks of the training text: supervised tokens, sources, amount, overlap, draft vocabulary."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -24,6 +24,12 @@ ENDED = 0.9  # expected share of answers that end with a stop token
 IN_SUITE = "in the suite"
 DROPPED = ("bad row", IN_SUITE, "unknown shape", "no turns", "too long", "answers cut off")
 
+LADDER = (1024, 2048, 4096, 8192, 16384, 32768)  # sizes of a draft vocabulary
+SMALL = (16, 8, 4, 2)  # divisors of a vocabulary too small for LADDER
+ENOUGH = 0.9  # share of held-out answer tokens that the draft vocabulary covers
+USELESS = 0.5  # below it most answer tokens cannot be drafted
+BAR = 24  # characters
+
 
 def mask(loaded: LoadedTarget, data: TrainingData) -> Finding:
     """Check the share of supervised tokens, and that answers end with a stop token."""
@@ -35,17 +41,19 @@ def mask(loaded: LoadedTarget, data: TrainingData) -> Finding:
         fix = "Check data.supervise, data.max_length, and the answers in the chat template."
         return Finding("mask", "wrong", "no token is supervised", facts, fix)
     marked = [document for document in data.documents[:SAMPLE] if document.answer.any()]
-    ended, whole = _stop_token_share(loaded, marked)
+    stops = set(stop_ids(loaded.tokenizer, loaded.target))
+    last = [int(document.ids[document.answer][-1]) for document in marked if not document.cut]
+    ended = sum(i in stops for i in last) / max(1, len(last))
     facts |= {**_preview(loaded, marked[0]), "ended": ended}
     message = (
         f"{share:.1%} of {tokens:,} tokens are supervised; "
-        f"{ended:.0%} of {whole:,} answers end with a stop token"
+        f"{ended:.0%} of {len(last):,} answers end with a stop token"
     )
     fix = ""
     if share == 1:
         message = f"all tokens are supervised; {message}"
         fix = "The data has no prompts, or the template marks all of the text as answers."
-    elif whole and ended < ENDED:
+    elif last and ended < ENDED:
         fix = "The drafter does not learn to stop: check how the template ends a turn."
     return Finding("mask", "note" if fix else "ok", message, facts, fix)
 
@@ -59,62 +67,42 @@ def _preview(loaded: LoadedTarget, document: Document) -> dict[str, str]:
     }
 
 
-def _stop_token_share(loaded: LoadedTarget, documents: Sequence[Document]) -> tuple[float, int]:
-    """Share of the last answers that end with a stop token, and number of those not truncated."""
-    stops = set(stop_ids(loaded.tokenizer, loaded.target))
-    whole = [document for document in documents if not document.cut]
-    last = [int(document.ids[document.answer][-1]) for document in whole]
-    return sum(i in stops for i in last) / max(1, len(last)), len(last)
-
-
 def sources(documents: Sequence[Document]) -> Finding:
     """Check the supervised share of each source."""
-    count: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    by_source = defaultdict[str, list[Document]](list)
     for document in documents:
-        row = count[document.source]
-        row[0] += 1
-        row[1] += len(document.ids)
-        row[2] += int(document.answer.sum())
-    facts = {
-        name: {"conversations": n, "tokens": tokens, "share": marked / max(1, tokens)}
-        for name, (n, tokens, marked) in count.items()
-    }
-    lines = [
-        f"{name}: {f['share']:.1%} of {f['tokens']:,} tokens, {f['conversations']:,} conversations"
-        for name, f in facts.items()
-    ]
-    unsupervised = [name for name, f in facts.items() if f["share"] == 0]
-    fix = (
-        f"Nothing is learned from {', '.join(unsupervised)}: remove it, or fix it."
-        if unsupervised
-        else ""
-    )
+        by_source[document.source].append(document)
+    facts, lines = {}, []
+    for name, own in by_source.items():
+        tokens = sum(len(document.ids) for document in own)
+        share = sum(int(document.answer.sum()) for document in own) / max(1, tokens)
+        facts[name] = {"conversations": len(own), "tokens": tokens, "share": share}
+        lines.append(f"{name}: {share:.1%} of {tokens:,} tokens, {len(own):,} conversations")
+    unsupervised = ", ".join(name for name, one in facts.items() if one["share"] == 0)
+    fix = f"Nothing is learned from {unsupervised}: remove it, or fix it."
     state: State = "note" if unsupervised else "ok"
     return Finding("sources", state, "\n".join(lines), {"sources": facts}, fix)
 
 
 def conversations(data: TrainingData) -> Finding:
     """Check how many conversations were truncated, repaired and dropped."""
-    cases = {**data.about.get("cases", {})}
-    for case, count in data.about.get("given_cases", {}).items():
-        cases[case] = cases.get(case, 0) + count
-    facts = {"conversations": len(data.documents), "cases": cases}
+    cases = Counter[str](data.about.get("cases", {}))
+    cases.update(data.about.get("given_cases", {}))
     lines = [f"{len(data.documents):,} conversations"]
     lines += [f"{n:,} {case}: {RULES[case]}" for case, n in cases.items() if case != "used"]
-    lost = sum(cases.get(case, 0) for case in DROPPED)
-    cut = max(cases.get("cut", 0), sum(document.cut > 0 for document in data.documents))
-    seen = max(1, len(data.documents) + lost)
-    facts |= {"cut": cut, "left_out": lost}
+    lost = sum(cases[case] for case in DROPPED)
+    cut = max(cases["cut"], sum(document.cut > 0 for document in data.documents))
+    facts = {"conversations": len(data.documents), "cases": dict(cases), "cut": cut,
+             "left_out": lost}  # fmt: skip
     fix = "Raise data.max_length to truncate less." if cut > lost else "See the counts above."
-    state: State = "ok" if max(cut, lost) / seen < LOST else "note"
-    return Finding("conversations", state, "\n".join(lines), facts, fix)
+    few = max(cut, lost) / max(1, len(data.documents) + lost) < LOST
+    return Finding("conversations", "ok" if few else "note", "\n".join(lines), facts, fix)
 
 
 def rows(config: Config, data: TrainingData) -> Finding:
     """Check the passes over the data, and the number of held-out tokens."""
-    train, held = data.train, int(data.held_counts.sum())
+    train, held, steps = data.train, int(data.held_counts.sum()), config.train.max_steps
     each = config.train.batch_tokens // config.data.max_length
-    steps = config.train.max_steps
     passes = steps * each / len(train) if steps else None
     facts = {
         "rows": len(train), "length": train.length, "fill": train.fill, "step_rows": each,
@@ -142,34 +130,61 @@ def overlap(config: Config, data: TrainingData, refused: OverlapError | None) ->
     suite, policy = load_suite(config, None), config.data.overlap
     cases = (data.about.get(name, {}) for name in ("cases", "given_cases"))
     met = refused.count if refused else sum(these.get(IN_SUITE, 0) for these in cases)
-    facts = {
-        "suite": eval_source(config).location,
-        "prompts": len(suite),
-        "wish": policy,
-        "met": met,
-    }
+    facts: dict[str, Any] = {"suite": eval_source(config).location, "prompts": len(suite),
+                             "wish": policy, "met": met}  # fmt: skip
     if refused:
         return Finding("overlap", "wrong", refused.message, facts, refused.fix)
+    message = f"{met} conversations contain a near copy of a prompt of the suite: dropped"
+    fix = "This is data.overlap=drop."
     if policy == "keep":
-        return _kept_overlap(config, suite, facts)
-    if met:
-        message = f"{met} conversations contain a near copy of a prompt of the suite: dropped"
-        return Finding("overlap", "note", message, facts, "This is data.overlap=drop.")
-    message = f"no conversation contains a near copy of the suite's {len(suite)} prompts"
-    return Finding("overlap", "ok", message, facts)
+        hits = _search_overlap(config, suite)
+        met = len(hits)
+        facts |= {"met": met, "names": [name for name, _, _ in hits]}
+        lines = [f"{met} conversations contain a near copy of a prompt of the suite"]
+        lines += [f"{name} ({near:.0%}): {text[:SHOWN]!r}" for name, near, text in hits]
+        message = "\n".join(lines[: MAX_LISTED + 1])
+        fix = "They are trained on (data.overlap=keep): metrics on these prompts are biased."
+    if not met:
+        message = f"no conversation contains a near copy of the suite's {len(suite)} prompts"
+    return Finding("overlap", "note" if met else "ok", message, facts, fix)
 
 
-def _kept_overlap(config: Config, suite: Sequence[Prompt], facts: dict[str, Any]) -> Finding:
-    """With data.overlap=keep the overlap has not been searched yet."""
+def _search_overlap(config: Config, suite: Sequence[Prompt]) -> list[tuple[str, float, str]]:
+    """Return (prompt, similarity, text) of each overlap; data.overlap=keep has not searched it."""
     overlap_filter = OverlapFilter(suite, "drop")
     for question in islice(training_questions(config), config.data.max_samples):
         overlap_filter.overlaps(question)
-    hits = overlap_filter.hits
-    facts |= {"met": len(hits), "names": [name for name, _, _ in hits]}
-    if not hits:
-        message = f"no conversation contains a near copy of the suite's {len(suite)} prompts"
-        return Finding("overlap", "ok", message, facts)
-    lines = [f"{len(hits)} conversations contain a near copy of a prompt of the suite"]
-    lines += [f"{name} ({near:.0%}): {text[:SHOWN]!r}" for name, near, text in hits[:MAX_LISTED]]
-    fix = "They are trained on (data.overlap=keep): metrics on these prompts are biased."
-    return Finding("overlap", "note", "\n".join(lines), facts, fix)
+    return overlap_filter.hits
+
+
+def vocabulary_curve(data: TrainingData, size: int) -> list[tuple[int, float]]:
+    """Return (size, share of held-out answer tokens covered by the most frequent training tokens).
+
+    Args:
+        size: the draft vocabulary's, one of the sizes.
+    """
+    whole = len(data.counts)
+    ladder = LADDER if whole > 4 * LADDER[0] else [whole // part for part in SMALL]
+    sizes = {n for n in ladder if 0 < n < whole} | {size, whole}
+    return [(n, data.vocab(n).coverage(data.held_counts)) for n in sorted(sizes)]
+
+
+def vocabulary(data: TrainingData, chosen: int | None, brief: bool = False) -> Finding:
+    """Check the share of held-out answer tokens that the draft vocabulary covers.
+
+    Args:
+        chosen: `drafter.draft_vocab_size`.
+        brief: leave the curve over other sizes out.
+    """
+    whole = len(data.counts)
+    size = min(chosen or whole, whole)
+    share = data.vocab(size).coverage(data.held_counts)
+    points = [(size, share)] if brief else vocabulary_curve(data, size)
+    facts = {"size": size, "of": whole, "share": share, "curve": [list(point) for point in points]}
+    message = f"{size:,} of {whole:,} tokens cover {share:.2%} of the held-out answer tokens"
+    for n, part in points if not brief else ():
+        bar, here = "#" * round(BAR * part), "  <- this run" if n == size else ""
+        message += f"\n{n:>9,}  {bar:<{BAR}}  {part:7.2%}{here}"
+    state: State = "ok" if share >= ENOUGH else "wrong" if share < USELESS else "note"
+    fix = f"{1 - share:.1%} of the answer tokens cannot be drafted: raise drafter.draft_vocab_size."
+    return Finding("vocabulary", state, message, facts, fix)

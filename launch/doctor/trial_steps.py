@@ -6,6 +6,7 @@ extrapolated as a line, and the result is tried only where that is cheap. Reside
 compared with that before the first trial, because the allocator reuses the memory of earlier ones.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,12 +18,11 @@ import psutil
 import torch
 
 from outrider.data.batches import gather
-from outrider.launch import memory
 from outrider.launch.bench.machine import PeakMemory, resident_bytes
-from outrider.launch.cost_estimate import Cost
+from outrider.launch.cost_estimate import Cost, memory_of_run, trained_parameters
 from outrider.launch.doctor.finding import Finding, format_bytes, format_seconds
 from outrider.models import process
-from outrider.train.teacher import max_logits
+from outrider.train.loop import optimizer_step
 from outrider.train.trainer import Trainer
 
 USABLE = 0.8  # share of the free memory that a run may take; files and other processes need some
@@ -31,7 +31,7 @@ LONG = 5.0  # seconds that one trial may take
 SHORT = 2.0  # seconds that one trial for the line may take
 MAX_ROWS = 2**14
 MOMENTS = 8  # bytes of AdamW's moments per trained parameter, allocated in the first step
-CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
+CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 STEP_PARTS = ("unroll", "logits", "features", "forward")  # parts of `outrider memory`
 
 
@@ -44,10 +44,7 @@ class BatchTrial(NamedTuple):
 
 
 def largest_fitting(fits: Callable[[int], bool], most: int = MAX_ROWS) -> int:
-    """Return the largest number in 0..most that fits, if every smaller one does too.
-
-    It calls `fits` about 2 log2(result) times.
-    """
+    """Return the largest number in 0..most that fits, in about 2 log2(result) calls of `fits`."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -79,9 +76,8 @@ class MemoryLine(NamedTuple):
 def free_memory() -> float:
     """Return the free CPU memory per rank: of the machine, or of its container (cgroup)."""
     free = float(psutil.virtual_memory().available)
-    limits = [Path(name) for name in CGROUP]
-    if all(file.is_file() for file in limits):
-        limit, used = (file.read_text().strip() for file in limits)
+    if all(file.is_file() for file in CGROUP):
+        limit, used = (file.read_text().strip() for file in CGROUP)
         if limit.isdecimal() and used.isdecimal():
             free = min(free, max(0.0, float(limit) - float(used)))
     return free / max(1, process.local_world_size())
@@ -89,8 +85,8 @@ def free_memory() -> float:
 
 def forward_backward(run: Trainer, rows: int) -> float:
     """Run a forward and backward pass without the optimizer, and return its seconds."""
-    start, material = time.perf_counter(), run.data
-    batch = gather(material.train, torch.arange(rows) % len(material.train))
+    start = time.perf_counter()
+    batch = gather(run.data.train, torch.arange(rows) % len(run.data.train))
     denominators = torch.full((len(run.objective.weights),), float(batch.ids.numel()))
     with run.accelerator.autocast():
         loss, _ = run.objective(run.sources.train.trace(batch, run.target.device), denominators)
@@ -102,18 +98,16 @@ def forward_backward(run: Trainer, rows: int) -> float:
 
 def largest_batch(run: Trainer, cost: Cost) -> Finding:
     """Check how many rows of data.max_length fit into one pass of a rank."""
-    now = max(1, run.rows // (run.accelerator.num_processes * run.config.launch.accumulation))
-    estimated, length = _estimated_bytes(run), run.data.train.length
+    passes, length = _passes(run), run.data.train.length
+    now = max(1, run.rows // passes)
     facts: dict[str, Any] = {"rows_now": now, "by_sums": cost.memory, "length": length}
     if run.config.launch.name == "zero3" or (process.world_size() > 1 and run.target.is_remote):
         message = "not measured where ranks shard the weights: see outrider memory"
         return Finding("memory", "ok", message, facts)
     rows, method, measured = _on_gpu(run) if run.target.device.type == "cuda" else _on_cpu(run)
-    limit = measured.pop("room")
-    estimated_rows = largest_fitting(lambda rows: estimated(rows) <= limit)
-    facts |= {"rows": rows, "how": method, "rows_by_sums": estimated_rows, "room": limit,
-              "step_by_sums": estimated(now), **measured}  # fmt: skip
-    passes = run.accelerator.num_processes * run.config.launch.accumulation
+    estimated_rows = largest_fitting(lambda rows: _estimated_bytes(run, rows) <= measured["room"])
+    facts |= {"rows": rows, "how": method, "rows_by_sums": estimated_rows,
+              "step_by_sums": _estimated_bytes(run, now), **measured}  # fmt: skip
     prefix = "more than " if rows >= MAX_ROWS else ""
     message = (
         f"{prefix}{rows:,} rows of {length} tokens fit into one pass, the run uses {now} "
@@ -121,32 +115,21 @@ def largest_batch(run: Trainer, cost: Cost) -> Finding:
         f"{method}; estimated as in outrider memory: {estimated_rows:,} rows, "
         f"{format_bytes(cost.memory)} in total"
     )
-    if rows < now:
-        fix = "Lower train.batch_tokens, raise launch.accumulation, or use gradient checkpointing."
-        return Finding("memory", "wrong", message, facts, fix)
-    return Finding("memory", "ok", message, facts)
+    fix = "Lower train.batch_tokens, raise launch.accumulation, or use gradient checkpointing."
+    return Finding("memory", "wrong" if rows < now else "ok", message, facts, fix)
 
 
-def _estimated_bytes(run: Trainer) -> Callable[[int], float]:
-    """Bytes of a step beside the weights, by rows, estimated as in `outrider memory`."""
-    config, ranks = run.config, run.accelerator.num_processes
-    sizes, chunk = memory.ParameterCounts.of(run.target.model), max_logits(run.target.device)
-    trained = sum(p.numel() for p in run.objective.parameters() if p.requires_grad)
-
-    def total(rows: int) -> float:
-        tokens = rows * config.data.max_length * ranks * config.launch.accumulation
-        changed = replace(config, train=replace(config.train, batch_tokens=tokens))
-        parts = memory.memory_by_part(
-            changed, sizes, run.target.shape(), run.drafter, ranks, chunk,
-            run.data.train.supervised,
-        )  # fmt: skip
-        return sum(parts[name] for name in STEP_PARTS) + (MOMENTS + 4) * trained
-
-    return total
+def _passes(run: Trainer) -> int:
+    """Return the forward passes of a step over all ranks."""
+    return int(run.accelerator.num_processes * run.config.launch.accumulation)
 
 
-def _moments(run: Trainer) -> int:
-    return MOMENTS * sum(p.numel() for p in run.objective.parameters() if p.requires_grad)
+def _estimated_bytes(run: Trainer, rows: int) -> float:
+    """Bytes of a step beside the weights, estimated as in `outrider memory`."""
+    tokens = rows * run.config.data.max_length * _passes(run)
+    config = replace(run.config, train=replace(run.config.train, batch_tokens=tokens))
+    parts = memory_of_run(run, config)
+    return sum(parts[name] for name in STEP_PARTS) + (MOMENTS + 4) * trained_parameters(run)
 
 
 def _on_cpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
@@ -159,21 +142,17 @@ def _on_cpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
         line, last = MemoryLine.fit(trials[-2], trials[-1]), trials[-1]
         if 2 * last.seconds > SHORT or line.at(2 * last.rows) > TRIAL_SHARE * free:
             break
-    line = MemoryLine(line.fixed + _moments(run), line.each)
+    line = MemoryLine(line.fixed + MOMENTS * trained_parameters(run), line.each)
     rows = line.rows(USABLE * free)
     method = (
         f"extrapolated from resident memory at {trials[-2].rows} and {last.rows} rows to "
         f"{USABLE:.0%} of {format_bytes(free)} free"
     )
-    if (
-        rows > last.rows
-        and rows / last.rows * last.seconds < LONG
-        and line.at(rows) < TRIAL_SHARE * free
-    ):
+    is_quick = rows / last.rows * last.seconds < LONG
+    if rows > last.rows and is_quick and line.at(rows) < TRIAL_SHARE * free:
         trials.append(_trial(run, rows, before))
-        method += (
-            f"; measured {format_bytes(trials[-1].peak)}, predicted {format_bytes(line.at(rows))}"
-        )
+        peak, predicted = format_bytes(trials[-1].peak), format_bytes(line.at(rows))
+        method += f"; measured {peak}, predicted {predicted}"
     else:
         method += "; not tried"
     measured = {"room": USABLE * free, "row_bytes": line.each, "fixed_bytes": line.fixed}
@@ -189,7 +168,7 @@ def _trial(run: Trainer, rows: int, before: float) -> BatchTrial:
 def _on_gpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
     """As `_on_cpu`, by trials in the memory that AdamW's moments leave."""
     device, trials = run.target.device, list[BatchTrial]()
-    moments = torch.empty(_moments(run), dtype=torch.uint8, device=device)
+    moments = torch.empty(MOMENTS * trained_parameters(run), dtype=torch.uint8, device=device)
     free = float(torch.cuda.mem_get_info(device)[0])
     before = torch.cuda.memory_allocated(device)
 
@@ -226,10 +205,10 @@ def step_time(run: Trainer, steps: int, cost: Cost) -> Finding:
     if not seconds:
         fix = "Lower train.lr, or check the text: the loss of the first steps is not finite."
         return Finding("time", "wrong", "the loss of a step is not finite", {}, fix)
-    each, train = statistics.median(seconds), run.config.train
-    held, evaluations = _evaluation_seconds(run), (train.max_steps or 0) // train.eval_every + 1
-    whole = each * train.max_steps + held * evaluations if train.max_steps else None
-    ends = [end for end in (whole, 60 * train.max_minutes if train.max_minutes else None) if end]
+    each, held, train = statistics.median(seconds), _evaluation_seconds(run), run.config.train
+    ends = [60 * train.max_minutes] if train.max_minutes else []
+    if train.max_steps:
+        ends.append(each * train.max_steps + held * (train.max_steps // train.eval_every + 1))
     speed = run.rows * run.config.data.max_length / each
     facts = {"seconds_per_step": each, "spread": max(seconds) / min(seconds),
              "steps": len(seconds), "seconds_held_out": held, "tokens_per_second": speed,
@@ -244,8 +223,6 @@ def step_time(run: Trainer, steps: int, cost: Cost) -> Finding:
 
 def _timed_steps(run: Trainer, count: int) -> list[float]:
     """Seconds of each step; none if one is bad."""
-    from outrider.train.loop import optimizer_step
-
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0
     seconds = list[float]()
@@ -265,7 +242,7 @@ def _timed_steps(run: Trainer, count: int) -> list[float]:
 def _evaluation_seconds(run: Trainer) -> float:
     """Seconds of a held-out evaluation, extrapolated from one batch."""
     world, rows = run.accelerator.num_processes, run.data.held
-    size = max(1, run.rows // (world * run.config.launch.accumulation))
+    size = max(1, run.rows // _passes(run))
     batch = gather(rows, torch.arange(size) % len(rows))
     start = time.perf_counter()
     with run.accelerator.autocast():
@@ -273,5 +250,4 @@ def _evaluation_seconds(run: Trainer) -> float:
         run.objective(trace, torch.ones(len(run.objective.weights)), True)
     if run.target.device.type == "cuda":
         torch.cuda.synchronize()
-    batches = int(-(-len(rows) // (world * size)))
-    return batches * (time.perf_counter() - start)
+    return math.ceil(len(rows) / (world * size)) * (time.perf_counter() - start)
