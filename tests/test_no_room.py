@@ -111,11 +111,10 @@ def test_a_folder_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_gives_its_room_back(disk: Disk) -> None:
-    keep = checkpoint.RetentionPolicy(1)
-    checkpoint.save(disk.place, {"a": torch.zeros(1000)}, checkpoint.Progress(step=1), keep)
+    checkpoint.save(disk.place, {"a": torch.zeros(1000)}, checkpoint.Progress(step=1), 1, None)
     disk.fill(leave=8192)
     with pytest.raises(DiskFull, match=r"state.safetensors \(4.0 MB\)"):
-        checkpoint.save(disk.place, {"a": torch.zeros(10**6)}, checkpoint.Progress(step=2), keep)
+        checkpoint.save(disk.place, {"a": torch.zeros(10**6)}, checkpoint.Progress(step=2), 1, None)
     assert names(disk.place) == {"step-00000001", "filler"}
 
 
@@ -151,7 +150,7 @@ def better(
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "when", "file"), [
     (Trainer, "save", 2, "state.safetensors"), (best_drafter, "publish", 1, "/.drafter.new/"),
-    (MetricsLog, "log", 5, "metrics.jsonl"), (best_drafter, "keep", 2, "/best/step-00000003/"),
+    (MetricsLog, "log", 5, "metrics.jsonl"), (best_drafter, "save_if_best", 2, "/best/step-00000003/"),
 ])  # fmt: skip
 def test_a_run_without_room_continues_bit_equal(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path, disk: Disk,
