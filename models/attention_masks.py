@@ -19,12 +19,9 @@ def causal_mask(count: int, device: torch.device) -> Bool[Tensor, "count count"]
 
 
 def document_mask(document: Int[Tensor, "B T"], new: slice = slice(None)) -> Bool[Tensor, "B N S"]:
-    """Return the causal mask within each document.
+    """Return the causal mask within each document, in which padding attends to padding.
 
-    Padding attends to padding, so that no row of the softmax is empty.
-
-    Args:
-        new: the rows that attend; the columns end with the last of them.
+    Only the `new` rows attend; the columns end with the last of them.
     """
     start, stop, _ = new.indices(document.shape[1])
     causal = torch.ones(stop - start, stop, dtype=torch.bool, device=document.device).tril(start)
@@ -49,10 +46,6 @@ def additive_mask(mask: Bool[Tensor, "B T S"], dtype: torch.dtype) -> Float[Tens
 
 def sliding_window(config: Any) -> int | None:
     """Return the attention window of a model's text configuration, None if no layer has one."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds and "sliding_attention" not in kinds:
-        return None
-    if not getattr(config, "use_sliding_window", True):
-        return None
-    window: int | None = getattr(config, "sliding_window", None)
-    return window
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    used = "sliding_attention" in kinds and getattr(config, "use_sliding_window", True)
+    return getattr(config, "sliding_window", None) if used else None

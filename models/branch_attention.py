@@ -8,10 +8,10 @@ a true prefix. With four rows, row 2 at depth 3 attends to the columns marked x:
     depth-1 keys    0 1 2 3     depth-2 keys    0 1 2 3     depth-3 keys    0 1 2 3
                     x x x .                     . . x .                     . . x .
 
-`dense_attention` is the reference, with one explicit mask. `branch_attention` is the same function
-computed in blocks; it recomputes the softmax in the backward pass and saves no T x T matrix. It
-merges the depth-1 block and the branch's diagonal by log-sum-exp (as FlashAttention merges its
-blocks, arXiv:2205.14135; used for training-time test by NeMo Automodel). Only rows that some depth
+`dense_attention` is the reference, with one explicit mask. `branch_attention` computes it in
+blocks, recomputes the softmax in the backward pass and saves no T x T matrix. It merges the depth-1
+block and the branch's diagonal by log-sum-exp (as FlashAttention merges its blocks,
+arXiv:2205.14135; used for training-time test by NeMo Automodel). Only rows that some depth
 supervises query; the other rows provide keys.
 
 Legend: B rows of a batch, T tokens, N query rows, G query heads per key head, C head size, A key
@@ -27,21 +27,16 @@ from torch import Tensor
 
 SCORES_CPU = 2**19  # scores held at once: about 2 MB in float32, a core's cache
 SCORES_GPU = 2**26
+Block = tuple[int, int, int, int]  # start, stop, low, high
 
 
 @dataclass(frozen=True)
 class QueryPlan:
-    """The rows that query at every depth, split into blocks of bounded memory.
+    """The rows that query at every depth, split into blocks of bounded memory."""
 
-    Attributes:
-        rows: indices into the B*T flattened rows, ascending.
-        document_start: for each, the flattened index of the first row of its document.
-        blocks: (start, stop, low, high): query rows start..stop attend to keys low..high.
-    """
-
-    rows: Int[Tensor, " N"]
-    document_start: Int[Tensor, " N"]
-    blocks: list[tuple[int, int, int, int]]
+    rows: Int[Tensor, " N"]  # indices into the B*T flattened rows, ascending
+    document_start: Int[Tensor, " N"]  # index of the first row of each one's document
+    blocks: list[Block]  # query rows start..stop attend to keys low..high
 
 
 def plan_queries(
@@ -65,13 +60,10 @@ def plan_queries(
     return QueryPlan(rows, first, _blocks(rows.tolist(), first.tolist(), max(1, budget // heads)))
 
 
-def _blocks(rows: list[int], first: list[int], budget: int) -> list[tuple[int, int, int, int]]:
-    blocks: list[tuple[int, int, int, int]] = []
-    start = 0
+def _blocks(rows: list[int], first: list[int], budget: int) -> list[Block]:
+    blocks, start = list[Block](), 0
     for i, row in enumerate(rows):
-        low = first[
-            start
-        ]  # documents are contiguous: the first row of a block reaches back furthest
+        low = first[start]  # the first row of a block reaches back furthest
         if i > start and (i + 1 - start) * (row + 1 - low) > budget:
             blocks.append((start, i, low, rows[i - 1] + 1))
             start = i
@@ -118,7 +110,7 @@ def branch_attention(
 ATTENTIONS = {"fast": branch_attention, "reference": dense_attention}
 
 
-def _scores(q: Tensor, key: Tensor, plan: QueryPlan, block: tuple[int, int, int, int]) -> Tensor:
+def _scores(q: Tensor, key: Tensor, plan: QueryPlan, block: Block) -> Tensor:
     """Return the scores of one block, [A, G*n, keys] in float32; -inf where masked."""
     start, stop, low, high = block
     heads, size = key.shape[1], q.shape[-1]
@@ -155,9 +147,8 @@ class _BranchAttention(torch.autograd.Function):
     ) -> Tensor:
         heads, size = key.shape[1], q.shape[-1]
         grouped = _grouped(q, heads).float()
-        own_scores = [
-            (grouped * k[:, :, None].float()).sum(-1) * size**-0.5 for k in own[:depths]
-        ]  # each [N, A, G]
+        # each [N, A, G]
+        own_scores = [(grouped * k[:, :, None].float()).sum(-1) * size**-0.5 for k in own[:depths]]
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         total = torch.empty(grouped.shape[:-1], dtype=torch.float32, device=q.device)
         for block in plan.blocks:
@@ -165,9 +156,8 @@ class _BranchAttention(torch.autograd.Function):
             scores = _scores(q, key, plan, block)
             lse = torch.logsumexp(scores, -1)
             weights = scores.sub_(lse[..., None]).exp_().to(value.dtype)
-            out[start:stop] = _by_row(
-                torch.matmul(weights, value[low:high].transpose(0, 1)).float(), stop - start
-            )
+            attended = torch.matmul(weights, value[low:high].transpose(0, 1)).float()
+            out[start:stop] = _by_row(attended, stop - start)
             total[start:stop] = lse.view(heads, -1, stop - start).permute(2, 0, 1)
         lse = torch.stack([total, *own_scores]).logsumexp(0)
         merged = out.view_as(grouped).mul_((total - lse).exp()[..., None])
@@ -184,9 +174,8 @@ class _BranchAttention(torch.autograd.Function):
         q, key, value, result, lse, *own = ctx.saved_tensors
         heads, size = key.shape[1], q.shape[-1]
         scale = size**-0.5
-        grouped, g = _grouped(q, heads), _grouped(grad, heads)
         delta = (grad.float() * result.float()).sum(-1).view(lse.shape)
-        dq = torch.zeros(grouped.shape, dtype=torch.float32, device=q.device)
+        dq = torch.zeros(_grouped(q, heads).shape, dtype=torch.float32, device=q.device)
         dkey = torch.zeros(key.shape, dtype=torch.float32, device=q.device)
         dvalue = torch.zeros_like(dkey)
         for block in ctx.plan.blocks:
@@ -199,19 +188,19 @@ class _BranchAttention(torch.autograd.Function):
             dscore = torch.matmul(dout, value[low:high].permute(1, 2, 0)).float()
             dscore.sub_(delta[start:stop].permute(1, 2, 0).reshape(heads, -1, 1)).mul_(weights)
             dscore = dscore.mul_(scale).to(q.dtype)
-            dq[start:stop] = _by_row(
-                torch.matmul(dscore, key[low:high].transpose(0, 1)).float(), n
-            ).view(n, heads, -1, size)
+            dblock = torch.matmul(dscore, key[low:high].transpose(0, 1)).float()
+            dq[start:stop] = _by_row(dblock, n).view(n, heads, -1, size)
             query = _by_key_head(q[start:stop], heads)
             dkey[low:high] += torch.matmul(dscore.mT, query).transpose(0, 1)
+        grouped, g = _grouped(q, heads).float(), _grouped(grad, heads).float()
         dkeys, dvalues = [], []
         for k, v in zip(own[: ctx.depths], own[ctx.depths :], strict=True):
-            score = (grouped.float() * k[:, :, None].float()).sum(-1) * scale
+            score = (grouped * k[:, :, None].float()).sum(-1) * scale
             weight = (score - lse).exp()
-            dscore = weight * ((g.float() * v[:, :, None].float()).sum(-1) - delta) * scale
+            dscore = weight * ((g * v[:, :, None].float()).sum(-1) - delta) * scale
             dq += dscore[..., None] * k[:, :, None].float()
-            dkeys.append((dscore[..., None] * grouped.float()).sum(2).to(k.dtype))
-            dvalues.append((weight[..., None] * g.float()).sum(2).to(v.dtype))
+            dkeys.append((dscore[..., None] * grouped).sum(2).to(k.dtype))
+            dvalues.append((weight[..., None] * g).sum(2).to(v.dtype))
         return (
             dq.view(q.shape).to(q.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None,
             *dkeys, *dvalues,

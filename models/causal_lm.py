@@ -48,7 +48,7 @@ class LmHead(nn.Module):
         return self.scale_logits(F.linear(hidden, self._select_rows(vocab), bias))
 
     def _select_rows(self, vocab: DraftVocab) -> Float[Tensor, "Vd D"]:
-        """Return the rows of the draft vocabulary; cached while the weight does not change."""
+        """Cached while the weight does not change."""
         if torch.is_grad_enabled():
             self._cached_rows = None
             return self.weight[vocab.target_ids]
@@ -73,7 +73,6 @@ class LmHead(nn.Module):
 def small_llama_config(
     target: Target, layers: int, hidden: int | None, heads: int | None
 ) -> dict[str, Any]:
-    """Return the configuration of a small Llama for this target, as transformers writes it."""
     shape = target.shape()
     hidden, heads = resolve_width(shape, hidden, heads)
     return {
@@ -96,8 +95,8 @@ def small_llama_config(
 def resolve_width(shape: ModelShape, hidden: int | None, heads: int | None) -> tuple[int, int]:
     """Return hidden size and heads; by default half the target's width, in heads of its size.
 
-    A default adapts to a given value: the width is rounded down to whole rotary pairs per head, the
-    number of heads to the largest that divides the width.
+    A default adapts to a given value: the width rounds down to whole rotary pairs per head, the
+    heads to the largest number that divides the width.
     """
     width = hidden or max(2, shape.hidden // 2)
     count = heads or max(1, width // shape.head_dim)
@@ -109,11 +108,7 @@ def resolve_width(shape: ModelShape, hidden: int | None, heads: int | None) -> t
 
 
 def build_lm(body: dict[str, Any]) -> Any:
-    """Build an untrained model from a configuration.
-
-    Raises:
-        ConfigError: transformers cannot build it.
-    """
+    """Build an untrained model from a configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -128,11 +123,7 @@ def build_lm(body: dict[str, Any]) -> Any:
 
 
 def load_lm(path: str) -> Any:
-    """Load a model from a folder or hub id, in float32.
-
-    Raises:
-        ConfigError: it fails.
-    """
+    """Load a model from a folder or hub id, in float32."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
@@ -149,16 +140,11 @@ def load_lm(path: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def as_target(model: Any, key: str, target: Target) -> Target:
-    """Wrap a draft model in a `Target`, which runs it.
-
-    Raises:
-        ConfigError: its family is not supported, or its vocabulary is not the target's.
-    """
+    """Wrap a draft model in a `Target`, which runs it; `key` is the setting that selected it."""
     name = str(model.config.name_or_path or model.config.model_type)
     try:
         lm = Target(model, name=name, fuse=False)
@@ -188,10 +174,8 @@ def _names_code(key: object) -> bool:
 def refuse_code_keys(fields: object) -> None:
     """Raise ValueError if a key at any depth could name code to run."""
     if isinstance(fields, dict):
-        for key, value in fields.items():
-            if _names_code(key):
-                raise ValueError(f"body = {key}: a configuration must not name code to run")
-            refuse_code_keys(value)
-    elif isinstance(fields, list | tuple):
-        for value in fields:
-            refuse_code_keys(value)
+        for key in filter(_names_code, fields):
+            raise ValueError(f"body = {key}: a configuration must not name code to run")
+        fields = list(fields.values())
+    for value in fields if isinstance(fields, list | tuple) else ():
+        refuse_code_keys(value)

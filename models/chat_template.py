@@ -1,8 +1,7 @@
 """Arguments of the chat template besides the messages: thinking, the date, ...
 
-The values are assigned at the start of the template itself. So everything that renders with this
-tokenizer (training, self-generation, the decoder, prompts of a server) uses them, and the hash of
-the template, which every run and report stores, covers them.
+The values are assigned at the start of the template itself, so everything that renders with this
+tokenizer uses them, and the hash of the template, which every run and report stores, covers them.
 
     target.thinking=false target.template_args=['date_string=26 Jul 2024']
     {% set enable_thinking = false %}{% set date_string = "26 Jul 2024" %}{{ bos_token }}...
@@ -17,11 +16,7 @@ from outrider.conf.schema import THINKING_ARG, parse_template_args
 
 
 def set_template_args(tokenizer: Any, args: dict[str, Any]) -> None:
-    """Set arguments of the tokenizer's chat template.
-
-    Raises:
-        ConfigError: there is no template, or it does not use one of them.
-    """
+    """Set arguments of the chat template; ConfigError if it does not use one of them."""
     if not args:
         return
     original = getattr(tokenizer, "chat_template", None)
@@ -31,16 +26,11 @@ def set_template_args(tokenizer: Any, args: dict[str, Any]) -> None:
             key = "target.thinking" if name == THINKING_ARG else "target.template_args"
             why = f"The chat template does not use {name}." if template else "There is none."
             raise ConfigError(key, value, why, "Drop it, or take another target.")
+    # Jinja writes literals as JSON does, but none for null
+    literals = {n: "none" if value is None else json.dumps(value) for n, value in args.items()}
     # +%} keeps a newline that the template begins with
-    assignments = "".join(
-        f"{{% set {name} = {_literal(value)} +%}}" for name, value in args.items()
-    )
-    tokenizer.chat_template = assignments + template
-
-
-def _literal(value: Any) -> str:
-    """Return a value as Jinja writes it: as JSON, but none for null."""
-    return "none" if value is None else json.dumps(value)
+    assignments = [f"{{% set {name} = {literal} +%}}" for name, literal in literals.items()]
+    tokenizer.chat_template = "".join(assignments) + template
 
 
 def template_hash(tokenizer: Any) -> str:
@@ -50,11 +40,9 @@ def template_hash(tokenizer: Any) -> str:
 
 
 def template_change(folder: Any, target: Any, tokenizer: Any) -> str:
-    """Return a warning if a run was trained with another template, else "".
+    """Return a warning if the run in `folder` was trained with another template, else "".
 
-    Args:
-        folder: the run's folder.
-        target: the present settings of its target.
+    `target` holds the present settings of its target.
     """
     from outrider.conf.files import read_json
 
@@ -75,6 +63,4 @@ def template_change(folder: Any, target: Any, tokenizer: Any) -> str:
 
 
 def _shown(args: dict[str, Any]) -> str:
-    return (
-        ", ".join(f"{name}={json.dumps(value)}" for name, value in args.items()) or "no arguments"
-    )
+    return ", ".join(f"{n}={json.dumps(value)}" for n, value in args.items()) or "no arguments"

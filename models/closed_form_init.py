@@ -1,8 +1,7 @@
 """Closed-form initial weights: the best linear drafter, from one pass over some text.
 
 The target's next state is largely a linear function of the drafter's inputs: the tapped states of
-row t and the embedding of x_{t+1}. Training that starts from this regression is ahead of a hundred
-steps from random weights (docs/log.md).
+row t and the embedding of x_{t+1}.
 
 Legend: N rows, F features (inputs), H outputs, R rank.
 

@@ -6,9 +6,9 @@ A drafter implements three methods:
     absorb(state, trace)               decoding: read rows that the target has verified
     step(state, depth, ids, parents)   decoding: draft one level of the tree
 
-`absorb` and `step` must compute what `unroll` computes: for the same tokens, the logits of a depth
-are equal. `models/interface.py` defines `Trace`, `Guess`, the index rule and the shape letters;
-tests/test_drafter_contract.py tests the contract on every drafter.
+For the same tokens, `absorb` and `step` must give the logits of `unroll` at every depth, which
+tests/test_drafter_contract.py tests on every drafter. `models/interface.py` defines `Trace`,
+`Guess`, the index rule and the shape letters.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,33 +43,20 @@ class Drafter(nn.Module):
     - implements `head`, `unroll`, `absorb` and `step`;
     - may use the target's embedding and head, and owns none of the target's weights;
     - returns logits over its whole draft vocabulary;
-    - never modifies a state or another tensor that it is given: the engine keeps states and passes
-      them again;
-    - keeps in the state of `absorb` only values computed from true target states. What `step`
+    - never modifies a state or another tensor that it is given;
+    - keeps in the state of `absorb` only values computed from true target states: what `step`
       computes from draft tokens is dropped after the round.
-
-    Attributes:
-        taps: indices of the target's decoder layers whose outputs it reads (`Trace.taps`).
-        vocab: the target tokens that it can propose.
-        predicts_target_states: the states of its guesses approximate the target's last states, so
-            that losses between states apply.
-        required_features: the part of a trace that it reads: "taps", "last" (both at every row),
-            "guesses" (`last` at the rows that guess) or "ids" (tokens only).
-        max_depth: deepest tree level it can draft.
-        target_loss_weight: for a drafter that changes its target (`patch_target`): weight of the
-            loss that keeps the target's distribution.
-        gradient_checkpointing: whether `unroll` recomputes activations in the backward pass.
     """
 
-    taps: tuple[int, ...]
-    vocab: DraftVocab
+    taps: tuple[int, ...]  # the target's decoder layers whose outputs it reads (`Trace.taps`)
+    vocab: DraftVocab  # the target tokens that it can propose
+    # the states of its guesses approximate the target's last states: losses between states apply
     predicts_target_states: ClassVar[bool] = False
+    # of a trace: "taps", "last" (both at every row), "guesses" (`last` at rows that guess), "ids"
     required_features: ClassVar[str] = "taps"
-    max_depth: int = 2**31
-    target_loss_weight: float = 0.0
+    max_depth: int = 2**31  # deepest tree level it can draft
+    target_loss_weight: float = 0.0  # of the loss that keeps the distribution of a patched target
     gradient_checkpointing: bool = False
-
-    # ---- training ----
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
         """Return logits over the draft vocabulary."""
@@ -78,28 +65,20 @@ class Drafter(nn.Module):
     def heads_by_depth(
         self, hidden: Sequence[Float[Tensor, "_ D"]], depths: Sequence[int]
     ) -> Float[Tensor, "N Vd"]:
-        """Return the logits of states of several depths, concatenated.
-
-        Override it if depths have heads of their own; by default all use `head`.
-        """
+        """Return the logits of states of several depths, concatenated; by default by `head`."""
         return self.head(torch.cat(list(hidden)))
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         """Yield one guess per depth, starting at depth 1.
 
-        The token inputs are those of the text; the state inputs are the target's at depth 1 and
-        the drafter's own at deeper ones. The objective stops after the last depth it needs. A
-        drafter that changes its target first yields a guess of depth 0: the changed target's
-        states.
+        Tokens are those of the text; states are the target's at depth 1, the drafter's own at
+        deeper ones. The objective stops after the last depth it needs. A drafter that changes its
+        target first yields a guess of depth 0: the changed target's states.
         """
         raise NotImplementedError
 
     def initialise(self, target: "Target", traces: Iterable[Trace]) -> str:
-        """Set initial weights from data, and return a description of what was done.
-
-        Args:
-            traces: training text, at least one batch; iterate only as far as needed.
-        """
+        """Set initial weights from training text (at least one batch), and return a description."""
         return "random weights"
 
     def lr_factors(self) -> dict[str, float]:
@@ -107,36 +86,30 @@ class Drafter(nn.Module):
         return {}
 
     def on_policy_batch(self, batch: Batch) -> Batch | None:
-        """Return a batch with text of the drafter's own, which the target then evaluates.
+        """Return a batch with text of the drafter's own; None: train on the batch as it is.
 
-        None: train on the batch as it is. Use torch's global random generator, which the training
-        loop seeds in every step.
+        Draw from torch's global random generator, which the training loop seeds in every step.
         """
         return None
 
     def patch_target(self, target: TargetEnds) -> str | None:
-        """Change the target permanently for decoding (Medusa-2), and return a description.
+        """Change the target permanently for decoding (Medusa-2), and return a description, or None.
 
-        Such a drafter is exact for the changed target only. None: nothing is changed.
+        Such a drafter is exact for the changed target only.
         """
         return None
 
     def forward_count(self, depths: int) -> int:
-        """Return how often a row passes through each weight in a training step of this many depths.
-
-        Used to estimate FLOPs.
-        """
+        """Return how often a row passes through each weight in a training step, for FLOPs."""
         return depths
 
     def activation_count(self, depths: int) -> float:
-        """Return about how many numbers per row are saved for the backward pass.
+        """Estimate how many numbers per row are saved for the backward pass.
 
-        Used to estimate memory. By default, the inputs and outputs of every linear map.
+        By default, the inputs and outputs of every linear map.
         """
         maps = [m for m in self.modules() if isinstance(m, nn.Linear)]
         return float(sum(m.in_features + m.out_features for m in maps) * self.forward_count(depths))
-
-    # ---- decoding ----
 
     def absorb(self, state: State | None, trace: Trace) -> State:
         """Read rows that the target has just verified, and return the state after them.
@@ -169,8 +142,7 @@ class Drafter(nn.Module):
 
         The default loops over the prompts. It is the reference for batched implementations.
         """
-        pairs = zip(states, traces, strict=True)
-        return [self.absorb(state, trace) for state, trace in pairs]
+        return list(map(self.absorb, states, traces))
 
     def step_batch(
         self,
@@ -181,15 +153,12 @@ class Drafter(nn.Module):
     ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
         """Apply `step` to several prompts, whose trees have equally many nodes at each level."""
         prompts = zip(states, ids, parents, strict=True)
-        steps = [self.step(state, depth, tokens, above) for state, tokens, above in prompts]
-        return torch.stack([logits for logits, _ in steps]), [state for _, state in steps]
+        logits, new = zip(*(self.step(s, depth, *prompt) for s, *prompt in prompts), strict=True)
+        return torch.stack(logits), list(new)
 
 
 class BatchDrafter(Drafter):
-    """A drafter that reads every weight once for all prompts of a batch.
-
-    A subclass implements `absorb_batch` and `step_batch`; a single prompt is a batch of one.
-    """
+    """A drafter that implements `absorb_batch` and `step_batch`; one prompt is a batch of one."""
 
     def absorb(self, state: State | None, trace: Trace) -> State:
         return self.absorb_batch([state], [trace])[0]

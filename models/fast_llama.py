@@ -1,8 +1,7 @@
 """The forward of a Llama-shaped model in half of the operations, for decoding.
 
-The time of a decoding step of a small model is proportional to its number of operations, and
-transformers' modules issue many: casts, masks, wrappers, one projection at a time. Here a decoder
-layer takes 25 calls. The weights are transformers' own, and its forward is the reference:
+The time of a decoding step of a small model is proportional to its number of operations; here a
+decoder layer takes 25. The weights are transformers' own, and its forward is the reference:
 `target_check` compares the two on every load. Other families run their own modules.
 
     x += o(attention(rope(q), rope(k), v))   with q, k, v of norm(x)
@@ -24,6 +23,7 @@ from outrider.models.small_matmul import gqa_attention, linear
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # with constant frequencies
 ATTENTION_ATTRIBUTES = ("head_dim", "scaling")
+BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 PARTS = {
     "": {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"},
     "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -32,12 +32,11 @@ PARTS = {
 
 
 class FastLlama(nn.Module):
-    """Run the decoder layers of a model without owning its weights."""
+    """Run the decoder layers of a model for which `supports` is true; the weights stay its own."""
 
     def __init__(self, model: Any, layers: nn.ModuleList, fuse: bool) -> None:
         """
         Args:
-            layers: the decoder layers of `model`, for which `supports` is true.
             fuse: concatenate weights that have the same input, and make the model's parameters
                 views of the result. Only for a model whose weights never change.
         """
@@ -46,7 +45,7 @@ class FastLlama(nn.Module):
         self._embed = [model.get_input_embeddings()]  # in a list, so that it is no submodule
         self._rotary = [model.base_model.rotary_emb]
         self._norm = _Norm(model.base_model.norm)
-        self._layers = [_Layer(layer, config, fuse) for layer in layers]
+        self._layers = [_Layer(layer, fuse) for layer in layers]
         self._layer_types = list(getattr(config, "layer_types", None) or [])
 
     def forward(
@@ -102,31 +101,27 @@ class _FusedLinear:
     """Linear maps of one input; their outputs are concatenated."""
 
     def __init__(self, maps: Sequence[nn.Linear], fuse: bool) -> None:
-        self.maps = tuple(maps)
-        self.fused = _fuse(maps) if fuse else None
+        self.maps, self.weight = maps, _fuse([each.weight for each in maps]) if fuse else None
+        self.bias = _fuse([each.bias for each in maps]) if fuse else None
 
     def run(self, x: Float[Tensor, "*rows X"]) -> Float[Tensor, "*rows Y"]:
-        if self.fused is not None:
-            return linear(x, *self.fused)
+        if self.weight is not None:
+            return linear(x, self.weight, self.bias)
         return torch.cat([linear(x, each.weight, each.bias) for each in self.maps], dim=-1)
 
 
-def _fuse(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the weights of all maps, and make the maps' own weights views of the result."""
-    sizes = [each.out_features for each in maps]
-    weight = torch.cat([each.weight.data for each in maps])
-    for each, rows in zip(maps, weight.split(sizes), strict=True):
-        each.weight.data = rows
-    if maps[0].bias is None:
-        return weight, None
-    bias = torch.cat([each.bias.data for each in maps])
-    for each, part in zip(maps, bias.split(sizes), strict=True):
-        each.bias.data = part
-    return weight, bias
+def _fuse(parameters: Sequence[Any]) -> Tensor | None:
+    """Concatenate parameters, and make them views of the result."""
+    if parameters[0] is None:  # no biases
+        return None
+    out = torch.cat([each.data for each in parameters])
+    for each, rows in zip(parameters, out.split([len(p) for p in parameters]), strict=True):
+        each.data = rows
+    return out
 
 
 class _Layer:
-    def __init__(self, layer: Any, config: Any, fuse: bool) -> None:
+    def __init__(self, layer: Any, fuse: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.input_norm = _Norm(layer.input_layernorm)
         self.mlp_norm = _Norm(layer.post_attention_layernorm)
@@ -177,8 +172,7 @@ def supports(model: Any, layers: nn.ModuleList) -> bool:
         config.model_type in FAMILIES
         and rope.get("rope_type", "default") in ROPES
         and getattr(config, "hidden_act", None) == "silu"
-        and {name for name, _ in body.named_children()}
-        == {"embed_tokens", "layers", "norm", "rotary_emb"}
+        and {name for name, _ in body.named_children()} == BODY_PARTS
         and len({parameter.device for parameter in model.parameters()}) == 1
         and all(_has_known_parts(layer) for layer in layers)
         and all(hasattr(layer.self_attn, name) for layer in layers for name in ATTENTION_ATTRIBUTES)
@@ -189,11 +183,8 @@ def supports(model: Any, layers: nn.ModuleList) -> bool:
 def _has_known_parts(layer: nn.Module) -> bool:
     """Return whether a layer has the known parts, none quantised, sharded or wrapped."""
     for path, expected in PARTS.items():
-        part = layer.get_submodule(path)
-        names = {name for name, _ in part.named_children()}
-        if path == "self_attn":
-            names -= {"q_norm", "k_norm"}
-        if names != expected:
+        names = {name for name, _ in layer.get_submodule(path).named_children()}
+        if names - ({"q_norm", "k_norm"} if path == "self_attn" else set()) != expected:
             return False
     maps = [module for name, module in layer.named_modules() if name.endswith("_proj")]
     return all(type(m) is nn.Linear and type(m.weight.data) is Tensor for m in maps)

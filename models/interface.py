@@ -20,40 +20,30 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Input rows of the target: the columns of `pack.Rows` with int64 indices.
-
-    Attributes:
-        ids: token ids.
-        answer: True for answer tokens, the supervised kind.
-        document: document index of each token; -1 is padding.
-        positions: rotary position, counted from 0 in every document.
-    """
+    """Input rows of the target: the columns of `pack.Rows` with int64 indices."""
 
     ids: Int64[Tensor, "B T"]
-    answer: Bool[Tensor, "B T"]
-    document: Int64[Tensor, "B T"]
-    positions: Int64[Tensor, "B T"]
+    answer: Bool[Tensor, "B T"]  # True for answer tokens, the supervised kind
+    document: Int64[Tensor, "B T"]  # index; -1 is padding
+    positions: Int64[Tensor, "B T"]  # rotary, counted from 0 in every document
 
 
 class TopKTeacher(NamedTuple):
     """A teacher distribution over the draft vocabulary, stored as its k most probable tokens.
 
-    Attributes:
-        ids: draft ids, most probable first.
-        p: their probabilities; `p.sum(-1) + rest` is 1.
-        rest: total probability of all other tokens of the draft vocabulary.
-        share: probability of the draft vocabulary under the whole vocabulary. A separate factor,
-            because products with it can underflow in 16 bits.
+    `share`, the probability of the draft vocabulary under the whole one, is a separate factor,
+    because products with it can underflow in 16 bits.
     """
 
-    ids: Int[Tensor, "*rows k"]
+    ids: Int[Tensor, "*rows k"]  # draft ids, most probable first
     p: Float[Tensor, "*rows k"]
-    rest: Float[Tensor, "*rows"]
+    rest: Float[Tensor, "*rows"]  # of the other tokens of the draft vocabulary: 1 - p.sum(-1)
     share: Float[Tensor, "*rows"]
 
     def scatter(self, size: int) -> Float[Tensor, "*rows Vd"]:
@@ -67,29 +57,19 @@ class TopKTeacher(NamedTuple):
 class Trace:
     """Output of the target for a batch of packed rows: all that a drafter may read.
 
-    Attributes:
-        ids: x_t, the token of each row.
-        next_ids: x_{t+1}, the token already decided at each row (0 after the last one).
-        answer: True where x_t is an answer token, the supervised kind.
-        document: document index of x_t; -1 is padding.
-        positions: rotary position of x_t, counted from 0 in every document.
-        taps: outputs of the K tapped decoder layers, before any norm, concatenated.
-        last: hidden state after the target's final norm, the input of its head.
-        top1_ids: argmax of the target's logits at each row, -1 where it was not recorded. Training
-            then needs the full head for no row.
-        topk_teacher: teacher distribution, where it was recorded as top-k probabilities; `last`
-            may then have no columns.
+    `answer`, `document` and `positions` are as in `Batch`.
     """
 
-    ids: Int[Tensor, "B T"]
-    next_ids: Int[Tensor, "B T"]
+    ids: Int[Tensor, "B T"]  # x_t, the token of each row
+    next_ids: Int[Tensor, "B T"]  # x_{t+1}, already decided at each row; 0 after the last one
     answer: Bool[Tensor, "B T"]
     document: Int[Tensor, "B T"]
     positions: Int[Tensor, "B T"]
-    taps: Float[Tensor, "B T KH"]
-    last: Float[Tensor, "B T H"]
+    taps: Float[Tensor, "B T KH"]  # of K decoder layers, before any norm, concatenated
+    last: Float[Tensor, "B T H"]  # after the target's final norm: the input of its head
+    # argmax of the target's logits, -1 where not recorded; training then needs no full head
     top1_ids: Int[Tensor, "B T"] | None = None
-    topk_teacher: TopKTeacher | None = None
+    topk_teacher: TopKTeacher | None = None  # where recorded; `last` may then have no columns
 
     @classmethod
     def from_batch(
@@ -101,13 +81,10 @@ class Trace:
         topk_teacher: TopKTeacher | None = None,
     ) -> "Trace":
         """Return the trace of packed rows; `next_ids` is `ids` shifted left by one."""
-        ids, answer, document, positions = batch
-        next_ids = torch.zeros_like(ids)
-        next_ids[:, :-1] = ids[:, 1:]
-        return cls(ids, next_ids, answer, document, positions, taps, last, top1_ids, topk_teacher)
+        next_ids = F.pad(batch.ids[:, 1:], (0, 1))
+        return cls(batch.ids, next_ids, *batch[1:], taps, last, top1_ids, topk_teacher)
 
     def to(self, device: torch.device | str) -> "Trace":
-        """Return a copy on another device."""
         top = self.topk_teacher
         top = None if top is None else TopKTeacher(*(part.to(device) for part in top))
         fields = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
@@ -118,25 +95,18 @@ class Trace:
 
         ids = [7 8 9], depth 1 -> [8 9 0] (when next_ids ends in 0), depth 2 -> [9 0 0].
         """
-        out = torch.zeros_like(self.next_ids)
-        length = self.next_ids.shape[1]
-        if depth - 1 < length:
-            out[:, : length - depth + 1] = self.next_ids[:, depth - 1 :]
-        return out
+        return F.pad(self.next_ids, (0, depth - 1))[:, depth - 1 :]
 
     def supervised_mask(self, depth: int) -> Bool[Tensor, "B T"]:
         """Return True where the guess of row t at this depth is supervised.
 
-        That is: x_{t+1+depth} is an answer token of the same document. The mask belongs to the
-        predicted token, so the first token of an answer is predicted from a row of the prompt.
-        Depth 0 is the target's own prediction.
+        That is: x_{t+1+depth} is an answer token of the same document, so the first token of an
+        answer is predicted from a row of the prompt. Depth 0 is the target's own prediction.
         """
-        shift, length = depth + 1, self.ids.shape[1]
-        out = torch.zeros_like(self.answer)
-        if shift < length:
-            same = self.document[:, shift:] == self.document[:, :-shift]
-            out[:, :-shift] = self.answer[:, shift:] & same & (self.document[:, shift:] >= 0)
-        return out
+        shift = depth + 1
+        answer = F.pad(self.answer, (0, shift))[:, shift:]
+        document = F.pad(self.document, (0, shift), value=-1)[:, shift:]
+        return answer & (document == self.document) & (document >= 0)
 
     def supervised_rows(self, depth: int) -> Int[Tensor, " N"]:
         """Return the indices of the supervised rows among the B*T flattened rows."""

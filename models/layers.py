@@ -5,7 +5,7 @@ prompt, M nodes of a branch, X input width, D layer width.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +34,10 @@ class Norm(nn.Module):
         return F.rms_norm(x.float(), weight.shape, weight.float(), self.eps).to(x.dtype)
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": _gelu_tanh}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Mlp(nn.Module):
@@ -69,7 +68,7 @@ def apply_rotary(
 
 @lru_cache(maxsize=16)
 def _frequencies(half: int, theta: float, device: torch.device) -> Float[Tensor, " half"]:
-    """Return the rotation of each rotary pair per position, in radians."""
+    """In radians per position."""
     with torch.inference_mode(False):  # the cache serves training too
         powers = torch.arange(half, device=device, dtype=torch.float32) / half
         return theta**-powers
@@ -79,11 +78,7 @@ class Attention(nn.Module):
     """Attention projections without bias; the input may be wider than the output."""
 
     def __init__(self, shape: ModelShape, width_factor: int = 1, qk_norm: bool = False) -> None:
-        """
-        Args:
-            width_factor: input width as a multiple of the hidden size.
-            qk_norm: normalise the query and key of every head, as Qwen3 does.
-        """
+        """The input has `width_factor` hidden sizes; `qk_norm` norms every head, as in Qwen3."""
         super().__init__()
         inner, size = width_factor * shape.hidden, shape.head_dim
         self.q_proj = nn.Linear(inner, shape.heads * size, bias=False)
@@ -121,7 +116,7 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """Decoder layer: attention, then a gated MLP, each added to the residual stream.
 
-    The residual and the input of the attention may differ; the caller passes both.
+    The caller passes both the residual and `x`, the input of the attention, which may differ.
     """
 
     def __init__(
@@ -153,12 +148,7 @@ class DecoderLayer(nn.Module):
         plan: QueryPlan,
         attend: Callable[..., Tensor],
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "BT A C"], Float[Tensor, "BT A C"]]:
-        """Return the outputs at the plan's rows, and keys and values of all rows, at depth 1.
-
-        Args:
-            x: input of the attention.
-            attend: `branch_attention` or its reference.
-        """
+        """Return the outputs at the plan's rows, and keys and values of all rows, at depth 1."""
         key, value = self.self_attn.key_value(x, positions)
         if len(plan.rows) < len(x):
             residual, x, positions = (part[plan.rows] for part in (residual, x, positions))
@@ -178,7 +168,6 @@ class DecoderLayer(nn.Module):
         """Return the outputs of new rows, and every prompt's keys and values with theirs appended.
 
         Args:
-            x: input of the attention.
             past: keys and values of each prompt; None at its start.
             masks: for each prompt, its new rows over its last keys; None: no key is masked.
             counts: new rows of each prompt.
@@ -190,7 +179,8 @@ class DecoderLayer(nn.Module):
         if newest is not None:
             residual, query = residual[newest], query[newest]
             counts, masks = [1] * len(counts), [None] * len(counts)
-        attended = attention_per_prompt(query, keys, values, masks, counts)
+        prompts = zip(query.split_with_sizes(counts), keys, values, masks, strict=True)
+        attended = torch.cat([grouped_attention(*prompt) for prompt in prompts if len(prompt[0])])
         return self.finish(residual, attended), keys, values
 
     @property
@@ -215,25 +205,10 @@ def grouped_attention(
     return gqa_attention(q, keys, values, mask)[0].transpose(0, 1)
 
 
-def attention_per_prompt(
-    q: Float[Tensor, "R AG C"],
-    keys: PromptRows,
-    values: PromptRows,
-    masks: Sequence[Bool[Tensor, "_ _"] | None],
-    counts: Sequence[int],
-) -> Float[Tensor, "R AG C"]:
-    """Apply `grouped_attention` to every prompt and its own keys; `q` is concatenated."""
-    prompts = zip(q.split_with_sizes(counts), keys, values, masks, strict=True)
-    return torch.cat([grouped_attention(*prompt) for prompt in prompts if len(prompt[0])])
-
-
 def append_rows(
     old: PromptRows, new: Float[Tensor, "R *row"], counts: Sequence[int]
 ) -> tuple[Float[Tensor, "_ *row"], ...]:
-    """Append the new rows of every prompt to its old ones, in one copy.
-
-    The results are views of that copy, which lives as long as any of them.
-    """
+    """Append the new rows of every prompt to its old ones, in one copy, and return views of it."""
     parts = [part for pair in zip(old, new.split_with_sizes(counts), strict=True) for part in pair]
     lengths = [len(rows) + count for rows, count in zip(old, counts, strict=True)]
     return tuple(torch.cat(parts).split_with_sizes(lengths))

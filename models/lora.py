@@ -2,9 +2,8 @@
 
     out = W x + (alpha / rank) B A x
 
-A is random and B zero, so that untrained adapters change nothing. The layers hold no reference to
-an adapter: forward hooks add the second term, inside `active` or, after `attach`, permanently. Only
-one set of adapters acts on a list of layers at a time.
+A is random and B zero, so that untrained adapters change nothing. Forward hooks add the second
+term, inside `active` or, after `attach`, permanently, for one set of adapters at a time.
 
 Source: Hu et al. 2021, "LoRA", arXiv:2106.09685. Differs: every `nn.Linear` has an adapter (the
 paper adapts attention only); no dropout.
@@ -12,8 +11,9 @@ paper adapts attention only); no dropout.
 Legend: R rank, X inputs and Y outputs of a linear map.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,13 +42,9 @@ class Adapters(nn.Module):
     """One `LoraPair` for every `nn.Linear` of some layers."""
 
     def __init__(self, layers: nn.Module, rank: int, alpha: float) -> None:
-        """
-        Raises:
-            ValueError: the layers have no `nn.Linear` (GPT-2 has `Conv1D`).
-        """
         super().__init__()
         pairs = {name: LoraPair(linear, rank, alpha) for name, linear in linear_layers(layers)}
-        if not pairs:
+        if not pairs:  # GPT-2 has `Conv1D`
             raise ValueError("these layers have no nn.Linear to adapt")
         self.pairs = nn.ModuleDict(pairs)
 
@@ -68,24 +64,20 @@ class Adapters(nn.Module):
         """Adapt the layers permanently, in place of other adapters."""
         detach_adapters(layers)
         hooks = [
-            linear.register_forward_hook(_add_output_of(self.pairs[name]))
+            linear.register_forward_hook(partial(_add_output, self.pairs[name]))
             for name, linear in linear_layers(layers)
         ]
         _ATTACHED[layers] = (self, hooks)
 
 
-_ATTACHED: WeakKeyDictionary[nn.Module, tuple[Adapters, list[RemovableHandle]]] = (
-    WeakKeyDictionary()
-)
+_ATTACHED = WeakKeyDictionary[nn.Module, tuple[Adapters, list[RemovableHandle]]]()
 
 
 def has_adapters(layers: nn.Module) -> bool:
-    """Return whether adapters act on these layers now."""
     return layers in _ATTACHED
 
 
 def detach_adapters(layers: nn.Module) -> None:
-    """Remove adapters from these layers."""
     _, hooks = _ATTACHED.pop(layers, (None, []))
     for hook in hooks:
         hook.remove()
@@ -93,16 +85,10 @@ def detach_adapters(layers: nn.Module) -> None:
 
 def linear_layers(layers: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Return every linear map with its name, such as "0/mlp/up_proj" (a key may hold no dot)."""
-    return [
-        (name.replace(".", "/"), module)
-        for name, module in layers.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
+    modules = layers.named_modules()
+    return [(name.replace(".", "/"), m) for name, m in modules if isinstance(m, nn.Linear)]
 
 
-def _add_output_of(pair: nn.Module) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    def hook(_linear: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        delta: Tensor = pair(inputs[0])
-        return output + delta.to(output.dtype)
-
-    return hook
+def _add_output(pair: nn.Module, _linear: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    delta: Tensor = pair(inputs[0])
+    return output + delta.to(output.dtype)

@@ -11,11 +11,9 @@ keys of rows <= t. The tokens that row t = 2 depends on:
 With T true rows and newest token x_T, stage k can therefore run on T-k+1 rows for good; at the k-1
 rows after them it reads draft tokens. The decoding state keeps keys of the former, and of stage k-1
 one output more than stage k has read. The rows of draft tokens, k-1 per node at depth k, belong to
-the round, so nothing is rolled back when drafts are rejected. (The reference implementation crops
-all caches and computes those rows again.)
+the round, so nothing is rolled back when drafts are rejected.
 
-The loop (FastMTP) is `models/self_feeding.py` with one module; its deeper guesses have later rotary
-positions, and attend to their own branch only.
+The loop (FastMTP) is `models/self_feeding.py` with one module.
 
 Legend: B rows of a batch, T tokens, N nodes of a tree level, R rows that a node computes, P draft
 tokens of its path, A key heads, C head size, H hidden size.
@@ -28,7 +26,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.models.activation_checkpointing import maybe_checkpoint
 from outrider.models.attention_masks import causal_mask
 from outrider.models.branch_attention import ATTENTIONS, QueryPlan, plan_queries
 from outrider.models.drafter import target_head_logits
@@ -38,6 +35,7 @@ from outrider.models.self_feeding import (
     Rows,
     SelfFeeding,
     gather_parents,
+    maybe_checkpoint,
     scatter_rows,
     transpose_rows,
 )
@@ -70,34 +68,23 @@ class MtpModule(nn.Module):
     def layer_inputs(
         self, embedding: Float[Tensor, "N H"], state: Float[Tensor, "N H"]
     ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:
-        """Return the residual input of the layer and the input of its attention."""
         residual = self.eh_proj(self.concat_inputs(embedding, state))
         return residual, self.block.input_layernorm(residual)
 
     def next_state(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
-        """Return the state that the next depth reads."""
         return hidden if self.feed == "raw" else self.norm(hidden)
 
 
 @dataclass(frozen=True)
 class MtpChainState:
-    """Decoding state of a chain: true rows of each stage, and draft rows of each node.
+    """Decoding state of a chain: true rows of each stage, and draft rows of each node."""
 
-    Attributes:
-        keys: of each stage; stage k has k-1 rows fewer than stage 1.
-        values: of each stage.
-        newest: each stage's output at the last of its rows; no row in short texts.
-        position: rotary position of the newest true row.
-        path: draft tokens from the root to each node.
-        branch: outputs of the stage that ran last, at the rows of draft tokens.
-    """
-
-    keys: tuple[Float[Tensor, "_ A C"], ...]
+    keys: tuple[Float[Tensor, "_ A C"], ...]  # stage k has k-1 rows fewer than stage 1
     values: tuple[Float[Tensor, "_ A C"], ...]
-    newest: tuple[Float[Tensor, "_ H"], ...]
-    position: Int[Tensor, " 1"]
-    path: Int[Tensor, "N P"]
-    branch: Float[Tensor, "N R H"]
+    newest: tuple[Float[Tensor, "_ H"], ...]  # each stage's last output; no row in short texts
+    position: Int[Tensor, " 1"]  # rotary, of the newest true row
+    path: Int[Tensor, "N P"]  # draft tokens from the root to each node
+    branch: Float[Tensor, "N R H"]  # of the stage that ran last, at the rows of draft tokens
 
 
 class MtpChain:
@@ -145,13 +132,6 @@ class MtpChain:
         self, stage: MtpModule, ids: Int[Tensor, " N"], state: Float[Tensor, "N H"]
     ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:
         return stage.layer_inputs(self.target.embed(ids).to(state.dtype), state)
-
-    def _logits(
-        self, stage: MtpModule, hidden: Float[Tensor, "*rows H"]
-    ) -> Float[Tensor, "*rows Vd"]:
-        return target_head_logits(self.target, self.vocab, stage.norm(hidden))
-
-    # ---- decoding ----
 
     def absorb_batch(
         self, states: Sequence[MtpChainState | None], traces: Sequence[Trace]
@@ -208,19 +188,18 @@ class MtpChain:
     ) -> tuple[Float[Tensor, "B N Vd"], list[MtpChainState]]:
         """Run stage `depth` at the rows whose input token is a draft token.
 
-        Their states are the stored output of the stage before and, for the node's own path, those
-        of the previous step; their tokens are the last ones of the path.
+        Their states are the stored output of the stage before and those of the previous step.
         """
         if depth == 1:
             newest = torch.stack([state.newest[0] for state in states])
-            return self._logits(self.stages[0], newest), list(states)
+            normed = self.stages[0].norm(newest)
+            return target_head_logits(self.target, self.vocab, normed), list(states)
         before, stage, nodes = self.stages[depth - 2], self.stages[depth - 1], ids.shape[1]
-        paths = torch.cat(
-            [gather_parents([state.path for state in states], parents), ids[..., None]], dim=2
-        )
+        above = gather_parents([state.path for state in states], parents)
+        paths = torch.cat([above, ids[..., None]], dim=2)
         inputs = [
-            torch.cat([s.newest[depth - 2].expand(nodes, -1, -1), s.branch[above]], dim=1)
-            for s, above in zip(states, parents, strict=True)
+            torch.cat([s.newest[depth - 2].expand(nodes, -1, -1), s.branch[parent]], dim=1)
+            for s, parent in zip(states, parents, strict=True)
         ]
         lengths = [rows.shape[1] for rows in inputs]  # a short text has no stored output
         counts = [nodes * n for n in lengths]
@@ -234,7 +213,8 @@ class MtpChain:
             residual, x, torch.cat(at), past, [masks[n] for n in lengths], counts
         )
         branches = [rows.unflatten(0, (nodes, -1)) for rows in out.split_with_sizes(counts)]
-        logits = self._logits(stage, torch.stack([branch[:, -1] for branch in branches]))
+        normed = stage.norm(torch.stack([branch[:, -1] for branch in branches]))
+        logits = target_head_logits(self.target, self.vocab, normed)
         prompts = zip(states, paths, branches, strict=True)
         return logits, [replace(s, path=path, branch=branch) for s, path, branch in prompts]
 

@@ -11,7 +11,6 @@ the rows of all ranks, and each rank gets its own rows of the result. With `shar
 reads the weights from the disk and sends the shards.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +29,8 @@ class TensorParallelTarget(Target):
     """A tensor-parallel target: all ranks run all rows."""
 
     def _read_rows(self, ids: Tensor, positions: Tensor, document: Tensor) -> TargetStates:
-        rows = len(ids)
-        states = super()._read_rows(*(_all_gather(part) for part in (ids, positions, document)))
-        own = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
+        states = super()._read_rows(*map(_all_gather, (ids, positions, document)))
+        own = slice(dist.get_rank() * len(ids), (dist.get_rank() + 1) * len(ids))
         return TargetStates(states.taps[own], states.last[own])
 
 
@@ -44,17 +42,12 @@ def _all_gather(part: Tensor) -> Tensor:
 
 
 def require_sharded_layers(model: Any) -> Any:
-    """Return the model, if transformers sharded its decoder layers.
-
-    Raises:
-        ConfigError: it did not; every rank has full layers.
-    """
+    """Return the model, or raise ConfigError if transformers did not shard its decoder layers."""
     from torch.distributed.tensor import DTensor
 
     if not any(isinstance(p.data, DTensor) for p in decoder_layers(model).parameters()):
-        why = (
-            f"transformers has no tensor-parallel plan for the layers of {model.config.model_type}."
-        )
+        family = model.config.model_type
+        why = f"transformers has no tensor-parallel plan for the layers of {family}."
         raise ConfigError("target.place", "tensor", why, "Use target.place=sharded.")
     return model
 
@@ -62,9 +55,8 @@ def require_sharded_layers(model: Any) -> Any:
 def shard_layers(model: Any, empty: Any, device: torch.device) -> Any:
     """Shard every decoder layer over the ranks, and load the weights.
 
-    Args:
-        model: the model with its weights on rank 0; None elsewhere.
-        empty: the same model on the meta device; it is filled and returned.
+    `model` has the weights on rank 0 and is None elsewhere; `empty`, the same model on the meta
+    device, is filled and returned.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -77,17 +69,12 @@ def shard_layers(model: Any, empty: Any, device: torch.device) -> Any:
     empty.tie_weights()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(empty, {} if model is None else model.state_dict(), options=options)
-    _send_buffers(model, empty)
-    return empty
-
-
-def _send_buffers(model: Any, filled: Any) -> None:
-    """Broadcast buffers that no checkpoint holds, such as rotary frequencies."""
-    names = dict(model.named_buffers()) if model is not None else {}
-    for name, buffer in filled.named_buffers():
-        if name in names:
-            buffer.copy_(names[name])
+    buffers = {} if model is None else dict(model.named_buffers())
+    for name, buffer in empty.named_buffers():  # no checkpoint has rotary frequencies
+        if name in buffers:
+            buffer.copy_(buffers[name])
         dist.broadcast(buffer, 0)
+    return empty
 
 
 def on_own_devices(model: Any, devices: Sequence[str]) -> Any:
@@ -109,9 +96,6 @@ def quantization_config(kind: str) -> Any:
 
     Embedding and head keep their precision. int8: torchao, scaled per row, multiplied in the
     model's precision (arXiv:2208.07339 without outliers). nf4: bitsandbytes (arXiv:2305.14314).
-
-    Raises:
-        ConfigError: the package is not installed.
     """
     package = QUANTISERS[kind]
     if importlib.util.find_spec(package) is None:

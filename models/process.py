@@ -19,7 +19,6 @@ def world_size() -> int:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -35,10 +34,7 @@ def device() -> torch.device:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def set_threads() -> int:
@@ -47,11 +43,10 @@ def set_threads() -> int:
     Launchers set OMP_NUM_THREADS=1 by default, which wastes cores. Another value, or one set
     without a launcher, is the user's choice and is kept.
     """
+    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if threads := os.environ.get(THREADS):
         torch.set_num_threads(int(threads))
-        return torch.get_num_threads()
-    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if launched and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    elif launched and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, available_cores() // local_world_size()))
     return torch.get_num_threads()
 
@@ -66,7 +61,6 @@ def init_group(launch: LaunchConfig) -> None:
 
 
 def backend() -> str:
-    """Return the communication backend."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
@@ -82,14 +76,10 @@ def wait_until(
     """Wait until another process has done its part, as long as it makes progress.
 
     Args:
-        condition: returns (done, progress). The deadline moves whenever `progress` changes: the
-            number of shards in a folder, for instance.
-        minutes: deadline since the last progress (`launch.wait`).
+        condition: returns (done, progress), such as the number of shards in a folder.
+        minutes: deadline since `progress` last changed (`launch.wait`); then RunError is raised.
         what: what is missing, for the message: "rank 0's answers in FOLDER".
         poll: seconds between two calls of `condition`.
-
-    Raises:
-        RunError: no progress for `minutes`.
     """
     done, progress = condition()
     since = time.monotonic()

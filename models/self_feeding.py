@@ -1,8 +1,7 @@
 """`SelfFeeding`, the base of drafters that read their own states: the EAGLE family and FastMTP.
 
-At depth 1 a row starts from the target's state. At depth d it continues from its own output of
-depth d - 1 and the next token of the text, so that training has the inputs of decoding: true target
-states up to row t, then d - 1 states of the drafter's own.
+Training has the inputs of decoding: at depth 1 a row starts from the target's state, at depth d it
+continues from its own output of depth d - 1 and the next token of the text.
 
     depth   token embedded   state                               rotary position   predicts
     1       x_{t+1}          initial_state(row t)                t                 x_{t+2}
@@ -18,15 +17,15 @@ Legend: B rows of a batch, T tokens, N query rows or nodes of a tree level, L tr
 M nodes of a branch, A key heads, C head size, D layer width, H hidden size, X attention input.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from outrider.models.activation_checkpointing import maybe_checkpoint
 from outrider.models.attention_masks import causal_mask, extend_ancestor_mask
 from outrider.models.branch_attention import ATTENTIONS, QueryPlan, plan_queries
 from outrider.models.drafter import BatchDrafter
@@ -34,25 +33,31 @@ from outrider.models.interface import Guess, TargetEnds, Trace
 from outrider.models.layers import DecoderLayer
 
 Rows = tuple[Float[Tensor, "_ *row"], ...]  # one tensor per prompt, or per layer of one prompt
+Pairs = list[tuple[Float[Tensor, "_ A C"], Float[Tensor, "_ A C"]]]  # keys, values of each layer
+T = TypeVar("T")
+
+
+def maybe_checkpoint(enabled: bool, function: Callable[..., T], *inputs: Any) -> T:
+    """Return `function(*inputs)`; if enabled, save its inputs only and recompute it backwards.
+
+    Source: Chen et al. 2016, arXiv:1604.06174; PyTorch's non-reentrant variant, which recomputes
+    with the same random numbers.
+    """
+    if not (enabled and torch.is_grad_enabled()):
+        return function(*inputs)
+    out: T = checkpoint(function, *inputs, use_reentrant=False)
+    return out
 
 
 @dataclass(frozen=True)
 class SelfFeedingState:
-    """Decoding state: keys and values of true rows, then of the branch drafted in this round.
+    """Decoding state: keys and values of true rows, then of the branch drafted in this round."""
 
-    Attributes:
-        keys: of each layer.
-        values: of each layer.
-        hidden: the last layer's output at the newest rows.
-        position: rotary position of the newest true row.
-        ancestors: the nodes of the branch that each newest row descends from.
-    """
-
-    keys: tuple[Float[Tensor, "L A C"], ...]
+    keys: tuple[Float[Tensor, "L A C"], ...]  # of each layer
     values: tuple[Float[Tensor, "L A C"], ...]
-    hidden: Float[Tensor, "N D"]
-    position: Int[Tensor, " 1"]
-    ancestors: Bool[Tensor, "N M"]
+    hidden: Float[Tensor, "N D"]  # the last layer's output at the newest rows
+    position: Int[Tensor, " 1"]  # rotary, of the newest true row
+    ancestors: Bool[Tensor, "N M"]  # the nodes of the branch that each newest row descends from
 
 
 class SelfFeeding(BatchDrafter):
@@ -71,7 +76,7 @@ class SelfFeeding(BatchDrafter):
         raise NotImplementedError
 
     def initial_state(self, trace: Trace) -> Float[Tensor, "BT D"]:
-        """Return the state of every row at depth 1, from the target's states."""
+        """Return the state of every row at depth 1."""
         raise NotImplementedError
 
     def layer_inputs(
@@ -84,34 +89,27 @@ class SelfFeeding(BatchDrafter):
         """Return the state of the next depth from the last layer's output."""
         return hidden
 
-    # ---- training ----
-
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         masks = [trace.supervised_mask(depth) for depth in range(1, self.depths + 1)]
         queries = torch.stack(masks).any(0)
         plan = plan_queries(queries, trace.document, self.decoder_layers[0].self_attn.heads)
-        hidden, keys, values = maybe_checkpoint(
+        hidden, first = maybe_checkpoint(
             self.gradient_checkpointing, self._unroll_first, trace, plan
         )
-        branch: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.decoder_layers]
         yield Guess(1, scatter_rows(hidden, plan, queries))
-        positions = trace.positions.flatten()[plan.rows]
+        positions, branch = trace.positions.flatten()[plan.rows], list[Pairs]()
         for depth in range(2, self.depths + 1):
-            ids, at = trace.tokens_ahead(depth).flatten()[plan.rows], positions + depth - 1
-            before = [tuple(pairs) for pairs in branch]
+            ids = trace.tokens_ahead(depth).flatten()[plan.rows]
             hidden, new = maybe_checkpoint(
-                self.gradient_checkpointing,
-                self._unroll_next, hidden, ids, at, keys, values, before, plan,
+                self.gradient_checkpointing, self._unroll_next,
+                hidden, ids, positions + depth - 1, first, tuple(branch), plan,
             )  # fmt: skip
-            for pairs, pair in zip(branch, new, strict=True):
-                pairs.append(pair)
+            branch.append(new)
             yield Guess(depth, scatter_rows(hidden, plan, queries))
 
-    def _unroll_first(
-        self, trace: Trace, plan: QueryPlan
-    ) -> tuple[Float[Tensor, "N D"], list[Tensor], list[Tensor]]:
+    def _unroll_first(self, trace: Trace, plan: QueryPlan) -> tuple[Float[Tensor, "N D"], Pairs]:
         """Run depth 1: outputs of the query rows, and every layer's keys and values of all rows."""
-        positions, keys, values = trace.positions.flatten(), list[Tensor](), list[Tensor]()
+        positions, pairs = trace.positions.flatten(), Pairs()
         residual, x = self._embed(trace.tokens_ahead(1).flatten(), self.initial_state(trace))
         for i, layer in enumerate(self.decoder_layers):
             x = x if i == 0 else layer.input_layernorm(residual)
@@ -119,37 +117,29 @@ class SelfFeeding(BatchDrafter):
             if layer is not self.decoder_layers[-1]:  # the next layer needs every row
                 every_row = torch.ones_like(trace.answer)
                 layer_plan = plan_queries(every_row, trace.document, layer.self_attn.heads)
-            residual, key, value = layer.unroll(
-                residual, x, positions, layer_plan, ATTENTIONS[self.attention]
-            )
-            keys.append(key)
-            values.append(value)
-        return residual, keys, values
+            attend = ATTENTIONS[self.attention]
+            residual, key, value = layer.unroll(residual, x, positions, layer_plan, attend)
+            pairs.append((key, value))
+        return residual, pairs
 
     def _unroll_next(
         self,
         hidden: Float[Tensor, "N D"],
         ids: Int[Tensor, " N"],
         positions: Int[Tensor, " N"],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        branch: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        first: Pairs,
+        branch: Sequence[Pairs],
         plan: QueryPlan,
-    ) -> tuple[Float[Tensor, "N D"], list[tuple[Tensor, Tensor]]]:
-        """Run a deeper depth: outputs of the query rows, and every layer's new keys and values.
-
-        Args:
-            keys: of depth 1, for each layer; so are `values`.
-            branch: for each layer, keys and values of the depths from 2 on.
-        """
-        new, attend = list[tuple[Tensor, Tensor]](), ATTENTIONS[self.attention]
+    ) -> tuple[Float[Tensor, "N D"], Pairs]:
+        """Run a deeper depth, with the `first` keys and values of depth 1 and those since."""
+        new, attend = Pairs(), ATTENTIONS[self.attention]
         residual, x = self._embed(ids, self.next_state(hidden))
         for i, layer in enumerate(self.decoder_layers):
             x = x if i == 0 else layer.input_layernorm(residual)
             new.append(layer.self_attn.key_value(x, positions))
-            own_keys, own_values = zip(*branch[i], new[i], strict=True)
+            own_keys, own_values = zip(*(pairs[i] for pairs in (*branch, new)), strict=True)
             query = layer.self_attn.query(x, positions)
-            attended = attend(query, keys[i], values[i], own_keys, own_values, plan)
+            attended = attend(query, *first[i], own_keys, own_values, plan)
             residual = layer.finish(residual, attended)
         return residual, new
 
@@ -161,15 +151,15 @@ class SelfFeeding(BatchDrafter):
         layers = sum(layer.activation_count for layer in self.decoder_layers)
         return depths * layers + (1 + 2 * len(self.taps)) * hidden
 
-    # ---- decoding ----
-
     def absorb_batch(
         self, states: Sequence[SelfFeedingState | None], traces: Sequence[Trace]
     ) -> list[SelfFeedingState]:
         rows, counts = concat_prompts(traces), [trace.ids.shape[1] for trace in traces]
         positions, only_newest = rows.positions[0], len(self.decoder_layers) == 1
         masks = [None if only_newest else causal_mask(n, positions.device) for n in counts]
-        newest = _last_rows(counts, positions.device)
+        newest: slice | Int[Tensor, " B"] = slice(-1, None)
+        if len(counts) > 1:
+            newest = torch.tensor(counts, device=positions.device).cumsum(0) - 1
         hidden, keys, values = self._decode(
             rows.next_ids[0], self.initial_state(rows), positions, states, masks, counts, newest
         )
@@ -189,9 +179,8 @@ class SelfFeeding(BatchDrafter):
         above = gather_parents([state.hidden for state in states], parents).flatten(0, 1)
         roots = [state.position for state in states]
         positions = (torch.stack(roots) + (depth - 1)).expand_as(ids).flatten()
-        ancestors = extend_ancestor_mask(
-            gather_parents([state.ancestors for state in states], parents)
-        )
+        ancestors = gather_parents([state.ancestors for state in states], parents)
+        ancestors = extend_ancestor_mask(ancestors)
         is_chain = ancestors.shape[2] < depth  # then no key is masked
         masks = [None if is_chain else mask for mask in ancestors.unbind()]
         hidden, keys, values = self._decode(
@@ -212,10 +201,9 @@ class SelfFeeding(BatchDrafter):
         counts: Sequence[int],
         newest: slice | Int[Tensor, " B"] | None = None,
     ) -> tuple[Float[Tensor, "_ D"], list[Rows], list[Rows]]:
-        """Run all layers on the new rows of all prompts; return each prompt's keys and values.
+        """Run all layers on the new rows of all prompts, and return each prompt's keys and values.
 
-        Args:
-            newest: the rows whose outputs are needed; None: all.
+        Outputs are those of the `newest` rows, by default of all.
         """
         keys, values = list[Rows](), list[Rows]()
         residual, x = self._embed(ids, state)
@@ -230,7 +218,7 @@ class SelfFeeding(BatchDrafter):
 
 
 def transpose_rows(rows: Iterable[Rows]) -> list[Rows]:
-    """Turn one tuple per layer, over prompts, into one tuple per prompt, over layers; or back."""
+    """Turn one tuple per layer, over prompts, into one per prompt, over layers; or back."""
     return list(zip(*rows, strict=True))
 
 
@@ -251,13 +239,6 @@ def concat_prompts(traces: Sequence[Trace]) -> Trace:
     names = [field.name for field in fields(Trace) if getattr(traces[0], field.name) is not None]
     joined: dict[str, Any] = {n: torch.cat([getattr(t, n) for t in traces], dim=1) for n in names}
     return Trace(**joined)
-
-
-def _last_rows(counts: list[int], device: torch.device) -> slice | Int[Tensor, " B"]:
-    """Index the last of each prompt's concatenated rows."""
-    if len(counts) == 1:
-        return slice(-1, None)
-    return torch.tensor(counts, device=device).cumsum(0) - 1
 
 
 def scatter_rows(

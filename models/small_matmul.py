@@ -1,7 +1,7 @@
 """Matrix products and attention for a few rows, as in decoding.
 
-Each calls `F.linear` or `F.scaled_dot_product_attention` with other shapes where that is faster
-(docs/log.md), depending on sizes and on the processor. Results differ in the order of sums only.
+Each calls `F.linear` or `F.scaled_dot_product_attention` with other shapes where that was measured
+to be faster (docs/log.md). Results differ in the order of sums only.
 
 Legend: X inputs and Y outputs of a linear map; B prompts, A key heads, G query heads to each of
 them, N rows, L keys, C numbers of a head.
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-# rows up to which W x^T is faster on AMD CPUs in float32, for all and for wide matrices
+# rows up to which W x^T is faster in float32 on an EPYC with two threads: all and wide matrices
 MAX_ROWS, MAX_ROWS_WIDE = 4, 9
 WIDE = 2**20  # elements of a wide matrix, where it is also faster for a single row
 TREE = 64  # rows up to which masks may be repeated
@@ -40,18 +40,15 @@ def linear(
     """
     rows = x.shape[:-1].numel()
     applies = x.dtype == torch.float32 and x.device.type == "cpu" and bias is None and mkl_on_amd()
-    if not applies or not _pays(rows, weight):
+    if not applies or not 1 <= rows <= MAX_ROWS_WIDE:
+        return F.linear(x, weight, bias)
+    outputs, inputs = weight.shape
+    wide = outputs >= 4 * inputs and outputs * inputs >= WIDE
+    if not (wide or 1 < rows <= MAX_ROWS):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, -1)
     transposed = torch.mm(weight, (flat if rows > 1 else torch.cat([flat, flat])).t())
     return transposed[:, :rows].t().contiguous().view(*x.shape[:-1], -1)
-
-
-def _pays(rows: int, weight: Float[Tensor, "Y X"]) -> bool:
-    """Return whether W x^T is faster, as measured on an EPYC with two threads (docs/log.md)."""
-    outputs, inputs = weight.shape
-    wide = outputs >= 4 * inputs and outputs * inputs >= WIDE
-    return 1 < rows <= MAX_ROWS or (wide and 1 <= rows <= MAX_ROWS_WIDE)
 
 
 def gqa_attention(
@@ -69,13 +66,11 @@ def gqa_attention(
     """
     batch, heads, count, size = q.shape
     key_heads = keys.shape[1]
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if count == 1:
-        pays = half
-    else:
+    pays = half = q.dtype in (torch.bfloat16, torch.float16)
+    if count > 1:
         pays = batch > 1 and count <= TREE and (half or q.device.type != "cpu" or mkl_on_amd())
-    if heads == key_heads or not pays:
-        gqa = heads != key_heads
+    gqa = heads != key_heads
+    if not (gqa and pays):
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=gqa)
     rows = q.reshape(batch, key_heads, -1, size)
     if mask is not None and count > 1:

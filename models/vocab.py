@@ -22,14 +22,7 @@ class DraftVocab(nn.Module):
     t2d: Bool[Tensor, " V"]
 
     def __init__(self, ids: Int[Tensor, " Vd"], size: int) -> None:
-        """
-        Args:
-            ids: target ids of the draft vocabulary, ascending and distinct.
-            size: the target's vocabulary V.
-
-        Raises:
-            ValueError: the ids are not ascending, not distinct or out of range.
-        """
+        """`ids` are target ids, ascending and distinct; `size` is the target's vocabulary V."""
         super().__init__()
         ids = ids.to(torch.int64)
         if ids.numel() == 0 or ids[0] < 0 or ids[-1] >= size or (ids.diff() <= 0).any():
@@ -43,7 +36,6 @@ class DraftVocab(nn.Module):
 
     @classmethod
     def identity(cls, size: int) -> "DraftVocab":
-        """Return the vocabulary of all `size` target tokens."""
         return cls(torch.arange(size), size)
 
     @classmethod
@@ -59,13 +51,11 @@ class DraftVocab(nn.Module):
 
     @property
     def target_ids(self) -> Int[Tensor, " Vd"]:
-        """Target ids of the draft vocabulary, ascending."""
         if self._target_ids is None or self._target_ids.device != self.d2t.device:
             self._target_ids = self.d2t + torch.arange(len(self), device=self.d2t.device)
         return self._target_ids
 
     def to_target(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-        """Return target ids of draft ids."""
         return ids if self.is_full else self.target_ids.take(ids)
 
     def to_draft(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
@@ -90,9 +80,7 @@ class DraftVocab(nn.Module):
 
     def validate(self) -> None:
         """Raise ValueError unless d2t and t2d describe the same ascending set of tokens."""
-        ids = self.target_ids
-        members = torch.nonzero(self.t2d).flatten()
-        if ids.shape != members.shape or not torch.equal(ids, members):
+        if not torch.equal(self.target_ids, torch.nonzero(self.t2d).flatten()):
             raise ValueError("draft vocabulary: d2t and t2d disagree; the checkpoint is damaged")
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
