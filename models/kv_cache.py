@@ -1,10 +1,18 @@
-"""Key-value cache of one forward batch: preallocated, and edited in place.
+"""Key-value cache of a batch: one slot per prompt, with separate lengths.
 
-transformers writes to it through `update`; the engine controls its length. Decoding appends a whole
-tree, keeps the rows of the accepted path (`keep_rows`) and drops the rest, without copying the
-prefix. Rows are stored per layer as [B, A, capacity, C].
+transformers writes to it through `update`. Decoding appends a tree to every slot, keeps the rows of
+the accepted paths and drops the rest, in place. The rows of several layers of one shape are in one
+block, so that one operation moves them. `select_slots` sets which slots a forward runs on.
+
+Worked example, three slots of lengths 5, 2 and 4, two new tokens: the forward has 7 columns.
+
+    slot   columns 0..6            content
+    0      o o o o o n n           old rows, then the new ones
+    1      o o n n . . .           dots: stale rows, which the mask must exclude
+    2      o o o o n n .
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,96 +22,206 @@ from transformers.cache_utils import Cache
 
 
 class KVCache(Cache):
-    """One buffer of `capacity` rows per layer, allocated when the layer first writes."""
+    """Slots of `capacity` rows, allocated when a layer first writes."""
 
     is_compileable = False
 
-    def __init__(self, capacity: int) -> None:
-        self.layers: list[Any] = []  # read by transformers; the rows are in `_keys`, `_values`
+    def __init__(self, slots: int, capacity: int, depth: int, device: torch.device) -> None:
+        """
+        Args:
+            depth: layers per block.
+            device: of the positions; rows are on the devices of their layers.
+        """
+        self.layers: list[Any] = []  # read by transformers; the rows are in `_blocks`
         self.offloading = False
         self.layer_class_to_replicate = None
-        self.capacity = capacity
-        self.length = 0
-        self.positions: Int[Tensor, "B S"] = torch.zeros(1, 0, dtype=torch.long)
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        self.slots, self.capacity, self.depth = slots, capacity, depth
+        self.lengths = [0] * slots
+        self._window = (0, slots)
+        self._blocks: list[tuple[tuple[Any, ...], Tensor, int]] = []  # shape, rows, how many used
+        # of each layer, where its keys and its values are: (block, index)
+        self._locations: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        self._positions = torch.zeros(slots, capacity, dtype=torch.long, device=device)
+        self._new_columns = self._positions[:, :0]
+        self._count = self._start = self._width = 0  # of the current forward
+        self._equal_lengths = True  # of the selected slots
+        self._views: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # of that forward
 
     def __len__(self) -> int:
-        return len(self._keys)
+        """Number of layers that have written."""
+        return len(self._locations)
+
+    def select_slots(self, first: int, count: int) -> None:
+        """Run the next forwards on slots first..first+count-1."""
+        self._window = (first, first + count)
 
     @property
-    def layers_written(self) -> int:
-        return len(self._keys)
+    def active_lengths(self) -> list[int]:
+        """Lengths of the selected slots."""
+        return self.lengths[slice(*self._window)]
 
-    def past_positions(self) -> Int[Tensor, "B S"]:
-        """Return the positions of the rows that `update` returns before the new ones."""
-        return self.positions
+    def ensure_capacity(self, capacity: int) -> None:
+        """Grow every slot to this many rows; existing rows are kept."""
+        if capacity <= self.capacity:
+            return
+        more = capacity - self.capacity
+        self._positions = torch.nn.functional.pad(self._positions, (0, more))
+        for i, (shape, block, used) in enumerate(self._blocks):
+            wider = block.new_zeros(*block.shape[:3], capacity, block.shape[4])
+            wider[:, :, :, : self.capacity] = block
+            self._blocks[i] = (shape, wider, used)
+        self.capacity = capacity
 
-    def column_positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B S"]:
-        """Return the position of every row that `update` returns, the new ones included."""
-        past = self.past_positions().to(positions.device).expand(len(positions), -1)
-        return torch.cat([past, positions], dim=1)
+    def move_slot(self, source: int, slot: int) -> None:
+        """Copy a prompt to another slot."""
+        length = self.lengths[slot] = self.lengths[source]
+        self._positions[slot, :length] = self._positions[source, :length]
+        for _, block, _ in self._blocks:
+            block[:, slot, :, :length] = block[:, source, :, :length]
+
+    def crop(self, slot: int, length: int) -> None:
+        """Drop everything in a slot after its first `length` rows."""
+        if not 0 <= length <= self.lengths[slot]:
+            raise ValueError(f"cannot crop {self.lengths[slot]} rows to {length}")
+        self.lengths[slot] = length
+
+    # ---- a forward ----
 
     def reserve(self, count: int) -> None:
-        """Raise ValueError if `count` more rows do not fit."""
-        if self.length + count > self.capacity:
+        """Set the columns of `count` new rows; raise ValueError if they do not fit."""
+        active = self.active_lengths
+        longest = max(active)
+        if longest + count > self.capacity:
             raise ValueError(
-                f"cache of {self.capacity} rows holds {self.length}; {count} more do not fit"
+                f"slots of {self.capacity} rows hold {longest}; {count} more do not fit"
             )
+        self._count, self._start, self._width = count, active[0], longest + count
+        self._equal_lengths = all(length == self._start for length in active)
+        device = self._positions.device
+        self._new_columns = torch.arange(self._start, self._start + count, device=device)
+        self._new_columns = self._new_columns.expand(len(active), -1)
+        if not self._equal_lengths:
+            shifts = torch.tensor(active, device=device) - self._start
+            self._new_columns = self._new_columns + shifts[:, None]
+        # all views of a forward at once: one by one they cost as much as its copies
+        self._views = [self._slice_block(block) for _, block, _ in self._blocks]
+
+    def column_positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B S"]:
+        """Return the position of every column, those of the new tokens included."""
+        first, stop = self._window
+        self._positions[first:stop].scatter_(1, self._new_columns, positions)
+        return self._positions[first:stop, : self._width]
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S Cv"]]:
         """Append rows and return all as views; called by every attention layer."""
-        stop = self.length + key.shape[2]
-        if layer_idx not in self._keys:
-            self._keys[layer_idx] = self._allocate(key)
-            self._values[layer_idx] = self._allocate(value)
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[:, :, self.length : stop] = key
-        values[:, :, self.length : stop] = value
-        return keys[:, :, :stop], values[:, :, :stop]
+        if layer_idx not in self._locations:
+            depth = (2 if key.shape == value.shape else 1) * self.depth
+            places = self._allocate(key, depth), self._allocate(value, depth)
+            self._locations[layer_idx] = places
+        place_of_key, place_of_value = self._locations[layer_idx]
+        return self._append(key, *place_of_key), self._append(value, *place_of_value)
 
-    def _allocate(self, rows: Tensor) -> Tensor:
-        batch, heads, _, size = rows.shape
-        return rows.new_zeros(batch, heads, self.capacity, size)
+    def _append(self, rows: Tensor, block: int, index: int) -> Tensor:
+        columns, goal = (part[index] for part in self._views[block])
+        if self._equal_lengths:
+            goal.copy_(rows)
+        else:
+            columns.scatter_(2, self._new_columns[:, None, :, None].expand(rows.shape), rows)
+        return columns
+
+    def _slice_block(self, block: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return each layer's attended columns, and its new columns if all slots share them."""
+        columns = block[:, slice(*self._window), :, : self._width]
+        goal = columns[:, :, :, self._start : self._start + self._count]
+        return columns.unbind(), goal.unbind()
+
+    def _allocate(self, rows: Tensor, depth: int) -> tuple[int, int]:
+        """Return (block, index) in a block of this shape, usually shared by all layers."""
+        _, heads, _, size = rows.shape
+        shape = (heads, size, rows.dtype, rows.device)
+        for i, (known, block, used) in enumerate(self._blocks):
+            if known == shape and used < len(block):
+                self._blocks[i] = (known, block, used + 1)
+                return i, used
+        block = rows.new_zeros(depth, self.slots, heads, self.capacity, size)
+        self._blocks.append((shape, block, 1))
+        self._views.append(self._slice_block(block))
+        return len(self._blocks) - 1, 0
 
     def commit(self, positions: Int[Tensor, "B T"]) -> None:
-        """Count the new rows as part of the cache, after all layers have written."""
-        past = self.positions.to(positions.device).expand(len(positions), -1)
-        self.positions = torch.cat([past, positions], dim=1)
-        self.length = self.positions.shape[1]
+        """Count the new rows as part of the selected slots, after all layers have written."""
+        first, stop = self._window
+        self._positions[first:stop].scatter_(1, self._new_columns, positions)
+        for slot in range(first, stop):
+            self.lengths[slot] += self._count
 
-    def crop(self, length: int) -> None:
-        """Drop everything after the first `length` rows."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop {self.length} rows to {length}")
-        self.length = length
-        self.positions = self.positions[:, :length]
+    def keep_rows(
+        self, paths: Sequence[Sequence[int]], paths_on_device: Int[Tensor, "B P"] | None = None
+    ) -> None:
+        """Keep these of the rows appended last; drop the others.
 
-    def keep_rows(self, start: int, rows: Int[Tensor, " R"]) -> None:
-        """Keep the first `start` rows and then `rows` (absolute, ascending); drop the others."""
-        stop = start + len(rows)
-        if not torch.equal(rows, torch.arange(start, stop, device=rows.device)):
-            for buffer in (*self._keys.values(), *self._values.values()):
-                buffer[:, :, start:stop] = buffer[:, :, rows]  # the right side is gathered first
-        self.positions = torch.cat([self.positions[:, :start], self.positions[:, rows]], dim=1)
-        self.length = stop
+        Args:
+            paths: rows of each selected slot, strictly ascending.
+            paths_on_device: the same, padded; None if every path is a prefix.
+        """
+        first, stop = self._window
+        starts = [length - self._count for length in self.active_lengths]
+        for slot, start, path in zip(range(first, stop), starts, paths, strict=True):
+            self.lengths[slot] = start + len(path)
+        if is_prefix(paths):
+            return
+        assert paths_on_device is not None, "rows that move need their indices on the device"
+        widest, device = max(map(len, paths)), self._positions.device
+        if len(paths) == 1:
+            self._move_rows(first, starts[0], paths_on_device[0, :widest] + starts[0])
+            return
+        offsets = torch.tensor(starts, device=device)[:, None]
+        source, goal = paths_on_device[:, :widest] + offsets, self._new_columns[:, :widest]
+        positions = self._positions[first:stop]
+        positions.scatter_(1, goal, positions.gather(1, source))
+        for _, block, used in self._blocks:
+            part = block[:used, first:stop]
+            shape = (used, stop - first, block.shape[2], widest, block.shape[4])
+            moved = part.gather(3, source[None, :, None, :, None].expand(shape))
+            part.scatter_(3, goal[None, :, None, :, None].expand(shape), moved)
 
-    def rows(self, layer: int) -> tuple[Float[Tensor, "B A S C"], Float[Tensor, "B A S Cv"]]:
-        """Return the keys and values of one layer."""
-        return self._keys[layer][:, :, : self.length], self._values[layer][:, :, : self.length]
+    def _move_rows(self, slot: int, start: int, source: Int[Tensor, " P"]) -> None:
+        """Move whole rows of one slot, which is faster than gather and scatter."""
+        goal = slice(start, start + len(source))
+        positions = self._positions[slot]
+        positions[goal] = positions.index_select(0, source)
+        for _, block, used in self._blocks:
+            part = block[:used, slot]
+            part[:, :, goal] = part.index_select(2, source)
+
+    def positions(self, slot: int = 0) -> Int[Tensor, "1 S"]:
+        """Return the positions of a slot's rows."""
+        return self._positions[slot : slot + 1, : self.lengths[slot]]
+
+    def rows(
+        self, layer: int, slot: int = 0
+    ) -> tuple[Float[Tensor, "1 A S C"], Float[Tensor, "1 A S Cv"]]:
+        """Return the keys and values of one layer in a slot."""
+        key, value = (self._blocks[block][1][i] for block, i in self._locations[layer])
+        length = self.lengths[slot]
+        return key[slot : slot + 1, :, :length], value[slot : slot + 1, :, :length]
 
     # interface of transformers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
+        return max(self.active_lengths)
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.length
+    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return max(self.active_lengths) + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
+
+
+def is_prefix(paths: Sequence[Sequence[int]]) -> bool:
+    """Return whether all ascending paths are prefixes of the rows, so that none moves."""
+    return all(not path or path[-1] == len(path) - 1 for path in paths)

@@ -37,8 +37,7 @@ def first_answers(batch: Batch) -> list[AnswerSpan]:
         for index in document.unique().tolist():
             columns = torch.nonzero(document == index).flatten().tolist()
             start, stop = columns[0], columns[-1] + 1
-            first = next((i for i in columns if answer[i]), stop)
-            first = max(first, start + 1)
+            first = max(start + 1, next((i for i in columns if answer[i]), stop))
             if index >= 0 and first < stop:
                 spans.append(AnswerSpan(row, start, first, stop))
     return spans
@@ -60,14 +59,12 @@ def replace_answers(
 def sample_answers(
     lm: Target, draw: Draw, batch: Batch, spans: Sequence[AnswerSpan], max_tokens: int
 ) -> list[Int[Tensor, " _"]]:
-    """Sample an answer for each span.
-
-    An answer ends with an end token of the model's configuration, after `max_tokens`, or where its
-    document ended.
-    """
+    """Sample an answer for each span, up to an end token, `max_tokens` or its document's end."""
     limits = [min(span.stop - span.first, max_tokens) for span in spans]
     prompts = [batch.ids[span.row, span.start : span.first].to(lm.device) for span in spans]
-    end_ids = _end_ids(lm)
+    ends = getattr(lm.text_config, "eos_token_id", None)
+    end_ids = torch.tensor([] if ends is None else ends, dtype=torch.long, device=lm.device)
+    end_ids = end_ids.flatten()
     texts = _sample(lm, draw, prompts, max(limits), end_ids)
     return [_cut_at_end(text[:limit], end_ids) for text, limit in zip(texts, limits, strict=True)]
 
@@ -88,7 +85,7 @@ def _sample(
     real, positions = columns >= padding[:, None], (columns - padding[:, None]).clamp(min=0)
     causal = columns <= columns[:, None]
     mask = (real[:, None, :] & causal) | torch.eye(longest, device=ids.device).bool()
-    cache, text = lm.new_cache(longest + count), ids[:, :0]
+    cache, text = lm.new_cache(longest + count, len(ids)), ids[:, :0]
     while True:
         ids = draw(lm.forward(ids, positions, mask, cache).last[:, -1])
         text, positions = torch.cat([text, ids], dim=1), positions[:, -1:] + 1
@@ -97,13 +94,6 @@ def _sample(
         if text.shape[1] == count or bool(ended.all()):
             return text
         mask = real[:, None, :]
-
-
-def _end_ids(lm: Target) -> Int[Tensor, " E"]:
-    """Return the end tokens of the model's own configuration."""
-    ids = getattr(lm.text_config, "eos_token_id", None)
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    return torch.tensor(ids, dtype=torch.long, device=lm.device)
 
 
 def _cut_at_end(text: Int[Tensor, " m"], end_ids: Int[Tensor, " E"]) -> Int[Tensor, " n"]:

@@ -2,14 +2,14 @@
 
 The only file that depends on the inside of a Hugging Face model. It locates the decoder layers, the
 embedding and the head by type, not by name; models/target_check.py verifies the result on every
-load. Families with a recurrent state (linear attention, Mamba) are refused, because such a state
-cannot take back rejected draft tokens.
+load. Families with a recurrent state (linear attention, Mamba) are refused.
 """
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
 from outrider.models.attention_masks import additive_mask, document_mask, sliding_window
-from outrider.models.batch_kv_cache import BatchKVCache
 from outrider.models.fast_llama import FastLlama, supports
 from outrider.models.interface import Batch, ModelShape, Trace
 from outrider.models.kv_cache import KVCache
@@ -30,15 +29,10 @@ RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")
 
 
 class TargetStates(NamedTuple):
-    """Hidden states of one forward, rows in the order of the input.
+    """Hidden states of one forward, rows in the order of the input."""
 
-    Attributes:
-        taps: outputs of the tapped decoder layers, concatenated.
-        last: output of the final norm.
-    """
-
-    taps: Float[Tensor, "B T KH"]
-    last: Float[Tensor, "B T H"]
+    taps: Float[Tensor, "B T KH"]  # outputs of the tapped decoder layers, concatenated
+    last: Float[Tensor, "B T H"]  # output of the final norm
 
 
 class Target:
@@ -56,19 +50,15 @@ class Target:
         Args:
             model: an `AutoModelForCausalLM`; put into eval mode and frozen.
             taps: indices of the decoder layers whose outputs are returned.
-            name: used in messages.
             fuse: lay out weights for speed; only for a model whose weights never change.
             output_device: device of the drafter, if the decoder layers are elsewhere. Embedding
                 and head are copied to it, and states are returned on it.
-
-        Raises:
-            ConfigError: the family is not supported, or a tap does not exist.
         """
         self.model = model.eval().requires_grad_(False)
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
         self.name = name
-        self._refuse_recurrent()
+        _refuse_recurrent(model, name)
         self.base_model: nn.Module = self.model.base_model
         self.layers = decoder_layers(model, name)
         # the layers have shapes but no weights: only embedding and head can be used
@@ -77,57 +67,37 @@ class Target:
             FastLlama(model, self.layers, fuse) if supports(model, self.layers) else None
         )
         self._output_device = output_device
-        self.embedding: Any = gather_module(model.get_input_embeddings(), output_device)
-        self.head: Any = gather_module(model.get_output_embeddings(), output_device)
+        self.is_remote = output_device is not None  # sharded, or on devices of their own
+        self.embedding: nn.Embedding = gather_module(model.get_input_embeddings(), output_device)
+        self.head: nn.Linear = gather_module(model.get_output_embeddings(), output_device)
+        self.num_layers, self.vocab_size = len(self.layers), int(self.head.weight.shape[0])
         # neither quantised, sharded nor wrapped
         self._plain_head = type(self.head) is nn.Linear and type(self.head.weight.data) is Tensor
         self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.set_taps(taps)
 
-    # ---- properties ----
-
     @property
     def device(self) -> torch.device:
         """Device of the embedding, the head and all returned states."""
-        out: torch.device = self._output_device or self.embedding.weight.device
-        return out
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the layers are sharded over ranks or on devices of their own."""
-        return self._output_device is not None
+        return self._output_device or self.embedding.weight.device
 
     @property
     def layer_device(self) -> torch.device:
         """Device of the first decoder layer."""
-        if self._output_device is None:
-            return self.device
-        out: torch.device = next(self.layers[0].parameters()).device
-        return out
+        return next(self.layers[0].parameters()).device if self.is_remote else self.device
 
     @property
     def dtype(self) -> torch.dtype:
-        out: torch.dtype = self.embedding.weight.dtype
-        return out
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.head_weight.shape[0])
+        return self.embedding.weight.dtype
 
     @property
     def head_weight(self) -> Float[Tensor, "V H"]:
-        out: Tensor = self.head.weight
-        return out
+        return self.head.weight
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
     def shape(self) -> ModelShape:
-        """Return the sizes that a drafter is built to match."""
         cfg, hidden = self.text_config, int(self.text_config.hidden_size)
         heads = int(cfg.num_attention_heads)
         act = str(getattr(cfg, "hidden_act", None) or getattr(cfg, "hidden_activation", "silu"))
@@ -148,16 +118,11 @@ class Target:
     def set_taps(self, taps: Sequence[int]) -> None:
         for i, tap in enumerate(taps):
             if not 0 <= tap < self.num_layers:
-                last = self.num_layers - 1
-                raise ConfigError(
-                    f"drafter.taps[{i}]",
-                    tap,
-                    f"{self.name} has decoder layers 0..{last}, and a tap reads a layer's output.",
-                    "Choose layers in that range, or drop drafter.taps for low, middle and high.",
-                )
+                layers = f"decoder layers 0..{self.num_layers - 1}"
+                why = f"{self.name} has {layers}, and a tap reads a layer's output."
+                fix = "Choose layers in that range, or drop drafter.taps for low, middle and high."
+                raise ConfigError(f"drafter.taps[{i}]", tap, why, fix)
         self.taps = tuple(taps)
-
-    # ---- embedding and head ----
 
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
         out: Tensor = self.embedding(ids)
@@ -168,49 +133,37 @@ class Target:
         last = last.to(self.head_weight.dtype)
         if self._plain_head:
             return self.scale_logits(linear(last, self.head.weight, self.head.bias))
-        out: Tensor = self.head(last)
-        return self.scale_logits(out)
+        return self.scale_logits(self.head(last))
 
     def logits_of(
         self, last: Float[Tensor, "*rows H"], ids: Int[Tensor, " Vd"]
     ) -> Float[Tensor, "*rows Vd"]:
-        """Apply the head for these token ids only."""
-        weight, bias = self._select_head_rows(ids)
-        return self.scale_logits(linear(last.to(weight.dtype), weight, bias))
-
-    def _select_head_rows(self, ids: Int[Tensor, " Vd"]) -> tuple[Tensor, Tensor | None]:
-        """Cached for the next call with the same tensor: a copy costs as much as a draft step."""
-        cached = self._head_rows
-        if cached is None or cached[0] is not ids:
+        """Apply the head for these token ids only, with a cache of its rows by `ids`' identity."""
+        if self._head_rows is None or self._head_rows[0] is not ids:
             bias = getattr(self.head, "bias", None)
-            cached = (ids, self.head_weight[ids], None if bias is None else bias[ids])
-            self._head_rows = cached
-        return cached[1], cached[2]
+            self._head_rows = ids, self.head_weight[ids], None if bias is None else bias[ids]
+        _, weight, bias = self._head_rows
+        return self.scale_logits(linear(last.to(weight.dtype), weight, bias))
 
     def scale_logits(self, logits: Float[Tensor, "*rows X"]) -> Float[Tensor, "*rows X"]:
         """Apply the family's logit scaling and soft-capping."""
-        for name in ("logits_scaling", "logit_scale"):
-            if (scale := getattr(self.text_config, name, None)) is not None:
-                logits = logits / scale if name == "logits_scaling" else logits * scale
+        if (scale := getattr(self.text_config, "logits_scaling", None)) is not None:
+            logits = logits / scale
+        if (scale := getattr(self.text_config, "logit_scale", None)) is not None:
+            logits = logits * scale
         cap = getattr(self.text_config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    # ---- forward ----
-
-    def new_cache(self, capacity: int) -> KVCache:
-        """Return a cache for one prompt; `capacity` counts tokens, tree nodes included."""
-        return KVCache(capacity)
-
-    def new_batch_cache(self, slots: int, capacity: int) -> BatchKVCache:
-        """Return a cache with `capacity` rows in each slot; a slot holds one prompt at a time."""
-        return BatchKVCache(slots, capacity, self.num_layers, self.device)
+    def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
+        """Return a cache of so many prompts; `capacity` counts tokens, tree nodes included."""
+        return KVCache(slots, capacity, self.num_layers, self.layer_device)
 
     def forward(
         self,
         ids: Int[Tensor, "B T"],
         positions: Int[Tensor, "B T"],
         mask: Bool[Tensor, "B T S"],
-        cache: KVCache | BatchKVCache | None = None,
+        cache: KVCache | None = None,
         grad: bool = False,
     ) -> TargetStates:
         """Run the decoder layers on new tokens; a cache gets them appended.
@@ -218,49 +171,50 @@ class Target:
         Args:
             ids: new tokens, such as a prompt or a tree, in any order that `mask` describes.
             positions: rotary (or learned) position of each.
-            mask: True where a new token attends to one of the S = cached + new tokens, itself
-                included.
+            mask: True where a new token attends to one of the S = cached + new tokens or itself.
             cache: holds S - T rows before the call and S after it.
             grad: record gradients, for adapters that a drafter has put into the target.
         """
-        with torch.set_grad_enabled(grad):
-            return self._forward(ids, positions, mask, cache)
-
-    def _forward(
-        self, ids: Tensor, positions: Tensor, mask: Tensor, cache: KVCache | BatchKVCache | None
-    ) -> TargetStates:
         if self.ends_only:
-            why = "Only its embedding and its head were loaded."
-            fix = (
-                "Leave target.place at replicated; with traces of few tokens, drafter.init=random."
-            )
-            raise ConfigError("target.place", "ends", why, fix)
-        if self._output_device is not None:
+            raise ConfigError(
+                "target.place", "ends", "Only its embedding and its head were loaded.",
+                "Leave target.place at replicated; with traces of few tokens, drafter.init=random.",
+            )  # fmt: skip
+        if self.is_remote:
             ids, positions, mask = (x.to(self.layer_device) for x in (ids, positions, mask))
-        if cache is None:
-            return _concat_taps(*self._reference_forward(ids, positions, mask, None))
-        cache.reserve(ids.shape[1])
-        if self.fast_forward is None or torch.is_grad_enabled() or has_adapters(self.layers):
-            out = self._reference_forward(ids, positions, mask, cache)
-        else:
+        run: Any = self.fast_forward
+        if run is None or cache is None or grad or has_adapters(self.layers):
+            run = self._reference_forward
+        if cache is not None:
+            cache.reserve(ids.shape[1])
+        with torch.set_grad_enabled(grad):
             masks = self._additive_masks(mask, positions, cache)
-            out = self.fast_forward(ids, positions, masks, cache, self.taps)
-        cache.commit(positions)
-        return _concat_taps(*out)
+            taps, last = run(ids, positions, masks, cache, self.taps)
+            if cache is not None:
+                cache.commit(positions)
+            return TargetStates(torch.cat(taps, dim=-1) if taps else last[..., :0], last)
 
     def _reference_forward(
-        self, ids: Tensor, positions: Tensor, mask: Tensor, cache: KVCache | BatchKVCache | None
+        self, ids: Tensor, positions: Tensor, masks: Any, cache: Any, taps: Sequence[int]
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the tapped layers' outputs and the last state, as transformers computes them."""
-        with self._capture_taps() as taps:
-            out = self.base_model(
+        """Compute what `FastLlama` does with the model's own modules."""
+        outputs: dict[int, Tensor] = {}
+
+        def save_output(tap: int, _module: nn.Module, _args: Any, output: Any) -> None:
+            outputs[tap] = output[0] if isinstance(output, tuple) else output
+
+        with ExitStack() as hooks:
+            for tap in taps:
+                hook = self.layers[tap].register_forward_hook(partial(save_output, tap))
+                hooks.enter_context(hook)
+            last = self.base_model(
                 input_ids=ids,
-                attention_mask=self._additive_masks(mask, positions, cache),
+                attention_mask=masks,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=cache is not None,
-            )
-        return [tap.to(self.device) for tap in taps], out.last_hidden_state.to(self.device)
+            ).last_hidden_state
+        return [outputs[tap].to(self.device) for tap in taps], last.to(self.device)
 
     def trace(
         self,
@@ -269,52 +223,25 @@ class Target:
         document: Int[Tensor, "B T"],
         positions: Int[Tensor, "B T"],
     ) -> Trace:
-        """Run packed rows for training. Documents do not attend to each other; no logits are made.
-
-        The arguments are the columns of `Batch`.
-        """
+        """Run packed rows, the columns of a `Batch`; documents do not attend to each other."""
         states = self._read_rows(ids, positions, document)
         return Trace.from_batch(Batch(ids, answer, document, positions), states.taps, states.last)
 
     def _read_rows(self, ids: Tensor, positions: Tensor, document: Tensor) -> TargetStates:
-        """Run packed rows in one forward or, where the mask would be too large, in chunks."""
+        """Run packed rows in one forward, or in chunks where the mask would be too large."""
         batch, length = ids.shape
         if batch * length**2 <= MASK_ELEMENTS:
             return self.forward(ids, positions, document_mask(document))
-        cache, size = self.new_cache(length), max(1, MASK_ELEMENTS // (batch * length))
-        chunks = []
+        # a block per layer: layers may be on several devices
+        cache = KVCache(batch, length, 1, self.layer_device)
+        size, chunks = max(1, MASK_ELEMENTS // (batch * length)), []
         for start in range(0, length, size):
             new = slice(start, min(start + size, length))
             mask = document_mask(document, new)
             chunks.append(self.forward(ids[:, new], positions[:, new], mask, cache))
         return TargetStates(*(torch.cat(part, dim=1) for part in zip(*chunks, strict=True)))
 
-    @contextmanager
-    def _capture_taps(self) -> Iterator[list[Tensor]]:
-        """Collect the outputs of the tapped layers, in the order of `taps`, on exit."""
-        outputs: dict[int, Tensor] = {}
-        ordered: list[Tensor] = []
-
-        def save_output(tap: int) -> Any:
-            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                outputs[tap] = output[0] if isinstance(output, tuple) else output
-
-            return hook
-
-        hooks = [self.layers[tap].register_forward_hook(save_output(tap)) for tap in self.taps]
-        try:
-            yield ordered
-            ordered.extend(outputs[tap] for tap in self.taps)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _additive_masks(
-        self,
-        mask: Bool[Tensor, "B T S"],
-        positions: Int[Tensor, "B T"],
-        cache: KVCache | BatchKVCache | None,
-    ) -> Any:
+    def _additive_masks(self, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         """Return an additive 4-D mask; a dict by layer type where the family mixes windows."""
         window, full = sliding_window(self.text_config), additive_mask(mask, self.dtype)
         if window is None:
@@ -326,22 +253,18 @@ class Target:
             return {"full_attention": full, "sliding_attention": sliding}
         return sliding
 
-    def _refuse_recurrent(self) -> None:
-        kinds = {str(kind) for kind in getattr(self.text_config, "layer_types", None) or ()}
-        kinds |= {str(getattr(self.text_config, "model_type", ""))}
-        bad = sorted(k for k in kinds if any(word in k for word in RECURRENT))
-        if bad or getattr(self.model, "_is_stateful", False):
-            raise ConfigError(
-                "target",
-                self.name,
-                f"It keeps a recurrent state ({', '.join(bad) or 'stateful model'}), and a state "
-                "cannot take back the drafted tokens that are rejected.",
-                "Use a target whose layers are all attention layers.",
-            )
 
-
-def _concat_taps(taps: list[Tensor], last: Tensor) -> TargetStates:
-    return TargetStates(torch.cat(taps, dim=-1) if taps else last[..., :0], last)
+def _refuse_recurrent(model: Any, name: str) -> None:
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ()), getattr(config, "model_type", "")}
+    bad = sorted(k for k in map(str, kinds) if any(word in k for word in RECURRENT))
+    if bad or getattr(model, "_is_stateful", False):
+        why = (
+            f"It keeps a recurrent state ({', '.join(bad) or 'stateful model'}), and a state "
+            "cannot take back the drafted tokens that are rejected."
+        )
+        fix = "Use a target whose layers are all attention layers."
+        raise ConfigError("target", name, why, fix)
 
 
 def gather_module(module: Any, device: torch.device | None) -> Any:
@@ -353,34 +276,23 @@ def gather_module(module: Any, device: torch.device | None) -> Any:
     out = copy.copy(module)  # without the hooks that gather its shards
     out._forward_hooks, out._forward_pre_hooks = OrderedDict(), OrderedDict()
     vars(out).pop("forward", None)
-    frozen = {
-        name: nn.Parameter(p.detach().to(device), requires_grad=False) for name, p in full.items()
-    }
-    out._parameters = {**module._parameters, **frozen}
+    full = {name: nn.Parameter(p.detach().to(device), False) for name, p in full.items()}
+    out._parameters = {**module._parameters, **full}
     return out
 
 
 def decoder_layers(model: Any, name: str = "target") -> nn.ModuleList:
-    """Return the outermost ModuleList with one entry per decoder layer.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the outermost ModuleList with one entry per decoder layer."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
-    matches = [m for m in lists if len(m) == count]
-    if not matches:
-        raise ConfigError(
-            "target", name, f"No list of {count} decoder layers was found in it.",
-            "Use a decoder-only model of transformers.",
-        )  # fmt: skip
-    return matches[0]
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    why = f"No list of {count} decoder layers was found in it."
+    raise ConfigError("target", name, why, "Use a decoder-only model of transformers.")
 
 
 def _rope_theta(config: Any) -> float:
     """Return the base of the rotary embedding; 10000 for families that have none."""
     fields = getattr(config, "rope_parameters", None) or {}
-    if isinstance(fields, dict) and "full_attention" in fields:
-        fields = fields["full_attention"]
-    value = fields.get("rope_theta") if isinstance(fields, dict) else None
+    value = fields.get("full_attention", fields).get("rope_theta")
     return float(value or getattr(config, "rope_theta", None) or 10000.0)

@@ -225,7 +225,7 @@ class Watched(Engine):
             causal = torch.ones(1, count, count, dtype=torch.bool).tril()
             self.target.forward(torch.tensor([text]), torch.arange(count)[None], causal, fresh)
             assert self.cache.lengths[slot] == count
-            assert torch.equal(self.cache.positions(slot), fresh.positions)
+            assert torch.equal(self.cache.positions(slot), fresh.positions())
             for layer in range(self.target.num_layers):
                 held, wanted = self.cache.rows(layer, slot), fresh.rows(layer)
                 for mine, theirs in zip(held, wanted, strict=True):

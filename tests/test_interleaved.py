@@ -6,9 +6,9 @@ from outrider.eval.plan import interleaved as module
 from outrider.eval.plan.interleaved import (
     NO_DRAFT,
     REPEATS,
+    BatchRun,
     InterleavedRuns,
     Repetition,
-    ShapeCost,
     calibration_shapes,
     decode,
     tree_policy,
@@ -16,11 +16,13 @@ from outrider.eval.plan.interleaved import (
 from outrider.eval.plan.round_costs import RoundCost
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.request import Request
+from outrider.models.decode.request import Output, Request
+from outrider.models.decode.round_times import RoundTimes
 from outrider.models.decode.rules import BEST
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.decode.tree_shapes import Paths, chain, full
+from outrider.models.decode.tree_shapes import Paths
 from tests import tiny
+from tests.trees import chain, full
 
 
 def turn(pace: float, *ms: float, tau: float = 1.0) -> Repetition:
@@ -68,9 +70,10 @@ def test_every_shape_of_every_batch_is_repeated_after_plain_decoding(
     def asked(batch: int) -> list[Request]:
         return [Request([3], 4)] * 2 * batch
 
-    def spent(engine: Engine, requests: list[Request], batch: int) -> ShapeCost:
+    def spent(engine: Engine, requests: list[Request], batch: int) -> BatchRun:
         order.append((batch, len(requests), 0 if engine.policy is None else engine.policy.nodes))
-        return ShapeCost(1.0, 2.0, 3.5, 2, [1, 3])
+        times = RoundTimes(draft=1.0, target=2.0, rounds=3.5)
+        return [Output(accepted=[1, 3, 0], times=times)], 2
 
     target = tiny.target()
     drafter = tiny.drafter("eagle3", target).eval()

@@ -1,123 +1,209 @@
-"""The key-value cache: append, keep rows, crop and refuse."""
+"""Slots of a batch cache against plain lists of rows, and against one cache per prompt."""
+
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.models.kv_cache import KVCache
+from outrider.models.kv_cache import KVCache, is_prefix
+from outrider.models.target import Target
+from tests import tiny
 
 LAYERS, HEADS, SIZE = 3, 2, 4
+SLOTS, CAPACITY = 4, 24
 
 
-def named(rows: list[int], layer: int, kind: int = 0, batch: int = 1) -> Tensor:
+def named(rows: list[list[int]], layer: int, kind: int, size: int) -> Tensor:
     """[B, A, T, C]: every number tells row, layer and kind."""
-    row = torch.tensor(rows, dtype=torch.float32)[None, None, :, None]
-    return (row + 1000 * layer + 5000 * kind).expand(batch, HEADS, -1, SIZE).clone()
+    row = torch.tensor(rows, dtype=torch.float32)[:, None, :, None]
+    return (row + 1000 * layer + 5000 * kind).expand(-1, HEADS, -1, size).clone()
 
 
-def write(cache: KVCache, rows: list[int], batch: int = 1) -> None:
-    """One forward: every layer appends, then the rows are committed; the row is its position."""
-    cache.reserve(len(rows))
-    for layer in range(LAYERS):
-        keys, values = cache.update(
-            named(rows, layer, 0, batch), named(rows, layer, 1, batch), layer
-        )
-        assert keys.shape == values.shape == (batch, HEADS, cache.length + len(rows), SIZE)
-        assert torch.equal(keys[:, :, -len(rows) :], named(rows, layer, 0, batch))
-    cache.commit(torch.tensor([rows] * batch))
+@dataclass
+class Plain:
+    """A cache beside the lists of rows it should hold; a row's name is its position too."""
+
+    cache: KVCache = field(
+        default_factory=lambda: KVCache(SLOTS, CAPACITY, LAYERS, torch.device("cpu"))
+    )
+    rows: list[list[int]] = field(default_factory=lambda: [[] for _ in range(SLOTS)])
+    named: int = 0
+
+    def forward(self, first: int, count: int, new: int) -> None:
+        """Every layer appends; the last one has keys and values of other sizes."""
+        self.cache.select_slots(first, count)
+        assert self.cache.active_lengths == [len(rows) for rows in self.rows[first : first + count]]
+        self.cache.reserve(new)
+        fresh = [[self.named + i * new + j for j in range(new)] for i in range(count)]
+        self.named += count * new
+        positions = torch.tensor(fresh)
+        whole = [[*self.rows[first + i], *fresh[i]] for i in range(count)]
+        columns = self.cache.column_positions(positions)
+        for layer in range(LAYERS):
+            sizes = (SIZE, SIZE + 2 * (layer == LAYERS - 1))
+            parts = [named(fresh, layer, kind, size) for kind, size in enumerate(sizes)]
+            found = self.cache.update(parts[0], parts[1], layer)
+            for kind, (size, held) in enumerate(zip(sizes, found, strict=True)):
+                for i, rows in enumerate(whole):
+                    assert held.shape[2] == max(map(len, whole))
+                    wanted = named([rows], layer, kind, size)[0]
+                    assert torch.equal(held[i, :, : len(rows)], wanted)
+                    assert columns[i, : len(rows)].tolist() == rows
+        self.cache.commit(positions)
+        self.rows[first : first + count] = whole
+
+    def check(self) -> None:
+        assert self.cache.lengths == [len(rows) for rows in self.rows]
+        for slot, rows in enumerate(self.rows):
+            assert self.cache.positions(slot).tolist() == [rows]
+            for layer in range(LAYERS if self.named else 0):
+                sizes = (SIZE, SIZE + 2 * (layer == LAYERS - 1))
+                for kind, held in enumerate(self.cache.rows(layer, slot)):
+                    assert torch.equal(held, named([rows], layer, kind, sizes[kind]))
 
 
-def check(cache: KVCache, rows: list[int], batch: int = 1) -> None:
-    assert cache.length == cache.get_seq_length() == len(rows)
-    assert cache.positions.tolist() == [rows] * batch
-    for layer in range(LAYERS):
-        keys, values = cache.rows(layer)
-        assert torch.equal(keys, named(rows, layer, 0, batch))
-        assert torch.equal(values, named(rows, layer, 1, batch))
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_slots_equal_plain_lists(data: st.DataObject) -> None:
+    """Forwards on any slots, paths kept, slots moved, cropped and widened, in any order."""
+    plain = Plain()
+    for _ in range(data.draw(st.integers(1, 12), "steps")):
+        what = data.draw(st.sampled_from(["forward", "forward", "move", "crop", "ensure"]))
+        slot, other = (data.draw(st.integers(0, SLOTS - 1)) for _ in range(2))
+        if what == "forward":
+            count, new = data.draw(st.integers(1, SLOTS - slot)), data.draw(st.integers(1, 5))
+            longest = max(map(len, plain.rows[slot : slot + count]))
+            if longest + new > plain.cache.capacity:
+                with pytest.raises(ValueError, match="more do not fit"):
+                    plain.forward(slot, count, new)
+                continue
+            before = [len(rows) for rows in plain.rows]
+            plain.forward(slot, count, new)
+            if data.draw(st.booleans()):
+                inside = st.sets(st.integers(0, new - 1), min_size=1).map(sorted)
+                paths = [data.draw(inside) for _ in range(count)]
+                # what lies behind a path's end is nobody's
+                most, ends = max(map(len, paths)), data.draw(st.integers(0, new - 1))
+                there = torch.tensor([[*p, *[ends] * (most + 1 - len(p))] for p in paths])
+                needed = not is_prefix(paths) or data.draw(st.booleans())
+                plain.cache.keep_rows(paths, there if needed else None)
+                for i, path in enumerate(paths, start=slot):
+                    fresh = plain.rows[i][before[i] :]
+                    plain.rows[i][before[i] :] = [fresh[node] for node in path]
+        elif what == "move":
+            plain.cache.move_slot(slot, other)
+            plain.rows[other] = list(plain.rows[slot])
+        elif what == "crop":
+            length = data.draw(st.integers(0, len(plain.rows[slot])))
+            plain.cache.crop(slot, length)
+            del plain.rows[slot][length:]
+        else:
+            wanted = data.draw(st.integers(1, 40))
+            known = plain.cache.capacity
+            plain.cache.ensure_capacity(wanted)
+            assert plain.cache.capacity == max(wanted, known)
+        plain.check()
 
 
-def filled(*rows: int, capacity: int = 12) -> KVCache:
-    cache = KVCache(capacity)
-    write(cache, list(rows))
-    return cache
+def test_the_worked_example() -> None:
+    """Slots of lengths 5, 2 and 4 and two new tokens: seven columns."""
+    plain = Plain()
+    for slot, length in enumerate((5, 2, 4)):
+        plain.forward(slot, 1, length)
+    plain.forward(0, 3, 2)
+    assert plain.cache.lengths[:3] == [7, 4, 6]
+    plain.cache.keep_rows([[0], [1], [0, 1]], torch.tensor([[0, 0], [1, 0], [0, 1]]))
+    plain.rows[0].pop()
+    del plain.rows[1][2]
+    plain.check()
 
 
-def test_rows_are_appended() -> None:
-    cache = KVCache(12)
-    for part in ([0, 1, 2], [3], [4, 5]):
-        write(cache, part)
-    check(cache, [0, 1, 2, 3, 4, 5])
-    assert cache.layers_written == len(cache) == LAYERS
-
-
-def test_every_row_of_a_batch_is_kept() -> None:
-    cache = KVCache(4)
-    write(cache, [0, 1], batch=3)
-    write(cache, [2, 3], batch=3)
-    check(cache, [0, 1, 2, 3], batch=3)
-
-
-@pytest.mark.parametrize(
-    ("start", "rows", "left"),
-    [
-        (3, [3, 5, 7], [0, 1, 2, 3, 5, 7]),  # a path through a tree
-        (3, [6], [0, 1, 2, 6]),
-        (3, [3, 4, 5], [0, 1, 2, 3, 4, 5]),  # nothing has to move
-        (3, [], [0, 1, 2]),
-        (0, [2, 6], [2, 6]),
-        (3, [4, 5, 6, 7], [0, 1, 2, 4, 5, 6, 7]),  # source and place overlap
-    ],
-)
-def test_keep_rows_moves_rows_after_the_prefix(
-    start: int, rows: list[int], left: list[int]
-) -> None:
-    cache = filled(*range(8))
-    cache.keep_rows(start, torch.tensor(rows, dtype=torch.long))
-    check(cache, left)
-    write(cache, [50, 51])
-    check(cache, [*left, 50, 51])
-
-
-def test_crop_drops_only_later_rows() -> None:
-    cache = filled(*range(6))
-    cache.crop(6)
-    check(cache, [0, 1, 2, 3, 4, 5])
-    cache.crop(2)
-    write(cache, [7])
-    check(cache, [0, 1, 7])
-    cache.crop(0)
-    check(cache, [])
-
-
-@pytest.mark.parametrize("length", [-1, 4])
-def test_crop_to_a_longer_length_is_refused(length: int) -> None:
-    cache = filled(0, 1, 2)
-    with pytest.raises(ValueError, match=f"cannot crop 3 rows to {length}"):
-        cache.crop(length)
-    check(cache, [0, 1, 2])
-
-
-def test_a_forward_that_does_not_fit_is_refused_before_it_runs() -> None:
-    cache = filled(0, 1, 2, capacity=5)
-    cache.reserve(2)
-    with pytest.raises(ValueError, match="5 rows holds 3; 3 more do not fit"):
-        cache.reserve(3)
-    check(cache, [0, 1, 2])
+def test_crop_beyond_the_length_of_a_slot_is_refused() -> None:
+    plain = Plain()
+    plain.forward(1, 2, 3)
+    for length in (-1, 4):
+        with pytest.raises(ValueError, match=f"cannot crop 3 rows to {length}"):
+            plain.cache.crop(1, length)
+    plain.check()
 
 
 def test_nothing_is_allocated_after_the_first_rows() -> None:
-    """Appending writes into the same memory: no copy of the prefix."""
-    cache = filled(0, 1)
-    before = cache.rows(0)[0].data_ptr()
-    write(cache, [2, 3])
-    cache.keep_rows(2, torch.tensor([3]))
-    write(cache, [4])
-    check(cache, [0, 1, 3, 4])
-    assert cache.rows(0)[0].data_ptr() == before
+    plain = Plain()
+    plain.forward(0, 4, 2)
+    before = plain.cache.rows(0)[0].data_ptr()
+    plain.forward(1, 2, 3)
+    plain.cache.keep_rows([[0, 2], [1]], torch.tensor([[0, 2], [1, 0]]))
+    plain.cache.move_slot(1, 3)
+    assert plain.cache.rows(0)[0].data_ptr() == before
 
 
 def test_sizes_for_the_masks_of_transformers() -> None:
-    """Between forwards: rows held, and rows held plus rows asked for, without an offset."""
-    cache = filled(0, 1, 2)
-    assert cache.get_mask_sizes(4) == (7, 0)
-    assert (cache.get_query_offset(), cache.get_max_length()) == (3, 12)
+    plain = Plain()
+    plain.forward(0, 1, 3)
+    plain.cache.select_slots(0, 2)
+    assert plain.cache.get_mask_sizes(4) == (7, 0)
+    assert (plain.cache.get_query_offset(), plain.cache.get_max_length()) == (3, CAPACITY)
+    assert (plain.cache.get_seq_length(), len(plain.cache)) == (3, LAYERS)
+
+
+# ---- a target on slots ---------------------------------------------------------------------------
+
+TEXTS = [[7, 3, 9, 30, 12, 5, 44, 18, 2, 11], [20, 6], [15, 33, 8, 41, 50, 9, 3]]
+CHILDREN = [[-1, 0, 0, 1], [0, 1, 1, 2]]  # parents and depths of a small tree behind every text
+
+
+def alone(target: Target, text: list[int], tree: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits of a text and of a tree behind it, with a cache of its own."""
+    cache = target.new_cache(40)
+    count = len(text)
+    causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+    read = target.forward(torch.tensor([text]), torch.arange(count)[None], causal, cache)
+    return target.logits(read.last[0]), branch(target, cache, tree, count)
+
+
+def branch(target: Target, cache: KVCache, tree: list[int], count: int) -> Tensor:
+    seen = torch.zeros(1, 4, count + 4, dtype=torch.bool)
+    seen[..., :count] = True
+    seen[0, :, count:] = ancestors()
+    positions = torch.tensor([CHILDREN[1]]) + count
+    return target.logits(target.forward(torch.tensor([tree]), positions, seen, cache).last[0])
+
+
+def ancestors() -> Tensor:
+    seen = torch.eye(4, dtype=torch.bool)
+    for node, parent in enumerate(CHILDREN[0]):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_a_target_gives_equal_logits_on_slots_and_separate_caches(family: str) -> None:
+    """Ragged slots, a tree behind each, and garbage behind the shorter ones."""
+    target = tiny.target(family)
+    cache = target.new_cache(40, 3)
+    waste = torch.arange(3, 18)[None].repeat(3, 1)
+    causal = torch.ones(3, 15, 15, dtype=torch.bool).tril()
+    target.forward(waste, torch.arange(15).repeat(3, 1), causal, cache)
+    trees = [[5, 9, 13, 4], [22, 31, 6, 10], [3, 3, 8, 40]]
+    wanted = [alone(target, text, tree) for text, tree in zip(TEXTS, trees, strict=True)]
+    for slot, text in enumerate(TEXTS):
+        cache.crop(slot, 0)
+        cache.select_slots(slot, 1)
+        own = torch.ones(1, len(text), len(text), dtype=torch.bool).tril()
+        ids, positions = torch.tensor([text]), torch.arange(len(text))[None]
+        read = target.forward(ids, positions, own, cache)
+        torch.testing.assert_close(target.logits(read.last[0]), wanted[slot][0])
+    cache.select_slots(0, 3)
+    at = torch.tensor(cache.active_lengths)[:, None]
+    visible = torch.zeros(3, 4, max(cache.active_lengths) + 4, dtype=torch.bool)
+    for slot, text in enumerate(TEXTS):
+        visible[slot, :, : len(text)] = True
+        visible[slot, :, len(text) : len(text) + 4] = ancestors()
+    positions = torch.tensor([CHILDREN[1]]) + at
+    said = target.logits(target.forward(torch.tensor(trees), positions, visible, cache).last)
+    for slot in range(3):
+        torch.testing.assert_close(said[slot], wanted[slot][1], atol=1e-4, rtol=1e-4)

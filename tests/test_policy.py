@@ -30,6 +30,7 @@ from tests.tiny import (
     mean_target,
     paths,
 )
+from tests.trees import checked
 
 TEXT: Text = (3, 1, 4)
 VOCAB = 7
@@ -58,7 +59,7 @@ def drafted(tree: Tree, row: int = 0) -> int:
 
 def texts(tree: Tree, row: int = 0) -> set[Text]:
     """The path of tokens to every drafted node; no two nodes have the same one."""
-    found = paths(tree.check(), row)
+    found = paths(checked(tree), row)
     assert len(found) == len(set(found))
     return set(found)
 
@@ -187,7 +188,7 @@ POLICIES: list[Policy] = [
 def test_no_round_drafts_more_nodes_than_promised(policy: Policy, sampling: Sampling) -> None:
     """The cache is as large as `nodes` says."""
     for seed, room in itertools.product(range(5), (1, 2, 99)):
-        tree = propose(policy, told(seed), room, sampling).tree.check()
+        tree = checked(propose(policy, told(seed), room, sampling).tree)
         assert 1 <= drafted(tree) <= tree.size - 1 <= policy.nodes
         assert int(tree.depths.max()) <= tree.levels <= policy.levels
 
@@ -320,7 +321,7 @@ def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(policy: Policy, sampling
     """Whatever the rooms of the others; what only fills up is not real."""
     drafter = told(scale=2.0)
     draft = tiny.propose(policy, drafter, CROWD, ROOMS, sampling, range(4))
-    draft.tree.check()
+    checked(draft.tree)
     for row, (text, room) in enumerate(zip(CROWD, ROOMS, strict=True)):
         alone = tiny.propose(policy, drafter, [text], [room], sampling, [row])
         assert paths(draft.tree, row) == paths(alone.tree)
@@ -333,7 +334,7 @@ def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(policy: Policy, sampling
 
 def test_a_prompt_without_room_gets_no_guess() -> None:
     for policy in POLICIES:
-        tree = tiny.propose(policy, told(), CROWD, [3, 0, 1, 0], seeds=range(4)).tree.check()
+        tree = checked(tiny.propose(policy, told(), CROWD, [3, 0, 1, 0], seeds=range(4)).tree)
         assert [drafted(tree, row) > 0 for row in range(4)] == [True, False, True, False]
 
 

@@ -7,15 +7,16 @@ from outrider.eval.plan.interleaved import tree_policy
 from outrider.eval.plan.replay import (
     RankPath,
     accepted_per_round,
-    accepted_ranks,
     complete_rounds,
+    rank_paths,
     tau,
 )
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.request import Request
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.decode.tree_shapes import Paths, chain, full, parse
+from outrider.models.decode.tree_shapes import Paths, parse
 from tests import tiny
+from tests.trees import chain, full
 
 # of 7 tokens behind the first: the numbers of the module's example
 TEXT: list[RankPath] = [
@@ -52,7 +53,7 @@ def test_decoding_accepts_what_the_replay_predicts(
         engine = Engine(target, drafter, tree_policy(tree), sampling=Sampling(temperature))
         out = engine.generate_all([Request(prompt, 20, seed=len(prompt))], 1)[0]
         target.set_taps(drafter.taps)
-        (found,) = accepted_ranks(drafter, [answered_trace(target, prompt, out.ids)], 3, 4)
+        found = rank_paths(drafter, answered_trace(target, prompt, out.ids), 3, 4)
         kept = list(accepted_per_round(found, tree))
         assert (kept[:-1], len(kept)) == (out.accepted[:-1], out.rounds)
     assert tau([found], ()) == 1.0
@@ -62,5 +63,5 @@ def test_a_text_too_short_for_a_depth_has_no_ranks_there() -> None:
     target = tiny.target()
     drafter = tiny.drafter("eagle3", target).eval()
     target.set_taps(drafter.taps)
-    (found,) = accepted_ranks(drafter, [answered_trace(target, [3, 4], [5, 6])], 3, 4)
+    found = rank_paths(drafter, answered_trace(target, [3, 4], [5, 6]), 3, 4)
     assert [len(way) for way in found] == [1, 0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from outrider.models.decode import sibling_rules
 from outrider.models.decode.rules import bind_rule
 from outrider.models.decode.sampling import RandomSource
-from outrider.models.decode.sibling_rules import draw_siblings, independent, without_replacement
+from outrider.models.decode.sibling_rules import draw_siblings, sibling_by_sibling
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verify import Accepted, ratio
 from tests.enumeration import (
@@ -35,6 +36,8 @@ from tests.enumeration import (
     worst_bias,
 )
 
+independent = partial(sibling_by_sibling, replacement=True)
+without_replacement = partial(sibling_by_sibling, replacement=False)
 IID = by(bind_rule("independent", "independent"))
 NONE_TWICE = by(bind_rule("without_replacement", "drawn"))
 MATCH = by(bind_rule("match", "best"))

@@ -29,6 +29,7 @@ from tests.tiny import (
     mean_target,
     paths,
 )
+from tests.trees import checked
 
 TEXT: Text = (3, 1, 4)
 VOCAB = 7
@@ -85,7 +86,7 @@ def test_every_node_is_the_guess_of_its_ranks(
     shape: Paths, seed: int, room: int, size: int
 ) -> None:
     drafter = told(size, seed)
-    tree = propose(shape, drafter, room).tree.check()
+    tree = checked(propose(shape, drafter, room).tree)
     assert paths(tree) == literally(drafter.row, TEXT, shape, room)
     assert tree.ids[0, 0] == TEXT[-1]
     assert tree.size - 1 <= len(shape)
@@ -114,7 +115,7 @@ def test_no_level_behind_the_room_is_asked(room: int) -> None:
 
 def test_what_a_tiny_vocabulary_cannot_fill_is_not_real() -> None:
     """Three tokens: ranks 5, 3 and 4 are not there, and nothing below them."""
-    tree = propose(WIDE, told(3)).tree.check()
+    tree = checked(propose(WIDE, told(3)).tree)
     there = [max(path) < 3 for path in WIDE]
     assert tree.real.tolist() == [[True, *there]]
 
@@ -172,7 +173,7 @@ def test_siblings_stand_in_the_order_in_which_they_were_drawn(kind: str, top_k: 
         drafter = told(seed=seed, scale=2.0)
         hand = by_hand(drafter.row, DENSE, sampling, kind == INDEPENDENT, len(DENSE) + 1)
         tree, q_rows = propose(DENSE, drafter, sampling=sampling, draft=kind)
-        assert paths(tree.check()) == hand.nodes
+        assert paths(checked(tree)) == hand.nodes
         assert q_rows is not None
         for node, row in hand.rows.items():
             place = [(), *DENSE].index(node)
@@ -183,7 +184,7 @@ def test_no_more_siblings_are_real_than_tokens_have_mass() -> None:
     """Two tokens, three children wanted: the third is not there, nor is anything below it."""
     tree, q_rows = propose(DENSE, told(), sampling=Sampling(1.0, 1.0, 2), draft=DRAWN)
     gone = [path[0] == 2 for path in DENSE]
-    assert tree.check().real.tolist() == [[True, *(not away for away in gone)]]
+    assert checked(tree).real.tolist() == [[True, *(not away for away in gone)]]
     assert q_rows is not None
     assert len({path for path in paths(tree) if len(path) == 1}) == 2
 
@@ -226,7 +227,7 @@ def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(sampling: Sampling, draf
     policy, drafter = StaticTree(DENSE, draft), told(scale=2.0)
     rooms = [99, 2, 3, 1]
     made = tiny.propose(policy, drafter, CROWD, rooms, sampling, range(4))
-    made.tree.check()
+    checked(made.tree)
     for row, (text, room) in enumerate(zip(CROWD, rooms, strict=True)):
         alone = tiny.propose(policy, drafter, [text], [room], sampling, [row])
         assert paths(made.tree, row) == paths(alone.tree)

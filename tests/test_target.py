@@ -11,7 +11,7 @@ from tests.families import FAMILIES, small_model
 
 PREFIX, TOLERANCE = 12, 1e-4
 
-# a tree behind the prefix: node 0 is the root, parents[i] < i
+# a tree after the prefix: node 0 is the root, parents[i] < i
 PARENTS = [-1, 0, 0, 1, 1, 2, 3]
 DEPTHS = [0, 1, 1, 2, 2, 2, 3]
 
@@ -28,7 +28,7 @@ def path_to(node: int) -> list[int]:
     return path[::-1]
 
 
-def tree_seen(prefix: int) -> torch.Tensor:
+def tree_mask(prefix: int) -> torch.Tensor:
     nodes = len(PARENTS)
     seen = torch.zeros(1, nodes, prefix + nodes, dtype=torch.bool)
     seen[..., :prefix] = True
@@ -42,7 +42,7 @@ def causal(count: int, past: int = 0) -> torch.Tensor:
 
 
 def plain_logits(target: Target, ids: list[int]) -> torch.Tensor:
-    """The model's own words on one sequence, no cache, no mask of ours."""
+    """The model's own logits of one sequence, without cache and mask."""
     with torch.no_grad():
         out: torch.Tensor = target.model(input_ids=torch.tensor([ids]), use_cache=False).logits
     return out[0]
@@ -61,17 +61,17 @@ def test_tree_forward_equals_every_path_alone(target: Target) -> None:
     prompt = text[:PREFIX]
     target.forward(torch.tensor([prompt]), torch.arange(PREFIX)[None], causal(PREFIX), cache)
     for accepted in ([0, 1, 4], [0, 2, 5]):
-        start = cache.length
+        start = cache.lengths[0]
         positions = torch.tensor([DEPTHS]) + start
-        seen = target.forward(tree[None], positions, tree_seen(start), cache)
+        seen = target.forward(tree[None], positions, tree_mask(start), cache)
         logits = target.logits(seen.last[0])
         for node in range(len(PARENTS)):
             alone = plain_logits(target, prompt + [int(tree[i]) for i in path_to(node)])
             torch.testing.assert_close(logits[node], alone[-1], atol=TOLERANCE, rtol=TOLERANCE)
-        cache.keep_rows(start, torch.tensor(accepted) + start)
+        cache.keep_rows([accepted], torch.tensor([accepted]))
         prompt = prompt + [int(tree[i]) for i in accepted]
-        assert cache.length == len(prompt)
-    cache.crop(PREFIX)
+        assert cache.lengths[0] == len(prompt)
+    cache.crop(0, PREFIX)
     prompt = text[:PREFIX] + text[20:23]
     ids, positions = torch.tensor([text[20:23]]), torch.arange(PREFIX, PREFIX + 3)[None]
     seen = target.forward(ids, positions, causal(3, PREFIX), cache)
@@ -80,7 +80,7 @@ def test_tree_forward_equals_every_path_alone(target: Target) -> None:
 
 
 def test_a_wrong_mask_fails_the_comparison(target: Target) -> None:
-    """Negative control: nodes that also see their siblings give other logits."""
+    """Negative control: nodes that attend to their siblings give other logits."""
     prompt = torch.arange(3, 3 + PREFIX)
     tree = torch.arange(20, 20 + len(PARENTS))
     cache = target.new_cache(64)

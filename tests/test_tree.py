@@ -1,16 +1,13 @@
 """Trees as data, and EAGLE-2's choice of nodes."""
 
-import re
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from outrider.models.decode.tree import Tree, rerank
+from tests.trees import checked
 
 
 def trees_of(*trees: list[int]) -> Tree:
@@ -67,7 +64,7 @@ def test_siblings_cousins_and_descendants_are_not_seen() -> None:
 
 
 def test_a_chain_sees_what_is_before_it() -> None:
-    chain = Tree.chain(torch.tensor([[7, 8, 9, 7], [1, 2, 3, 4]])).check()
+    chain = checked(Tree.chain(torch.tensor([[7, 8, 9, 7], [1, 2, 3, 4]])))
     assert torch.equal(chain.ancestor_mask, torch.ones(2, 4, 4).tril().bool())
     assert chain.parents.tolist() == [[-1, 0, 1, 2]] * 2
     assert chain.depths.tolist() == [[0, 1, 2, 3]] * 2
@@ -91,7 +88,7 @@ def test_chains_of_unequal_length_are_filled_up() -> None:
 
 
 def test_a_lone_root_is_a_tree() -> None:
-    root = Tree.chain(torch.tensor([[5]])).check()
+    root = checked(Tree.chain(torch.tensor([[5]])))
     assert root.ancestor_mask.tolist() == [[[True]]]
     assert (root.size, root.levels) == (1, 0)
 
@@ -99,7 +96,7 @@ def test_a_lone_root_is_a_tree() -> None:
 @settings(deadline=None, max_examples=60)
 @given(batch=random_batches())
 def test_seen_are_exactly_the_nodes_on_the_path_from_the_root(batch: list[list[int]]) -> None:
-    tree = trees_of(*batch).check()
+    tree = checked(trees_of(*batch))
     for parents, matrix in zip(batch, tree.ancestor_mask.tolist(), strict=True):
         for node, row in enumerate(matrix):
             climbed = {node}
@@ -110,55 +107,8 @@ def test_seen_are_exactly_the_nodes_on_the_path_from_the_root(batch: list[list[i
 
 def test_more_levels_than_there_are_change_nothing() -> None:
     tree = trees_of([-1, 0, 0, 1])
-    deeper = Tree.grown(tree.ids, tree.parents, tree.depths, levels=9).check()
+    deeper = checked(Tree.grown(tree.ids, tree.parents, tree.depths, levels=9))
     assert torch.equal(deeper.ancestor_mask, tree.ancestor_mask)
-
-
-@pytest.mark.parametrize(
-    ("parents", "depths", "message"),
-    [
-        ([0, 0], [0, 1], "parents[0] = -1"),
-        ([-1, 0], [1, 2], "depths[0] = 0"),
-        ([-1, -1], [0, 0], "node 1 has parent -1"),
-        ([-1, 2, 0], [0, 2, 1], "node 1 has parent 2"),
-        ([-1, 1], [0, 1], "node 1 has parent 1"),
-        ([-1, 0, 1], [0, 1, 3], "node 2 has depth 3, but its parent 1 has depth 1"),
-    ],
-)
-def test_a_tree_that_is_not_one_is_refused(
-    parents: list[int], depths: list[int], message: str
-) -> None:
-    """Wherever it is in the batch: here behind a chain."""
-    line = list(range(len(parents)))
-    tree = Tree.grown(
-        torch.zeros(2, len(parents), dtype=torch.long),
-        torch.tensor([[step - 1 for step in line], parents]),
-        torch.tensor([line, depths]),
-        levels=3,
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tree.check()
-
-
-def test_an_empty_tree_is_refused() -> None:
-    nothing = torch.zeros(1, 0, dtype=torch.long)
-    seen = torch.zeros(1, 0, 0, dtype=torch.bool)
-    with pytest.raises(ValueError, match=re.escape("parents[0] = -1")):
-        Tree(nothing, nothing, nothing, seen, nothing.bool(), 0).check()
-
-
-def test_a_tree_deeper_than_its_levels_is_refused() -> None:
-    with pytest.raises(ValueError, match="depth 3 of a tree of 2 levels"):
-        replace(trees_of([-1, 0, 1, 2]), levels=2).check()
-
-
-def test_parts_of_unequal_shape_are_refused() -> None:
-    """By our own check, or before it by the shape checker when the tests run with one."""
-    tree = trees_of([-1, 0, 1])
-    with pytest.raises((ValueError, TypeCheckError)):
-        replace(tree, parents=tree.parents[:, :2]).check()
-    with pytest.raises((ValueError, TypeCheckError)):
-        replace(tree, ancestor_mask=tree.ancestor_mask[:, :2]).check()
 
 
 # ---- the choice of nodes -------------------------------------------------------------------------
@@ -234,11 +184,9 @@ def test_the_choice_is_the_sorted_one_and_connected_under_many_ties(
     assert {parents[node] for node in wanted} <= {-1, *wanted}
     above = torch.searchsorted(kept, tree.parents.gather(1, kept)).masked_fill(kept == 0, -1)
     chosen = tree.ids.gather(1, kept), above, tree.depths.gather(1, kept)
-    Tree.grown(*chosen, levels=tree.levels).check()  # refuses whatever is not a tree
+    checked(Tree.grown(*chosen, levels=tree.levels))
 
 
-def test_half_precision_scores_and_empty_budgets_are_refused() -> None:
+def test_half_precision_scores_are_refused() -> None:
     with pytest.raises(ValueError, match="float32"):
         rerank(torch.tensor([[-1.0]]).half(), budget=1)
-    with pytest.raises(ValueError, match="budget=0"):
-        rerank(torch.tensor([[-1.0]]), budget=0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.conf.errors import RunError
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.tree_shapes import Paths
+from tests.trees import chain, full
 
 # Small enough to do by hand: two depths, three ranks.
 TABLE = torch.tensor([[0.5, 0.25, 0.125], [0.5, 0.0, 0.25]], dtype=torch.float64)
@@ -143,15 +144,6 @@ def test_what_is_no_tree_is_not_written(tmp_path: Path) -> None:
 # ---- well-known shapes ---------------------------------------------------------------------------
 
 
-def test_chains_and_full_trees() -> None:
-    assert tree_shapes.chain(3) == ((0,), (0, 0), (0, 0, 0))
-    assert tree_shapes.full([2, 1]) == ((0,), (1,), (0, 0), (1, 0))
-    assert len(tree_shapes.full([3, 2, 2])) == 3 + 6 + 12
-    for widths in ([], [2, 0]):
-        with pytest.raises(ValueError, match="widths"):
-            tree_shapes.full(widths)
-
-
 def test_a_picture() -> None:
     drawn = tree_shapes.picture(((0,), (0, 0), (0, 2), (1,), (0, 0, 0)))
     assert drawn.splitlines() == [
@@ -172,18 +164,16 @@ def test_expected_tokens_by_hand() -> None:
     assert (
         tree_shapes.expected(((0,), (1,), (0, 0), (1, 2)), TABLE) == 1 + 0.5 + 0.25 + 0.25 + 0.0625
     )
-    assert tree_shapes.expected(tree_shapes.full([3, 3]), TABLE) == 1 + 0.875 * 1.75
+    assert tree_shapes.expected(full([3, 3]), TABLE) == 1 + 0.875 * 1.75
 
 
 def test_a_chain_is_worth_its_survival() -> None:
     table = torch.full((6, 1), 0.8, dtype=torch.float64)
-    assert tree_shapes.expected(tree_shapes.chain(6), table) == pytest.approx(
-        (1 - 0.8**7) / 0.2, abs=1e-12
-    )
+    assert tree_shapes.expected(chain(6), table) == pytest.approx((1 - 0.8**7) / 0.2, abs=1e-12)
 
 
 def test_a_table_must_know_every_node() -> None:
-    for paths in (((3,),), tree_shapes.chain(3)):
+    for paths in (((3,),), chain(3)):
         with pytest.raises(ValueError, match="the table has 2 depths and 3 ranks"):
             tree_shapes.expected(paths, TABLE)
 
@@ -259,38 +249,32 @@ def test_sequoia_is_the_best_of_all_contiguous_trees(
 ) -> None:
     """Also where a later sibling is likelier than an earlier one, which then comes along."""
     table = random_table(seed, depths, ranks)
-    found, value = tree_shapes.sequoia(table, nodes, depths)
+    found = tree_shapes.sequoia(table, nodes, depths)
     every = [tree for tree in every_tree(nodes, depths, ranks) if tree_shapes.contiguous(tree)]
     best = max(tree_shapes.expected(tree, table) for tree in every)
     assert len(found) == nodes
     assert tree_shapes.contiguous(found)
-    assert value == pytest.approx(tree_shapes.expected(found, table), abs=1e-12)
-    assert value == pytest.approx(best, abs=1e-12)
+    assert tree_shapes.expected(found, table) == pytest.approx(best, abs=1e-12)
 
 
 def test_a_gap_is_worth_something_and_drawn_siblings_cannot_have_it() -> None:
     table = torch.tensor([[0.1, 0.8]], dtype=torch.float64)
     assert tree_shapes.best_first(table, 1) == ((1,),)
     for nodes, worth in ((1, 1.1), (2, 1.9)):
-        found, value = tree_shapes.sequoia(table, nodes, 1)
-        assert found == tree_shapes.full([nodes])
-        assert value == pytest.approx(worth, abs=1e-12)
+        found = tree_shapes.sequoia(table, nodes, 1)
+        assert found == full([nodes])
+        assert tree_shapes.expected(found, table) == pytest.approx(worth, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_searches_agree_where_ranks_are_in_order(seed: int) -> None:
     """On a size that no list of all trees reaches."""
     table = random_table(seed, 6, 8, ordered=True)
-    found, value = tree_shapes.sequoia(table, 60, 6)
-    assert value == pytest.approx(
+    found = tree_shapes.sequoia(table, 60, 6)
+    assert tree_shapes.expected(found, table) == pytest.approx(
         tree_shapes.expected(tree_shapes.best_first(table, 60), table), abs=1e-12
     )
     assert len(found) == 60
-
-
-def test_a_vector_holds_at_every_depth() -> None:
-    vector = torch.tensor([0.6, 0.2, 0.1], dtype=torch.float64)
-    assert tree_shapes.sequoia(vector, 20, 5) == tree_shapes.sequoia(vector.expand(5, -1), 20, 5)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -298,7 +282,10 @@ def test_more_nodes_and_more_depth_are_never_worse(seed: int) -> None:
     table = random_table(seed, 6, 3)
     values = torch.tensor(
         [
-            [tree_shapes.sequoia(table, n, d)[1] for n in (1, 2, 3, 5, 9, 17, 33)]
+            [
+                tree_shapes.expected(tree_shapes.sequoia(table, n, d), table)
+                for n in (1, 2, 3, 5, 9, 17, 33)
+            ]
             for d in range(1, 7)
         ]
     )
@@ -309,10 +296,10 @@ def test_more_nodes_and_more_depth_are_never_worse(seed: int) -> None:
 
 def test_a_search_that_runs_out_of_room_takes_everything() -> None:
     table = random_table(0, 2, 3)
-    assert tree_shapes.best_first(table, 100) == tree_shapes.full([3, 3])
-    assert tree_shapes.sequoia(table, 100, 2)[0] == tree_shapes.full([3, 3])
-    assert tree_shapes.best_first(table, 100, widest=2, deepest=1) == tree_shapes.full([2])
-    assert tree_shapes.sequoia(table, 100, 1)[0] == tree_shapes.full([3])
+    assert tree_shapes.best_first(table, 100) == full([3, 3])
+    assert tree_shapes.sequoia(table, 100, 2) == full([3, 3])
+    assert tree_shapes.best_first(table, 100, widest=2, deepest=1) == full([2])
+    assert tree_shapes.sequoia(table, 100, 1) == full([3])
 
 
 def test_nodes_without_worth_fill_up_what_was_asked_for() -> None:
@@ -320,8 +307,8 @@ def test_nodes_without_worth_fill_up_what_was_asked_for() -> None:
     table = torch.tensor([[0.5, 0.0], [1.0, 0.0]], dtype=torch.float64)
     assert tree_shapes.best_first(table, 1) == ((0,),)
     assert tree_shapes.best_first(table, 3) == ((0,), (1,), (0, 0))
-    found, value = tree_shapes.sequoia(table, 4, 2)
-    assert (len(found), value) == (4, 2.0)
+    found = tree_shapes.sequoia(table, 4, 2)
+    assert (len(found), tree_shapes.expected(found, table)) == (4, 2.0)
 
 
 @pytest.mark.parametrize("changes", [{"nodes": 0}, {"deepest": 0}, {"deepest": 3}])

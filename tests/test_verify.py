@@ -55,6 +55,7 @@ from tests.enumeration import (
     variation,
     worst_bias,
 )
+from tests.trees import checked
 
 MATCH = by(bind_rule("match", "best"))
 SAMPLED = by(bind_rule("sampled", "independent"))
@@ -75,7 +76,7 @@ def dynamic_tree(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
     kept = rerank(scores, 4)
     parents = torch.searchsorted(kept, tree.parents.gather(1, kept)).masked_fill(kept == 0, -1)
     ids, depths = tree.ids.gather(1, kept), tree.depths.gather(1, kept)
-    return Draft(Tree.grown(ids, parents, depths, 2).check(), contexts.gather(1, kept), None)
+    return Draft(checked(Tree.grown(ids, parents, depths, 2)), contexts.gather(1, kept), None)
 
 
 @pytest.mark.parametrize("setting", WARPS)

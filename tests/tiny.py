@@ -1,8 +1,8 @@
-"""What the tests of drafter, objective and engine are built from, all small and seeded.
+"""Small, seeded targets, drafters, traces and policies, from which tests are built.
 
 Targets are the random models of `families.py` (V = 61, H = 32, four layers). Rows are packed with
-several documents, answers in the middle of prompts, and padding. `Told` is a drafter that is any
-function of the text so far: an oracle, a liar, or a table of chances.
+several documents, answers in the middle of prompts, and padding. The guesses of `ScriptedDrafter`
+are any function of the text so far: always right, always wrong, or a table of probabilities.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
-from outrider.models.batch_kv_cache import BatchKVCache
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Draft, Policy
@@ -47,8 +46,8 @@ def target(family: str = "llama", seed: int = 0, **changes: object) -> Target:
 def config(name: str, **changes: object) -> Any:
     """The `Config` of a drafter; fields that it does not have are left out."""
     kind = drafters.drafter_module(name).Config
-    wanted = {"depths": DEPTHS, "draft_vocab_size": DRAFTED, **changes}
-    return kind(**{f.name: wanted[f.name] for f in fields(kind) if f.name in wanted})
+    settings = {"depths": DEPTHS, "draft_vocab_size": DRAFTED, **changes}
+    return kind(**{f.name: settings[f.name] for f in fields(kind) if f.name in settings})
 
 
 def vocab(size: int = DRAFTED, whole: int = VOCAB) -> DraftVocab:
@@ -58,11 +57,11 @@ def vocab(size: int = DRAFTED, whole: int = VOCAB) -> DraftVocab:
 
 
 def drafter(
-    name: str, of: Target, kept: DraftVocab | None = None, seed: int = 2, **changes: object
+    name: str, of: Target, draft_vocab: DraftVocab | None = None, seed: int = 2, **changes: object
 ) -> Drafter:
     """Untrained, built as a run builds it."""
     torch.manual_seed(seed)
-    return drafters.build(config(name, **changes), of, vocab() if kept is None else kept)
+    return drafters.build(config(name, **changes), of, draft_vocab or vocab())
 
 
 def packed_trace(of: Target, seed: int = 3) -> Trace:
@@ -84,26 +83,28 @@ def packed_trace(of: Target, seed: int = 3) -> Trace:
                 answer[row, start + 5] = False  # a turn of the user inside the answer
             name, start = name + 1, stop
         positions[row, start:] = torch.arange(LENGTH - start)
-    return of.trace(ids, answer, document, positions)  # padding says "answer": it must not count
+    return of.trace(
+        ids, answer, document, positions
+    )  # the answer mask is True on padding, which must not count
 
 
 def document_spans(trace: Trace) -> list[tuple[int, int, int]]:
     """(row of the batch, start, stop) of every document."""
-    found = []
-    for name in range(int(trace.document.max()) + 1):
-        places = (trace.document == name).nonzero()
-        found.append((int(places[0, 0]), int(places[0, 1]), int(places[-1, 1]) + 1))
-    return found
+    spans = []
+    for index in range(int(trace.document.max()) + 1):
+        rows = (trace.document == index).nonzero()
+        spans.append((int(rows[0, 0]), int(rows[0, 1]), int(rows[-1, 1]) + 1))
+    return spans
 
 
 def slice_trace(trace: Trace, rows: slice, columns: slice = slice(None)) -> Trace:
-    """A part of a trace; what it does not hold stays absent."""
-    held = {k: v for k, v in vars(trace).items() if v is not None}
-    return Trace(**{name: value[rows, columns] for name, value in held.items()})
+    """A part of a trace; absent fields stay absent."""
+    present = {k: v for k, v in vars(trace).items() if v is not None}
+    return Trace(**{name: value[rows, columns] for name, value in present.items()})
 
 
 def verified_rows(trace: Trace, row: int, start: int, stop: int) -> Trace:
-    """Rows start..stop as the decoder hands them over: one document, nothing said of answers."""
+    """Rows start..stop as the decoder passes them: one document, no answer mask."""
     part = slice_trace(trace, slice(row, row + 1), slice(start, stop))
     return replace(
         part, answer=torch.zeros_like(part.answer), document=torch.zeros_like(part.document)
@@ -111,7 +112,7 @@ def verified_rows(trace: Trace, row: int, start: int, stop: int) -> Trace:
 
 
 def with_tokens(trace: Trace, row: int, first: int, tokens: list[int]) -> Trace:
-    """Other tokens from x_first on; what the target said stays."""
+    """Other tokens from x_first on, with the target's states unchanged."""
     ids, following = trace.ids.clone(), torch.zeros_like(trace.ids)
     ids[row, first : first + len(tokens)] = torch.tensor(tokens)
     following[:, :-1] = ids[:, 1:]
@@ -119,22 +120,22 @@ def with_tokens(trace: Trace, row: int, first: int, tokens: list[int]) -> Trace:
 
 
 def with_other_states(trace: Trace, row: int, first: int, stop: int) -> Trace:
-    """The target said something else at rows first..stop."""
-    generator, said = torch.Generator().manual_seed(9), {}
+    """Other states of the target at rows first..stop."""
+    generator, states = torch.Generator().manual_seed(9), {}
     for name in ("taps", "last"):
-        value = said[name] = getattr(trace, name).clone()
+        value = states[name] = getattr(trace, name).clone()
         value[row, first:stop] += torch.randn(value[row, first:stop].shape, generator=generator)
-    return replace(trace, **said)
+    return replace(trace, **states)
 
 
-# ---- the target's own words, and a little training ----
+# ---- greedy text of the target, and short training ----
 
 PROMPTS = ((5, 40, 17, 23, 9), (11,))
 ANSWER = 18  # tokens
 
 
 def greedy_tokens(of: Target, prompt: Sequence[int], count: int = ANSWER) -> list[int]:
-    """The model's own greedy words: no cache, no mask, no code of ours."""
+    """Greedy tokens by transformers alone: no cache and no mask."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -151,12 +152,12 @@ def answered_trace(of: Target, answers: Sequence[Sequence[int]]) -> Trace:
     return of.trace(ids, torch.ones_like(ids).bool(), row.clone(), positions.clone())
 
 
-def train_drafter(pupil: Drafter, of: Target, trace: Trace, steps: int) -> list[float]:
+def train_drafter(student: Drafter, of: Target, trace: Trace, steps: int) -> list[float]:
     """AdamW on one batch; the mean over depths of the nats per row, before each step."""
-    depths = [guess.depth for guess in pupil.unroll(trace)]
-    objective = Objective(pupil, of, weights=[1 / len(depths)] * len(depths))
+    depths = [guess.depth for guess in student.unroll(trace)]
+    objective = Objective(student, of, weights=[1 / len(depths)] * len(depths))
     divide = torch.stack([trace.supervised_mask(d).sum() for d in depths]).float()
-    optimizer = torch.optim.AdamW(pupil.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -168,7 +169,7 @@ def train_drafter(pupil: Drafter, of: Target, trace: Trace, steps: int) -> list[
 
 
 class HalfTrained(NamedTuple):
-    """A target, its greedy answers to PROMPTS, and a drafter that has half learned them."""
+    """A target, its greedy answers to PROMPTS, and a drafter trained on them for a few steps."""
 
     target: Target
     answers: tuple[list[int], ...]
@@ -177,12 +178,12 @@ class HalfTrained(NamedTuple):
 
 @cache
 def half_trained(name: str, family: str) -> HalfTrained:
-    """Twelve steps: the drafter is right now and then."""
+    """Train for twelve steps, after which some guesses are right."""
     of = target(family)
     answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)
-    pupil = drafter(name, of, vocab(VOCAB))
-    train_drafter(pupil, of, answered_trace(of, answers), steps=12)
-    return HalfTrained(of, answers, pupil.eval())
+    student = drafter(name, of, vocab(VOCAB))
+    train_drafter(student, of, answered_trace(of, answers), steps=12)
+    return HalfTrained(of, answers, student.eval())
 
 
 # ---- drafters that are functions of the text ----
@@ -194,14 +195,14 @@ Row = Callable[[Text], Tensor]  # logits of the token that follows a text
 
 @dataclass(frozen=True)
 class ScriptState:
-    """What `Told` remembers: the committed text, and the branches grown behind it."""
+    """State of `ScriptedDrafter`: the committed text, and the branches drafted after it."""
 
     text: Text
     branches: tuple[Text, ...] = ((),)
 
 
 class ScriptedDrafter(Drafter):
-    """A drafter whose guesses are any function of the text; it checks and keeps what it absorbs."""
+    """A drafter whose guesses are a function of the text; it checks and records what it absorbs."""
 
     def __init__(self, row: Row, size: int, taps: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -232,7 +233,7 @@ class ScriptedDrafter(Drafter):
 
 
 def random_logits(size: int, seed: int = 0, scale: float = 1.0) -> Row:
-    """Random logits, the same whenever the same text comes."""
+    """Random logits that depend on the text alone."""
 
     @cache
     def row(text: Text) -> Tensor:
@@ -243,13 +244,13 @@ def random_logits(size: int, seed: int = 0, scale: float = 1.0) -> Row:
 
 
 def scripted_logits(text: Sequence[int], size: int, right: Callable[[int], bool]) -> Row:
-    """Favours the token of `text` at every index where `right(index)`, and else rules it out."""
+    """Make the token of `text` near certain where `right(index)`, near impossible elsewhere."""
     known, noise = tuple(text), random_logits(size)
 
-    def row(said: Text) -> Tensor:
-        logits = noise(said).clone()
-        index = len(said)
-        if said == known[:index] and index < len(known):
+    def row(prefix: Text) -> Tensor:
+        logits = noise(prefix).clone()
+        index = len(prefix)
+        if prefix == known[:index] and index < len(known):
             logits[known[index]] = 20.0 if right(index) else -20.0
         return logits
 
@@ -262,18 +263,18 @@ TOKENS = 5
 
 
 class MeanTarget(Target):
-    """A target of one rule instead of layers: the mean of all it sees, through tanh and the head.
+    """A target without layers: the mean of all attended rows, through tanh and the head.
 
-    Fast enough for thousands of answers. It depends on the mask, the positions and the rows that
-    the cache keeps, as an attention layer does.
+    Fast enough for thousands of answers. It depends on the mask, the positions and the cached
+    rows, as an attention layer does.
     """
 
     def forward(
         self,
         ids: Tensor,
         positions: Tensor,
-        seen: Tensor,
-        cache: KVCache | BatchKVCache | None = None,
+        mask: Tensor,
+        cache: KVCache | None = None,
         grad: bool = False,
     ) -> TargetStates:
         rows = self.embed(ids) * (1 + positions[..., None] % 3)
@@ -281,7 +282,7 @@ class MeanTarget(Target):
             cache.reserve(ids.shape[1])
             rows = cache.update(rows[:, None], rows[:, None], 0)[0][:, 0]
             cache.commit(positions)
-        mean = seen.to(rows.dtype) @ rows / seen.sum(-1, keepdim=True)
+        mean = mask.to(rows.dtype) @ rows / mask.sum(-1, keepdim=True)
         last = torch.tanh(mean)
         return TargetStates(last[..., :0], last)
 
@@ -296,14 +297,14 @@ def mean_target(dtype: torch.dtype = torch.float32) -> Target:
 
 
 def logits_after(target: Target, ids: Sequence[int]) -> Tensor:
-    """Of the next token, without a cache."""
+    """Logits of the next token, without a cache."""
     count = len(ids)
     causal = torch.ones(1, count, count, dtype=torch.bool).tril()
-    seen = target.forward(torch.tensor([list(ids)]), torch.arange(count)[None], causal)
-    return target.logits(seen.last[0, -1])
+    states = target.forward(torch.tensor([list(ids)]), torch.arange(count)[None], causal)
+    return target.logits(states.last[0, -1])
 
 
-# ---- policies, asked outside of an engine ----
+# ---- policies, called outside of an engine ----
 
 
 def propose(
@@ -336,10 +337,10 @@ def propose(
 def paths(tree: Tree, row: int = 0) -> list[Text]:
     """The tokens below the root down to each real node of a prompt, in the order of the nodes."""
     ids, parents, real = (part[row].tolist() for part in (tree.ids, tree.parents, tree.real))
-    found: list[Text] = [()]
+    out: list[Text] = [()]
     for token, parent in zip(ids[1:], parents[1:], strict=True):
-        found.append((*found[parent], token))
-    return [path for path, there in zip(found, real, strict=True) if there][1:]
+        out.append((*out[parent], token))
+    return [path for path, is_real in zip(out, real, strict=True) if is_real][1:]
 
 
 def inject_random_source(engine: Engine, rng: Any) -> None:
@@ -348,7 +349,7 @@ def inject_random_source(engine: Engine, rng: Any) -> None:
 
 
 class FixedDrafter(Drafter):
-    """A drafter whose states are given, and whose head is the target's, or none at all."""
+    """A drafter with given states; its head is the target's, or the identity."""
 
     taps = ()
 
@@ -367,7 +368,7 @@ class FixedDrafter(Drafter):
 
 
 class RawBonus(Engine):
-    """Wrong on purpose: the token behind the last node comes from unwarped logits."""
+    """Negative control: the token after the last node is drawn from unwarped logits."""
 
     def _decide(self, draft: Draft, logits: Tensor) -> Decision:
         if draft.tree.size == 1:

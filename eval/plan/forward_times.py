@@ -1,12 +1,11 @@
 """Forward times on this machine: the target over n tokens, the drafter over its steps.
 
 A grid of forwards is timed; `round_costs.py` interpolates the rest. All compared forwards are
-interleaved after one warm-up each, so that drift affects all alike, and the median of each counts.
+interleaved, so that drift affects all alike, and the median of each counts.
 
 Token ids and target states are random, since they do not change the time. The forward that runs
-before does, through the processor's caches. As in decoding, the target therefore runs before every
-draft, the drafter before every verifying forward, and a plain step before a plain step. Times are
-milliseconds of the whole batch.
+before does, through the processor's caches: as in decoding, the target runs before every draft,
+the drafter before every verifying forward, and a plain step before a plain step.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,37 +16,24 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from outrider.eval.plan.round_costs import ABSORBED_ROWS, MeasuredClock, TimeGrid
-from outrider.models.batch_kv_cache import BatchKVCache
+from outrider.eval.plan.round_costs import ABSORBED_ROWS, Grid, MeasuredClock, TimeGrid
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.drafter import Drafter, State
 from outrider.models.interface import Trace
+from outrider.models.kv_cache import KVCache
 from outrider.models.target import Target
 
 CHUNK = 512  # tokens of a prompt per forward
+Run = Callable[[], object]
 
 
 def measure_forwards(
-    target: Target,
-    drafter: Drafter,
-    *,
-    name: str,
-    tokens: Sequence[int],
-    widths: Sequence[int],
-    depths: Sequence[int],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    repeats: int = 7,
+    target: Target, drafter: Drafter, name: str, tokens: Sequence[int], grid: Grid, repeats: int
 ) -> MeasuredClock:
-    """Measure both grids.
-
-    Args:
-        name: description of the machine, printed with the plan.
-        tokens: new tokens per prompt, the nodes of the tree and its root; 1 is added.
-        widths: nodes per drafter step; 1 is added.
-    """
-    counts, wide = tuple(sorted({1, *tokens})), tuple(sorted({1, *widths}))
-    levels, prompts, rows = (tuple(sorted(set(axis))) for axis in (depths, batches, contexts))
+    """Measure the target over `tokens` (of tree and root) and the drafter; 1 joins both axes."""
+    counts, wide = tuple(sorted({1, *tokens})), tuple(sorted({1, *grid.widths}))
+    axes = (grid.depths, grid.batches, grid.contexts)
+    levels, prompts, rows = (tuple(sorted(set(axis))) for axis in axes)
     verified: dict[tuple[int, ...], float] = {}
     drafted: dict[tuple[int, ...], float] = {}
     taps = target.taps
@@ -60,36 +46,26 @@ def measure_forwards(
             drafted |= {(*shape, batch, context): ms for shape, ms in step_times.items()}
     finally:
         target.set_taps(taps)
-    axes = {"tokens": counts, "batch": prompts, "context": rows}
+    last = {"batch": prompts, "context": rows}
     return MeasuredClock(
         name,
-        TimeGrid(axes, verified),
-        TimeGrid({"width": wide, "depth": levels, "batch": prompts, "context": rows}, drafted),
+        TimeGrid({"tokens": counts, **last}, verified),
+        TimeGrid({"width": wide, "depth": levels, **last}, drafted),
     )
 
 
 def target_ms(
-    target: Target,
-    drafter: Drafter,
-    tokens: Sequence[int],
-    batch: int,
-    context: int,
-    repeats: int = 7,
+    target: Target, drafter: Drafter, tokens: Sequence[int], batch: int, context: int, repeats: int
 ) -> dict[int, float]:
     """Return median milliseconds of one forward, head included, per number of new tokens.
 
-    Args:
-        drafter: drafts before every forward of more than one token.
-        tokens: new tokens of each prompt.
-        batch: prompts.
-        context: cached rows of each.
+    The drafter drafts before every forward of more than one token.
     """
-    _check_length(target, context + max(tokens))
     with torch.no_grad():
         cache = _filled_cache(target, batch, context, context + max(tokens))
-        draft = synthetic_rounds(drafter, target).drafts(drafter, batch, 1)
+        drafted = SyntheticRounds(drafter, target).drafts(batch, 1)(1, 1)
 
-        def forward(count: int) -> Callable[[], object]:
+        def forward(count: int) -> Run:
             ids, positions, visible = _new_tokens(target, batch, context, count)
 
             def run() -> object:
@@ -100,9 +76,8 @@ def target_ms(
             return run
 
         runs = [forward(count) for count in tokens]
-        drafted = draft(1, 1)
         before = [run if n == 1 else drafted for n, run in zip(tokens, runs, strict=True)]
-        times = interleaved_medians(runs, repeats, target.device, before)
+        times = interleaved_medians(runs, before, repeats, target.device)
     return dict(zip(tokens, times, strict=True))
 
 
@@ -113,58 +88,43 @@ def draft_ms(
     depths: Sequence[int],
     batch: int,
     context: int,
-    repeats: int = 7,
+    repeats: int,
 ) -> dict[tuple[int, int], float]:
-    """Return median milliseconds of absorbing `ABSORBED_ROWS` rows and drafting.
-
-    The result maps (width, depth) to the time.
+    """Return median milliseconds of absorbing `ABSORBED_ROWS` rows and drafting (width, depth).
 
     Args:
         widths: nodes per step, from the second step on; the first step expands the root alone.
         depths: steps, at most `drafter.max_depth`.
-        batch: prompts.
-        context: rows of each absorbed before, at least 1.
+        context: rows absorbed before, at least 1.
     """
-    _check_length(target, context + ABSORBED_ROWS + max(depths))
-    if max(depths) > drafter.max_depth:
-        raise ValueError(f"depth {max(depths)}: this drafter reaches {drafter.max_depth}")
     with torch.no_grad():
-        draft = synthetic_rounds(drafter, target).drafts(drafter, batch, context)
+        draft = SyntheticRounds(drafter, target).drafts(batch, context)
 
         def verify() -> object:
             return target.logits(target.forward(*_new_tokens(target, batch, 0, 1)).last)
 
         shapes = list(product(widths, depths))
         runs = [draft(*shape) for shape in shapes]
-        times = interleaved_medians(runs, repeats, target.device, [verify] * len(runs))
+        times = interleaved_medians(runs, [verify] * len(runs), repeats, target.device)
     return dict(zip(shapes, times, strict=True))
 
 
 def interleaved_medians(
-    runs: Sequence[Callable[[], object]],
-    repeats: int,
-    device: torch.device,
-    before: Sequence[Callable[[], object] | None] | None = None,
+    runs: Sequence[Run], before: Sequence[Run], repeats: int, device: torch.device
 ) -> list[float]:
-    """Return median milliseconds of each run; runs are interleaved after one warm-up of each.
+    """Return median milliseconds of each run, without what runs before it.
 
-    Args:
-        before: run before each, not timed.
+    Runs are interleaved after one warm-up of each.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats}: at least one")
-    preparations = before or [None] * len(runs)
     samples: list[list[float]] = [[] for _ in runs]
     watch = Stopwatch(device)
-    for repeat in range(repeats + 1):
-        for prepare, run, times in zip(preparations, runs, samples, strict=True):
-            if prepare is not None:
-                prepare()
+    for _ in range(repeats + 1):
+        for prepare, run, times in zip(before, runs, samples, strict=True):
+            prepare()
             watch.lap()
             run()
-            if repeat:  # the first is the warm-up
-                times.append(1000 * watch.lap())
-    return [median(times) for times in samples]
+            times.append(1000 * watch.lap())
+    return [median(times[1:]) for times in samples]
 
 
 # ---- random inputs ----
@@ -174,60 +134,48 @@ def interleaved_medians(
 class SyntheticRounds:
     """Random rows and nodes in the shapes in which the engine passes them to a drafter."""
 
+    drafter: Drafter
     target: Target
-    taps: int
-    token_ids: Tensor  # ids of the draft vocabulary in the target's
 
     def rows(self, start: int, stop: int) -> Trace:
         """Return verified rows start..stop of one prompt, with random states."""
         count, device = stop - start, self.target.device
-        hidden = self.target.shape().hidden
+        hidden, tapped = self.target.shape().hidden, len(self.drafter.taps)
         ids = torch.randint(self.target.vocab_size, (1, count + 1), device=device)
         zeros = torch.zeros_like(ids[:, 1:])
-        wide = torch.randn(1, count, (self.taps + 1) * hidden, device=device)
-        taps, last = wide.to(self.target.dtype).split([self.taps * hidden, hidden], dim=-1)
+        wide = torch.randn(1, count, (tapped + 1) * hidden, device=device)
+        taps, last = wide.to(self.target.dtype).split([tapped * hidden, hidden], dim=-1)
         positions = torch.arange(start, stop, device=device)[None]
         return Trace(ids[:, :-1], ids[:, 1:], zeros.bool(), zeros, positions, taps, last)
 
-    def drafts(
-        self, drafter: Drafter, batch: int, context: int
-    ) -> Callable[[int, int], Callable[[], object]]:
+    def drafts(self, batch: int, context: int) -> Callable[[int, int], Run]:
         """Return (width, depth) -> a draft of that shape after `context` rows of every prompt."""
-        states = [drafter.absorb(None, self.rows(0, context)) for _ in range(batch)]
+        states = [self.drafter.absorb(None, self.rows(0, context)) for _ in range(batch)]
         verified = [self.rows(context, context + ABSORBED_ROWS) for _ in range(batch)]
 
-        def draft(width: int, depth: int) -> Callable[[], object]:
+        def draft(width: int, depth: int) -> Run:
             def run() -> object:
-                level_states = drafter.absorb_batch(states, verified)
+                level_states = self.drafter.absorb_batch(states, verified)
                 for level in range(1, depth + 1):
-                    level_states = self.step(drafter, level_states, level, width)
+                    level_states = self.step(level_states, level, width)
                 return level_states
 
             return run
 
         return draft
 
-    def step(
-        self, drafter: Drafter, states: Sequence[State], depth: int, width: int
-    ) -> list[State]:
+    def step(self, states: Sequence[State], depth: int, width: int) -> list[State]:
         """Draft one level: from the roots at depth 1, their children at 2, then a child each."""
-        count = 1 if depth == 1 else width
-        ids = self.token_ids[
-            torch.arange(count, device=self.token_ids.device) % len(self.token_ids)
-        ]
-        parents = torch.arange(count, device=ids.device) * (depth > 2)
+        tokens = self.drafter.vocab.target_ids.to(self.target.device)
+        index = torch.arange(1 if depth == 1 else width, device=tokens.device)
+        ids, parents = tokens[index % len(tokens)], index * (depth > 2)
         both = (part.expand(len(states), -1) for part in (ids, parents))
-        return drafter.step_batch(states, depth, *both)[1]
+        return self.drafter.step_batch(states, depth, *both)[1]
 
 
-def synthetic_rounds(drafter: Drafter, target: Target) -> SyntheticRounds:
-    """Return random inputs for this drafter."""
-    return SyntheticRounds(target, len(drafter.taps), drafter.vocab.target_ids.to(target.device))
-
-
-def _filled_cache(target: Target, batch: int, context: int, capacity: int) -> BatchKVCache:
+def _filled_cache(target: Target, batch: int, context: int, capacity: int) -> KVCache:
     """Return a cache with `context` rows of every prompt."""
-    cache = target.new_batch_cache(batch, capacity)
+    cache = target.new_cache(capacity, batch)
     for start in range(0, context, CHUNK):
         new = _new_tokens(target, batch, start, min(CHUNK, context - start))
         target.forward(*new, cache)
@@ -243,9 +191,3 @@ def _new_tokens(
     positions = (context + torch.arange(count, device=device)).expand(batch, -1)
     visible = torch.ones(batch, count, context + count, dtype=torch.bool, device=device)
     return ids, positions, visible.tril(diagonal=context)
-
-
-def _check_length(target: Target, length: int) -> None:
-    limit = target.shape().max_positions
-    if length > limit:
-        raise ValueError(f"{target.name} reads {limit} tokens; {length} would be needed")

@@ -12,9 +12,8 @@ accepts 10/9 of them on average, `block` 11/9.
     block       chains: the *deepest* node whose flip succeeded; failures above it do not count, and
                 stopping at the first failure is biased
     traversal   trees: leaves first, in the order drawn; a node is tested when all below it is
-                rejected, and its rejection removes its share from its parent's row
-
-On a chain they are the same.
+                rejected, and its rejection removes its share from its parent's row; on a chain the
+                same as block
 
 Shape letters: B prompts, N nodes, V vocabulary.
 
@@ -107,7 +106,7 @@ def traversal(
         replacement: siblings were drawn independently (True), or without replacement (False).
 
     Raises:
-        ValueError: as `sibling_rules.independent` or `sibling_rules.without_replacement`.
+        ValueError: as `sibling_rules.sibling_by_sibling`.
     """
     siblings = earlier_siblings(tree)
     rank = siblings.sum(-1) + tree.real.long()
@@ -126,10 +125,8 @@ def traversal(
 
 
 def leaves_first(tree: Tree) -> Int[Tensor, "B N"]:
-    """Return when each real node is tested: after its descendants and its earlier siblings'.
-
-    A node comes after everything below an earlier sibling of its own or of an ancestor, and after
-    its own descendants.
+    """Return when each real node is tested: after its own descendants, and after everything below
+    an earlier sibling of its own or of an ancestor.
     """
     below = (tree.ancestor_mask & tree.real[:, :, None]).sum(1)  # including the node
     before = (earlier_siblings(tree) * below[:, None]).sum(-1)

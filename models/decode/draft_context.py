@@ -1,8 +1,6 @@
 """The drafter's side of a round: draft logits for one level of every prompt's tree after the other.
 
-A policy drafts through a DraftContext and sees nothing else of the engine. The drafter's states
-stay unchanged; logits come with penalties and bans, and with the verifier's changes; drafting time
-is recorded.
+Logits come with penalties and bans, and with the verifier's changes; drafting time is recorded.
 
 Shape letters: B prompts, N nodes of a level, P tokens from the root to a node, Vd draft tokens.
 """
@@ -26,10 +24,9 @@ DraftScores = Callable[[Tensor, int, Tensor | None], Tensor]  # logits, depth, t
 
 
 class DraftContext:
-    """All that a policy needs to draft one round of a batch.
+    """All that a policy sees of the engine while it drafts one round of a batch.
 
     Attributes:
-        vocab: the draft vocabulary.
         roots: the newest tokens.
         depth_limits: per request, the deepest useful draft token: the target adds one more.
         max_depth: the deepest level the drafter supports.
@@ -50,7 +47,6 @@ class DraftContext:
         """
         Args:
             history: the texts so far; required where `sampling` has a penalty or bans.
-            draft_scores: the verifier's.
         """
         self.drafter, self.vocab, self.max_depth = drafter, drafter.vocab, drafter.max_depth
         self.states = [one.state for one in requests]
@@ -73,8 +69,8 @@ class DraftContext:
             parents: the index of each one's parent in the previous step (ignored at depth 1).
 
         Raises:
-            RunError: the first logits of an answer are NaN or infinite. Later ones give draft
-                tokens that are rejected, and drawing from them is refused.
+            RunError: the first logits of an answer are NaN or infinite; the target rejects later
+                ones.
         """
         self.watch.lap()
         logits, self.states = self.drafter.step_batch(self.states, depth, ids, parents)
@@ -94,17 +90,11 @@ class DraftContext:
         parents: Int[Tensor, "B N"],
     ) -> Float[Tensor, "B N Vd"]:
         """Apply penalties and bans, each node with its own text."""
-        self._paths = _extended(self._paths, ids, parents)
+        above = self._paths
+        self._paths = ids[..., None]  # each node's tokens from the root down, itself included
+        if above is not None:
+            prefix = above.gather(1, parents[..., None].expand(*parents.shape, above.shape[2]))
+            self._paths = torch.cat([prefix, self._paths], dim=2)
         adjusted = self.sampling.adjust(logits, history.along(self._paths), self._target_ids)
         some_allowed = (adjusted > float("-inf")).any(-1, keepdim=True)
         return torch.where(some_allowed, adjusted, logits.float())  # else the target rejects it
-
-
-def _extended(
-    paths: Int[Tensor, "B M P"] | None, ids: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]
-) -> Int[Tensor, "B N P1"]:
-    """Return each node's tokens from the root down, itself included."""
-    if paths is None:
-        return ids[..., None]
-    prefix = paths.gather(1, parents[..., None].expand(*parents.shape, paths.shape[2]))
-    return torch.cat([prefix, ids[..., None]], dim=2)

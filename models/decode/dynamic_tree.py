@@ -8,9 +8,8 @@ drafter's raw softmax whatever the temperature, or from the scores with noise.
 Shape letters: B prompts, n nodes of a level, M candidates, A parents of all levels, N kept nodes
 and the root.
 
-Source: EAGLE-2, arXiv:2406.16858, section 4 (expand, rerank); OPT-Tree, arXiv:2406.17276 (the
-expected length of a tree is the sum of its nodes' path probabilities; grow until one more level
-adds too little to it).
+Source: EAGLE-2, arXiv:2406.16858, section 4 (expand, rerank); OPT-Tree, arXiv:2406.17276 (a tree's
+expected length is the sum of its nodes' path probabilities; grow while a level adds enough to it).
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.models.decode.draft_context import DraftContext
-from outrider.models.decode.policy import Draft
+from outrider.models.decode.policy import Draft, root_index
 from outrider.models.decode.rules import BEST, COUPLED
 from outrider.models.decode.tree import NEVER, Tree, rerank
 
@@ -65,9 +64,10 @@ class DynamicTree:
     def propose(self, context: DraftContext) -> Draft:
         roots, depth_limits = context.roots, context.depth_limits
         frontier = roots[:, None]  # tokens of the level to expand
-        indices, above = _root(len(roots), roots.device)  # of the frontier: index in its level
+        indices = root_index(len(roots), roots.device)  # of the frontier: index in its level
+        above = torch.zeros_like(frontier, dtype=torch.float32)  # of the frontier: log-probability
         parents = indices  # of the frontier: index among the nodes of the previous step
-        candidates = _Candidates(frontier, indices, above, self.budget)
+        candidates = _Candidates([(frontier, indices, above)], self.budget)
         limits = None
         if min(depth_limits) < self.depth:
             limits = torch.tensor(depth_limits, device=roots.device)
@@ -80,7 +80,7 @@ class DynamicTree:
             if limits is not None:
                 scores = scores.masked_fill((limits < depth)[:, None], NEVER)
             ids = context.vocab.to_target(top.indices).flatten(1)
-            candidates.add(ids, indices, scores)
+            candidates.levels.append((ids, indices, scores))
             if self.gain > 0:
                 limits = self._stop(candidates, depth, limits)
                 if bool((limits <= depth).all()):
@@ -102,29 +102,17 @@ class DynamicTree:
         return torch.where(now - before <= self.gain, limits.clamp(max=depth), limits)
 
 
+@dataclass
 class _Candidates:
-    """All candidates of a round, level by level; the first is the root, with probability 1."""
+    """All candidates of a round, level by level; the first is the root, with probability 1.
 
-    def __init__(
-        self,
-        roots: Int[Tensor, "B 1"],
-        indices: Int[Tensor, "B 1"],
-        scores: Float[Tensor, "B 1"],
-        budget: int,
-    ) -> None:
-        self.budget = budget
-        self.levels: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, parents, scores
-        self.add(roots, indices, scores)  # a root is its own parent until `tree`
+    Attributes:
+        levels: ids, parents and scores: the same number of children for every parent, parent by
+            parent, the indices of these parents in the level before (the root is its own), scores.
+    """
 
-    def add(
-        self, ids: Int[Tensor, "B M"], parents: Int[Tensor, "B n"], scores: Float[Tensor, "B M"]
-    ) -> None:
-        """Add a level: the same number of children for every parent, parent by parent.
-
-        Args:
-            parents: the indices of the expanded nodes in the level before.
-        """
-        self.levels.append((ids, parents, scores))
+    levels: list[tuple[Int[Tensor, "B _"], Int[Tensor, "B _"], Float[Tensor, "B _"]]]
+    budget: int
 
     def expected_length(self, depth: int) -> Float[Tensor, " B"]:
         """Return the expected accepted tokens of the best tree of so many levels."""
@@ -133,11 +121,7 @@ class _Candidates:
         return probs.topk(min(self.budget + 1, probs.shape[1])).values.sum(-1) - 1
 
     def tree(self, unpadded: bool) -> Tree:
-        """Return the root and the best candidates; excluded ones become padding.
-
-        Args:
-            unpadded: no candidate is excluded by a depth limit.
-        """
+        """Return the root and the best candidates; those beyond a depth limit become padding."""
         ids, above, scores = (torch.cat(part, dim=1) for part in zip(*self.levels, strict=True))
         kept = rerank(scores, self.budget + 1)
         shape = tuple((parents.shape[1], ids.shape[1]) for ids, parents, _ in self.levels)
@@ -149,14 +133,6 @@ class _Candidates:
             parents, depths = torch.where(real, parents, 0), torch.where(real, depths, 1)
         parents[:, 0] = -1
         return Tree.grown(ids.gather(1, kept), parents, depths, len(self.levels) - 1, real)
-
-
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # shared by all callers
-def _root(batch: int, device: torch.device) -> tuple[Int[Tensor, "B 1"], Float[Tensor, "B 1"]]:
-    """Return the index and the score of the first candidate."""
-    index = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    return index, torch.zeros(batch, 1, device=device)
 
 
 @lru_cache(maxsize=64)

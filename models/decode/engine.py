@@ -3,9 +3,8 @@
 Between rounds, a request's slot of the target's cache holds every committed token but the newest,
 the root. A round runs the root and the draft tree of every request in one forward, keeps the rows
 of the accepted paths and emits one token more than was accepted. A request that has ended frees its
-slot for the next one at once; prompts of one length that start together are read in one forward.
-Without a drafter the trees consist of the root alone: that is the baseline, with the same engine
-and the same cache.
+slot at once; prompts of one length that start together are read in one forward. Without a drafter
+the trees consist of the root alone: that is the baseline.
 
 An answer does not depend on the batch it is in: every request has its own slot, random numbers and
 drafter state, and padding is masked.
@@ -57,11 +56,7 @@ class Event(NamedTuple):
 
 
 class Engine:
-    """Decodes requests, with a drafter or, as the baseline, without one.
-
-    Attributes:
-        rounds: number of rounds of the last `run`.
-    """
+    """Decodes requests; `rounds` counts those of the last `run`."""
 
     def __init__(
         self,
@@ -80,7 +75,7 @@ class Engine:
         Args:
             drafter: None decodes without speculation; the policy is None too.
             rule: verification at temperatures above 0; None: the default lossless rule for the
-                policy's drafts (rules.py). Greedy decoding has one rule.
+                policy's drafts.
             seed: of `generate`, whose answers continue one stream of random numbers.
             keep_gaps: record the margin of the target's top-1 at every token (Output.gaps).
             timed: measure the parts of a round, which synchronises with a GPU at each.
@@ -124,12 +119,11 @@ class Engine:
         Args:
             batch: requests decoded together at most.
             generators: one per request; None: seeded by the requests' seeds.
-            dialogue: the cache of a dialogue: the part of the prompt that it holds is not read
-                again. For one request.
+            dialogue: of the only request: the part of the prompt that it holds is not read again.
 
         Raises:
-            RunError: a prompt is empty or too long for the target; a seed is negative; logits of
-                the target are NaN, or those of the drafter that are drawn from or begin an answer.
+            RunError: the target cannot decode a request; logits of the target are NaN, or those of
+                the drafter that are drawn from or begin an answer.
             ValueError: batch < 1, or a dialogue with several requests.
         """
         self.rounds = 0
@@ -138,9 +132,11 @@ class Engine:
         while waiting or active:
             while waiting and len(active) < batch:
                 started = [
-                    self._activate(n, request, generators[n] if generators else None)
-                    for n, request in same_length_batch(waiting, batch - len(active))
+                    ActiveRequest(n, one, generators[n] if generators else Random(one.seed))
+                    for n, one in same_length_batch(waiting, batch - len(active))
                 ]
+                for one in started:
+                    self.verifier.start_request(one)
                 nonempty = [one for one in started if one.request.budget > 0]
                 active.extend(nonempty)
                 if nonempty:
@@ -174,7 +170,7 @@ class Engine:
         slots = min(batch, max(1, len(requests)))
         rows = nodes + 1 + max((len(r.prompt) + max(0, r.budget) for r in requests), default=1)
         if dialogue is None or dialogue.cache is None:
-            self.cache = self.target.new_batch_cache(slots, rows)
+            self.cache = self.target.new_cache(rows, slots)
         else:
             self.cache = dialogue.cache
             self.cache.ensure_capacity(rows)
@@ -182,11 +178,6 @@ class Engine:
         self.history = None
         if not self.sampling.has_no_processors:
             self.history = TokenHistory(slots, self.target.vocab_size, self.target.device)
-
-    def _activate(self, number: int, request: Request, generator: Random | None) -> ActiveRequest:
-        active = ActiveRequest(number, request, generator or Random(request.seed))
-        self.verifier.start_request(active)
-        return active
 
     def _set_taps(self) -> None:
         """Set the target's taps, which another engine may have changed since the last round."""

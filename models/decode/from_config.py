@@ -17,7 +17,6 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.rules import (
     BEST,
     COUPLED,
-    RULES,
     SAMPLED_DRAFTS,
     BoundRule,
     bind_rule,
@@ -79,13 +78,9 @@ def search_tree(decode: DecodeConfig, tables: Tables | None) -> tree_shapes.Path
 
 
 def best_tree(name: str, table: Float[Tensor, "D K"], nodes: int) -> tree_shapes.Paths:
-    """Return the shape with the most expected tokens for a table.
-
-    Args:
-        name: of the table; "drawn@..." are of drawn siblings, whose ranks have no gaps.
-    """
+    """Return the shape with the most expected tokens for a table; "drawn@..." ones have no gaps."""
     if name.startswith("drawn"):
-        return tree_shapes.sequoia(table, nodes, len(table))[0]
+        return tree_shapes.sequoia(table, nodes, len(table))
     return tree_shapes.best_first(table, nodes)
 
 
@@ -108,44 +103,37 @@ def rule_of(decode: DecodeConfig, policy: Policy) -> BoundRule:
 
 
 def check_decode(decode: DecodeConfig) -> None:
-    """Check that the settings agree.
+    """Raise ConfigError if two settings contradict each other."""
 
-    Raises:
-        ConfigError: keys that contradict each other.
-    """
-    chain = decode.kind == "chain"
+    def refuse(key: str, why: str, fix: str) -> ConfigError:
+        return ConfigError(f"decode.{key}", getattr(decode, key), why, fix)
+
+    chain, depth = decode.kind == "chain", decode.depth
     if chain and decode.width != 1:
-        why, fix = "A chain has one child per node.", "Use decode=dynamic_tree for a tree."
-        raise ConfigError("decode.width", decode.width, why, fix)
-    if chain and decode.nodes != decode.depth:
-        why = f"A chain of decode.depth={decode.depth} has exactly {decode.depth} nodes."
+        fix = "Use decode=dynamic_tree for a tree."
+        raise refuse("width", "A chain has one child per node.", fix)
+    if chain and decode.nodes != depth:
         fix = "Set decode.depth alone, or use decode=dynamic_tree for a tree."
-        raise ConfigError("decode.nodes", decode.nodes, why, fix)
-    if decode.nodes < decode.depth:
-        why = f"A tree of decode.depth={decode.depth} has at least {decode.depth} nodes."
-        fix = f"Use decode.nodes={decode.depth} or more, or a smaller depth."
-        raise ConfigError("decode.nodes", decode.nodes, why, fix)
+        raise refuse("nodes", f"A chain of decode.depth={depth} has exactly {depth} nodes.", fix)
+    if decode.nodes < depth:
+        fix = f"Use decode.nodes={depth} or more, or a smaller depth."
+        raise refuse("nodes", f"A tree of decode.depth={depth} has at least {depth} nodes.", fix)
     if decode.kind == "dynamic_tree" and decode.draft_kind not in (BEST, COUPLED):
         why = "A tree that is pruned by probability must not sample its tokens: that is biased."
-        fix = "Use best or coupled, or decode=sampled_tree."
-        raise ConfigError("decode.draft", decode.draft, why, fix)
+        raise refuse("draft", why, "Use best or coupled, or decode=sampled_tree.")
     for key, kind in (("confidence", "chain"), ("gain", "dynamic_tree"), ("tree", "static_tree")):
         if getattr(decode, key) and decode.kind != kind:
-            why = f"Only decode={kind} has this setting."
-            raise ConfigError(f"decode.{key}", getattr(decode, key), why, f"Use decode={kind}.")
-    if decode.verify != "auto":
-        _check_rule(decode, chain)
-
-
-def _check_rule(decode: DecodeConfig, chain: bool) -> None:
+            raise refuse(key, f"Only decode={kind} has this setting.", f"Use decode={kind}.")
+    if decode.verify == "auto":
+        return
     try:
-        bind_rule(decode.verify, decode.draft_kind, **decode.rule_parameters)
+        rule = bind_rule(decode.verify, decode.draft_kind, **decode.rule_parameters)
     except ValueError as error:
         why = f"{str(error)[0].upper()}{str(error)[1:]}."
-        raise ConfigError("decode.verify", decode.verify, why, "Or leave it at auto.") from None
-    if RULES[decode.verify].chains_only and not chain:
+        raise refuse("verify", why, "Or leave it at auto.") from None
+    if rule.chains_only and not chain:
         fix = "Use decode=chain, or traversal for a tree."
-        raise ConfigError("decode.verify", decode.verify, "It verifies chains only.", fix)
+        raise refuse("verify", "It verifies chains only.", fix)
 
 
 def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
@@ -166,13 +154,7 @@ def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
 
 
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
-    """Return what an evaluation measures: report names and settings.
-
-    These are `decode` alone, or the entries of `eval.grid`.
-
-    Raises:
-        ConfigError: an entry of the grid is not policy@temperature.
-    """
+    """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`."""
     if not config.eval.grid:
         return [(config.eval.out, config.decode)]
     return [parse_policy_at_temperature(entry) for entry in config.eval.grid]

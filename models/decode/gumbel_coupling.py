@@ -1,10 +1,9 @@
 """Gumbel coupling: the drafter and the target sample with the same noise.
 
-The argmax of log p plus Gumbel noise is a draw from p. Here every position of an answer has its own
-noise, and the draft token and the target's token at this position are both chosen with it. Where
-drafter and target have similar distributions, their argmax is mostly the same token. The emitted
-token is always the argmax of the target's row, whatever was drafted: the same tokens as plain
-sampling with this noise, so that sampled answers can be checked for equality like greedy ones.
+The argmax of log p plus Gumbel noise is a draw from p. Every position of an answer has its own
+noise, and the draft token and the target's token there are both chosen with it: mostly the same
+token, where their distributions are similar. The emitted token is always the target's, whatever was
+drafted, so that sampled answers equal those of plain sampling with this noise.
 
     position               0     1     2     3
     drafter's argmax             sat   on    mat      log q + noise of the position
@@ -40,8 +39,7 @@ CHUNK = 2**15  # numbers generated at once, where a row is shorter
 class GumbelNoise:
     """The noise of one answer: a row per position, generated when needed, then discarded.
 
-    Rows are logarithms of exponential variates, that is negated Gumbel noise, and are subtracted
-    from logits.
+    Rows are logarithms of exponential variates: negated Gumbel noise, subtracted from logits.
     """
 
     def __init__(self, seed: int, vocab: int, device: torch.device) -> None:
@@ -105,11 +103,7 @@ class RoundNoise:
     def draft_scores(
         self, scores: Float[Tensor, "B n Vd"], depth: int, target_ids: Int[Tensor, " Vd"] | None
     ) -> Float[Tensor, "B n Vd"]:
-        """Return the drafter's scores at a depth with noise.
-
-        Args:
-            target_ids: target ids of a reduced draft vocabulary; None: it is the target's.
-        """
+        """Return the drafter's scores at a depth with noise; see Verifier.draft_scores."""
         noise: Tensor = self.by_depth[depth - 1]
         return scores - (noise if target_ids is None else noise[..., target_ids])
 
@@ -128,11 +122,7 @@ class NoiseDraws:
         self.by_depth = iter(noise.by_depth)
 
     def draw_host(self, rows: Float[Tensor, "B V"]) -> list[int]:
-        """Return the argmax of every row with noise.
-
-        Raises:
-            FloatingPointError: a row is NaN or infinite.
-        """
+        """Return the argmax with noise; raise FloatingPointError if it is NaN or infinite."""
         choice, maxima = first_max(rows - next(self.by_depth)[:, 0])
         if not all(map(math.isfinite, maxima.tolist())):
             raise FloatingPointError

@@ -3,8 +3,6 @@
     typical     accept a token that is likely enough for the target, whoever proposed it
     lenience    the ratio test with q scaled down
 
-Reports name these rules "lossy".
-
 Shape letters: B prompts, N nodes, V vocabulary.
 
 Source: Cai et al. 2024, "Medusa", section 2.3.1, arXiv:2401.10774 (typical acceptance, where the
@@ -38,8 +36,6 @@ def typical(
     delta: float = 0.3,
 ) -> Accepted:
     """Accept x iff p(x) > min(epsilon, delta * exp(-H(p))); the longest path, most probable first.
-
-    Acceptance is deterministic; the next token is drawn from p at the end of the path.
 
     Args:
         epsilon: a probability that is always accepted, in (0, 1).
@@ -80,20 +76,12 @@ def lenience(
 
 
 def check_typical(epsilon: float, delta: float) -> None:
-    """Check the parameters of `typical`.
-
-    Raises:
-        ValueError: out of range.
-    """
+    """Raise ValueError if a parameter of `typical` is out of range."""
     if not 0 < epsilon < 1 or not delta > 0:
         raise ValueError(f"epsilon={epsilon}, delta={delta}: needs 0 < epsilon < 1 and delta > 0")
 
 
 def check_lenience(factor: float) -> None:
-    """Check the parameter of `lenience`.
-
-    Raises:
-        ValueError: out of range.
-    """
+    """Raise ValueError if the parameter of `lenience` is out of range."""
     if not 0 < factor <= 1:
         raise ValueError(f"factor={factor}: needs 0 < factor <= 1, and 1 is lossless")

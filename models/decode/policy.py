@@ -1,11 +1,8 @@
 """Draft policies: which draft tokens a round proposes; and the simplest policy, the chain.
 
-A policy runs the drafter level by level and returns a tree per prompt. The kinds of draft tokens
-are those of rules.py. `drawn` and `independent` ones are sampled from the drafter's warped rows,
-and the rows are returned with the tree, because verification needs them (rule R1). `best` and
-`coupled` ones are the top-k of the drafter's scores.
-
-Trees are in `static_tree.py` and `dynamic_tree.py`.
+A policy runs the drafter level by level and returns a tree per prompt. Its kind of draft tokens is
+one of rules.py: `drawn` and `independent` ones are sampled from the drafter's warped rows, which
+are returned with the tree (rule R1); `best` and `coupled` ones are the top-k of its scores.
 
 Shape letters: B prompts, N nodes of the tree, V the target's tokens.
 
@@ -48,27 +45,23 @@ class Draft(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """The interface of all policies."""
+    """The interface of all policies.
+
+    Attributes:
+        draft: the kind of draft tokens at temperatures above 0: one of rules.DRAFTS.
+        nodes: maximum number of draft tokens per prompt and round (without the root).
+        levels: maximum depth of a draft token.
+        branches: whether a node may have several children.
+    """
 
     @property
-    def draft(self) -> str:
-        """The kind of draft tokens at temperatures above 0: one of rules.DRAFTS."""
-        ...
-
+    def draft(self) -> str: ...
     @property
-    def nodes(self) -> int:
-        """Maximum number of draft tokens per prompt and round (without the root)."""
-        ...
-
+    def nodes(self) -> int: ...
     @property
-    def levels(self) -> int:
-        """Maximum depth of a draft token."""
-        ...
-
+    def levels(self) -> int: ...
     @property
-    def branches(self) -> bool:
-        """Whether a node may have several children."""
-        ...
+    def branches(self) -> bool: ...
 
     def propose(self, context: DraftContext) -> Draft:
         """Return the draft of a round."""
@@ -106,7 +99,7 @@ class Chain:
     def propose(self, context: DraftContext) -> Draft:
         roots, depth_limits, sampling = context.roots, context.depth_limits, context.sampling
         ids, rows = [roots[:, None]], list[Tensor]()
-        parents = _zeros(len(roots), roots.device)
+        parents = root_index(len(roots), roots.device)
         deepest = min(self.depth, max(depth_limits), context.max_depth)
         drafted = None  # all
         if self.confidence > 0 or min(depth_limits) < deepest:
@@ -134,7 +127,7 @@ class Chain:
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # shared by all callers
-def _zeros(batch: int, device: torch.device) -> Int[Tensor, "B 1"]:
+def root_index(batch: int, device: torch.device) -> Int[Tensor, "B 1"]:
     """Return the index of the only node of a level."""
     return torch.zeros(batch, 1, dtype=torch.long, device=device)
 
@@ -146,11 +139,7 @@ def default_rule_of(policy: Policy | None) -> VerifyFn:
 
 
 def check_compatible(rule: VerifyFn, policy: Policy) -> None:
-    """Check that a rule fits a policy's drafts.
-
-    Raises:
-        ValueError: the rule was made for another kind of draft, or for chains only.
-    """
+    """Raise ValueError if a rule was made for another kind of draft, or for chains only."""
     if not isinstance(rule, BoundRule):
         return
     if rule.draft != policy.draft:

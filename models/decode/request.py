@@ -3,17 +3,18 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import eq
 from random import Random
 from typing import NamedTuple
 
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.batch_kv_cache import BatchKVCache
 from outrider.models.decode.gumbel_coupling import GumbelNoise
 from outrider.models.decode.round_outcome import RoundOutcome
 from outrider.models.decode.round_times import RoundTimes
 from outrider.models.drafter import State
+from outrider.models.kv_cache import KVCache
 
 PREFILL_TOKENS = 2048  # tokens of several prompts that one forward reads
 CHECKPOINTS = 3  # newest checkpoints of a dialogue beside the first: each holds a drafter's rows
@@ -25,7 +26,7 @@ class Request(NamedTuple):
 
     Attributes:
         prompt: at least one token.
-        budget: maximum number of new tokens; an answer is shorter only if it ends by itself.
+        budget: maximum number of new tokens.
         seed: of its random numbers; two requests with one seed draw the same ones.
     """
 
@@ -40,9 +41,8 @@ class Output:
 
     Attributes:
         ids: new tokens, including the end token if there is one.
-        origins: where each token comes from: the prompt's forward ("first"), the drafter
-            ("accepted"), the target in place of a rejected token ("correction") or after the last
-            token of an accepted path ("bonus").
+        origins: of each token: the prompt's forward ("first"), the drafter ("accepted"), the target
+            in place of a rejected token ("correction") or after an accepted leaf ("bonus").
         accepted: per round, how many draft tokens were accepted and emitted.
         drafted: per round, the depth of the draft.
         rejected: per round, the token that a correction replaces; None if there was none, and for
@@ -81,13 +81,7 @@ class Stops:
         strings: Sequence[str] = (),
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
-        """
-        Args:
-            decode: tokens to text; required for strings.
-
-        Raises:
-            ValueError: strings without `decode`, or an empty string.
-        """
+        """Raise ValueError for strings without `decode` (tokens to text), or an empty string."""
         if strings and decode is None:
             raise ValueError("stop strings need a tokenizer, and none was given")
         if "" in strings:
@@ -96,8 +90,6 @@ class Stops:
 
     def cut(self, ids: list[int], new_ids: list[int]) -> tuple[list[int], str]:
         """Return the new tokens up to the end of the answer, and why it ends ("": it does not).
-
-        The token that completes a stop string is the last one.
 
         Args:
             ids: the answer before the new tokens.
@@ -121,9 +113,8 @@ class ActiveRequest:
     """A request that is being decoded.
 
     Attributes:
-        number: of the request.
-        noise: its noise, where a verifier chooses tokens with noise.
-        state: the drafter's state.
+        noise: where a verifier chooses tokens with noise.
+        state: the drafter's.
         root: the newest token on the device; set when rows are absorbed.
     """
 
@@ -172,21 +163,20 @@ class DialogueCache:
     starts with the text up to such a position and the token after it continues from there.
 
     Attributes:
-        text: all tokens so far, including the newest, which is not in the cache.
+        text: all tokens so far; the newest is not in the cache.
         checkpoints: after every prompt: how many rows were absorbed, and the drafter's state then.
         latest: the same after the newest round.
     """
 
-    cache: BatchKVCache | None = None
+    cache: KVCache | None = None
     text: list[int] = field(default_factory=list)
     checkpoints: list[tuple[int, State | None]] = field(default_factory=list)
     latest: tuple[int, State | None] | None = None
 
     def match_prefix(self, prompt: Sequence[int]) -> tuple[int, State | None]:
         """Return how many rows of a prompt are cached, and the drafter's state after them."""
-        common = 0
-        while common < min(len(prompt), len(self.text)) and prompt[common] == self.text[common]:
-            common += 1
+        equal = [*map(eq, prompt, self.text), False]
+        common = equal.index(False)
         candidates = [*self.checkpoints, *([self.latest] if self.latest else [])]
         self.checkpoints = [one for one in candidates if one[0] < min(common, len(prompt))]
         self.latest = None
@@ -194,7 +184,7 @@ class DialogueCache:
         self.text = self.text[: rows + 1]  # the rest of the cache is about to be overwritten
         return rows, state
 
-    def add_prompt(self, cache: BatchKVCache, text: list[int], state: State | None) -> None:
+    def add_prompt(self, cache: KVCache, text: list[int], state: State | None) -> None:
         """Add a checkpoint after a prompt and its first token."""
         self.cache, self.text = cache, text
         newest = self.checkpoints[1:][1 - CHECKPOINTS :]
@@ -206,12 +196,7 @@ class DialogueCache:
 
 
 def check_request(request: Request, max_positions: int, vocab: int) -> None:
-    """Check that a target with so many positions and tokens can decode a request.
-
-    Raises:
-        RunError: the prompt is empty, longer than the target's context allows, or holds an id
-            outside the target's vocabulary; the seed is negative.
-    """
+    """Raise RunError if a target with so many positions and tokens cannot decode a request."""
     if not request.prompt:
         raise RunError("A prompt is empty.", "Give at least one token, a start token for instance.")
     least, most = min(request.prompt), max(request.prompt)

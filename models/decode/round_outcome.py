@@ -1,8 +1,8 @@
 """The outcome of a round for every prompt, on the host.
 
 Every rule on every device ends here. The host synchronises with a GPU once per round: all that it
-needs comes in one table. Decisions that take a few numbers per prompt are then made on the host,
-which is faster than the operations of a device for small batches and as fast for large ones.
+needs comes in one table. Decisions on a few numbers per prompt are then made on the host, which is
+as fast as a device for large batches and faster for small ones.
 
 Shape letters: B prompts, N nodes, K rows.
 """
@@ -139,7 +139,7 @@ def real_parents_and_depths(tree: Tree) -> tuple[Int[Tensor, "B N"], Int[Tensor,
 def _chains_to_host(
     tree: Tree, max_logits: Float[Tensor, "B K"], *parts: Int[Tensor, "B _"]
 ) -> Iterator[tuple[int, Numbers, Sequence[Numbers]]]:
-    """Yield the draft depth, the tokens and the numbers of the parts of every chain."""
+    """Return the draft depth, the tokens and the numbers of the parts of every chain."""
     if tree.unpadded:
         rows = _to_host(max_logits, tree.ids, *parts)
         return ((tree.levels, ids, row) for ids, *row in rows)

@@ -28,12 +28,9 @@ class Stopwatch:
     """Lap times; synchronises with the device, so that a lap includes the work started in it."""
 
     def __init__(self, device: torch.device, synchronise: bool = True) -> None:
-        """
-        Args:
-            synchronise: False: only the sum of many laps is meaningful on a GPU.
-        """
+        """Without `synchronise`, only the sum of many laps is meaningful on a GPU."""
         self.device, self._cuda = device, synchronise and device.type == "cuda"
-        self.start = self.latest = self._now()
+        self.latest = self._now()
 
     def lap(self) -> float:
         """Return the seconds since the previous lap."""

@@ -19,33 +19,44 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.models.decode import block_rules, lossy_rules, sibling_rules, verify, verify_cpu
+from outrider.models.decode import lossy_rules, verify, verify_cpu
+from outrider.models.decode.block_rules import block, traversal
 from outrider.models.decode.sampling import RandomSource
+from outrider.models.decode.sibling_rules import sibling_by_sibling
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verify import Accepted
 
 VerifyFn = Callable[[Tree, Tensor, Tensor | None, RandomSource], Accepted]
 BEST, DRAWN, INDEPENDENT, COUPLED = DRAFTS = ("best", "drawn", "independent", "coupled")
 SAMPLED_DRAFTS = (DRAWN, INDEPENDENT)  # they come with the rows they were drawn from
+PROPERTIES = {
+    BEST: "whose tokens were not drawn from any row (R1)",
+    DRAWN: "whose siblings are not independent draws (R3)",
+    INDEPENDENT: "whose siblings may repeat a token (R3)",
+    COUPLED: "which come without the rows they were drawn from (R1)",
+}
 
 
 class Rule(NamedTuple):
     """A verification rule.
 
     Attributes:
-        build: (draft, **parameters) -> VerifyFn.
+        verify: (tree, p_rows, q_rows, rng, **parameters) -> Accepted; without q_rows if some of its
+            drafts have none.
         drafts: the kinds of drafts it is exact for.
         chains_only: it refuses trees that branch.
         lossy: its output does not have the target's distribution.
         parameters: parameters and their defaults; None: a value is required.
+        check: raises ValueError if a parameter is out of range.
         cpu_rule: the same distribution from fewer operations on a CPU.
     """
 
-    build: Callable[..., VerifyFn]
+    verify: Callable[..., Accepted]
     drafts: tuple[str, ...]
     chains_only: bool = False
     lossy: bool = False
     parameters: Mapping[str, float | None] = MappingProxyType({})
+    check: Callable[..., None] | None = None
     cpu_rule: verify_cpu.CpuRule | None = None
 
 
@@ -57,7 +68,8 @@ class BoundRule:
 
     name: str
     draft: str
-    verify: VerifyFn
+    verify: Callable[..., Accepted]
+    reads_q: bool
     chains_only: bool
     lossy: bool
     cpu_rule: verify_cpu.CpuRule | None
@@ -74,6 +86,10 @@ class BoundRule:
         q_rows: Float[Tensor, "B N V"] | None,
         rng: RandomSource,
     ) -> Accepted:
+        if not self.reads_q:
+            return self.verify(tree, p_rows, rng)
+        if q_rows is None:
+            raise ValueError(verify.NO_ROWS)
         return self.verify(tree, p_rows, q_rows, rng)
 
 
@@ -110,8 +126,13 @@ def bind_rule(name: str, draft: str, **parameters: float) -> BoundRule:
             f"rule {name!r} has the parameters {list(rule.parameters)}, "
             f"was given {list(parameters)}" + (f" and needs {missing}" if missing else "")
         )
-    verify_fn = rule.build(draft, **values)
-    return BoundRule(name, draft, verify_fn, rule.chains_only, rule.lossy, rule.cpu_rule)
+    if rule.check is not None:
+        rule.check(**values)
+    if rule.verify in (sibling_by_sibling, traversal):
+        values["replacement"] = draft == INDEPENDENT
+    reads_q = set(rule.drafts) <= set(SAMPLED_DRAFTS)
+    function = partial(rule.verify, **values)
+    return BoundRule(name, draft, function, reads_q, rule.chains_only, rule.lossy, rule.cpu_rule)
 
 
 def lossless_rules(draft: str) -> list[str]:
@@ -134,64 +155,28 @@ def default_rule(draft: str, chain: bool) -> str:
     }[draft]
 
 
-PROPERTIES = {
-    BEST: "whose tokens were not drawn from any row (R1)",
-    DRAWN: "whose siblings are not independent draws (R3)",
-    INDEPENDENT: "whose siblings may repeat a token (R3)",
-    COUPLED: "which come without the rows they were drawn from (R1)",
-}
-
-
-def _match(_draft: str) -> VerifyFn:
-    return lambda tree, p, q, rng: verify.match(tree, p, rng)
-
-
-def _with_rows(rule: Callable[..., Accepted]) -> Callable[..., VerifyFn]:
-    """Return a builder for a rule that reads q rows."""
-    return lambda _draft, **parameters: _requiring_rows(partial(rule, **parameters))
-
-
-def _requiring_rows(rule: Callable[..., Accepted]) -> VerifyFn:
-    def verified(
-        tree: Tree,
-        p_rows: Float[Tensor, "B N V"],
-        q_rows: Float[Tensor, "B N V"] | None,
-        rng: RandomSource,
-    ) -> Accepted:
-        if q_rows is None:
-            raise ValueError(verify.NO_ROWS)
-        return rule(tree, p_rows, q_rows, rng)
-
-    return verified
-
-
-def _traversal(draft: str) -> VerifyFn:
-    return _requiring_rows(partial(block_rules.traversal, replacement=draft == INDEPENDENT))
-
-
-def _typical(_draft: str, epsilon: float, delta: float) -> VerifyFn:
-    lossy_rules.check_typical(epsilon, delta)
-    return lambda tree, p, q, rng: lossy_rules.typical(tree, p, rng, epsilon, delta)
-
-
-def _lenience(_draft: str, factor: float) -> VerifyFn:
-    lossy_rules.check_lenience(factor)
-    return _requiring_rows(partial(lossy_rules.lenience, factor=factor))
-
-
 RULES: dict[str, Rule] = {
-    "match": Rule(_match, (BEST, COUPLED), cpu_rule=verify_cpu.match),
-    "ratio": Rule(
-        _with_rows(verify.ratio), SAMPLED_DRAFTS, chains_only=True, cpu_rule=verify_cpu.ratio
+    "match": Rule(verify.match, (BEST, COUPLED), cpu_rule=verify_cpu.match),
+    "ratio": Rule(verify.ratio, SAMPLED_DRAFTS, chains_only=True, cpu_rule=verify_cpu.ratio),
+    "independent": Rule(sibling_by_sibling, (INDEPENDENT,)),
+    "without_replacement": Rule(sibling_by_sibling, (DRAWN,)),
+    "block": Rule(block, SAMPLED_DRAFTS, chains_only=True),
+    "traversal": Rule(traversal, SAMPLED_DRAFTS),
+    "sampled": Rule(verify.match, DRAFTS, cpu_rule=verify_cpu.match),
+    "coupled": Rule(verify.match, DRAFTS),  # by random numbers; the engine uses noise (verifier.py)
+    "lossy_typical": Rule(
+        lossy_rules.typical,
+        DRAFTS,
+        lossy=True,
+        parameters={"epsilon": 0.09, "delta": 0.3},
+        check=lossy_rules.check_typical,
     ),
-    "independent": Rule(_with_rows(sibling_rules.independent), (INDEPENDENT,)),
-    "without_replacement": Rule(_with_rows(sibling_rules.without_replacement), (DRAWN,)),
-    "block": Rule(_with_rows(block_rules.block), SAMPLED_DRAFTS, chains_only=True),
-    "traversal": Rule(_traversal, SAMPLED_DRAFTS),
-    "sampled": Rule(_match, DRAFTS, cpu_rule=verify_cpu.match),
-    "coupled": Rule(_match, DRAFTS),  # by random numbers; the engine uses noise (verifier.py)
-    "lossy_typical": Rule(_typical, DRAFTS, lossy=True, parameters={"epsilon": 0.09, "delta": 0.3}),
     "lossy_lenience": Rule(
-        _lenience, SAMPLED_DRAFTS, chains_only=True, lossy=True, parameters={"factor": None}
+        lossy_rules.lenience,
+        SAMPLED_DRAFTS,
+        chains_only=True,
+        lossy=True,
+        parameters={"factor": None},
+        check=lossy_rules.check_lenience,
     ),
 }

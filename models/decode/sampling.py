@@ -34,8 +34,7 @@ def draw(probs: Float[Tensor, "N V"], generator: torch.Generator) -> Int[Tensor,
 
     Args:
         probs: rows need not sum to exactly 1; they count as probs / probs.sum().
-        generator: its device makes the uniforms, usually the CPU, so that a seed gives the same
-            stream whatever the model runs on.
+        generator: on the CPU it gives the same stream whatever the model runs on.
 
     Raises:
         EmptyDistribution: a row holds a NaN, an infinity, or no mass at all.
@@ -51,13 +50,13 @@ def invert(
 ) -> Int[Tensor, "*rows"]:
     """Return the token whose slice of [0, 1) holds the uniform.
 
-    Works in two levels, first the block of tokens, then the token in it, because summing blocks is
-    many times faster than one long cumulative sum. A token of probability zero has an empty slice
-    and is never returned, whatever the rounding.
+    Works in two levels, first the block of tokens, then the token in it: summing blocks is many
+    times faster than one long cumulative sum. A token of probability zero is never returned,
+    whatever the rounding.
 
     Args:
-        check_mass: check that all rows have mass, which synchronises with a GPU. Without the check
-            a row without mass gives an arbitrary token.
+        check_mass: check that all rows have mass, which synchronises with a GPU; else a row without
+            mass gives an arbitrary token.
 
     Raises:
         EmptyDistribution: with `check_mass`, a row holds a NaN, an infinity, or no mass at all.
@@ -80,11 +79,7 @@ def _invert_directly(
 
 
 def _invert_rows(rows: Float[Tensor, "B *ones V"], uniforms: Sequence[float]) -> list[int]:
-    """`invert` on a CPU, one row after the other.
-
-    Block sums differ from direct ones in the last bits, and an answer must not depend on its batch;
-    so the method does not depend on the number of rows.
-    """
+    """`invert` on a CPU, row by row: an answer must not depend on its batch to the last bit."""
     if len(rows) == 1:
         return [_invert_row(rows, *uniforms)]
     return [*map(_invert_row, rows, uniforms)]
@@ -151,24 +146,20 @@ class RandomSource(Protocol):
 class GeneratorSource(RandomSource):
     """The random source of a real round: every flip and draw takes fresh numbers (R6).
 
-    Every prompt has its own generator. A call takes `max_count` numbers of each however many it
-    uses, and `draw_host` takes one, so that an answer depends neither on the batch it is in nor on
-    the padding there.
+    A call takes `max_count` numbers of every prompt's generator however many it uses, and
+    `draw_host` takes one, so that an answer does not depend on its batch and the padding there.
+
+    Attributes:
+        max_count: the largest K of any call.
+        check_mass: refuse rows without mass on a GPU too, which synchronises at every draw.
     """
 
     def __init__(
         self, generators: Sequence[Random], max_count: int, check_mass: bool = True
     ) -> None:
-        """
-        Args:
-            generators: one per prompt.
-            max_count: the largest K of any call.
-            check_mass: refuse rows without mass on a GPU too, which synchronises at every draw.
-        """
         self.generators, self.max_count, self.check_mass = generators, max_count, check_mass
 
     def numbers(self, count: int) -> list[list[float]]:
-        """Return `count` numbers in [0, 1) for every prompt."""
         if count > self.max_count:
             raise ValueError(f"{count} random numbers at once, and max_count={self.max_count}")
         return [[one.random() for _ in range(self.max_count)][:count] for one in self.generators]

@@ -1,9 +1,8 @@
 """Sampling parameters, and the penalties and bans that depend on earlier tokens.
 
-Penalties and bans change logits before they are warped. They depend on the tokens before a
-position, and in a tree every node has its own: the prompt, the answer so far, and the tokens from
-the root down to the node (rule R7). They apply to target and drafter alike, so that the drafter
-does not propose tokens that are banned.
+Penalties and bans change logits before they are warped, of target and drafter alike. They depend on
+the tokens before a position, and in a tree every node has its own: the prompt, the answer so far,
+and the tokens from the root down to the node (rule R7).
 
 Shape letters: B prompts, N nodes, P tokens of a path, V the target's vocabulary, Vd the drafter's.
 
@@ -51,15 +50,11 @@ class Sampling(NamedTuple):
 
     @property
     def has_no_processors(self) -> bool:
-        """Whether there is neither a penalty nor a ban."""
+        """Neither a penalty nor a ban."""
         return self.repetition_penalty == 1 and not self.banned
 
     def check(self, vocab: int) -> "Sampling":
-        """Return the parameters, valid for a target of so many tokens.
-
-        Raises:
-            ValueError: a value is out of its range.
-        """
+        """Return the parameters; raise ValueError if a target of so many tokens refuses them."""
         warp(torch.zeros(1, 2), self.temperature, self.top_k, self.top_p, self.min_p)
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be positive")
@@ -117,14 +112,11 @@ class Sampling(NamedTuple):
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(occurs, penalised, logits)
         if self.banned:
-            logits = logits.masked_fill(self._ban_mask(logits, target_ids), float("-inf"))
-        return logits
-
-    def _ban_mask(self, logits: Tensor, target_ids: Tensor | None) -> Bool[Tensor, " Vd"]:
-        ids = target_ids
-        if ids is None:
+            banned = torch.tensor(self.banned, device=logits.device)
             ids = torch.arange(logits.shape[-1], device=logits.device)
-        return torch.isin(ids, torch.tensor(self.banned, device=logits.device))
+            ids = ids if target_ids is None else target_ids
+            logits = logits.masked_fill(torch.isin(ids, banned), float("-inf"))
+        return logits
 
 
 class TokenHistory:

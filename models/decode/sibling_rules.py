@@ -43,31 +43,19 @@ from outrider.models.decode.verify import (
 REPEATED = "was drawn twice: siblings without replacement never repeat a token (R1)"
 
 
-def independent(
-    tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"], rng: RandomSource
+def sibling_by_sibling(
+    tree: Tree,
+    p_rows: Float[Tensor, "B N V"],
+    q_rows: Float[Tensor, "B N V"],
+    rng: RandomSource,
+    replacement: bool,
 ) -> Accepted:
-    """SpecInfer's rule, for siblings drawn independently from one row.
+    """SpecInfer's rule for independent siblings, or Sequoia's for siblings without replacement.
 
     Raises:
-        ValueError: as `verify.ratio`, but trees may branch.
+        ValueError: as `verify.ratio`, but trees may branch; or siblings without replacement repeat
+            a token.
     """
-    return _verify(tree, p_rows, q_rows, rng, replacement=True)
-
-
-def without_replacement(
-    tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"], rng: RandomSource
-) -> Accepted:
-    """Sequoia's rule, for siblings drawn one after the other without replacement.
-
-    Raises:
-        ValueError: as `verify.ratio`, but trees may branch; or siblings repeat a token.
-    """
-    return _verify(tree, p_rows, q_rows, rng, replacement=False)
-
-
-def _verify(
-    tree: Tree, p_rows: Tensor, q_rows: Tensor, rng: RandomSource, replacement: bool
-) -> Accepted:
     siblings = earlier_siblings(tree)
     rows = ResidualRows(tree, p_rows, q_rows, replacement)
     ratios = torch.zeros_like(rows.share)
@@ -89,8 +77,7 @@ def nodes_by_rank(
 ) -> list[Int[Tensor, " W"]]:
     """Return the draft nodes of rank 1, of rank 2, ..., as indices into [B * N].
 
-    Synchronises with the device once: for the number of nodes of each rank, and to check that all
-    of them can have been drawn like this.
+    Synchronises with the device once.
 
     Args:
         rank: 1..N-1; no two children of a node have the same.
@@ -117,8 +104,7 @@ class ResidualRows:
     Attributes:
         target: R of each node, renormalised.
         draft: the distribution of each node's next child.
-        share: r of traversal verification: the share of the path to the node that the target
-            accepts; 1 where a node is accepted before its children are tested.
+        share: r of `block_rules`; 1 where a node is accepted before its children are tested.
     """
 
     def __init__(
@@ -138,10 +124,7 @@ class ResidualRows:
         self.share: Float[Tensor, " BN"] = torch.ones_like(self.target[:, 0])
 
     def reject(self, nodes: Int[Tensor, " W"]) -> tuple[Float[Tensor, " W"], Float[Tensor, " W"]]:
-        """Remove the tokens of these nodes from their parents' rows.
-
-        Args:
-            nodes: one child per parent.
+        """Remove the tokens of nodes of different parents from the parents' rows.
 
         Returns:
             p / q of the tokens before, and the mass of max(share * p - q, 0).
@@ -169,8 +152,7 @@ def draw_siblings(
     Args:
         rows: warped draft distributions.
         count: children per row, >= 1.
-        replacement: True for `independent`; False for `without_replacement`, where a drawn token
-            is removed from its row before the next draw.
+        replacement: True for `independent`, False for `without_replacement`.
 
     Returns:
         Token ids, and which of them are real: without replacement a row has no more children than

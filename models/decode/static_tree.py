@@ -2,7 +2,7 @@
 
 The shape is a list of paths of ranks (`tree_shapes.py`): Medusa's choices, Sequoia's trees.
 
-Shape letters: B prompts, N nodes of the tree, n nodes of a level, V the target's tokens.
+Shape letters: B prompts, N nodes of the tree, n nodes of a level, E expanded in the one above.
 
 Source: Medusa, arXiv:2401.10774; sampled siblings, SpecInfer, arXiv:2305.09781, and Sequoia,
 arXiv:2402.12374: their shape is fixed before a token is drawn (rule R3), and whether a node is
@@ -11,11 +11,11 @@ missing for want of probability depends on its ancestors alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from outrider.models.decode.draft_context import DraftContext
@@ -24,8 +24,6 @@ from outrider.models.decode.rules import BEST, INDEPENDENT, SAMPLED_DRAFTS, chec
 from outrider.models.decode.sibling_rules import draw_siblings
 from outrider.models.decode.tree import NEVER, Tree
 from outrider.models.decode.tree_shapes import Paths, contiguous, parse
-
-LevelRows = tuple[Int[Tensor, " _"], Float[Tensor, "B _ V"]]  # nodes of a level, and their rows of q
 
 
 @dataclass(frozen=True)
@@ -61,30 +59,20 @@ class StaticTree:
     def levels(self) -> int:
         return len(self.paths[-1])
 
-    def level_plan(self, device: torch.device) -> list["Level"]:
-        """Return which nodes to expand at every level, and where their children go."""
-        if device not in self._plans:
-            self._plans[device] = _level_plan(self.paths, device)
-        return self._plans[device]
-
-    @cached_property
-    def _plans(self) -> dict[torch.device, list["Level"]]:
-        return {}
-
     def propose(self, context: DraftContext) -> Draft:
         roots, sampling = context.roots, context.sampling
         is_sampled = not sampling.greedy and self.draft in SAMPLED_DRAFTS
         deepest = min(self.levels, max(context.depth_limits), context.max_depth)
         ids, real = [roots[:, None]], [torch.ones_like(roots, dtype=torch.bool)[:, None]]
-        rows = list[LevelRows]()
+        plan, rows = _level_plan(self.paths, roots.device)[:deepest], list[Tensor]()
         parents_above = torch.zeros_like(roots[:1])
-        for depth, level in enumerate(self.level_plan(roots.device)[:deepest], start=1):
+        for depth, level in enumerate(plan, start=1):
             parents = parents_above[level.expanded].expand(len(roots), -1)
             logits = context.step(depth, ids[-1][:, level.expanded], parents)
             if is_sampled:
                 q, replacement = sampling.probs(logits), self.draft == INDEPENDENT
                 tokens, exists = draw_siblings(q, level.width, context.rng, replacement)
-                rows.append((level.nodes, context.vocab.expand(q)))
+                rows.append(context.vocab.expand(q))
             else:
                 top = logits.topk(min(level.width, logits.shape[-1]))
                 tokens, exists = top.indices, top.values > NEVER
@@ -97,7 +85,12 @@ class StaticTree:
             ids.append(context.vocab.to_target(tokens)[:, level.parent, rank])
             parents_above = level.parent
         tree = self._tree(torch.cat(ids, 1), torch.cat(real, 1), context.depth_limits, deepest)
-        return Draft(tree, _q_rows(rows, tree) if rows else None)
+        if not rows:
+            return Draft(tree, None)
+        q_rows = rows[0].new_zeros(*tree.ids.shape, rows[0].shape[-1])
+        for level, q in zip(plan, rows, strict=True):
+            q_rows[:, level.nodes] = q
+        return Draft(tree, q_rows)
 
     def _tree(
         self,
@@ -123,19 +116,11 @@ class StaticTree:
     @cached_property
     def _layout(self) -> tuple[Tensor, Tensor, Tensor]:
         """Parents, depths and ancestor mask of all nodes."""
-        number: dict[tuple[int, ...], int] = {(): 0}
-        number |= {path: i for i, path in enumerate(self.paths, start=1)}
+        number = {path: i for i, path in enumerate(((), *self.paths))}
         parents = torch.tensor([[-1] + [number[path[:-1]] for path in self.paths]])
         depths = torch.tensor([[0] + [len(path) for path in self.paths]])
         tree = Tree.grown(parents, parents, depths, self.levels)
         return parents[0], depths[0], tree.ancestor_mask[0]
-
-
-def _q_rows(rows: list[LevelRows], tree: Tree) -> Float[Tensor, "B N V"]:
-    q_rows = rows[0][1].new_zeros(*tree.ids.shape, rows[0][1].shape[-1])
-    for nodes, q in rows:
-        q_rows[:, nodes] = q
-    return q_rows
 
 
 class Level(NamedTuple):
@@ -149,14 +134,17 @@ class Level(NamedTuple):
         width: the largest rank, plus one.
     """
 
-    expanded: Int[Tensor, " n"]
-    nodes: Int[Tensor, " n"]
+    expanded: Int[Tensor, " E"]
+    nodes: Int[Tensor, " E"]
     parent: Int[Tensor, " n"]
     rank: Int[Tensor, " n"]
     width: int
 
 
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # shared by all callers
 def _level_plan(paths: Paths, device: torch.device) -> list[Level]:
+    """Return which nodes to expand at every level, and where their children go."""
     above: list[tuple[int, ...]] = [()]
     levels, first = list[Level](), 0
     parents = {path[:-1] for path in paths}
@@ -164,13 +152,13 @@ def _level_plan(paths: Paths, device: torch.device) -> list[Level]:
         here = [path for path in paths if len(path) == depth]
         expanded = [i for i, path in enumerate(above) if path in parents]
         index = {above[i]: n for n, i in enumerate(expanded)}
-        level = Level(
-            torch.tensor(expanded, device=device),
-            torch.tensor([first + i for i in expanded], device=device),
-            torch.tensor([index[path[:-1]] for path in here], device=device),
-            torch.tensor([path[-1] for path in here], device=device),
-            1 + max(path[-1] for path in here),
+        parts = (
+            expanded,
+            [first + i for i in expanded],
+            [index[path[:-1]] for path in here],
+            [path[-1] for path in here],
         )
-        levels.append(level)
+        tensors = (torch.tensor(part, device=device) for part in parts)
+        levels.append(Level(*tensors, width=1 + max(path[-1] for path in here)))
         above, first = here, first + len(above)
     return levels

@@ -97,7 +97,7 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """Nodes per prompt, the root and padding included."""
+        """Nodes per prompt, with the root and padding."""
         return self.ids.shape[1]
 
     @property
@@ -110,23 +110,6 @@ class Tree:
         if self.is_chain:
             return self.depths[:, -1] if self.unpadded else self.real.sum(1) - 1
         return (self.depths if self.unpadded else self.depths * self.real).amax(1)
-
-    def check(self) -> "Tree":
-        """Return the tree if it is consistent; synchronises with the device.
-
-        Raises:
-            ValueError: the parts disagree in shape, the order is not parents first, a node is
-                not connected to the root, or a depth is not its parent's plus one.
-        """
-        shapes = {tuple(part.shape) for part in (self.ids, self.parents, self.depths, self.real)}
-        if len(shapes) > 1 or self.ancestor_mask.shape != (*self.ids.shape, self.size):
-            raise ValueError(f"ids, parents, depths and real must have one shape, not {shapes}")
-        for parents, depths in zip(self.parents.tolist(), self.depths.tolist(), strict=True):
-            check_connected(parents, depths)
-        deepest = int(self.depths.max())
-        if deepest > self.levels:
-            raise ValueError(f"a node is at depth {deepest} of a tree of {self.levels} levels")
-        return self
 
 
 @lru_cache(maxsize=64)
@@ -151,27 +134,6 @@ def _identity_parts(batch: int, count: int, device: torch.device) -> tuple[Tenso
     return identity, all_real, torch.arange(count, device=device).expand(batch, -1)
 
 
-def check_connected(parents: list[int], depths: list[int]) -> None:
-    """Check that the nodes are one tree, parents first.
-
-    Raises:
-        ValueError: a node is not connected, or its depth does not follow from its parent's.
-    """
-    if not parents or parents[0] != -1 or depths[0] != 0:
-        raise ValueError("a tree starts with its root: parents[0] = -1 and depths[0] = 0")
-    for node, (parent, depth) in enumerate(zip(parents[1:], depths[1:], strict=True), start=1):
-        if not 0 <= parent < node:
-            raise ValueError(
-                f"node {node} has parent {parent}: a parent is stored before its children, "
-                f"so it must be in 0..{node - 1}"
-            )
-        if depth != depths[parent] + 1:
-            raise ValueError(
-                f"node {node} has depth {depth}, but its parent {parent} has depth "
-                f"{depths[parent]}: a child is one deeper than its parent"
-            )
-
-
 def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
     """Select the `budget` most probable candidates, which always form a tree (EAGLE-2).
 
@@ -187,10 +149,8 @@ def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
         Indices of the kept candidates, ascending (so parents stay first).
 
     Raises:
-        ValueError: budget < 1, or half-precision scores.
+        ValueError: half-precision scores.
     """
-    if budget < 1:
-        raise ValueError(f"budget={budget}: a tree keeps at least one candidate")
     if scores.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"scores are {scores.dtype}: sum log-probabilities in float32")
     scores = scores.nan_to_num(NEVER, neginf=NEVER)  # NaN would sort first

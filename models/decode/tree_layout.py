@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from outrider.models.batch_kv_cache import is_prefix
 from outrider.models.decode.tree import Tree
 from outrider.models.interface import Trace
+from outrider.models.kv_cache import is_prefix
 from outrider.models.target import TargetStates
 
 MASK_STEP = 512  # columns by which a cached mask grows
@@ -64,15 +64,7 @@ def send_rows(
     paths: Sequence[list[int]],
     device: torch.device,
 ) -> KeptRows:
-    """Send kept rows from the host in one table, whatever the batch.
-
-    The rows of a shorter path are padded with token 0, node 0 and further positions.
-
-    Args:
-        texts: the rows' tokens and the one after the last.
-        starts: position of the first row.
-        paths: nodes of the rows, ascending.
-    """
+    """Send `kept_rows` from the host in one table; short paths are padded with node and token 0."""
     longest, first_nodes = max(map(len, paths)), is_prefix(paths)
     rows = []
     for text, start, path in zip(texts, starts, paths, strict=True):
@@ -89,28 +81,16 @@ def send_rows(
 
 
 def kept_traces(counts: Sequence[int], rows: KeptRows, states: TargetStates) -> list[Trace]:
-    """Return the kept rows of every prompt as a Trace for the drafter.
-
-    Args:
-        counts: number of rows of each prompt.
-    """
+    """Return the first `counts` kept rows of every prompt as Traces for the drafter."""
     taps, last = states.taps, states.last
     if rows.paths is not None:
         taps, last = _select_rows(taps, rows.paths), _select_rows(last, rows.paths)
     traces = []
     for slot, count in enumerate(counts):
         document, answer = _one_document(count, last.device)
-        traces.append(
-            Trace(
-                ids=_first_rows(rows.ids, slot, count),
-                next_ids=_first_rows(rows.next_ids, slot, count),
-                answer=answer,
-                document=document,
-                positions=_first_rows(rows.positions, slot, count),
-                taps=_first_rows(taps, slot, count),
-                last=_first_rows(last, slot, count),
-            )
-        )
+        parts = (rows.ids, rows.next_ids, rows.positions, taps, last)
+        ids, next_ids, positions, *states_ = (_first_rows(part, slot, count) for part in parts)
+        traces.append(Trace(ids, next_ids, answer, document, positions, *states_))
     return traces
 
 

@@ -22,8 +22,7 @@ out, and `sequoia` where they are drawn without replacement, so that ranks are c
 Shape letters: D depths, K ranks.
 
 Source: choices as paths and their greedy search, Cai et al. 2024, "Medusa", arXiv:2401.10774; the
-dynamic programme, Chen et al. 2024, "Sequoia", arXiv:2402.12374. Its choice by time:
-eval/plan/surface.py.
+dynamic programme, Chen et al. 2024, "Sequoia", arXiv:2402.12374.
 Differs: `sequoia` also takes a table per depth; `best_first` has the optimum over all shapes, since
 no child is more probable than its parent.
 """
@@ -31,7 +30,6 @@ no child is more probable than its parent.
 import heapq
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -54,27 +52,21 @@ def parse(paths: Iterable[Sequence[int]]) -> Paths:
         ValueError: no node, an empty path, a negative rank, a repeated node, or a node without its
             parent.
     """
-    shape = [tuple(path) for path in paths]
+    shape = sorted(map(tuple, paths), key=lambda path: (len(path), path))
     if not shape:
         raise ValueError("a tree needs at least one node besides its root")
+    nodes: set[tuple[int, ...]] = {()}
     for path in shape:
         if not path:
             raise ValueError("an empty path is the root, which every tree has: leave it out")
         if min(path) < 0:
             raise ValueError(f"path {list(path)}: ranks count from 0, the top-1")
-    shape.sort(key=lambda path: (len(path), path))
-    _check_connected(shape)
-    return tuple(shape)
-
-
-def _check_connected(paths: Sequence[tuple[int, ...]]) -> None:
-    nodes: set[tuple[int, ...]] = {()}
-    for path in paths:
         if path in nodes:
             raise ValueError(f"path {list(path)} is there twice")
         if path[:-1] not in nodes:
             raise ValueError(f"path {list(path)} has no parent: {list(path[:-1])} is not there")
         nodes.add(path)
+    return tuple(shape)
 
 
 def contiguous(paths: Paths) -> bool:
@@ -91,7 +83,8 @@ def read(path: Path) -> Paths:
     """
     try:
         content = json.loads(path.read_bytes())
-        if not isinstance(content, list) or not all(map(_is_rank_list, content)):
+        lists = isinstance(content, list) and all(isinstance(path, list) for path in content)
+        if not lists or not all(type(rank) is int for path in content for rank in path):
             raise ValueError("not a list of lists of integers")
         return parse(content)
     except (OSError, ValueError) as error:
@@ -99,36 +92,10 @@ def read(path: Path) -> Paths:
         raise RunError(f"{path} holds no tree: {error}", fix) from None
 
 
-def _is_rank_list(content: object) -> bool:
-    return isinstance(content, list) and all(type(rank) is int for rank in content)
-
-
 def write(paths: Paths, path: Path) -> None:
-    """Write a shape as json, one node a line.
-
-    Raises:
-        ValueError: not a shape.
-        RunError: the file cannot be written.
-    """
+    """Write a shape as json, one node a line."""
     nodes = ",\n".join(f" {json.dumps(node)}" for node in parse(paths))
     files.write(path, f"[\n{nodes}\n]\n".encode())
-
-
-def chain(depth: int) -> Paths:
-    """Return the chain of top-1 tokens."""
-    return full([1] * depth)
-
-
-def full(widths: Sequence[int]) -> Paths:
-    """Return the tree in which every node above depth d has widths[d - 1] children.
-
-    Raises:
-        ValueError: no depth, or a width < 1.
-    """
-    if not widths or min(widths) < 1:
-        raise ValueError(f"widths {list(widths)}: a tree has a depth, and a node at each depth")
-    depths = range(1, len(widths) + 1)
-    return parse(path for depth in depths for path in product(*map(range, widths[:depth])))
 
 
 def picture(paths: Paths) -> str:
@@ -165,11 +132,7 @@ def expected(paths: Paths, table: Float[Tensor, "D K"]) -> float:
 
 
 def _rates(table: Float[Tensor, "D K"]) -> list[list[float]]:
-    """Return the rows of a table.
-
-    Raises:
-        ValueError: empty, a probability outside 0..1, or siblings that exceed 1 in sum.
-    """
+    """Return the rows of a table, if it holds probabilities of which siblings sum to 1 at most."""
     if table.numel() == 0 or not bool(((table >= 0) & (table <= 1)).all()):
         raise ValueError(
             "a table holds probabilities from 0 to 1, a row per depth, a column per rank"
@@ -189,8 +152,8 @@ def best_first(
 ) -> Paths:
     """Return the shape of that many nodes with the most expected tokens: the most probable nodes.
 
-    Adds node after node the most probable child of the shape; ties to the shallower, then to the
-    lower ranks. The result is contiguous wherever the rows of the table do not increase.
+    Ties go to the shallower, then to the lower ranks. The result is contiguous wherever the rows of
+    the table do not increase.
 
     Args:
         nodes: draft nodes; fewer if there are no more.
@@ -215,44 +178,36 @@ def best_first(
 
 
 def _check_limits(rates: list[list[float]], nodes: int, width: int, depth: int) -> None:
-    limits = {
-        "nodes": (nodes, None),
-        "widest": (width, len(rates[0])),
-        "deepest": (depth, len(rates)),
-    }
-    for name, (value, most) in limits.items():
-        if value < 1 or (most is not None and value > most):
-            allowed = "at least 1" if most is None else f"1 to {most}, the size of the table"
-            raise ValueError(f"{name} = {value}: use {allowed}")
+    if nodes < 1:
+        raise ValueError(f"nodes = {nodes}: use at least 1")
+    for name, value, most in (("widest", width, len(rates[0])), ("deepest", depth, len(rates))):
+        if not 1 <= value <= most:
+            raise ValueError(f"{name} = {value}: use 1 to {most}, the size of the table")
 
 
-def sequoia(
-    table: Float[Tensor, "D K"] | Float[Tensor, " K"], nodes: int, deepest: int
-) -> tuple[Paths, float]:
-    """Return the contiguous shape of that many nodes with the most expected tokens, and how many.
+def sequoia(table: Float[Tensor, "D K"], nodes: int, deepest: int) -> Paths:
+    """Return the contiguous shape of that many nodes with the most expected tokens.
 
     Args:
-        table: probabilities per depth and rank, or a vector for every depth.
         nodes: draft nodes; fewer if there are no more.
         deepest: the last depth used.
 
     Raises:
         ValueError: an invalid table, or a limit below 1 or beyond it.
     """
-    rates = _rates(table if table.ndim == 2 else table.expand(max(deepest, 1), -1))
+    rates = _rates(table)
     width = len(rates[0])
     _check_limits(rates, nodes, width, deepest)
     nodes = min(nodes, sum(width**depth for depth in range(1, deepest + 1)))
-    value, sizes = _subtree_sizes(np.array(rates[:deepest]), nodes)
-    return parse(_paths(sizes, (), nodes)), 1 + value
+    return parse(_paths(_subtree_sizes(np.array(rates[:deepest]), nodes), (), nodes))
 
 
-def _subtree_sizes(rates: NDArray[np.float64], nodes: int) -> tuple[float, NDArray[np.int64]]:
+def _subtree_sizes(rates: NDArray[np.float64], nodes: int) -> NDArray[np.int64]:
     """Solve the dynamic programme, deepest level and last rank first.
 
     Returns:
-        The most tokens expected below the root; and sizes[d, k, m]: of m nodes for the k-th child
-        at depth d + 1 and its later siblings, the number in the child's own subtree.
+        sizes[d, k, m]: of m nodes for the k-th child at depth d + 1 and its later siblings, the
+        number in the child's own subtree.
     """
     counts = np.arange(nodes + 1)
     rest = counts[:, None] - counts  # of m nodes, after a subtree of s
@@ -268,7 +223,7 @@ def _subtree_sizes(rates: NDArray[np.float64], nodes: int) -> tuple[float, NDArr
             options = np.where(rest >= 0, gain + below[rest], -np.inf)
             sizes[depth, rank] = options.argmax(1)
             below = np.maximum(no_node, options.max(1))
-    return float(below[nodes]), sizes
+    return sizes
 
 
 def _paths(

@@ -4,10 +4,6 @@
     SampledVerifier   a rule of rules.py with fresh random numbers in every round
     CoupledVerifier   noise shared by drafter and target (gumbel_coupling.py)
 
-A verifier is prepared by `start_request` once per request and by `start_round` once per round. In a
-round, `draft_scores` changes the logits by which draft tokens are chosen, and `decide` returns what
-is accepted, on every device as RoundOutcomes.
-
 Shape letters: B prompts, N nodes, n nodes of a level, V tokens, Vd draft tokens.
 """
 
@@ -53,6 +49,7 @@ class Verifier(ABC):
 
     Attributes:
         requests: those of the current round.
+        all_scores: compute the scores of all nodes, where fewer would do.
     """
 
     def __init__(
@@ -63,16 +60,12 @@ class Verifier(ABC):
         policy: Policy | None,
         all_scores: bool = False,
     ) -> None:
-        """
-        Args:
-            all_scores: compute the scores of all nodes, where fewer would do.
-        """
         self.target, self.sampling, self.rule = target, sampling, rule
         self.policy, self.all_scores = policy, all_scores
         self.requests: Sequence[ActiveRequest] = ()
 
     def start_request(self, request: ActiveRequest) -> None:
-        """Prepare the state of a request; by default there is none."""
+        """Prepare the state of a request, once; by default there is none."""
         return
 
     def start_round(self, requests: Sequence[ActiveRequest], levels: int) -> None:
@@ -123,9 +116,7 @@ class SampledVerifier(Verifier):
     def couples_drafts(self) -> bool:
         return self.policy is not None and self.policy.draft == COUPLED
 
-    @property
-    def uses_noise(self) -> bool:
-        return self.couples_drafts
+    uses_noise = couples_drafts
 
     def start_request(self, request: ActiveRequest) -> None:
         if self.uses_noise:
@@ -171,8 +162,7 @@ class SampledVerifier(Verifier):
 class CoupledVerifier(SampledVerifier):
     """Accept the longest path of the target's argmax tokens with noise.
 
-    On a CPU a tree is descended level by level, so that only visited rows are computed, unless
-    `all_scores`.
+    On a CPU a tree is descended level by level, so that only visited rows are computed.
     """
 
     uses_noise = True

@@ -4,14 +4,13 @@ Pure functions on a batch of trees and rows of probabilities. Their output has e
 distribution of plain decoding. The rows come from `warping.warp`: p row i is the target's
 distribution of the token after node i, leaves included; q row i is the distribution from which the
 children of node i were drawn (rows of leaves are not read). The children of a node are stored in
-the order drawn. This module has the rules for deterministic drafts and for sampled chains;
-`sibling_rules` and `block_rules` those for sampled trees and whole chains, `lossy_rules` those that
-change the distribution; `rules` lists which rule fits which draft.
+the order drawn. Here are the rules for deterministic drafts and for sampled chains; `rules` lists
+all.
 
 The conditions for losslessness, each violated by some published decoder:
 
-    R1   q is the distribution the token was drawn from; an argmax or top-k draft has no q row,
-         it is a point mass and is verified by `match`.
+    R1   q is the distribution the token was drawn from; an argmax or top-k draft is a point mass
+         without a q row, verified by `match`.
     R2   whether a draft token is verified must not depend on that token, only on earlier ones:
          drafting may stop *after* an unlikely token, but must not drop it.
     R3   sampled siblings must all be verified, in the order drawn: `ratio` takes chains only.
@@ -26,9 +25,8 @@ The engine ensures R7 (penalties depend on each node's own text) and R8 (cut at 
 and at the budget, then crop the caches).
 
 Each rule flips once for all nodes and then draws once per prompt, so the result of a prompt does
-not depend on the other trees. A draw synchronises with the device to refuse rows without mass;
-rules that read q synchronise once more to refuse tokens that cannot have been drawn from their
-rows. `greedy` does neither.
+not depend on the other trees. Rules that read q synchronise with the device, to refuse tokens that
+cannot have been drawn from their rows.
 
 Shape letters: B prompts, N nodes, root included, V vocabulary, P nodes of a longest path.
 
@@ -78,17 +76,15 @@ def greedy(tree: Tree, choice: Int[Tensor, "B N"]) -> Accepted:
         ValueError: choice does not have one entry per node.
     """
     check_shapes(tree, choice=choice)
-    path, length = deepest_path(tree, _matching(tree, choice))
-    return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])
+    return _follow(tree, choice, _matching(tree, choice))
 
 
 def match(tree: Tree, p_rows: Float[Tensor, "B N V"], rng: RandomSource) -> Accepted:
     """Draw y ~ p at every node; accept a child that carries y, else emit y.
 
-    Exact for every tree that does not depend on the random numbers of this call: chains of argmax
-    tokens, EAGLE-2 and Medusa trees, n-gram look-ups, and sampled trees too (there called
-    "sampled": it accepts less than the rules that read q). The token drawn is the token emitted
-    (R4). Of siblings that repeat a token only the first is followed: choosing the one that leads
+    Exact for every tree that does not depend on the random numbers of this call: EAGLE-2 and Medusa
+    trees, and sampled trees too (there called "sampled": it accepts less than the rules that read
+    q). Of siblings that repeat a token only the first is followed: choosing the one that leads
     deeper would use a context's random number twice (R5).
 
     Raises:
@@ -96,12 +92,16 @@ def match(tree: Tree, p_rows: Float[Tensor, "B N V"], rng: RandomSource) -> Acce
     """
     check_shapes(tree, p_rows=p_rows)
     choice = rng.draw(p_rows)
-    path, length = deepest_path(tree, _matching(tree, choice) & ~repeats_sibling(tree))
-    return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])
+    return _follow(tree, choice, _matching(tree, choice) & ~repeats_sibling(tree))
 
 
 def _matching(tree: Tree, choice: Int[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
     return tree.ids == choice.gather(1, tree.parents.clamp(min=0))
+
+
+def _follow(tree: Tree, choice: Int[Tensor, "B N"], passed: Bool[Tensor, "B N"]) -> Accepted:
+    path, length = deepest_path(tree, passed)
+    return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])
 
 
 def ratio(
@@ -118,8 +118,7 @@ def ratio(
 
     Raises:
         ValueError: a tree branches (R3); p_rows and q_rows do not have one row per node of one
-            vocabulary; q gives a draft token no probability, so it was not drawn from q (R1); or
-            a probability is NaN.
+            vocabulary; q gives a draft token no probability (R1); or a probability is NaN.
     """
     p, q = draft_probabilities(tree, p_rows, q_rows)
     check_nodes(tree, p, q, off_chain(tree), CHAINS_ONLY)
@@ -143,9 +142,6 @@ def deepest_path(
         passed: whether each node passed; the root counts as passed, a padding node does not.
         tie_scores: choose the node with the largest score among equally deep ones; None, and equal
             scores: the lowest index.
-
-    Returns:
-        Path and length, as in Accepted.
     """
     if tree.is_chain:
         return _chain_path(tree, passed[:, 1:])
@@ -266,11 +262,7 @@ def draw_one(rows: Float[Tensor, "B V"], rng: RandomSource) -> Int[Tensor, " B"]
 
 
 def check_shapes(tree: Tree, **rows: Tensor) -> None:
-    """Check that every tensor has one row per node.
-
-    Raises:
-        ValueError: one does not.
-    """
+    """Raise ValueError if a tensor does not have one row per node."""
     for name, part in rows.items():
         if part.shape[:2] != tree.ids.shape:
             raise ValueError(
@@ -280,11 +272,7 @@ def check_shapes(tree: Tree, **rows: Tensor) -> None:
 
 
 def check_rows(tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"]) -> None:
-    """Check that both have one row per node, over one vocabulary.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError if they do not have one row per node, over one vocabulary."""
     check_shapes(tree, p_rows=p_rows, q_rows=q_rows)
     if p_rows.shape[2] != q_rows.shape[2]:
         raise ValueError(
@@ -306,8 +294,8 @@ def check_nodes(
         misplaced: nodes that must not be in the tree, and `reason` why; None: none is.
 
     Raises:
-        ValueError: a node is misplaced, p is not a probability (NaN is not >= 0), or q = 0, so
-            that the token cannot have been drawn from q.
+        ValueError: a node is misplaced, p is not a probability, or q = 0, so that the token cannot
+            have been drawn from q.
     """
     if bool(invalid_nodes(tree, p, q, misplaced).any()):
         raise invalid_node_error(tree, p, q, misplaced, reason)
@@ -320,7 +308,7 @@ def invalid_nodes(
     misplaced: Bool[Tensor, "B N"] | None,
 ) -> Bool[Tensor, "B N"]:
     """Return the nodes that `check_nodes` refuses."""
-    invalid = ~((p >= 0) & (q > 0))  # the root and padding nodes have 1 in both
+    invalid = ~((p >= 0) & (q > 0))  # true of NaN; the root and padding nodes have 1 in both
     return invalid if misplaced is None else invalid | (draft_nodes(tree) & misplaced)
 
 

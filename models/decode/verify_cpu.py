@@ -1,10 +1,9 @@
 """`verify.match` and `verify.ratio` for a CPU: the same distributions from fewer operations.
 
-A GPU verifies all nodes at once, so that the host synchronises once. A CPU does not synchronise,
-but every operation costs more than its arithmetic, because the target's forward has replaced the
-contents of its caches, and so does every row of a large vocabulary. So a tree is descended level
-by level, all prompts together; rows that no path reaches are neither warped nor drawn from; and the
-accepted length of a chain is decided on the host.
+A GPU verifies all nodes at once, so that the host synchronises once. On a CPU every operation and
+every row of a large vocabulary is expensive. So a tree is descended level by level, all prompts
+together; rows that no path reaches are neither warped nor drawn from; and the accepted length of a
+chain is decided on the host.
 
 Shape letters: B prompts, N nodes, V vocabulary.
 """

@@ -35,8 +35,7 @@ def warp(
         logits: any float dtype; computed in float32 (float64 stays float64).
         temperature: >= 0; 0 is greedy: all mass on the argmax, ties to the lowest id.
         top_k: keep the k most probable tokens; 0 keeps all.
-        top_p: keep the smallest set of most probable tokens whose mass reaches top_p, including
-            the token that crosses the threshold; 1 keeps all.
+        top_p: keep the smallest set of most probable tokens whose mass reaches it; 1 keeps all.
         min_p: keep tokens at least min_p times as probable as the most probable one; 0 keeps all.
 
     Returns:
@@ -122,8 +121,8 @@ def _ranked_to_mass(
 ) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
     """Return enough of the most probable tokens to reach top_p in every row, best first.
 
-    Ranks more and more tokens until they do, because sorting a large vocabulary is far slower. On a
-    GPU every attempt would synchronise with the host, so there all tokens are sorted at once.
+    Ranks more and more tokens until they do: sorting a large vocabulary is far slower. A GPU sorts
+    all, because every attempt would synchronise with the host.
     """
     if probs.is_cuda:
         return _sorted(probs, probs.shape[-1])
@@ -140,8 +139,7 @@ def _ranked(
 ) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
     """Return the `count` largest values of each row and their ids, best first.
 
-    Ties go to the lower id. torch.topk specifies neither which tied values it takes nor their
-    order.
+    Ties go to the lower id; torch.topk specifies neither which it takes nor their order.
     """
     if values.is_cuda:
         return _sorted(values, count)

@@ -93,18 +93,12 @@ Rows = tuple[tuple[Float[Tensor, "1 A L C"], Float[Tensor, "1 A L C"]], ...]  # 
 
 @dataclass(frozen=True)
 class DraftLmState:
-    """Decoding state: keys and values of the text read so far, then of the branch.
-
-    Attributes:
-        rows: of each layer.
-        hidden: final states of the newest tokens.
-        ancestors: the nodes of the branch that each newest token descends from.
-    """
+    """Decoding state: keys and values of the text read so far, then of the branch."""
 
     rows: Rows
     positions: Int[Tensor, "1 L"]
-    hidden: Float[Tensor, "N D"]
-    ancestors: Bool[Tensor, "N M"]
+    hidden: Float[Tensor, "N D"]  # final states of the newest tokens
+    ancestors: Bool[Tensor, "N M"]  # the nodes of the branch that each newest token descends from
 
 
 class DraftLm(BatchDrafter):
@@ -120,11 +114,8 @@ class DraftLm(BatchDrafter):
         self._checkpoints = False
         self.pretrained_path = cfg.path if cfg.body is None else None
         if self.pretrained_path is None:
-            self.lm = as_target(
-                build_lm(cfg.body or small_llama_config(target, cfg.layers, cfg.hidden, cfg.heads)),
-                "drafter.body",
-                target,
-            )
+            body = cfg.body or small_llama_config(target, cfg.layers, cfg.hidden, cfg.heads)
+            self.lm = as_target(build_lm(body), "drafter.body", target)
         else:
             self.lm = as_target(load_lm(self.pretrained_path), "drafter.path", target)
             target_check.check_target(self.lm)
@@ -134,11 +125,8 @@ class DraftLm(BatchDrafter):
         self.train()
 
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
-        return (
-            "random weights"
-            if self.pretrained_path is None
-            else f"the weights of {self.pretrained_path}"
-        )
+        path = self.pretrained_path
+        return "random weights" if path is None else f"the weights of {path}"
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
         out: Tensor = self.lm_head(hidden, self.vocab)
@@ -160,8 +148,10 @@ class DraftLm(BatchDrafter):
     # ---- training ----
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
-        if self.gradient_checkpointing and not self._checkpoints:
-            self._enable_checkpointing()
+        if self.gradient_checkpointing and not self._checkpoints:  # newer transformers rename it
+            new = getattr(self.lm.model, "activation_checkpointing_enable", None)
+            (new or self.lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
+            self._checkpoints = True
         mask = document_mask(trace.document)
         last = self.lm.forward(trace.ids, trace.positions, mask, grad=torch.is_grad_enabled()).last
         for depth in range(1, self.depths + 1):
@@ -169,55 +159,37 @@ class DraftLm(BatchDrafter):
             shifted[:, :-depth] = last[:, depth:]
             yield Guess(depth, shifted)
 
-    def _enable_checkpointing(self) -> None:
-        """Checkpoint each layer by transformers' own method, which newer versions rename."""
-        model = self.lm.model
-        new = getattr(model, "activation_checkpointing_enable", None)
-        (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
-        self._checkpoints = True
-
     # ---- decoding ----
 
     def absorb_batch(
         self, states: Sequence[DraftLmState | None], traces: Sequence[Trace]
     ) -> list[DraftLmState]:
         """Extend known prompts in one forward, and new ones, of other lengths, in another."""
-        pairs = list(zip(states, traces, strict=True))
-        old = [(state, trace) for state, trace in pairs if state is not None]
-        extended = iter(
-            self._append_tokens(
-                [state for state, _ in old],
-                [trace.next_ids[0] for _, trace in old],
-                [trace.positions[0] + 1 for _, trace in old],
-            )
-        )
-        new = [trace for state, trace in pairs if state is None]
-        started = iter(
-            self._append_tokens(  # x_0 is the next token of no row
-                [None] * len(new),
-                [torch.cat([trace.ids[0, :1], trace.next_ids[0]]) for trace in new],
-                [torch.cat([t.positions[0, :1], t.positions[0] + 1]) for t in new],
-            )
-        )
-        return [next(started if state is None else extended) for state in states]
+        out = dict[int, DraftLmState]()
+        for new in (False, True):
+            group = [i for i, state in enumerate(states) if (state is None) == new]
+            extended = self._append_tokens([states[i] for i in group], [traces[i] for i in group])
+            out |= zip(group, extended, strict=True)
+        return [out[i] for i in range(len(states))]
 
     def _append_tokens(
-        self,
-        states: Sequence[DraftLmState | None],
-        ids: Sequence[Int[Tensor, " _"]],
-        positions: Sequence[Int[Tensor, " _"]],
+        self, states: Sequence[DraftLmState | None], traces: Sequence[Trace]
     ) -> list[DraftLmState]:
         """Return the states after decided tokens, of which prompts may have different numbers."""
         if not states:
             return []
+        ids, positions = [t.next_ids[0] for t in traces], [t.positions[0] + 1 for t in traces]
+        if states[0] is None:  # all prompts are new: x_0 is the next token of no row
+            ids = [torch.cat([t.ids[0, :1], t.next_ids[0]]) for t in traces]
+            positions = [torch.cat([t.positions[0, :1], t.positions[0] + 1]) for t in traces]
         counts = [len(tokens) for tokens in ids]
         width, device = max(counts), ids[0].device
         causal = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
         tokens, at = (pad_sequence(list(rows), batch_first=True) for rows in (ids, positions))
-        new = zip(self._forward(states, tokens, at, counts, causal), counts, strict=True)
+        new = self._forward(states, tokens, at, counts, causal)
         return [
             replace(state, hidden=state.hidden[n - 1 : n], ancestors=state.ancestors[:1])
-            for state, n in new
+            for state, n in zip(new, counts, strict=True)
         ]
 
     def step_batch(
@@ -233,9 +205,8 @@ class DraftLm(BatchDrafter):
         newest = [state.positions[0, n - 1] for state, n in zip(states, lengths, strict=True)]
         last = self.lm.shape().max_positions - 1  # unused guesses may exceed it
         at = (torch.stack(newest)[:, None] + (depth - 1)).clamp(max=last).expand_as(ids)
-        ancestors = extend_ancestor_mask(
-            gather_parents([state.ancestors for state in states], parents)
-        )
+        old = gather_parents([state.ancestors for state in states], parents)
+        ancestors = extend_ancestor_mask(old)
         new = self._forward(states, ids, at, [ids.shape[1]] * len(ids), ancestors)
         new = [replace(s, ancestors=own) for s, own in zip(new, ancestors.unbind(), strict=True)]
         return self.head(torch.stack([state.hidden for state in new])), new
@@ -262,26 +233,29 @@ class DraftLm(BatchDrafter):
                 that are not padding.
         """
         width = ids.shape[1]
-        cache = self._copy_to_cache([state for state in states if state], width)
-        padding = [cache.length - (state.positions.shape[1] if state else 0) for state in states]
+        cache = self._copy_to_cache([state for state in states if state], len(ids), width)
+        length = cache.lengths[0]  # of all prompts
+        padding = [length - (state.positions.shape[1] if state else 0) for state in states]
         mask = F.pad(mask, (cache.capacity - mask.shape[2], 0), value=True)
         if any(padding):
             columns = torch.arange(cache.capacity, device=mask.device)
             mask = mask & (columns >= columns.new_tensor(padding)[:, None])[:, None]
         hidden = self.lm.forward(ids, positions, mask.expand(len(ids), -1, -1), cache).last
-        past, out = cache.past_positions(), list[DraftLmState]()
+        out = list[DraftLmState]()
         for i, (start, count) in enumerate(zip(padding, counts, strict=True)):
-            prompt, span = slice(i, i + 1), slice(start, cache.length - width + count)
-            layers = (cache.rows(layer) for layer in range(len(cache)))
+            span = slice(start, length + count)
+            layers = (cache.rows(layer, i) for layer in range(len(cache)))
             # views, which keep the whole cache alive
-            rows = tuple((k[prompt, :, span], v[prompt, :, span]) for k, v in layers)
-            out.append(DraftLmState(rows, past[prompt, span], hidden[i], mask[0, :, :0]))
+            rows = tuple((k[:, :, span], v[:, :, span]) for k, v in layers)
+            positions = cache.positions(i)[:, span]
+            out.append(DraftLmState(rows, positions, hidden[i], mask[0, :, :0]))
         return out
 
-    def _copy_to_cache(self, states: Sequence[DraftLmState], width: int) -> KVCache:
+    def _copy_to_cache(self, states: Sequence[DraftLmState], slots: int, width: int) -> KVCache:
         """Return a cache with the states' rows, padded in front, and `width` free columns."""
         longest = max((state.positions.shape[1] for state in states), default=0)
-        cache = self.lm.new_cache(longest + width)
+        cache = self.lm.new_cache(longest + width, slots)
+        cache.reserve(longest)
         for layer in range(self.lm.num_layers if states else 0):
             keys, values = zip(*(state.rows[layer] for state in states), strict=True)
             cache.update(_pad_left(keys, longest), _pad_left(values, longest), layer)
@@ -303,9 +277,7 @@ class DraftLm(BatchDrafter):
 
     def on_policy_batch(self, batch: Batch) -> Batch | None:
         """Replace first answers by samples at temperature `write_temperature`."""
-        if self.cfg.on_policy == 0:
-            return None
-        spans = first_answers(batch)
+        spans = first_answers(batch) if self.cfg.on_policy else []
         if not spans or float(torch.rand(())) >= self.cfg.on_policy:
             return None
         training = self.training
