@@ -4,11 +4,8 @@ Measured by teacher forcing on greedy answers in a report of the run, so nothing
 guess at depth d, row t counts where a round could have begun at row t (as in `rank_tables.py`).
 Its confidence is the drafter's top-1 softmax probability at temperature 1 over its draft
 vocabulary, as `decode.confidence` compares and dynamic trees multiply along a path. It is correct
-if the target's top-1 token is the same.
-
-A drafter is calibrated if eight in ten of its guesses with confidence 0.8 are correct. The error
-of a depth is the expected calibration error: the mean distance between confidence and accuracy
-over ten bins of confidence, weighted by guesses.
+if the target's top-1 token is the same. The error of a depth is the expected calibration error:
+the mean distance between confidence and accuracy over ten bins of confidence, weighted by guesses.
 
 Source: Guo et al. 2017, "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
 """
@@ -27,7 +24,6 @@ from outrider.conf.files import fingerprint, read_json, write_json
 from outrider.conf.schema import Config
 from outrider.eval.rank_tables import guesses_to_depth, teacher_pairs
 from outrider.eval.report import Report
-from outrider.models import process
 from outrider.models.drafter import Drafter
 from outrider.models.interface import Trace
 from outrider.train.teacher import TargetHead
@@ -43,19 +39,14 @@ def calibrate(config: Config, reports: dict[str, Report], console: Console) -> N
         RunError: there is no drafter, or no report with greedy answers.
     """
     from outrider.eval.measure import answered_trace
-    from outrider.models.formats import native
-    from outrider.models.load import load_target
+    from outrider.eval.open_drafter import load_run_models
 
     folder = Path(config.run.dir)
     greedy = [out for out, r in reports.items() if not r.setting["temperature"] and r.outputs]
     if not greedy or not (folder / "drafter").is_dir():
         message = f"{folder} has no drafter with a report of greedy answers."
         raise RunError(message, f"Measure one first: outrider eval run.dir={folder}")
-    process.set_threads()
-    target = load_target(config.target, process.device()).target
-    drafter, _ = native.load(folder / "drafter", target)
-    drafter.patch_target(target)
-    target.set_taps(drafter.taps)
+    (target, *_), drafter = load_run_models(config)
     rows = reports[greedy[0]].outputs
     with console.status("measuring calibration"):
         answers = ((row["prompt_ids"], row["baseline_ids"] or row["output_ids"]) for row in rows)
@@ -72,8 +63,7 @@ def reliability(
 ) -> Float[Tensor, "D bins 3"]:
     """Return sums per depth and bin of confidence: guesses, their confidence, correct guesses.
 
-    Args:
-        traces: with the drafter's taps; answers generated greedily by the target.
+    The traces have the drafter's taps, and greedy answers of the target.
     """
     sums = torch.zeros(depths, BINS, 3, dtype=torch.float64)
     for trace in traces:
@@ -103,11 +93,7 @@ def depth_summaries(sums: Float[Tensor, "D bins 3"]) -> list[dict[str, Any]]:
 
 
 def read_calibration(file: Path) -> dict[str, Any] | None:
-    """Read what `calibrate` wrote; None without the file.
-
-    Raises:
-        CorruptFile: it is of another format.
-    """
+    """Read what `calibrate` wrote; None without the file, a CorruptFile in another format."""
     if not file.is_file():
         return None
     fix = f"Measure it again: outrider report run.dir={file.parent} report.measure=true"

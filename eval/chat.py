@@ -1,7 +1,7 @@
 """`outrider chat`: a terminal chat that shows the origin of every token.
 
-An answer appears round by round. In a terminal the colour of a token is its origin, and a status
-line counts along; without colours (a pipe, NO_COLOR) brackets enclose accepted draft tokens:
+In a terminal the colour of a token is its origin, and a status line counts along; without colours
+(a pipe, NO_COLOR) brackets enclose accepted draft tokens:
 
     > When should I visit Amberton?
     The[ best time to] visit[ is spring.]
@@ -13,9 +13,10 @@ A token that ends within a character is shown with the token that completes the 
 import sys
 import unicodedata
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.cells import cell_len, chop_cells
@@ -24,12 +25,14 @@ from rich.live import Live
 from rich.text import Text
 
 from outrider.conf.errors import RunError
-from outrider.conf.schema import Config, DecodeConfig
-from outrider.eval.decoder import PLAIN, Decoder, Piece, Result
+from outrider.conf.schema import Config
 from outrider.eval.decoder import Chat as Dialogue
+from outrider.eval.decoder import Decoder, Piece, Result
+from outrider.eval.metrics import ratio
+from outrider.eval.open_drafter import refuse_ranks
 from outrider.eval.rank_tables import read_tables
 from outrider.eval.report import format_number
-from outrider.models import process
+from outrider.eval.requests import PLAIN
 from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
@@ -53,18 +56,15 @@ COMMANDS = {
 def chat(
     config: Config, console: Console | None = None, ask: Callable[[], str] | None = None
 ) -> int:
-    """Run `outrider chat`: chat with the target of a run, accelerated by its drafter.
+    """Run `outrider chat`.
 
     Args:
-        config: from `load_run`.
         ask: returns the next line of the user; EOFError ends the chat. None reads standard input.
 
     Raises:
         RunError, ConfigError: the run has no drafter, or it does not support `config.decode`.
     """
-    if process.world_size() > 1:
-        message = f"chat was started by {process.world_size()} processes; it runs in one."
-        raise RunError(message, "Use: outrider chat run.dir=...")
+    refuse_ranks("chat")
     console = console or Console()
     policy = policy_of(config.decode, read_tables(Path(config.run.dir)))
     decoder = Decoder.from_config(config, policy)
@@ -83,21 +83,6 @@ def chat(
 
 
 @dataclass
-class Speed:
-    """Tokens and seconds of the rounds of all answers so far."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, result: Result) -> None:
-        self.tokens += max(0, len(result.output_ids) - 1)
-        self.seconds += result.seconds
-
-    def __str__(self) -> str:
-        return format_number(self.tokens / self.seconds if self.seconds > 0 else None, 1)
-
-
-@dataclass
 class Session:
     """The current dialogue, with or without speculation."""
 
@@ -105,10 +90,10 @@ class Session:
     new_dialogue: Callable[[], Dialogue]
     budget: int
     plain: bool = False
-    speeds: dict[bool, Speed] = field(default_factory=lambda: {False: Speed(), True: Speed()})
 
     def __post_init__(self) -> None:
         self.dialogue = self.new_dialogue()
+        self.tokens, self.seconds = Counter[bool](), defaultdict[bool, float](float)  # by `plain`
 
     def handle(self, line: str) -> None:
         """Execute a command or answer a message."""
@@ -133,7 +118,8 @@ class Session:
         text_stream, why = StreamDecoder(self.dialogue.decoder), ""
         stream = self.dialogue.stream(line, self.budget, policy=PLAIN if self.plain else None)
         try:
-            with _open_view(self.console) as view, closing(stream):
+            view_class = ColourView if _has_colour(self.console) else AnswerView
+            with closing(view_class(self.console)) as view, closing(stream):
                 for piece in stream:
                     result = piece.result
                     spans = self._spans(piece, text_stream)
@@ -143,7 +129,8 @@ class Session:
         except RunError as error:
             why = " ".join(f"{error} /new starts a new dialogue.".split())
         if result is not None:
-            self.speeds[self.plain].add(result)
+            self.tokens[self.plain] += max(0, len(result.output_ids) - 1)
+            self.seconds[self.plain] += result.seconds
         _print_dim(self.console, ", ".join(part for part in (self._summary(result), why) if part))
 
     def _spans(self, piece: Piece, text_stream: "StreamDecoder") -> list[tuple[str, str]]:
@@ -161,8 +148,10 @@ class Session:
         text = progress_text(result, self.plain)
         if result.ended == "budget":
             text += f", cut at eval.max_new_tokens={self.budget}"
-        if all(speed.tokens for speed in self.speeds.values()):
-            text += f" (so far {self.speeds[False]} speculative, {self.speeds[True]} plain)"
+        if self.tokens[False] and self.tokens[True]:
+            rates = (ratio(self.tokens[plain], self.seconds[plain]) for plain in (False, True))
+            fast, plain = (format_number(rate, 1) for rate in rates)
+            text += f" (so far {fast} speculative, {plain} plain)"
         return text
 
 
@@ -193,12 +182,7 @@ class StreamDecoder:
         if not text.startswith(self.text):
             return ""
         new, self.text = text[len(self.text) :], text
-        return _printable(new)
-
-
-def _printable(text: str) -> str:
-    """Remove control characters."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+        return "".join(c for c in new if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 # ---- output ----
@@ -208,16 +192,10 @@ class AnswerView:
     """Output of an answer as a stream of text, with brackets instead of colours."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.blank = True
+        self.console, self.blank = console, True
 
     def write(self, spans: list[tuple[str, str]], status: str) -> None:
-        """Write the tokens of a round.
-
-        Args:
-            spans: text and origin of each token.
-            status: numbers of the answer so far.
-        """
+        """Write text and origin of each token of a round; `status` is of the answer so far."""
         line, inside, self.blank = "", False, False
         for text, origin in spans:
             if text and (origin == ACCEPTED) != inside:
@@ -226,15 +204,8 @@ class AnswerView:
         self.console.out(line + ("]" if inside else ""), end="", highlight=False)
 
     def close(self) -> None:
-        """End the last line."""
         if not self.blank:
             self.console.out("")
-
-    def __enter__(self) -> "AnswerView":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class ColourView(AnswerView):
@@ -279,10 +250,6 @@ def _has_colour(console: Console) -> bool:
     return console.color_system is not None and not console.no_color
 
 
-def _open_view(console: Console) -> AnswerView:
-    return ColourView(console) if _has_colour(console) else AnswerView(console)
-
-
 # ---- input ----
 
 
@@ -292,11 +259,10 @@ def _print_greeting(console: Console, decoder: Decoder, policy: Policy, config: 
     shape = f"{decode.name} of depth {decode.depth}, temperature {decode.temperature:g}"
     _print_dim(console, f"{decoder.target.name} with {config.drafter.name}, {shape}")
     assert decoder.drafter is not None, "of a run"
-    for warning in (
-        decoder.changed,
-        depth_warning(policy, decoder.drafter),
-        _lossy_warning(decode),
-    ):
+    lossy = ""
+    if decode.temperature > 0 and decode.verify in RULES and RULES[decode.verify].lossy:
+        lossy = f"{decode.verify}: lossy, not the target's distribution"
+    for warning in (decoder.changed, depth_warning(policy, decoder.drafter), lossy):
         if warning:
             console.print(Text(warning, "yellow"), soft_wrap=True)
     if _has_colour(console):
@@ -305,11 +271,6 @@ def _print_greeting(console: Console, decoder: Decoder, policy: Policy, config: 
     else:
         _print_dim(console, "[by the drafter, accepted] by the target")
     _print_dim(console, "  ".join(COMMANDS))
-
-
-def _lossy_warning(decode: DecodeConfig) -> str:
-    lossy = decode.verify in RULES and RULES[decode.verify].lossy and decode.temperature > 0
-    return f"{decode.verify}: lossy, not the target's distribution" if lossy else ""
 
 
 def _print_dim(console: Console, text: str) -> None:

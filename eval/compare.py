@@ -1,12 +1,13 @@
 """Comparison of runs: cost of training, acceptance and speed of every drafter.
 
-The overview has one row per run: parameters, training speed and memory, held-out acceptance, then
-tau and speedup of every measurement (`chain@0` is a chain, greedy; `dynamic_tree@1` a tree at
-temperature 1). The best of every column is green. A few reports are also shown side by side.
+The overview has one row per run, with tau and speedup of every measurement (`dynamic_tree@1` is a
+tree at temperature 1); a few reports are also shown side by side. The best of a column is green.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +55,7 @@ RESULT_FIELDS = (
     ComparisonField("alpha", lambda r: r["alpha"], 3, 1),
     ComparisonField("exact", lambda r: {True: "yes", False: "NO", None: "-"}[r["exact"]]),
     ComparisonField("mismatches", lambda r: len(r["mismatches"]), 0, -1),
-    ComparisonField("drafter", lambda r: r["drafter"]),
-    ComparisonField("target", lambda r: r["target"]),
+    *(ComparisonField(name, itemgetter(name)) for name in ("drafter", "target")),
 )
 # reports that differ here are not comparable
 CONDITION_FIELDS = (
@@ -65,10 +65,10 @@ CONDITION_FIELDS = (
     ComparisonField("verified by", lambda r: r.get("verify", "-")),
     ComparisonField("target weights", lambda r: r["fingerprints"]["target"][:8]),
     ComparisonField("target changed", lambda r: r.get("target_changed") or "no"),
-    ComparisonField("dtype", lambda r: r["dtype"]),
-    ComparisonField("device", lambda r: r["device"]),
-    ComparisonField("threads", lambda r: r["threads"]),
-    ComparisonField("prompts", lambda r: r["prompts"]),
+    *(
+        ComparisonField(name, itemgetter(name))
+        for name in ("dtype", "device", "threads", "prompts")
+    ),
     ComparisonField("prompt file", lambda r: r["fingerprints"]["prompts"][:8]),
     ComparisonField("template", lambda r: r["fingerprints"]["template"][:8]),
     ComparisonField("max new tokens", lambda r: r["max_new_tokens"]),
@@ -115,7 +115,10 @@ def all_reports(runs: Sequence[RunResults]) -> dict[str, dict[str, Any]]:
 
 def warnings(runs: Sequence[RunResults]) -> list[Text]:
     """Return what makes the comparison unfair: differences of training and of conditions."""
-    training, reports = training_differences(runs), all_reports(runs)
+    budgets = [run.training.get("budget", {}) for run in runs if run.training is not None]
+    names = dict.fromkeys(name for budget in budgets for name in budget)
+    columns = {name: [budget.get(name) for budget in budgets] for name in names}
+    training, reports = _differences("not trained on equal terms", columns), all_reports(runs)
     messages = [training] if training else []
     for label in dict.fromkeys(map(decoding_label, reports.values())):
         comparable = {name: r for name, r in reports.items() if decoding_label(r) == label}
@@ -128,20 +131,12 @@ def warnings(runs: Sequence[RunResults]) -> list[Text]:
 
 
 def decoding_label(report: dict[str, Any]) -> str:
-    """Return `chain@0` for policy and temperature, `chain@1 (block)` for an unusual rule.
-
-    Columns of one label contain numbers of one kind.
-    """
+    """Return `chain@0` for policy and temperature, `chain@1 (block)` for an unusual rule."""
     name = f"{report['policy']}@{report['temperature']:g}"
-    draft, verify = DEFAULT_RULES.get(report["policy"], ("best", "match"))
-    if not report["temperature"]:
-        return name
-    unusual = [
-        report[key]
-        for key, usual in (("draft", draft), ("verify", verify))
-        if report.get(key, usual) != usual
-    ]
-    return f"{name} ({', '.join(unusual)})" if unusual else name
+    rule = DEFAULT_RULES.get(report["policy"], ("best", "match"))
+    usual = zip(("draft", "verify"), rule, strict=True)
+    unusual = [report[key] for key, value in usual if report.get(key, value) != value]
+    return f"{name} ({', '.join(unusual)})" if unusual and report["temperature"] else name
 
 
 def overview(runs: Sequence[RunResults]) -> Group:
@@ -183,15 +178,12 @@ def _training_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
 
 def _decoding_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
     rows = []
-    for kind in dict.fromkeys(
-        decoding_label(report) for run in runs for report in run.reports.values()
-    ):
-        rows.append(ComparisonField(f"{kind} tau", partial(_decoding_value, kind, "tau"), 2, 1))
+    for kind in dict.fromkeys(decoding_label(r) for run in runs for r in run.reports.values()):
+        value = partial(partial, _decoding_value, kind)
+        rows.append(ComparisonField(f"{kind} tau", value("tau"), 2, 1))
         if kind.startswith("chain"):
-            rows.append(ComparisonField("predicted", partial(_decoding_value, kind, "forecast"), 2))
-        rows.append(
-            ComparisonField(f"{kind} speedup", partial(_decoding_value, kind, "speedup"), 2, 1)
-        )
+            rows.append(ComparisonField("predicted", value("forecast"), 2))
+        rows.append(ComparisonField(f"{kind} speedup", value("speedup"), 2, 1))
     return rows
 
 
@@ -209,15 +201,8 @@ def _decoding_value(kind: str, name: str, run: RunResults) -> float | None:
     return values[-1] if values else None
 
 
-def training_differences(runs: Sequence[RunResults]) -> Text | None:
-    """Return a red text of the training budgets that differ, or None."""
-    budgets = [run.training.get("budget", {}) for run in runs if run.training is not None]
-    names = dict.fromkeys(name for budget in budgets for name in budget)
-    columns = {name: [budget.get(name) for budget in budgets] for name in names}
-    return _differences("not trained on equal terms", columns)
-
-
 def _differences(title: str, columns: Mapping[str, Iterable[object]]) -> Text | None:
+    """Return a red text of the columns with several values, or None."""
     distinct = {name: dict.fromkeys(map(str, values)) for name, values in columns.items()}
     differing = [f"{name} ({' | '.join(v)})" for name, v in distinct.items() if len(v) > 1]
     return Text(f"{title}: {'; '.join(differing)}", style="bold red") if differing else None
@@ -227,10 +212,7 @@ def _differences(title: str, columns: Mapping[str, Iterable[object]]) -> Text | 
 
 
 def condition_differences(reports: dict[str, dict[str, Any]]) -> Text | None:
-    """Return a red text of the conditions that differ between reports, or None."""
-    columns = {
-        row.name: [row.read(report) for report in reports.values()] for row in CONDITION_FIELDS
-    }
+    columns = {row.name: map(row.read, reports.values()) for row in CONDITION_FIELDS}
     return _differences("not the same conditions", columns)
 
 
@@ -246,27 +228,21 @@ def report_table(reports: dict[str, dict[str, Any]]) -> Table:
     contents = list(reports.values())
     for row in RESULT_FIELDS:
         table.add_row(row.name, *_cells(row, contents))
-    deepest = max(len(report["accept_at"]) for report in contents)
-    for k in range(1, deepest + 1):
-        row = ComparisonField(f"accept@{k}", partial(_accept_at, k), 2, 1)
-        table.add_row(row.name, *_cells(row, contents))
+    accept_at = zip_longest(*(report["accept_at"] for report in contents))
+    for k, rates in enumerate(accept_at, start=1):
+        row = ComparisonField(f"accept@{k}", lambda rate: rate, 2, 1)
+        table.add_row(row.name, *_cells(row, rates))
     table.add_section()
     for row in CONDITION_FIELDS:
         table.add_row(row.name, *(str(row.read(report)) for report in contents))
     return table
 
 
-def _accept_at(k: int, report: dict[str, Any]) -> float | None:
-    rates: list[float] = report["accept_at"]
-    return rates[k - 1] if k <= len(rates) else None
-
-
 def _cells(row: ComparisonField, reports: Sequence[Any]) -> Iterable[Text]:
     values = [row.read(report) for report in reports]
     numbers = [value for value in values if isinstance(value, float | int)]
-    best = (
-        max(numbers, key=lambda v: v * row.better) if row.better and len(set(numbers)) > 1 else None
-    )
+    differ = row.better and len(set(numbers)) > 1
+    best = max(numbers, key=lambda v: v * row.better) if differ else None
     for value in values:
         text = value if isinstance(value, str) else format_number(value, row.digits)
         yield Text(text, style="bold green" if value is not None and value == best else "")

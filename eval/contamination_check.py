@@ -19,10 +19,7 @@ from outrider.train.settings import read_saved_config
 
 
 def drop_contaminated(config: Config, suite: Sequence[Prompt], console: Console) -> list[Prompt]:
-    """Return the suite without prompts that are questions of the training text.
-
-    Args:
-        config: of the evaluation; its data are those of training.
+    """Return the suite without prompts that are questions of the training text, `config.data`.
 
     Raises:
         RunError: there are such prompts and data.overlap=refuse, or no prompt is left.
@@ -52,8 +49,7 @@ def drop_contaminated(config: Config, suite: Sequence[Prompt], console: Console)
 
 def training_questions(config: Config) -> Iterator[list[str]]:
     """Yield the user turns of every conversation of the training text that can be read."""
-    data = config.data
-    own = data.generate
+    data, own = config.data, config.data.generate
     if data.name == "self" and own is not None and not own.self_prompted:
         for prompt in read_prompts(prompt_source(config), own.samples):
             yield prompt.turns[:1]

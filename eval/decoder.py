@@ -19,14 +19,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from outrider.conf.compose import choices
-from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.errors import RunError
 from outrider.conf.schema import Config, DecodeConfig, TargetConfig
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.hub import fetch
+from outrider.eval.open_drafter import drafter_folder
 from outrider.eval.rank_tables import read_tables
 from outrider.eval.requests import (
+    PLAIN,
     GenerationSettings,
     Prompt,
     check_budget,
@@ -50,34 +51,20 @@ from outrider.models.load import load_target, stop_ids
 from outrider.models.target import Target
 from outrider.train.settings import load_run
 
-PLAIN = "plain"
-
 
 @dataclass(frozen=True)
 class Result:
-    """An answer.
+    """An answer."""
 
-    Attributes:
-        output_ids: new tokens, an end token included.
-        text: their text up to a stop string, without special tokens and the end token.
-        accepted: accepted draft tokens of every round.
-        origins: origin of each token: first (of the prompt's forward), accepted, correction or
-            bonus.
-        tau: tokens per target forward after the prompt's; None without a round.
-        seconds: of the rounds; the prompt's time is `prefill_seconds`.
-        ended: "budget", "end token" or "stop string"; "" if max_new_tokens is 0.
-        lossy: whether the rule changes the target's distribution; None: unknown (a custom rule).
-    """
-
-    output_ids: list[int]
-    text: str
-    accepted: list[int]
-    origins: list[str]
-    tau: float | None
-    seconds: float
+    output_ids: list[int]  # new tokens, an end token included
+    text: str  # up to a stop string, without special tokens and the end token
+    accepted: list[int]  # accepted draft tokens of every round
+    origins: list[str]  # per token: first (of the prompt's forward), accepted, correction, bonus
+    tau: float | None  # tokens per target forward after the prompt's; None without a round
+    seconds: float  # of the rounds
     prefill_seconds: float
-    ended: str
-    lossy: bool | None = False
+    ended: str  # "budget", "end token" or "stop string"; "" if max_new_tokens is 0
+    lossy: bool | None = False  # the rule changes the target's distribution; None: custom rule
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -88,19 +75,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """The new part of an answer after one round.
+    """The new part of an answer after one round."""
 
-    Attributes:
-        text: new text. Incomplete characters and possible beginnings of a stop string are held
-            back for the next piece.
-        ids, origins: new tokens and their origins.
-        result: the whole answer so far.
-    """
-
-    text: str
+    text: str  # incomplete characters and possible beginnings of a stop string come later
     ids: list[int]
     origins: list[str]
-    result: Result
+    result: Result  # the whole answer so far
 
 
 class Decoder:
@@ -121,10 +101,9 @@ class Decoder:
         """
         Args:
             drafter: None allows plain decoding only.
-            policy: default of all calls.
-            tables: acceptance by rank, for static trees (eval/rank_tables.py).
+            tables: acceptance by rank, for static trees.
         """
-        self._check(policy)
+        check_policy(policy)
         self.target, self.tokenizer = target, tokenizer
         self.drafter, self.policy, self.tables = drafter, policy, tables
         self.changed: str | None = None
@@ -142,10 +121,7 @@ class Decoder:
     def from_config(cls, config: Config, policy: str | Policy = "chain") -> "Decoder":
         """Load a run from its configuration, which may differ from the saved one (target.dtype)."""
         folder = Path(config.run.dir)
-        if not (folder / "drafter").is_dir():
-            message = f"{folder} has no drafter/: its training has not finished."
-            raise RunError(message, "Finish it (train.resume=auto continues), or give another run.")
-        return cls._loaded(config.target, folder / "drafter", policy, read_tables(folder))
+        return cls._loaded(config.target, drafter_folder(folder), policy, read_tables(folder))
 
     @classmethod
     def from_pretrained(
@@ -203,7 +179,6 @@ class Decoder:
         Args:
             prompt: token ids; text, tokenised without a template; or messages, for the chat
                 template (strings are of user and assistant alternating).
-            max_new_tokens: maximum number of new tokens.
             **how: temperature, top_p, top_k, min_p, repetition_penalty, banned (token ids), seed,
                 stop (strings), policy, rule (above temperature 0: a name from the table in
                 docs/decoding.md, or a result of `bind_rule`; None: the policy's lossless default).
@@ -218,11 +193,8 @@ class Decoder:
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new_tokens: int = 256, *, batch: int = 8, **how: Any
     ) -> list[Result]:
-        """Generate answers to several prompts, decoding `batch` of them together.
-
-        The n-th answer equals that of `generate` with seed + n.
-        """
-        setting, budget = GenerationSettings(**check_names(how)), check_budget(max_new_tokens)
+        """Decode `batch` prompts together; the n-th answer is that of `generate` with seed + n."""
+        setting, budget = GenerationSettings.of(how), check_budget(max_new_tokens)
         if isinstance(prompts, str):
             raise RunError("Expected several prompts, got one text.", "Give a list.")
         requests = [
@@ -235,20 +207,15 @@ class Decoder:
         self, prompt: Prompt, max_new_tokens: int = 256, **how: Any
     ) -> Generator[Piece, None, None]:
         """Generate one answer and yield a piece after every round; arguments as for `generate`."""
-        setting = GenerationSettings(**check_names(how))
+        setting = GenerationSettings.of(how)
         request = Request(self.ids(prompt), check_budget(max_new_tokens), setting.seed)
         return self._stream(request, setting)
 
     def chat(self, **how: Any) -> "Chat":
-        """Start a dialogue; its turns reuse the caches of earlier ones.
-
-        Args:
-            **how: as for `generate`, for every turn.
-        """
-        return Chat(self, GenerationSettings(**check_names(how)))
+        """Start a dialogue with settings as for `generate`; its turns reuse earlier caches."""
+        return Chat(self, GenerationSettings.of(how))
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt."""
         return tokenise_prompt(self.tokenizer, prompt)
 
     # ---- internals ----
@@ -282,7 +249,6 @@ class Decoder:
         policy = self.policy if setting.policy is None else setting.policy
         if policy == PLAIN:
             return None
-        self._check(policy)
         if self.drafter is None:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
         if isinstance(policy, str):
@@ -291,13 +257,6 @@ class Decoder:
         if warning := depth_warning(policy, self.drafter):
             warnings.warn(warning, stacklevel=6)
         return policy
-
-    @staticmethod
-    def _check(policy: str | Policy) -> None:
-        check_policy(policy)
-        if isinstance(policy, str) and policy not in (PLAIN, *choices("decode")):
-            names = ", ".join((PLAIN, *choices("decode")))
-            raise ConfigError("policy", policy, "There is no such policy.", f"Use one of: {names}.")
 
     def text(self, ids: list[int]) -> str:
         """Decode token ids, without special tokens."""
@@ -335,11 +294,7 @@ class Chat:
         self._caches: Caches = {True: DialogueCache(), False: DialogueCache()}
 
     def say(self, text: str, max_new_tokens: int = 256, **how: Any) -> Result:
-        """Generate the answer to the next message of the user.
-
-        Args:
-            **how: settings of this turn that differ from the dialogue's.
-        """
+        """Generate the answer to the next message; `how` are settings of this turn alone."""
         return list(self.stream(text, max_new_tokens, **how))[-1].result
 
     def stream(
@@ -348,7 +303,7 @@ class Chat:
         """Generate the answer piece by piece.
 
         If the iteration stops early, `messages` keeps the answer so far; a message without any
-        answer (it exceeds the target's context, for example) is dropped.
+        answer (one that exceeds the target's context) is dropped.
         """
         if not isinstance(text, str):
             raise TypeError(f"text={text!r:.80}: must be a string")

@@ -1,8 +1,7 @@
 """Upload and download of drafters, through huggingface_hub.
 
-The token is that of `hf auth login` or HF_TOKEN. Only huggingface_hub reads it, and it is removed
-from error messages. An interrupted upload continues when the command is repeated: files that the
-hub has are not sent again.
+The token is that of `hf auth login` or HF_TOKEN; it is removed from error messages. An interrupted
+upload continues when the command is repeated: files that the hub has are not sent again.
 """
 
 from pathlib import Path

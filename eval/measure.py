@@ -1,10 +1,10 @@
 """Interleaved measurement of plain and speculative decoding on the same prompts, in one process.
 
-Both engines decode each prompt from the same ids: the plain one first on even prompts, the
-speculative one first on odd ones, so that a drift of the machine affects both. Of several repeats
-the median counts. A dialogue is decoded turn by turn with the *plain* answers as its history, so
-that both engines always see the same prompt; each turn is one prompt. A sampled answer depends
-only on run.seed and the index of the prompt: repeats draw the same tokens.
+The plain engine is first on even prompts, the speculative one on odd ones, so that a drift of the
+machine affects both. Of several repeats the median counts. A dialogue is decoded turn by turn with
+the *plain* answers as its history, so that both engines see the same prompt; each turn is one
+prompt. A sampled answer depends only on run.seed and the prompt's index: repeats draw the same
+tokens.
 
 Greedy and coupled answers must equal plain decoding, which is checked here: where one differs, the
 difference of the target's two largest logits there tells rounding from an error.
@@ -14,7 +14,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def measure(
 
     Args:
         drafter: in eval mode, on the target's device. The target's taps are restored.
-        suite: prompts; None reads `config.eval.prompts`.
+        suite: None reads `config.eval.prompts`.
 
     Raises:
         ConfigError, RunError: the prompts cannot be read, or none fits the target.
@@ -78,7 +78,9 @@ def measure(
         if warning := depth_warning(measurement.policy, drafter):
             console.print(warning, style="yellow")
         measurement.warm_up(suite[: config.eval.warmup])
-        with _progress(console) as progress:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        status = TextColumn("{task.fields[status]}"), TimeRemainingColumn()
+        with Progress(*columns, *status, console=console, transient=True) as progress:
             task = progress.add_task("decoding", total=sum(len(p.turns) for p in suite), status="")
             for prompt in suite:
                 for _ in measurement.decode(prompt):
@@ -91,38 +93,29 @@ def measure(
         target.set_taps(taps)
 
 
-@dataclass
 class Measurement:
     """Both engines, and the results of the prompts decoded so far."""
 
-    target: Target
-    tokenizer: Tokenizer
-    drafter: Drafter
-    config: Config
-    records: list[Record] = field(default_factory=list)
-    outputs: list[dict[str, Any]] = field(default_factory=list)
-    mismatches: list[Mismatch] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        decode = self.config.decode
-        stops = Stops(stop_ids(self.tokenizer, self.target))
+    def __init__(
+        self, target: Target, tokenizer: Tokenizer, drafter: Drafter, config: Config
+    ) -> None:
+        self.target, self.tokenizer, self.drafter, self.config = target, tokenizer, drafter, config
+        self.records, self.outputs = list[Record](), list[dict[str, Any]]()
+        self.mismatches, self.left_out = list[Mismatch](), list[str]()
+        decode, stops = config.decode, Stops(stop_ids(tokenizer, target))
         sampling = sampling_of(decode)
-        self.policy = policy = policy_of(decode, read_tables(Path(self.config.run.dir)))
-        rule, drafter = rule_of(decode, policy), self.drafter
+        self.policy = policy = policy_of(decode, read_tables(Path(config.run.dir)))
+        rule = rule_of(decode, policy)
         self.rule = rule.name
-        self.fast = Engine(self.target, drafter, policy, sampling=sampling, stops=stops, rule=rule)
+        self.fast = Engine(target, drafter, policy, sampling=sampling, stops=stops, rule=rule)
+        plain = partial(Engine, target, None, None, sampling=sampling)
         plain_rule = rule if rule.coupled else None
-        self.plain = Engine(
-            self.target, None, None, sampling=sampling, stops=stops, rule=plain_rule
-        )
-        self.gap_engine = Engine(
-            self.target, None, None, sampling=sampling, rule=plain_rule, keep_gaps=True
-        )
+        self.plain = plain(stops=stops, rule=plain_rule)
+        self.gap_engine = plain(rule=plain_rule, keep_gaps=True)
         self.comparable = sampling.greedy or rule.coupled  # answers must be equal
-        self.engines = [self.plain, self.fast] if self.config.eval.baseline else [self.fast]
-        self.depth = min(policy.levels, self.drafter.max_depth)  # of the deepest draft
-        self.max_prompt = self.target.shape().max_positions - self.config.eval.max_new_tokens
+        self.engines = [self.plain, self.fast] if config.eval.baseline else [self.fast]
+        self.depth = min(policy.levels, drafter.max_depth)  # of the deepest draft
+        self.max_prompt = target.shape().max_positions - config.eval.max_new_tokens
 
     def warm_up(self, suite: Sequence[Prompt]) -> None:
         """Decode the first turns, unrecorded."""
@@ -174,19 +167,11 @@ class Measurement:
             baseline=None if plain is None else _clock(runs[0]),
         )
         self.records.append(record)
-        self.outputs.append(
-            {
-                "id": name,
-                "category": prompt.category,
-                "prompt": question,
-                "prompt_ids": ids,
-                "output_ids": fast.ids,
-                "baseline_ids": None if plain is None else plain.ids,
-                "accepted": fast.accepted,
-                "origins": fast.origins,
-                "rejected": fast.rejected,
-            }
-        )
+        baseline_ids = None if plain is None else plain.ids
+        row = {"id": name, "category": prompt.category, "prompt": question, "prompt_ids": ids}
+        answers = {"output_ids": fast.ids, "baseline_ids": baseline_ids}
+        rounds = {key: getattr(fast, key) for key in ("accepted", "origins", "rejected")}
+        self.outputs.append({**row, **answers, **rounds})
         if plain is not None and self.comparable and fast.ids != plain.ids:
             seed = self._seed(len(self.records) - 1)
             self.mismatches.append(self._mismatch(name, ids, fast.ids, plain.ids, seed))
@@ -234,12 +219,9 @@ class Measurement:
         seconds = sum(r.clock.rounds for r in self.records)
         plain = sum(r.baseline.rounds for r in self.records if r.baseline is not None)
         per_plain = ratio(plain, sum(r.baseline_emitted for r in self.records))
-        speedup = ratio(per_plain, ratio(seconds, emitted))
+        speedup = format_number(ratio(per_plain, ratio(seconds, emitted)) or None, 2, "x")
         step = format_number(ratio(1000 * seconds, rounds), 1)
-        return (
-            f"tau {format_number(ratio(emitted, rounds))} at {step} ms/round, "
-            f"{format_number(speedup, 2, 'x') if speedup else '-'}"
-        )
+        return f"tau {format_number(ratio(emitted, rounds))} at {step} ms/round, {speedup}"
 
     def report(self) -> Report:
         """Return the report of the prompts decoded so far."""
@@ -278,7 +260,6 @@ class Measurement:
         return ratio(tokens, sampled if decode.temperature else greedy)
 
     def _setting(self) -> dict[str, Any]:
-        """Return settings, hardware, versions and fingerprints of the measurement."""
         config, decode = self.config, self.config.decode
         return {
             "drafter": config.drafter.name,
@@ -292,15 +273,19 @@ class Measurement:
             **{name: getattr(decode, name) for name in REPORTED},
             "nodes": self.policy.nodes,
             "tree": getattr(self.policy, "paths", None),
-            **{name: getattr(config.eval, name) for name in ("max_new_tokens", "repeats")},
-            "warmup": config.eval.warmup,
+            **{n: getattr(config.eval, n) for n in ("max_new_tokens", "repeats", "warmup")},
             "seed": config.run.seed,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "device": self.target.device.type,
             "threads": torch.get_num_threads(),
             "left_out": self.left_out,
             "fingerprints": self._fingerprints(),
-            "versions": _versions(),
+            "versions": {
+                "outrider": outrider.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
         }
 
     def _fingerprints(self) -> dict[str, str]:
@@ -323,24 +308,3 @@ def answered_trace(target: Target, prompt: list[int], answer: list[int]) -> Trac
 def _clock(runs: Sequence[Output]) -> Any:
     """Return the median of the repeats with the first one's answer (on a GPU some may differ)."""
     return median_clock([run.times for run in runs if run.ids == runs[0].ids])
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "outrider": outrider.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )

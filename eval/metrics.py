@@ -1,15 +1,14 @@
 """Metrics of a decoder: pure functions over per-prompt records.
 
-`METRICS` defines every number of a report. Means are micro-averages, a sum over prompts divided by
-a sum over prompts, so that short answers do not count for more than long ones; the one exception
-is named `speedup_median`.
+`METRICS` defines every number of a report. Means are a sum over prompts divided by a sum over
+prompts, so that short answers do not count for more than long ones, except `speedup_median`.
 
 Worked example, two rounds that drafted 3 tokens each and accepted 3 and 1: the rounds emitted
 4 + 2 tokens, the prefill one before them, so tokens = 7, tau = 6 / 2 = 3.0 and
 
     k            1     2     3
-    accept@k    2/2   1/2   1/2     share of rounds whose first k draft tokens were accepted
-    cond@k      2/2   1/2   1/1     the same, given that the first k - 1 were
+    accept@k    2/2   1/2   1/2
+    cond@k      2/2   1/2   1/1
 
 A number without a value (no baseline, no round) is None, never 0.
 """
@@ -30,7 +29,7 @@ ROUND_PARTS = ("draft", "target", "verify", "commit")  # measured parts of a rou
 
 
 class Metric(NamedTuple):
-    """One number of a report: name, unit, definition."""
+    """One number of a report."""
 
     name: str
     unit: str
@@ -70,29 +69,18 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt, decoded with speculation and (perhaps) plainly.
-
-    Attributes:
-        dialogue: prompts of one dialogue are resampled together, since they are correlated.
-        tokens: new tokens, the prefill's one included.
-        accepted: per round, draft tokens that were accepted and emitted.
-        drafted: per round, depth of the verified tree.
-        steps: drafter steps of all rounds; pruning may remove a tree's deepest levels.
-        clock: seconds.
-        baseline_tokens: new tokens of the plain answer.
-        baseline: its times in seconds; None if it was not measured.
-    """
+    """One prompt, decoded with speculation and (perhaps) plainly."""
 
     id: str
-    dialogue: str
+    dialogue: str  # its prompts are resampled together, since they are correlated
     category: str
-    tokens: int
-    accepted: tuple[int, ...]
-    drafted: tuple[int, ...]
-    steps: int
+    tokens: int  # new ones, the prefill's one included
+    accepted: tuple[int, ...]  # per round, draft tokens that were accepted and emitted
+    drafted: tuple[int, ...]  # per round, depth of the verified tree
+    steps: int  # of the drafter in all rounds; pruning may remove a tree's deepest levels
     clock: RoundTimes
     baseline_tokens: int = 0
-    baseline: RoundTimes | None = None
+    baseline: RoundTimes | None = None  # of the plain answer, if it was measured
 
     @property
     def emitted(self) -> int:
@@ -151,7 +139,6 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
 
     Args:
         depth: maximum depth of a draft; the length of accept_at and cond_at.
-        seed: of the bootstrap.
     """
     rounds = sum(len(record.accepted) for record in records)
     emitted = sum(record.emitted for record in records)
@@ -162,6 +149,10 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
     dialogues = [record.dialogue for record in records]
     shares = {part: ratio(ms[part], ms["round"]) for part in (*ROUND_PARTS, "other")}
     plain = ratio(1000.0, ms["baseline"])
+    speedup_terms = [
+        (r.baseline.rounds if r.baseline else 0.0, r.baseline_emitted, r.clock.rounds, r.emitted)
+        for r in records
+    ]
     return Summary(
         prompts=len(records),
         tokens=sum(record.tokens for record in records),
@@ -174,7 +165,7 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
         tokens_per_second=ratio(emitted, seconds),
         baseline_tokens_per_second=plain,
         speedup=ratio(ratio(emitted, seconds), plain),
-        speedup_95=bootstrap([_speedup_terms(r) for r in records], dialogues, seed),
+        speedup_95=bootstrap(speedup_terms, dialogues, seed),
         speedup_median=median(speedups) if speedups else None,
         ms=ms,
         shares=shares,
@@ -207,9 +198,6 @@ def median_clock(clocks: Sequence[RoundTimes]) -> RoundTimes:
 
     Of an even number the two middle ones are averaged. All parts come from the same repeats, so
     that they still add up to the total.
-
-    Args:
-        clocks: one or more.
     """
     ranked = sorted(clocks, key=lambda clock: clock.rounds)
     low, high = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
@@ -254,8 +242,7 @@ def predicted_speedups(
     """Return the speedups that theory predicts; None without a baseline or a round.
 
     Returns:
-        from_times: tau x plain step / round. It equals the measured speedup unless the times
-            are inconsistent.
+        from_times: tau x plain step / round; the measured speedup if the times are consistent.
         no_overhead: the same with verify, commit and other at no cost.
         free_verify: moreover with the forward over the tree at the cost of a plain step.
         iid: Leviathan's formula, one alpha for all depths (chains only).
@@ -301,8 +288,3 @@ def _milliseconds(records: Sequence[Record], rounds: int) -> dict[str, float | N
         "prefill": ratio(1000 * sum(clock.prefill for clock in clocks), len(clocks)),
         "baseline_prefill": ratio(1000 * sum(clock.prefill for clock in plain), len(plain)),
     }
-
-
-def _speedup_terms(record: Record) -> tuple[float, int, float, int]:
-    plain = 0.0 if record.baseline is None else record.baseline.rounds
-    return plain, record.baseline_emitted, record.clock.rounds, record.emitted

@@ -2,31 +2,26 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from rich.console import Console
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config
 from outrider.eval.hub import DRAFTER_FILES, fetch
-from outrider.models import formats
+from outrider.models import formats, process
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native
+from outrider.models.load import LoadedTarget, load_target
 from outrider.models.target import Target
 
 
-class OpenedDrafter(NamedTuple):
-    """A drafter to measure.
-
-    Attributes:
-        config: the configuration with the drafter's own settings.
-        about: fields of the report about a published drafter: source, format, hashes of its files.
-        summary: the same as one line for the console; "" for a run's own drafter.
-    """
-
-    drafter: Drafter
-    config: Config
-    about: dict[str, Any]
-    summary: str = ""
+def refuse_ranks(verb: str) -> None:
+    """Raise a RunError in one of several processes."""
+    if process.world_size() > 1:
+        message = f"{verb} was started by {process.world_size()} processes; it runs in one."
+        raise RunError(message, f"Use: outrider {verb} run.dir=...")
 
 
 def find_drafter(config: Config) -> Path:
@@ -37,22 +32,42 @@ def find_drafter(config: Config) -> Path:
     """
     if config.eval.drafter is not None:
         return fetch(config.eval.drafter)
-    folder = Path(config.run.dir)
-    if not (folder / "drafter").is_dir():
-        message = f"{folder} holds no drafter/: its training has not finished."
+    return drafter_folder(Path(config.run.dir))
+
+
+def drafter_folder(run: Path) -> Path:
+    """Return the folder of a run's own drafter; without one, raise a RunError."""
+    if not (run / "drafter").is_dir():
+        message = f"{run} has no drafter/: its training has not finished."
         raise RunError(message, "Finish it (train.resume=auto continues), or use another run.dir.")
-    return folder / "drafter"
+    return run / "drafter"
 
 
-def open_drafter(folder: Path, config: Config, target: Target) -> OpenedDrafter:
+def load_run_models(config: Config) -> tuple[LoadedTarget, Drafter]:
+    """Load a run's target and drafter, with the drafter's taps and changes of the target."""
+    folder = drafter_folder(Path(config.run.dir))
+    process.set_threads()
+    loaded = load_target(config.target, process.device())
+    drafter, _ = native.load(folder, loaded.target)
+    drafter.patch_target(loaded.target)
+    loaded.target.set_taps(drafter.taps)
+    return loaded, drafter
+
+
+def open_drafter(
+    folder: Path, config: Config, target: Target, console: Console
+) -> tuple[Drafter, Config, dict[str, Any]]:
     """Load the drafter for decoding.
+
+    Returns:
+        The drafter, the configuration with its own settings, and fields of the report about a
+        published one: source, format, hashes of its files.
 
     Raises:
         RunError: it cannot be read, or was made for another target.
     """
     if config.eval.drafter is None:
-        drafter, _ = native.load(folder, target)
-        return OpenedDrafter(drafter, config, {})
+        return native.load(folder, target)[0], config, {}
     drafter, cfg = formats.load(folder, target)
     files = sorted(file for pattern in DRAFTER_FILES for file in folder.glob(pattern))
     about: dict[str, Any] = {
@@ -62,4 +77,5 @@ def open_drafter(folder: Path, config: Config, target: Target) -> OpenedDrafter:
     }
     hashes = ", ".join(f"{name} {sha256[:12]}" for name, sha256 in about["files"].items())
     summary = f"drafter: {about['drafter']}, format {about['format']}: {hashes}"
-    return OpenedDrafter(drafter, replace(config, drafter=cfg), {"published": about}, summary)
+    console.print(summary, highlight=False)
+    return drafter, replace(config, drafter=cfg), {"published": about}

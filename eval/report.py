@@ -3,10 +3,7 @@
 Three files per measurement in `<run.dir>/eval/`: `<out>.json` (every number, and what it was
 measured on), `<out>.outputs.jsonl` (one line per prompt: the token ids of both engines, the origin
 of each token, the rejected draft tokens) and `<out>.png`. The json is written last, so it implies
-the others.
-
-An acceptance length alone says nothing about speed: wherever tau is printed, the milliseconds per
-round and the speedup stand beside it.
+the others. Wherever tau is printed, milliseconds per round and speedup stand beside it.
 """
 
 import io
@@ -28,45 +25,27 @@ MEASURE_AGAIN = "Measure that run again: outrider eval run.dir=..."
 
 
 class Mismatch(NamedTuple):
-    """The first position where an answer differs from plain decoding.
-
-    Attributes:
-        position: index of the new token.
-        token: the token of speculative decoding; None after its end.
-        baseline_token: the token of plain decoding; None after its end.
-        gap: difference of the target's two largest logits there.
-    """
+    """The first position where an answer differs from plain decoding."""
 
     id: str
-    position: int
-    token: int | None
-    baseline_token: int | None
-    gap: float
+    position: int  # index of the new token
+    token: int | None  # of speculative decoding; None after its end
+    baseline_token: int | None  # of plain decoding; None after its end
+    gap: float  # difference of the target's two largest logits there
 
 
 @dataclass(frozen=True)
 class Report:
-    """One measurement.
-
-    Attributes:
-        summary: over all prompts.
-        categories: the same for each category.
-        exact: whether every answer equals plain decoding; None if they are not comparable.
-        theory: `metrics.predicted_speedups`.
-        setting: how it was measured, as in the json (policy, temperature, dtype, ...).
-        outputs: the lines of the outputs file.
-        forecast: tau predicted by teacher forcing on the decoded text; None where that is not
-            defined (trees, warped sampling, deeper than the unroll).
-    """
+    """One measurement."""
 
     summary: Summary
     categories: dict[str, Summary]
-    exact: bool | None
+    exact: bool | None  # every answer equals plain decoding; None if they are not comparable
     mismatches: list[Mismatch]
-    theory: dict[str, float | int | None] | None
-    setting: dict[str, Any]
-    outputs: list[dict[str, Any]]
-    forecast: float | None = None
+    theory: dict[str, float | int | None] | None  # `metrics.predicted_speedups`
+    setting: dict[str, Any]  # how it was measured, as in the json (policy, temperature, dtype, ..)
+    outputs: list[dict[str, Any]]  # lines of the outputs file
+    forecast: float | None = None  # tau predicted by teacher forcing; None where not defined
 
     def fields(self) -> dict[str, Any]:
         """Return the content of `<out>.json`."""
@@ -95,21 +74,16 @@ class Report:
         if self.setting.get("lossy"):
             return f"LOSSY by choice ({self.setting['verify']}): not the target's distribution"
         if self.setting["temperature"] > 0 and self.setting.get("verify") != COUPLED:
-            return (
-                "not compared: sampled answers differ by chance (with decode.verify=coupled they "
-                "are the same)"
-            )
+            same = "with decode.verify=coupled they are the same"
+            return f"not compared: sampled answers differ by chance ({same})"
         if self.exact is None:
             return "not compared: plain decoding was not run"
         if not wrong:
             whose = " of the changed target" if self.setting.get("target_changed") else ""
             return f"all {count} answers equal plain decoding{whose}"
         largest = max(mismatch.gap for mismatch in self.mismatches)
-        cause = (
-            "MORE THAN ROUNDING"
-            if self.exceeds_rounding
-            else f"rounding in {self.setting['dtype']}"
-        )
+        rounding = f"rounding in {self.setting['dtype']}"
+        cause = "MORE THAN ROUNDING" if self.exceeds_rounding else rounding
         gap = f"largest top-2 gap there {largest:.3g} logits"
         return f"{wrong} of {count} answers differ from plain decoding: {cause}, {gap}"
 
@@ -129,11 +103,7 @@ class Report:
 
 
 def save(report: Report, folder: Path, out: str) -> None:
-    """Write the files of a report, the json last.
-
-    Raises:
-        RunError: the disk is full or the folder cannot be written.
-    """
+    """Write the files of a report, the json last."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in report.outputs)
     write(folder / f"{out}.outputs.jsonl", lines.encode())
     write(folder / f"{out}.png", plot(report))
@@ -144,7 +114,7 @@ def load(folder: Path, out: str) -> Report:
     """Read what `save` wrote; outputs are empty if their file is missing.
 
     Raises:
-        Damaged: a file cannot be read, or is not a report of this format.
+        CorruptFile: a file cannot be read, or is not a report of this format.
     """
     file, lines = folder / f"{out}.json", folder / f"{out}.outputs.jsonl"
     content = read_json(file, MEASURE_AGAIN)
@@ -166,12 +136,10 @@ def _report(content: dict[str, Any], outputs: list[dict[str, Any]]) -> Report:
     return Report(
         summary=_summary(content),
         categories={name: _summary(part) for name, part in content["categories"].items()},
-        exact=content["exact"],
         mismatches=[Mismatch(**fields) for fields in content["mismatches"]],
-        theory=content["theory"],
         setting={name: value for name, value in content.items() if name not in own},
         outputs=outputs,
-        forecast=content["forecast"],
+        **{name: content[name] for name in ("exact", "theory", "forecast")},
     )
 
 
@@ -183,9 +151,8 @@ def _summary(content: dict[str, Any]) -> Summary:
 
 def describe_policy(setting: dict[str, Any]) -> str:
     """Return `chain, depth 3` or `dynamic_tree, depth 4, width 4, nodes 8`, and a lossy rule."""
-    dynamic = setting["policy"] in ("dynamic_tree", "opt_tree")
     names = ["depth"] if setting["policy"] == "chain" else ["depth", "nodes"]
-    if dynamic:
+    if setting["policy"] in ("dynamic_tree", "opt_tree"):
         names.insert(1, "width")
     lossy = [f"LOSSY ({setting['verify']})"] if setting.get("lossy") else []
     return ", ".join([setting["policy"], *(f"{name} {setting[name]}" for name in names), *lossy])
@@ -193,12 +160,11 @@ def describe_policy(setting: dict[str, Any]) -> str:
 
 def headline(setting: dict[str, Any]) -> str:
     """Return drafter, target, policy, sampling and hardware in one line."""
-    sampling = (
-        "greedy" if setting["temperature"] == 0 else f"temperature {setting['temperature']:g}"
-    )
+    temperature = setting["temperature"]
+    sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     hardware = f"{setting['dtype']}, {setting['device']}, {setting['threads']} thread(s), batch 1"
-    settings = f"{describe_policy(setting)}, {sampling}, {hardware}"
-    return f"{setting['drafter']} on {setting['target']}: {settings}"
+    models = f"{setting['drafter']} on {setting['target']}"
+    return f"{models}: {describe_policy(setting)}, {sampling}, {hardware}"
 
 
 def format_number(value: int | float | None, digits: int = 2, unit: str = "") -> str:
@@ -208,19 +174,16 @@ def format_number(value: int | float | None, digits: int = 2, unit: str = "") ->
 
 def plot(report: Report) -> bytes:
     """Return a png: accept@k on the left, tokens per second of both engines on the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     total = report.summary
     figure = Figure(figsize=(8, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(headline(report.setting), fontsize=9)
     left, right = figure.subplots(1, 2)
-    depths = [str(k) for k, _ in enumerate(total.accept_at, start=1)]
+    depths = [str(k + 1) for k in range(len(total.accept_at))]
     left.bar_label(left.bar(depths, total.accept_at, color="tab:blue"), fmt="%.2f")
-    left.set(
-        title=f"accept@k (tau {format_number(total.tau)})", xlabel="draft token k", ylim=(0, 1.1)
-    )
+    title = f"accept@k (tau {format_number(total.tau)})"
+    left.set(title=title, xlabel="draft token k", ylim=(0, 1.1))
     speeds = {"plain": total.baseline_tokens_per_second, "speculative": total.tokens_per_second}
     measured = {name: value for name, value in speeds.items() if value is not None}
     colors = ["tab:gray", "tab:blue"][-len(measured) :]
@@ -229,6 +192,11 @@ def plot(report: Report) -> bytes:
     speedup, cost = format_number(total.speedup, 2, "x"), format_number(total.ms["round"], 1)
     right.set(title=f"speedup {speedup}, {cost} ms/round", ylabel="tokens/s")
     right.margins(y=0.15)
+    return png(figure)
+
+
+def png(figure: Any) -> bytes:
+    """Return a matplotlib figure as a png."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()

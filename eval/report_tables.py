@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -10,13 +11,19 @@ from outrider.eval.metrics import METRICS, Summary
 from outrider.eval.report import Report, format_number, headline, save
 
 
-def show_and_save(report: Report, folder: Path, out: str, console: Console) -> None:
-    """Print the report and write its files.
+def narrow_table(title: str) -> Table:
+    """Return a table without padding, with one line below the header, for 80 columns."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
 
-    Args:
-        folder: `<run.dir>/eval`.
-        out: stem of the files.
-    """
+
+def add_number_columns(table: Table, *names: str) -> None:
+    """Add right-aligned columns that are never truncated."""
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+
+
+def show_and_save(report: Report, folder: Path, out: str, console: Console) -> None:
+    """Print the report and write its files, whose stem is `out`."""
     show(report, console)
     save(report, folder, out)
     console.print(f"report: {folder / out}.json, .outputs.jsonl, .png", highlight=False)
@@ -25,8 +32,8 @@ def show_and_save(report: Report, folder: Path, out: str, console: Console) -> N
 def show(report: Report, console: Console) -> None:
     """Print the verdict, then the tables."""
     setting, total = report.setting, report.summary
-    exact_style = "yellow" if report.mismatches else "bold green"
-    style = "bold red" if report.exceeds_rounding else exact_style
+    style = "yellow" if report.mismatches else "bold green"
+    style = "bold red" if report.exceeds_rounding else style
     console.print(Text(report.verdict(), style=style))
     console.print(headline(setting), style="bold", highlight=False)
     if setting["left_out"]:
@@ -51,14 +58,13 @@ def explain_metrics(console: Console) -> None:
 
 
 def speed_table(report: Report) -> Table:
-    table = Table("prompts of", "n", "tokens", "tau", "ms/round", "ms/plain", "speedup", "95 %")
-    for name in ("tokens/s", "plain tokens/s"):
-        table.add_column(name)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    parts = report.categories if len(report.categories) > 1 else {}
-    for name, part in parts.items():
-        table.add_row(name, *_speed_cells(part))
+    table = Table("prompts of")
+    names = "n", "tokens", "tau", "ms/round", "ms/plain", "speedup", "95 %"
+    for name in (*names, "tokens/s", "plain tokens/s"):
+        table.add_column(name, justify="right")
+    if len(report.categories) > 1:
+        for name, part in report.categories.items():
+            table.add_row(name, *_speed_cells(part))
     table.add_section()
     table.add_row("all", *_speed_cells(report.summary), style="bold")
     return table
@@ -66,17 +72,11 @@ def speed_table(report: Report) -> Table:
 
 def _speed_cells(part: Summary) -> list[str]:
     spread = "-" if part.speedup_95 is None else "{:.2f}-{:.2f}".format(*part.speedup_95)
-    return [
-        str(part.prompts),
-        str(part.tokens),
-        format_number(part.tau),
-        format_number(part.ms["round"], 1),
-        format_number(part.ms["baseline"], 1),
-        format_number(part.speedup, 2, "x"),
-        spread,
-        format_number(part.tokens_per_second, 1),
-        format_number(part.baseline_tokens_per_second, 1),
-    ]
+    times = part.ms["round"], part.ms["baseline"]
+    rates = part.tokens_per_second, part.baseline_tokens_per_second
+    ms, speeds = ([format_number(value, 1) for value in pair] for pair in (times, rates))
+    counts = str(part.prompts), str(part.tokens), format_number(part.tau)
+    return [*counts, *ms, format_number(part.speedup, 2, "x"), spread, *speeds]
 
 
 def _acceptance_table(total: Summary) -> Table:

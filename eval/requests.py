@@ -10,13 +10,15 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from outrider.conf.errors import RunError
+from outrider.conf.compose import choices
+from outrider.conf.errors import ConfigError, RunError
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.rules import COUPLED, RULES, BoundRule, VerifyFn, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 
+PLAIN = "plain"
 Row = Int[Tensor, "*one S"] | Int[np.ndarray, "*one S"]  # "one": an optional leading dimension of 1
 Prompt = str | Sequence[SupportsIndex] | Row | Sequence[Message] | Sequence[str]
 PROMPT_FORMS = (
@@ -26,11 +28,7 @@ NOT_SEQUENCES = (Mapping, Set, bytes, bytearray)  # iterable, but not a row of t
 
 
 def tokenise_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Return the token ids of a prompt.
-
-    Args:
-        prompt: text, tokenised without a template; token ids, also as an array of one row;
-            messages, or strings of user and assistant alternating, for the chat template.
+    """Return the token ids of a prompt; its forms are those of `Decoder.generate`.
 
     Raises:
         RunError: it is none of these.
@@ -101,6 +99,10 @@ class GenerationSettings:
     policy: str | Policy | None = None
     rule: str | VerifyFn | None = None
 
+    @classmethod
+    def of(cls, how: Mapping[str, Any]) -> "GenerationSettings":
+        return cls(**check_names(how))
+
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
@@ -146,7 +148,6 @@ class GenerationSettings:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -165,7 +166,7 @@ def check_names(how: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of `GenerationSettings`.
 
     Raises:
-        TypeError: an unknown name; the message lists the valid ones.
+        TypeError: an unknown name.
     """
     names = [field.name for field in fields(GenerationSettings)]
     for name in how:
@@ -177,14 +178,19 @@ def check_names(how: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_policy(policy: Any) -> None:
-    """Check the type of a policy.
+    """Check a policy's type and name; None is valid.
 
     Raises:
         TypeError: neither a name nor a policy object.
+        ConfigError: an unknown name.
     """
     is_object = isinstance(policy, Policy) and not isinstance(policy, type)
     if not (policy is None or isinstance(policy, str) or is_object):
         raise TypeError(f"policy={policy!r}: must be a name, or a policy such as Chain(3)")
+    names = (PLAIN, *choices("decode"))
+    if isinstance(policy, str) and policy not in names:
+        fix = f"Use one of: {', '.join(names)}."
+        raise ConfigError("policy", policy, "There is no such policy.", fix)
 
 
 def _integer(name: str, value: Any) -> int:

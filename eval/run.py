@@ -7,13 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
 from outrider.data.suite import load_suite
 from outrider.data.training_data import TrainingData
 from outrider.eval.contamination_check import drop_contaminated
 from outrider.eval.measure import measure
-from outrider.eval.open_drafter import find_drafter, open_drafter
+from outrider.eval.open_drafter import find_drafter, open_drafter, refuse_ranks
 from outrider.eval.rank_tables import measure_held_out
 from outrider.eval.report_tables import explain_metrics, show_and_save
 from outrider.eval.token_origins import report_summary
@@ -33,7 +32,6 @@ def evaluate(config: Config, explain: bool = False) -> int:
     """Run `outrider eval`: measure a run's drafter, or a published one; print and write the report.
 
     Args:
-        config: from `load_run` or `load_published`.
         explain: print the definitions of the metrics, too.
 
     Raises:
@@ -42,16 +40,11 @@ def evaluate(config: Config, explain: bool = False) -> int:
     folder = Path(config.run.dir)
     source = find_drafter(config)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if process.world_size() > 1:
-        message = f"eval was started by {process.world_size()} processes; it runs in one."
-        raise RunError(message, "Use: python eval.py run.dir=...")
+    refuse_ranks("eval")
     process.set_threads()
     target, tokenizer, origin = load_target(config.target, process.device())
     console.print(f"target: {origin}", highlight=False)
-    opened = open_drafter(source, config, target)
-    drafter, config = opened.drafter, opened.config
-    if opened.summary:
-        console.print(opened.summary, highlight=False)
+    drafter, config, about = open_drafter(source, config, target, console)
     suite = load_suite(config, config.eval.limit)
     if config.eval.drafter is None:  # the training text of a published drafter is unknown
         if warning := template_change(folder, config.target, tokenizer):
@@ -60,7 +53,7 @@ def evaluate(config: Config, explain: bool = False) -> int:
     _patch_target(drafter, target, console)
     for part in report_configs(config):
         report = measure(target, tokenizer, drafter, part, console, suite)
-        report = replace(report, setting={**report.setting, **opened.about})
+        report = replace(report, setting={**report.setting, **about})
         show_and_save(report, folder / "eval", part.eval.out, console)
     if explain:
         explain_metrics(console)
@@ -91,10 +84,7 @@ def quick_report(
     """Measure the published drafter on a few prompts at the end of `train`; print and write.
 
     Uses `eval.limit` prompts, 8 if that is null. The acceptance of its ranks on held-out text is
-    written first (ranks.json).
-
-    Args:
-        services: receive every report once it is written.
+    written first (ranks.json). The services receive every report once it is written.
     """
     folder = Path(config.run.dir)
     drafter, _ = native.load(folder / "drafter", loaded.target)

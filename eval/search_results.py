@@ -5,10 +5,11 @@ Importance is PED-ANOVA's (Watanabe et al. 2023, arXiv:2304.10255): how much a k
 best trials differ from its values in all trials.
 """
 
-import io
 import json
 import shlex
 import warnings
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import read_json, write, write_json
+from outrider.eval.report import png
 
 STUDY = "study.db"
 FORMAT = "outrider-search-1"
@@ -31,26 +33,17 @@ REPORT_METRICS = ("tau", "speedup", "tokens_per_second")
 
 def held_out_curve(log: Path, name: str) -> list[tuple[int, float]]:
     """Return (step, value) of the held-out evaluations so far."""
-    try:
-        lines = log.read_text().splitlines()
-    except OSError:
-        return []
     curve = []
-    for line in lines:
-        try:
+    for line in log.read_text().splitlines() if log.is_file() else ():
+        with suppress(ValueError):  # a line that is being written
             entry = json.loads(line)
-        except ValueError:
-            continue  # being written
-        if entry.get("kind") == "held" and name in entry:
-            curve.append((int(entry["step"]), float(entry[name])))
+            if entry.get("kind") == "held" and name in entry:
+                curve.append((int(entry["step"]), float(entry[name])))
     return curve
 
 
 def metric_of_run(folder: Path, metric: str, report: str) -> float:
-    """Return a metric of a finished run.
-
-    Args:
-        report: name of its first decoding's report.
+    """Return a metric of a finished run; `report` is the name of its first decoding's report.
 
     Raises:
         RunError: the metric was not measured.
@@ -90,11 +83,7 @@ def short_name(name: str) -> str:
 
 
 def load(folder: Path) -> optuna.Study:
-    """Load the study of a search.
-
-    Raises:
-        RunError: there is none.
-    """
+    """Load the study of a search; without one, raise a RunError."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     if not (folder / STUDY).is_file():
@@ -118,7 +107,14 @@ def show(folder: Path, console: Console) -> None:
         words = [*study.user_attrs["overrides"], *complete[0].user_attrs["words"]]
         command = f"python train.py {' '.join(map(shlex.quote, words))}"
         console.print(Text(f"best: {command}"), soft_wrap=True)
-    write_json(folder / "search.json", _fields(study, trials, complete, shares))
+    rows = [
+        {"number": t.number, "state": t.state.name, "value": t.value, "params": t.params}
+        | dict(t.user_attrs)
+        for t in trials
+    ]
+    best = complete[0].number if complete else None
+    content = {"format": FORMAT, **study.user_attrs, "importance": shares, "best": best}
+    write_json(folder / "search.json", {**content, "trials": rows})
     if complete:
         write(folder / "search.png", _plot(complete, shares, metric))
         console.print(f"written: {folder}/search.json, search.png", highlight=False)
@@ -152,12 +148,11 @@ def pareto_front(costs: list[float], values: list[float]) -> list[int]:
 
 
 def _table(trials: list[FrozenTrial], complete: list[FrozenTrial], metric: str) -> Table:
-    count = {state: sum(t.state == state for t in trials) for state in TrialState}
-    title = (
-        f"{count[TrialState.COMPLETE]} complete trials, {count[TrialState.PRUNED]} pruned, "
-        f"{count[TrialState.FAIL]} failed; the best by {metric}"
+    count = Counter(trial.state.name for trial in trials)
+    states = (
+        f"{count['COMPLETE']} complete trials, {count['PRUNED']} pruned, {count['FAIL']} failed"
     )
-    table = Table(title=title)
+    table = Table(title=f"{states}; the best by {metric}")
     names = list(dict.fromkeys(name for trial in complete for name in trial.params))
     decoded = ("decoded tau", "decoded speedup")
     extra = [name for name in decoded if any(name in t.user_attrs for t in complete)]
@@ -175,33 +170,12 @@ def _format(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value).replace('"', "")
 
 
-def _fields(
-    study: optuna.Study,
-    trials: list[FrozenTrial],
-    complete: list[FrozenTrial],
-    shares: dict[str, float],
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        **study.user_attrs,
-        "importance": shares,
-        "best": complete[0].number if complete else None,
-        "trials": [
-            {"number": t.number, "state": t.state.name, "value": t.value, "params": t.params}
-            | dict(t.user_attrs)
-            for t in trials
-        ],
-    }
-
-
 def _plot(complete: list[FrozenTrial], shares: dict[str, float], metric: str) -> bytes:
     """Plot, left, value against minutes of training with the Pareto front; right, importance."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    figure = Figure(figsize=(10, 4))
+    left, right = figure.subplots(1, 2)
     costs = [float(t.user_attrs.get("seconds", 0)) / 60 for t in complete]
     by_speed = all("decoded speedup" in trial.user_attrs for trial in complete)
     name = "decoded speedup" if by_speed else metric
@@ -209,14 +183,10 @@ def _plot(complete: list[FrozenTrial], shares: dict[str, float], metric: str) ->
     left.scatter(costs, values, color="tab:blue")
     best = pareto_front(costs, values)
     left.plot([costs[i] for i in best], [values[i] for i in best], color="tab:orange", marker="o")
-    left.set_xlabel("minutes of training")
-    left.set_ylabel(name)
-    left.set_title("quality against training time (orange: Pareto front)")
+    title = "quality against training time (orange: Pareto front)"
+    left.set(xlabel="minutes of training", ylabel=name, title=title)
     names = list(shares)[::-1]
     right.barh([short_name(n) for n in names], [shares[n] for n in names], color="tab:blue")
     right.set_title("importance (PED-ANOVA)")
     figure.tight_layout()
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
-    return file.getvalue()
+    return png(figure)

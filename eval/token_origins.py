@@ -32,8 +32,7 @@ class TextDecoder(Protocol):
 def origin_spans(row: dict[str, Any], tokenizer: TextDecoder) -> Iterator[tuple[str, str]]:
     """Yield text and origin of every token of an answer, a rejected token before its correction.
 
-    A token that ends within a character has no text; the token that completes the character
-    has all of it.
+    A token that ends within a character has no text; the one that completes it has all of it.
 
     Args:
         row: a line of `<out>.outputs.jsonl`.
@@ -76,12 +75,9 @@ def report_summary(report: Report, folder: Path, out: str, tokenizer: TextDecode
         rounds = len(row["accepted"])
         tau = (len(row["output_ids"]) - 1) / rounds if rounds else None
         counts = {kind: row["origins"].count(kind) for kind in (ACCEPTED, CORRECTION, BONUS)}
-        answers.append(
-            AnswerSample(
-                row["id"], row["category"], row["prompt"], tau, counts, bracketed_text(spans),
-                coloured_html(spans),
-            )
-        )  # fmt: skip
+        texts = bracketed_text(spans), coloured_html(spans)
+        about = row["id"], row["category"], row["prompt"]
+        answers.append(AnswerSample(*about, tau, counts, *texts))
     files = [folder / f"{out}.{kind}" for kind in ("json", "outputs.jsonl", "png")]
     return ReportSummary(out, _headline(report), answers, files)
 

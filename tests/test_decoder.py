@@ -17,8 +17,8 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError, RunError
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.decoder import PLAIN as ALONE
 from outrider.eval.decoder import Decoder, Piece
+from outrider.eval.requests import PLAIN as ALONE
 from outrider.eval.requests import Prompt
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine

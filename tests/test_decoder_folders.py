@@ -11,9 +11,9 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
 from outrider.conf.schema import to_yaml
-from outrider.eval.decoder import PLAIN as ALONE
 from outrider.eval.decoder import Chat, Decoder, Piece, Result
 from outrider.eval.rank_tables import FILE, FORMAT, TABLES
+from outrider.eval.requests import PLAIN as ALONE
 from outrider.models import drafters, formats
 from outrider.models.decode.policy import Chain
 from outrider.models.drafter import Drafter

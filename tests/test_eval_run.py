@@ -374,7 +374,7 @@ def test_stop_tokens_come_from_the_tokenizer_and_the_model(loaded: LoadedTarget)
 def test_a_run_without_a_drafter_is_refused(place: Path) -> None:
     (place / "empty").mkdir(exist_ok=True)
     (place / "empty" / "config.yaml").write_text((place / "run" / "config.yaml").read_text())
-    with pytest.raises(RunError, match=r"empty holds no drafter/"):
+    with pytest.raises(RunError, match=r"empty has no drafter/"):
         evaluate(configured(place, folder="empty"))
 
 

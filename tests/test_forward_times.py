@@ -8,27 +8,20 @@ import torch
 from torch import Tensor
 
 from outrider.eval.plan.forward_times import draft_ms, interleaved_medians, target_ms
-from outrider.eval.plan.round_costs import ABSORBED_ROWS
 from tests import tiny
 
 
 def test_runs_are_interleaved_after_one_warm_up_and_the_median_counts() -> None:
     order: list[str] = []
     runs = [lambda: order.append("a"), lambda: order.append("b")]
-    times = interleaved_medians(runs, 3, torch.device("cpu"))
-    assert order == ["a", "b"] * 4
-    assert all(ms >= 0 for ms in times)
-    order.clear()
 
     def pause() -> None:
         order.append("-")
         time.sleep(0.05)
 
-    alone = interleaved_medians(runs, 3, torch.device("cpu"), before=[pause, None])
+    times = interleaved_medians(runs, [pause, lambda: None], 3, torch.device("cpu"))
     assert order == ["-", "a", "b"] * 4
-    assert max(alone) < 50  # what ran before is not counted
-    with pytest.raises(ValueError, match="repeats=0"):
-        interleaved_medians(runs, 0, torch.device("cpu"))
+    assert 0 <= min(times) <= max(times) < 50  # what ran before is not counted
 
 
 def test_the_target_is_timed_after_the_requested_rows(
@@ -61,14 +54,3 @@ def test_every_drafter_is_timed_on_its_own_steps(name: str, batch: int) -> None:
     assert set(times) == {(1, 1), (1, 3), (4, 1), (4, 3)}
     assert all(ms > 0 for ms in times.values())
     assert times[4, 3] > times[1, 1] / 10
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    target = tiny.target()
-    medusa = tiny.drafter("medusa", target).eval()
-    with pytest.raises(ValueError, match="reaches 3"):
-        draft_ms(medusa, target, [1], [4], 1, context=4)
-    with pytest.raises(ValueError, match="reads 128 tokens; 132 would"):
-        target_ms(target, medusa, [4], batch=1, context=128)
-    with pytest.raises(ValueError, match=f"reads 128 tokens; {128 + ABSORBED_ROWS}"):
-        draft_ms(medusa, target, [1], [3], 1, context=125)

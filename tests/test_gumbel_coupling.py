@@ -159,7 +159,7 @@ def test_winners_meet_as_often_as_theory_says() -> None:
 
 def test_the_acceptance_lies_between_its_bounds() -> None:
     p, q = rows(200, 9, 3, scale=3.0), rows(200, 9, 4, scale=3.0)
-    overlap, met = theory.acceptance(p, q), theory.coupled_acceptance(p, q)
+    overlap, met = torch.minimum(p, q).sum(-1), theory.coupled_acceptance(p, q)
     assert (met <= overlap + 1e-12).all()
     assert (met >= overlap / (2 - overlap) - 1e-12).all()  # (1 - TV) / (1 + TV)
     assert (met < overlap - 0.01).any()

@@ -12,11 +12,10 @@ import torch
 from rich.console import Console
 
 from outrider.eval.plan.forward_times import measure_forwards
-from outrider.eval.plan.roofline import MACHINES, ModelSize
-from outrider.eval.plan.round_costs import PLAIN, DraftShape, RoundCost
+from outrider.eval.plan.roofline import MACHINES, ModelSize, RooflineClock
+from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid, RoundCost
 from outrider.eval.plan.show import print_plan, write_plan
 from outrider.eval.plan.surface import (
-    Grid,
     PlanRow,
     draft_trees,
     make_plan,
@@ -142,9 +141,8 @@ CHAINS = RATES, partial(expected, table=RATES)
 
 def _best(batch: int, context: int, drafter: ModelSize, budget: int | None) -> float:
     grid = Grid(depths=[4], batches=[batch], contexts=[context])
-    rows = predicted_plan(
-        RATES, partial(expected, table=RATES), MACHINES["h100"], LARGE, (drafter,), grid, budget
-    ).rows
+    clock = RooflineClock(MACHINES["h100"], LARGE, (drafter,), budget)
+    rows = predicted_plan(RATES, partial(expected, table=RATES), clock, grid).rows
     return max(row.speedup for row in rows if row.depth)
 
 
@@ -166,14 +164,8 @@ def test_at_large_batches_a_drafter_of_constant_budget_gains_with_the_context() 
 
 
 def test_a_prediction_lists_its_assumptions() -> None:
-    plan = predicted_plan(
-        RATES,
-        partial(expected, table=RATES),
-        MACHINES["a100"],
-        LARGE,
-        (SMALL,),
-        Grid(depths=[1, 2]),
-    )
+    clock = RooflineClock(MACHINES["a100"], LARGE, (SMALL,))
+    plan = predicted_plan(RATES, partial(expected, table=RATES), clock, Grid(depths=[1, 2]))
     assert plan.name == "A100 SXM 80GB, predicted"
     assert any("312 TFLOP/s" in sentence for sentence in plan.assumptions)
     assert any("peak rates" in sentence for sentence in plan.assumptions)
@@ -235,10 +227,8 @@ def test_a_measured_grid_serves_a_whole_plan() -> None:
     target = tiny.target()
     drafter = tiny.drafter("eagle3", target).eval()
     target.set_taps([2])
-    timing = measure_forwards(
-        target, drafter, name="here", tokens=[8], widths=[1, 2], depths=[1, 2], batches=[1, 2],
-        contexts=[8, 16], repeats=1,
-    )  # fmt: skip
+    grid = Grid([1, 2], [1, 2], [], [1, 2], [8, 16])
+    timing = measure_forwards(target, drafter, "here", [8], grid, repeats=1)
     assert target.taps == (2,)
     assert timing.target.axes == {"tokens": (1, 8), "batch": (1, 2), "context": (8, 16)}
     assert timing.draft.axes["width"] == (1, 2)

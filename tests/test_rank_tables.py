@@ -383,12 +383,7 @@ def test_a_seed_fixes_what_is_drawn(target: Target, trace: Trace) -> None:
 @pytest.mark.parametrize(
     ("depths", "ranks", "temperature", "draft", "words"),
     [
-        (0, 3, 0.0, "best", "depths = 0"),
         (4, 3, 0.0, "best", "the drafter unrolls 3"),
-        (3, 0, 0.0, "best", "ranks = 0"),
-        (3, tiny.DRAFTED + 1, 0.0, "best", "the drafter has 40 tokens"),
-        (3, 3, 0.0, "drawn", "nothing is sampled"),
-        (3, 3, 0.0, "coupled", "nothing is sampled"),
         (3, 3, -1.0, "best", "temperature"),
     ],
 )

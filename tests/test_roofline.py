@@ -13,7 +13,6 @@ from outrider.eval.plan.roofline import (
     RooflineClock,
     drafter_sizes,
     forward_seconds,
-    memory_warning,
 )
 from outrider.eval.plan.round_costs import PLAIN, DraftShape
 from outrider.eval.theory import expected_tokens
@@ -112,12 +111,13 @@ def test_larger_batches_help_behind_long_contexts_and_hurt_behind_short_ones(
 
 def test_what_does_not_fit_is_pointed_out() -> None:
     card, large = MACHINES["rtx4090"], ModelSize(70e9, 140e9, 1e6, 8192, 80)
-    said = memory_warning(card, large, [large], 1, 64)
+    said = RooflineClock(card, large, [large]).memory_warning(1, 64)
     assert "280 GB" in said
     assert "RTX 4090 has 24 GB" in said
     small, steps = ModelSize(1e9, 2e9, 1e6, 64, 8), [ModelSize(1, 2, 0, 64, 1)] * 3
-    assert memory_warning(card, small, steps, 1, 1000) == ""
-    assert "Batch 23 with 1000 tokens each" in memory_warning(card, small, steps, 23, 1000)
+    clock = RooflineClock(card, small, steps)
+    assert clock.memory_warning(1, 1000) == ""
+    assert "Batch 23 with 1000 tokens each" in clock.memory_warning(23, 1000)
 
 
 def test_the_assumptions_name_the_machine_and_its_rates() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,7 @@ def test_what_is_not_lossless_is_printed(run: Path) -> None:
 
 def test_brackets_stand_for_colours_in_a_pipe() -> None:
     file = StringIO()
-    with AnswerView(Console(file=file)) as page:
+    with closing(AnswerView(Console(file=file))) as page:
         page.write([("The", FIRST)], "")
         page.write(PARTS[1:], "")
         page.write([(" see\n", ACCEPTED), ("[it]", ACCEPTED), ("", BONUS)], "")
@@ -227,8 +228,7 @@ def test_brackets_stand_for_colours_in_a_pipe() -> None:
 def test_nothing_written_is_no_line() -> None:
     file = StringIO()
     for page in (AnswerView(Console(file=file)), ColourView(terminal(file))):
-        with page:
-            pass
+        page.close()
     assert screen(file.getvalue()) == []
 
 
@@ -270,7 +270,7 @@ NAMES = ("red", "green", "yellow", "cyan")
 
 def test_in_a_terminal_colours_show_the_origin_of_a_token() -> None:
     file = StringIO()
-    with ColourView(terminal(file)) as page:
+    with closing(ColourView(terminal(file))) as page:
         page.write(PARTS[:1], "1 token")
         page.write([*PARTS[1:], (" see", BONUS)], "5 tokens")
         live = screen(file.getvalue())
@@ -287,7 +287,7 @@ def test_a_long_answer_is_shown_whole_and_once() -> None:
         ["the quick brown fox jumps over the lazy dog " * 3, "x" * 70, "\u6f22\u5b57" * 20, "end"]
     )
     file = StringIO()
-    with ColourView(terminal(file)) as page:
+    with closing(ColourView(terminal(file))) as page:
         for at in range(0, len(words), 3):
             page.write([(words[at : at + 3], ACCEPTED)], "how it stands")
     rows = screen(file.getvalue())

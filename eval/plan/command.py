@@ -14,7 +14,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import mean
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,30 +27,22 @@ from outrider.conf.schema import Config
 from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.measure import answered_trace
+from outrider.eval.open_drafter import load_run_models
 from outrider.eval.plan.forward_times import measure_forwards
 from outrider.eval.plan.interleaved import InterleavedRuns, calibration_shapes, decode
-from outrider.eval.plan.replay import accepted_ranks, tau
-from outrider.eval.plan.roofline import MACHINES, Machine, ModelSize, drafter_sizes
-from outrider.eval.plan.round_costs import DecodedRound, DraftShape, MeasuredClock
+from outrider.eval.plan.replay import rank_paths, tau
+from outrider.eval.plan.roofline import MACHINES, Machine, ModelSize, RooflineClock, drafter_sizes
+from outrider.eval.plan.round_costs import DecodedRound, DraftShape, Grid, MeasuredClock
 from outrider.eval.plan.show import Check, check_table, print_plan, write_plan
-from outrider.eval.plan.surface import (
-    DraftKey,
-    Grid,
-    Plan,
-    draft_trees,
-    make_plan,
-    predicted_plan,
-)
+from outrider.eval.plan.surface import DraftKey, Plan, draft_trees, make_plan, predicted_plan
 from outrider.eval.rank_tables import rank_table
-from outrider.models import process
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import sampling_of
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.tree_shapes import Paths
 from outrider.models.drafter import Drafter
-from outrider.models.formats import native
-from outrider.models.load import LoadedTarget, load_target, stop_ids
+from outrider.models.load import LoadedTarget, stop_ids
 
 RANKS = 10
 OTHER_MODELS = (
@@ -58,25 +51,15 @@ OTHER_MODELS = (
 )
 PROMPTS_PER_SLOT = 3  # of a batch, so that it is full most of the time
 
-T = TypeVar("T")
-
 
 def plan(config: Config, options: PlanConfig) -> int:
     """Run the verb.
 
     Raises:
-        ConfigError, RunError: the run, its target or the prompts cannot be used, or the grid
-            exceeds what the checkpoint can draft.
+        ConfigError, RunError: the run, target or prompts cannot be used, or nothing of the grid.
     """
-    process.set_threads()
     console, folder = Console(), Path(config.run.dir)
-    if not (folder / "drafter").is_dir():
-        message = f"{folder} has no drafter/: its training has not finished."
-        raise RunError(message, "Finish it (train.resume=auto continues), or give another run.dir.")
-    loaded = load_target(config.target, process.device())
-    drafter, _ = native.load(folder / "drafter", loaded.target)
-    drafter.patch_target(loaded.target)
-    study = PlanStudy(config, options, loaded, drafter)
+    study = PlanStudy(config, options, *load_run_models(config))
     with console.status("measuring acceptance on the target's answers"):
         study.measure_acceptance()
     checks: list[Check] = []
@@ -104,7 +87,6 @@ class PlanStudy:
 
     Attributes:
         machine: the machine to predict; None measures this one.
-        table: probabilities of ranks (`rank_tables.rank_table`).
         tau: tokens per round of a static tree on the target's answers.
     """
 
@@ -130,13 +112,9 @@ class PlanStudy:
         """Generate the target's answers and measure how often each rank is accepted on them."""
         temperature, cfg = self.config.decode.temperature, self.config.drafter
         outputs = self._engine(None).generate_all(self._requests(1), 1)
+        pairs = [(ids, out.ids) for ids, out in zip(self.prompts, outputs, strict=True)]
         self.target.set_taps(self.drafter.taps)
-        pairs = zip(self.prompts, outputs, strict=True)
-        traces = [
-            answered_trace(self.target, prompt, out.ids)
-            for prompt, out in pairs
-            if len(out.ids) > 1
-        ]
+        traces = [answered_trace(self.target, *pair) for pair in pairs if len(pair[1]) > 1]
         ranks = min(RANKS, len(self.drafter.vocab))
         depths = min(cfg.depths, self.drafter.max_depth)
         try:
@@ -146,17 +124,20 @@ class PlanStudy:
         except ValueError as error:
             fix = f"Use more plan.prompts or plan.new_tokens than {self.options.new_tokens}."
             raise RunError(f"The target's answers are too short: {error}.", fix) from error
-        self.tau = partial(tau, accepted_ranks(self.drafter, traces, depths, ranks))
+        answers = [rank_paths(self.drafter, trace, depths, ranks) for trace in traces]
+        self.tau = partial(tau, answers)
 
     def predict_machine(self, machine: Machine) -> Plan:
         """Return the plan of another machine."""
-        grid = self._grid()
-        other = other_sizes(self.options)
-        sizes = other or self._own_sizes(max(grid.depths))
-        plan = predicted_plan(self.table, self.tau, machine, *sizes, grid, self.options.budget)
-        if other is None:
-            return plan
-        return replace(plan, assumptions=(OTHER_MODELS, *plan.assumptions))
+        grid, size = self._grid(), self.options.bytes
+        note: tuple[str, ...] = (OTHER_MODELS,)
+        if (sizes := other_sizes(self.options)) is None:
+            parts = drafter_sizes(self.drafter, self.target, max(grid.depths))
+            sizes = ModelSize.of(self.target).stored(size), [part.stored(size) for part in parts]
+            note = ()
+        clock = RooflineClock(machine, *sizes, self.options.budget)
+        plan = predicted_plan(self.table, self.tau, clock, grid)
+        return replace(plan, assumptions=(*note, *plan.assumptions))
 
     def measure_plan(self, console: Console) -> tuple[Plan, list[Check]]:
         """Return the plan of this machine, and the checks of some settings by decoding."""
@@ -193,21 +174,17 @@ class PlanStudy:
             return batch * (len(paths) + 1) / self.tau(paths)
 
         settings = sorted(product(sorted(set(grid.batches)), free), key=work, reverse=True)
-        return _evenly_spaced(settings, self.options.check)
+        count, last = min(self.options.check, len(settings)), len(settings) - 1
+        steps = (round(i * last / max(1, count - 1)) for i in range(count))
+        return [settings[i] for i in dict.fromkeys(steps)]
 
     def _forwards(self, shapes: Sequence[DraftShape], grid: Grid) -> MeasuredClock:
         """Time the forwards alone."""
-        return measure_forwards(
-            self.target,
-            self.drafter,
-            name=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-            tokens=sorted({1 + shape.nodes for shape in shapes}),
-            widths=sorted({*grid.widths, math.ceil(max(shape.width for shape in shapes))}),
-            depths=grid.depths,
-            batches=grid.batches,
-            contexts=grid.contexts,
-            repeats=self.options.repeats,
-        )
+        name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        tokens = [1 + shape.nodes for shape in shapes]
+        widest = math.ceil(max(shape.width for shape in shapes))
+        grid = grid._replace(widths=[*grid.widths, widest])
+        return measure_forwards(self.target, self.drafter, name, tokens, grid, self.options.repeats)
 
     def _decoded_rounds(
         self, clock: MeasuredClock, runs: InterleavedRuns, calibration: Sequence[Paths], grid: Grid
@@ -219,15 +196,9 @@ class PlanStudy:
             shape, cost = DraftShape.of(paths), runs.parts(batch, paths)
             alone = clock.forwards_only(shape, batch, context)
             draft = cost.draft / alone.draft if shape.depth else 1.0
-            rounds = DecodedRound(shape, draft, cost.target / alone.target, cost.rest)
-            decoded[batch].append(rounds)
+            target = cost.target / alone.target
+            decoded[batch].append(DecodedRound(shape, draft, target, cost.rest))
         return decoded
-
-    def _own_sizes(self, depth: int) -> tuple[ModelSize, list[ModelSize]]:
-        """Return the sizes of the loaded models."""
-        size = self.options.bytes
-        parts = drafter_sizes(self.drafter, self.target, depth)
-        return ModelSize.of(self.target).stored(size), [part.stored(size) for part in parts]
 
     def _engine(self, policy: Policy | None) -> Engine:
         drafter = None if policy is None else self.drafter
@@ -242,8 +213,7 @@ class PlanStudy:
 
     def _mean_context(self) -> float:
         """Return the mean number of tokens before a round."""
-        mean = sum(map(len, self.prompts)) / len(self.prompts)
-        return mean + self.options.new_tokens / 2
+        return mean(map(len, self.prompts)) + self.options.new_tokens / 2
 
     def _grid(self) -> Grid:
         """Return the configured grid, limited to what the checkpoint and the target support."""
@@ -256,12 +226,11 @@ class PlanStudy:
             options.batches,
             [c for c in options.contexts if self.machine is not None or c <= limit],
         )
-        for name, values in (("depths", grid.depths), ("contexts", grid.contexts)):
-            if not values:
+        for name in ("depths", "contexts"):
+            if not getattr(grid, name):
+                key, values = f"plan.{name}", list(getattr(options, name))
                 why = "This checkpoint supports none of them."
-                raise ConfigError(
-                    f"plan.{name}", list(getattr(options, name)), why, "Try smaller ones."
-                )
+                raise ConfigError(key, values, why, "Try smaller ones.")
         return grid
 
 
@@ -271,20 +240,16 @@ def machine_of(options: PlanConfig) -> Machine | None:
     own_rates = options.bandwidth is not None or options.flops is not None
     if machine is None and not own_rates:
         if options.fixed is not None:
-            why, fix = "It is measured here.", "Give it for plan.machine=h100, for instance."
-            raise ConfigError("plan.fixed", options.fixed, why, fix)
+            fix = "Give it for plan.machine=h100, for instance."
+            raise ConfigError("plan.fixed", options.fixed, "It is measured here.", fix)
         return None
     if machine is None and (options.bandwidth is None or options.flops is None):
         why, fix = "A machine needs both.", "Set plan.bandwidth (TB/s) and plan.flops (TFLOP/s)."
         raise ConfigError("plan.bandwidth", options.bandwidth, why, fix)
-    units = {"bandwidth": 1e12, "flops": 1e12, "fixed": 1e-6}
-    changes: dict[str, Any] = {
-        name: unit * getattr(options, name)
-        for name, unit in units.items()
-        if getattr(options, name) is not None
-    }
-    if own_rates:
-        changes["name"] = "a machine of your own"
+    changes: dict[str, Any] = {"name": "a machine of your own"} if own_rates else {}
+    for name, unit in (("bandwidth", 1e12), ("flops", 1e12), ("fixed", 1e-6)):
+        if (value := getattr(options, name)) is not None:
+            changes[name] = unit * value
     return replace(machine or Machine("", 0.0, 0.0), **changes)
 
 
@@ -292,8 +257,7 @@ def other_sizes(options: PlanConfig) -> tuple[ModelSize, list[ModelSize]] | None
     """Return sizes of a target and a drafter given by the options; None: those of the run."""
     params, layers = options.target_params, options.target_layers
     width, kv, drafter = options.target_width, options.target_kv_width, options.drafter_params
-    given = (params, layers, width, kv, drafter)
-    if all(value is None for value in given):
+    if {params, layers, width, kv, drafter} == {None}:
         return None
     if params is None or layers is None or width is None or kv is None or drafter is None:
         why = "Other models need all of target_params, _layers, _width, _kv_width, drafter_params."
@@ -304,11 +268,3 @@ def other_sizes(options: PlanConfig) -> tuple[ModelSize, list[ModelSize]] | None
         return ModelSize(1e9 * billions, 1e9 * billions * options.bytes, rows, width, depth)
 
     return size(params, layers), [size(drafter, options.drafter_layers)]
-
-
-def _evenly_spaced(settings: Sequence[T], count: int) -> list[T]:
-    """Return `count` of them: the first, the last, and equal steps between."""
-    if len(settings) <= count:
-        return list(settings)
-    steps = [round(i * (len(settings) - 1) / max(1, count - 1)) for i in range(count)]
-    return [settings[i] for i in dict.fromkeys(steps)]

@@ -1,8 +1,7 @@
 """Interleaved decoding of a few draft shapes on the same prompts.
 
 The speed of a machine drifts from minute to minute. Every repetition therefore decodes all shapes
-right after plain decoding, and ratios are taken within a repetition. The shapes are those that a
-plan is calibrated with (`calibration_shapes`) and those that it is checked against.
+right after plain decoding, and ratios are taken within a repetition.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,13 +13,14 @@ from outrider.eval.plan.replay import complete_rounds
 from outrider.eval.plan.round_costs import RoundCost
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.request import Request
+from outrider.models.decode.request import Output, Request
 from outrider.models.decode.rules import BEST
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import Paths
 
 REPEATS = 5
 NO_DRAFT: Paths = ()
+BatchRun = tuple[list[Output], int]  # answers, and rounds of the batch
 
 
 class Repetition(NamedTuple):
@@ -32,11 +32,7 @@ class Repetition(NamedTuple):
 
 @dataclass(frozen=True)
 class InterleavedRuns:
-    """Results of interleaved decoding.
-
-    Attributes:
-        repetitions: batch -> one dict per repetition, plain decoding (`NO_DRAFT`) among its shapes.
-    """
+    """Results per batch and repetition, plain decoding (`NO_DRAFT`) among the shapes."""
 
     repetitions: Mapping[int, Sequence[Mapping[Paths, Repetition]]]
 
@@ -65,8 +61,8 @@ class InterleavedRuns:
 def calibration_shapes(drafts: Sequence[Paths]) -> list[Paths]:
     """Return plain decoding and the shapes that the others are interpolated between.
 
-    These are the shortest and the longest chain, and the smallest tree, the smallest of the
-    deepest trees and the largest tree, as far as there are any.
+    These are the shortest and longest chain, the smallest tree, the smallest of the deepest trees
+    and the largest tree, as far as there are any.
     """
     chains = [paths for paths in drafts if is_chain(paths)]
     trees = [paths for paths in drafts if not is_chain(paths)]
@@ -104,19 +100,16 @@ def decode(
     """Decode all shapes of every batch, `REPEATS` times.
 
     Args:
-        shapes: batch -> its shapes, plain decoding first.
-        requests: batch -> what it decodes.
-        bar: iterates over the steps and shows the progress.
+        shapes: of every batch, plain decoding first.
+        bar: iterates over the batches and shows the progress.
     """
     repetitions: dict[int, list[dict[Paths, Repetition]]] = {batch: [] for batch in shapes}
-    batches = list(shapes)
-    for step in bar(range(REPEATS * len(batches))):
-        batch = batches[step % len(batches)]
-        costs: dict[Paths, list[ShapeCost]] = {paths: [] for paths in shapes[batch]}
+    for batch in bar(list(shapes) * REPEATS):
+        runs: dict[Paths, list[BatchRun]] = {paths: [] for paths in shapes[batch]}
         for group in request_groups(requests(batch), batch):
-            for paths, shape_costs in costs.items():
-                shape_costs.append(_decode_shape(engine(tree_policy(paths)), group, batch))
-        repetitions[batch].append({paths: _repetition(group) for paths, group in costs.items()})
+            for paths, shape_runs in runs.items():
+                shape_runs.append(_decode_shape(engine(tree_policy(paths)), group, batch))
+        repetitions[batch].append({paths: _repetition(group) for paths, group in runs.items()})
     return InterleavedRuns(repetitions)
 
 
@@ -128,30 +121,17 @@ def request_groups(requests: list[Request], batch: int) -> list[list[Request]]:
     return [[request] for request in requests] if batch == 1 else [requests]
 
 
-class ShapeCost(NamedTuple):
-    """Seconds per part and in total, rounds of the batch, accepted draft tokens of each round."""
-
-    draft: float
-    target: float
-    seconds: float
-    rounds: int
-    accepted: list[int]
+def _decode_shape(engine: Engine, requests: list[Request], batch: int) -> BatchRun:
+    return engine.generate_all(requests, batch), engine.rounds
 
 
-def _decode_shape(engine: Engine, requests: list[Request], batch: int) -> ShapeCost:
-    outputs = engine.generate_all(requests, batch)
+def _repetition(runs: Sequence[BatchRun]) -> Repetition:
+    outputs = [out for answers, _ in runs for out in answers]
+    rounds = max(1, sum(count for _, count in runs))
     draft, target, seconds = (
-        sum(getattr(out.times, part) for out in outputs) for part in ("draft", "target", "rounds")
+        1000 * sum(getattr(out.times, part) for out in outputs) / rounds
+        for part in ("draft", "target", "rounds")
     )
     accepted = [count for out in outputs for count in complete_rounds(out.accepted)]
-    return ShapeCost(draft, target, seconds, engine.rounds, accepted)
-
-
-def _repetition(costs: Sequence[ShapeCost]) -> Repetition:
-    rounds = max(1, sum(cost.rounds for cost in costs))
-    draft, target, seconds = (
-        1000 * sum(column) / rounds for column in zip(*(cost[:3] for cost in costs), strict=True)
-    )
-    accepted = [count for cost in costs for count in cost.accepted]
     tau = 1 + sum(accepted) / max(1, len(accepted))
     return Repetition(RoundCost(draft, target, seconds - draft - target), tau)

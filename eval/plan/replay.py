@@ -13,7 +13,7 @@ rounds begin where drafts are bad. Above temperature 0 the replay holds for the 
 text was drawn from the target, and a draft token is accepted if it is the token drawn.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,21 +27,13 @@ RankPath = tuple[int | None, ...]  # rank per depth, None beyond the ranks; ends
 
 
 @torch.no_grad()
-def accepted_ranks(
-    drafter: Drafter, traces: Iterable[Trace], depths: int, ranks: int
-) -> list[list[RankPath]]:
-    """Return the rank paths of every answer, in the order of its tokens.
+def rank_paths(drafter: Drafter, trace: Trace, depths: int, ranks: int) -> list[RankPath]:
+    """Return the rank paths of an answer, in the order of its tokens.
 
     Args:
         drafter: in eval mode.
-        traces: of one document each, with the drafter's taps; the answers are the target's own.
-        depths: no more than the drafter unrolls.
-        ranks: no more than the drafter has tokens.
+        trace: of one document, with the drafter's taps; the answer is the target's own.
     """
-    return [_of_answer(drafter, trace, depths, ranks) for trace in traces]
-
-
-def _of_answer(drafter: Drafter, trace: Trace, depths: int, ranks: int) -> list[RankPath]:
     begins = trace.supervised_mask(0)[0].nonzero().flatten()  # rows before the answer's tokens
     last = len(begins) - 1
     rank_rows = torch.full((last + 1, depths), ranks)
@@ -65,11 +57,8 @@ def tau(answers: Sequence[Sequence[RankPath]], paths: Paths) -> float:
 
     The last round of an answer is cut short by its end and counts only if it is the only one.
     """
-    accepted = [
-        count
-        for answer in answers
-        for count in complete_rounds(list(accepted_per_round(answer, paths)))
-    ]
+    rounds = (complete_rounds(list(accepted_per_round(answer, paths))) for answer in answers)
+    accepted = [count for answer in rounds for count in answer]
     return 1 + sum(accepted) / max(1, len(accepted))
 
 

@@ -2,8 +2,7 @@
 
 A forward takes the longer of its memory traffic and its arithmetic at the machine's peak rates,
 plus a fixed time. What a drafter's forward reads is recorded on the real module, step by step,
-since some steps read the head alone and others a decoder layer too. `ASSUMPTIONS` lists what the
-model leaves out and is printed with every plan.
+since some steps read the head alone and others a decoder layer too.
 
 Source: the roofline model, Williams et al. 2009, "Roofline", CACM 52(4); its use for speculative
 decoding over batches and contexts, Chen et al. 2024, "MagicDec", section 3, arXiv:2408.11049.
@@ -13,13 +12,15 @@ Differs from MagicDec: traffic counts the drafter's reads and the rows of the dr
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import chain, repeat
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from outrider.eval.plan.forward_times import synthetic_rounds
+from outrider.eval.plan.forward_times import SyntheticRounds
 from outrider.eval.plan.round_costs import DraftShape, RoundCost
 from outrider.models.drafter import Drafter
 from outrider.models.target import Target
@@ -30,19 +31,12 @@ PROBE_ROWS = 8  # absorbed before the recorded forwards, and again by the record
 
 @dataclass(frozen=True)
 class Machine:
-    """Peak rates of one accelerator.
-
-    Attributes:
-        bandwidth: of its memory, in bytes per second.
-        flops: dense bfloat16 operations per second, accumulated in float32.
-        fixed: seconds added to every forward for launches and sampling. An assumption.
-        memory: in bytes.
-    """
+    """Peak rates of one accelerator."""
 
     name: str
-    bandwidth: float
-    flops: float
-    fixed: float = FIXED_SECONDS
+    bandwidth: float  # of its memory, in bytes per second
+    flops: float  # dense bfloat16 operations per second, accumulated in float32
+    fixed: float = FIXED_SECONDS  # per forward, for launches and sampling; an assumption
     memory: float = math.inf
 
 
@@ -51,12 +45,8 @@ MACHINES = {
     "h100": Machine("H100 SXM 80GB", 3.35e12, 989.4e12, memory=80e9),  # NVIDIA H100 data sheet
     "h200": Machine("H200 SXM 141GB", 4.8e12, 989.4e12, memory=141e9),  # NVIDIA H200 data sheet
     "a100": Machine("A100 SXM 80GB", 2.039e12, 312e12, memory=80e9),  # NVIDIA A100 80GB data sheet
-    "b200": Machine(
-        "B200", 8e12, 2250e12, memory=180e9
-    ),  # NVIDIA DGX B200 data sheet, an eighth of it
-    "rtx4090": Machine(
-        "RTX 4090", 1.008e12, 165.2e12, memory=24e9
-    ),  # NVIDIA Ada architecture white paper
+    "b200": Machine("B200", 8e12, 2250e12, memory=180e9),  # 1/8 of NVIDIA's DGX B200 data sheet
+    "rtx4090": Machine("RTX 4090", 1.008e12, 165.2e12, memory=24e9),  # NVIDIA Ada white paper
     "mi300x": Machine("MI300X", 5.3e12, 1307.4e12, memory=192e9),  # AMD Instinct MI300X data sheet
 }
 
@@ -77,22 +67,13 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What one forward of a model reads and computes.
+    """What one forward of a model reads and computes."""
 
-    Attributes:
-        parameters: elements of all multiplied matrices; embeddings that are only looked up
-            do not count.
-        weights: their bytes.
-        kv: bytes of keys and values per cached token, over all layers.
-        hidden: width of a layer's queries, heads x head size.
-        layers: number of layers with attention.
-    """
-
-    parameters: int | float
-    weights: int | float
-    kv: int | float
-    hidden: int
-    layers: int | float
+    parameters: int | float  # of all multiplied matrices; embeddings only looked up do not count
+    weights: int | float  # their bytes
+    kv: int | float  # bytes of keys and values per cached token, over all layers
+    hidden: int  # width of a layer's queries, heads x head size
+    layers: int | float  # those with attention
 
     @classmethod
     def of(cls, target: Target) -> "ModelSize":
@@ -120,9 +101,9 @@ def forward_seconds(
 ) -> float:
     """Return the time of one forward of `tokens` new tokens per prompt after `context` cached ones.
 
-    The last new token attends to context + tokens - 1 other rows: a plain step reads what is
-    cached, a tree also reads itself. Two operations per parameter and token; per row, two for the
-    score and two for the value. A model without weights takes no time (Medusa's later levels).
+    A plain step reads what is cached, a tree also reads itself. Two operations per parameter and
+    token; per row, two for the score and two for the value. A model without weights takes no time
+    (Medusa's later levels).
     """
     if not model.weights:
         return 0.0
@@ -133,43 +114,19 @@ def forward_seconds(
     return max(traffic / machine.bandwidth, arithmetic / machine.flops) + machine.fixed
 
 
-def memory_warning(
-    machine: Machine, target: ModelSize, drafter: Sequence[ModelSize], batch: int, context: int
-) -> str:
-    """Return a sentence if weights and caches exceed the machine's memory, else "".
-
-    Args:
-        drafter: the sizes of its forwards; the largest one stands for its weights.
-    """
-    needed = sum(
-        model.weights + batch * context * model.kv
-        for model in (target, max(drafter, key=lambda size: size.weights))
-    )
-    if needed <= machine.memory:
-        return ""
-    return (
-        f"Batch {batch} with {context} tokens each does not fit: weights and caches need about "
-        f"{needed / 1e9:.3g} GB, and {machine.name} has {machine.memory / 1e9:g} GB."
-    )
-
-
 # ---- sizes of a real drafter ----
 
 
 def drafter_sizes(drafter: Drafter, target: Target, depth: int) -> tuple[ModelSize, ...]:
-    """Return the sizes of a round's drafter forwards: `absorb`, then the steps at depths 1, 2, ...
-
-    Args:
-        depth: number of steps to record, at most `drafter.max_depth`.
-    """
-    shape, rounds = target.shape(), synthetic_rounds(drafter, target)
+    """Return the sizes of a round's drafter forwards: `absorb`, then `depth` steps."""
+    shape, rounds = target.shape(), SyntheticRounds(drafter, target)
     with torch.no_grad():
         state = drafter.absorb(None, rounds.rows(0, PROBE_ROWS))
         with _MatrixRecorder() as recorder:
             states = drafter.absorb_batch([state], [rounds.rows(PROBE_ROWS, 2 * PROBE_ROWS)])
             sizes = [recorder.take_total()]
             for level in range(1, min(depth, drafter.max_depth) + 1):
-                states = rounds.step(drafter, states, level, 1)
+                states = rounds.step(states, level, 1)
                 sizes.append(recorder.take_total())
         longer = drafter.absorb(state, rounds.rows(PROBE_ROWS, 2 * PROBE_ROWS))
     grown = [(b - a) / PROBE_ROWS for a, b in zip(_elements(state), _elements(longer), strict=True)]
@@ -181,11 +138,7 @@ def drafter_sizes(drafter: Drafter, target: Target, depth: int) -> tuple[ModelSi
 class _MatrixRecorder(TorchFunctionMode):
     """Records every matrix that is multiplied with, once."""
 
-    WEIGHT_ARGUMENT: ClassVar[dict[Any, int]] = {
-        torch.nn.functional.linear: 1,
-        torch.addmm: 2,
-        torch.mm: 0,
-    }
+    WEIGHT_ARGUMENT: ClassVar[dict[Any, int]] = {F.linear: 1, torch.addmm: 2, torch.mm: 0}
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,14 +162,11 @@ def _elements(state: object) -> tuple[int, int]:
     if isinstance(state, Tensor):
         count = state.numel() if state.is_floating_point() else 0
         return count, count * state.dtype.itemsize
-    parts: Sequence[object] = ()
     if is_dataclass(state):
-        parts = [getattr(state, field.name) for field in fields(state)]
+        state = [getattr(state, field.name) for field in fields(state)]
     elif isinstance(state, dict):
-        parts = list(state.values())
-    elif isinstance(state, list | tuple):
-        parts = state
-    totals = [_elements(part) for part in parts]
+        state = list(state.values())
+    totals = [_elements(part) for part in state] if isinstance(state, list | tuple) else []
     return sum(count for count, _ in totals), sum(size for _, size in totals)
 
 
@@ -228,8 +178,7 @@ class RooflineClock:
     """Round times of another machine, for `surface.make_plan`.
 
     Attributes:
-        drafter: sizes of a round's forwards (`drafter_sizes`); one size stands for all of
-            them, and the last one for all deeper steps.
+        drafter: sizes of a round's forwards; the last one stands for all deeper steps.
         budget: cached tokens that the drafter reads at most (MagicDec); None: all.
     """
 
@@ -251,24 +200,26 @@ class RooflineClock:
 
     def fields(self) -> dict[str, Any]:
         """Return the inputs, for json."""
-        return {
-            "machine": asdict(self.machine),
-            "target": asdict(self.target),
-            "drafter": [asdict(size) for size in self.drafter],
-            "budget": self.budget,
-        }
+        return asdict(self)
+
+    def memory_warning(self, batch: int, context: int) -> str:
+        """Return a sentence if weights and caches exceed the machine's memory, else ""."""
+        machine, models = self.machine, (self.target, max(self.drafter, key=lambda m: m.weights))
+        needed = sum(model.weights + batch * context * model.kv for model in models)
+        if needed <= machine.memory:
+            return ""
+        return (
+            f"Batch {batch} with {context} tokens each does not fit: weights and caches need about "
+            f"{needed / 1e9:.3g} GB, and {machine.name} has {machine.memory / 1e9:g} GB."
+        )
 
     def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
         """Return the target over root and tree, and `absorb` plus one step per level."""
-        target = self._seconds(self.target, batch, shape.nodes + 1, context)
-        if not shape.depth:
-            return RoundCost(0.0, 1000 * target, 0.0)
+        target = forward_seconds(self.machine, self.target, batch, shape.nodes + 1, context)
         rows = context if self.budget is None else min(self.budget, context)
-        last = len(self.drafter) - 1
-        draft = self._seconds(self.drafter[0], batch, 1, rows)
-        for step, nodes in enumerate(shape.parents, start=1):
-            draft += self._seconds(self.drafter[min(step, last)], batch, nodes, rows)
-        return RoundCost(1000 * draft, 1000 * target, 0.0)
-
-    def _seconds(self, model: ModelSize, batch: int, tokens: int, context: int) -> float:
-        return forward_seconds(self.machine, model, batch, tokens, context)
+        sizes = chain(self.drafter, repeat(self.drafter[-1]))
+        draft = sum(
+            forward_seconds(self.machine, size, batch, nodes, rows)
+            for size, nodes in zip(sizes, (1, *shape.parents), strict=False)
+        )
+        return RoundCost(1000 * draft if shape.depth else 0.0, 1000 * target, 0.0)

@@ -1,7 +1,6 @@
 """Duration of a decoding round, interpolated between measurements on this machine.
 
-Two grids of forward times (`forward_times.py`) are interpolated linearly; a point outside them
-is an error.
+Two grids of forward times (`forward_times.py`) are interpolated linearly.
 
     target   new tokens x prompts x cached rows                 the head included
     draft    nodes per step x steps x prompts x cached rows     absorbing `ABSORBED_ROWS` included
@@ -26,42 +25,22 @@ ABSORBED_ROWS = 3  # verified rows that the drafter absorbs per round: about tau
 
 @dataclass(frozen=True)
 class TimeGrid:
-    """Milliseconds on a grid, linear between its points and exact on them.
-
-    Attributes:
-        axes: name of each axis -> its points, ascending.
-        ms: one value for every combination of points, in the order of the axes.
-
-    Raises:
-        ValueError: points that do not ascend, or a combination without a value.
-    """
+    """Milliseconds for every combination of ascending points, linear between them."""
 
     axes: Mapping[str, tuple[int, ...]]
     ms: Mapping[tuple[int, ...], float]
 
-    def __post_init__(self) -> None:
-        for name, points in self.axes.items():
-            if not points or list(points) != sorted(set(points)):
-                raise ValueError(f"{name} {points}: points must ascend, each once, at least one")
-        for point in product(*self.axes.values()):
-            if point not in self.ms:
-                raise ValueError(f"no time was measured at {point} of {tuple(self.axes)}")
-
     def at(self, **point: int | float) -> float:
-        """Return the time at one point.
-
-        Raises:
-            ValueError: the point is outside the grid.
-        """
+        """Return the time at one point; outside the grid it is a ValueError."""
         for name, points in self.axes.items():
             if not points[0] <= point[name] <= points[-1]:
                 message = f"{name} = {point[name]}: measured were {points[0]} to {points[-1]}"
                 raise ValueError(message)
-        corners = tuple(product(*self.axes.values()))
         axes = {name: points for name, points in self.axes.items() if len(points) > 1}
-        grid = np.reshape([self.ms[corner] for corner in corners], [*map(len, axes.values())])
+        values = [self.ms[corner] for corner in product(*self.axes.values())]
         if not axes:
-            return float(grid)
+            return values[0]
+        grid = np.reshape(values, [*map(len, axes.values())])
         return float(interpn([*axes.values()], grid, [point[name] for name in axes])[0])
 
     def fields(self) -> list[dict[str, int | float]]:
@@ -69,18 +48,22 @@ class TimeGrid:
         return [dict(zip((*self.axes, "ms"), (*p, v), strict=True)) for p, v in self.ms.items()]
 
 
+class Grid(NamedTuple):
+    """Shapes and settings to predict; a chain of every depth is always included."""
+
+    depths: Sequence[int]
+    widths: Sequence[int] = (1,)  # children per node at most
+    nodes: Sequence[int] = ()
+    batches: Sequence[int] = (1,)
+    contexts: Sequence[int] = (256,)  # cached tokens of each prompt
+
+
 class DraftShape(NamedTuple):
-    """Size of a draft: what a round requires of both models.
+    """Size of a draft: what a round requires of both models."""
 
-    Attributes:
-        depth: levels drafted; 0 is plain decoding.
-        nodes: draft tokens, all verified by the target.
-        parents: per level, the nodes that the drafter expands; the root at first.
-    """
-
-    depth: int
-    nodes: int
-    parents: tuple[int, ...]
+    depth: int  # levels drafted; 0 is plain decoding
+    nodes: int  # draft tokens, all verified by the target
+    parents: tuple[int, ...]  # per level, the nodes that the drafter expands; the root at first
 
     @classmethod
     def of(cls, paths: Paths) -> "DraftShape":
@@ -92,7 +75,6 @@ class DraftShape(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """plain, chain or tree."""
         return "tree" if self.nodes > self.depth else "chain" if self.depth else "plain"
 
     @property
@@ -118,17 +100,12 @@ class RoundCost(NamedTuple):
 
 
 class DecodedRound(NamedTuple):
-    """A round measured within decoding.
-
-    Attributes:
-        draft, target: multiples of the times of the forwards alone.
-        rest: ms of everything else.
-    """
+    """A round measured within decoding."""
 
     shape: DraftShape
-    draft: float
-    target: float
-    rest: float
+    draft: float  # multiple of the time of the forwards alone
+    target: float  # the same
+    rest: float  # ms of everything else
 
 
 @dataclass(frozen=True)
@@ -136,15 +113,12 @@ class MeasuredClock:
     """Round times of this machine, for `surface.make_plan`.
 
     Attributes:
-        name: description of the machine.
-        target: axes tokens, batch, context.
-        draft: axes width, depth, batch, context.
         decoded: batch -> measured rounds of some shapes; without any, a round is its forwards.
     """
 
     name: str
-    target: TimeGrid
-    draft: TimeGrid
+    target: TimeGrid  # axes tokens, batch, context
+    draft: TimeGrid  # axes width, depth, batch, context
     decoded: Mapping[int, Sequence[DecodedRound]] = field(default_factory=dict)
 
     @property
@@ -167,21 +141,18 @@ class MeasuredClock:
 
     def forwards_only(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
         """Return the times of the forwards alone."""
-        where = {"batch": batch, "context": context}
-        target = self.target.at(tokens=shape.nodes + 1, **where)
-        if not shape.depth:
-            return RoundCost(0.0, target, 0.0)
-        return RoundCost(self.draft.at(width=shape.width, depth=shape.depth, **where), target, 0.0)
+        setting = {"batch": batch, "context": context}
+        size = {"width": shape.width, "depth": shape.depth}
+        draft = self.draft.at(**size, **setting) if shape.depth else 0.0
+        return RoundCost(draft, self.target.at(tokens=shape.nodes + 1, **setting), 0.0)
 
     def fields(self) -> dict[str, Any]:
         """Return the measurements, for json."""
-        decoded = {
-            batch: [
-                {**r._asdict(), "shape": dict(zip(SHAPE_KEYS, r.shape, strict=True))}
-                for r in rounds
-            ]
-            for batch, rounds in self.decoded.items()
-        }
+        decoded: dict[int, list[dict[str, Any]]] = {batch: [] for batch in self.decoded}
+        for batch, rounds in self.decoded.items():
+            for r in rounds:
+                shape = dict(zip(SHAPE_KEYS, r.shape, strict=True))
+                decoded[batch].append({**r._asdict(), "shape": shape})
         return {"target": self.target.fields(), "draft": self.draft.fields(), "decoded": decoded}
 
 

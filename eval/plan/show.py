@@ -1,6 +1,5 @@
 """Tables, picture and files of a plan."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.conf.files import write, write_json
-from outrider.eval.console_tables import add_number_columns, narrow_table
 from outrider.eval.plan.surface import Plan, PlanRow
+from outrider.eval.report import png
+from outrider.eval.report_tables import add_number_columns, narrow_table
 
 SIDE_BY_SIDE = 6  # settings per table: fits 80 columns
 TOLERANCE = 0.10  # relative error of a prediction that is printed in green
@@ -117,16 +117,10 @@ def check_table(checks: Sequence[Check]) -> Table:
     )
     for check in checks:
         colour = "green" if abs(check.error) <= TOLERANCE else "red"
-        row = check.row
-        table.add_row(
-            row.label,
-            str(row.batch),
-            f"{row.tau:.2f}",
-            f"{check.tau:.2f}",
-            f"{row.speedup:.2f}x",
-            f"{check.speedup:.2f}x",
-            f"[{colour}]{100 * check.error:+.1f} %[/{colour}]",
-        )
+        row, error = check.row, f"[{colour}]{100 * check.error:+.1f} %[/{colour}]"
+        taus = f"{row.tau:.2f}", f"{check.tau:.2f}"
+        speedups = f"{row.speedup:.2f}x", f"{check.speedup:.2f}x"
+        table.add_row(row.label, str(row.batch), *taus, *speedups, error)
     return table
 
 
@@ -136,14 +130,7 @@ def check_table(checks: Sequence[Check]) -> Table:
 def write_plan(
     folder: Path, plan: Plan, out: str = "plan", checks: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Write `<out>.png`, then `<out>.json`, so that the json implies the picture.
-
-    Args:
-        checks: predictions compared with decoding.
-
-    Raises:
-        RunError: the disk is full or the folder cannot be written.
-    """
+    """Write `<out>.png`, then `<out>.json`, so that the json implies the picture."""
     write(folder / f"{out}.png", plot(plan))
     write_json(folder / f"{out}.json", {**plan.fields(), "checks": list(checks)})
 
@@ -153,14 +140,12 @@ def plot(plan: Plan) -> bytes:
 
     A colour per depth, a line per width; a ring marks the best draft.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     batches = sorted({row.batch for row in plan.rows})
     contexts = sorted({row.context for row in plan.rows})
     wide, high = len(batches), len(contexts)
     figure = Figure(figsize=(2.6 * wide + 2.2, 2.2 * high + 0.7), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"speedup over draft tokens: {plan.name}", fontsize=9)
     panels = figure.subplots(high, wide, squeeze=False, sharex=True, sharey=True)
     best = {row[:2]: row for row in plan.recommended}
@@ -171,27 +156,25 @@ def plot(plan: Plan) -> bytes:
         panel.tick_params(labelsize=7)
     lines = panels[0, 0].get_legend_handles_labels()
     figure.legend(*lines, loc="outside right upper", fontsize=7)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+    return png(figure)
+
+
+def _points(rows: Sequence[PlanRow]) -> tuple[list[int], list[float]]:
+    return [row.nodes for row in rows], [row.speedup for row in rows]
 
 
 def _draw(panel: Any, rows: Sequence[PlanRow], best: PlanRow) -> None:
     depths, widths = sorted({row.depth for row in rows}), sorted({row.width for row in rows})
     styles = dict(zip(widths, ("-", "--", ":", "-.") * len(widths), strict=False))
     chains = [row for row in rows if row.width == 1]
-    panel.plot(
-        [row.nodes for row in chains], [row.speedup for row in chains],
-        color="black", marker="o", ms=3, lw=1, label="chain",
-    )  # fmt: skip
+    panel.plot(*_points(chains), color="black", marker="o", ms=3, lw=1, label="chain")
     for colour, depth in enumerate(depths):
         for width in widths[1:] if widths[0] == 1 else widths:
             line = [row for row in rows if (row.depth, row.width) == (depth, width)]
             if line:
-                panel.plot(
-                    [row.nodes for row in line], [row.speedup for row in line], styles[width],
-                    color=f"C{colour}", marker=".", ms=4, lw=1, label=f"tree {depth}x{width}",
-                )  # fmt: skip
+                style = {"color": f"C{colour}", "marker": ".", "ms": 4, "lw": 1}
+                label = f"tree {depth}x{width}"
+                panel.plot(*_points(line), styles[width], **style, label=label)
     panel.axhline(1.0, color="tab:gray", lw=0.8)
     if best.depth:
         panel.plot([best.nodes], [best.speedup], "o", ms=9, mfc="none", mec="tab:red")

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.eval.plan.roofline import Machine, ModelSize, RooflineClock, memory_warning
-from outrider.eval.plan.round_costs import PLAIN, DraftShape, RoundCost
+from outrider.eval.plan.roofline import RooflineClock
+from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid, RoundCost
 from outrider.eval.theory import walltime_from_times
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.tree_shapes import Paths
@@ -52,35 +52,13 @@ class Clock(Protocol):
     @property
     def assumptions(self) -> tuple[str, ...]: ...
 
-    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
-        """Return milliseconds of a round of this shape, with `context` cached tokens per prompt."""
-        ...
+    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost: ...
 
-    def fields(self) -> dict[str, Any]:
-        """Return the inputs of the times, for json."""
-        ...
+    def fields(self) -> dict[str, Any]: ...
 
 
 DraftKey = tuple[int, int, int]  # depth, width and nodes of a draft
 TauFn = Callable[[Paths], float]  # tokens per round of a static tree
-
-
-class Grid(NamedTuple):
-    """Shapes and settings to predict; a chain of every depth is always included.
-
-    Attributes:
-        depths: levels drafted.
-        widths: children per node at most; 1 is a chain.
-        nodes: draft tokens of a tree.
-        batches: prompts decoded together.
-        contexts: cached tokens of each.
-    """
-
-    depths: Sequence[int]
-    widths: Sequence[int] = (1,)
-    nodes: Sequence[int] = ()
-    batches: Sequence[int] = (1,)
-    contexts: Sequence[int] = (256,)
 
 
 class PlanRow(NamedTuple):
@@ -113,17 +91,12 @@ class PlanRow(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of the batch."""
         return 1000 * self.batch * self.tau / self.round_ms
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows, and their inputs.
-
-    Attributes:
-        warnings: settings that exceed the machine's memory.
-    """
+    """All rows, their inputs, and warnings of settings that exceed the machine's memory."""
 
     rows: list[PlanRow]
     table: list[list[float]]
@@ -154,40 +127,25 @@ def make_plan(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid)
     """Return the plan of a grid.
 
     Args:
-        table: table[d - 1, k] is the probability that the child of rank k at depth d is the
-            accepted one, given that its parent was.
+        table: of `eval/rank_tables.py`.
 
     Raises:
         ValueError: the table is invalid, or the grid exceeds the table or the clock.
     """
-    rows = surface(table, tau, clock, grid)
-    assumptions = (*ASSUMPTIONS, *clock.assumptions)
+    rows, assumptions = surface(table, tau, clock, grid), (*ASSUMPTIONS, *clock.assumptions)
     return Plan(rows, table.double().tolist(), clock.name, assumptions, clock.fields())
 
 
 def predicted_plan(
-    table: Float[Tensor, "D K"],
-    tau: TauFn,
-    machine: Machine,
-    target: ModelSize,
-    drafter: Sequence[ModelSize],
-    grid: Grid,
-    budget: int | None = None,
+    table: Float[Tensor, "D K"], tau: TauFn, clock: RooflineClock, grid: Grid
 ) -> Plan:
-    """Return the plan of another machine.
-
-    Args:
-        drafter: sizes of its forwards (`roofline.drafter_sizes`).
-        budget: cached tokens that the drafter reads at most; None: all.
-    """
-    plan = make_plan(table, tau, RooflineClock(machine, target, tuple(drafter), budget), grid)
-    warnings = []
-    for context in sorted(set(grid.contexts)):
-        messages = (
-            memory_warning(machine, target, drafter, n, context) for n in sorted(set(grid.batches))
-        )
-        warnings.append(next(filter(None, messages), ""))  # larger batches do not fit either
-    return replace(plan, warnings=tuple(filter(None, warnings)))
+    """Return the plan of another machine."""
+    plan = make_plan(table, tau, clock, grid)
+    warnings = dict[int, str]()
+    for context, batch in product(sorted(set(grid.contexts)), sorted(set(grid.batches))):
+        if warning := clock.memory_warning(batch, context):
+            warnings.setdefault(context, warning)  # larger batches do not fit either
+    return replace(plan, warnings=tuple(warnings.values()))
 
 
 def surface(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid) -> list[PlanRow]:
@@ -202,14 +160,9 @@ def surface(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid) -
         rows.append(PlanRow(batch, context, 0, 0, 0, 1.0, 0.0, plain, plain, plain, 1.0))
         for depth, width, shape, tokens in shapes:
             draft, verify, rest = clock.parts(shape, batch, context)
+            times = draft, verify, draft + verify + rest, plain
             speedup = walltime_from_times(tokens, draft, verify, rest, plain)
-            total = draft + verify + rest
-            rows.append(
-                PlanRow(
-                    batch, context, depth, width, shape.nodes, tokens, draft, verify, total, plain,
-                    speedup,
-                )
-            )  # fmt: skip
+            rows.append(PlanRow(batch, context, depth, width, shape.nodes, tokens, *times, speedup))
     return rows
 
 
@@ -238,8 +191,7 @@ def recommended(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """
     best: dict[tuple[int, int], PlanRow] = {}
     for row in sorted(rows, key=lambda row: (row.batch, row.context, row.nodes, row.depth)):
-        fastest = best.get((row.batch, row.context))
-        if fastest is None or row.speedup > fastest.speedup:
+        if row.speedup > best.setdefault((row.batch, row.context), row).speedup:
             best[row.batch, row.context] = row
     return list(best.values())
 

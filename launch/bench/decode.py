@@ -1,10 +1,8 @@
 """`outrider bench rounds` and `batch`: the parts of a decoding round, and throughput by batch size.
 
 Both decode the prompts of a finished run. `rounds` measures milliseconds per round for a chain and
-two trees, greedily and at temperature 1, there with the default rule and with coupled sampling: the
-forwards of drafter and target, verification, committing the accepted rows to the caches, and the
-rest. `batch` measures tokens per second at several batch sizes, with and without the drafter,
-interleaved.
+two trees, greedily and at temperature 1, there with the default rule and with coupled sampling.
+`batch` measures tokens per second with and without the drafter, interleaved.
 """
 
 import dataclasses
@@ -24,10 +22,10 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
 from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.console_tables import add_number_columns, narrow_table
 from outrider.eval.open_drafter import find_drafter
 from outrider.eval.plan.interleaved import request_groups
-from outrider.launch.bench.machine import save_result
+from outrider.eval.report_tables import add_number_columns, narrow_table
+from outrider.launch.bench.machine import number_table, save_result
 from outrider.models import process
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
@@ -70,19 +68,14 @@ class Options:
 
 
 class LoadedRun:
-    """A finished run, loaded, and its prompts as requests.
-
-    Raises:
-        ConfigError, RunError: an option is wrong, or the run has not finished.
-    """
+    """A finished run, loaded, and its prompts as requests."""
 
     def __init__(self, words: list[str]) -> None:
         self.options = parse_words(Options, words)
-        folder = self.options.run.dir
-        if not folder:
+        if not self.options.run.dir:
             why = "This benchmark measures a finished run."
             raise ConfigError("run.dir", "", why, "Add run.dir=runs/<name>.")
-        config = load_run(Path(folder), [])
+        config = load_run(Path(self.options.run.dir), [])
         drafter_folder = find_drafter(config)
         process.set_threads()
         self.target, tokenizer, _ = load_target(config.target, process.device())
@@ -104,23 +97,19 @@ class LoadedRun:
 
     def show(self, table: Table, rows: list[dict[str, Any]]) -> None:
         """Print the table, and write the rows to `out`."""
-        console = Console()
-        console.print(table)
+        Console().print(table)
         setting = {
-            "drafter": self.drafter_name,
-            "target": self.target.name,
-            "dtype": str(self.target.dtype),
-            "device": self.target.device.type,
-            "threads": torch.get_num_threads(),
-            **dict(flatten(dataclasses.asdict(self.options))),
-        }
+            "drafter": self.drafter_name, "target": self.target.name,
+            "dtype": str(self.target.dtype), "device": self.target.device.type,
+            "threads": torch.get_num_threads(), **dict(flatten(dataclasses.asdict(self.options))),
+        }  # fmt: skip
         save_result(self.options.out, {"setting": setting, "rows": rows})
         if self.options.out:
-            console.print(f"written: {self.options.out}")
+            Console().print(f"written: {self.options.out}")
 
 
 def rounds(words: list[str]) -> int:
-    """Run the benchmark: milliseconds per round, by part."""
+    """Measure milliseconds per round, by part."""
     run = LoadedRun(words)
     rows: list[dict[str, Any]] = []
     table = narrow_table("milliseconds per round (medians)")
@@ -140,22 +129,18 @@ def rounds(words: list[str]) -> int:
 
 
 def _round_parts(run: LoadedRun, policy: Policy, sampling: Sampling) -> dict[str, float]:
-    """Medians of the repetitions; `overhead` is the share of neither model's forwards."""
+    """Return medians of the repetitions; `overhead` is the share of neither model's forwards."""
     engine = run.engine(policy, sampling)
     engine.generate_all(run.requests[:2], 1)  # warm-up
-    repeats = range(run.options.repeats)
-    means = [_per_round(engine.generate_all(run.requests, 1)) for _ in repeats]
+    runs = (engine.generate_all(run.requests, 1) for _ in range(run.options.repeats))
+    means = list(map(_per_round, runs))
     row = {name: statistics.median(mean[name] for mean in means) for name in means[0]}
     row["overhead"] = 1 - (row["draft"] + row["target"]) / row["round"]
     return row
 
 
 def _per_round(outputs: Sequence[Output]) -> dict[str, float]:
-    """Tau, and mean milliseconds per round.
-
-    Raises:
-        RunError: there was no round.
-    """
+    """Return tau, and mean milliseconds per round; RunError: there was none."""
     count = sum(out.rounds for out in outputs)
     if count == 0:
         raise RunError("Every answer ended with its first token.", "Use a larger limit or tokens.")
@@ -173,9 +158,9 @@ def batch(words: list[str]) -> int:
         why = f"There are {len(requests)} prompts: the batch would never be full."
         raise ConfigError("batches", batches, why, "Use smaller batches, or a larger limit.")
     rows: list[dict[str, Any]] = []
-    table = Table(title=f"{len(requests)} prompts, greedy (medians)")
-    for name in ("batch", "draft shape", "tau", "tokens/s", "plain tokens/s", "speedup", "same"):
-        table.add_column(name, justify="left" if name == "draft shape" else "right")
+    head = ("batch", "draft shape", "tau", "tokens/s", "plain tokens/s", "speedup", "same")
+    title = f"{len(requests)} prompts, greedy (medians)"
+    table = number_table(title, head, ("draft shape",))
     expected = [out.ids for out in run.engine(None, Sampling()).generate_all(requests, 1)]
     for size in batches:
         for name in ("chain of 3", "tree of 8"):
@@ -191,11 +176,7 @@ def batch(words: list[str]) -> int:
 def _throughput(
     run: LoadedRun, policy: Policy, size: int, expected: list[list[int]]
 ) -> dict[str, Any]:
-    """Tokens per second of both engines, interleaved.
-
-    Args:
-        expected: answers of plain decoding, one prompt at a time; `same` counts equal ones.
-    """
+    """Return tokens per second of both engines; `same` counts answers equal to `expected`."""
     engines = [run.engine(each, Sampling()) for each in (policy, None)]
     for engine in engines:
         engine.generate_all(run.requests[:size], size)  # warm-up
@@ -214,6 +195,5 @@ def _throughput(
 
 
 def _speed(outputs: Sequence[Output]) -> float:
-    """Tokens per second of rounds."""
-    tokens = sum(len(out.ids) - 1 for out in outputs)
-    return tokens / sum(out.times.rounds for out in outputs)
+    """Return tokens per second of rounds."""
+    return sum(len(out.ids) - 1 for out in outputs) / sum(out.times.rounds for out in outputs)
