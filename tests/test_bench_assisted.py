@@ -1,6 +1,6 @@
 """Both libraries output the same tokens in the same rounds, and the table of the measurement.
 
-The draft model is the target with noise on its weights: right about half of the time.
+The draft model is the target with noise on its weights: accepted about half of the time.
 """
 
 import dataclasses
@@ -37,7 +37,8 @@ from tests.families import small_model
 SYSTEMS = [OURS, PLAIN, ASSISTED, LOOKUP, THEIR_PLAIN]
 PROMPTS = [[5, 40, 17, 23, 9], [11], [27, 8, 30, 18, 56, 56, 34, 59]]
 BUDGET = 24
-HALF = {"llama": 0.12, "gpt2": 0.6}  # noise, in spreads of each weight, that leaves it half right
+# noise, in spreads of each weight, with which half of the draft tokens are accepted
+HALF = {"llama": 0.12, "gpt2": 0.6}
 
 
 def noisy(family: str, noise: float) -> Any:
@@ -51,7 +52,7 @@ def noisy(family: str, noise: float) -> Any:
     return model
 
 
-def decoders(
+def build_decoders(
     folder: Path,
     gamma: int,
     noise: float | None = None,
@@ -64,9 +65,9 @@ def decoders(
     return BothDecoders(target, drafter, assistant, stops, gamma, lookup=4)
 
 
-def answers(both: BothDecoders, prompt: list[int], budget: int = BUDGET) -> dict[str, Answer]:
-    with both:
-        return {name: both.answer(name, prompt, budget) for name in both.systems}
+def answers(decoders: BothDecoders, prompt: list[int], budget: int = BUDGET) -> dict[str, Answer]:
+    with decoders:
+        return {name: decoders.answer(name, prompt, budget) for name in decoders.systems}
 
 
 # ---- tokens and forwards -------------------------------------------------------------------------
@@ -78,83 +79,84 @@ def answers(both: BothDecoders, prompt: list[int], budget: int = BUDGET) -> dict
 def test_all_systems_output_the_same_tokens_in_the_same_rounds(
     tmp_path: Path, family: str, gamma: int
 ) -> None:
-    both, forwards = decoders(tmp_path, gamma, family=family), 0
+    decoders, forwards = build_decoders(tmp_path, gamma, family=family), 0
     for prompt in PROMPTS:
-        outputs, plain = answers(both, prompt), tiny.greedy_tokens(both.target, prompt, BUDGET)
+        outputs = answers(decoders, prompt)
+        plain = tiny.greedy_tokens(decoders.target, prompt, BUDGET)
         for name in SYSTEMS:
             assert outputs[name].ids == plain, name
-        with both:
-            assert both.same_rounds(prompt, BUDGET)
+        with decoders:
+            assert decoders.same_rounds(prompt, BUDGET)
         forwards += outputs[OURS].forwards - 1
         assert outputs[PLAIN].forwards == outputs[THEIR_PLAIN].forwards == BUDGET
     accepted = len(PROMPTS) * (BUDGET - 1) - forwards
-    assert 0.2 * gamma * forwards < accepted < 0.8 * gamma * forwards, "the draft is half right"
+    assert 0.2 * gamma * forwards < accepted < 0.8 * gamma * forwards, "about half are accepted"
 
 
-def test_forwards_are_those_of_the_worked_example(tmp_path: Path) -> None:
-    """Gamma 2, all draft tokens accepted: prompt, 3, 3 in Outrider, and 3, 3, 1 there."""
-    both = decoders(tmp_path, 2, noise=0.0)
-    outputs = answers(both, PROMPTS[0], 7)
+def test_forward_counts_of_the_worked_example(tmp_path: Path) -> None:
+    """Gamma 2, all draft tokens accepted: prompt, 3, 3 in Outrider, and 3, 3, 1 in transformers."""
+    decoders = build_decoders(tmp_path, 2, noise=0.0)
+    outputs = answers(decoders, PROMPTS[0], 7)
     assert (outputs[OURS].forwards, outputs[ASSISTED].forwards) == (3, 3)
-    outputs = answers(both, PROMPTS[0], 6)
+    outputs = answers(decoders, PROMPTS[0], 6)
     assert (outputs[OURS].forwards, outputs[ASSISTED].forwards) == (3, 2)
 
 
-@pytest.mark.parametrize("place", range(1, 8))
-def test_an_end_token_inside_a_draft_ends_every_answer(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("position", range(1, 8))
+def test_end_token_inside_a_draft_ends_every_answer(tmp_path: Path, position: int) -> None:
     plain = tiny.greedy_tokens(tiny.target(), PROMPTS[0], BUDGET)
-    stop = plain[place]
-    both = decoders(tmp_path, 5, noise=0.0, stops=(stop,))
-    outputs = answers(both, PROMPTS[0])
+    stop = plain[position]
+    decoders = build_decoders(tmp_path, 5, noise=0.0, stops=(stop,))
+    outputs = answers(decoders, PROMPTS[0])
     for name in SYSTEMS:
         assert outputs[name].ids == plain[: plain.index(stop) + 1], name
-    with both:
-        assert both.same_rounds(PROMPTS[0], BUDGET)
+    with decoders:
+        assert decoders.same_rounds(PROMPTS[0], BUDGET)
 
 
 @pytest.mark.parametrize("budget", [1, 2])
-def test_the_smallest_budgets_have_equal_rounds(tmp_path: Path, budget: int) -> None:
-    both = decoders(tmp_path, 3)
-    assert all(len(a.ids) == budget for a in answers(both, PROMPTS[0], budget).values())
-    with both:
-        assert both.same_rounds(PROMPTS[0], budget)
+def test_rounds_are_equal_for_the_smallest_budgets(tmp_path: Path, budget: int) -> None:
+    decoders = build_decoders(tmp_path, 3)
+    assert all(len(a.ids) == budget for a in answers(decoders, PROMPTS[0], budget).values())
+    with decoders:
+        assert decoders.same_rounds(PROMPTS[0], budget)
 
 
-def test_another_gamma_is_noticed(tmp_path: Path) -> None:
-    both = decoders(tmp_path, 3, noise=0.0)
-    with both:
-        assert both.same_rounds(PROMPTS[0], BUDGET)
-        both.assistant.generation_config.num_assistant_tokens = 2
-        assert not both.same_rounds(PROMPTS[0], BUDGET)
+def test_same_rounds_detects_another_gamma(tmp_path: Path) -> None:
+    decoders = build_decoders(tmp_path, 3, noise=0.0)
+    with decoders:
+        assert decoders.same_rounds(PROMPTS[0], BUDGET)
+        decoders.assistant.generation_config.num_assistant_tokens = 2
+        assert not decoders.same_rounds(PROMPTS[0], BUDGET)
 
 
-def test_a_wrong_token_is_found_with_the_targets_margin(tmp_path: Path) -> None:
-    both = decoders(tmp_path, 3)
-    right = both.systems[OURS]
-    plain = tiny.greedy_tokens(both.target, PROMPTS[0], BUDGET)
+def test_mismatch_reports_the_position_and_the_logit_gap(tmp_path: Path) -> None:
+    decoders = build_decoders(tmp_path, 3)
+    right = decoders.systems[OURS]
+    plain = tiny.greedy_tokens(decoders.target, PROMPTS[0], BUDGET)
 
     def wrong(ids: list[int], budget: int) -> list[int]:
         output = right(ids, budget)
         return [*output[:4], (output[4] + 1) % tiny.VOCAB, *output[5:]]
 
-    both.systems[OURS] = wrong
-    with both:
-        case = against_transformers.compare(both, "first", PROMPTS[0], BUDGET, repeats=1)
-        (miss,) = both.mismatches(case)
+    decoders.systems[OURS] = wrong
+    with decoders:
+        case = against_transformers.compare(decoders, "first", PROMPTS[0], BUDGET, repeats=1)
+        (miss,) = decoders.mismatches(case)
     assert (miss.id, miss.position) == (f"first: {OURS}", 4)
     assert (miss.token, miss.baseline_token) == ((plain[4] + 1) % tiny.VOCAB, plain[4])
     text = torch.tensor([[*PROMPTS[0], *plain[:4]]])
-    top = both.target.model(text).logits[0, -1].topk(2).values
+    top = decoders.target.model(text).logits[0, -1].topk(2).values
     assert miss.gap == pytest.approx(float(top[0] - top[1]), rel=1e-4)
     assert [row["same_answers"] for row in assisted.rows([case])] == [0, 1, 1, 1, 1]
 
 
 def test_forwards_are_counted_only_inside_the_context(tmp_path: Path) -> None:
-    both = decoders(tmp_path, 2)
-    answers(both, PROMPTS[1], 3)
-    counted = both.forwards
-    assert both.answer(PLAIN, PROMPTS[1], 3).forwards == 0
-    assert both.forwards == counted > 0
+    decoders = build_decoders(tmp_path, 2)
+    answers(decoders, PROMPTS[1], 3)
+    counted = decoders.forwards
+    assert decoders.answer(PLAIN, PROMPTS[1], 3).forwards == 0
+    assert decoders.forwards == counted > 0
 
 
 # ---- the numbers ---------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ def test_rows_are_ratios_of_sums_of_medians() -> None:
     assert ours["in_models"] == 0.5
 
 
-def test_the_interval_covers_the_difference_of_prompts() -> None:
+def test_interval_covers_the_spread_over_prompts() -> None:
     """Ratio 1 on one prompt and 3 on the other, in equal time: resampled, from 1 to 3."""
     cases = [
         Case("a", [1], {OURS: timed(20, 2.0), ASSISTED: timed(20, 2.0)}, True),
@@ -194,21 +196,20 @@ def test_the_interval_covers_the_difference_of_prompts() -> None:
     assert assisted.rows(cases[:1])[0]["against_assisted_95"] is None
 
 
-def test_bodies_and_heads_of_both_sides_are_timed(tmp_path: Path) -> None:
+def test_bodies_and_heads_of_both_decoders_are_timed(tmp_path: Path) -> None:
     """All of them run, and each has hooks: the rest of a call is the decoders' own time."""
-    both, called = decoders(tmp_path, 3), list[int]()
-    for number, part in enumerate(both.model_parts()):
+    decoders, called = build_decoders(tmp_path, 3), list[int]()
+    for number, part in enumerate(decoders.model_parts()):
         part.register_forward_hook(lambda *_, number=number: called.append(number))
-    outputs = answers(both, PROMPTS[0])
-    assert isinstance(both.drafter, DraftLm)
-    body = both.model_parts().index(
-        both.drafter.lm.base_model
-    )  # does not run where the lean one does
+    outputs = answers(decoders, PROMPTS[0])
+    assert isinstance(decoders.drafter, DraftLm)
+    # the body does not run, because its fast forward does
+    body = decoders.model_parts().index(decoders.drafter.lm.base_model)
     assert set(called) == set(range(8)) - {body}
     assert all(0 < answer.model_seconds < answer.seconds for answer in outputs.values())
 
 
-# ---- the verb ------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def shallow(folder: Path, layers: int = 2) -> Path:
@@ -223,7 +224,7 @@ def shallow(folder: Path, layers: int = 2) -> Path:
     return folder
 
 
-def test_the_verb_prints_and_writes_a_row_per_system(
+def test_command_prints_and_writes_a_row_per_system(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft, out = shallow(tmp_path / "draft"), tmp_path / "out.json"
@@ -241,7 +242,7 @@ def test_the_verb_prints_and_writes_a_row_per_system(
     assert "same rounds on both sides: 2 of 2 prompts" in printed
 
 
-def test_mismatches_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mismatches_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [Case("a", [1], {name: timed(4, 1.0) for name in SYSTEMS}, True)]
     result = {
         "machine": "a machine", "options": dataclasses.asdict(assisted.Options()),
@@ -255,7 +256,7 @@ def test_mismatches_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "too long, left out: z" in printed
 
 
-def test_a_trained_draft_model_is_the_same_on_both_decoders(tmp_path: Path) -> None:
+def test_trained_draft_model_is_identical_in_both_decoders(tmp_path: Path) -> None:
     """With a reduced draft vocabulary in the run, both sides propose the whole one."""
     target = tiny.target()
     trained = tiny.drafter("draft_lm", target)
@@ -263,21 +264,21 @@ def test_a_trained_draft_model_is_the_same_on_both_decoders(tmp_path: Path) -> N
     drafter, assistant = assisted.draft_models(str(tmp_path), target)
     assert drafter.vocab.is_full
     text = torch.tensor([PROMPTS[0]])
-    places = torch.arange(text.shape[1])[None]
+    positions = torch.arange(text.shape[1])[None]
     causal = torch.ones(1, text.shape[1], text.shape[1]).bool().tril()
-    ours = drafter.head(drafter.lm.forward(text, places, causal).last)
+    ours = drafter.head(drafter.lm.forward(text, positions, causal).last)
     torch.testing.assert_close(ours, assistant(text).logits)
-    was = trained.head(drafter.lm.forward(text, places, causal).last)
-    torch.testing.assert_close(ours[..., trained.vocab.target_ids], was)
+    expected = trained.head(drafter.lm.forward(text, positions, causal).last)
+    torch.testing.assert_close(ours[..., trained.vocab.target_ids], expected)
 
 
-def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     small_model("llama", vocab_size=59).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^draft = .*\n.*59 tokens and the target 61"):
         assisted.draft_models(str(tmp_path), tiny.target())
 
 
-def test_a_drafter_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
+def test_drafter_that_is_not_a_language_model_is_refused(tmp_path: Path) -> None:
     target = tiny.target()
     heads = drafters.build(medusa.Config(), target, DraftVocab.identity(target.vocab_size))
     native.save(heads, tmp_path / "drafter", target, medusa.Config(), {})
@@ -285,7 +286,7 @@ def test_a_drafter_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
         assisted.draft_models(str(tmp_path), target)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^draft = .*\n.*could not be loaded"):
         assisted.draft_models(str(tmp_path), tiny.target())
 
@@ -299,12 +300,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         ([], "Both decoders use"),
     ],
 )
-def test_unknown_options_and_values_are_refused(words: list[str], why: str) -> None:
+def test_invalid_options_are_refused(words: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         assisted.assisted(words)
 
 
-def test_prompts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_are_refused(tmp_path: Path) -> None:
     draft = shallow(tmp_path / "draft")
     with pytest.raises(ConfigError, match="No prompt fits"):
         assisted.assisted([f"draft={draft}", "new_tokens=2048", "prompts=1"])

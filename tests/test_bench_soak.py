@@ -9,7 +9,7 @@ from outrider.conf.errors import ConfigError
 from outrider.launch.bench.soak import FAULTS, Options, _schedule, soak
 
 
-def test_all_faults_are_equally_frequent() -> None:
+def test_schedule_has_all_faults_equally_often() -> None:
     names = _schedule(Options(faults=20))
     assert len(names) == 20
     assert {names.count(name) for name in FAULTS} <= {2, 3}
@@ -18,15 +18,15 @@ def test_all_faults_are_equally_frequent() -> None:
 
 
 @pytest.mark.parametrize("word", ["fault=3", "faults=0", "faults=many"])
-def test_wrong_options_are_refused(word: str) -> None:
+def test_invalid_options_are_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="fault"):
         soak([word])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_of_two_ranks_with_four_faults_ends_bit_equal(tmp_path: Path) -> None:
-    """The command injects twenty by default."""
+def test_run_with_faults_is_bit_equal(tmp_path: Path) -> None:
+    """Two ranks and four faults; the default is twenty faults."""
     out = tmp_path / "soak.json"
     assert soak(["faults=4", f"dir={tmp_path / 'runs'}", f"out={out}"]) == 0
     result = json.loads(out.read_text())

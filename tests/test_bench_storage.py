@@ -19,24 +19,24 @@ from outrider.train.settings import parse
         ("coded1.0", ("coded", 0, 1.0)),
     ],
 )
-def test_a_setting_is_its_parts(setting: str, parts: tuple[str, int, float]) -> None:
+def test_setting_gives_its_overrides(setting: str, parts: tuple[str, int, float]) -> None:
     config = parse(compose(["target=tiny", *storage.overrides(setting)]))
     record = config.record
     assert config.data.mode == "recorded"
     assert (record.states, record.top, record.step) == parts
 
 
-def test_online_records_nothing() -> None:
+def test_online_setting_does_not_record() -> None:
     assert parse(compose(storage.overrides("online"))).data.mode == "online"
 
 
-@pytest.mark.parametrize("bad", ["coded", "int8-rank5", "bf16,", "bf8", "coded7", "top16"])
-def test_an_unknown_setting_is_refused(bad: str) -> None:
+@pytest.mark.parametrize("setting", ["coded", "int8-rank5", "bf16,", "bf8", "coded7", "top16"])
+def test_unknown_setting_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="no such setting"):
-        storage.storage([f"settings={bad}"])
+        storage.storage([f"settings={setting}"])
 
 
-def test_the_loss_is_relative_to_bf16(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_loss_is_relative_to_bf16(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     lengths = {"bf16": 2.0, "int8": 1.9}
 
     def measured(setting: str, _options: storage.Options) -> dict[str, float]:

@@ -18,15 +18,15 @@ SMALL = Options(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("quick", ["fast", "noted"])
-def test_all_paths_have_one_loss_and_one_gradient(quick: Literal["fast", "noted"]) -> None:
+@pytest.mark.parametrize("path_name", ["fast", "noted"])
+def test_paths_agree_in_loss_and_gradient(path_name: Literal["fast", "noted"]) -> None:
     results = []
-    for path in (quick, "reference"):
+    for path in (path_name, "reference"):
         case = build_case(SMALL, 2, "fp32", path)
         loss, _ = case.objective(case.trace, torch.ones(2))
         loss.backward()
-        slopes = [p.grad for p in case.objective.parameters()]
-        grads = torch.cat([slope.flatten() for slope in slopes if slope is not None])
+        gradients = [p.grad for p in case.objective.parameters()]
+        grads = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
         results.append((loss.detach(), grads))
     torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
 
@@ -37,7 +37,7 @@ def test_half_of_the_rows_are_supervised() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_is_written_with_its_machine(tmp_path: Path) -> None:
+def test_result_is_written_with_the_machine(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
     assert compare_paths(replace(SMALL, out=str(tmp_path / "out.json")), console) == 0
     result = json.loads((tmp_path / "out.json").read_text())
@@ -56,6 +56,6 @@ def test_the_table_is_written_with_its_machine(tmp_path: Path) -> None:
         ("paths=fast,slow", "slow"),
     ],
 )
-def test_unknown_options_and_values_are_refused(word: str, why: str) -> None:
+def test_invalid_options_are_refused(word: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         train_step([word])

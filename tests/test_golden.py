@@ -1,9 +1,9 @@
-"""Speculation at a temperature says what plain sampling says: 20,000 answers of the real thing.
+"""Speculative sampling has the distribution of plain sampling, over 20,000 answers.
 
-Target, cache, batches and random numbers are those of a real run, on the embedded target; the law
-of the first three tokens is computed from its logits by the chain rule. The rules themselves are
-proved by enumeration in test_verify, test_sibling_rules and test_block_rules; here a mistake
-anywhere between prompt and token would show.
+Target, cache, batches and random numbers are those of a real run, on the embedded target. The
+distribution of the first three tokens is computed from its logits by the chain rule. The rules are
+proved by enumeration in test_verify, test_sibling_rules and test_block_rules; this test covers
+everything between prompt and token.
 """
 
 from collections import Counter, deque
@@ -29,7 +29,7 @@ from tests import tiny
 from tests.tiny import ScriptedDrafter, Text
 
 RUNS, CONTROLS, BATCH = 20_000, 4_000, 64
-SAID = 3
+LENGTH = 3
 WARM = Sampling(temperature=1.3, top_k=6)
 COUPLED_TREE = DynamicTree(3, 3, 8, draft=COUPLED)
 SAMPLED = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), DRAWN)
@@ -46,53 +46,53 @@ def embedded() -> tuple[Target, tuple[int, ...]]:
 def logits(text: Text) -> Tensor:
     target, _ = embedded()
     with torch.no_grad():
-        found: Tensor = target.model(input_ids=torch.tensor([text])).logits[0, -1]
-    return found
+        last: Tensor = target.model(input_ids=torch.tensor([text])).logits[0, -1]
+    return last
 
 
 @cache
-def guess(text: Text) -> Tensor:
-    """Nearly what the target thinks, so that some guesses are right and some are not."""
+def draft_logits(text: Text) -> Tensor:
+    """The target's logits with noise, so that some draft tokens are accepted and some are not."""
     seeded = torch.Generator().manual_seed(hash(text) % 2**31)
     return logits(text) + 1.5 * torch.randn(len(logits(text)), generator=seeded)
 
 
-def law() -> dict[Text, float]:
-    """Chance of every beginning."""
+def exact_distribution() -> dict[Text, float]:
+    """Return the probability of every text of `LENGTH` tokens after the prompt."""
     _, prompt = embedded()
     chances: dict[Text, float] = {(): 1.0}
-    for _ in range(SAID):
+    for _ in range(LENGTH):
         longer: dict[Text, float] = {}
-        for said, chance in chances.items():
-            row = WARM.probs(logits((*prompt, *said))[None].double())[0]
+        for text, chance in chances.items():
+            row = WARM.probs(logits((*prompt, *text))[None].double())[0]
             for token in row.nonzero().flatten().tolist():
-                longer[(*said, token)] = chance * float(row[token])
+                longer[(*text, token)] = chance * float(row[token])
         chances = longer
     return chances
 
 
 def p_value(kind: type[Engine], policy: Policy, runs: int) -> float:
-    """G-test; beginnings expected less than five times are put together."""
+    """Return the p-value of a G-test; texts expected less than five times form one cell."""
     target, prompt = embedded()
-    drafter = ScriptedDrafter(guess, target.vocab_size)
-    drafter.handed = deque(maxlen=1)  # type: ignore[assignment]  # not all of them
+    drafter = ScriptedDrafter(draft_logits, target.vocab_size)
+    drafter.handed = deque(maxlen=1)  # type: ignore[assignment]  # keep only the last
     engine = kind(target, drafter, policy, sampling=WARM)
-    requests = [Request(prompt, SAID + 1, seed) for seed in range(runs)]
+    requests = [Request(prompt, LENGTH + 1, seed) for seed in range(runs)]
     outs = engine.generate_all(requests, BATCH)
-    assert sum(sum(out.accepted) for out in outs) > runs / 4, "hardly a guess was accepted"
-    return fit(Counter(tuple(out.ids[:SAID]) for out in outs), runs)
+    assert sum(sum(out.accepted) for out in outs) > runs / 4, "too few draft tokens were accepted"
+    return fit(Counter(tuple(out.ids[:LENGTH]) for out in outs), runs)
 
 
 def fit(counts: Counter[Text], runs: int) -> float:
-    chances = law()
+    chances = exact_distribution()
     if not counts.keys() <= chances.keys():
         return 0.0
-    cells = [(counts[said], runs * chance) for said, chance in chances.items()]
+    cells = [(counts[text], runs * chance) for text, chance in chances.items()]
     rare = [cell for cell in cells if cell[1] < 5]
     large = [cell for cell in cells if cell[1] >= 5]
-    large.append((sum(seen for seen, _ in rare), sum(wanted for _, wanted in rare)))
-    seen, wanted = zip(*large, strict=True)
-    return float(power_divergence(seen, wanted, lambda_="log-likelihood").pvalue)
+    large.append((sum(observed for observed, _ in rare), sum(expected for _, expected in rare)))
+    observed, expected = zip(*large, strict=True)
+    return float(power_divergence(observed, expected, lambda_="log-likelihood").pvalue)
 
 
 @pytest.mark.slow
@@ -100,13 +100,13 @@ def fit(counts: Counter[Text], runs: int) -> float:
 @pytest.mark.parametrize(
     "policy", [Chain(3), SAMPLED, COUPLED_TREE], ids=["chain", "sampled tree", "coupled tree"]
 )
-def test_three_tokens_have_the_law_of_plain_sampling(policy: Policy) -> None:
+def test_speculative_sampling_matches_plain_sampling(policy: Policy) -> None:
     assert p_value(Engine, policy, RUNS) > 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_unwarped_bonus_token_is_noticed() -> None:
-    """Control: one mistake, a fifth of the runs; a chain of one says the bonus as third token."""
+def test_unwarped_bonus_token_is_detected() -> None:
+    """Negative control, with a fifth of the runs: the third token of a chain of one is a bonus."""
     broken: Any = tiny.RawBonus
     assert p_value(broken, Chain(1), CONTROLS) < 1e-6

@@ -1,4 +1,4 @@
-"""The page of `outrider report`: self-contained, safe with any text, true to its files."""
+"""The page of `outrider report`: self-contained, escaped, with the numbers of its files."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ from outrider.models.decode.round_times import RoundTimes
 from outrider.train.settings import parse
 from tests.runs import SMALL
 
-EVIL = "<script>alert('x')</script>|`$\x00&amp;"
+MARKUP = "<script>alert('x')</script>|`$\x00&amp;"
 VOID = {"meta", "img", "source"}
 SETTING = {
     "drafter": "eagle3", "target": "tiny", "policy": "chain", "depth": 3, "width": 1, "nodes": 3,
@@ -40,7 +40,7 @@ SETTING = {
     "fingerprints": {"target": "t", "drafter": "d", "template": "c" * 64, "prompts": "p" * 64},
 }  # fmt: skip
 ANSWERS: list[tuple[str, str, tuple[int, ...]]] = [
-    ("one", "story", (3, 1)), ("two", EVIL, (0, 2, 3)), ("talk", "story", (2, 2)),
+    ("one", "story", (3, 1)), ("two", MARKUP, (0, 2, 3)), ("talk", "story", (2, 2)),
     ("talk/2", "story", (3, 3, 3, 0)),
 ]  # fmt: skip
 
@@ -61,7 +61,7 @@ def measured(**setting: Any) -> Report:
                    3 * rounds, clock, count, plain)
         )  # fmt: skip
         outputs.append(
-            {"id": name, "category": category, "prompt": EVIL, "prompt_ids": [5] * 20,
+            {"id": name, "category": category, "prompt": MARKUP, "prompt_ids": [5] * 20,
              "output_ids": list(range(10, 10 + count)), "baseline_ids": [], "origins": origins,
              "accepted": list(accepted), "rejected": [None if a == 3 else 9 for a in accepted]}
         )  # fmt: skip
@@ -75,7 +75,7 @@ def measured(**setting: Any) -> Report:
     )
 
 
-def fill(run: Path) -> Path:
+def write_run(run: Path) -> Path:
     """A finished run with every file that a page reads."""
     config = parse(compose(["target=tiny"]))
     run.mkdir(parents=True)
@@ -90,18 +90,19 @@ def fill(run: Path) -> Path:
     (run / "metrics.jsonl").write_text(lines + '{"step": 3, "ki')  # cut off by a crash
     write_json(run / "training.json", {
         "parameters": 2_000_000, "steps": 3, "seconds": 61.5, "tokens": 4096, "best_step": 2,
-        "phases": {"steps": 50.0, EVIL: 11.5}, "held_out": {"alpha@1": 0.875},
+        "phases": {"steps": 50.0, MARKUP: 11.5}, "held_out": {"alpha@1": 0.875},
     })  # fmt: skip
-    write_json(run / "manifest.json", {"argv": ["train.py", EVIL], "config": {}, "git": {}})
+    write_json(run / "manifest.json", {"argv": ["train.py", MARKUP], "config": {}, "git": {}})
     save(measured(), run / "eval", "chain-t0")
     save(measured(temperature=1.0, verify="ratio", draft="drawn"), run / "eval", "chain-t1")
-    row = {"batch": 1, "context": 64, "depth": 0, "width": 0, "nodes": 0, "shape": EVIL, "tau": 1.0}
+    shape = {"depth": 0, "width": 0, "nodes": 0, "shape": MARKUP}
+    row = {"batch": 1, "context": 64, **shape, "tau": 1.0}
     times = {"draft_ms": 0.0, "verify_ms": 1.0, "round_ms": 1.0, "plain_ms": 1.0, "speedup": 1.0}
     rows = [row | times, row | times | {"depth": 2, "width": 1, "tau": 2.5, "speedup": 1.625}]
     check = {"shape": "chain 2", "batch": 1, "context": 64, "tau": 2.0, "tau_foreseen": 2.5,
              "speedup": 1.5, "speedup_foreseen": 1.625, "off": 0.0833}  # fmt: skip
     write_json(run / "plan" / "plan.json", {
-        "format": PLAN, "machine": EVIL, "assumptions": [EVIL], "rows": rows,
+        "format": PLAN, "machine": MARKUP, "assumptions": [MARKUP], "rows": rows,
         "recommended": rows[1:], "checks": [check],
     })  # fmt: skip
     bins = [{"from": 0.5, "guesses": 4, "confidence": 0.55, "right": 0.5}]
@@ -114,20 +115,20 @@ def fill(run: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in a folder of a hostile name, and its page."""
-    run = fill(tmp_path_factory.mktemp("runs") / "<i>run")
+    """A run in a folder with markup in its name, and its page."""
+    run = write_run(tmp_path_factory.mktemp("runs") / "<i>run")
     assert main(["report", f"run.dir='{run}'", "report.examples=2"]) == 0
     return run
 
 
 class Reader(HTMLParser):
-    """Checks that tags are closed in order; keeps attributes, texts and what is told of figures."""
+    """Checks that tags are closed in order; collects attributes, texts and definitions."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text, self.told = "", list[str]()
+        self.text, self.definitions = "", list[str]()
         self.feed(page)
         self.close()
         assert self.open == []
@@ -137,7 +138,7 @@ class Reader(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
         if dict(attrs).get("class") == "definition":
-            self.told.append("")
+            self.definitions.append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -145,21 +146,21 @@ class Reader(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.text += data
         if self.open and self.open[-1] == "span" and "figcaption" in self.open:
-            self.told[-1] += data
+            self.definitions[-1] += data
 
 
-# ---- the page as a page --------------------------------------------------------------------------
+# ---- html and Markdown ---------------------------------------------------------------------------
 
 
-def test_the_page_parses_and_every_figure_has_a_definition(written: Path) -> None:
+def test_page_parses_and_every_figure_has_a_definition(written: Path) -> None:
     page = Reader((written / "report.html").read_text())
     figures = [attrs for tag, attrs in page.tags if tag == "figure"]
-    assert len(figures) == len(page.told) > 15
-    assert all(len(told) > 10 for told in page.told)
+    assert len(figures) == len(page.definitions) > 15
+    assert all(len(definition) > 10 for definition in page.definitions)
     assert len([tag for tag, _ in page.tags if tag == "img"]) >= 12
 
 
-def test_the_page_fetches_nothing_and_runs_nothing(written: Path) -> None:
+def test_page_has_no_scripts_and_no_external_resources(written: Path) -> None:
     text = (written / "report.html").read_text()
     page = Reader(text)
     names = {tag for tag, _ in page.tags}
@@ -174,19 +175,19 @@ def test_the_page_fetches_nothing_and_runs_nothing(written: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_hostile_text_is_text(written: Path) -> None:
-    """It stands on the page as it was, less what no page can hold."""
+def test_markup_in_texts_is_escaped(written: Path) -> None:
+    """The text is unchanged, except for characters that are invalid in a page."""
     page = Reader((written / "report.html").read_text())
-    seen = EVIL.replace("\x00", "\ufffd")
-    assert page.text.count(seen) >= 8  # categories, prompts, machine, phase, arguments
+    shown = MARKUP.replace("\x00", "\ufffd")
+    assert page.text.count(shown) >= 8  # categories, prompts, machine, phase, arguments
     assert "<i>run" in page.text
     tables = (written / "report.md").read_text()
     assert "<" not in re.sub(r"(?<!\\)`[^`\n]*`", "", tables)
     assert "&lt;script&gt;" in tables
 
 
-def test_hostile_figures_are_valid(written: Path) -> None:
-    """Labels come from files too, and a broken SVG is an empty place."""
+def test_figures_with_escaped_labels_are_valid_svg(written: Path) -> None:
+    """Labels come from files too; a browser shows nothing for an invalid SVG."""
     from xml.etree import ElementTree
 
     page = Reader((written / "report.html").read_text())
@@ -197,14 +198,14 @@ def test_hostile_figures_are_valid(written: Path) -> None:
             assert not [part for part in drawing.iter() if part.tag.endswith("}script")]
 
 
-def test_a_hostile_tokenizer_yields_nothing_but_text(tmp_path: Path) -> None:
+def test_markup_in_decoded_tokens_is_escaped(tmp_path: Path) -> None:
     class Words:
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-            return "".join(f"{EVIL}{token}" for token in token_ids)
+            return "".join(f"{MARKUP}{token}" for token in token_ids)
 
-    run = read_run_files(fill(tmp_path / "run"))
+    run = read_run_files(write_run(tmp_path / "run"))
     section = Section("answers", "Answers", list(answer_parts(run, Words(), 4)))
-    text = as_html(Page("\ud800", [EVIL], [section], EVIL))
+    text = as_html(Page("\ud800", [MARKUP], [section], MARKUP))
     page = Reader(text)
     assert "script" not in {tag for tag, _ in page.tags}
     assert "alert('x')</script>|`$\ufffd&amp;11" in page.text
@@ -213,13 +214,13 @@ def test_a_hostile_tokenizer_yields_nothing_but_text(tmp_path: Path) -> None:
     assert {"first", "accepted", "correction", "bonus", "rejected"} <= origins
 
 
-def test_the_same_files_give_the_same_bytes(written: Path) -> None:
+def test_page_is_reproducible(written: Path) -> None:
     before = (written / "report.html").read_bytes()
     assert report(written, ReportConfig(examples=2), [f"run.dir='{written}'"]) == 0
     assert (written / "report.html").read_bytes() == before
 
 
-def test_light_and_dark_differ_in_ink_alone() -> None:
+def test_light_and_dark_figures_differ_only_in_colours() -> None:
     figure = draw("a", "b", curves({"x$\x00": [(0.0, 1.0), (1.0, 2.0)]}, "<step>", "y"))
     light, dark = (
         base64.b64decode(uri.partition(",")[2]).decode() for uri in (figure.light, figure.dark)
@@ -230,50 +231,50 @@ def test_light_and_dark_differ_in_ink_alone() -> None:
     assert "&lt;step&gt;" in light
 
 
-def test_text_cannot_leave_its_cell_in_markdown() -> None:
+def test_markdown_escapes_cell_separators() -> None:
     assert markdown("a|b\n# _c_ d_e") == r"a\|b \# \_c\_ d_e"
     assert code("x ` y") == "`` x ` y ``"
 
 
-# ---- true to the files ---------------------------------------------------------------------------
+# ---- contents ------------------------------------------------------------------------------------
 
 
-def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
-    made = measured()
-    save(made, tmp_path, "eval")
-    found = load(tmp_path, "eval")
-    definitions = found.setting.pop("definitions")
+def test_report_round_trip(tmp_path: Path) -> None:
+    original = measured()
+    save(original, tmp_path, "eval")
+    loaded = load(tmp_path, "eval")
+    definitions = loaded.setting.pop("definitions")
     assert "bootstrap" in definitions["tau_95"]
-    outputs = json.loads(json.dumps(made.outputs))
-    assert (found.summary, found.categories, found.setting) == (
-        made.summary, made.categories, made.setting,
+    outputs = json.loads(json.dumps(original.outputs))
+    assert (loaded.summary, loaded.categories, loaded.setting) == (
+        original.summary, original.categories, original.setting,
     )  # fmt: skip
-    assert (found.outputs, found.verdict()) == (outputs, made.verdict())
+    assert (loaded.outputs, loaded.verdict()) == (outputs, original.verdict())
 
 
-def test_intervals_from_the_outputs_are_those_of_the_report(tmp_path: Path) -> None:
-    """The same dialogues, drawn by the same seed: tau's interval comes out as it was written."""
-    run = read_run_files(fill(tmp_path / "run"))
-    found = run.reports["chain-t0"]
-    rounds = answer_rounds(found)
+def test_intervals_from_outputs_equal_those_of_the_report(tmp_path: Path) -> None:
+    """The same dialogues, resampled with the same seed, give the interval of the report."""
+    run = read_run_files(write_run(tmp_path / "run"))
+    loaded = run.reports["chain-t0"]
+    rounds = answer_rounds(loaded)
     assert [one.dialogue for one in rounds] == ["one", "two", "talk", "talk"]
     everywhere = folders.emitted_after(0, 10**9)
-    assert folders.interval(found, rounds, everywhere) == found.summary.tau_95
-    assert folders.ratio_of_sums(rounds, everywhere) == found.summary.tau
+    assert folders.interval(loaded, rounds, everywhere) == loaded.summary.tau_95
+    assert folders.ratio_of_sums(rounds, everywhere) == loaded.summary.tau
     assert (
-        folders.ratio_of_sums(rounds, folders.accepted_at_least(2, 1)) == found.summary.cond_at[1]
+        folders.ratio_of_sums(rounds, folders.accepted_at_least(2, 1)) == loaded.summary.cond_at[1]
     )
 
 
-def test_rounds_know_what_was_in_front_of_them(tmp_path: Path) -> None:
+def test_answer_rounds_prefix_lengths(tmp_path: Path) -> None:
     """A prompt of 20 and the first token, then 3 + 1; the last round has no bonus."""
     row = measured().outputs[0] | {"output_ids": [1] * 6, "accepted": [3, 1], "id": "x/7"}
-    found = measured()
-    (one,) = answer_rounds(Report(**{**vars(found), "outputs": [row]}))
+    original = measured()
+    (one,) = answer_rounds(Report(**{**vars(original), "outputs": [row]}))
     assert (one.dialogue, one.prefix_lengths, one.emitted) == ("x/7", [21, 25], [4, 1])
 
 
-def test_the_page_shows_what_was_measured(written: Path) -> None:
+def test_page_shows_measured_values(written: Path) -> None:
     total = load(written / "eval", "chain-t0").summary
     text = Reader((written / "report.html").read_text()).text
     low, high = total.tau_95 or (0, 0)
@@ -286,10 +287,10 @@ def test_the_page_shows_what_was_measured(written: Path) -> None:
     assert "data:" not in tables
 
 
-# ---- what is missing, what is damaged ------------------------------------------------------------
+# ---- missing and damaged files -------------------------------------------------------------------
 
 
-def test_what_was_not_measured_is_named_with_its_command(tmp_path: Path) -> None:
+def test_missing_measurements_are_listed_with_their_commands(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(parse(compose([f"run.dir={run}"]))))
@@ -301,18 +302,18 @@ def test_what_was_not_measured_is_named_with_its_command(tmp_path: Path) -> None
         assert file in text
 
 
-def test_a_report_without_outputs_has_no_intervals(tmp_path: Path) -> None:
-    run = fill(tmp_path / "run")
+def test_report_without_outputs_has_no_intervals(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
     (run / "eval" / "chain-t0.outputs.jsonl").unlink()
     assert report(run, ReportConfig(), [f"run.dir={run}"]) == 0
     assert "chain-t0 has no file of outputs" in (run / "report.md").read_text()
 
 
-def cut(text: str) -> str:
+def truncate(text: str) -> str:
     return text[: len(text) // 2]
 
 
-def of_another_kind(_: str) -> str:
+def wrong_format(_: str) -> str:
     return '{"tau": 1}'
 
 
@@ -320,24 +321,26 @@ def of_another_kind(_: str) -> str:
     ("name", "damage"),
     [
         ("metrics.jsonl", lambda text: "nonsense\n" + text),
-        ("training.json", cut),
+        ("training.json", truncate),
         ("training.json", lambda _: '{"seconds": "long"}'),
-        ("manifest.json", cut),
-        ("eval/chain-t0.json", cut),
-        ("eval/chain-t0.json", of_another_kind),
+        ("manifest.json", truncate),
+        ("eval/chain-t0.json", truncate),
+        ("eval/chain-t0.json", wrong_format),
         ("eval/chain-t0.json", lambda text: text.replace('"alpha"', '"beta"')),
-        ("eval/chain-t0.outputs.jsonl", cut),
-        ("eval/chain-t0.outputs.jsonl", of_another_kind),
+        ("eval/chain-t0.outputs.jsonl", truncate),
+        ("eval/chain-t0.outputs.jsonl", wrong_format),
         ("eval/chain-t0.outputs.jsonl", lambda text: "".join(text.splitlines(True)[:2])),
-        ("plan/plan.json", cut),
-        ("plan/plan.json", of_another_kind),
+        ("plan/plan.json", truncate),
+        ("plan/plan.json", wrong_format),
         ("plan/plan.json", lambda _: json.dumps({"format": PLAN})),
-        ("calibration.json", cut),
-        ("calibration.json", of_another_kind),
+        ("calibration.json", truncate),
+        ("calibration.json", wrong_format),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[str], str]) -> None:
-    run = fill(tmp_path / "run")
+def test_damaged_file_raises_an_error_with_its_name(
+    tmp_path: Path, name: str, damage: Callable[[str], str]
+) -> None:
+    run = write_run(tmp_path / "run")
     file = run / name
     file.write_text(damage(file.read_text(errors="surrogateescape")), errors="surrogateescape")
     with pytest.raises(RunError) as caught:
@@ -350,60 +353,58 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[st
 # ---- several runs, searches, the command line ----------------------------------------------------
 
 
-def test_a_folder_of_runs_is_compared(tmp_path: Path) -> None:
+def test_folder_of_runs_gives_a_comparison_page(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        fill(tmp_path / "sweep" / name)
+        write_run(tmp_path / "sweep" / name)
     place = tmp_path / "sweep"
     assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
     page = Reader((place / "report.html").read_text())
     assert "sweep: 2 runs compared" in page.text
     assert "chain@1 speedup" in page.text
     assert "chain@0: chains decoded at temperature 0" in page.text
-    assert page.text.count("seconds for first weights;") == 1, "what training cost is told there"
+    assert page.text.count("seconds for first weights;") == 1, "the cost legend appears once"
     assert "1.62" not in page.text, "plans belong to one run"
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 3  # speedup, tau, curves
 
 
-def test_a_warning_has_names_as_they_are(tmp_path: Path) -> None:
-    """Names of runs and formats are not spelled anew to begin a sentence."""
+def test_warnings_keep_the_case_of_names(tmp_path: Path) -> None:
+    """Names are not capitalised at the beginning of a sentence."""
     for name, threads in (("one", 1), ("two", 2)):
-        run = fill(tmp_path / "Sweep" / name)
+        run = write_run(tmp_path / "Sweep" / name)
         for file in (run / "eval").glob("*.json"):
             file.write_text(json.dumps({**json.loads(file.read_text()), "threads": threads}))
     place = tmp_path / "Sweep"
     assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
-    said = Reader((place / "report.html").read_text()).text
-    assert "chain@1: not the same conditions: threads (1 | 2)" in said
+    text = Reader((place / "report.html").read_text()).text
+    assert "chain@1: not the same conditions: threads (1 | 2)" in text
 
 
-def test_many_bars_get_a_taller_drawing() -> None:
+def test_figure_height_grows_with_the_number_of_bars() -> None:
     def height(runs: int) -> float:
         names = [f"run {i}" for i in range(runs)]
         light = draw("t", "d", bars(names, {"a": [1.0] * runs, "b": [None] * runs}, "x")).light
-        found = re.search(
+        match = re.search(
             r'height="([\d.]+)pt"', base64.b64decode(light.partition(",")[2]).decode()
         )
-        assert found is not None
-        return float(found[1])
+        assert match is not None
+        return float(match[1])
 
     assert height(2) == height(4)
     assert height(40) > 2 * height(4)
 
 
-def test_compare_writes_a_page_to_the_given_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [str(fill(tmp_path / name)) for name in ("one", "two")]
+def test_compare_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(write_run(tmp_path / name)) for name in ("one", "two")]
     assert compare([*runs, f"to={tmp_path / 'both'}"]) == 0
     assert "written:" in capsys.readouterr().out
     assert "2 runs compared" in (tmp_path / "both" / "report.md").read_text()
 
 
-def searched(place: Path) -> Path:
+def write_search(place: Path) -> Path:
     trial = {"params": {"train.lr": 1e-3}, "words": ["train.lr=0.001"], "seconds": 120.0}
     write_json(place / "search.json", {
         "format": "outrider-search-1", "metric": "accept_length", "overrides": ["drafter=eagle3"],
-        "importance": {"train.lr": 0.75, EVIL: 0.25}, "best": 1,
+        "importance": {"train.lr": 0.75, MARKUP: 0.25}, "best": 1,
         "trials": [
             trial | {"number": 0, "state": "COMPLETE", "value": 2.5},
             trial | {"number": 1, "state": "COMPLETE", "value": 3.25, "decoded tau": 3.0},
@@ -413,8 +414,8 @@ def searched(place: Path) -> Path:
     return place
 
 
-def test_a_search_shows_its_trials_best_first(tmp_path: Path) -> None:
-    place = searched(tmp_path / "search")
+def test_search_page_lists_the_best_trial_first(tmp_path: Path) -> None:
+    place = write_search(tmp_path / "search")
     assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
     text = (place / "report.md").read_text()
     assert "`python train.py drafter=eagle3 train.lr=0.001`" in text
@@ -427,10 +428,10 @@ def test_a_search_shows_its_trials_best_first(tmp_path: Path) -> None:
         report(place, ReportConfig(), [f"run.dir={place}"])
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no run"):
         report(tmp_path, ReportConfig(), [f"run.dir={tmp_path}"])
-    place = searched(tmp_path / "search")
+    place = write_search(tmp_path / "search")
     with pytest.raises(ConfigError, match=r"report\.measure"):
         report(place, ReportConfig(measure=True), [])
     with pytest.raises(ConfigError, match=r"target\.path"):
@@ -441,16 +442,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     "words", [[], ["run.dir=x", "report.measur=true"], ["run.dir=x", "eval.limit=3"],
               ["run.dir=x", "report.examples=0"], ["run.dir=x", "report.measure=often"]],
 )  # fmt: skip
-def test_only_keys_of_a_report_are_read(words: list[str]) -> None:
+def test_unknown_report_keys_are_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         read_report(words)
 
 
-def test_every_part_of_a_page_is_defined(tmp_path: Path) -> None:
-    """Figures and tables of every section, folded ones too."""
+def test_every_table_and_figure_has_a_title_and_a_definition(tmp_path: Path) -> None:
+    """Figures and tables of every section, those of collapsible parts included."""
     from outrider.eval.page import acceptance, plans, speed, training
 
-    run: RunFiles = read_run_files(fill(tmp_path / "run"))
+    run: RunFiles = read_run_files(write_run(tmp_path / "run"))
     builders: list[Callable[[RunFiles], Iterator[Part]]] = [
         speed.speed_parts, speed.time_parts, acceptance.acceptance_parts,
         acceptance.context_parts, acceptance.temperature_parts, plans.plan_parts,
@@ -468,20 +469,23 @@ def test_every_part_of_a_page_is_defined(tmp_path: Path) -> None:
                 assert part.title  # type: ignore[union-attr]
 
 
-def test_markdown_has_tables_alone_and_defines_them_once() -> None:
-    """A figure's definition is not there to be referred to."""
+def test_markdown_has_only_tables_each_defined_once() -> None:
+    """Figures are left out, so a table cannot refer to a figure's definition."""
     figure = draw("f", "What it is.", curves({"a": [(0.0, 1.0)]}, "x", "y"))
     numbers = text_table("n", ["a"], [["1"]], "What it is.")
-    sections = [Section("s", "Drawn", [figure]), Section("t", "Told", [figure, numbers, numbers])]
+    sections = [
+        Section("s", "Figure", [figure]),
+        Section("t", "Tables", [figure, numbers, numbers]),
+    ]
     page = Page("t", [], sections, "")
     text = as_markdown(page)
-    assert re.findall(r"^## (\w+)", text, re.MULTILINE) == ["Told"]
+    assert re.findall(r"^## (\w+)", text, re.MULTILINE) == ["Tables"]
     assert (text.count("What it is."), text.count("Defined above.")) == (1, 1)
     assert (as_html(page).count("What it is."), as_html(page).count("Defined above.")) == (2, 2)
 
 
 @pytest.mark.slow
-def test_a_real_run_has_a_page_with_nothing_missing(tmp_path: Path) -> None:
+def test_page_of_a_trained_run_is_complete(tmp_path: Path) -> None:
     """Six steps of training, two prompts decoded, the calibration measured."""
     run = tmp_path / "run"
     few = ["eval.limit=2", "eval.max_new_tokens=48", "eval.grid=[chain@0,chain@1]", "eval.warmup=0"]

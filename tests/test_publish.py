@@ -24,7 +24,7 @@ from outrider.eval.publish.run import export_folder
 from outrider.eval.publish.serve_commands import serve_commands
 from outrider.models import formats
 from outrider.models.formats.atomic_folder import write_weights
-from outrider.models.formats.sidecar import write_sidecar
+from outrider.models.formats.external import write_sidecar
 from outrider.models.target import Target
 from tests import outside, tiny
 from tests.outside import CASES, Case
@@ -66,9 +66,7 @@ def drafter_problem(folder: Path, target: Target) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_drafter_is_exported_verified_and_read_back(
-    case: Case, target: Target, tmp_path: Path
-) -> None:
+def test_export_round_trip(case: Case, target: Target, tmp_path: Path) -> None:
     """`export_folder` raises unless tokens, accepted draft tokens and verify.py agree."""
     summary = export(case, target, tmp_path / "out")
     assert f"{2 * len(PROMPTS) * TOKENS} tokens" in summary
@@ -80,16 +78,14 @@ def test_every_drafter_is_exported_verified_and_read_back(
 
 
 @pytest.mark.parametrize("name", ["eagle", "mtp", "medusa"])
-def test_scaled_embeddings_and_capped_logits_of_the_target_are_used(
-    name: str, tmp_path: Path
-) -> None:
+def test_reference_uses_scaled_embeddings_and_capped_logits(name: str, tmp_path: Path) -> None:
     """Gemma scales its embedding and caps its logits."""
     gemma = tiny.target("gemma2")
     case = Case(name, "native", {"own_heads": False}, True)
     assert "largest difference" in export(case, gemma, tmp_path / "out")
 
 
-def test_a_drafter_that_changes_its_target_is_compared_on_the_changed_one(tmp_path: Path) -> None:
+def test_drafter_that_patches_its_target_is_compared_on_the_patched_target(tmp_path: Path) -> None:
     of = tiny.target()
     changes: dict[str, Any] = {"adapter_rank": 2, "draft_vocab_size": None}
     drafter = outside.randomise(tiny.drafter("medusa", of, outside.vocab(True), **changes))
@@ -109,32 +105,32 @@ MEDUSA, LM = Case("medusa", "vllm", {}, False), Case("draft_lm", "transformers",
 NEXT = Case("mtp", "qwen3_next", {"depths": 1}, True)
 NATIVE = Case("eagle3", "native", {}, False)
 NORMED = Case("eagle3", "vllm", {"feedback": "normed"}, False)
-GOOD = (SGLANG, VLLM, EAGLE, MTP, MEDUSA, LM, NEXT, NATIVE, NORMED)
+VALID = (SGLANG, VLLM, EAGLE, MTP, MEDUSA, LM, NEXT, NATIVE, NORMED)
 
 
 @pytest.fixture(scope="module")
-def shelf(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good folder of each kind."""
-    shelf = tmp_path_factory.mktemp("shelf")
-    for case in GOOD:
-        export(case, target, shelf / str(case))
-    return shelf
+def exported(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A valid folder of each kind."""
+    exported = tmp_path_factory.mktemp("exported")
+    for case in VALID:
+        export(case, target, exported / str(case))
+    return exported
 
 
 @pytest.fixture
-def folder(shelf: Path, tmp_path: Path, case: Case) -> Path:
-    """A copy of the good folder of `case`."""
-    return Path(shutil.copytree(shelf / str(case), tmp_path / "out"))
+def folder(exported: Path, tmp_path: Path, case: Case) -> Path:
+    """A copy of the valid folder of `case`."""
+    return Path(shutil.copytree(exported / str(case), tmp_path / "out"))
 
 
-def seal(folder: Path, tensors: bool = True) -> None:
-    """Make hashes, and the tensors of outrider.json, fit the files as they are."""
+def update_hashes(folder: Path, tensors: bool = True) -> None:
+    """Recompute the hashes, and the tensors of outrider.json, from the files."""
     if tensors and (folder / "config.json").exists():
         content = json.loads((folder / "outrider.json").read_text())
         golden = folder / "golden.safetensors"
-        hidden = golden.rename(folder / "golden.moved")
+        moved = golden.rename(folder / "golden.moved")
         write_sidecar(folder, {k: v for k, v in content.items() if k not in ("sha256", "tensors")})
-        hidden.rename(golden)
+        moved.rename(golden)
     golden = json.loads((folder / "golden.json").read_text())
     hashes = {f.name: sha256_of(f) for f in folder.iterdir() if f.name in golden["sha256"]}
     (folder / "golden.json").write_text(json.dumps({**golden, "sha256": hashes}))
@@ -231,23 +227,23 @@ TENSORS: list[tuple[str, Case, Damage, str]] = [
 ]
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["", "with hashes to suit"])
+@pytest.mark.parametrize("updated", [False, True], ids=["", "hashes updated"])
 @pytest.mark.parametrize(
     ("case", "damage", "cause"), [d[1:] for d in TENSORS], ids=[d[0] for d in TENSORS]
 )
-def test_verify_finds_damaged_files_without_outrider(
-    folder: Path, damage: Damage, cause: str, sealed: bool
+def test_verify_detects_damaged_files_without_outrider(
+    folder: Path, damage: Damage, cause: str, updated: bool
 ) -> None:
     assert file_problems(folder) == []
     damage(folder)
-    if sealed and "golden" not in cause and "sha256" not in cause:
-        seal(folder, tensors=False)
+    if updated and "golden" not in cause and "sha256" not in cause:
+        update_hashes(folder, tensors=False)
     problems = file_problems(folder)
     assert any(re.search(cause, problem) for problem in problems), problems
 
 
-@pytest.mark.parametrize("case", GOOD, ids=str)
-def test_verify_finds_one_bit_of_any_file(folder: Path, case: Case) -> None:
+@pytest.mark.parametrize("case", VALID, ids=str)
+def test_verify_detects_one_flipped_bit_in_any_file(folder: Path, case: Case) -> None:
     """Negative control: the lowest bit of the last byte of each file, one after the other."""
     names = json.loads((folder / "golden.json").read_text())["sha256"]
     assert {"config.json", "outrider.json", "golden.safetensors"} < names.keys()
@@ -302,34 +298,34 @@ DAMAGES: list[tuple[str, Case, Damage, str]] = [
 ]
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["", "with hashes to suit"])
+@pytest.mark.parametrize("updated", [False, True], ids=["", "hashes updated"])
 @pytest.mark.parametrize(
     ("case", "damage", "cause"), [d[1:] for d in DAMAGES], ids=[f"{d[0]} {d[1]}" for d in DAMAGES]
 )
-def test_no_damage_is_accepted(
-    folder: Path, target: Target, damage: Damage, cause: str, sealed: bool
+def test_every_damage_is_detected(
+    folder: Path, target: Target, damage: Damage, cause: str, updated: bool
 ) -> None:
-    """verify.py finds it by its hash; with all hashes changed to suit, Outrider names the cause."""
+    """verify.py detects it by the hash; with hashes recomputed, Outrider names the cause."""
     assert drafter_problem(folder, target) == ""
     damage(folder)
-    if not sealed:
+    if not updated:
         assert file_problems(folder) != []
         return
-    seal(folder)
+    update_hashes(folder)
     assert file_problems(folder) == []
     assert re.search(cause, drafter_problem(folder, target))
 
 
 @pytest.mark.parametrize("case", [EAGLE], ids=str)
-def test_a_card_may_be_edited(folder: Path) -> None:
-    (folder / "README.md").write_text("other words")
+def test_card_may_be_edited(folder: Path) -> None:
+    (folder / "README.md").write_text("other text")
     assert file_problems(folder) == []
 
 
 # ---- verify.py as a script -----------------------------------------------------------------------
 
 
-def test_verify_imports_only_the_standard_library_at_its_top() -> None:
+def test_verify_imports_only_the_standard_library() -> None:
     tree = ast.parse(VERIFY.read_text())
     names = {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
     names |= {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
@@ -347,7 +343,7 @@ runpy.run_path("verify.py", run_name="__main__")
 
 
 @pytest.mark.parametrize("case", [SGLANG, LM], ids=str)
-def test_verify_runs_where_outrider_is_not(folder: Path) -> None:
+def test_verify_runs_without_outrider(folder: Path) -> None:
     def run(*words: str) -> tuple[int, str]:
         command = [sys.executable, "-I", "-c", ALONE, *words]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -372,7 +368,7 @@ def test_verify_runs_where_outrider_is_not(folder: Path) -> None:
 # ---- the round trip ------------------------------------------------------------------------------
 
 
-def test_other_tokens_and_other_accepted_tokens_are_distinguished() -> None:
+def test_require_equal_names_the_first_difference() -> None:
     expected = [DecodedAnswer("chain", [1, 2, 3], [1, 0])]
     require_equal(expected, expected)
     with pytest.raises(RunError, match="tokens of answer 0"):
@@ -381,7 +377,7 @@ def test_other_tokens_and_other_accepted_tokens_are_distinguished() -> None:
         require_equal(expected, [DecodedAnswer("chain", [1, 2, 3], [0, 1])])
 
 
-def test_an_exported_drafter_that_drafts_worse_is_refused(tmp_path: Path) -> None:
+def test_export_that_drafts_worse_is_refused(tmp_path: Path) -> None:
     """The run's drafter is half trained, so that drafts are accepted; the other is untrained."""
     of, _, drafter = tiny.half_trained("eagle3", "llama")
     prompts = [list(prompt) for prompt in tiny.PROMPTS]
@@ -395,7 +391,7 @@ def test_an_exported_drafter_that_drafts_worse_is_refused(tmp_path: Path) -> Non
         trip.compare_with_export(tmp_path / "other")
 
 
-def test_a_text_too_short_for_the_depths_is_refused(target: Target, tmp_path: Path) -> None:
+def test_text_too_short_for_the_depths_is_refused(target: Target, tmp_path: Path) -> None:
     trip = RoundTrip(target, SGLANG.drafter(target), [[5]], 3, tiny.DEPTHS)
     with pytest.raises(RunError, match="too short to compare 3 depths"):
         export_folder(SGLANG.format, tiny.config("eagle3"), trip, tmp_path / "out", str)
@@ -414,7 +410,7 @@ LEGAL = [
 
 
 @pytest.mark.parametrize(("case", "legal", "part"), LEGAL, ids=[str(case[0]) for case in LEGAL])
-def test_serving_commands_have_the_draft_depths_that_engines_accept(
+def test_serving_commands_have_accepted_draft_depths(
     case: Case, legal: str, part: str, target: Target
 ) -> None:
     drafter = case.drafter(target)
@@ -424,6 +420,6 @@ def test_serving_commands_have_the_draft_depths_that_engines_accept(
     assert any(part in text for _, text in serving.commands)
     for _, text in serving.commands:
         for settings in re.findall(r"--speculative-config '(.*)'", text):
-            assert json.loads(settings)["num_speculative_tokens"] == serving.tokens == 3
+            assert json.loads(settings)["num_speculative_tokens"] == 3
         for steps, tokens in re.findall(r"num-steps (\d+) .*draft-tokens (\d+)", text):
             assert int(tokens) == int(steps) + 1

@@ -21,7 +21,7 @@ from outrider.eval.publish.round_trip import RoundTrip
 from outrider.launch.cli import main
 from outrider.models import drafters, formats
 from outrider.models.formats import native
-from outrider.models.formats.eagle3_sglang import Eagle3SGLang
+from outrider.models.formats.eagle3 import Eagle3SGLang
 from outrider.models.load import TINY, LoadedTarget
 from outrider.models.vocab import DraftVocab
 from outrider.train.settings import parse
@@ -40,12 +40,12 @@ METRICS = {
 def run(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a drafter, its manifest, two reports and a plan."""
     run = tmp_path_factory.mktemp("run")
-    made = config(run, "drafter.depths=3")
-    (run / "config.yaml").write_text(to_yaml(made))
+    run_config = config(run, "drafter.depths=3")
+    (run / "config.yaml").write_text(to_yaml(run_config))
     torch.manual_seed(0)
     vocab = DraftVocab.identity(loaded.target.vocab_size)
-    drafter = drafters.build(made.drafter, loaded.target, vocab)
-    native.save(drafter, run / "drafter", loaded.target, made.drafter, {})
+    drafter = drafters.build(run_config.drafter, loaded.target, vocab)
+    native.save(drafter, run / "drafter", loaded.target, run_config.drafter, {})
     about = {
         "format": "outrider-report-1", "policy": "chain", "depth": 2, "nodes": 2,
         "temperature": 0.0, "dtype": "float32", "device": "cpu", "threads": 1,
@@ -53,8 +53,8 @@ def run(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "categories": {"story": METRICS, "a|b *c*": METRICS},
     }  # fmt: skip
     (run / "eval").mkdir()
-    for name, whose in (("mine", fingerprint(drafter.state_dict())), ("stale", "other")):
-        report = {**about, "fingerprints": {"drafter": whose}}
+    for name, owner in (("mine", fingerprint(drafter.state_dict())), ("stale", "other")):
+        report = {**about, "fingerprints": {"drafter": owner}}
         (run / "eval" / f"{name}.json").write_text(json.dumps(report))
     mine = {"fingerprints": {"drafter": fingerprint(drafter.state_dict())}}
     bent = {**about, **mine, "temperature": 1.0, "lossy": True, "verify": "lossy_typical", "tau": 3}
@@ -73,9 +73,9 @@ def publish(run: Path, *words: str) -> int:
 
 
 def parts(page: Path) -> tuple[dict[str, Any], str]:
-    """Metadata and text."""
-    found = ModelCard(page.read_text())
-    return found.data.to_dict(), found.text  # type: ignore[no-untyped-call]
+    """Return metadata and text."""
+    model_card = ModelCard(page.read_text())
+    return model_card.data.to_dict(), model_card.text  # type: ignore[no-untyped-call]
 
 
 # ---- folder and card -----------------------------------------------------------------------------
@@ -83,19 +83,19 @@ def parts(page: Path) -> tuple[dict[str, Any], str]:
 
 @pytest.fixture(scope="module")
 def published(run: Path) -> Path:
-    """In every format that holds the drafter."""
+    """The drafter in every format that supports it."""
     assert publish(run) == 0
     return run / "published"
 
 
-def test_all_means_every_format_that_holds_the_drafter(published: Path) -> None:
+def test_all_exports_every_supported_format(published: Path) -> None:
     assert {f.name for f in published.iterdir()} == {"native", "sglang", "vllm", "speculators"}
     for folder in published.iterdir():
         files = {"README.md", "config.json", "golden.json", "golden.safetensors", "verify.py"}
         assert {f.name for f in folder.iterdir()} == {*files, "model.safetensors", "outrider.json"}
 
 
-def test_no_path_of_this_machine_is_published(published: Path) -> None:
+def test_published_files_have_no_local_paths(published: Path) -> None:
     """The target is named without its path, and the command has no run folder."""
     for file in published.rglob("*"):
         if file.suffix in (".json", ".md", ".py"):
@@ -106,7 +106,7 @@ def test_no_path_of_this_machine_is_published(published: Path) -> None:
     assert config["speculators_config"]["verifier"]["name_or_path"] == "tiny"
 
 
-def test_a_card_has_the_numbers_of_the_runs_files(published: Path) -> None:
+def test_card_has_the_numbers_of_the_run(published: Path) -> None:
     data, text = parts(published / "vllm" / "README.md")
     assert data["license"] == "apache-2.0"
     assert data["library_name"] == "outrider"
@@ -125,7 +125,7 @@ def test_a_card_has_the_numbers_of_the_runs_files(published: Path) -> None:
     assert '"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 3}' in text
 
 
-def test_only_a_folder_written_by_outrider_is_replaced(
+def test_only_folders_written_by_outrider_are_replaced(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["format=native", f"publish.out={tmp_path / 'out'}", "publish.license=mit"]
@@ -133,45 +133,45 @@ def test_only_a_folder_written_by_outrider_is_replaced(
     assert publish(run, *words) == 0
     assert parts(tmp_path / "out" / "README.md")[0]["license"] == "mit"
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    (tmp_path / "mine" / "notes.txt").write_text("text")
     with pytest.raises(SystemExit) as stop:
         publish(run, "format=native", f"publish.out={tmp_path / 'mine'}")
     assert stop.value.code == 2
     assert "was not written by Outrider" in capsys.readouterr().err
-    assert [f.name for f in (tmp_path / "mine").iterdir()] == ["letter.txt"]
+    assert [f.name for f in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("harm", ["a weight", "a tap"])
-def test_a_faulty_exporter_publishes_nothing(
+@pytest.mark.parametrize("fault", ["a weight", "a tap"])
+def test_faulty_exporter_publishes_nothing(
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    harm: str,
+    fault: str,
 ) -> None:
-    """One of the formats is faulty; none appears."""
+    """If one of the formats is faulty, none is published."""
     original = Eagle3SGLang.tensors
 
     def faulty(self: Eagle3SGLang, *given: Any) -> Any:
         out = original(self, *given)
-        if harm == "a weight":
+        if fault == "a weight":
             out["midlayer.mlp.down_proj.weight"] = -9 * out["midlayer.mlp.down_proj.weight"]
         return out
 
     monkeypatch.setattr(Eagle3SGLang, "tensors", faulty)
-    if harm == "a tap":
+    if fault == "a tap":
         monkeypatch.setattr(Eagle3SGLang, "stored_taps", lambda self, *given: (0, 3, 4))
     with pytest.raises(SystemExit) as stop:
         publish(run, f"publish.out={tmp_path / 'out'}")
     assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "Nothing was published" in said
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    assert "Nothing was published" in output
     cause = {
         "a tap": "and the files (0, 3, 4)",
         "a weight": "of the drafter in the folder differs by",
     }
-    assert cause[harm] in said
+    assert cause[fault] in output
     assert not any((tmp_path / "out").glob("*"))
 
 
@@ -188,7 +188,7 @@ def test_a_faulty_exporter_publishes_nothing(
         (["publish.new_tokens=99999"], "No prompt fits"),
     ],
 )
-def test_mistakes_end_with_a_message(
+def test_invalid_options_exit_with_a_message(
     run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -197,20 +197,18 @@ def test_mistakes_end_with_a_message(
     assert message in capsys.readouterr().err
 
 
-def test_what_a_format_cannot_hold_is_refused_before_anything_is_decoded(
+def test_unsupported_format_is_refused_before_decoding(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Eagle3SGLang, "refuses", lambda self, *given: "it is round")
-    monkeypatch.setattr(
-        RoundTrip, "decode", lambda self, drafter: pytest.fail("it was decoded with")
-    )
+    monkeypatch.setattr(Eagle3SGLang, "refuses", lambda self, *given: "not supported")
+    monkeypatch.setattr(RoundTrip, "decode", lambda self, drafter: pytest.fail("decode was called"))
     with pytest.raises(SystemExit) as stop:
         publish(run, "format=sglang")
     assert stop.value.code == 2
-    assert "it is round" in capsys.readouterr().err
+    assert "not supported" in capsys.readouterr().err
 
 
-def test_help_lists_the_groups_own_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_keys_of_the_group(capsys: pytest.CaptureFixture[str]) -> None:
     main(["publish", "--help"])
     assert "publish.dry_run" in capsys.readouterr().out
 
@@ -219,7 +217,7 @@ def test_help_lists_the_groups_own_keys(capsys: pytest.CaptureFixture[str]) -> N
 def test_verify_recomputes_the_reference_outputs_with_outrider(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
-    """Negative controls: wrong golden logits with hashes to suit, and another target."""
+    """Negative controls: wrong golden logits with matching hashes, and another target."""
     folder = Path(shutil.copytree(published / word, tmp_path / "out"))
     verify = runpy.run_path(str(folder / "verify.py"))["main"]
     assert verify([str(folder), "--target", "tiny"]) == 0
@@ -243,7 +241,7 @@ def test_verify_recomputes_the_reference_outputs_with_outrider(
     assert "logits of the drafter in the folder differs by" in capsys.readouterr().out
 
 
-def test_a_folder_of_the_version_before_is_read(
+def test_folder_of_the_previous_version_is_read(
     published: Path, tmp_path: Path, loaded: LoadedTarget
 ) -> None:
     """Its outrider.json does not list the tensors."""
@@ -263,10 +261,10 @@ def licence(*words: str, **publish: str) -> dict[str, Any]:
     return card.license_fields(parse(compose(list(words))), settings)
 
 
-def test_the_licence_is_the_targets(tmp_path: Path) -> None:
+def test_licence_comes_from_the_target(tmp_path: Path) -> None:
     folder = ["target=hf", f"target.path={tmp_path}"]
     assert licence(*folder) == {"license": "unknown"}
-    assert licence("target=hf", "target.path=nobody/nothing") == {"license": "unknown"}
+    assert licence("target=hf", "target.path=owner/missing") == {"license": "unknown"}
     (tmp_path / "README.md").write_text("no block")
     assert licence(*folder) == {"license": "unknown"}
     block = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\n---\n"
@@ -286,7 +284,7 @@ def test_the_licence_is_the_targets(tmp_path: Path) -> None:
         (["target=hf", "target.path=/models/qwen"], None),
     ],
 )
-def test_the_base_model_is_a_hub_id_or_nothing(words: list[str], name: str | None) -> None:
+def test_base_model_is_a_hub_id_or_none(words: list[str], name: str | None) -> None:
     target = parse(compose(words))
     assert card.base_model(target, PublishConfig()) == name
     assert card.base_model(target, PublishConfig(base_model="a/b")) == "a/b"
@@ -302,30 +300,30 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hu
         yield hub
 
 
-def sending(run: Path, tmp_path: Path, *words: str) -> int:
+def upload(run: Path, tmp_path: Path, *words: str) -> int:
     place = ["format=sglang", f"publish.out={tmp_path / 'out'}", "publish.repo=me/draft"]
     return publish(run, *place, *words)
 
 
-def test_a_dry_run_lists_the_files_and_sends_the_hub_nothing(
+def test_dry_run_lists_the_files_and_sends_no_request(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sending(run, tmp_path, "publish.dry_run=true") == 0
-    said = capsys.readouterr().out
-    assert "golden.safetensors" in said
-    assert "not uploaded to me/draft" in said
+    assert upload(run, tmp_path, "publish.dry_run=true") == 0
+    output = capsys.readouterr().out
+    assert "golden.safetensors" in output
+    assert "not uploaded to me/draft" in output
     assert hub.requests == []
 
 
-def test_a_folder_is_uploaded_privately_and_downloaded_to_be_measured(
+def test_private_upload_then_download_and_measurement(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sending(run, tmp_path) == 0
-    held = hub.repos["me/draft"]
-    assert held["private"]
+    assert upload(run, tmp_path) == 0
+    uploaded = hub.repos["me/draft"]
+    assert uploaded["private"]
     local = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
-    assert held["files"] == local
-    assert b"me/draft" in held["files"]["README.md"]
+    assert uploaded["files"] == local
+    assert b"me/draft" in uploaded["files"]["README.md"]
     words = ["target=tiny", f"run.dir={tmp_path / 'report'}", "eval.limit=1", "eval.warmup=0"]
     assert main(["eval", "drafter=me/draft", *words, "eval.max_new_tokens=8"]) == 0
     report = json.loads((tmp_path / "report" / "eval" / "eval.json").read_text())
@@ -334,46 +332,46 @@ def test_a_folder_is_uploaded_privately_and_downloaded_to_be_measured(
     golden = json.loads(local["golden.json"])
     weights = report["published"]["files"]["model.safetensors"]
     assert weights == golden["sha256"]["model.safetensors"]
-    said = capsys.readouterr()
-    assert "drafter: me/draft, format sglang: config.json" in said.out
-    assert fake_hub.TOKEN not in said.out + said.err
+    output = capsys.readouterr()
+    assert "drafter: me/draft, format sglang: config.json" in output.out
+    assert fake_hub.TOKEN not in output.out + output.err
 
 
-def test_an_interrupted_upload_continues(
+def test_interrupted_upload_resumes(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.refuse_after = 1
     with pytest.raises(SystemExit):
-        sending(run, tmp_path)
-    said = capsys.readouterr()
-    assert "me/draft was not uploaded" in said.err
-    assert fake_hub.TOKEN not in said.out + said.err
+        upload(run, tmp_path)
+    output = capsys.readouterr()
+    assert "me/draft was not uploaded" in output.err
+    assert fake_hub.TOKEN not in output.out + output.err
     assert len(hub.sent) == 1
     assert hub.commits == 0, "a partial upload is not visible"
     hub.refuse_after = None
-    assert sending(run, tmp_path) == 0
+    assert upload(run, tmp_path) == 0
     assert len(hub.sent) == len(set(hub.sent)) == 2, "files on the hub were sent again"
     assert hub.commits == 1
 
 
-def test_a_refused_token_is_not_printed(
+def test_rejected_token_is_not_printed(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.open = False
     with pytest.raises(SystemExit) as stop:
-        sending(run, tmp_path)
+        upload(run, tmp_path)
     assert stop.value.code == 2
-    said = capsys.readouterr()
-    assert "me/draft was not uploaded" in said.err
-    assert fake_hub.TOKEN not in said.out + said.err
+    output = capsys.readouterr()
+    assert "me/draft was not uploaded" in output.err
+    assert fake_hub.TOKEN not in output.out + output.err
 
 
-def test_a_private_upload_into_a_public_repository_is_refused(
+def test_private_upload_to_a_public_repository_is_refused(
     run: Path, tmp_path: Path, hub: fake_hub.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.repos["me/draft"] = {"private": False, "files": {}}
     with pytest.raises(SystemExit):
-        sending(run, tmp_path)
+        upload(run, tmp_path)
     assert "is public on the hub" in capsys.readouterr().err
     assert hub.repos["me/draft"]["files"] == {}
 
@@ -388,7 +386,7 @@ def measure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return str(capsys.readouterr().err)
 
 
-def test_a_lone_drafter_needs_a_target_and_a_place(
+def test_published_drafter_needs_a_target_and_a_folder(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter, place = f"drafter={published / 'vllm'}", f"run.dir={tmp_path}"
@@ -401,14 +399,16 @@ def test_a_lone_drafter_needs_a_target_and_a_place(
     assert "no folder" in measure(capsys, "drafter=a b c", "target=tiny", place)
 
 
-def test_only_eval_takes_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_drafter_is_refused_by_other_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in (["chat", "target=tiny", f"run.dir={tmp_path}"], ["train"]):
         with pytest.raises(SystemExit):
             main([*words, "eval.drafter=x"])
         assert "uses the drafter of a run" in capsys.readouterr().err
 
 
-def test_a_changed_published_folder_is_not_measured(
+def test_modified_published_folder_is_refused(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"

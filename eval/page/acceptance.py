@@ -38,7 +38,10 @@ def acceptance_parts(run: RunFiles) -> Iterator[Part]:
     if not run.reports:
         yield no_report_note(run)
     if len(run.reports) > 1:
-        yield _side_by_side(run)
+        rates = {out: _points(report.summary.accept_at) for out, report in run.reports.items()}
+        lines = {out: points for out, points in rates.items() if points}
+        paint = curves(lines, "draft token k", "accept@k", marks=True)
+        yield draw("accept@k of every report", metric_definitions("accept_at"), paint)
     for i, (out, report) in enumerate(run.reports.items()):
         details = list(_report_parts(run, out, report))
         title = f"{out}: {decoding_label(report.setting)}, {report.summary.prompts} prompts"
@@ -63,25 +66,16 @@ def _report_parts(run: RunFiles, out: str, report: Report) -> Iterator[Part]:
 
 def _by_token(out: str, report: Report, rounds: Sequence[AnswerRounds], definition: str) -> Part:
     """Draw both rates over k, with intervals."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    intervals: dict[str, list[Interval]] = {}
+    lines, intervals = dict[str, list[tuple[int, float]]](), dict[str, list[Interval]]()
     for rate in ("accept", "cond"):
-        rates = enumerate(getattr(report.summary, f"{rate}_at"), start=1)
-        points = [(k, value) for k, value in rates if value is not None]
-        lines[f"{rate}@k"] = [(float(k), value) for k, value in points]
+        lines[f"{rate}@k"] = points = _points(getattr(report.summary, f"{rate}_at"))
         intervals[f"{rate}@k"] = [_interval(rate, k, report, rounds) for k, _ in points]
     paint = curves(lines, "draft token k", "share", intervals, marks=True)
     return draw(f"acceptance: {out}", definition, paint)
 
 
-def _side_by_side(run: RunFiles) -> Part:
-    lines = {
-        out: [(float(k), rate) for k, rate in enumerate(r.summary.accept_at, start=1)]
-        for out, r in run.reports.items()
-        if r.summary.accept_at
-    }
-    paint = curves(lines, "draft token k", "accept@k", marks=True)
-    return draw("accept@k of every report", metric_definitions("accept_at"), paint)
+def _points(rates: Sequence[float | None]) -> list[tuple[int, float]]:
+    return [(k, rate) for k, rate in enumerate(rates, start=1) if rate is not None]
 
 
 def _by_category(

@@ -3,7 +3,7 @@
 Answers are chosen by tokens per round, from the highest to the lowest in equal steps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -31,14 +31,11 @@ def answer_parts(run: RunFiles, tokenizer: TextDecoder | str, count: int) -> Ite
             command = f"outrider eval run.dir={run.folder} eval.out={out}"
             yield Note(f"{out} has no origins of its tokens.", command)
             continue
-        answers = [_answer(row, tokenizer) for row in _evenly_ranked(rows, count)]
+        ranked = sorted(rows, key=lambda row: -_tau(row))
+        last, number = len(ranked) - 1, min(count, len(ranked))
+        chosen = [ranked[round(k * last / max(1, number - 1))] for k in range(number)]
+        answers = [_answer(row, tokenizer) for row in chosen]
         yield from answers if i == 0 else [Collapsible(out, answers)]
-
-
-def _evenly_ranked(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    ranked = sorted(rows, key=lambda row: -_tau(row))
-    last, number = len(ranked) - 1, min(count, len(ranked))
-    return [ranked[round(i * last / max(1, number - 1))] for i in range(number)]
 
 
 def _tau(row: dict[str, Any]) -> float:
@@ -48,6 +45,5 @@ def _tau(row: dict[str, Any]) -> float:
 def _answer(row: dict[str, Any], tokenizer: TextDecoder) -> AnnotatedAnswer:
     groups = groupby(origin_spans(row, tokenizer), key=lambda span: span[1])
     spans = [("".join(text for text, _ in group), origin) for origin, group in groups]
-    rounds = len(row["accepted"])
-    name = f"{row['id']} ({row['category']}): {len(row['output_ids'])} tokens, {rounds} rounds, "
-    return AnnotatedAnswer(f"{name}tau {_tau(row):.2f}", row["prompt"], spans)
+    counts = f"{len(row['output_ids'])} tokens, {len(row['accepted'])} rounds, tau {_tau(row):.2f}"
+    return AnnotatedAnswer(f"{row['id']} ({row['category']}): {counts}", row["prompt"], spans)

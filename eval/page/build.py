@@ -31,11 +31,7 @@ SEARCH_FILES = ("search.json", compare.STUDY)
 
 
 def report(folder: Path, options: ReportConfig, overrides: Sequence[str]) -> int:
-    """Run the verb.
-
-    Args:
-        folder: `run.dir`.
-        overrides: of the run's configuration, for the location of its target.
+    """Run the verb on a run (`overrides` may relocate its target), a search or a folder of runs.
 
     Raises:
         ConfigError, RunError: the folder has nothing to show, or a file of it is corrupt.
@@ -143,7 +139,6 @@ def _search_section(folder: Path, name: str) -> Section:
 
 
 def _refuse_run_options(options: ReportConfig, overrides: Sequence[str]) -> None:
-    """Raise for options of a single run."""
     why, fix = "This option is for one run, and run.dir is not a run.", "Give the run.dir of a run."
     if options.measure:
         raise ConfigError("report.measure", True, why, fix)

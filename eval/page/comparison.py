@@ -1,6 +1,6 @@
 """Sections of a report page on several runs, and on a search.
 
-The tables are those of `outrider compare`; those of a search come from its `search.json`.
+The tables on runs are those of `outrider compare`.
 """
 
 import shlex
@@ -55,14 +55,9 @@ def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError])
 
 def _speeds(runs: Sequence[RunResults]) -> Iterable[Part]:
     """Draw tau and speedup, a bar for every run and way of decoding."""
-    labels = dict.fromkeys(decoding_label(r) for run in runs for r in run.reports.values())
-    reports = {
-        label: [
-            next((r for r in reversed(run.reports.values()) if decoding_label(r) == label), {})
-            for run in runs
-        ]
-        for label in labels
-    }
+    newest = [{decoding_label(r): r for r in run.reports.values()} for run in runs]
+    labels = dict.fromkeys(label for of_run in newest for label in of_run)
+    reports = {label: [of_run.get(label, {}) for of_run in newest] for label in labels}
     for name, xlabel, level in SPEEDS:
         values = {label: [r.get(name) for r in of_runs] for label, of_runs in reports.items()}
         values = {label: numbers for label, numbers in values.items() if any(numbers)}
@@ -86,15 +81,8 @@ def _curves(runs: Sequence[RunResults]) -> Iterable[Part]:
         yield draw("held-out acceptance length", definition, paint)
 
 
-# ---- a search ----
-
-
 def read_search(folder: Path) -> dict[str, Any]:
-    """Read `search.json`.
-
-    Raises:
-        CorruptFile: it is missing or of another format.
-    """
+    """Read `search.json`; a CorruptFile is raised if it is missing or of another format."""
     fix = f"Write it again: outrider compare {folder}"
     content = read_json(folder / "search.json", fix)
     if content.get("format") != FORMAT:

@@ -24,7 +24,7 @@ from outrider.eval.page.elements import Figure
 SIZE = (4.6, 3.1)  # inches
 BAR = 0.15  # inches per bar of a group
 MAX_LABEL = 24  # characters
-LEGEND_WIDTH = 66  # characters
+LEGEND_WIDTH, LEGEND_LABEL = 66, 33  # characters
 INVALID = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 Interval = Sequence[float] | None  # low and high
 
@@ -82,10 +82,6 @@ def label(text: object, longest: int = MAX_LABEL) -> str:
     return plain if len(plain) <= longest else f"{plain[: longest - 2]}.."
 
 
-def legend_label(text: object) -> str:
-    return label(text, LEGEND_WIDTH // 2)
-
-
 def _legend(axes: Any) -> None:
     """Add a legend below the axes, if there is more than one label."""
     handles, labels = axes.get_legend_handles_labels()
@@ -105,11 +101,10 @@ def curves(
     diagonal: bool = False,
     log: bool = False,
 ) -> DrawFn:
-    """Draw lines through points.
+    """Draw lines through points, with `marks` at them.
 
     Args:
         intervals: of every point.
-        marks: draw a dot for every point.
         diagonal: draw the line of equal numbers, from 0 to 1.
         log: logarithmic y axis, if all values are above 0.
     """
@@ -120,7 +115,7 @@ def curves(
             colour = theme.lines[i % len(theme.lines)]
             style = "-" if i < len(theme.lines) else "--"
             mark = "o" if marks or len(points) == 1 else None
-            text = legend_label(name)
+            text = label(name, LEGEND_LABEL)
             axes.plot(x, y, style, color=colour, marker=mark, ms=4, lw=1.4, label=text)
             for at, interval in _known(x, intervals, name):
                 axes.plot([at, at], interval, color=colour, lw=1, alpha=0.6)
@@ -171,7 +166,7 @@ def bars(
             colour = theme.lines[i % len(theme.lines)]
             at = [row + (i - (len(values) - 1) / 2) * thick for row in range(len(names))]
             widths = [float("nan") if number is None else number for number in numbers]
-            axes.barh(at, widths, 0.9 * thick, color=colour, label=legend_label(kind))
+            axes.barh(at, widths, 0.9 * thick, color=colour, label=label(kind, LEGEND_LABEL))
             for y, interval in _known(at, intervals, kind):
                 axes.plot(interval, [y, y], color=theme.text, lw=1.2)
         if level is not None:
@@ -198,7 +193,7 @@ def stacked_bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], xla
         ends = [0.0] * len(names)
         for i, (part, widths) in enumerate(parts.items()):
             colour = theme.lines[i % len(theme.lines)]
-            axes.barh(rows, widths, 0.6, left=ends, color=colour, label=legend_label(part))
+            axes.barh(rows, widths, 0.6, left=ends, color=colour, label=label(part, LEGEND_LABEL))
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
         _name_rows(axes, names, xlabel)
         _legend(axes)
@@ -248,7 +243,8 @@ def points(
     def paint(axes: Any, theme: Theme) -> None:
         for i, (name, members) in enumerate(groups.items()):
             colour = theme.lines[i % len(theme.lines)]
-            axes.scatter(*zip(*members, strict=True), 22, color=colour, label=legend_label(name))
+            text = label(name, LEGEND_LABEL)
+            axes.scatter(*zip(*members, strict=True), 22, color=colour, label=text)
         if diagonal:
             numbers = [number for group in groups.values() for point in group for number in point]
             ends = [min(numbers), max(numbers)]

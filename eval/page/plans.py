@@ -1,7 +1,4 @@
-"""Sections of a report page on plans and on the calibration of the drafter's confidence.
-
-Plans are read from `<run.dir>/plan/`, the calibration from `<run.dir>/calibration.json`.
-"""
+"""Sections of a report page on plans and on the calibration of the drafter's confidence."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -40,7 +37,11 @@ def _surface(name: str, plan: Mapping[str, Any]) -> Iterator[Part]:
     source = f"{name}, {plan['machine']}"
     for context in sorted({row["context"] for row in rows}):
         same_context = [row for row in rows if row["context"] == context]
-        values = [[_best(same_context, batch, depth) for depth in depths] for batch in batches]
+        best: dict[tuple[int, int], float] = {}
+        for row in same_context:
+            cell = row["batch"], row["depth"]
+            best[cell] = max(float(row["speedup"]), best.get(cell, 0.0))
+        values = [[best.get((batch, depth)) for depth in depths] for batch in batches]
         paint = heatmap(values, ("depth", depths), ("batch", batches), limits)
         note = f"Each cell: the fastest chain or tree of that depth. Plan: {source}."
         yield draw(f"predicted speedup at context {context}", f"{DEFINITION} {note}", paint)
@@ -51,11 +52,6 @@ def _surface(name: str, plan: Mapping[str, Any]) -> Iterator[Part]:
     head = [column.replace("_", " ") for column in COLUMNS]
     definition = f"The fastest draft of every batch and context. {DEFINITION}"
     yield text_table(f"recommended: {source}", [*head, "speedup"], cells, definition)
-
-
-def _best(rows: Sequence[Mapping[str, Any]], batch: int, depth: int) -> float | None:
-    speedups = [float(r["speedup"]) for r in rows if (r["batch"], r["depth"]) == (batch, depth)]
-    return max(speedups, default=None)
 
 
 def _checks(name: str, checks: Sequence[Mapping[str, Any]]) -> Iterator[Part]:

@@ -33,11 +33,7 @@ class RunFiles(NamedTuple):
 
 
 def read_run_files(folder: Path) -> RunFiles:
-    """Read a run folder.
-
-    Raises:
-        CorruptFile: a file cannot be read or is of another format.
-    """
+    """Read a run folder; a CorruptFile is raised for a damaged file or another format."""
     log = folder / "metrics.jsonl"
     return RunFiles(
         folder,

@@ -14,6 +14,7 @@ THEORY = (
     "step. formula: Leviathan et al., one alpha at every depth (chains). best gamma: chain length "
     "with the largest predicted speedup, at most the measured depth."
 )
+PREDICTED = {"no overhead": "no_overhead", "free verification": "free_verify", "formula": "iid"}
 SPEEDS = (  # metric, label of its axis, line to compare with
     ("speedup", "times as fast as plain decoding", 1.0),
     ("tau", "tokens per round", None),
@@ -98,9 +99,7 @@ def _predictions(timed: dict[str, Report]) -> Iterator[Part]:
         return
     values: dict[str, list[float | None]] = {
         "measured": [r.summary.speedup for _, r, _ in predicted],
-        "no overhead": [theory["no_overhead"] for *_, theory in predicted],
-        "free verification": [theory["free_verify"] for *_, theory in predicted],
-        "formula": [theory["iid"] for *_, theory in predicted],
+        **{kind: [theory[key] for *_, theory in predicted] for kind, key in PREDICTED.items()},
     }
     title = "measured and predicted speedup"
     definition = f"{metric_definitions('speedup', 'speedup_95', 'alpha')} {THEORY}"
@@ -109,12 +108,10 @@ def _predictions(timed: dict[str, Report]) -> Iterator[Part]:
     names = [out for out, *_ in predicted]
     paint = bars(names, kinds, "times as fast as plain decoding", intervals, 1.0)
     yield draw(title, definition, paint)
-    head = ["report", "measured", "from times", "no overhead", "free verification", "formula",
-            "alpha", "best gamma"]  # fmt: skip
-    keys = ("from_times", "no_overhead", "free_verify", "iid")
+    head = ["report", "measured", "from times", *PREDICTED, "alpha", "best gamma"]
     rows = [
         [out, format_number(r.summary.speedup, 2, "x"),
-         *(format_number(theory[key], 2, "x") for key in keys),
+         *(format_number(theory[key], 2, "x") for key in ("from_times", *PREDICTED.values())),
          format_number(r.summary.alpha), format_number(theory["best_gamma"], 0)]
         for out, r, theory in predicted
     ]  # fmt: skip

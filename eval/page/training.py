@@ -28,7 +28,6 @@ COSTS = (  # quantity, field of training.json, format, unit
     ("peak memory, MB", "peak_memory_bytes", ".0f", MB),
     ("best step", "best_step", ".0f", 1),
 )
-CONTINUE = "outrider train ... train.resume=auto"
 
 
 def logged_definition(name: str) -> str:
@@ -67,7 +66,8 @@ def curve_parts(run: RunFiles) -> Iterator[Part]:
 def cost_parts(run: RunFiles) -> Iterator[Part]:
     """Yield the cost of training, and the best drafter's metrics on held-out text."""
     if run.training is None:
-        yield Note("Training has not finished: training.json is missing.", CONTINUE)
+        why = "Training has not finished: training.json is missing."
+        yield Note(why, "outrider train ... train.resume=auto")
         return
     rows = [[name, value] for name, value in _costs(run.training) if value is not None]
     definition = (

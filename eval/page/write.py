@@ -17,16 +17,7 @@ from markupsafe import Markup
 
 from outrider.conf.files import write
 from outrider.eval.page.answers import LEGEND
-from outrider.eval.page.elements import (
-    AnnotatedAnswer,
-    Collapsible,
-    Figure,
-    Listing,
-    Note,
-    Page,
-    Part,
-    Table,
-)
+from outrider.eval.page.elements import Collapsible, Figure, Note, Page, Part, Table
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -44,7 +35,7 @@ def write_page(page: Page, folder: Path) -> list[Path]:
 
 
 def as_html(page: Page) -> str:
-    page = _define_once(page, (Table, Figure, Note, Listing, AnnotatedAnswer))
+    page = _define_once(page, (object,))
     return _environment(True).get_template("page.html.jinja").render(page=page, legend=LEGEND)
 
 
@@ -78,12 +69,9 @@ def _once(parts: Sequence[Part], kinds: tuple[type, ...], defined: set[str]) -> 
 @cache
 def _environment(escape: bool) -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=escape,
-        finalize=_clean,
-        trim_blocks=True,
+        loader=FileSystemLoader(TEMPLATES), autoescape=escape, finalize=_clean, trim_blocks=True,
         undefined=StrictUndefined,
-    )
+    )  # fmt: skip
     environment.filters |= {"md": markdown, "code": code}
     return environment
 

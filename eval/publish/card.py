@@ -1,8 +1,7 @@
 """The model card of a published drafter: README.md, from the run's own files.
 
 Its numbers come from reports of the run whose fingerprint is this drafter's. The licence is the
-target's, as its card states it: a drafter works only with its target and may hold copies of its
-embedding or head.
+target's, as its card states it: a drafter may hold copies of its target's embedding or head.
 """
 
 import json
@@ -20,7 +19,7 @@ from outrider.conf.commands import REPO, PublishConfig
 from outrider.conf.files import fingerprint, read_json
 from outrider.conf.schema import Config
 from outrider.eval.page.write import markdown
-from outrider.eval.publish.serve_commands import ServeCommands, serve_commands
+from outrider.eval.publish.serve_commands import serve_commands
 from outrider.eval.report import FORMAT, describe_policy, format_number
 from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
@@ -37,69 +36,47 @@ PRIVATE = ("run.dir=", "hydra.", "train.wandb")  # local settings in a command
 
 @dataclass(frozen=True)
 class CardSubject:
-    """What a card describes.
-
-    Attributes:
-        form: the format's name.
-        reports: reports of this drafter, by name.
-        other: names of reports of another drafter.
-        plan: the newest report of `outrider plan`; None without one.
-        comparison: what was compared before publishing.
-    """
+    """What a card describes."""
 
     config: Config
     settings: PublishConfig
     drafter: Drafter
     cfg: Any
     target: Target
-    form: str
-    reports: Mapping[str, Mapping[str, Any]]
-    other: list[str]
-    plan: Mapping[str, Any] | None
-    comparison: str
+    form: str  # name of the format
+    comparison: str  # what was compared before publishing
+    reports: dict[str, dict[str, Any]]  # of this drafter, by name
+    other: list[str]  # names of reports of another drafter
 
 
 def write_card(subject: CardSubject, repo: str | None) -> str:
-    """Return README.md: the hub's metadata block, then the page.
-
-    Args:
-        repo: hub repository; None: the folder is not uploaded.
-    """
+    """Return README.md: the hub's metadata block, then the page; `repo` is None without upload."""
     environment = Environment(
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     environment.filters |= {"number": format_number, "md": markdown, "policy": describe_policy}
-    page = environment.get_template("card.jinja").render(
-        **template_values(subject, repo or "FOLDER")
-    )
-    return f"---\n{metadata(subject, repo).to_yaml()}\n---\n\n{page}"
-
-
-# ---- metadata ----------------------------------------------------------------------------------
-
-
-def metadata(subject: CardSubject, repo: str | None) -> ModelCardData:
-    """Return the metadata that the hub sorts and filters by."""
+    values = template_values(subject, repo or "FOLDER")
+    page = environment.get_template("card.jinja").render(**values)
     name = subject.cfg.name
-    fields = {
+    metadata = ModelCardData(
         **license_fields(subject.config, subject.settings),
-        "base_model": base_model(subject.config, subject.settings),
-        "datasets": list(subject.settings.datasets) or None,
-        "library_name": "transformers" if subject.form == "transformers" else "outrider",
-        "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "draft-model", name, subject.form, "outrider"],
-        "eval_results": eval_results(subject) or None,
-        "model_name": (repo or f"{name}-{subject.target.name}").rpartition("/")[2],
-    }
-    return ModelCardData(**fields)
+        base_model=base_model(subject.config, subject.settings),
+        datasets=list(subject.settings.datasets) or None,
+        library_name="transformers" if subject.form == "transformers" else "outrider",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "draft-model", name, subject.form, "outrider"],
+        eval_results=eval_results(subject.reports) or None,
+        model_name=(repo or f"{name}-{subject.target.name}").rpartition("/")[2],
+    )
+    return f"---\n{metadata.to_yaml()}\n---\n\n{page}"
 
 
 def license_fields(config: Config, settings: PublishConfig) -> dict[str, Any]:
     """Return `license`, with name and link of a licence that the hub does not list."""
+    target = config.target
     if settings.license is not None:
         return {"license": settings.license}
-    target = config.target
     if target.path is None:  # it has a name
         return {"license": OWN.get(target.name, UNKNOWN)}
     card = _target_card(target.path, target.revision)
@@ -125,73 +102,50 @@ def base_model(config: Config, settings: PublishConfig) -> str | None:
     """Return the target's hub id; None without one."""
     if settings.base_model is not None:
         return settings.base_model
-    target = config.target
-    if target.name == "smollm2" and target.path is None:
-        return SMOLLM2
-    path = target.path or ""
-    hub = re.fullmatch(REPO, path) and not Path(path).expanduser().exists()
-    return path if hub else None
+    if config.target.path is None:
+        return SMOLLM2 if config.target.name == "smollm2" else None
+    path = config.target.path
+    return path if re.fullmatch(REPO, path) and not Path(path).expanduser().exists() else None
 
 
-def eval_results(subject: CardSubject) -> list[EvalResult]:
-    """Return tau and speedup of every report for the hub's model-index.
-
-    Lossy reports are left out, since the model-index cannot mark them.
-    """
-    out = []
-    for name, report in subject.reports.items():
-        if report.get("lossy"):
-            continue
-        for metric, title in (("tau", "tokens per target forward"), ("speedup", "speedup")):
-            if report[metric] is not None:
-                value = round(report[metric], 3)
-                out.append(
-                    EvalResult(
-                        task_type="text-generation", dataset_type="prompts",
-                        dataset_name=f"{report['prompts']} prompts", dataset_config=name,
-                        metric_type=metric, metric_value=value, metric_name=title,
-                    )
-                )  # fmt: skip
-    return out
-
-
-# ---- the page ----------------------------------------------------------------------------------
+def eval_results(reports: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
+    """Return tau and speedup of every report that is not lossy, which a model-index cannot say."""
+    return [
+        EvalResult(
+            task_type="text-generation", dataset_type="prompts",
+            dataset_name=f"{report['prompts']} prompts", dataset_config=name,
+            metric_type=metric, metric_value=round(report[metric], 3), metric_name=title,
+        )
+        for name, report in reports.items()
+        for metric, title in (("tau", "tokens per target forward"), ("speedup", "speedup"))
+        if not report.get("lossy") and report[metric] is not None
+    ]  # fmt: skip
 
 
 def template_values(subject: CardSubject, repo: str) -> dict[str, Any]:
     """Return the variables of the template."""
-    settings, target = subject.settings, subject.target
+    config, settings, target = subject.config, subject.settings, subject.target
+    hub_id = base_model(config, settings)
+    served = hub_id or "TARGET"  # no local path
+    own = config.target.name if config.target.path is None else served
+    plan = read_newest_plan(Path(config.run.dir))
     return {
-        "repo": repo,
-        "name": subject.cfg.name,
-        "form": subject.form,
-        "target": base_model(subject.config, settings) or target.name,
-        "fingerprint": target_fingerprint(target),
-        "license": license_fields(subject.config, settings)["license"],
+        "repo": repo, "name": subject.cfg.name, "form": subject.form,
+        "target": hub_id or target.name, "fingerprint": target_fingerprint(target),
+        "license": license_fields(config, settings)["license"],
         "inherited": settings.license is None,
         "parameters": sum(p.numel() for p in subject.drafter.parameters()),
-        "drafted": len(subject.drafter.vocab),
-        "vocab": target.vocab_size,
+        "drafted": len(subject.drafter.vocab), "vocab": target.vocab_size,
         "taps": list(subject.drafter.taps),
-        "serving": _serving(subject, repo),
-        "reports": subject.reports,
-        "other": subject.other,
-        "plan": list((subject.plan or {}).get("recommended", [])),
-        "machine": (subject.plan or {}).get("machine", ""),
-        "warnings": list((subject.plan or {}).get("warnings", [])),
+        "serving": serve_commands(subject.form, subject.drafter, subject.cfg, repo, served, own),
+        "reports": subject.reports, "other": subject.other,
+        "plan": plan.get("recommended", []), "machine": plan.get("machine", ""),
+        "warnings": plan.get("warnings", []),
         "comparison": subject.comparison,
         "changed": bool(getattr(subject.cfg, "adapter_rank", 0)),
         "datasets": list(settings.datasets),
-        **_training_values(Path(subject.config.run.dir)),
-    }
-
-
-def _serving(subject: CardSubject, repo: str) -> ServeCommands:
-    """Return the serving commands, without local paths."""
-    served = base_model(subject.config, subject.settings) or "TARGET"
-    target = subject.config.target
-    own = target.name if target.path is None else served
-    return serve_commands(subject.form, subject.drafter, subject.cfg, repo, served, own)
+        **_training_values(Path(config.run.dir)),
+    }  # fmt: skip
 
 
 def _training_values(run: Path) -> dict[str, Any]:
@@ -232,10 +186,10 @@ def read_reports(folder: Path, drafter: Drafter) -> tuple[dict[str, dict[str, An
     return reports, other
 
 
-def read_newest_plan(folder: Path) -> dict[str, Any] | None:
-    """Return the newest plan of a run; None without one."""
+def read_newest_plan(folder: Path) -> dict[str, Any]:
+    """Return the newest plan of a run; {} without one."""
     files = sorted((folder / "plan").glob("*.json"), key=lambda file: file.stat().st_mtime)
-    return _json(files[-1]) if files else None
+    return _json(files[-1]) if files else {}
 
 
 def _json(file: Path) -> dict[str, Any]:

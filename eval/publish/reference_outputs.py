@@ -3,7 +3,7 @@
 `golden.safetensors` holds a short text, the target's outputs on it that the drafter reads (tapped
 layers, last states, embeddings), and the drafter's logits at every depth after some of its rows,
 for some tokens, with the rows of the head for those tokens. `golden.json` holds what the drafter
-was made for, and the sha256 of every file. Together they take a few megabytes for a large target.
+was made for, and the sha256 of every file.
 
 Legend: T tokens of the text, R rows drafted from, D depths, S tokens that are compared, Vd draft
 vocabulary.
@@ -17,15 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.conf import files
 from outrider.conf.errors import RunError
-from outrider.conf.files import (
-    read_json,
-    read_tensors,
-    sha256_of,
-    write,
-    write_json,
-    write_tensors,
-)
 from outrider.eval.decoder import Decoder
 from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
@@ -44,17 +37,11 @@ FIX = "Fetch the folder again."
 VERIFY = Path(__file__).with_name("verify_folder.py")
 
 
-# ---- computing -----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def reference_outputs(
     drafter: Drafter, target: Target, ids: Sequence[int], depths: int
 ) -> dict[str, Tensor]:
-    """Return the content of golden.safetensors.
-
-    Args:
-        ids: a text of the target's tokens; its end is used.
+    """Return the content of golden.safetensors, computed on the end of the text `ids`.
 
     Raises:
         RunError: the text is too short for so many depths.
@@ -77,7 +64,8 @@ def _outputs(
 ) -> dict[str, Tensor]:
     """Return the outputs on a text; `columns` are draft ids, None chooses them."""
     target.set_taps(drafter.taps)
-    trace = _trace(target, text)
+    positions, zeros = torch.arange(len(text), device=text.device), torch.zeros_like(text)
+    trace = target.trace(text[None], zeros[None].bool(), zeros[None], positions[None])
     logits = torch.stack([_draft_logits(drafter, trace, row, depths) for row in rows], dim=1)
     columns = _compared_columns(logits) if columns is None else columns.to(logits.device)
     tokens = drafter.vocab.target_ids.to(logits.device)[columns]
@@ -90,12 +78,6 @@ def _outputs(
     if (bias := getattr(target.head, "bias", None)) is not None:
         out["head_bias"] = bias[tokens]
     return {k: v.float() if v.is_floating_point() else v for k, v in out.items()}
-
-
-def _trace(target: Target, text: Int[Tensor, " T"]) -> Trace:
-    positions = torch.arange(len(text), device=text.device)[None]
-    zeros = torch.zeros_like(text)[None]
-    return target.trace(text[None], zeros.bool(), zeros, positions)
 
 
 def _draft_logits(drafter: Drafter, trace: Trace, row: int, depths: int) -> Float[Tensor, "D Vd"]:
@@ -119,9 +101,6 @@ def _compared_columns(logits: Float[Tensor, "D R Vd"]) -> Int[Tensor, " S"]:
     return out
 
 
-# ---- writing -------------------------------------------------------------------------------------
-
-
 def write_reference(
     folder: Path,
     outputs: dict[str, Tensor],
@@ -129,52 +108,33 @@ def write_reference(
     target: Target,
     about: dict[str, Any],
 ) -> None:
-    """Write both files and `verify.py` into a folder that holds the drafter.
-
-    Args:
-        about: fields of golden.json besides the target, the taps and the hashes.
-    """
-    write_tensors(folder / TENSORS, outputs, {"format": "pt"})
-    write(folder / "verify.py", VERIFY.read_bytes())
-    files = sorted(f for f in folder.iterdir() if f.name not in UNHASHED)
+    """Write both files and `verify.py` beside the drafter; `about` are more facts."""
+    files.write_tensors(folder / TENSORS, outputs, {"format": "pt"})
+    files.write(folder / "verify.py", VERIFY.read_bytes())
+    hashed = sorted(file for file in folder.iterdir() if file.name not in UNHASHED)
+    shape, ids = target.shape(), outputs["ids"].to(target.device)
+    finish = {k: getattr(target.text_config, k, None) for k in FINISH}
     facts = {
         **about,
         "taps": list(drafter.taps),
-        **_target_facts(target, outputs["ids"].to(target.device)),
-        "sha256": {file.name: sha256_of(file) for file in files},
-    }
-    write_json(folder / FACTS, facts)
-
-
-def _target_facts(target: Target, ids: Int[Tensor, " T"]) -> dict[str, Any]:
-    """Return what is needed to compute the logits from the file without the target."""
-    shape, finish = target.shape(), {k: getattr(target.text_config, k, None) for k in FINISH}
-    return {
         "plain_embedding": torch.equal(target.embedding.weight[ids], target.embed(ids)),
         "target": {
-            "name": target.name,
-            "fingerprint": target_fingerprint(target),
-            "vocab": shape.vocab,
-            "hidden": shape.hidden,
-            "layers": shape.layers,
+            "name": target.name, "fingerprint": target_fingerprint(target),
+            "vocab": shape.vocab, "hidden": shape.hidden, "layers": shape.layers,
             "logits": {k: v for k, v in finish.items() if v is not None},
         },
-    }
-
-
-# ---- comparing -----------------------------------------------------------------------------------
+        "sha256": {file.name: files.sha256_of(file) for file in hashed},
+    }  # fmt: skip
+    files.write_json(folder / FACTS, facts)
 
 
 def compare_with_target(folder: Path, target: str) -> str:
-    """Load target and drafter and compare the drafter's outputs with golden.safetensors.
+    """Load target and drafter, and return what `compare_outputs` compared.
 
     `verify.py` of published folders calls this function: keep its name and arguments.
 
     Args:
         target: "tiny", "smollm2", a folder or hub id.
-
-    Returns:
-        What was compared, for the console.
 
     Raises:
         ConfigError, RunError: the target or the drafter cannot be loaded, or an output differs.
@@ -191,10 +151,12 @@ def compare_outputs(folder: Path, drafter: Drafter, target: Target) -> str:
     Raises:
         RunError: an output is missing or differs by more than TOLERANCE of its largest value.
     """
-    file, facts = folder / TENSORS, read_json(folder / FACTS, FIX)
-    expected = read_tensors(file, facts.get("sha256", {}).get(TENSORS), FIX)
+    file, facts = folder / TENSORS, files.read_json(folder / FACTS, FIX)
+    expected = files.read_tensors(file, facts.get("sha256", {}).get(TENSORS), FIX)
     try:
-        columns = _draft_ids(drafter, expected["tokens"])
+        columns = drafter.vocab.to_draft(expected["tokens"].to(drafter.vocab.d2t.device))
+        if bool((columns < 0).any()):
+            raise IndexError("a compared token is not in the draft vocabulary")
         rows, depths = expected["rows"].tolist(), len(expected["logits"])
         text = expected["ids"].to(target.device)
         outputs = _outputs(drafter, target, text, rows, depths, columns)
@@ -209,13 +171,6 @@ def compare_outputs(folder: Path, drafter: Drafter, target: Target) -> str:
         message = f"{file}: {name} of the drafter in the folder differs by {largest:.2g}"
         raise RunError(f"{message} of the largest value.", FIX)
     return f"golden logits: {depths} depths from {len(rows)} rows, largest difference {largest:.1g}"
-
-
-def _draft_ids(drafter: Drafter, tokens: Int[Tensor, " S"]) -> Int[Tensor, " S"]:
-    ids = drafter.vocab.to_draft(tokens.to(drafter.vocab.d2t.device))
-    if bool((ids < 0).any()):
-        raise IndexError("a compared token is not in the draft vocabulary")
-    return ids
 
 
 def relative_difference(ours: Tensor, expected: Tensor) -> float:

@@ -30,7 +30,7 @@ FIX = "Nothing was published. This is a fault of Outrider; please report it with
 
 
 class DecodedAnswer(NamedTuple):
-    """One answer: its tokens, and the accepted draft tokens of each round."""
+    """The tokens of an answer, and the accepted draft tokens of each round."""
 
     policy: str
     ids: list[int]
@@ -39,31 +39,23 @@ class DecodedAnswer(NamedTuple):
 
 @dataclass
 class RoundTrip:
-    """The answers of the run's own drafter, which an exported one must reproduce.
-
-    Attributes:
-        depth: draft depth of both policies.
-        expected: one answer for each policy and prompt.
-    """
+    """The answers of the run's own drafter, which an exported one must reproduce."""
 
     target: Target
     drafter: Drafter
     prompts: list[list[int]]
     new_tokens: int
-    depth: int
+    depth: int  # of both policies
     stops: Stops = field(default_factory=Stops)
-    expected: list[DecodedAnswer] = field(init=False)
+    expected: list[DecodedAnswer] = field(init=False)  # for each policy and prompt
 
     def __post_init__(self) -> None:
         self.expected = self.decode(self.drafter)
 
     def decode(self, drafter: Drafter) -> list[DecodedAnswer]:
         """Return the answers to every prompt with both policies."""
-        answers = []
-        policies: dict[str, Policy] = {
-            "chain": Chain(self.depth),
-            "tree": DynamicTree(self.depth, WIDTH, NODES),
-        }
+        answers, tree = [], DynamicTree(self.depth, WIDTH, NODES)
+        policies: dict[str, Policy] = {"chain": Chain(self.depth), "tree": tree}
         for name, policy in policies.items():
             engine = Engine(self.target, drafter, policy, stops=self.stops, timed=False)
             for prompt in self.prompts:
@@ -77,16 +69,11 @@ class RoundTrip:
         return max(([*prompt, *answer.ids] for prompt, answer in pairs), key=len)
 
     def compare_with_export(self, folder: Path) -> str:
-        """Compare the exported folder with the run; return what was compared.
-
-        Raises:
-            RunError: the answers, the files or the reference outputs differ.
-        """
+        """Return what was compared; a RunError names what differs."""
         try:
             drafter, _ = formats.load(folder, self.target)
         except RunError as error:
-            message = f"The exported drafter cannot be read: {error.message}"
-            raise RunError(message, FIX) from None
+            raise RunError(f"The exported drafter cannot be read: {error.message}", FIX) from None
         require_equal(self.expected, self.decode(drafter))
         problems, checked = runpy.run_path(str(folder / "verify.py"))["check_files"](folder)
         if problems:
@@ -101,30 +88,24 @@ class RoundTrip:
 
 
 def require_equal(expected: Sequence[DecodedAnswer], answers: Sequence[DecodedAnswer]) -> None:
-    """
-    Raises:
-        RunError: an answer or a round differs; the message names the first.
-    """
+    """Raise a RunError that names the first answer or round that differs."""
     for number, (ours, theirs) in enumerate(zip(expected, answers, strict=True)):
-        if ours == theirs:
-            continue
-        what = "tokens" if ours.ids != theirs.ids else "accepted draft tokens"
-        pair = (ours.ids, theirs.ids) if what == "tokens" else (ours.accepted, theirs.accepted)
-        message = (
-            f"The exported drafter does not draft as the run's own: {what} of answer {number} "
-            f"({ours.policy}) are {pair[1]}, expected {pair[0]}."
-        )
-        raise RunError(message, FIX)
+        for what, own, other in (
+            ("tokens", ours.ids, theirs.ids),
+            ("accepted draft tokens", ours.accepted, theirs.accepted),
+        ):
+            if own != other:
+                message = (
+                    f"The exported drafter does not draft as the run's own: {what} of answer "
+                    f"{number} ({ours.policy}) are {other}, expected {own}."
+                )
+                raise RunError(message, FIX)
 
 
 def first_prompts(
     config: Config, loaded: LoadedTarget, count: int, new_tokens: int
 ) -> list[list[int]]:
-    """Return the first turns of the run's suite that leave space for an answer.
-
-    Raises:
-        RunError: no prompt is short enough.
-    """
+    """Return the first turns of the run's suite that leave space for an answer."""
     limit = loaded.target.shape().max_positions - new_tokens
     prompts = [prompt_ids(loaded.tokenizer, p.first_messages()) for p in load_suite(config, count)]
     fitting = [ids for ids in prompts if 0 < len(ids) <= limit]

@@ -23,22 +23,28 @@ NOTES = {  # (format, drafter), or a format with all others -> what to know firs
     "they have MTP modules with plain attention for the target's family.",
 }
 NOTES["qwen3_next"] = NOTES["deepseek"]
+MERGE = """python -c "
+from pathlib import Path
+from outrider.models.formats.mtp_merge import merge_into_target
+merge_into_target(Path('{repo}'), Path('{target}'), Path('MERGED'))  # local folders
+\""""
+ASSISTED = """python -c "
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained('{target}')
+target = AutoModelForCausalLM.from_pretrained('{target}')
+draft = AutoModelForCausalLM.from_pretrained('{repo}')
+ids = tokenizer('Once upon a time', return_tensors='pt').input_ids
+out = target.generate(ids, assistant_model=draft, max_new_tokens=64)
+print(tokenizer.decode(out[0]))
+\""""
 
 
 class ServeCommands(NamedTuple):
-    """How to serve a folder.
+    """How to serve a folder."""
 
-    Attributes:
-        commands: title and shell text.
-        legal: the values that num_speculative_tokens may have.
-        tokens: the value that the commands use.
-        notes: prerequisites and limits.
-    """
-
-    commands: list[tuple[str, str]]
-    legal: str
-    tokens: int
-    notes: list[str]
+    commands: list[tuple[str, str]]  # title and shell text
+    legal: str  # the values that num_speculative_tokens may have
+    notes: list[str]  # prerequisites and limits
 
 
 def serve_commands(
@@ -47,9 +53,7 @@ def serve_commands(
     """Return the commands of Outrider and of the engines that read this format.
 
     Args:
-        form: the format's name.
-        repo: the folder, as an engine names it.
-        target: the target, as an engine names it.
+        repo, target: the folder and the target, as an engine names them.
         own_target: the target, as Outrider names it.
     """
     depths = min(cfg.depths, drafter.max_depth)
@@ -59,7 +63,7 @@ def serve_commands(
     )
     commands = [*_engine_commands(form, cfg.name, repo, target, depths), ("Outrider", own)]
     note = NOTES.get((form, cfg.name)) or NOTES.get(form)
-    return ServeCommands(commands, _legal(cfg).format(d=depths), depths, [note] if note else [])
+    return ServeCommands(commands, _legal(cfg).format(d=depths), [note] if note else [])
 
 
 def _legal(cfg: Any) -> str:
@@ -82,10 +86,10 @@ def _engine_commands(
     if form == "speculators" and name == "eagle3":
         return [("vLLM", f"vllm serve {repo}"), vllm]
     if form == "transformers":
-        return [("transformers", _assisted(repo, target)), vllm, sglang]
+        return [("transformers", ASSISTED.format(repo=repo, target=target)), vllm, sglang]
     if form in ("deepseek", "qwen3_next"):
         return [
-            ("Into a copy of the target", _merge(repo, target)),
+            ("Into a copy of the target", MERGE.format(repo=repo, target=target)),
             ("vLLM", _vllm("MERGED", depths, "mtp")),
             ("SGLang", _sglang("MERGED", depths, "EAGLE")),
         ]
@@ -106,28 +110,4 @@ def _sglang(target: str, depths: int, algorithm: str, repo: str = "") -> str:
         f"    --speculative-algorithm {algorithm} {model}\\\n"
         f"    --speculative-num-steps {depths} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {depths + 1}"
-    )
-
-
-def _merge(repo: str, target: str) -> str:
-    return (
-        'python -c "\n'
-        "from pathlib import Path\n"
-        "from outrider.models.formats.mtp_merge import merge_into_target\n"
-        f"merge_into_target(Path('{repo}'), Path('{target}'), Path('MERGED'))  # local folders\n"
-        '"'
-    )
-
-
-def _assisted(repo: str, target: str) -> str:
-    return (
-        'python -c "\n'
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        f"tokenizer = AutoTokenizer.from_pretrained('{target}')\n"
-        f"target = AutoModelForCausalLM.from_pretrained('{target}')\n"
-        f"draft = AutoModelForCausalLM.from_pretrained('{repo}')\n"
-        "ids = tokenizer('Once upon a time', return_tensors='pt').input_ids\n"
-        "out = target.generate(ids, assistant_model=draft, max_new_tokens=64)\n"
-        "print(tokenizer.decode(out[0]))\n"
-        '"'
     )

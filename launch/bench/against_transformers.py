@@ -9,15 +9,13 @@ one copy of the target's weights, so all systems must output the same tokens, pr
                                                         transformers lookup     n-grams of the text
 
 Time is that of a whole call, from prompt to tokens: the median of the repeats, whose order rotates.
-
-Forwards of the target are counted by a hook on its body; other hooks time the models (bodies and
-heads), which all systems have in common. The rest of a call to `transformers assisted` is all that
-another decoder can save with the same forwards:
+Hooks count the target's forwards and time the models (bodies and heads), which all systems have in
+common. The rest of a call to `transformers assisted` is what another decoder can save at most:
 
     upper limit = seconds of the call / seconds of it in the models
 
-The two libraries start differently: transformers drafts behind the prompt before the target has
-read it. With gamma = 2, every draft token accepted, `|` after a forward:
+Transformers drafts behind the prompt before the target has read it. With gamma = 2, every draft
+token accepted, `|` after a forward:
 
     outrider               prompt -> x1 | x1 d d -> x2 x3 x4 | x4 d d -> x5 x6 x7 |
     transformers assisted  prompt d d -> x1 x2 x3 | x3 d d -> x4 x5 x6 | x6 -> x7 |
@@ -29,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,12 +69,11 @@ class BothDecoders:
         """
         Args:
             target: its generation config is replaced, as is the assistant's.
-            drafter: the draft model in Outrider.
-            assistant: the same model in transformers.
+            drafter, assistant: the draft model in Outrider and in transformers.
             stops: tokens that end an answer.
             lookup: maximum draft tokens of transformers' prompt lookup.
         """
-        self.target, self.assistant = target, assistant
+        self.target, self.drafter, self.assistant = target, drafter, assistant
         end_tokens = Stops(stops)
         self.engine = Engine(target, drafter, Chain(gamma), stops=end_tokens, timed=False)
         self.plain = Engine(target, None, None, stops=end_tokens, timed=False)
@@ -90,15 +88,10 @@ class BothDecoders:
         self.systems: dict[str, System] = {
             OURS: lambda ids, budget: self.engine.generate(ids, budget).ids,
             PLAIN: lambda ids, budget: self.plain.generate(ids, budget).ids,
-            ASSISTED: lambda ids, budget: self._transformers(
-                ids, budget, assistant_model=assistant
-            ),
-            LOOKUP: lambda ids, budget: self._transformers(
-                ids, budget, prompt_lookup_num_tokens=lookup
-            ),
+            ASSISTED: partial(self._transformers, assistant_model=assistant),
+            LOOKUP: partial(self._transformers, prompt_lookup_num_tokens=lookup),
             THEIR_PLAIN: self._transformers,
         }
-        self.drafter = drafter
         self.forwards, self.model_seconds, self._start = 0, 0.0, 0.0
 
     def __enter__(self) -> "BothDecoders":
@@ -114,11 +107,8 @@ class BothDecoders:
         models = (self.target.model, self.assistant)
         parts = [part for lm in models for part in (lm.base_model, lm.get_output_embeddings())]
         if isinstance(self.drafter, DraftLm):
-            parts += [
-                self.drafter.lm.base_model,
-                self.drafter.lm_head,
-                *_fast_forward(self.drafter.lm),
-            ]
+            lm = self.drafter.lm
+            parts += [lm.base_model, self.drafter.lm_head, *_fast_forward(lm)]
         return [*parts, *_fast_forward(self.target)]
 
     def __exit__(self, *_: object) -> None:
@@ -147,7 +137,6 @@ class BothDecoders:
         return new
 
     def answer(self, name: str, ids: list[int], budget: int) -> Answer:
-        """Make one call and measure it."""
         forwards, model_seconds, start = self.forwards, self.model_seconds, self._now()
         output = self.systems[name](ids, budget)
         seconds, model_seconds = self._now() - start, self.model_seconds - model_seconds
@@ -167,7 +156,9 @@ class BothDecoders:
         for name in case.answers:
             output = case.ids(name)
             if output != plain:
-                at = _first_difference(output, plain)
+                pairs = enumerate(zip(output, plain, strict=False))
+                shorter = min(len(output), len(plain))
+                at = next((i for i, (token, other) in pairs if token != other), shorter)
                 gap = self.gauge.generate([*case.prompt, *plain[:at]], 1).gaps[0]
                 tokens = [answer[at] if at < len(answer) else None for answer in (output, plain)]
                 mismatches.append(Mismatch(f"{case.id}: {name}", at, tokens[0], tokens[1], gap))
@@ -176,11 +167,6 @@ class BothDecoders:
 
 def _fast_forward(lm: Target) -> list[torch.nn.Module]:
     return [] if lm.fast_forward is None else [lm.fast_forward]
-
-
-def _first_difference(one: list[int], other: list[int]) -> int:
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 @dataclass
@@ -195,14 +181,10 @@ class Case:
     def ids(self, name: str) -> list[int]:
         return self.answers[name][0].ids
 
-    def seconds(self, name: str) -> float:
-        return statistics.median(run.seconds for run in self.answers[name])
-
-    def model_seconds(self, name: str) -> float:
-        return statistics.median(run.model_seconds for run in self.answers[name])
+    def median(self, name: str, field: str) -> float:
+        return statistics.median(getattr(run, field) for run in self.answers[name])
 
     def fields(self) -> dict[str, Any]:
-        """Return the case as JSON values."""
         seconds = {name: [run.seconds for run in runs] for name, runs in self.answers.items()}
         return {
             "id": self.id, "prompt_tokens": len(self.prompt), "same_rounds": self.same_rounds,

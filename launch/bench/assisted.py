@@ -1,6 +1,6 @@
 """`outrider bench assisted`: Outrider's decoder and transformers' assisted generation.
 
-Both use one draft model and one target; `against_transformers.py` describes the systems compared.
+`against_transformers.py` describes the systems.
 """
 
 import dataclasses
@@ -26,15 +26,7 @@ from outrider.data.conversations import read_prompts
 from outrider.data.sources import suite_source
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.metrics import bootstrap
-from outrider.launch.bench.against_transformers import (
-    ASSISTED,
-    OURS,
-    THEIR_PLAIN,
-    BothDecoders,
-    Case,
-    TokenizedPrompts,
-    compare,
-)
+from outrider.launch.bench import against_transformers as systems
 from outrider.launch.bench.machine import machine, save_result, use_threads
 from outrider.models import drafters, process
 from outrider.models.drafters.draft_lm import Config, DraftLm
@@ -62,14 +54,7 @@ class Options:
 
 
 def assisted(words: list[str]) -> int:
-    """Run the benchmark.
-
-    Returns:
-        1 if answers differ by more than rounding explains, else 0.
-
-    Raises:
-        ConfigError, RunError: an option is wrong, or the models do not fit each other.
-    """
+    """Run the benchmark. Returns 1 if answers differ by more than rounding explains."""
     options = parse_words(Options, words)
     if not options.draft:
         why = "Both decoders use a language model as draft model."
@@ -78,7 +63,13 @@ def assisted(words: list[str]) -> int:
     use_threads(options.threads)
     decoders, prompts, skipped = _prepare(options)
     with decoders:
-        cases = _measure(decoders, prompts, options)
+        for name in decoders.systems:  # libraries allocate on their first calls
+            decoders.answer(name, prompts[0][1], options.new_tokens)
+        progress = track(prompts, "decoding", console=Console(stderr=True), transient=True)
+        cases = [
+            systems.compare(decoders, name, ids, options.new_tokens, options.repeats)
+            for name, ids in progress
+        ]
         mismatches = [miss for case in cases for miss in decoders.mismatches(case)]
     result = {
         "machine": machine(), "options": dataclasses.asdict(options), "results": rows(cases),
@@ -90,34 +81,24 @@ def assisted(words: list[str]) -> int:
     return int(any(miss.gap > ROUNDING for miss in mismatches))
 
 
-def _measure(decoders: BothDecoders, prompts: TokenizedPrompts, options: Options) -> list[Case]:
-    budget = options.new_tokens
-    for name in decoders.systems:  # libraries allocate and choose kernels on their first calls
-        decoders.answer(name, prompts[0][1], budget)
-    progress = track(prompts, "decoding", console=Console(stderr=True), transient=True)
-    return [compare(decoders, name, ids, budget, options.repeats) for name, ids in progress]
-
-
-# ---- models and prompts --------------------------------------------------------------------------
-
-
-def _prepare(options: Options) -> tuple[BothDecoders, TokenizedPrompts, list[str]]:
-    """The models, the prompts that fit both, and the names of those that do not."""
+def _prepare(options: Options) -> tuple[systems.BothDecoders, systems.TokenizedPrompts, list[str]]:
+    """Return the models, the prompts that fit both, and the names of those that do not."""
     process.set_threads()
     name = options.target
-    known = {"tiny": TargetConfig("tiny"), "smollm2": TargetConfig("smollm2")}
-    config = known.get(name, TargetConfig("hf", path=name))
+    known = name in ("tiny", "smollm2")
+    config = TargetConfig(name) if known else TargetConfig("hf", path=name)
     target, tokenizer, _ = load_target(config, process.device())
     stops = stop_ids(tokenizer, target)
     drafter, assistant = draft_models(options.draft, target)
-    decoders = BothDecoders(target, drafter, assistant, stops, options.gamma, options.lookup)
+    sizes = options.gamma, options.lookup
+    decoders = systems.BothDecoders(target, drafter, assistant, stops, *sizes)
     longest = min(lm.shape().max_positions for lm in (target, drafter.lm)) - options.new_tokens
     suite = read_prompts(suite_source("tiny" if name == "tiny" else "outrider", "prompts"))
     count = min(options.prompts, len(suite))
     chosen = [suite[i * len(suite) // count] for i in range(count)]  # of all categories
-    tokenized = [(prompt.id, prompt_ids(tokenizer, prompt.first_messages())) for prompt in chosen]
-    prompts = [(name, ids) for name, ids in tokenized if 0 < len(ids) <= longest]
-    skipped = [name for name, ids in tokenized if not 0 < len(ids) <= longest]
+    tokenized = {prompt.id: prompt_ids(tokenizer, prompt.first_messages()) for prompt in chosen}
+    prompts = [(name, ids) for name, ids in tokenized.items() if 0 < len(ids) <= longest]
+    skipped = [name for name, ids in tokenized.items() if not 0 < len(ids) <= longest]
     if not prompts:
         why = "No prompt fits the models' positions together with so many new tokens."
         raise ConfigError("new_tokens", options.new_tokens, why, "Use fewer new tokens.")
@@ -127,9 +108,7 @@ def _prepare(options: Options) -> tuple[BothDecoders, TokenizedPrompts, list[str
 def draft_models(path: str, target: Target) -> tuple[DraftLm, Any]:
     """Load one language model as Outrider's drafter and as transformers' assistant, float32.
 
-    Args:
-        path: run folder (or its drafter/) of a trained draft_lm, or folder or hub id of a causal
-            language model. Both sides draft with the model's whole vocabulary.
+    Both draft with the model's whole vocabulary.
 
     Raises:
         ConfigError: another drafter, another vocabulary, or no model at all.
@@ -152,14 +131,13 @@ def draft_models(path: str, target: Target) -> tuple[DraftLm, Any]:
 
 
 def _transformers_folder(path: str, target: Target, scratch: Path) -> str:
-    """Where transformers can read the draft model: a trained one is written into `scratch`."""
+    """Return where transformers can read the draft model: a trained one is saved to `scratch`."""
     folder = Path(path).expanduser()
     if (folder / "drafter" / "config.json").is_file():
         folder = folder / "drafter"
-    file = folder / "config.json"
-    if not file.is_file():
+    if not (folder / "config.json").is_file():
         return path
-    if json.loads(file.read_text()).get("format") != native.FORMAT:
+    if json.loads((folder / "config.json").read_text()).get("format") != native.FORMAT:
         return str(folder)
     drafter, cfg = native.load(folder, target)
     if not isinstance(drafter, DraftLm):
@@ -169,17 +147,13 @@ def _transformers_folder(path: str, target: Target, scratch: Path) -> str:
     return str(scratch)
 
 
-# ---- numbers -------------------------------------------------------------------------------------
-
-
-def rows(cases: Sequence[Case], seed: int = 0) -> list[dict[str, Any]]:
+def rows(cases: Sequence[systems.Case], seed: int = 0) -> list[dict[str, Any]]:
     """Return a row per system, from the sums over prompts of median times."""
-    base = _costs(cases, ASSISTED)
-    return [_row(cases, name, base, seed) for name in cases[0].answers]
+    return [_row(cases, name, seed) for name in cases[0].answers]
 
 
-def _row(cases: Sequence[Case], name: str, base: np.ndarray, seed: int) -> dict[str, Any]:
-    costs = _costs(cases, name)
+def _row(cases: Sequence[systems.Case], name: str, seed: int) -> dict[str, Any]:
+    costs, base = _costs(cases, name), _costs(cases, systems.ASSISTED)
     tokens, seconds = costs.sum(0)
     base_tokens, base_seconds = base.sum(0)
     forwards = sum(case.answers[name][0].forwards for case in cases)
@@ -187,25 +161,23 @@ def _row(cases: Sequence[Case], name: str, base: np.ndarray, seed: int) -> dict[
         "system": name, "prompts": len(cases), "tokens": int(tokens), "forwards": forwards,
         "tokens_per_second": float(tokens / seconds),
         "tokens_per_forward": float(tokens / forwards),
-        "in_models": sum(case.model_seconds(name) for case in cases) / float(seconds),
+        "in_models": sum(case.median(name, "model_seconds") for case in cases) / float(seconds),
         "against_assisted": float((tokens / seconds) / (base_tokens / base_seconds)),
         "against_assisted_95": bootstrap(np.hstack([costs, base]), range(len(cases)), seed),
-        "same_answers": sum(case.ids(name) == case.ids(THEIR_PLAIN) for case in cases),
-        "same_rounds": sum(case.same_rounds for case in cases) if name == OURS else None,
+        "same_answers": sum(case.ids(name) == case.ids(systems.THEIR_PLAIN) for case in cases),
+        "same_rounds": sum(case.same_rounds for case in cases) if name == systems.OURS else None,
     }  # fmt: skip
 
 
-def _costs(cases: Sequence[Case], name: str) -> np.ndarray:
-    """Tokens and median seconds of each prompt, [P, 2]."""
-    return np.array([(len(case.ids(name)), case.seconds(name)) for case in cases], float)
+def _costs(cases: Sequence[systems.Case], name: str) -> np.ndarray:
+    """Return tokens and median seconds of each prompt, [P, 2]."""
+    return np.array([(len(case.ids(name)), case.median(name, "seconds")) for case in cases], float)
 
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Print the result of `assisted`."""
-    table = Table(
-        "system", "tokens/s", "x assisted", "95 %", "in the models", "tokens/forward",
-        "same answers",
-    )  # fmt: skip
+    head = "system", "tokens/s", "x assisted", "95 %", "in the models", "tokens/forward"
+    table = Table(*head, "same answers")
     for row in result["results"]:
         low, high = row["against_assisted_95"] or (float("nan"), float("nan"))
         table.add_row(
@@ -225,7 +197,7 @@ def _notes(result: dict[str, Any]) -> Iterator[str]:
     first, options = result["results"][0], result["options"]
     yield f"greedy, float32, gamma {options['gamma']}, {options['new_tokens']} tokens a prompt"
     yield f"same rounds on both sides: {first['same_rounds']} of {first['prompts']} prompts"
-    (theirs,) = (row for row in result["results"] if row["system"] == ASSISTED)
+    (theirs,) = (row for row in result["results"] if row["system"] == systems.ASSISTED)
     if theirs["in_models"]:
         yield f"upper limit with the same forwards: {1 / theirs['in_models']:.2f}x assisted"
     if result["left_out"]:

@@ -1,28 +1,22 @@
 """`outrider bench launches`: one recipe under every launch, and the differences of the results.
 
-    outrider bench launches steps=12
-
-The same run on 1, 2 and 4 ranks, with DDP and every stage of ZeRO, with gradient accumulation, and
-with offloading to the CPU's memory. The losses of every step and the final weights are compared
-with those of the first run. Each rank computes a part of the batch, which changes the order of
-summation: results are equal up to rounding.
+The losses of every step and the final weights are compared with those of the first run. Each rank
+computes a part of the batch, so results are equal up to the rounding of sums.
 """
 
 import dataclasses
-import json
 import shutil
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from outrider.conf.compose import parse_words
 from outrider.conf.fields import option
-from outrider.conf.files import read_json, read_tensors
-from outrider.launch.bench.machine import run_command, save_result
+from outrider.conf.files import read_json, read_lines, read_tensors
+from outrider.launch.bench.machine import number_table, run_command, save_result
 from outrider.launch.processes import clean_environment, train_command
 from outrider.train.checkpoint import list_checkpoints
 
@@ -44,31 +38,18 @@ class LaunchVariant(NamedTuple):
     offload: str = "none"
 
 
-class Row(NamedTuple):
-    """A row of the table: the variant, its largest differences from the first one, its speed."""
-
-    launch: str
-    ranks: int
-    accumulation: int
-    offload: str
-    losses: float  # largest difference of a step's loss
-    weights: float  # largest difference of a tensor, relative to its norm
-    pace: float  # tokens per second of steps
-    seconds: float  # of the whole command
-
-
 class Result(NamedTuple):
-    """Losses, final weights and speed of a finished run."""
+    """Losses and final weights of a finished run, and its speed in tokens per second of steps."""
 
     losses: list[float]
     weights: dict[str, Tensor]
-    tokens_per_second: float
+    pace: float
 
     @classmethod
     def read(cls, run: Path) -> "Result":
-        """Read the result from the run folder."""
-        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        losses = [line["loss@1"] for line in lines if line["kind"] == "train"]
+        """Read the result of a run folder."""
+        log = read_lines(run / "metrics.jsonl", "")
+        losses = [line["loss@1"] for line in log if line["kind"] == "train"]
         newest = list_checkpoints(run / "checkpoints")[-1]
         state = read_tensors(newest / "state.safetensors", None, "")
         weights = {name: value for name, value in state.items() if name.startswith("parameter.")}
@@ -76,7 +57,7 @@ class Result(NamedTuple):
         return cls(losses, weights, summary["tokens"] / summary["phases"]["steps"])
 
     def max_difference(self, first: "Result") -> tuple[float, float]:
-        """Return the largest differences of losses and weights."""
+        """Return the largest difference of a step's loss, and of a tensor relative to its norm."""
         pairs = zip(self.losses, first.losses, strict=True)
         weights = [
             float((self.weights[name] - weight).norm() / weight.norm().clamp(min=1e-9))
@@ -107,33 +88,30 @@ def launches(words: list[str]) -> int:
     """Run the benchmark. Returns 0 if all results are equal within the tolerances."""
     options, console = parse_words(Options, words), Console()
     shutil.rmtree(options.dir, ignore_errors=True)
-    table = Table(title=f"{options.drafter}, {options.steps} steps of 512 tokens, float32")
-    for name in ("launch", "ranks", "accumulation", "offload", "loss difference",
-                 "weight difference", "tokens/s", "s"):  # fmt: skip
-        text = name in ("launch", "offload")
-        table.add_column(name, justify="left" if text else "right", no_wrap=text)
-    rows, first = list[Row](), None
+    title = f"{options.drafter}, {options.steps} steps of 512 tokens, float32"
+    head = (*LaunchVariant._fields, "loss difference", "weight difference", "tokens/s", "s")
+    table = number_table(title, head, ("launch", "offload"))
+    rows, first = list[dict[str, Any]](), None
     for variant in VARIANTS:
         start = time.monotonic()
         result = Result.read(_train(variant, options))
         first = first or result
         seconds = time.monotonic() - start
-        row = Row(*variant, *result.max_difference(first), result.tokens_per_second, seconds)
-        rows.append(row)
-        cells = (f"{row.losses:.1e}", f"{row.weights:.1e}", f"{row.pace:.0f}", f"{row.seconds:.0f}")
-        table.add_row(row.launch, str(row.ranks), str(row.accumulation), row.offload, *cells)
+        losses, weights = result.max_difference(first)
+        figures = {"losses": losses, "weights": weights, "pace": result.pace, "seconds": seconds}
+        rows.append({**variant._asdict(), **figures})
+        cells = (f"{losses:.1e}", f"{weights:.1e}", f"{result.pace:.0f}", f"{seconds:.0f}")
+        table.add_row(*map(str, variant), *cells)
     console.print(table)
-    equal = all(row.losses < LOSS and row.weights < WEIGHT for row in rows)
+    equal = all(row["losses"] < LOSS and row["weights"] < WEIGHT for row in rows)
     verdict = "equal" if equal else "[red]NOT EQUAL[/red]"
     console.print(f"{verdict} (losses within {LOSS:g}, weights within {WEIGHT:g} of their norm)")
-    fields = [row._asdict() for row in rows]
     settings = dataclasses.asdict(options)
-    save_result(options.out, {"options": settings, "rows": fields, "equal": equal})
+    save_result(options.out, {"options": settings, "rows": rows, "equal": equal})
     return int(not equal)
 
 
 def _train(variant: LaunchVariant, options: Options) -> Path:
-    """Train one variant and return its run folder."""
     run = Path(options.dir) / "-".join(map(str, variant))
     run_command(
         [*train_command(variant.ranks), *RUN, f"drafter={options.drafter}",

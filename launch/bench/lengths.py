@@ -7,25 +7,16 @@ checkpointing. A peak is of resident memory above that before the pass.
 
 import dataclasses
 import time
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from outrider.conf.compose import parse_words
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import TargetConfig
-from outrider.launch.bench.machine import (
-    PeakMemory,
-    answer_parent,
-    report,
-    resident_bytes,
-    run_in_child,
-    use_threads,
-)
+from outrider.launch.bench import machine
 from outrider.models import drafters
 from outrider.models.load import load_target
 from outrider.models.target import Target
@@ -59,28 +50,27 @@ class Options:
 def lengths(words: list[str]) -> int:
     """Run the benchmark."""
     options = parse_words(Options, words)
-    use_threads(options.threads)
-    if answer_parent(lambda: _measure(options)):
+    machine.use_threads(options.threads)
+    if machine.answer_parent(lambda: _measure(options)):
         return 0
     console, rows = Console(), list[dict[str, Any]]()
-    table = Table(title=f"one step of {options.drafter}, one row")
-    for name in ("tokens", "checkpointing", "target: peak MB", "s", "step: peak MB", "s"):
-        table.add_column(name, justify="right")
+    head = ("tokens", "checkpointing", "target: peak MB", "s", "step: peak MB", "s")
+    table = machine.number_table(f"one step of {options.drafter}, one row", head)
     with console.status("") as status:
         for length in options.lengths:
             for recompute in options.recompute:
                 status.update(f"{length} tokens, gradient checkpointing: {recompute}")
-                one = replace(options, lengths=(length,), recompute=(recompute,), out="")
-                row = run_in_child("lengths", one)
+                row = machine.run_in_child("lengths", options, lengths=length, recompute=recompute)
                 rows.append({"tokens": length, "recompute": recompute == "yes", **row})
                 cells = (f"{row[key]:.{digits}f}" for key, digits in COLUMNS.items())
                 table.add_row(str(length), recompute, *cells)
-    report(console, table, options.out, {"setting": dataclasses.asdict(options), "rows": rows})
+    result = {"setting": dataclasses.asdict(options), "rows": rows}
+    machine.report(console, table, options.out, result)
     return 0
 
 
 def _measure(options: Options) -> dict[str, float]:
-    """Peaks and seconds of the target's pass and of the drafter's step."""
+    """Return peaks and seconds of the target's pass and of the drafter's step."""
     (length,), (recompute,) = options.lengths, options.recompute
     target = load_target(TargetConfig()).target
     config = target.text_config
@@ -100,11 +90,11 @@ def _step(objective: Objective, target: Target, length: int) -> dict[str, float]
     torch.manual_seed(0)
     ids = torch.randint(target.vocab_size, (1, length))
     answer = torch.ones(1, length, dtype=torch.bool)
-    before, start = resident_bytes(), time.perf_counter()
-    with PeakMemory() as target_peak:
+    before, start = machine.resident_bytes(), time.perf_counter()
+    with machine.PeakMemory() as target_peak:
         trace = target.trace(ids, answer, torch.zeros_like(ids), torch.arange(length)[None])
-    traced, between = time.perf_counter(), resident_bytes()
-    with PeakMemory() as step_peak:
+    traced, between = time.perf_counter(), machine.resident_bytes()
+    with machine.PeakMemory() as step_peak:
         loss, _ = objective(trace, torch.full((len(objective.weights),), float(length)))
         loss.backward()
     return {

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, peak memory, new processes."""
+"""What the benchmarks share: the machine's description, peak memory, processes, results."""
 
 import dataclasses
 import json
@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.conf.compose import flatten
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
 from outrider.train.manifest import machine as machine_facts
@@ -32,7 +31,6 @@ def machine() -> str:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -63,20 +61,8 @@ def use_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def as_words(options: Any) -> list[str]:
-    """Return an options dataclass as `key=value` words, the inverse of `parse_words`."""
-    return [
-        f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for key, value in flatten(dataclasses.asdict(options))
-    ]
-
-
 def run_command(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Run a command to its end and return its standard output.
-
-    Raises:
-        RunError: it failed.
-    """
+    """Run a command and return its standard output; a RunError is raised if it fails."""
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         output = (done.stderr or done.stdout).strip()[-2000:]
@@ -90,9 +76,11 @@ def run_outrider(*words: str, env: Mapping[str, str] | None = None) -> str:
     return run_command([sys.executable, "-m", "outrider.launch.cli", *words], env)
 
 
-def run_in_child(bench: str, options: Any) -> Any:
-    """Measure one setting in a process of its own, and return the JSON that it prints last."""
-    output = run_outrider("bench", bench, *as_words(options), env={**os.environ, CHILD: "1"})
+def run_in_child(bench: str, options: Any, **settings: object) -> Any:
+    """Measure in a process of its own, with one setting of every list; return what it prints."""
+    values = {**dataclasses.asdict(options), **settings, "out": ""}
+    words = [f"{key}={value}" for key, value in values.items()]
+    output = run_outrider("bench", bench, *words, env={**os.environ, CHILD: "1"})
     return json.loads(output.strip().splitlines()[-1])
 
 
@@ -103,6 +91,14 @@ def answer_parent(measure: Callable[[], Any]) -> bool:
     return CHILD in os.environ
 
 
+def number_table(title: str, names: Sequence[str], text: Sequence[str] = ()) -> Table:
+    """Return a table of right-aligned columns; those in `text` are left-aligned and unwrapped."""
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, justify="left" if name in text else "right", no_wrap=name in text)
+    return table
+
+
 def save_result(out: str, result: Mapping[str, Any]) -> None:
     """Write the result as JSON; "" writes nothing."""
     if out:
@@ -110,7 +106,7 @@ def save_result(out: str, result: Mapping[str, Any]) -> None:
 
 
 def report(console: Console, table: Table, out: str, result: Mapping[str, Any]) -> None:
-    """Print the table and the machine, and write the result with the machine to `out`."""
+    """Print the table and the machine; write the machine and the result to `out`."""
     console.print(table)
     console.print(machine())
     save_result(out, {"machine": machine(), **result})

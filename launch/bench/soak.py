@@ -1,10 +1,7 @@
 """`outrider bench soak`: fault injection into a run of several ranks.
 
-    outrider bench soak faults=20 ranks=2 launch=zero2
-
-A reference run trains without faults. Then the same run is started, interrupted by a fault at a
-random moment, and started again with the same command, until every fault has been injected; then it
-finishes. Its weights and its log must equal those of the reference run bit for bit.
+A run trains without faults. The same run is started, interrupted by a fault at a random moment and
+started again, until every fault has been injected. Weights and logs must be bit-equal.
 
     kill a rank      kill -9 of one rank; the launcher ends the others
     kill all         kill -9 of the launcher and all ranks
@@ -26,7 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import psutil
 from rich.console import Console
@@ -37,7 +34,7 @@ from outrider.conf.errors import RunError
 from outrider.conf.fields import option
 from outrider.conf.files import read_tensors
 from outrider.launch.bench.machine import save_result
-from outrider.launch.processes import clean_environment, train_command
+from outrider.launch.processes import clean_environment, open_log, train_command
 
 TIMEOUT = 300.0  # seconds, for anything that a run does by itself
 RUN = [
@@ -45,7 +42,6 @@ RUN = [
     "train.batch_tokens=512", "train.save_every=2", "train.eval_every=4", "train.log_every=1",
     "train.keep_last=3", "drafter.depths=2", "train.quick_eval=false", "launch.wait=0.25",
 ]  # fmt: skip
-COMPARED = ("weights", "log")
 Launcher: TypeAlias = "subprocess.Popen[bytes]"
 
 
@@ -61,15 +57,6 @@ class Options:
     out: str = option("", "JSON file for the result")
 
 
-class Fault(NamedTuple):
-    """An injected fault: its kind, the step reached, the exit code, its duration."""
-
-    fault: str
-    step: int
-    code: int
-    seconds: float
-
-
 def soak(words: list[str]) -> int:
     """Run the benchmark. Returns 0 if the two runs are equal."""
     options, console = parse_words(Options, words), Console()
@@ -81,29 +68,26 @@ def soak(words: list[str]) -> int:
     whole.finish()
     faults = [_inject(faulty, name, console) for name in _schedule(options)]
     faulty.finish()
-    result = {
-        "options": dataclasses.asdict(options),
-        "steps": steps,
-        "faults": [fault._asdict() for fault in faults],
+    equal = {
         "weights_equal": whole.weights() == faulty.weights(),
         "log_equal": whole.log_lines() == faulty.log_lines(),
     }
     console.print(_table(faults))
-    verdicts = ("bit-equal" if result[f"{name}_equal"] else "NOT EQUAL" for name in COMPARED)
+    verdicts = ("bit-equal" if one else "NOT EQUAL" for one in equal.values())
     console.print("weights {}, log {}".format(*verdicts))
-    save_result(options.out, result)
-    return int(not (result["weights_equal"] and result["log_equal"]))
+    details = {"options": dataclasses.asdict(options), "steps": steps, "faults": faults}
+    save_result(options.out, {**details, **equal})
+    return int(not all(equal.values()))
 
 
 def _schedule(options: Options) -> list[str]:
-    """All kinds of fault equally often, in random order."""
+    """Return all kinds of fault equally often, in random order."""
     names = list(FAULTS) * -(-options.faults // len(FAULTS))
     random.Random(options.seed).shuffle(names := names[: options.faults])
     return names
 
 
-def _inject(run: "FaultyRun", name: str, console: Console) -> Fault:
-    """Start the run, inject one fault, and wait for its end."""
+def _inject(run: "FaultyRun", name: str, console: Console) -> dict[str, Any]:
     start = time.monotonic()
     process = run.start()
     try:
@@ -112,27 +96,25 @@ def _inject(run: "FaultyRun", name: str, console: Console) -> Fault:
     except BaseException:
         run.kill(process)
         raise
-    code = run.wait(process)
-    step = run.step()
+    code, step = run.wait(process), run.step()
     console.print(f"{name} at step {step}: ended with {code}", highlight=False)
-    return Fault(name, step, code, time.monotonic() - start)
+    return {"fault": name, "step": step, "code": code, "seconds": time.monotonic() - start}
 
 
-def _table(faults: list[Fault]) -> Table:
-    table = Table(title=f"{len(faults)} faults")
-    for head in ("fault", "times", "at steps", "exit codes", "seconds"):
-        table.add_column(head)
-    for name in dict.fromkeys(fault.fault for fault in faults):
-        group = [fault for fault in faults if fault.fault == name]
-        steps = ", ".join(str(fault.step) for fault in group)
-        codes = ", ".join(str(code) for code in dict.fromkeys(fault.code for fault in group))
-        seconds = sum(fault.seconds for fault in group)
+def _table(faults: list[dict[str, Any]]) -> Table:
+    head = ("fault", "times", "at steps", "exit codes", "seconds")
+    table = Table(*head, title=f"{len(faults)} faults")
+    for name in dict.fromkeys(fault["fault"] for fault in faults):
+        group = [fault for fault in faults if fault["fault"] == name]
+        steps = ", ".join(str(fault["step"]) for fault in group)
+        codes = ", ".join(dict.fromkeys(str(fault["code"]) for fault in group))
+        seconds = sum(fault["seconds"] for fault in group)
         table.add_row(name, str(len(group)), steps, codes, f"{seconds:.0f}")
     return table
 
 
 class FaultyRun:
-    """A training run in processes that can be observed and interrupted."""
+    """A training run that can be observed and interrupted."""
 
     def __init__(self, options: Options, folder: Path, steps: int) -> None:
         self.folder, self.log = folder, folder.with_suffix(".txt")
@@ -143,19 +125,14 @@ class FaultyRun:
         ]  # fmt: skip
 
     def start(self) -> Launcher:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as file:
+        with open_log(self.log) as file:
             return subprocess.Popen(
                 self.command, stdout=file, stderr=file, start_new_session=True,
                 env={**clean_environment(), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
 
     def finish(self) -> None:
-        """Train to the end.
-
-        Raises:
-            RunError: the run failed.
-        """
+        """Train to the end; RunError: the run failed."""
         if code := self.start().wait():
             raise RunError(f"The run {self.folder} ended with {code}.", f"See {self.log}.")
 
@@ -181,11 +158,7 @@ class FaultyRun:
             return []
 
     def wait_for(self, condition: Callable[[], bool], process: Launcher) -> None:
-        """Wait until the condition holds.
-
-        Raises:
-            RunError: it does not within TIMEOUT, or the run ends.
-        """
+        """Wait until the condition holds; RunError: not within TIMEOUT, or the run ended."""
         deadline = time.monotonic() + TIMEOUT
         while not condition():
             if process.poll() is not None or time.monotonic() > deadline:
@@ -205,29 +178,20 @@ class FaultyRun:
         try:
             return process.wait(TIMEOUT)
         finally:
-            _kill(process, ranks)
+            self.kill(process, ranks)
 
-    def kill(self, process: Launcher) -> None:
-        """Kill the launcher and all ranks."""
-        _kill(process, self.ranks(process))
-
-
-def _kill(process: Launcher, ranks: list[psutil.Process]) -> None:
-    """Kill the launcher first, because it would end the ranks in an orderly way."""
-    process.kill()
-    for rank in ranks:
-        with suppress(psutil.Error):
-            rank.kill()
-    psutil.wait_procs(ranks, timeout=30)
-
-
-def _kill_a_rank(run: FaultyRun, process: Launcher) -> None:
-    run.random.choice(run.ranks(process)).kill()
+    def kill(self, process: Launcher, ranks: list[psutil.Process] | None = None) -> None:
+        """Kill the launcher first, because it would end the ranks in an orderly way."""
+        ranks = self.ranks(process) if ranks is None else ranks
+        process.kill()
+        for rank in ranks:
+            with suppress(psutil.Error):
+                rank.kill()
+        psutil.wait_procs(ranks, timeout=30)
 
 
 def _kill_in_a_save(run: FaultyRun, process: Launcher) -> None:
-    folder = run.folder / "checkpoints"
-    run.wait_for(lambda: any(folder.glob(".step-*")), process)
+    run.wait_for(lambda: any((run.folder / "checkpoints").glob(".step-*")), process)
     run.kill(process)
 
 
@@ -238,19 +202,12 @@ def _kill_in_a_test(run: FaultyRun, process: Launcher) -> None:
     run.kill(process)
 
 
-def _terminate(_run: FaultyRun, process: Launcher) -> None:
-    process.terminate()
-
-
 def _truncate(run: FaultyRun, process: Launcher) -> None:
-    run.wait_for(lambda: len(list((run.folder / "checkpoints").glob("step-*"))) > 1, process)
+    folder = run.folder / "checkpoints"
+    run.wait_for(lambda: len(list(folder.glob("step-*"))) > 1, process)
     run.kill(process)
-    newest = max((run.folder / "checkpoints").glob("step-*")) / "state.safetensors"
+    newest = max(folder.glob("step-*")) / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[: -run.random.randint(1, 1000)])
-
-
-def _stall(run: FaultyRun, process: Launcher) -> None:
-    run.random.choice(run.ranks(process)).suspend()
 
 
 def _no_room(run: FaultyRun, process: Launcher) -> None:
@@ -259,12 +216,12 @@ def _no_room(run: FaultyRun, process: Launcher) -> None:
 
 
 FAULTS: dict[str, Callable[[FaultyRun, Launcher], None]] = {
-    "kill a rank": _kill_a_rank,
+    "kill a rank": lambda run, process: run.random.choice(run.ranks(process)).kill(),
     "kill all": FaultyRun.kill,
     "kill in a save": _kill_in_a_save,
     "kill in a test": _kill_in_a_test,
-    "terminate": _terminate,
+    "terminate": lambda _run, process: process.terminate(),
     "truncate": _truncate,
-    "stall": _stall,
+    "stall": lambda run, process: run.random.choice(run.ranks(process)).suspend(),
     "no room": _no_room,
 }

@@ -1,7 +1,7 @@
 """`outrider bench storage`: what smaller recorded features cost a drafter.
 
-The same text is recorded in several ways, the same recipe is trained from each recording for the
-same number of steps, and each drafter decodes the same prompts. A setting is written as its parts:
+One text is recorded in several ways, one recipe is trained from each recording, and each drafter
+decodes the same prompts. A setting is written as its parts:
 
     online             the target runs in every step, nothing is recorded
     bf16               record.states=bf16: the full recording, the baseline of the others
@@ -9,11 +9,10 @@ same number of steps, and each drafter decodes the same prompts. A setting is wr
     coded0.5-top16     entropy-coded in steps of 0.5, 16 tokens of the teacher
 
 The loss is relative to bf16, in the acceptance length predicted on held-out text. Bytes are those
-of all files of the recording, per token of the text.
+of all files, per token.
 """
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -24,8 +23,9 @@ from rich.table import Table
 from outrider.conf.compose import parse_words
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
+from outrider.conf.files import read_json
 from outrider.conf.schema import RecordConfig
-from outrider.launch.bench.machine import report, run_outrider
+from outrider.launch.bench.machine import number_table, report, run_outrider
 
 STATES = [name for name in get_args(get_type_hints(RecordConfig)["states"]) if name != "coded"]
 SETTING = re.compile(
@@ -73,29 +73,24 @@ def storage(words: list[str]) -> int:
 
 
 def _measure(setting: str, options: Options) -> dict[str, float]:
-    """Bytes per token, predicted acceptance lengths, tau, seconds per step."""
     run = Path(options.folder) / setting
     run_outrider(
         "train", f"experiment={options.experiment}", f"drafter={options.drafter}",
         f"run.dir={run}", "train.max_minutes=null", f"train.max_steps={options.steps}",
         "train.quick_eval=false", *overrides(setting),
     )  # fmt: skip
-    summary = json.loads((run / "training.json").read_text())
+    tau = 0.0
+    if options.prompts:
+        limits = f"eval.limit={options.prompts}", f"eval.max_new_tokens={options.new_tokens}"
+        run_outrider("eval", f"run.dir={run}", "decode=chain", *limits, "eval.baseline=false")
+        tau = float(read_json(run / "eval" / "eval.json", "")["tau"])
+    summary = read_json(run / "training.json", "")
     held = summary["held_out"]
     return {
         "bytes": _bytes_per_token(run), "accept_length": held["accept_length"],
-        "accept_length_sampling": held["accept_length_sampling"], "tau": _tau(run, options),
+        "accept_length_sampling": held["accept_length_sampling"], "tau": tau,
         "step_s": summary["phases"]["steps"] / summary["steps"],
     }  # fmt: skip
-
-
-def _tau(run: Path, options: Options) -> float:
-    """Measured tau of a greedy chain; 0 without prompts."""
-    if not options.prompts:
-        return 0.0
-    limits = f"eval.limit={options.prompts}", f"eval.max_new_tokens={options.new_tokens}"
-    run_outrider("eval", f"run.dir={run}", "decode=chain", *limits, "eval.baseline=false")
-    return float(json.loads((run / "eval" / "eval.json").read_text())["tau"])
 
 
 def overrides(setting: str) -> list[str]:
@@ -110,19 +105,17 @@ def overrides(setting: str) -> list[str]:
 
 
 def _bytes_per_token(run: Path) -> float:
-    """Size of the recording that the run was trained from; 0 without one."""
-    folder = json.loads((run / "manifest.json").read_text())["data"].get("traces")
+    """Return the size of the recording that the run was trained from; 0 without one."""
+    folder = read_json(run / "manifest.json", "")["data"].get("traces")
     if folder is None:
         return 0.0
-    shards = [json.loads(file.read_text()) for file in Path(folder).glob("shard-*.json")]
+    shards = [read_json(file, "") for file in Path(folder).glob("shard-*.json")]
     return float(sum(s["bytes"] for s in shards) / sum(s["tokens"] for s in shards))
 
 
 def _table(rows: dict[str, dict[str, float]]) -> Table:
-    table = Table(title="cost of smaller recordings")
-    columns = ("setting", "bytes/token", "predicted T=0", "T=1", "tau", "loss", "s/step")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "setting" else "right")
+    head = ("setting", "bytes/token", "predicted T=0", "T=1", "tau", "loss", "s/step")
+    table = number_table("cost of smaller recordings", head, ("setting",))
     full = rows.get("bf16")
     for setting, row in rows.items():
         loss = "" if full is None else f"{1 - row['accept_length'] / full['accept_length']:+.1%}"

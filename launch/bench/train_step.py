@@ -1,9 +1,7 @@
 """`outrider bench train-step`: seconds and peak memory of one training step on this machine.
 
-A step is unroll, losses and backward of an EAGLE-3 drafter; the target's features are given. The
-fast path and the slow reference are timed alternately in one process; the peak memory of each is
-measured in a process of its own. Compare the ratios of one run: seconds depend on the machine,
-which is printed with them. Paths:
+A step is unroll, losses and backward of an EAGLE-3 drafter; the target's features are given. Paths
+are timed alternately in one process; the peak memory of each is measured in a process of its own.
 
     noted       fast, with the target's top-1 tokens given, as recorded features have them
     fast        from the target's last hidden states alone
@@ -28,14 +26,7 @@ from torch import Tensor
 
 from outrider.conf.compose import parse_words
 from outrider.conf.fields import option
-from outrider.launch.bench.machine import (
-    PeakMemory,
-    answer_parent,
-    report,
-    resident_bytes,
-    run_in_child,
-    use_threads,
-)
+from outrider.launch.bench import machine
 from outrider.models.decode.argmax import first_argmax
 from outrider.models.drafters.eagle3 import Config as Eagle3Config
 from outrider.models.drafters.eagle3 import Eagle3
@@ -70,8 +61,8 @@ class Options:
 def train_step(words: list[str]) -> int:
     """Run the benchmark."""
     options = parse_words(Options, words)
-    use_threads(options.threads)
-    if answer_parent(lambda: _peak_mb(options)):
+    machine.use_threads(options.threads)
+    if machine.answer_parent(lambda: _peak_mb(options)):
         return 0
     return compare_paths(options, Console())
 
@@ -83,16 +74,13 @@ class Case(NamedTuple):
     trace: Trace
     precision: Precision
 
-    def step(self) -> float:
-        """Run one step and return the loss."""
+    def step(self) -> None:
         depths = range(1, len(self.objective.weights) + 1)
         denominators = torch.stack([self.trace.supervised_mask(d).sum() for d in depths]).float()
-        enabled = self.precision == "bf16"
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bf16"):
             loss, _ = self.objective(self.trace, denominators)
         loss.backward()
         self.objective.zero_grad()
-        return float(loss.detach())
 
 
 class _Ends:
@@ -146,17 +134,16 @@ def build_case(options: Options, depths: int, precision: Precision, path: Path) 
 def _random_trace(options: Options, dtype: torch.dtype) -> Trace:
     size = (options.rows, options.length)
     ids = torch.randint(options.vocab, size)
-    answer = torch.zeros(size, dtype=torch.bool)
-    answer[:, options.length // 2 :] = True
-    next_ids = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
     positions = torch.arange(options.length).expand(size)
+    answer = positions >= options.length // 2
+    next_ids = F.pad(ids[:, 1:], (0, 1))
     taps = torch.randn(*size, 3 * options.hidden).to(dtype)
     last = torch.randn(*size, options.hidden).to(dtype)
     return Trace(ids, next_ids, answer, torch.zeros_like(ids), positions, taps, last)
 
 
 def compare_paths(options: Options, console: Console) -> int:
-    """Print the table of docs/benchmarks.md, and write it to `out`."""
+    """Print the table, and write it to `out`."""
     table = Table("step", "path", "s (median)", "spread", "peak MB", "against reference")
     results: list[dict[str, Any]] = []
     for precision in options.precision:
@@ -171,7 +158,7 @@ def compare_paths(options: Options, console: Console) -> int:
                 )  # fmt: skip
             results += rows
     result = {"options": dataclasses.asdict(options), "results": results}
-    report(console, table, options.out, result)
+    machine.report(console, table, options.out, result)
     return 0
 
 
@@ -180,18 +167,18 @@ def _rows(options: Options, depths: int, precision: Precision) -> list[dict[str,
     steps = {path: build_case(options, depths, precision, path).step for path in options.paths}
     rows = []
     for path, seconds in _interleaved(steps, options.repeats).items():
-        median = statistics.median(seconds)
-        one = replace(options, depths=(depths,), precision=(precision,), paths=(path,), out="")
+        median, setting = statistics.median(seconds), {"depths": depths, "precision": precision}
+        peak_mb = machine.run_in_child("train-step", options, **setting, paths=path)
+        spread = (max(seconds) - min(seconds)) / median
         rows.append(
-            {"depths": depths, "precision": precision, "path": path, "seconds": median,
-             "spread": (max(seconds) - min(seconds)) / median,
-             "peak_mb": run_in_child("train-step", one), "all": seconds}
+            {**setting, "path": path, "seconds": median, "spread": spread, "peak_mb": peak_mb,
+             "all": seconds}
         )  # fmt: skip
     return rows
 
 
-def _interleaved(steps: dict[Path, Callable[[], float]], repeats: int) -> dict[Path, list[float]]:
-    """Seconds of each step, alternated after one warm-up, so that drift affects all alike."""
+def _interleaved(steps: dict[Path, Callable[[], None]], repeats: int) -> dict[Path, list[float]]:
+    """Return seconds of each step, alternated after one warm-up, so that all drift alike."""
     seconds: dict[Path, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
@@ -207,7 +194,7 @@ def _peak_mb(options: Options) -> float:
     (depths,), (precision,), (path,) = options.depths, options.precision, options.paths
     step = build_case(options, depths, precision, path).step
     build_case(replace(options, length=16), depths, precision, path).step()  # libraries allocate
-    before = resident_bytes()
-    with PeakMemory() as peak:
+    before = machine.resident_bytes()
+    with machine.PeakMemory() as peak:
         step()
     return (peak.highest - before) / 2**20
