@@ -115,11 +115,9 @@ def build_lm(body: dict[str, Any]) -> Any:
         config = AutoConfig.for_model(**body)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            "drafter.body", body["model_type"],
-            f"transformers cannot build it: {_first_line(error)}",
-            "Use the config.json of a causal language model.",
-        ) from error  # fmt: skip
+        why = f"transformers cannot build it: {_first_line(error)}"
+        fix = "Use the config.json of a causal language model."
+        raise ConfigError("drafter.body", body["model_type"], why, fix) from error
 
 
 def load_lm(path: str) -> Any:

@@ -31,7 +31,6 @@ from outrider.models.target import Target
 
 TINY = Path(__file__).parent / "tiny"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LoadedTarget(NamedTuple):
@@ -168,7 +167,7 @@ def _load_model(weights: str, settings: TargetConfig, **kwargs: Any) -> Any:
     """Load the model with its weights, in the precision of the settings."""
     if settings.quantise is not None:
         kwargs["quantization_config"] = quantization_config(settings.quantise)
-    dtype = DTYPES.get(settings.dtype, settings.dtype)
+    dtype = getattr(torch, settings.dtype, settings.dtype)  # or "auto"
     kwargs |= {"dtype": dtype, "use_safetensors": True}
     return _from_pretrained("AutoModelForCausalLM", weights, settings, **kwargs)
 
@@ -179,7 +178,7 @@ def meta_model(settings: TargetConfig, fields: dict[str, Any] | None = None) -> 
 
     if fields is None:
         config = _from_pretrained("AutoConfig", locate_weights(settings)[0], settings)
-        dtype = DTYPES.get(settings.dtype, getattr(config, "dtype", None) or torch.float32)
+        dtype = getattr(torch, settings.dtype, getattr(config, "dtype", None) or torch.float32)
     else:
         config, dtype = AutoConfig.for_model(**fields), torch.bfloat16
     with torch.device("meta"):
