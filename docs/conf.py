@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
 
 import reference_pages  # noqa: E402 - found through the line above
 
@@ -41,4 +40,4 @@ html_theme_options = {
 
 def setup(app: object) -> None:
     """Write the pages that are generated from the schema and the command line."""
-    reference_pages.write(Path(__file__).resolve().parent / "reference")
+    reference_pages.write(ROOT / "docs" / "reference")

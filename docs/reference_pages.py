@@ -8,8 +8,8 @@ import ast
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("conf", "models", "data", "train", "eval", "launch")
@@ -46,25 +46,16 @@ def configuration() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _table(keys: list[object], defaults: dict[str, object]) -> list[str]:
+def _table(keys: list[Any], defaults: dict[str, object]) -> list[str]:
+    from outrider.launch.help import show
+
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for key in keys:
-        name, meaning, allowed = key  # type: ignore[misc]
-        default = f"`{_value(defaults[name])}`" if name in defaults else ""
-        allowed = f" [{allowed}]" if allowed else ""
-        rows.append(f"| `{name}` | {_cell(default)} | {_cell(meaning + allowed)} |")
+    for name, meaning, allowed in keys:
+        default = f"`{show(defaults[name])}`" if name in defaults else ""
+        cells = f"`{name}`", default, f"{meaning} [{allowed}]" if allowed else meaning
+        escaped = (cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+        rows.append(f"| {' | '.join(escaped)} |")
     return [*rows, ""]
-
-
-def _value(value: object) -> str:
-    names = {True: "true", False: "false"}
-    if value is None:
-        return "null"
-    return names[value] if isinstance(value, bool) else str(value)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def commands() -> str:
@@ -81,21 +72,15 @@ def commands() -> str:
     return "\n".join(parts)
 
 
-def files() -> Iterator[tuple[str, str]]:
-    """Yield (path, first line of its docstring) of every Python file, folder by folder."""
-    for folder in FOLDERS:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-            yield str(file.relative_to(ROOT)), docstring.partition("\n")[0]
-
-
 def file_map() -> str:
     """Return the tables of all files, one per folder."""
     parts = []
     for folder in FOLDERS:
-        rows = [row for row in files() if row[0].startswith(f"{folder}/")]
         parts += [f"### {folder}/\n", "| file | content |", "|---|---|"]
-        parts += [f"| `{path}` | {line.replace('|', chr(92) + '|')} |" for path, line in rows]
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            line = docstring.partition("\n")[0].replace("|", "\\|")
+            parts.append(f"| `{file.relative_to(ROOT)}` | {line} |")
         parts.append("")
     return "\n".join(parts)
 

@@ -11,17 +11,17 @@ The prediction holds for runs of `advise.steps` steps; longer runs gain more fro
 Finished pilots are stored in `<run.dir>/advise` and reused.
 """
 
-import io
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.conf.commands import AdviseConfig
 from outrider.conf.errors import ConfigError
@@ -32,18 +32,13 @@ from outrider.data.pack import pack, split
 from outrider.data.reporter import Reporter
 from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
-from outrider.launch.scaling_law import (
-    FAR,
-    Forecast,
-    Point,
-    ScalingFit,
-    candidate_fits,
-    forecast,
-    saturates,
-)
+from outrider.eval.report import png
+from outrider.launch import scaling_law
+from outrider.launch.doctor.run import print_start_summary, require_trainable
+from outrider.launch.scaling_law import FAR, Forecast, Point, ScalingFit, candidate_fits
 from outrider.models import drafters, load, process
 from outrider.models.load import LoadedTarget
-from outrider.train import distributed
+from outrider.train import distributed, loop
 from outrider.train.checkpoint import FIX
 
 FORMAT = "outrider-advice-1"
@@ -53,27 +48,18 @@ SMALL_GAIN = 0.02  # tokens per round, of twice the text
 
 @dataclass(frozen=True)
 class Pilot:
-    """A part of the training text, and the result of a run on it.
-
-    Attributes:
-        tokens: tokens of its conversations.
-        accept_length: held-out acceptance length at `best_step`; nan before the run.
-    """
+    """A part of the training text, and the result of a run on it."""
 
     share: float
     repeat: int
     conversations: int
     tokens: int
-    accept_length: float = float("nan")
+    accept_length: float = float("nan")  # held-out, at `best_step`; nan before the run
     best_step: int = -1
 
 
 def advise(config: Config, settings: AdviseConfig) -> int:
-    """Run the verb: pilots, a scaling fit, a plot. Returns the exit code.
-
-    Raises:
-        ConfigError: a share has fewer rows than one step.
-    """
+    """Run the verb: pilots, a scaling fit, a plot. Returns the exit code."""
     distributed.require_matching_launcher(config.launch)
     process.set_threads()
     if config.target.place in ("sharded", "tensor"):
@@ -83,27 +69,25 @@ def advise(config: Config, settings: AdviseConfig) -> int:
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     data = load_training_data(config, loaded, taps, Reporter(console, main), record=False)
     train, held = split(data.documents, config.data.holdout)
-    parts = choose_pilots(train, config, settings)
+    parts, pilots = choose_pilots(train, config, settings), list[Pilot]()
     folder = Path(config.run.dir) / "advise"
-    pilots = []
     with folder_lock(folder) if main else nullcontext():
         for pilot, documents in parts:
-            console.print(_label(pilot), highlight=False)
+            text = f"{pilot.conversations:,} conversations, {pilot.tokens:,} tokens"
+            console.print(f"pilot on {pilot.share:.3%}: {text}", highlight=False)
             part = data.with_documents([*documents, *held], config.data)
             done = run_pilot(config, settings, loaded, part, pilot)
             if done is None:
                 return 130
             pilots.append(done)
-        whole = sum(len(document.ids) for document in train)
         if main:
-            write_advice(console, folder, config, settings, pilots, whole)
+            write_advice(console, folder, config, settings, pilots, _tokens(train))
     process.destroy_group()
     return 0
 
 
-def _label(pilot: Pilot) -> str:
-    text = f"{pilot.conversations:,} conversations, {pilot.tokens:,} tokens"
-    return f"pilot on {pilot.share:.3%}: {text}"
+def _tokens(documents: Sequence[Document]) -> int:
+    return sum(len(document.ids) for document in documents)
 
 
 def choose_pilots(
@@ -114,8 +98,7 @@ def choose_pilots(
     Raises:
         ConfigError: a share has fewer rows than one step.
     """
-    whole = sum(len(document.ids) for document in train)
-    needed = config.train.batch_tokens // config.data.max_length
+    whole, needed = _tokens(train), config.train.batch_tokens // config.data.max_length
     pilots = []
     for repeat in range(settings.repeats):
         order = random.Random(config.run.seed + repeat).sample(list(train), len(train))
@@ -129,29 +112,21 @@ def choose_pilots(
                     f"That is {len(part)} conversations in {rows} rows; a step takes {needed}.",
                     f"Use shares from about {least:.2g}, more text, or less train.batch_tokens.",
                 )  # fmt: skip
-            tokens = sum(len(document.ids) for document in part)
-            pilots.append((Pilot(share, repeat, len(part), tokens), part))
+            pilots.append((Pilot(share, repeat, len(part), _tokens(part)), part))
     return pilots
 
 
 def take_tokens(order: Sequence[Document], tokens: int | float) -> list[Document]:
     """Return the first documents until they have so many tokens; at least one."""
-    part, count = list[Document](), 0
-    for document in order:
-        if part and count >= tokens:
-            break
-        part.append(document)
-        count += len(document.ids)
-    return part
+    counts = accumulate(len(document.ids) for document in order)
+    enough = next((n for n, count in enumerate(counts, start=1) if count >= tokens), len(order))
+    return list(order[:enough])
 
 
 def run_pilot(
     config: Config, settings: AdviseConfig, loaded: LoadedTarget, data: TrainingData, pilot: Pilot
 ) -> Pilot | None:
     """Train a pilot and return it with its result; None after Ctrl-C."""
-    from outrider.launch.doctor.run import print_start_summary, require_trainable
-    from outrider.train.loop import fit
-
     name = f"share-{pilot.share:g}-{pilot.repeat}"
     folder = Path(config.run.dir) / "advise" / f"steps-{settings.steps}" / name
     train = replace(
@@ -162,16 +137,8 @@ def run_pilot(
     run = replace(config.run, dir=str(folder), seed=config.run.seed + pilot.repeat)
     quiet, pilot_config = Console(quiet=True), replace(config, run=run, train=train)
     require_trainable(pilot_config, loaded, data)
-    if (
-        fit(
-            pilot_config,
-            loaded,
-            data,
-            quiet,
-            on_start=partial(print_start_summary, quiet, loaded=loaded),
-        )
-        is None
-    ):
+    on_start = partial(print_start_summary, quiet, loaded=loaded)
+    if loop.fit(pilot_config, loaded, data, quiet, on_start=on_start) is None:
         return None
     summary = read_json(folder / "training.json", FIX)
     length = float(summary["held_out"]["accept_length"])
@@ -186,10 +153,10 @@ def write_advice(
     points: list[Point] = [(float(pilot.tokens), pilot.accept_length) for pilot in pilots]
     most = float(config.drafter.depths + 1)
     largest = max(tokens for tokens, _ in points)
-    near, far = forecast(points, largest, most), forecast(points, float(whole), most)
+    near, far = (scaling_law.forecast(points, n, most) for n in (largest, float(whole)))
     fits = candidate_fits(points, most)
     console.print(_table(pilots))
-    note = "" if saturates(points, most) else "; no saturation visible yet"
+    note = "" if scaling_law.saturates(points, most) else "; no saturation visible yet"
     for text in (
         f"{fits[0].formula()}, at {settings.steps} steps{note}",
         _sentence("the largest pilot's text", near),
@@ -198,7 +165,7 @@ def write_advice(
         console.print(text, highlight=False, soft_wrap=True)
     console.print(verdict(far, largest), style="bold", soft_wrap=True)
     write(folder / "advise.png", _plot(points, fits, far))
-    fields: dict[str, Any] = {
+    fields = {
         "format": FORMAT, "steps": settings.steps, "tokens": whole, "law": fits[0]._asdict(),
         "pilots": [asdict(pilot) for pilot in pilots],
         "largest_pilot": near._asdict(), "all_text": far._asdict(),
@@ -208,9 +175,8 @@ def write_advice(
 
 
 def _table(pilots: Sequence[Pilot]) -> Table:
-    table = Table(title="pilots")
-    for head in ("share", "conversations", "tokens", "best step", "held-out acceptance length"):
-        table.add_column(head, justify="right")
+    heads = ("share", "conversations", "tokens", "best step", "held-out acceptance length")
+    table = Table(*(Column(head, justify="right") for head in heads), title="pilots")
     for p in sorted(pilots, key=lambda p: (p.share, p.repeat)):
         row = (f"{p.share:.3%}", f"{p.conversations:,}", f"{p.tokens:,}", str(p.best_step))
         table.add_row(*row, f"{p.accept_length:.3f}")
@@ -238,12 +204,9 @@ def verdict(prediction: Forecast, largest: float) -> str:
 
 def _plot(points: Sequence[Point], fits: Sequence[ScalingFit], far: Forecast) -> bytes:
     """Plot pilots, the fit with its range, and the prediction for all text and twice that."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2))
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     tokens = np.geomspace(min(n for n, _ in points), 2 * far.tokens, 200)
     curves = np.array([[fit.at(n) for n in tokens] for fit in fits])
@@ -251,15 +214,10 @@ def _plot(points: Sequence[Point], fits: Sequence[ScalingFit], far: Forecast) ->
     axes.fill_between(tokens, curves.min(0), curves.max(0), alpha=0.2, label=band)
     axes.plot(tokens, curves[0], label=fits[0].formula())
     axes.plot(*zip(*points, strict=True), "ko", label="pilots")
-    whole, twice = (far.tokens, 2 * far.tokens), (far.now, far.twice)
-    axes.plot(
-        whole, twice, "o", mfc="none", mec="tab:red", label="all training text, and twice that"
-    )
-    axes.set_xscale("log")
-    axes.set_xlabel("tokens of training text")
-    axes.set_ylabel("held-out acceptance length")
+    sizes, label = (far.tokens, 2 * far.tokens), "all training text, and twice that"
+    axes.plot(sizes, (far.now, far.twice), "o", mfc="none", mec="tab:red", label=label)
+    labels = {"xlabel": "tokens of training text", "ylabel": "held-out acceptance length"}
+    axes.set(xscale="log", **labels)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=120)
-    return file.getvalue()
+    return png(figure)

@@ -5,12 +5,12 @@ codes: 0 success, 2 an error that the user can fix (a message, no traceback), 13
 """
 
 import atexit
-import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import outrider
 from outrider.conf.errors import ConfigError, exit_on_error
 from outrider.launch.verbs import BENCHES, VERBS, Verb
 
@@ -47,23 +47,22 @@ def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
     Args:
         argv: the words after the program's name; None: those of the process.
         program: the name in messages. train.py and eval.py pass theirs and a verb in `argv`.
-
-    Raises:
-        SystemExit: 2 for an error that the user can fix, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "--help"
-    with exit_on_error(f"outrider {name}" if program == "outrider" and name in VERBS else program):
+    if program == "outrider" and name in VERBS:
+        program = f"outrider {name}"
+    with exit_on_error(program):
         if name in ("-h", "--help", "help"):
             from outrider.launch.help import overview
 
-            return overview({name: verb.line for name, verb in VERBS.items()})
+            return overview()
         if name == "--version":
-            return _print(importlib.import_module("outrider").__version__)
+            return _print(outrider.__version__)
         if name not in VERBS:
             fix = f"Use one of: {', '.join(VERBS)}."
             raise ConfigError("verb", name, "There is no such verb.", fix)
-        return _dispatch(name, words[1:], f"outrider {name}" if program == "outrider" else program)
+        return _dispatch(name, words[1:], program)
 
 
 def _dispatch(name: str, words: list[str], program: str) -> int:
@@ -79,7 +78,7 @@ def _dispatch(name: str, words: list[str], program: str) -> int:
     for option in options - {"-m", "--multirun"} - cfg - explain:
         raise ConfigError("option", option, "There is no such option.", "See --help.")
     if multirun:
-        return _multirun(name, overrides, os.environ)
+        return _multirun(name, overrides)
     if options & cfg:
         from outrider.conf.schema import to_yaml
 
@@ -117,12 +116,12 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
             why, fix = "compare needs run folders.", "outrider compare runs/a runs/b"
             raise ConfigError("RUN", "", why, fix)
         return (words,)
-    own: tuple[Any, ...] = ()
+    own = []
     if verb.group:
         short = f"{verb.shorthand}=" if verb.shorthand else " "
         words = [f"{verb.group}.{word}" if word.startswith(short) else word for word in words]
         settings, words = verb_group(VERB_GROUPS[verb.group], verb.group, words)
-        own = (settings,)
+        own.append(settings)
     config = _config(name, words)
     check_files(config, *verb.files)
     return config, *own
@@ -166,10 +165,9 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
     return pages.reference(program, verb.line, verb.root, "sweep" if multirun else verb.group)
 
 
-def _multirun(name: str, overrides: list[str], environ: Mapping[str, str]) -> int:
-    """Start a sweep, which starts every run as processes of its own."""
-    launched = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
-    if int(environ.get("WORLD_SIZE", "1")) > 1 or any(name in environ for name in launched):
+def _multirun(name: str, overrides: list[str]) -> int:
+    launched = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or launched & os.environ.keys():
         why = "Under a launcher every rank would run every job of the sweep."
         raise ConfigError("--multirun", True, why, "Use python train.py -m ..., without it.")
     if name != "train":

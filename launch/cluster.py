@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from outrider.conf.clusters import ClusterConfig, Machine, list_machines
+from outrider.conf.clusters import ClusterConfig, list_machines
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
@@ -47,24 +47,19 @@ srun --cpus-per-task={cores} {command}
 
 
 def launch(overrides: list[str]) -> int:
-    """Print the commands, and write or start them if the settings say so. Returns the exit code.
-
-    Raises:
-        ConfigError: the configuration is invalid for so many ranks, or the cluster's shape is.
-    """
+    """Print the commands, and write or start them if the settings say so. Returns the exit code."""
     cluster, words = verb_group(ClusterConfig, "cluster", overrides)
     config = checked_config(cluster, words)
     text = launch_script(cluster, words, config)
-    console = Console()
-    ranks = sum(machine.slots for machine in list_machines(cluster))
+    console, machines = Console(), list_machines(cluster)
+    ranks = sum(machine.slots for machine in machines)
     rows = config.train.batch_tokens // config.data.max_length
-    rows_per_forward = rows // (ranks * config.launch.accumulation)
-    console.print(
+    summary = (
         f"{ranks} ranks ({config.launch.name}); {config.train.batch_tokens:,} tokens per step: "
-        f"{rows_per_forward} x {config.data.max_length} per forward pass and rank",
-        highlight=False,
-        soft_wrap=True,
+        f"{rows // (ranks * config.launch.accumulation)} x {config.data.max_length} per forward "
+        "pass and rank"
     )
+    console.print(summary, highlight=False, soft_wrap=True)
     console.print(Text(text), soft_wrap=True)
     if cluster.out:
         write(Path(cluster.out), text.encode())
@@ -72,7 +67,7 @@ def launch(overrides: list[str]) -> int:
     if not cluster.run:
         return 0
     command = local_command(launch_commands(cluster, words)[0])
-    env = {**os.environ, **rank_environment(cluster, list_machines(cluster)[0].slots)}
+    env = {**os.environ, **rank_environment(cluster, machines[0].slots)}
     return subprocess.run(command, env=env, check=False).returncode
 
 
@@ -96,21 +91,19 @@ def checked_config(cluster: ClusterConfig, words: list[str]) -> Config:
 @contextmanager
 def assume_world_size(count: int) -> Iterator[None]:
     """Set WORLD_SIZE, which the checks read, to `count`."""
-    before = os.environ.get("WORLD_SIZE")
+    before = dict(os.environ)
     os.environ["WORLD_SIZE"] = str(count)
     try:
         yield
     finally:
-        del os.environ["WORLD_SIZE"]
-        if before is not None:
-            os.environ["WORLD_SIZE"] = before
+        os.environ.pop("WORLD_SIZE")
+        os.environ.update(before)
 
 
 def rank_environment(cluster: ClusterConfig, slots: int) -> dict[str, str]:
     """Return the environment of the processes of a machine with `slots` of them."""
-    threads = max(1, cluster.cores // slots)
     return {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(max(1, cluster.cores // slots)),
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(cluster.grace),  # until torchrun kills its ranks
     }
@@ -118,40 +111,25 @@ def rank_environment(cluster: ClusterConfig, slots: int) -> dict[str, str]:
 
 def launch_commands(cluster: ClusterConfig, words: list[str]) -> list[str]:
     """Return a command per machine, or one command for all."""
-    machines, run = list_machines(cluster), [ENTRY, *words]
+    machines, run = list_machines(cluster), shlex.join([ENTRY, *words])
     if cluster.by == "accelerate":
-        nodes = range(len(machines))
-        return [shlex.join([*_accelerate(cluster, machines, node), *run]) for node in nodes]
+        ranks, host = sum(one.slots for one in machines), shlex.quote(machines[0].host)
+        start = f"accelerate launch --num_machines={len(machines)} --num_processes={ranks}"
+        start += " --multi_gpu" if ranks > 1 else ""
+        first = f"--main_process_ip={host} --main_process_port={cluster.port}"
+        joins = [f" --machine_rank={n} {first}" for n in range(len(machines))]
+        if len(machines) == 1:
+            joins = [""]
+        return [f"{start}{join} --mixed_precision=no --dynamo_backend=no {run}" for join in joins]
     if len(machines) == 1:
-        launcher = ["torchrun", "--standalone", f"--nproc_per_node={machines[0].slots}"]
-        return [shlex.join([*launcher, *run])]
-    commands = [_torchrun(cluster, machines, machine, run) for machine in machines]
-    return commands if cluster.hosts else commands[:1]
-
-
-def _torchrun(
-    cluster: ClusterConfig, machines: list[Machine], machine: Machine, run: list[str]
-) -> str:
-    """Return torchrun's command for one machine; machines may have different slots."""
+        return [f"torchrun --standalone --nproc_per_node={machines[0].slots} {run}"]
     host = "$head" if cluster.by == "slurm" else machines[0].host
-    launcher = [
-        "torchrun", f"--nnodes={len(machines)}", f"--nproc_per_node={machine.slots}",
-        "--rdzv_id=outrider", "--rdzv_backend=c10d",
-    ]  # fmt: skip
-    return f'{shlex.join(launcher)} --rdzv_endpoint="{host}:{cluster.port}" {shlex.join(run)}'
-
-
-def _accelerate(cluster: ClusterConfig, machines: list[Machine], node: int) -> list[str]:
-    ranks = sum(machine.slots for machine in machines)
-    rendezvous = [] if len(machines) == 1 else [
-        f"--machine_rank={node}", f"--main_process_ip={machines[0].host}",
-        f"--main_process_port={cluster.port}",
-    ]  # fmt: skip
-    return [
-        "accelerate", "launch", f"--num_machines={len(machines)}", f"--num_processes={ranks}",
-        *(["--multi_gpu"] if ranks > 1 else []), *rendezvous,
-        "--mixed_precision=no", "--dynamo_backend=no",
-    ]  # fmt: skip
+    commands = [  # machines may have different slots
+        f"torchrun --nnodes={len(machines)} --nproc_per_node={machine.slots} --rdzv_id=outrider "
+        f'--rdzv_backend=c10d --rdzv_endpoint="{host}:{cluster.port}" {run}'
+        for machine in machines
+    ]
+    return commands if cluster.hosts else commands[:1]
 
 
 def launch_script(cluster: ClusterConfig, words: list[str], config: Config) -> str:

@@ -1,6 +1,7 @@
 """A grid: one run per combination of a sweep's values."""
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,17 +14,14 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.conf.sweeps import RANGE_FIX, SweepConfig, to_override
+from outrider.launch.compare import compare
 from outrider.launch.job_pool import JobPool
 from outrider.launch.processes import INTERRUPTED
 from outrider.train.settings import INPUT_FILES, check_files, parse
 
 
 def run_grid(overrides: list[str], settings: SweepConfig) -> int:
-    """Run every combination of the lists on the command line and in `sweep.over`.
-
-    Returns:
-        0 if all runs succeeded, 130 after Ctrl-C, else the first failure's exit code.
-    """
+    """Run every combination of the lists on the command line and in `sweep.over`."""
     combinations = [
         [*job, *more]
         for job in expand_overrides(overrides)
@@ -32,7 +30,10 @@ def run_grid(overrides: list[str], settings: SweepConfig) -> int:
     configs = [parse(compose(job)) for job in combinations]
     for config in configs:
         check_files(config, *INPUT_FILES)
-    _require_own_folders(configs)
+    counts = Counter(config.run.dir for config in configs)
+    if shared := [folder for folder, count in counts.items() if count > 1]:
+        fix = "Use the varied keys in its name: run.dir='runs/lr-${train.lr}'."
+        raise ConfigError("run.dir", shared[0], "Several runs of the sweep would write there.", fix)
     console = Console()
     with JobPool(settings) as pool:
         if code := generate_texts(pool, combinations, configs):
@@ -43,8 +44,6 @@ def run_grid(overrides: list[str], settings: SweepConfig) -> int:
     done = [config.run.dir for config, code in zip(configs, codes, strict=True) if code == 0]
     measured = [folder for folder in done if list((Path(folder) / "eval").glob("*.json"))]
     if measured:
-        from outrider.launch.compare import compare
-
         compare(measured)
     for job, config, code in zip(combinations, configs, codes, strict=True):
         if code:
@@ -103,29 +102,19 @@ def expand_overrides(overrides: list[str]) -> list[list[str]]:
     except OverrideParseException as error:
         why = "This is not an override."
         raise ConfigError("overrides", error.override, why, "Write key=value,value.") from None
-    choices = []
-    for override in parsed:
-        if override.is_sweep_override():
-            key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        else:
-            choices.append([str(override.input_line)])
+    choices = [
+        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+        if one.is_sweep_override()
+        else [str(one.input_line)]
+        for one in parsed
+    ]
     return [list(job) for job in itertools.product(*choices)]
-
-
-def _require_own_folders(configs: list[Config]) -> None:
-    folders = [config.run.dir for config in configs]
-    shared = next((folder for folder in folders if folders.count(folder) > 1), None)
-    if shared is not None:
-        fix = "Use the varied keys in its name: run.dir='runs/lr-${train.lr}'."
-        raise ConfigError("run.dir", shared, "Several runs of the sweep would write there.", fix)
 
 
 def generate_texts(pool: JobPool, combinations: list[list[str]], configs: list[Config]) -> int:
     """Generate self-generated text before the runs, so that its time counts for none of them.
 
-    Returns:
-        0, or the exit code of a failed generation.
+    Returns the exit code of a failed generation, else 0.
     """
     seen = set()
     for job, config in zip(combinations, configs, strict=True):

@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -17,46 +18,38 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.conf.commands import VERB_GROUPS
-from outrider.conf.compose import CONF, choice_values, choices, default_values, flatten, groups
+from outrider.conf.compose import CONF, choices, default_values, flatten, groups
 from outrider.conf.fields import describe_interval, leaf_fields
 from outrider.conf.schema import GROUPS
-from outrider.launch.verbs import Verb
+from outrider.launch.verbs import VERBS, Verb
 from outrider.train.settings import CHANGEABLE_KEYS
 
 EXAMPLES = {
-    "train": (
-        ("accelerate launch train.py drafter=eagle3", "the embedded target"),
-        ("accelerate launch train.py experiment=smollm2", "a real instruct model on two cores"),
-        ("accelerate launch train.py target=hf target.path=Qwen/Qwen3-8B", "any causal model"),
-        ("accelerate launch --num_processes 8 train.py launch=zero2 train.lr=1e-4", "a GPU node"),
-        ("python train.py -m drafter=eagle,medusa experiment=bakeoff_tiny", "two runs, compared"),
-    ),
-    "eval": (
-        ("python eval.py run.dir=runs/eagle3-tiny", "a chain, greedy, the embedded prompts"),
-        ("python eval.py run.dir=runs/eagle3-tiny decode=dynamic_tree decode.nodes=16", ""),
-        ("python eval.py run.dir=runs/eagle3-tiny decode.temperature=1 eval.out=sampled", ""),
-        ("python eval.py run.dir=runs/eagle3-tiny eval.prompts=mine.jsonl eval.limit=8", ""),
-        (
-            "outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft",
-            "a published drafter",
-        ),
-    ),
-    "doctor": (
-        ("outrider doctor drafter=eagle3", "the embedded target"),
-        ("outrider doctor target=hf target.path=Qwen/Qwen3-8B data=self", "before a long run"),
-        ("outrider doctor drafter=hass json=doctor.json", "for scripts; exit code 1: a failure"),
-        ("outrider doctor target=smollm2 doctor.measure=false", "estimates only, no trial steps"),
-    ),
-    "advise": (
-        ("outrider advise drafter=eagle3", "pilots on 1, 2 and 4 % of the embedded text"),
-        ("outrider advise advise.shares=[0.05,0.1,0.2] advise.steps=300", "more exact, slower"),
-    ),
-    "report": (
-        ("outrider report run.dir=runs/eagle3-tiny", "a run"),
-        ("outrider report run.dir=runs/eagle3-tiny report.measure=true", "with calibration"),
-        ("outrider report run.dir=runs/search/eagle3", "a search"),
-        ("outrider report run.dir=runs/bakeoff-tiny", "all runs of a folder"),
-    ),
+    "train": """
+  accelerate launch train.py drafter=eagle3  # the embedded target
+  accelerate launch train.py experiment=smollm2  # a real instruct model on two cores
+  accelerate launch train.py target=hf target.path=Qwen/Qwen3-8B  # any causal model
+  accelerate launch --num_processes 8 train.py launch=zero2 train.lr=1e-4  # a GPU node
+  python train.py -m drafter=eagle,medusa experiment=bakeoff_tiny  # two runs, compared""",
+    "eval": """
+  python eval.py run.dir=runs/eagle3-tiny  # a chain, greedy, the embedded prompts
+  python eval.py run.dir=runs/eagle3-tiny decode=dynamic_tree decode.nodes=16
+  python eval.py run.dir=runs/eagle3-tiny decode.temperature=1 eval.out=sampled
+  python eval.py run.dir=runs/eagle3-tiny eval.prompts=mine.jsonl eval.limit=8
+  outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft  # a published drafter""",
+    "doctor": """
+  outrider doctor drafter=eagle3  # the embedded target
+  outrider doctor target=hf target.path=Qwen/Qwen3-8B data=self  # before a long run
+  outrider doctor drafter=hass json=doctor.json  # for scripts; exit code 1: a failure
+  outrider doctor target=smollm2 doctor.measure=false  # estimates only, no trial steps""",
+    "advise": """
+  outrider advise drafter=eagle3  # pilots on 1, 2 and 4 % of the embedded text
+  outrider advise advise.shares=[0.05,0.1,0.2] advise.steps=300  # more exact, slower""",
+    "report": """
+  outrider report run.dir=runs/eagle3-tiny  # a run
+  outrider report run.dir=runs/eagle3-tiny report.measure=true  # with calibration
+  outrider report run.dir=runs/search/eagle3  # a search
+  outrider report run.dir=runs/bakeoff-tiny  # all runs of a folder""",
 }
 
 
@@ -65,7 +58,7 @@ class KeyHelp(NamedTuple):
 
     name: str
     meaning: str
-    allowed: str
+    allowed: str = ""
 
 
 def schema_keys(schema: type, prefix: str) -> Iterator[KeyHelp]:
@@ -82,7 +75,7 @@ def yaml_keys(group: str, choice: str) -> Iterator[KeyHelp]:
     for line in (CONF / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines():
         match = re.match(r"([a-z]\w*):[^#]*(?:# (.*))?", line)
         if match:
-            yield KeyHelp(f"{group}.{match[1]}", match[2] or "", "")
+            yield KeyHelp(f"{group}.{match[1]}", match[2] or "")
 
 
 def group_keys(group: str, first: str | None = None) -> list[KeyHelp]:
@@ -102,19 +95,15 @@ def defaults(group: str, first: str | None) -> dict[str, str]:
 
     defaults("data", "tiny")["data.max_length"] == "256; jsonl, self: 1024"
     """
-    by_choice = {choice: choice_values(group, choice) for choice in choices(group)}
-    names = dict.fromkeys(name for values in by_choice.values() for name in values)
-    return {name: _default(name, by_choice, first) for name in names}
-
-
-def _default(name: str, by_choice: Mapping[str, Mapping[str, Any]], first: str | None) -> str:
-    if name.endswith(".name"):
-        return first or ""
-    by_value: dict[str, list[str]] = {}
-    for choice in sorted(by_choice, key=lambda choice: choice != first):
-        if name in by_choice[choice]:
-            by_value.setdefault(show(by_choice[choice][name]), []).append(choice)
-    return "; ".join(v if first in c else f"{', '.join(c)}: {v}" for v, c in by_value.items())
+    by_name = defaultdict[str, dict[str, list[str]]](dict)  # the choices with each value
+    for choice in sorted(choices(group), key=lambda choice: choice != first):
+        for name, value in default_values(f"{group}/{choice}").items():
+            by_name[name].setdefault(show(value), []).append(choice)
+    texts = {
+        name: "; ".join(v if first in c else f"{', '.join(c)}: {v}" for v, c in by_value.items())
+        for name, by_value in by_name.items()
+    }
+    return texts | {name: first or "" for name in texts if name.endswith(".name")}
 
 
 def show(value: Any) -> str:
@@ -122,14 +111,14 @@ def show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def overview(verbs: Mapping[str, str]) -> int:
+def overview() -> int:
     """Print `outrider --help`: one line per verb."""
     console = _console()
     console.print("Train and measure draft models for speculative decoding.\n", highlight=False)
     console.print("outrider VERB [key=value ...]\n", highlight=False, markup=False)
     table = Table.grid(padding=(0, 2))
-    for verb, line in verbs.items():
-        table.add_row(Text(f"  {verb}", style="bold"), line)
+    for name, verb in VERBS.items():
+        table.add_row(Text(f"  {name}", style="bold"), verb.line)
     console.print(table)
     console.print("\noutrider VERB --help lists the keys of a verb.", highlight=False)
     return 0
@@ -179,7 +168,10 @@ def reference(program: str, line: str, root: str, own: str = "") -> int:
         console.print(_table(rows, values | of_group))
     if "experiment" in started:
         console.print(_title("experiment", started), Text("  presets that cross groups\n"))
-    _print_examples(console, own if own in EXAMPLES else root)
+    console.print(Text("examples", style="bold"), end="")
+    examples = Text(EXAMPLES[own if own in EXAMPLES else root])
+    examples.highlight_regex("  # .*", "dim")
+    console.print(examples, soft_wrap=True)
     return 0
 
 
@@ -206,10 +198,3 @@ def _table(rows: list[KeyHelp], values: Mapping[str, str]) -> Table:
         table.add_row(Text(f"  {key.name}"), Text(values.get(key.name, "")), meaning)
     table.add_row()
     return table
-
-
-def _print_examples(console: Console, verb: str) -> None:
-    console.print(Text("examples", style="bold"))
-    for command, meaning in EXAMPLES[verb]:
-        note = f"  # {meaning}" if meaning else ""
-        console.print(Text(f"  {command}").append(note, style="dim"), soft_wrap=True)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 from outrider.conf.sweeps import SweepConfig
@@ -25,7 +24,7 @@ from outrider.launch.processes import (
     open_log,
     train_command,
 )
-from outrider.models.process import THREADS
+from outrider.models.process import THREADS, available_cores
 
 GRACE = 300  # seconds that torchrun gives ranks to save
 ShouldStop = Callable[[], bool]
@@ -47,16 +46,11 @@ class JobPool:
         return self.sweep.jobs == 1 and self.sweep.by == "local"
 
     def __enter__(self) -> "JobPool":
-        def handle(_number: int, _frame: FrameType | None) -> None:
-            self.stop()
-
         if threading.current_thread() is threading.main_thread():
-            self._previous_handler: Any = signal.signal(signal.SIGTERM, handle)
+            self._previous_handler: Any = signal.signal(signal.SIGTERM, lambda *_: self.stop())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _e: BaseException | None, _at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self.stop()
         if threading.current_thread() is threading.main_thread():
@@ -77,34 +71,18 @@ class JobPool:
         Args:
             log: file for its output; None: the terminal.
             should_stop: called repeatedly; True makes the run save and end with INTERRUPTED.
-
-        Returns:
-            The exit code; also INTERRUPTED if the sweep was stopped before the run started.
         """
         slot = self._slots.get()
         try:
             for _ in range(self.sweep.retries + 1):
                 if self.stopped:
                     return INTERRUPTED
-                code = self._run_once(verb, words, slot, log, should_stop)
+                code = self._wait(self._start(verb, words, slot, log), should_stop)
                 if code in (0, INTERRUPTED):
                     break
             return code
         finally:
             self._slots.put(slot)
-
-    def _run_once(
-        self, verb: str, words: list[str], slot: int, log: Path | None,
-        should_stop: ShouldStop | None,
-    ) -> int:  # fmt: skip
-        process = self._start(verb, words, slot, log)
-        self._running.add(process)
-        if self.stopped:  # since the check in `run`
-            process.terminate()
-        try:
-            return self._wait(process, should_stop)
-        finally:
-            self._running.discard(process)
 
     def _start(self, verb: str, words: list[str], slot: int, log: Path | None) -> RunHandle:
         command, environment = self.command(verb, words), self.run_environment(slot)
@@ -120,6 +98,9 @@ class JobPool:
 
     def _wait(self, process: RunHandle, should_stop: ShouldStop | None) -> int:
         terminated = False
+        self._running.add(process)
+        if self.stopped:  # since the check in `run`
+            process.terminate()
         try:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
@@ -133,6 +114,8 @@ class JobPool:
             process.terminate()
             process.wait()
             raise
+        finally:
+            self._running.discard(process)
         code = process.returncode
         return INTERRUPTED if terminated or self.stopped or code is None else code
 
@@ -152,15 +135,9 @@ class JobPool:
         }  # fmt: skip
         if self.sweep.devices:
             environment["CUDA_VISIBLE_DEVICES"] = self.sweep.devices[slot]
-        if (threads := self._threads()) is not None:
-            environment["OMP_NUM_THREADS"] = environment[THREADS] = str(threads)
+        is_slurm, jobs = self.sweep.by == "slurm", self.sweep.jobs
+        if is_slurm or jobs > 1:  # ranks share cores
+            cores = self.sweep.cores if is_slurm else available_cores() // jobs
+            threads = str(max(1, cores // self.sweep.processes))
+            environment["OMP_NUM_THREADS"] = environment[THREADS] = threads
         return environment
-
-    def _threads(self) -> int | None:
-        """Return the threads per rank if ranks share cores; None: the default."""
-        if self.sweep.by == "slurm":
-            return max(1, self.sweep.cores // self.sweep.processes)
-        if self.sweep.jobs == 1:
-            return None
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        return max(1, cores // (self.sweep.jobs * self.sweep.processes))

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 
 from outrider.conf.commands import MemoryConfig
@@ -45,57 +45,41 @@ SPARE = 0.08  # share of a GPU for libraries, other streams and fragmentation: a
 GATHERED = 10**9  # parameters that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters
 QUANTISED_WIDTH = {"int8": 1.0, "nf4": 0.5 + 4 / 64}  # bytes per weight, with scales
 
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
-_QWEN = {"vocab_size": 151936, "head_dim": 128}
-MODELS: dict[str, dict[str, Any]] = {  # from their config.json files
-    "8b": _LLAMA | {  # Llama-3.1-8B
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "32b": _QWEN | {  # Qwen3-32B
-        "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
-        "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
-    },
-    "70b": _LLAMA | {  # Llama-3.1-70B
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-    "235b": _QWEN | {  # Qwen3-235B-A22B
-        "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288,
-        "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8,
-        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4,
-    },
+_EXPERTS = {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": kind, "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128,
+        **(_EXPERTS if kind == "qwen3_moe" else {}),
+    }
+    for name, kind, vocab, hidden, intermediate, layers, heads, kv_heads in (
+        ("8b", "llama", 128256, 4096, 14336, 32, 32, 8),  # Llama-3.1-8B's config.json
+        ("32b", "qwen3", 151936, 5120, 25600, 64, 64, 8),  # Qwen3-32B
+        ("70b", "llama", 128256, 8192, 28672, 80, 64, 8),  # Llama-3.1-70B
+        ("235b", "qwen3_moe", 151936, 4096, 12288, 94, 64, 4),  # Qwen3-235B-A22B
+    )
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of a model.
-
-    Attributes:
-        whole: all of them.
-        ends: embedding and head.
-        largest: largest decoder layer.
-        linear: linear layers of the decoder layers, which can be quantised; fused experts cannot.
-        width: bytes per parameter.
-    """
+    """Parameters of a model."""
 
     whole: int
-    ends: int
-    largest: int
-    linear: int
-    width: int = 2
+    ends: int  # embedding and head
+    largest: int  # largest decoder layer
+    linear: int  # linear layers of the decoder layers, quantisable; fused experts are not
+    width: int  # bytes per parameter
 
     @classmethod
     def of(cls, model: Any) -> "ParameterCounts":
-        layers = decoder_layers(model)
-        ends = {id(p): p for m in (model.get_input_embeddings(), model.get_output_embeddings())
-                for p in m.parameters()}  # fmt: skip
+        layers, embedding = decoder_layers(model), model.get_input_embeddings()
+        ends = {*embedding.parameters(), *model.get_output_embeddings().parameters()}
         linear = (m.weight for m in layers.modules() if isinstance(m, nn.Linear))
         largest = max(_count(layer.parameters()) for layer in layers)
-        width = model.get_input_embeddings().weight.dtype.itemsize
-        ends_count = _count(ends.values())
-        return cls(_count(model.parameters()), ends_count, largest, _count(linear), width)
+        width = embedding.weight.dtype.itemsize
+        return cls(_count(model.parameters()), _count(ends), largest, _count(linear), width)
 
     def bytes_per_rank(self, place: str, ranks: int, quantise: str | None = None) -> float:
         """Return the bytes of the target on one rank."""
@@ -103,12 +87,10 @@ class ParameterCounts:
             quantised = QUANTISED_WIDTH[quantise] * self.linear
             return float(quantised + self.width * (self.whole - self.linear))
         counts: dict[str, float] = {
-            "replicated": self.whole,
+            "replicated": self.whole, "apart": self.ends, "ends": self.ends,
             "sharded": self.ends + (self.whole - self.ends) / ranks + 2 * self.largest,
             "tensor": self.ends + self.whole / ranks,
-            "apart": self.ends,
-            "ends": self.ends,
-        }
+        }  # fmt: skip
         return float(self.width * counts[place])
 
 
@@ -121,10 +103,7 @@ def training_state_bytes(launch: LaunchConfig, ranks: int, count: int) -> float:
 
     Plain training and DDP have float32 masters only and autocast from them; DDP's buckets are a
     second copy of the gradients. DeepSpeed has masters beside the weights, whatever the precision;
-    what is offloaded is in CPU memory.
-
-    Args:
-        count: trained parameters.
+    what is offloaded is in CPU memory. `count` is of trained parameters.
     """
     if not launch.name.startswith("zero"):
         return float((16 if ranks == 1 else 20) * count)
@@ -137,14 +116,9 @@ def training_state_bytes(launch: LaunchConfig, ranks: int, count: int) -> float:
 
 
 def memory_by_part(
-    config: Config,
-    sizes: ParameterCounts,
-    shape: ModelShape,
-    drafter: Drafter,
-    ranks: int,
-    chunk: int,
-    supervised: float = 1.0,
-) -> dict[str, float]:
+    config: Config, sizes: ParameterCounts, shape: ModelShape, drafter: Drafter, ranks: int,
+    chunk: int, supervised: float = 1.0,
+) -> dict[str, float]:  # fmt: skip
     """Return the bytes per rank of each of PARTS.
 
     Args:
@@ -210,11 +184,7 @@ PARTS = ("target", "drafter", "unroll", "logits", "features", "forward")
 
 
 def memory(overrides: list[str]) -> int:
-    """Print a table of memory by placement and part. Returns the exit code.
-
-    Raises:
-        ConfigError: the configuration is invalid for so many ranks, or the target is not found.
-    """
+    """Print a table of memory by placement and part. Returns the exit code."""
     settings, words = verb_group(MemoryConfig, "memory", overrides)
     with assume_world_size(settings.gpus):
         config = parse(compose(words))
@@ -251,10 +221,7 @@ def memory(overrides: list[str]) -> int:
 
 
 def _table(title: str, by_place: dict[str, dict[str, float]], available: float) -> Table:
-    table = Table(title=title)
-    table.add_column("")
-    for place in by_place:
-        table.add_column(place, justify="right")
+    table = Table("", *(Column(place, justify="right") for place in by_place), title=title)
     for part in PARTS:
         table.add_row(part, *(f"{parts[part] / GB:.1f}" for parts in by_place.values()))
     totals = [sum(parts.values()) for parts in by_place.values()]

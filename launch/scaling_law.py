@@ -4,10 +4,9 @@
     line         tau(n) = a + b * ln(n / n0)    two sizes; else a second candidate
 
 n0 is the smallest size, so b has tau's unit. Both are least-squares fits, limited to the longest
-possible acceptance. With few points a standard error means little, so a forecast's range is the
-range over all candidates: both fits, and fits with each point left out. If the saturating fit is
-hardly better than the line, its limit is unknown; a forecast for much more text then includes a
-gain of zero.
+possible acceptance. With few points a standard error means little, so a forecast's range is that
+over all candidates: both fits, and fits with each point left out. If the saturating fit is hardly
+better than the line, its limit is unknown: a forecast for much more text includes a gain of zero.
 
 Source: the saturating form is that of Kaplan et al. 2020 (arXiv:2001.08361) for losses.
 """
@@ -37,13 +36,11 @@ class ScalingFit(NamedTuple):
 
     def at(self, tokens: float) -> float:
         """Return the acceptance length after training on so many tokens."""
-        x = tokens / self.n0
-        if self.kind == "line":
-            return float(min(self.most, self.a + self.b * np.log(x)))
-        return float(min(self.most, self.a - self.b * x**-self.c))
+        x, is_line = tokens / self.n0, self.kind == "line"
+        value = self.a + self.b * np.log(x) if is_line else self.a - self.b * x**-self.c
+        return float(min(self.most, value))
 
     def formula(self) -> str:
-        """Return the curve as text."""
         n0 = f"{self.n0:,.0f}"
         if self.kind == "line":
             return f"tau = {self.a:.3f} + {self.b:.3f} ln(tokens / {n0})"
@@ -51,29 +48,20 @@ class ScalingFit(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Acceptance length for a number of tokens and for twice as many.
-
-    Attributes:
-        now: at `tokens`; its range is now_low..now_high.
-        gain: twice - now; its range is low..high.
-    """
+    """Acceptance length for a number of tokens and for twice as many."""
 
     tokens: float
-    now: float
+    now: float  # at `tokens`; its range is now_low..now_high
     now_low: float
     now_high: float
     twice: float
-    gain: float
+    gain: float  # twice - now; its range is low..high
     low: float
     high: float
 
 
 def fit_line(points: Sequence[Point], most: float) -> ScalingFit:
-    """Fit the line in ln(tokens) by least squares.
-
-    Raises:
-        ValueError: all points have one size.
-    """
+    """Fit the line in ln(tokens) by least squares; the points need two sizes."""
     tokens, values = np.array(points, dtype=float).T
     if len(set(tokens)) < 2:
         raise ValueError("a line needs two sizes")
@@ -95,8 +83,7 @@ def fit_saturating(points: Sequence[Point], most: float) -> ScalingFit:
     best = min(starts, key=lambda s: float(np.square(_residual(s, x, values)).sum()))
     lower, upper = (-np.inf, 0.0, EXPONENTS[0]), (most, np.inf, EXPONENTS[1])
     start = np.clip(best, np.array(lower) + 1e-9, np.array(upper) - 1e-9)
-    solution = least_squares(_residual, start, bounds=(lower, upper), args=(x, values)).x
-    a, b, c = (float(value) for value in solution)
+    a, b, c = least_squares(_residual, start, bounds=(lower, upper), args=(x, values)).x.tolist()
     return ScalingFit("saturating", a, b, c, n0, most)
 
 
@@ -132,17 +119,11 @@ def candidate_fits(points: Sequence[Point], most: float) -> list[ScalingFit]:
     return fits
 
 
-def residual_sum(fit: ScalingFit, points: Sequence[Point]) -> float:
-    """Return the sum of squared residuals."""
-    return sum((fit.at(tokens) - value) ** 2 for tokens, value in points)
-
-
 def saturates(points: Sequence[Point], most: float) -> bool:
     """Return whether the saturating curve fits the points clearly better than a line."""
-    fit = scaling_fit(points, most)
-    if fit.kind == "line" or fit.b == 0:
-        return False
-    return residual_sum(fit, points) < SATURATION * residual_sum(fit_line(points, most), points)
+    fits = scaling_fit(points, most), fit_line(points, most)
+    squares = [sum((fit.at(tokens) - value) ** 2 for tokens, value in points) for fit in fits]
+    return fits[0].kind != "line" and fits[0].b != 0 and squares[0] < SATURATION * squares[1]
 
 
 def forecast(points: Sequence[Point], tokens: float, most: float) -> Forecast:

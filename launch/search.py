@@ -17,19 +17,19 @@ import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.markup import escape
 
 from outrider.conf.compose import compose, flatten
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import folder_lock
-from outrider.conf.schema import Config, resolved
+from outrider.conf.schema import Config
 from outrider.conf.sweeps import SweepConfig, to_override
 from outrider.eval import search_results
 from outrider.eval.search_results import short_name
@@ -44,22 +44,15 @@ EXIT_CODE = "exit code"  # attribute of a failed trial
 
 
 def search(overrides: list[str], sweep: SweepConfig) -> int:
-    """Run trials until there are `sweep.trials`, then print the results.
-
-    Returns:
-        0, or 130 if the search was stopped.
-
-    Raises:
-        ConfigError: nothing is varied, a value is invalid, `sweep.dir` has another search, or
-            run.dir is set (every trial has its own).
-    """
+    """Run trials until there are `sweep.trials`, then print the results. Returns the exit code."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     base, console = _base_config(overrides, sweep), Console()
     sweep, params = _include_base(sweep, base, console)
     with folder_lock(Path(sweep.dir)):
         study = _open_study(overrides, sweep)
-        _requeue_orphans(study)
+        for orphan in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+            _requeue(study, orphan)
         if not study.trials and len(params) == len(sweep.over):
             study.enqueue_trial(params)
         return Search(study, overrides, sweep, console, decodings(base)[0][0]).run(base)
@@ -85,19 +78,14 @@ def _base_config(overrides: list[str], sweep: SweepConfig) -> Config:
         why = "A speedup needs plain decoding as its baseline."
         raise ConfigError("sweep.metric", sweep.metric, why, "Set eval.baseline=true.")
     for name, values in sweep.over.items():
-        ends = [values["low"], values["high"]] if isinstance(values, Mapping) else values
-        for value in ends:
+        for value in (values["low"], values["high"]) if isinstance(values, Mapping) else values:
             parse(compose([*overrides, to_override(name, value)]))
     check_files(config, *INPUT_FILES)
     return config
 
 
 def _open_study(overrides: list[str], sweep: SweepConfig) -> optuna.Study:
-    """Create or load the study.
-
-    Raises:
-        ConfigError: the folder has a search with other settings.
-    """
+    """Create or load the study; refuse that of a search with other settings."""
     folder = Path(sweep.dir)
     folder.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
@@ -108,9 +96,8 @@ def _open_study(overrides: list[str], sweep: SweepConfig) -> optuna.Study:
     # a new seed after every stop, or the sampler would repeat its trials
     seed = sweep.seed + len(study.get_trials(deepcopy=False))
     study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
-    over = json.loads(json.dumps(sweep.over))
-    settings = {"overrides": overrides, "over": over, "metric": sweep.metric}
-    for name, value in settings.items():
+    settings = {"overrides": overrides, "over": sweep.over, "metric": sweep.metric}
+    for name, value in json.loads(json.dumps(settings)).items():
         known = study.user_attrs.get(name, value)
         if known != value:
             why = f"{folder} has a search with {name} = {known}."
@@ -119,22 +106,18 @@ def _open_study(overrides: list[str], sweep: SweepConfig) -> optuna.Study:
     return study
 
 
-def _requeue_orphans(study: optuna.Study) -> None:
-    """Requeue the trials of a killed search, in the folders of their checkpoints."""
-    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-        study.tell(trial.number, state=TrialState.FAIL)
-        study.enqueue_trial(trial.params, user_attrs={"folder": trial.user_attrs.get("folder")})
+def _requeue(study: optuna.Study, trial: optuna.Trial | FrozenTrial) -> None:
+    """Requeue a trial in the folder of its checkpoints."""
+    study.tell(trial.number, state=TrialState.FAIL)
+    study.enqueue_trial(trial.params, user_attrs={"folder": trial.user_attrs.get("folder")})
 
 
 def _include_base(
     sweep: SweepConfig, base: Config, console: Console
 ) -> tuple[SweepConfig, dict[str, Any]]:
-    """Add the base configuration's values to the choices.
-
-    Returns:
-        The sweep, and Optuna's parameters of the base; without those outside their range.
-    """
-    base_values, over, params = dict(flatten(json_values(base))), dict[str, Any](), dict[str, Any]()
+    """Add the base's values to the choices; also return its parameters within their ranges."""
+    base_values = dict(flatten(json.loads(json.dumps(asdict(base)))))  # tuples become lists
+    over, params = dict[str, Any](), dict[str, Any]()
     for name, values in sweep.over.items():
         value = base_values.get(name)
         if isinstance(values, Mapping):
@@ -150,15 +133,10 @@ def _include_base(
     return replace(sweep, over=over), params
 
 
-def is_orphaned(trial: optuna.trial.FrozenTrial) -> bool:
-    """Return whether the trial's search was killed; another trial continues its run."""
-    return trial.state == TrialState.FAIL and EXIT_CODE not in trial.user_attrs
-
-
-def json_values(config: Config) -> dict[str, Any]:
-    """Return the configuration with JSON's types: lists, no tuples."""
-    values: dict[str, Any] = json.loads(json.dumps(resolved(config)))
-    return values
+def _is_tried(trial: FrozenTrial) -> bool:
+    """Return whether the trial counts: neither queued, nor failed and continued by another one."""
+    failed = trial.state == TrialState.FAIL
+    return EXIT_CODE in trial.user_attrs if failed else bool(trial.state != TrialState.WAITING)
 
 
 def suggest_values(trial: optuna.Trial, over: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,11 +156,7 @@ def suggest_values(trial: optuna.Trial, over: Mapping[str, Any]) -> dict[str, An
 
 
 class Search:
-    """Trials of a study, `sweep.jobs` at a time.
-
-    Attributes:
-        report: name of the run's report that a metric is read from.
-    """
+    """Trials of a study, `sweep.jobs` at a time; a metric is read from the run's `report`."""
 
     def __init__(
         self, study: optuna.Study, overrides: list[str], sweep: SweepConfig, console: Console,
@@ -225,11 +199,10 @@ class Search:
             self._run_trial(trial, values)
 
     def _is_finished(self) -> bool:
-        trials = self.study.get_trials(deepcopy=False)
-        tried = [t for t in trials if t.state != TrialState.WAITING and not is_orphaned(t)]
+        tried = sum(map(_is_tried, self.study.get_trials(deepcopy=False)))
         late = self.sweep.minutes and time.monotonic() - self._start > 60 * self.sweep.minutes
         assert self.sweep.trials is not None, "a search has a number of trials"
-        return bool(late) or len(tried) >= self.sweep.trials
+        return bool(late) or tried >= self.sweep.trials
 
     def _run_trial(self, trial: optuna.Trial, values: dict[str, Any]) -> None:
         folder = self.folder / trial.user_attrs["folder"]
@@ -240,45 +213,35 @@ class Search:
         code = self.pool.run("train", words, folder / "output.txt", pruning)
         if code == INTERRUPTED and not pruning.pruned:
             if not self.pool.stopped:  # this run alone was stopped from outside
-                self._requeue(trial)
+                with self._lock:
+                    _requeue(self.study, trial)
             return  # the study has it as running; the next search requeues it
-        state, value = TrialState.FAIL, None
-        if pruning.pruned:
-            state = TrialState.PRUNED
-        elif code == 0:
-            state, value, code = self._result(folder)
+        value: float | None = None
+        state = TrialState.PRUNED if pruning.pruned else TrialState.FAIL
+        if code == 0 and not pruning.pruned:
+            try:
+                value = search_results.metric_of_run(folder, self.sweep.metric, self.report)
+                state = TrialState.COMPLETE
+            except RunError as error:
+                self.console.print(error.message, highlight=False)
+                code = 2
         if state == TrialState.FAIL:
             trial.set_user_attr(EXIT_CODE, code)
         else:
             for name, number in search_results.run_summary(folder, self.report).items():
                 trial.set_user_attr(name, number)
-            _remove_checkpoints(folder)
+            for name in ("checkpoints", "best"):  # only resuming needs them
+                shutil.rmtree(folder / name, ignore_errors=True)
         with self._lock:
             self.study.tell(trial, value, state)
         self._print_trial(trial, values, state, value, code)
 
-    def _result(self, folder: Path) -> tuple[TrialState, float | None, int]:
-        try:
-            value = search_results.metric_of_run(folder, self.sweep.metric, self.report)
-        except RunError as error:
-            self.console.print(error.message, highlight=False)
-            return TrialState.FAIL, None, 2
-        return TrialState.COMPLETE, value, 0
-
-    def _requeue(self, trial: optuna.Trial) -> None:
-        with self._lock:
-            self.study.tell(trial, state=TrialState.FAIL)
-            folder = trial.user_attrs["folder"]
-            self.study.enqueue_trial(trial.params, user_attrs={"folder": folder})
-
     def _print_trial(
         self, trial: optuna.Trial, values: dict[str, Any], state: TrialState, value: Any, code: int
     ) -> None:
-        result = {
-            TrialState.COMPLETE: f"{value:.3f}" if value is not None else "",
-            TrialState.PRUNED: "[dim]pruned[/dim]",
-            TrialState.FAIL: f"[red]exit code {code}[/red], see output.txt",
-        }[state]
+        result = f"[red]exit code {code}[/red], see output.txt"
+        if state != TrialState.FAIL:
+            result = "[dim]pruned[/dim]" if value is None else f"{value:.3f}"
         texts = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in values.items()}
         params = escape("  ".join(f"{short_name(name)}={text}" for name, text in texts.items()))
         complete = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
@@ -287,7 +250,7 @@ class Search:
 
 
 class PruningWatch:
-    """Reports a run's held-out evaluations to the study and returns whether to prune the run."""
+    """Reports a run's held-out evaluations to the study; returns whether the run must stop."""
 
     def __init__(self, trial: optuna.Trial, folder: Path, sweep: SweepConfig) -> None:
         self.trial, self.log, self.sweep = trial, folder / "metrics.jsonl", sweep
@@ -297,7 +260,6 @@ class PruningWatch:
         self.pruned, self._reported = False, set[int]()
 
     def __call__(self) -> bool:
-        """Return whether the run must stop."""
         if not self.sweep.prune or self.pruned:
             return self.pruned
         for step, value in search_results.held_out_curve(self.log, self.name):
@@ -307,9 +269,3 @@ class PruningWatch:
             self.trial.report(value, len(self._reported) - 1)
             self.pruned = self.pruned or bool(self.trial.should_prune())
         return self.pruned
-
-
-def _remove_checkpoints(folder: Path) -> None:
-    """Remove what only resuming needs; the drafter, logs and reports stay."""
-    for name in ("checkpoints", "best"):
-        shutil.rmtree(folder / name, ignore_errors=True)

@@ -16,7 +16,6 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from outrider.conf.errors import ConfigError
@@ -31,19 +30,12 @@ FAILED = 1  # exit code of a job without a result: cancelled, or its machine fai
 
 @dataclass
 class SlurmTask:
-    """The work of a job: start the run, stop it on request, return its exit code.
-
-    Attributes:
-        command: the run.
-        environment: variables to add to the job's.
-        log: file that output is appended to; None: the job's own output.
-        stop: file whose appearance makes the run save and exit.
-    """
+    """The work of a job: start the run, stop it on request, return its exit code."""
 
     command: list[str]
-    environment: dict[str, str]
-    log: Path | None
-    stop: Path
+    environment: dict[str, str]  # variables to add to the job's
+    log: Path | None  # file that output is appended to; None: the job's own output
+    stop: Path  # file whose appearance makes the run save and exit
 
     def __call__(self) -> int:
         if self.stop.exists():  # stopped while the job was queued
@@ -85,17 +77,14 @@ class Job:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        if self.returncode is None and self.job.done():
-            self._end(self._code())
-        return self.returncode
-
-    def _code(self) -> int:
         from submitit.core.utils import FailedJobError, UncompletedJobError
 
-        try:
-            return int(self.job.result())
-        except (FailedJobError, UncompletedJobError):
-            return INTERRUPTED if self._stop.exists() else FAILED
+        if self.returncode is None and self.job.done():
+            try:
+                self._end(int(self.job.result()))
+            except (FailedJobError, UncompletedJobError):
+                self._end(INTERRUPTED if self._stop.exists() else FAILED)
+        return self.returncode
 
     def _end(self, code: int) -> None:
         self.returncode = code
@@ -119,17 +108,17 @@ class Job:
 def submit(
     sweep: SweepConfig, command: list[str], environment: dict[str, str], log: Path | None
 ) -> Job:
-    """Queue a run, or return the job that an earlier sweep queued for it.
-
-    Raises:
-        ConfigError: submitit is not installed, or there is no Slurm.
-    """
+    """Queue a run, or return the job that an earlier sweep queued for it."""
     executor, folder = _executor(sweep, environment), _folder(sweep)
     name = re.sub(r"[^\w.-]+", "-", str(log.parent if log else "prepare")).strip("-")
     stop, id_file = folder / f"{name}.stop", (log.parent if log else folder) / "job.txt"
     stop.unlink(missing_ok=True)
-    if log is not None and (earlier := _earlier_job(id_file, folder)) is not None:
-        return Job(earlier, stop, id_file)
+    if log is not None and EXECUTOR == "slurm" and id_file.is_file():
+        from submitit import SlurmJob
+
+        earlier: Any = SlurmJob(folder, id_file.read_text().strip())
+        if not earlier.done(force_check=True):
+            return Job(earlier, stop, id_file)
     executor.update_parameters(name=Path(name).name[-40:])
     job = executor.submit(SlurmTask(command, environment, log and log.absolute(), stop))
     id_file.parent.mkdir(parents=True, exist_ok=True)
@@ -142,21 +131,25 @@ def _folder(sweep: SweepConfig) -> Path:
 
 
 def check(sweep: SweepConfig) -> None:
-    """Check that runs can be queued.
-
-    Raises:
-        ConfigError: submitit is not installed, or there is no Slurm.
-    """
+    """Check that runs can be queued: submitit is installed, and there is a Slurm."""
     _executor(sweep, {"PYTHONPATH": ""})
 
 
 def _executor(sweep: SweepConfig, environment: dict[str, str]) -> Any:
-    submitit = _submitit()
-    folder = _folder(sweep)
+    """Return submitit's executor.
+
+    Raises:
+        ConfigError: submitit is not installed, or there is no Slurm.
+    """
     try:
-        executor = submitit.AutoExecutor(
-            folder, cluster=EXECUTOR, slurm_max_num_timeout=MAX_REQUEUES
+        from submitit import AutoExecutor
+
+        executor: Any = AutoExecutor(
+            _folder(sweep), cluster=EXECUTOR, slurm_max_num_timeout=MAX_REQUEUES
         )
+    except ImportError:
+        why, fix = "Slurm jobs need submitit.", "pip install 'outrider[slurm]'"
+        raise ConfigError("sweep.by", "slurm", why, fix) from None
     except RuntimeError as error:
         why = f"submitit finds no Slurm here: {error}"
         raise ConfigError("sweep.by", sweep.by, why, "Start the sweep on a login node.") from None
@@ -167,22 +160,3 @@ def _executor(sweep: SweepConfig, environment: dict[str, str]) -> Any:
         slurm_setup=[f"export PYTHONPATH={shlex.quote(environment['PYTHONPATH'])}"],
     )  # fmt: skip
     return executor
-
-
-def _submitit() -> ModuleType:
-    try:
-        import submitit
-    except ImportError:
-        why, fix = "Slurm jobs need submitit.", "pip install 'outrider[slurm]'"
-        raise ConfigError("sweep.by", "slurm", why, fix) from None
-    return submitit
-
-
-def _earlier_job(id_file: Path, folder: Path) -> Any:
-    """Return the queued or running job of this id; None if there is none."""
-    from submitit import SlurmJob
-
-    if EXECUTOR != "slurm" or not id_file.is_file():
-        return None
-    job: Any = SlurmJob(folder, id_file.read_text().strip())
-    return None if job.done(force_check=True) else job

@@ -4,9 +4,9 @@
     python train.py -m sweep=search drafter=eagle3
     python train.py -m drafter=eagle,medusa sweep.by=slurm sweep.jobs=8
 
-Lists use Hydra's grammar. All runs are validated, and their folders checked to differ, before the
-first one starts. Every run is a process of its own. A run that fails does not stop the others. The
-same command resumes a stopped sweep: finished runs end at once, the others continue.
+All runs are validated, and their folders checked to differ, before the first one starts. A run that
+fails does not stop the others. The same command resumes a stopped sweep: finished runs end at once,
+the others continue.
 """
 
 from outrider.conf.sweeps import read_sweep
@@ -16,11 +16,7 @@ from outrider.launch.grid import run_grid
 def sweep(overrides: list[str]) -> int:
     """Train every combination and compare the runs, or search.
 
-    Returns:
-        0 if all runs succeeded, 130 after Ctrl-C, else the first failure's exit code.
-
-    Raises:
-        ConfigError: an invalid combination, a folder of two runs, or no Slurm.
+    Returns 0 if all runs succeeded, 130 after Ctrl-C, else the first failure's exit code.
     """
     settings, rest = read_sweep(overrides)
     if settings.by == "slurm":

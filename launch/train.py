@@ -13,6 +13,7 @@ from outrider.conf.schema import Config
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
+from outrider.eval.run import quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.models import drafters, load, process
 from outrider.models.decode.from_config import decodings
@@ -65,18 +66,11 @@ def _measure(
     if loaded.target.is_remote:
         console.print(f"measure it with: outrider eval run.dir={config.run.dir}")
     elif not _has_reports(config):
-        from outrider.eval.run import quick_report
-
-        start = time.monotonic()
+        start, file = time.monotonic(), Path(config.run.dir) / "training.json"
         quick_report(config, loaded, data, console, services)
-        _add_phases(Path(config.run.dir), {**seconds, "report": time.monotonic() - start})
-
-
-def _add_phases(folder: Path, seconds: dict[str, float]) -> None:
-    """Add the seconds of phases before and after training to `training.json`."""
-    file = folder / "training.json"
-    summary = read_json(file, checkpoint.FIX)
-    write_json(file, {**summary, "phases": {**summary.get("phases", {}), **seconds}})
+        phases = {**seconds, "report": time.monotonic() - start}
+        summary = read_json(file, checkpoint.FIX)
+        write_json(file, {**summary, "phases": {**summary.get("phases", {}), **phases}})
 
 
 def _has_reports(config: Config) -> bool:

@@ -5,25 +5,15 @@ from typing import Any, NamedTuple
 
 
 class Verb(NamedTuple):
-    """A command.
+    """A command."""
 
-    Attributes:
-        target: its function, "module:name".
-        line: what it does, for --help.
-        root: the root of conf/ that its keys come from; "": it takes words instead of keys.
-        group: group of conf/ that belongs to this verb alone; "": none.
-        shorthand: key of the group that may be written without the group's name.
-        takes: arguments of the function: "config" (and the group's settings) or "words".
-        files: keys whose files must exist.
-    """
-
-    target: str
-    line: str
-    root: str = "train"
-    group: str = ""
-    shorthand: str = ""
-    takes: str = "config"
-    files: tuple[str, ...] = ("data.path", "data.given", "eval.prompts")
+    target: str  # its function, "module:name"
+    line: str  # what it does, for --help
+    root: str = "train"  # of conf/, where its keys come from; "": it takes words instead of keys
+    group: str = ""  # group of conf/ that belongs to this verb alone
+    shorthand: str = ""  # key of the group that may be written without the group's name
+    takes: str = "config"  # arguments: "config" (and the group's settings), "words" or "report"
+    files: tuple[str, ...] = ("data.path", "data.given", "eval.prompts")  # keys; files must exist
 
     def load(self) -> Any:
         """Import and return the function."""
@@ -34,70 +24,54 @@ class Verb(NamedTuple):
 PROMPTS = ("eval.prompts",)
 VERBS = {
     "train": Verb(
-        "outrider.launch.train:train", "train a drafter against a frozen target, then measure it"
-    ),
+        "outrider.launch.train:train", "train a drafter against a frozen target, then measure it"),
     "eval": Verb(
-        "outrider.eval.run:evaluate",
-        "measure a trained drafter: acceptance, speedup, exactness",
-        root="eval", files=PROMPTS,
-    ),
+        "outrider.eval.run:evaluate", "measure a trained drafter: acceptance, speedup, exactness",
+        root="eval", files=PROMPTS),
     "launch": Verb(
         "outrider.launch.cluster:launch",
         "check a run for a cluster and print the command of each machine",
-        group="cluster", takes="words",
-    ),
+        group="cluster", takes="words"),
     "memory": Verb(
         "outrider.launch.memory:memory",
         "estimate the memory per GPU for each placement of the target",
-        group="memory", takes="words",
-    ),
+        group="memory", takes="words"),
     "prepare": Verb(
         "outrider.data.prepare:prepare",
-        "generate the training text with the target (data=self), without training",
-    ),
+        "generate the training text with the target (data=self), without training"),
     "record": Verb(
         "outrider.data.prepare:record",
-        "store the target's features of the training text, to train from (data.traces)",
-    ),
+        "store the target's features of the training text, to train from (data.traces)"),
     "doctor": Verb(
         "outrider.launch.doctor.run:doctor",
         "check a run before training: data, template, target, memory, disk, time, ranks",
-        group="doctor", shorthand="json",
-    ),
+        group="doctor", shorthand="json"),
     "advise": Verb(
         "outrider.launch.advise:advise",
-        "predict the gain of more training text from pilot runs on parts of it",
-        group="advise",
-    ),
+        "predict the gain of more training text from pilot runs on parts of it", group="advise"),
     "chat": Verb(
         "outrider.eval.chat:chat",
         "chat with the target and a drafter: source of each token, tau and tokens/s",
-        root="eval", files=PROMPTS,
-    ),
+        root="eval", files=PROMPTS),
     "plan": Verb(
         "outrider.eval.plan.command:plan",
         "predict speedup over depth, width, nodes, batch and context, here or on a GPU",
-        root="eval", group="plan", files=(),
-    ),
+        root="eval", group="plan", files=()),
     "publish": Verb(
         "outrider.eval.publish.run:publish",
         "export a drafter to an engine's format, verify it, write a card, upload it",
-        root="eval", group="publish", shorthand="format", files=(),
-    ),
+        root="eval", group="publish", shorthand="format", files=()),
     "ranks": Verb(
         "outrider.eval.rank_tables:ranks",
         "measure how often each rank of the drafter's choices is accepted (ranks.json)",
-        root="eval", files=PROMPTS,
-    ),
+        root="eval", files=PROMPTS),
     "report": Verb(
         "outrider.eval.page.build:report",
         "write a page about a run, a search or a folder of runs: report.html, report.md",
-        root="report", takes="report",
-    ),
+        root="report", takes="report"),
     "compare": Verb(
         "outrider.launch.compare:compare", "compare finished runs in one table",
-        root="", takes="words",
-    ),
+        root="", takes="words"),
     "bench": Verb("", "run a benchmark on this machine", root="", takes="words"),
 }  # fmt: skip
 BENCHES = {

@@ -21,12 +21,7 @@ def memory(run: Trainer, cost: Cost) -> Finding:
 
 
 def disk(run: Trainer, cost: Cost, text: float = 0.0, recording: float = 0.0) -> Finding:
-    """Compare what the run writes with the free disk space.
-
-    Args:
-        text: bytes of text still to be generated.
-        recording: bytes of features still to be recorded.
-    """
+    """Compare the free disk space with the bytes to write: `cost`, and new text and recording."""
     parents = (run.folder, *run.folder.absolute().parents)
     free = shutil.disk_usage(next(parent for parent in parents if parent.exists())).free
     facts: dict[str, Any] = {"checkpoints": cost.disk, "free": free, "text_to_write": text}

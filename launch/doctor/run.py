@@ -146,11 +146,7 @@ def _check_costs(
 
 
 def _bytes_to_write(run: Trainer, loaded: LoadedTarget, sampled: bool) -> tuple[float, float]:
-    """Return the bytes of text and of a recording that the run has yet to write.
-
-    Args:
-        sampled: the run has a sample of its text only.
-    """
+    """Return the bytes of text and of a recording yet to write; `sampled`: not all text exists."""
     config, documents = run.config, run.data.documents
     tokens = total = float(sum(len(document.ids) for document in documents))
     if sampled and config.data.generate:  # every answer as long as allowed

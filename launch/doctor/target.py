@@ -3,7 +3,7 @@
 import torch
 
 from outrider.launch.cost_estimate import trained_parameters
-from outrider.launch.doctor.finding import Finding
+from outrider.launch.doctor.finding import Finding, State
 from outrider.models.load import LoadedTarget
 from outrider.train.trainer import Trainer
 
@@ -56,7 +56,7 @@ def recording(run: Trainer) -> list[Finding]:
     gap = float((recorded - recomputed).norm() / recomputed.norm())
     message = f"recorded hidden states differ by {gap:.2%} from recomputed ones"
     fix = "They belong to another target or precision: remove the folder and run prepare again."
-    state = "ok" if gap <= TOLERANCE else "wrong"  # nan is wrong
+    state: State = "ok" if gap <= TOLERANCE else "wrong"  # nan is wrong
     return [Finding("recorded", state, message, {"apart": gap}, fix)]
 
 

@@ -122,11 +122,7 @@ def rows(config: Config, data: TrainingData) -> Finding:
 
 
 def overlap(config: Config, data: TrainingData, refused: OverlapError | None) -> Finding:
-    """Check for questions in the training text that nearly equal a prompt of the suite.
-
-    Args:
-        refused: the error of data.overlap=refuse.
-    """
+    """Check for questions that nearly equal a prompt of the suite; `refused` is refuse's error."""
     suite, policy = load_suite(config, None), config.data.overlap
     cases = (data.about.get(name, {}) for name in ("cases", "given_cases"))
     met = refused.count if refused else sum(these.get(IN_SUITE, 0) for these in cases)
@@ -158,11 +154,7 @@ def _search_overlap(config: Config, suite: Sequence[Prompt]) -> list[tuple[str, 
 
 
 def vocabulary_curve(data: TrainingData, size: int) -> list[tuple[int, float]]:
-    """Return (size, share of held-out answer tokens covered by the most frequent training tokens).
-
-    Args:
-        size: the draft vocabulary's, one of the sizes.
-    """
+    """Return (n, share of held-out answer tokens in the n most frequent training tokens)."""
     whole = len(data.counts)
     ladder = LADDER if whole > 4 * LADDER[0] else [whole // part for part in SMALL]
     sizes = {n for n in ladder if 0 < n < whole} | {size, whole}
@@ -170,10 +162,9 @@ def vocabulary_curve(data: TrainingData, size: int) -> list[tuple[int, float]]:
 
 
 def vocabulary(data: TrainingData, chosen: int | None, brief: bool = False) -> Finding:
-    """Check the share of held-out answer tokens that the draft vocabulary covers.
+    """Check the share of held-out answer tokens that a draft vocabulary of `chosen` tokens covers.
 
     Args:
-        chosen: `drafter.draft_vocab_size`.
         brief: leave the curve over other sizes out.
     """
     whole = len(data.counts)

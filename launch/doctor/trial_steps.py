@@ -250,4 +250,5 @@ def _evaluation_seconds(run: Trainer) -> float:
         run.objective(trace, torch.ones(len(run.objective.weights)), True)
     if run.target.device.type == "cuda":
         torch.cuda.synchronize()
-    return math.ceil(len(rows) / (world * size)) * (time.perf_counter() - start)
+    batches: int = math.ceil(len(rows) / (world * size))
+    return batches * (time.perf_counter() - start)
