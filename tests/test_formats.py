@@ -16,8 +16,8 @@ from outrider.models import drafters, formats
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.drafter import Drafter
-from outrider.models.formats import atomic_folder
-from outrider.models.formats.atomic_folder import write_folder
+from outrider.models.formats import external
+from outrider.models.formats.atomic_folder import write_weights
 from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.target import Target
 from tests import outside, tiny
@@ -296,8 +296,12 @@ class _Bomb:
 def shards(tmp_path: Path) -> Path:
     """Three files and an index."""
     tensors = {f"part.{i}": torch.full((8, 8), float(i)) for i in range(6)}
-    write_folder(tmp_path / "out", {}, tensors, {"format": "x"}, shard=600)
-    return tmp_path / "out"
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_weights(folder, tensors, "model", 600)
+    (folder / "config.json").write_text("{}")
+    external.write_sidecar(folder, {"format": "x"})
+    return folder
 
 
 def test_shards_are_written_with_an_index_and_read_back(shards: Path) -> None:
@@ -359,7 +363,7 @@ def test_a_folder_appears_whole_or_not_at_all(
     def full(*_: object) -> None:
         raise RunError("the disk is full", "Free some space.")
 
-    monkeypatch.setattr(atomic_folder, "write_json", full)
+    monkeypatch.setattr(external, "write_json", full)
     for name in ("out", "new"):
         with pytest.raises(RunError, match="disk is full"):
             form.write(tiny.drafter("eagle3", target, seed=9), target, None, tmp_path / name)

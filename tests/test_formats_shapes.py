@@ -192,7 +192,7 @@ def test_a_config_says_the_drafter_and_nothing_else_of_its_target(
     assert layers["rope_scaling"] is None
     assert layers["num_hidden_layers"] == 1
     assert config["draft_vocab_size"] == DRAFTED
-    own = hf_config.write_config(target.shape()).keys() | {"dtype", "torch_dtype"}
+    own = hf_config.layer_fields({"w": torch.ones(1)}, target.shape()).keys()
     assert layers.keys() & set(vars(target.config)) <= own | {"architectures"}
     json.dumps(config)
 
@@ -223,7 +223,7 @@ def test_the_written_json_turns_heads_as_our_layers_do(case: outside.Case, tmp_p
 def test_a_json_that_would_turn_otherwise_is_noticed() -> None:
     shape = tiny.target().shape()
     config = {
-        **hf_config.write_config(shape),
+        **hf_config.layer_fields({"w": torch.ones(1)}, shape),
         "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
     }
     with pytest.raises(RuntimeError, match="another rotary embedding"):

@@ -7,7 +7,6 @@ and no configuration holds a path to a class: a downloaded config cannot name co
 """
 
 import importlib
-import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,12 +26,8 @@ def names() -> list[str]:
 
 
 def drafter_module(name: str) -> ModuleType:
-    """Import a drafter's file.
-
-    Raises:
-        ConfigError: no such drafter; the message lists those that exist.
-    """
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name not in names():
+    """Import a drafter's file; raise ConfigError if there is none."""
+    if name not in names():
         raise ConfigError(
             "drafter", name, "There is no such drafter.", f"Choose one of: {', '.join(names())}."
         )
@@ -41,13 +36,9 @@ def drafter_module(name: str) -> ModuleType:
 
 def drafter_class(name: str) -> type[Drafter]:
     """Return the one subclass of `Drafter` that the file defines."""
-    classes = [
-        value
-        for value in vars(drafter_module(name)).values()
-        if isinstance(value, type)
-        and issubclass(value, Drafter)
-        and value.__module__ == f"{__name__}.{name}"
-    ]
+    module = drafter_module(name)
+    own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
+    classes = [value for value in own if isinstance(value, type) and issubclass(value, Drafter)]
     assert len(classes) == 1, f"{name}.py must define exactly one Drafter, not {classes}"
     return classes[0]
 
@@ -56,10 +47,8 @@ def resolve_taps(cfg: Any, layers: int) -> tuple[int, ...]:
     """Return the taps of a drafter: those of its settings, or its file's default."""
     if not hasattr(cfg, "taps"):
         return ()
-    if cfg.taps is not None:
-        return tuple(cfg.taps)
-    default: tuple[int, ...] = drafter_module(cfg.name).default_taps(layers)
-    return default
+    module = drafter_module(cfg.name)
+    return tuple(module.default_taps(layers) if cfg.taps is None else cfg.taps)
 
 
 class TargetWithShape:
@@ -76,15 +65,11 @@ class TargetWithShape:
 def build(cfg: Any, target: Target, vocab: DraftVocab, shape: ModelShape | None = None) -> Drafter:
     """Build an untrained drafter for this target, and set the target's taps.
 
-    Args:
-        cfg: the `Config` of the drafter's file.
-        vocab: the tokens it can propose.
-        shape: of the drafter's own layers, if it differs from the target's (imported drafters).
+    `shape` is of the drafter's own layers, if it differs from the target's (imported drafters).
     """
     taps = resolve_taps(cfg, target.num_layers)
     target.set_taps(taps)
-    same = shape is None or shape == target.shape()
-    ends = target if shape is None or same else TargetWithShape(target, shape)
+    ends = target if shape in (None, target.shape()) else TargetWithShape(target, shape)
     return drafter_class(cfg.name)(cfg, ends, vocab, taps)
 
 

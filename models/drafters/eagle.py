@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.conf.errors import RunError
@@ -90,8 +90,10 @@ class Eagle(SelfFeeding):
         width = torch.full_like(trace.ids, self.cfg.noise, dtype=torch.float32)
         if not self.cfg.noise_by_length:
             return width
-        lengths = torch.stack([_document_lengths(row) for row in trace.document])
-        return width * NOISE_LENGTH / lengths
+        for row, document in zip(width, trace.document, strict=True):
+            _, index, counts = document.unique(return_inverse=True, return_counts=True)
+            row.mul_(NOISE_LENGTH).div_(counts[index])
+        return width
 
     def layer_inputs(
         self, embedding: Float[Tensor, "N H"], state: Float[Tensor, "N D"]
@@ -106,10 +108,7 @@ class Eagle(SelfFeeding):
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
-        """Load another drafter's weights, or fit `fc` to the target's next state.
-
-        After the regression the decoder layer's output projections are zero.
-        """
+        """Load another drafter's weights, or fit `fc` to the target's next state."""
         if self.cfg.warm_start is not None:
             return self._load_weights(Path(self.cfg.warm_start).expanduser(), target)
         if self.cfg.init == "random":
@@ -152,22 +151,13 @@ class Eagle(SelfFeeding):
         from outrider.models import formats
 
         drafter, cfg = formats.recognise(folder).read(folder, target)
-        weights = {k: v for k, v in drafter.state_dict().items() if not k.startswith("vocab.")}
-        own = {k: v.shape for k, v in self.state_dict().items() if not k.startswith("vocab.")}
-        if {k: v.shape for k, v in weights.items()} != own:
-            raise RunError(
-                f"{folder} holds a drafter {cfg.name!r}, whose weights do not fit {self.cfg.name}.",
-                "Give drafter.warm_start an eagle or hass drafter, a run's or a published one.",
-            )
+        weights, own = (dict(module.named_parameters()) for module in (drafter, self))
+        if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in own.items()}:
+            why = f"holds a drafter {cfg.name!r}, whose weights do not fit {self.cfg.name}."
+            fix = "Give drafter.warm_start an eagle or hass drafter, a run's or a published one."
+            raise RunError(f"{folder} {why}", fix)
         self.load_state_dict(weights, strict=False)
         return f"the weights of {folder}"
-
-
-def _document_lengths(document: Int[Tensor, " T"]) -> Int[Tensor, " T"]:
-    """Return, for every row, the number of rows of its document."""
-    _, index, counts = document.unique(return_inverse=True, return_counts=True)
-    out: Tensor = counts[index]
-    return out
 
 
 def _rms(x: Tensor) -> float:

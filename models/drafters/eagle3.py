@@ -80,10 +80,8 @@ class Config(DrafterConfig):
         self.require_choice("residual", "raw", "normed")
         self.require_choice("init", "linear", "random")
         if self.residual == "normed" and self.init == "linear":
-            raise ValueError(
-                f"init = {self.init}: the regression assumes the un-normed state; use random with "
-                "residual=normed"
-            )
+            why = "the regression assumes the un-normed state; use random with residual=normed"
+            raise ValueError(f"init = {self.init}: {why}")
         self.require_choice("attention", "fast", "reference")
 
 
@@ -130,9 +128,7 @@ class Eagle3(SelfFeeding):
         return [self.midlayer, *self.layers]
 
     def initial_state(self, trace: Trace) -> Float[Tensor, "BT D"]:
-        return self.fuse(trace.taps.flatten(0, 1).to(self.fc.weight.dtype))
-
-    def fuse(self, taps: Float[Tensor, "N KH"]) -> Float[Tensor, "N D"]:
+        taps = trace.taps.flatten(0, 1).to(self.fc.weight.dtype)
         out: Tensor = self.fc(self._normalise_taps(taps))
         return out
 
@@ -153,9 +149,8 @@ class Eagle3(SelfFeeding):
         """Scale each tap by its typical size, or normalise each row (`fc_norm`)."""
         each = taps.unflatten(-1, (len(self.taps), -1))
         if self.cfg.fc_norm:
-            return torch.cat(
-                [n(tap) for n, tap in zip(self.fc_norm, each.unbind(1), strict=True)], -1
-            )
+            pairs = zip(self.fc_norm, each.unbind(1), strict=True)
+            return torch.cat([norm(tap) for norm, tap in pairs], -1)
         scaled: Tensor = each * self.tap_scale[:, None].to(taps.dtype)
         return scaled.flatten(-2)
 
@@ -165,9 +160,9 @@ class Eagle3(SelfFeeding):
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
         """Scale taps to about unit size; then, unless `init=random`, install a linear fit.
 
-        The target's next state is regressed on the taps and on the embedding of x_{t+1}. `fc` gets
-        the part of the taps; the first query head of each group attends to its own row and adds the
-        part of the embedding. Every other output projection starts at zero.
+        The target's next state is regressed on the taps (`fc`) and on the embedding of x_{t+1}: the
+        first query head of each group attends to its own row and adds it. Every other output
+        projection starts at zero.
         """
         traces = iter(traces)
         first = next(traces)
@@ -260,6 +255,5 @@ class Eagle3(SelfFeeding):
         self.norm.weight.copy_(output_std)
         teacher = target.logits(trace.last.flatten(0, 1)[rows + 1])[:, self.vocab.target_ids]
         logits = self.head(guess.hidden.flatten(0, 1)[rows])
-        self.norm.weight.mul_(
-            closed_form_init.optimal_logit_scale(logits.float(), teacher.float().softmax(-1))
-        )
+        scale = closed_form_init.optimal_logit_scale(logits.float(), teacher.float().softmax(-1))
+        self.norm.weight.mul_(scale)

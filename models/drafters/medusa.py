@@ -64,11 +64,9 @@ class Config(DrafterConfig):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         if self.adapter_rank and self.draft_vocab_size is not None:
-            raise ValueError(
-                f"draft_vocab_size = {self.draft_vocab_size}: adapters change the probability of "
-                "every token, and the loss that keeps the target covers the draft vocabulary only, "
-                "so use null with adapter_rank"
-            )
+            why = "adapters change the probability of every token, and the loss that keeps the "
+            why += "target covers the draft vocabulary only, so use null with adapter_rank"
+            raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: {why}")
 
 
 class ResidualHead(nn.Module):
@@ -154,9 +152,7 @@ class Medusa(BatchDrafter):
     # ---- heads ----
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
-        assert not self.cfg.own_heads, (
-            "each depth has a vocabulary matrix of its own: use heads_by_depth"
-        )
+        assert not self.cfg.own_heads, "each depth has a head of its own: use heads_by_depth"
         return target_head_logits(self.target, self.vocab, hidden)
 
     def heads_by_depth(
@@ -164,9 +160,8 @@ class Medusa(BatchDrafter):
     ) -> Float[Tensor, "N Vd"]:
         if not self.cfg.own_heads:
             return self.head(torch.cat(list(hidden)))
-        return torch.cat(
-            [self._own_logits(x, depth) for x, depth in zip(hidden, depths, strict=True)]
-        )
+        pairs = zip(hidden, depths, strict=True)
+        return torch.cat([self._own_logits(x, depth) for x, depth in pairs])
 
     def _own_logits(self, hidden: Float[Tensor, "N D"], depth: int) -> Float[Tensor, "N Vd"]:
         """Apply the matrix of this depth; depth 0 is the changed target and uses its head."""
@@ -188,10 +183,9 @@ class Medusa(BatchDrafter):
         """Return the changed target's states of the same rows, with gradient to the adapters."""
         target, grad = self.target, torch.is_grad_enabled()
         assert isinstance(target, Target), "adapters need the decoder layers"
+        mask = document_mask(trace.document)
         with adapters.active(target.layers):
-            return target.forward(
-                trace.ids, trace.positions, document_mask(trace.document), grad=grad
-            ).last
+            return target.forward(trace.ids, trace.positions, mask, grad=grad).last
 
     # ---- decoding ----
 
@@ -240,7 +234,5 @@ def _adapters(cfg: Config, target: TargetEnds) -> Adapters:
     try:
         return Adapters(target.layers, cfg.adapter_rank, cfg.adapter_alpha)
     except ValueError as error:
-        raise ConfigError(
-            "drafter.adapter_rank", cfg.adapter_rank, f"{target.name}: {error}.",
-            "Use drafter.adapter_rank=0 (Medusa-1), or another target.",
-        ) from None  # fmt: skip
+        why, fix = f"{target.name}: {error}.", "Use adapter_rank=0 (Medusa-1), or another target."
+        raise ConfigError("drafter.adapter_rank", cfg.adapter_rank, why, fix) from None

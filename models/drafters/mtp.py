@@ -57,9 +57,8 @@ class Config(DrafterConfig):
         self.require_choice("init", "linear", "random", "target")
         self.require_choice("attention", "fast", "reference")
         if (self.init == "target") != (self.warm_start is not None):
-            raise ValueError(
-                f"warm_start = {self.warm_start}: the target's folder, with init=target alone"
-            )
+            why = "the target's folder, with init=target alone"
+            raise ValueError(f"warm_start = {self.warm_start}: {why}")
 
 
 class Mtp(BatchDrafter):
@@ -94,9 +93,7 @@ class Mtp(BatchDrafter):
         (runner,) = self._runner
         runner.gradient_checkpointing = self.gradient_checkpointing
         for depth, hidden in runner.unroll(trace):
-            yield Guess(
-                depth, hidden if isinstance(runner, MtpChain) else runner.stage.norm(hidden)
-            )
+            yield Guess(depth, runner.stage.norm(hidden) if isinstance(runner, MtpLoop) else hidden)
 
     def absorb_batch(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
         return self._runner[0].absorb_batch(states, traces)
@@ -111,23 +108,23 @@ class Mtp(BatchDrafter):
         return self._runner[0].step_batch(states, depth, ids, parents)
 
     def activation_count(self, depths: int) -> float:
-        stages = [stage for stage in self.stages if isinstance(stage, MtpModule)]
-        each = sum(
-            stage.block.activation_count + 7 * stage.eh_proj.out_features for stage in stages
-        )
-        return each if self.cfg.mode == "chained" else depths * each
+        hidden = self.target.shape().hidden
+        each = sum(stage.block.activation_count + 7 * hidden for stage in self._stages())
+        return each * self.forward_count(depths)
 
     def forward_count(self, depths: int) -> int:
         return 1 if self.cfg.mode == "chained" else depths
+
+    def _stages(self) -> list[MtpModule]:
+        return list(self.stages)  # type: ignore[arg-type]
 
     # ---- first weights ----
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
-        """Load the modules of the target's checkpoint, or fit one regression per module.
+        """Load the modules of the target's checkpoint, or fit one regression per module, in order.
 
-        Each regression predicts the target's state from the inputs of the module, after the one
-        before is fitted. The output projections of the decoder layers are zero.
+        Each predicts the target's state; the decoder layers' output projections are zero.
         """
         if self.cfg.init == "target":
             return self._load_target_modules(target)
@@ -137,22 +134,19 @@ class Mtp(BatchDrafter):
             return f"random weights{reason}"
         states = [trace.last.flatten(0, 1).float() for trace in samples]
         rows = sum(int(trace.supervised_mask(1).sum()) for trace in samples)
-        for depth, stage in enumerate(self.stages, start=1):
-            assert isinstance(stage, MtpModule), "every stage is a module"
+        for depth, stage in enumerate(self._stages(), start=1):
             states = self._fit(stage, depth, target, samples, states)
         return f"{len(self.stages)} linear fit(s) to {rows:,} states of {target.name}"
 
     def _fit_traces(self, traces: Iterable[Trace]) -> list[Trace]:
         """Collect traces until the deepest regression has enough supervised rows."""
         samples, rows, elements = list[Trace](), 0, 0
+        enough = 2 * closed_form_init.ROWS_PER_FEATURE * self.target.shape().hidden
         for trace in traces:
             if count := int(trace.supervised_mask(len(self.stages)).sum()):
                 samples.append(trace)
             rows, elements = rows + count, elements + trace.last.numel()
-            if (
-                rows >= 2 * closed_form_init.ROWS_PER_FEATURE * trace.last.shape[-1]
-                or elements >= MAX_STATE_ELEMENTS
-            ):
+            if rows >= enough or elements >= MAX_STATE_ELEMENTS:
                 break
         return samples
 
@@ -184,9 +178,8 @@ class Mtp(BatchDrafter):
     def _inputs(
         self, stage: MtpModule, depth: int, trace: Trace, state: Float[Tensor, "BT H"]
     ) -> Float[Tensor, "BT HH"]:
-        return stage.concat_inputs(
-            self.target.embed(trace.tokens_ahead(depth).flatten()).float(), state
-        )
+        embedding = self.target.embed(trace.tokens_ahead(depth).flatten())
+        return stage.concat_inputs(embedding.float(), state)
 
     def _fit_norm_scale(
         self, stage: MtpModule, depth: int, target: Target, trace: Trace, out: Float[Tensor, "BT H"]
@@ -196,15 +189,13 @@ class Mtp(BatchDrafter):
         last = trace.last.flatten(0, 1)
         teacher = target.logits(last[rows + depth])[:, self.vocab.target_ids]
         logits = self.head(stage.norm(out[rows]).to(last.dtype))
-        stage.norm.weight.mul_(
-            closed_form_init.optimal_logit_scale(logits.float(), teacher.float().softmax(-1))
-        )
+        scale = closed_form_init.optimal_logit_scale(logits.float(), teacher.float().softmax(-1))
+        stage.norm.weight.mul_(scale)
 
     def _load_target_modules(self, target: Target) -> str:
         """Load modules of the target's checkpoint; missing ones are copies of its last."""
-        shipped = mtp_target.read_modules(
-            Path(self.cfg.warm_start or "").expanduser(), target.num_layers
-        )
+        folder = Path(self.cfg.warm_start or "").expanduser()
+        shipped = mtp_target.read_modules(folder, target.num_layers)
         for name in ("order", "qk_norm"):
             ours, theirs = getattr(self.cfg, name), getattr(shipped, name)
             if ours != theirs:

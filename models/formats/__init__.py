@@ -1,8 +1,8 @@
 """Checkpoint formats: one file for each, which writes and reads it.
 
-A file lists its formats in `FORMATS`, objects with the interface `external.Format`. A format is
-found by its names and the drafters it holds; the format of a folder is recognised from its files,
-never from its name.
+A file lists its formats in `FORMATS`, objects with the interface of `external.ExternalFormat`. A
+format is found by its names and the drafters it holds; the format of a folder is recognised from
+its files, never from its name.
 """
 
 import importlib
@@ -39,11 +39,9 @@ FOREIGN = {  # word in a config -> a drafter that Outrider does not have
 @cache
 def all_formats() -> tuple["Format", ...]:
     """Return all formats, in the order of their files."""
-    formats: list[Format] = []
-    for file in sorted(HERE.glob("[a-z]*.py")):
-        module = importlib.import_module(f"outrider.models.formats.{file.stem}")
-        formats.extend(getattr(module, "FORMATS", ()))
-    return tuple(formats)
+    names = sorted(file.stem for file in HERE.glob("[a-z]*.py"))
+    modules = [importlib.import_module(f"outrider.models.formats.{name}") for name in names]
+    return tuple(form for module in modules for form in getattr(module, "FORMATS", ()))
 
 
 def format_names() -> list[str]:
@@ -56,20 +54,15 @@ def _formats_of(drafter: str) -> list["Format"]:
 
 
 def find(name: str, drafter: str) -> "Format":
-    """Return the format of this name that holds this drafter.
-
-    Raises:
-        ConfigError: there is none; the message has the reason and the formats there are.
-    """
-    for form in _formats_of(drafter):
+    """Return the format of this name that holds this drafter; without one, raise ConfigError."""
+    forms = _formats_of(drafter)
+    for form in forms:
         if name in form.names:
             return form
-    why = "There is no such format."
-    if name in format_names():
-        others = sorted({d for form in all_formats() if name in form.names for d in form.drafters})
-        why = f"It holds {', '.join(others)}, and this is {drafter}."
-    names = sorted({n for form in _formats_of(drafter) for n in form.names})
-    why = UNSUPPORTED.get((name, drafter), why)
+    others = {d for form in all_formats() if name in form.names for d in form.drafters}
+    why = f"It holds {', '.join(sorted(others))}, and this is {drafter}."
+    why = UNSUPPORTED.get((name, drafter), why if others else "There is no such format.")
+    names = sorted({n for form in forms for n in form.names})
     raise ConfigError("format", name, why, f"Use one of: {', '.join(names)}.")
 
 
@@ -79,11 +72,7 @@ def export_refusals(drafter: "Drafter", name: str, target: "Target") -> dict[str
 
 
 def recognise(folder: Path) -> "Format":
-    """Return the format of a folder, from its files.
-
-    Raises:
-        RunError: the folder is damaged, of no known format, or of a drafter Outrider lacks.
-    """
+    """Return the format of a folder, from its files."""
     from outrider.models.formats import native
     from outrider.models.formats.weight_folder import FIX, WeightFolder
 
@@ -97,9 +86,8 @@ def recognise(folder: Path) -> "Format":
         names = ", ".join(f"{form.names[0]} ({form.drafters[0]})" for form in matches)
         raise RunError(f"{folder} could be of several formats: {names}.", FIX)
     if kind := opened.config.get("speculators_model_type"):
-        raise RunError(
-            f"{folder} is a speculators folder of type {kind}.", "It cannot be read here."
-        )
+        why = f"{folder} is a speculators folder of type {kind}."
+        raise RunError(why, "It cannot be read here.")
     text = str(opened.config).lower()
     if foreign := [name for word, name in FOREIGN.items() if word in text]:
         raise RunError(f"{folder} is a {foreign[0]} drafter.", "Outrider has no such drafter.")
@@ -115,9 +103,6 @@ def load(
 
     Args:
         dtype: dtype of its weights; None: the target's.
-
-    Raises:
-        RunError: the folder is damaged, unknown, ambiguous, or made for another target.
     """
     drafter, cfg = recognise(folder).read(folder, target)
     drafter.to(target.device, dtype or target.dtype).eval().requires_grad_(False)

@@ -5,33 +5,26 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import sync_folder, write_json, write_tensors
-from outrider.models.formats.sidecar import write_sidecar
 from outrider.models.formats.weight_folder import SIDECAR
 
-SHARD = 5 * 10**9  # bytes
+SHARD = 5 * 10**9  # bytes of the largest weight file
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `path` if the block succeeds.
-
-    A folder that Outrider wrote earlier is replaced.
+    """Yield a temporary folder, which then replaces `path`, a folder of Outrider's or none.
 
     Raises:
         RunError: `path` holds something else, or cannot be written.
     """
-    if (
-        path.exists()
-        and (not path.is_dir() or any(path.iterdir()))
-        and not (path / SIDECAR).exists()
-    ):
+    occupied = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if occupied and not (path / SIDECAR).exists():
         raise RunError(f"{path} exists and was not written by Outrider.", "Choose another folder.")
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -40,32 +33,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield partial
         _publish(partial, path)
     except OSError as error:
-        raise RunError(
-            f"{path} could not be written: {error}", "Free disk space, or choose another folder."
-        ) from error
+        fix = "Free disk space, or choose another folder."
+        raise RunError(f"{path} could not be written: {error}", fix) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_folder(
-    path: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    sidecar: Mapping[str, Any],
-    stem: str = "model",
-    shard: int = SHARD,
-) -> None:
-    """Write config.json, weights and `outrider.json` atomically.
-
-    Args:
-        sidecar: as of `sidecar_content`.
-        stem: name of the weight file without its extension.
-        shard: largest weight file in bytes; more weights are split, with an index.
-    """
-    with atomic_folder(path) as partial:
-        write_weights(partial, tensors, stem, shard)
-        write_json(partial / "config.json", dict(config))
-        write_sidecar(partial, sidecar)
 
 
 def _publish(partial: Path, path: Path) -> None:
@@ -86,8 +57,8 @@ def _publish(partial: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor], stem: str, shard: int) -> None:
-    """Write one file, or several and an index."""
+def write_weights(path: Path, tensors: Mapping[str, Tensor], stem: str, shard: int = SHARD) -> None:
+    """Write one file, or several of at most `shard` bytes and an index."""
     separate = _without_shared_memory(tensors)
     plan = split_torch_state_dict_into_shards(
         separate, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=shard

@@ -13,9 +13,7 @@ from outrider.models.causal_lm import refuse_code_keys
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.formats import native
-from outrider.models.formats.atomic_folder import atomic_folder
-from outrider.models.formats.external import ExternalFormat, require_exportable
-from outrider.models.formats.sidecar import read_sidecar, sidecar_content, write_sidecar
+from outrider.models.formats.external import ExternalFormat, read_sidecar
 from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
@@ -24,30 +22,21 @@ from outrider.models.vocab import DraftVocab
 class HuggingFaceFormat(ExternalFormat):
     """config.json and weights as written by `save_pretrained`."""
 
-    names: tuple[str, ...] = ("transformers", "vllm", "sglang")
-    drafters: tuple[str, ...] = ("draft_lm",)
+    names = ("transformers", "vllm", "sglang")
+    drafters = ("draft_lm",)
     served = "transformers, vLLM, SGLang"
+    reduced = "its draft vocabulary is reduced, which a Hugging Face folder cannot hold"
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
-        if drafter.vocab.is_full:
-            return ""
-        return "its draft vocabulary is reduced, which a Hugging Face folder cannot hold"
-
-    def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
-        require_exportable(self, drafter, target, cfg)
-        assert isinstance(drafter, DraftLm), "this format holds draft_lm"
-        with atomic_folder(folder) as partial:
-            drafter.lm.model.save_pretrained(partial)
-            write_sidecar(partial, sidecar_content(self.names[0], None, drafter, target, cfg))
+    def write_files(self, drafter: DraftLm, target: Target, folder: Path) -> None:
+        drafter.lm.model.save_pretrained(folder)
 
     def matches(self, folder: WeightFolder) -> bool:
-        names = folder.config.get("architectures") or []
-        model = "model_type" in folder.config and any(str(n).endswith("ForCausalLM") for n in names)
+        causal = any(str(name).endswith("ForCausalLM") for name in folder.architectures)
         embeddings = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
         embedded = any(key.endswith(embeddings) for key in folder.shapes)
         prefixes = ("fc.", "midlayer.", "mtp.")
         other = any(key.startswith(prefixes) or "eh_proj" in key for key in folder.shapes)
-        return model and embedded and not other
+        return causal and "model_type" in folder.config and embedded and not other
 
     def read(self, folder: Path, target: Target) -> tuple[Drafter, Any]:
         opened = WeightFolder(folder)
@@ -77,9 +66,7 @@ class HuggingFaceFormat(ExternalFormat):
         tied = {"lm_head.weight"} if drafter.lm_head.tied else set()
         folder.check_keys({key: key for key in folder.shapes}, own.keys() - tied, tied)
         for key in own.keys() & folder.shapes.keys():
-            if tuple(own[key].shape) != folder.shapes[key]:
-                why = f"{key} is {list(folder.shapes[key])}, and config.json requires"
-                raise folder.error(f"{why} {list(own[key].shape)}.")
+            folder.require_shape(key, own[key].shape)
 
 
 FORMATS = (HuggingFaceFormat(),)

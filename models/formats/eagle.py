@@ -17,16 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.formats import hf_config
-from outrider.models.formats.external import JOINT_ORDER, ExternalFormat, Sidecar, strip_wrappers
-from outrider.models.formats.sidecar import DrafterSpec
+from outrider.models.formats.external import (
+    JOINT_ORDER,
+    DrafterSpec,
+    ExternalFormat,
+    Sidecar,
+    strip_wrappers,
+)
 from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
 from outrider.models.target import Target
 
 PARA_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
-REDUCED = "its draft vocabulary is reduced, and engines use the target's whole head with EAGLE"
 BIAS = (
     "its fc has a bias, which vLLM's EagleLlamaForCausalLM drops; use format=sglang, or train with "
     "drafter.bias=false"
@@ -38,20 +41,16 @@ class EagleFormat(ExternalFormat):
 
     drafters = ("eagle", "hass")
     joint_order = JOINT_ORDER
+    reduced = "its draft vocabulary is reduced, and engines use the target's whole head with EAGLE"
     writes_target_copies = True
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
-        return "" if drafter.vocab.is_full else REDUCED
-
-    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
-        return None if key.startswith("vocab.") else key
-
-    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def target_copies(self, drafter: Eagle, target: Target) -> dict[str, Tensor]:
         return {"embed_tokens.weight": target.embedding.weight}
 
-    def layer_fields(self, drafter: Drafter) -> dict[str, Any]:
-        """Return the fields of config.json that describe the layer."""
-        return hf_config.layer_fields(drafter.state_dict(), as_eagle(drafter).target.shape())
+    def layer_fields(self, drafter: Eagle, name: str) -> dict[str, Any]:
+        """Return the fields of config.json that describe the layer, with its architecture."""
+        fields = hf_config.layer_fields(drafter.state_dict(), drafter.target.shape())
+        return {"architectures": [name], **fields}
 
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
         keys, config = self.file_keys(folder, target), self.layer_config(folder)
@@ -60,8 +59,7 @@ class EagleFormat(ExternalFormat):
             raise folder.error(f"{why} {hf_config.NOT_SUPPORTED}")
         if (count := folder.positive_int("num_hidden_layers", 1, config)) != 1:
             raise folder.error(f"it has {count} layers. {hf_config.NOT_SUPPORTED}")
-        trained = sidecar.get("drafter", {})
-        bias = "fc.bias" in keys
+        trained, bias = sidecar.get("drafter", {}), "fc.bias" in keys
         self.check_bias(folder, bias)
         fields = {"bias": trained.get("bias", bias) if bias else False}
         name = str(trained.get("name", "eagle"))
@@ -82,9 +80,9 @@ class EagleOriginal(EagleFormat):
     names = ("eagle",)
     served = "EAGLE's own code"
 
-    def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
+    def config(self, drafter: Eagle, target: Target) -> dict[str, Any]:
         bias = "fc.bias" in drafter.state_dict()
-        return {"architectures": ["LlamaForCausalLM"], **self.layer_fields(drafter), "bias": bias}
+        return {**self.layer_fields(drafter, "LlamaForCausalLM"), "bias": bias}
 
     def matches(self, folder: WeightFolder) -> bool:
         others = EagleVLLM().matches(folder) or EagleSGLang().matches(folder)
@@ -97,18 +95,17 @@ class EagleSGLang(EagleFormat):
     names = ("sglang",)
     served = "SGLang"
 
-    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def target_copies(self, drafter: Eagle, target: Target) -> dict[str, Tensor]:
         out = super().target_copies(drafter, target)
         if "fc.bias" not in drafter.state_dict():
             out["fc.bias"] = torch.zeros(target.shape().hidden)
         return out
 
-    def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        return {"architectures": ["LlamaForCausalLMEagle"], **self.layer_fields(drafter)}
+    def config(self, drafter: Eagle, target: Target) -> dict[str, Any]:
+        return self.layer_fields(drafter, "LlamaForCausalLMEagle")
 
     def matches(self, folder: WeightFolder) -> bool:
-        names = folder.config.get("architectures") or []
-        return _is_eagle(folder) and "LlamaForCausalLMEagle" in names
+        return _is_eagle(folder) and "LlamaForCausalLMEagle" in folder.architectures
 
 
 class EagleVLLM(EagleFormat):
@@ -117,22 +114,21 @@ class EagleVLLM(EagleFormat):
     names = ("vllm",)
     served = "vLLM"
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
+    def refuses(self, drafter: Eagle, target: Target) -> str:
         bias = drafter.state_dict().get("fc.bias")
         if bias is not None and (bias.is_meta or bool(bias.any())):
             return BIAS
         return super().refuses(drafter, target)
 
-    def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        layers = {"architectures": ["LlamaForCausalLM"], **self.layer_fields(drafter)}
+    def config(self, drafter: Eagle, target: Target) -> dict[str, Any]:
+        layers = self.layer_fields(drafter, "LlamaForCausalLM")
         return {
             "architectures": ["EagleLlamaForCausalLM"],
             "model_type": "eagle",
             "model": layers,
             "eagle_fc_bias": "fc.bias" in drafter.state_dict(),
             "truncated_vocab_size": target.vocab_size,
-            "dtype": layers["dtype"],
-            "torch_dtype": layers["torch_dtype"],
+            **{name: layers[name] for name in ("dtype", "torch_dtype")},
         }
 
     def matches(self, folder: WeightFolder) -> bool:
@@ -148,12 +144,6 @@ class EagleVLLM(EagleFormat):
     def check_bias(self, folder: WeightFolder, has_bias: bool) -> None:
         if bool(folder.config.get("eagle_fc_bias")) != has_bias:
             raise folder.error("eagle_fc_bias of config.json contradicts the weights.")
-
-
-def as_eagle(drafter: Drafter) -> Eagle:
-    """Return the drafter as an `Eagle`."""
-    assert isinstance(drafter, Eagle), "this format holds eagle and hass"
-    return drafter
 
 
 def _is_eagle(folder: WeightFolder) -> bool:

@@ -1,8 +1,6 @@
-"""EAGLE-3: what the formats of SGLang (eagle3_sglang.py) and vLLM (eagle3_vllm.py) share.
+"""EAGLE-3 in the formats of SGLang, vLLM and the speculators library.
 
-The tensors are the same, their names and the meaning of the layer ids differ:
-
-    ours                         SGLang                     vLLM
+    ours                         SGLang                     vLLM, speculators
     fc, norm, lm_head            the same                   the same
     fc_norm.{k}                  the same                   the same
     midlayer.*                   midlayer.* (layers.0.*     layers.0.*
@@ -12,10 +10,12 @@ The tensors are the same, their names and the meaning of the layer ids differ:
     vocab.d2t, vocab.t2d         d2t, t2d, absent when the drafter can propose every token
     tap_scale                    multiplied into fc
 
-A tap k, "the output of decoder layer k", is number k for SGLang and k + 1, "the input of layer
-k + 1", for vLLM, under one field name. Feeding back the normed state (`feedback: normed`) is
-`norm_output`, a field that SpecForge uses for something else; in a folder of unknown origin it is
-refused.
+Under one field name, SGLang numbers a tapped layer by its output (k), and vLLM by the input of the
+next (k + 1). vLLM loads SGLang's folders too; one that suits both readings is refused unless
+`outrider.json` settles it. Feeding back the normed state (`feedback: normed`) is `norm_output`, a
+field that SpecForge uses for something else; in a folder of unknown origin it is refused.
+`norm_before_residual` is always written for vLLM, whose default is true; writers mean false when
+they omit it.
 
 Source: reference tables of the published checkpoints (docs/formats.md).
 """
@@ -27,11 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.eagle3 import Eagle3, eagle3_taps
 from outrider.models.formats import hf_config
-from outrider.models.formats.external import JOINT_ORDER, ExternalFormat, Sidecar, strip_wrappers
-from outrider.models.formats.sidecar import DrafterSpec
+from outrider.models.formats.external import (
+    JOINT_ORDER,
+    DrafterSpec,
+    ExternalFormat,
+    Sidecar,
+    strip_wrappers,
+)
 from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
 from outrider.models.target import Target
 
@@ -48,6 +52,12 @@ EAGLE_CONFIG = {  # ModelOpt's eagle_config: the only values that Outrider's net
     "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True,
     "parallel_draft_step": 1,
 }  # fmt: skip
+VERSION = "0.7.0"  # of the speculators schema that is written
+LOSSLESS = {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+QK_NORM = (
+    "vLLM's Eagle3LlamaForCausalLM is a Llama layer, without norms on queries and keys; use "
+    "format=speculators, which can name Qwen3's layer"
+)
 
 
 class Eagle3Format(ExternalFormat):
@@ -55,15 +65,16 @@ class Eagle3Format(ExternalFormat):
 
     drafters = ("eagle3",)
     joint_order = JOINT_ORDER
+    first_layer = "layers.0"  # prefix of the layer of a drafter that has one
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
+    def refuses(self, drafter: Eagle3, target: Target) -> str:
         if list(drafter.taps) != sorted(drafter.taps):
             return f"{ORDER}, and its fc reads them as {list(drafter.taps)}"
         return LAST if target.num_layers - 1 in drafter.taps else ""
 
     # ---- names ----
 
-    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+    def rename(self, key: str, drafter: Eagle3, target: Target) -> str | None:
         if key == "tap_scale" or (key.startswith("vocab.") and drafter.vocab.is_full):
             return None
         part, _, rest = key.partition(".")
@@ -72,12 +83,8 @@ class Eagle3Format(ExternalFormat):
         if part == "layers":
             number, _, rest = rest.partition(".")
             return f"layers.{int(number) + 1}.{self.later_layer_key(rest)}"
-        several = as_eagle3(drafter).cfg.layers > 1
-        return f"{self.first_layer_name(several)}.{rest}" if part == "midlayer" else key
-
-    def first_layer_name(self, several: bool) -> str:
-        """Return the prefix of the first layer, of one layer or of several."""
-        return "layers.0"
+        first = self.first_layer if drafter.cfg.layers == 1 else "layers.0"
+        return f"{first}.{rest}" if part == "midlayer" else key
 
     def later_layer_key(self, key: str) -> str:
         """Return the name of a part of the second and later layers."""
@@ -88,66 +95,72 @@ class Eagle3Format(ExternalFormat):
         bare, out = super().file_keys(folder, target), dict[str, str]()
         several = any(key.startswith("layers.1.") for key in bare)
         for key, name in bare.items():
-            written = self._written_name(key, several)
+            written = self._written_name(key, "layers.0" if several else self.first_layer)
             if written in out:
                 raise folder.error(f"{name} and {out[written]} are the same weight.")
             out[written] = name
         return out
 
-    def _written_name(self, key: str, several: bool) -> str:
+    def _written_name(self, key: str, first_layer: str) -> str:
         """Map `midlayer`, `layers.0`, `hidden_norm`, `input_layernorm` and `aux_norm_*`."""
         for i, name in enumerate(AUX_NORMS):
             key = key.replace(f"{name}.", f"fc_norm.{i}.")
         for first in ("midlayer.", "layers.0."):
             if key.startswith(first):
-                return f"{self.first_layer_name(several)}.{key.removeprefix(first)}"
+                return f"{first_layer}.{key.removeprefix(first)}"
         if re.fullmatch(r"layers\.\d+\.(input_layernorm|hidden_norm)\.weight", key):
             return f"layers.{key.split('.')[1]}.{self.later_layer_key('input_layernorm')}.weight"
         return key
 
     # ---- weights ----
 
-    def export_weights(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def export_weights(self, drafter: Eagle3, target: Target) -> dict[str, Tensor]:
         out = super().export_weights(drafter, target)
-        out["fc.weight"] = fold_tap_scale(out["fc.weight"], out["tap_scale"])
+        fc, scale = out["fc.weight"], out["tap_scale"]
+        if scale.is_meta or bool((scale != 1).any()):
+            columns = scale.double().repeat_interleave(fc.shape[1] // len(scale))
+            out["fc.weight"] = (fc.double() * columns).to(fc.dtype)
         return out
 
-    def import_weights(
-        self, weights: dict[str, Tensor], drafter: Drafter, target: Target
-    ) -> dict[str, Tensor]:
+    def import_weights(self, weights: dict[str, Tensor], drafter: Eagle3) -> dict[str, Tensor]:
         scale = torch.ones(len(drafter.taps), dtype=weights["fc.weight"].dtype)
         return {**weights, "tap_scale": scale}
 
-    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def target_copies(self, drafter: Eagle3, target: Target) -> dict[str, Tensor]:
         return {"embed_tokens.weight": target.embedding.weight}
 
     # ---- configuration ----
 
-    def layer_fields(self, drafter: Drafter) -> dict[str, Any]:
+    def layer_fields(self, drafter: Eagle3) -> dict[str, Any]:
         """Return the fields of config.json that describe the layers."""
-        own = as_eagle3(drafter)
-        kind = "qwen3" if own.cfg.qk_norm else "llama"
-        return hf_config.layer_fields(own.state_dict(), own.shape, own.cfg.layers, kind)
+        kind = "qwen3" if drafter.cfg.qk_norm else "llama"
+        weights, layers = drafter.state_dict(), drafter.cfg.layers
+        return hf_config.layer_fields(weights, drafter.shape, layers, kind)
 
-    def architecture_flags(self, drafter: Drafter) -> dict[str, Any]:
+    def architecture_flags(self, drafter: Eagle3) -> dict[str, Any]:
         """Return the fields of vLLM's config.json that select the network around the layers."""
-        cfg = as_eagle3(drafter).cfg
         return {
             "draft_vocab_size": len(drafter.vocab),
-            "norm_before_residual": cfg.residual == "normed",
+            "norm_before_residual": drafter.cfg.residual == "normed",
             "norm_before_fc": False,
-            "fc_norm": cfg.fc_norm,
-            "norm_output": cfg.feedback == "normed",
+            "fc_norm": drafter.cfg.fc_norm,
+            "norm_output": drafter.cfg.feedback == "normed",
+            IDS: [tap + 1 for tap in drafter.taps],
         }
 
     def stored_taps(
         self, folder: WeightFolder, target: Target, sidecar: Sidecar
     ) -> tuple[int, ...] | None:
-        """Return the layers whose outputs config.json taps; None: it names none."""
-        raise NotImplementedError
+        """Return the layers whose outputs config.json taps; None: it names none.
+
+        By default, it names the layers whose inputs they are: (2, 18) -> (1, 17).
+        """
+        nested = folder.config_object("eagle_config", required=False).get(IDS)
+        inputs = folder.int_list(IDS, folder.config.get(IDS) or nested)
+        return None if inputs is None else tuple(number - 1 for number in inputs)
 
     def feedback(self, folder: WeightFolder, sidecar: Sidecar) -> str:
-        """Return which state is fed back: "raw" or "normed"."""
+        """Return the setting `feedback`."""
         return "normed" if folder.config.get("norm_output") else "raw"
 
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
@@ -196,30 +209,146 @@ class Eagle3Format(ExternalFormat):
         return taps
 
 
-def as_eagle3(drafter: Drafter) -> Eagle3:
-    """Return the drafter as an `Eagle3`."""
-    assert isinstance(drafter, Eagle3), "this format holds eagle3"
-    return drafter
+class Eagle3SGLang(Eagle3Format):
+    """`LlamaForCausalLMEagle3` with `midlayer.*`."""
+
+    names = ("sglang", "specforge")
+    served = "SGLang"
+    first_layer = "midlayer"
+
+    def refuses(self, drafter: Eagle3, target: Target) -> str:
+        if drafter.cfg.qk_norm:
+            return "SGLang's drafter is a Llama layer, without norms on queries and keys"
+        if drafter.cfg.residual == "normed":
+            return "SGLang's residual adds the raw state, and this drafter's the normed one"
+        if len(drafter.taps) == 1:
+            return "SGLang builds no fc for a single tapped layer"
+        return super().refuses(drafter, target)
+
+    def later_layer_key(self, key: str) -> str:
+        return key.replace("input_layernorm", "hidden_norm")
+
+    def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **self.layer_fields(drafter),
+            "draft_vocab_size": len(drafter.vocab),
+            "fc_norm": drafter.cfg.fc_norm,
+            **({"norm_output": True} if drafter.cfg.feedback == "normed" else {}),
+            "num_aux_hidden_states": len(drafter.taps),
+            "eagle_config": {"use_aux_hidden_state": True, IDS: list(drafter.taps)},
+        }
+
+    def matches(self, folder: WeightFolder) -> bool:
+        return _is_eagle3(folder) and "Eagle3LlamaForCausalLM" not in folder.architectures
+
+    def stored_taps(
+        self, folder: WeightFolder, target: Target, sidecar: Sidecar
+    ) -> tuple[int, ...] | None:
+        """Return the ids as outputs; refuse ids that could be vLLM's inputs."""
+        value = folder.config_object("eagle_config", required=False).get(IDS)
+        if value is None and folder.config.get(IDS) is not None:
+            why = "its layer ids are where vLLM reads them, in a folder for SGLang."
+            raise folder.error(why, STATE_TAPS)
+        taps = folder.int_list(IDS, value)
+        if "format" in sidecar:
+            return taps
+        if taps == tuple(tap + 1 for tap in eagle3_taps(target.num_layers)):
+            why = f"layers {value} are vLLM's default, which it reads as inputs, and SGLang as"
+            raise folder.error(f"{why} outputs, one layer later: a shifted tap.", STATE_TAPS)
+        if taps and "layers.0.mlp.up_proj.weight" in strip_wrappers(folder):
+            why = f"layers {value} are inputs for vLLM and outputs for SGLang; its names suit both."
+            raise folder.error(why, STATE_TAPS)
+        return taps
+
+    def feedback(self, folder: WeightFolder, sidecar: Sidecar) -> str:
+        if "norm_output" not in folder.config or "format" in sidecar:
+            return super().feedback(folder, sidecar)
+        value = sidecar.get("drafter", {}).get("feedback")
+        if value is None:
+            why = "norm_output is the norm before the head for SpecForge, and that of the state"
+            raise folder.error(f"{why} fed back for SGLang: it does not say which.", STATE_TAPS)
+        return str(value)
 
 
-def is_eagle3(folder: WeightFolder) -> bool:
+class Eagle3VLLM(Eagle3Format):
+    """vLLM's `Eagle3LlamaForCausalLM`."""
+
+    names = ("vllm",)
+    served = "vLLM"
+
+    def refuses(self, drafter: Eagle3, target: Target) -> str:
+        return QK_NORM if drafter.cfg.qk_norm else super().refuses(drafter, target)
+
+    def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
+        return {
+            "architectures": ["Eagle3LlamaForCausalLM"],
+            **self.layer_fields(drafter),
+            **self.architecture_flags(drafter),
+        }
+
+    def matches(self, folder: WeightFolder) -> bool:
+        return _is_eagle3(folder) and "Eagle3LlamaForCausalLM" in folder.architectures
+
+
+class Eagle3Speculators(Eagle3Format):
+    """speculators' `Eagle3Speculator`, the only format that can name Qwen3's layer."""
+
+    names = ("speculators",)
+    served = "vLLM"
+    writes_target_copies = True
+
+    def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
+        layers, depths = self.layer_fields(drafter), drafter.cfg.depths
+        return {
+            **speculators_fields("eagle3", "Eagle3Speculator", layers, depths, target),
+            **self.architecture_flags(drafter),
+            "target_hidden_size": None,
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+        }
+
+    def matches(self, folder: WeightFolder) -> bool:
+        return folder.config.get("speculators_model_type") == "eagle3"
+
+    def layer_config(self, folder: WeightFolder) -> Mapping[str, Any]:
+        layers = folder.config_object("transformer_layer_config")
+        if folder.config.get("norm_before_residual") is None:
+            why = "norm_before_residual is missing: vLLM's default is true, and others' is false."
+            raise folder.error(why, "Write into config.json which it was trained with.")
+        if folder.config.get("target_hidden_size") not in (None, layers.get("hidden_size")):
+            raise folder.error("its target has another hidden size, which is not supported.")
+        return layers
+
+
+def speculators_fields(
+    kind: str, architecture: str, layers: dict[str, Any], depths: int, target: Target
+) -> dict[str, Any]:
+    """Return the fields of every speculators config."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": depths, **LOSSLESS}
+    return {
+        "architectures": [architecture],
+        "transformer_layer_config": layers,
+        "dtype": layers["dtype"],
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": str(target.config.name_or_path or target.name),
+                "architectures": list(getattr(target.config, "architectures", None) or []),
+            },
+        },
+    }
+
+
+def _is_eagle3(folder: WeightFolder) -> bool:
     """Return whether the tensors are an EAGLE-3 drafter's, of SGLang's or vLLM's own format."""
     keys = strip_wrappers(folder)
     first = any(key.startswith(("midlayer.", "layers.0.hidden_norm.")) for key in keys)
     return first and "fc.weight" in keys and "speculators_model_type" not in folder.config
-
-
-def taps_from_inputs(numbers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Return the layers whose outputs are the inputs of these: (2, 18) -> (1, 17)."""
-    return None if numbers is None else tuple(number - 1 for number in numbers)
-
-
-def fold_tap_scale(fc: Tensor, scale: Tensor) -> Tensor:
-    """Multiply the scale of each tap into its columns of fc."""
-    if not scale.is_meta and bool((scale == 1).all()):
-        return fc
-    columns = scale.double().repeat_interleave(fc.shape[1] // len(scale))
-    return (fc.double() * columns).to(fc.dtype)
 
 
 def _refuse_other_networks(folder: WeightFolder) -> None:
@@ -232,3 +361,6 @@ def _refuse_other_networks(folder: WeightFolder) -> None:
     for name, value in EAGLE_CONFIG.items():
         if aux.get(name, value) not in (value, None):
             raise folder.error(f"eagle_config has {name}: {aux[name]}. {hf_config.NOT_SUPPORTED}")
+
+
+FORMATS = (Eagle3SGLang(), Eagle3VLLM(), Eagle3Speculators())

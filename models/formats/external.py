@@ -1,84 +1,66 @@
-"""Checkpoint formats of other projects: the interface, and the code they share.
+"""Checkpoint formats of other projects: the code they share.
 
 A format maps a drafter's parameter names to the names in the file (`rename`) and derives the
 drafter's configuration from config.json and the tensor shapes (`read_spec`). Writing and reading
-use the same map. What a format has no place for (tapped layers, the state fed back, training
-settings) is stored beside it in `outrider.json`. Without that file the reader resolves what the
-format defines and refuses what is ambiguous; a hand-written one with `drafter` and `taps` settles
-it.
+use the same map.
+
+What a format has no place for is stored beside it in `outrider.json`: the drafter's configuration,
+the taps as layer outputs, the target's fingerprint, the order of the joint projection's inputs, the
+sha256 of the weight files, and dtype and shape of every tensor. It must agree with the files.
+Without it the reader resolves what the format defines and refuses what is ambiguous; a hand-written
+one with `drafter` and `taps` settles it.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import read_json, sha256_of, write_json
 from outrider.models import drafters
 from outrider.models.drafter import Drafter
-from outrider.models.formats.atomic_folder import write_folder
+from outrider.models.formats.atomic_folder import atomic_folder, write_weights
 from outrider.models.formats.hf_config import weight_dtype
-from outrider.models.formats.sidecar import (
-    DrafterSpec,
-    drafter_config,
-    read_sidecar,
-    sidecar_content,
-)
-from outrider.models.formats.weight_folder import SIDECAR, WeightFolder, equal_values
+from outrider.models.formats.native import NativeFormat, config_from_json, target_fingerprint
+from outrider.models.formats.weight_folder import FIX, SIDECAR, WeightFolder, equal_values
+from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
 JOINT_ORDER = ["embedding", "state"]  # the inputs of the joint projection, in every format
 WRAPPERS = ("model.", "draft_model.", "module.")  # prefixes that training frameworks add
 Sidecar = Mapping[str, Any]  # content of outrider.json; empty without one
+FIELDS = {  # name -> type; all are optional
+    "format": str, "drafter": dict, "taps": list, "target": dict, "joins": list, "sha256": dict,
+    "tensors": dict,
+}  # fmt: skip
 
 
-@runtime_checkable
-class Format(Protocol):
-    """A file layout for some drafters.
+class DrafterSpec(NamedTuple):
+    """A drafter as config.json and the tensor shapes define it."""
 
-    Attributes:
-        names: values of `format=`; the first is the format's name.
-        drafters: names of the drafters it can hold; empty: all.
-        served: the software that loads it.
-    """
-
-    names: tuple[str, ...]
-    drafters: tuple[str, ...]
-    served: str
-
-    def refuses(self, drafter: Drafter, target: Target) -> str:
-        """Return why the format cannot hold this drafter, or ""."""
-
-    def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
-        """Write the folder atomically."""
-
-    def matches(self, folder: WeightFolder) -> bool:
-        """Return whether the folder is of this format."""
-
-    def read(self, folder: Path, target: Target) -> tuple[Drafter, Any]:
-        """Return the drafter, with weights as stored, and its `Config`."""
-
-
-def require_exportable(form: Format, drafter: Drafter, target: Target, cfg: Any) -> None:
-    """
-    Raises:
-        ConfigError: the format cannot hold this drafter.
-    """
-    if why := form.refuses(drafter, target):
-        name = getattr(drafter, "cfg", cfg).name
-        fix = "Choose another format, or train the drafter without it."
-        raise ConfigError("format", form.names[0], f"{name}: {why}.", fix)
+    name: str
+    fields: dict[str, Any]  # fields of its `Config` that the files define
+    shape: ModelShape  # of its own layers
+    vocab_ids: Tensor | None = None  # target ids of the draft vocabulary; None: all
 
 
 class ExternalFormat:
     """A format of config.json and safetensors; a subclass defines names and configuration.
 
+    The methods take the drafter as `Any`, so that a subclass can name the class it holds.
+
     Attributes:
+        names: values of `format=`; the first is the format's name.
+        drafters: names of the drafters it can hold.
+        served: the software that loads it.
         stem: name of the weight file without its extension.
         joint_order: inputs of the joint projection; None: the drafter has none.
+        reduced: why a reduced draft vocabulary is refused; "": it is not.
         writes_target_copies: whether `target_copies` are written, or only accepted when read.
     """
 
@@ -87,19 +69,20 @@ class ExternalFormat:
     served = ""
     stem = "model"
     joint_order: list[str] | None = None
+    reduced = ""
     writes_target_copies = False
 
     # ---- defined by subclasses ----
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
+    def refuses(self, drafter: Any, target: Target) -> str:
         """Return why the format cannot hold this drafter, or ""."""
-        return ""
+        return "" if drafter.vocab.is_full else self.reduced
 
     def matches(self, folder: WeightFolder) -> bool:
         """Return whether the folder is of this format."""
         raise NotImplementedError
 
-    def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
+    def config(self, drafter: Any, target: Target) -> dict[str, Any]:
         """Return the content of config.json."""
         raise NotImplementedError
 
@@ -111,9 +94,9 @@ class ExternalFormat:
         """Return what config.json and the tensor shapes define."""
         raise NotImplementedError
 
-    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+    def rename(self, key: str, drafter: Any, target: Target) -> str | None:
         """Return a parameter's name in the file; None: it is not stored."""
-        raise NotImplementedError
+        return None if key.startswith("vocab.") else key
 
     def file_keys(self, folder: WeightFolder, target: Target) -> dict[str, str]:
         """Return, for every tensor of the drafter, the name `rename` gives -> its key."""
@@ -123,17 +106,15 @@ class ExternalFormat:
         """Return whether this folder leaves a parameter out, which `import_weights` restores."""
         return False
 
-    def export_weights(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def export_weights(self, drafter: Any, target: Target) -> dict[str, Tensor]:
         """Return parameter -> value to store."""
         return dict(drafter.state_dict())
 
-    def import_weights(
-        self, weights: dict[str, Tensor], drafter: Drafter, target: Target
-    ) -> dict[str, Tensor]:
+    def import_weights(self, weights: dict[str, Tensor], drafter: Any) -> dict[str, Tensor]:
         """Invert `export_weights`, and add what the format does not store."""
         return weights
 
-    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def target_copies(self, drafter: Any, target: Target) -> dict[str, Tensor]:
         """Return weights of the target that the file may repeat, by their names in the file."""
         return {}
 
@@ -151,16 +132,17 @@ class ExternalFormat:
         return out
 
     def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
-        """Write the folder atomically.
-
-        Raises:
-            ConfigError: the format cannot hold this drafter.
-            RunError: the folder cannot be written.
-        """
+        """Write the folder atomically; raise ConfigError if the format cannot hold the drafter."""
         require_exportable(self, drafter, target, cfg)
-        config, tensors = self.config(drafter, target), self.tensors(drafter, target)
         content = sidecar_content(self.names[0], self.joint_order, drafter, target, cfg)
-        write_folder(folder, config, tensors, content, self.stem)
+        with atomic_folder(folder) as partial:
+            self.write_files(drafter, target, partial)
+            write_sidecar(partial, content)
+
+    def write_files(self, drafter: Any, target: Target, folder: Path) -> None:
+        """Write config.json and the weights."""
+        write_weights(folder, self.tensors(drafter, target), self.stem)
+        write_json(folder / "config.json", self.config(drafter, target))
 
     # ---- reading ----
 
@@ -168,16 +150,15 @@ class ExternalFormat:
         """Return the drafter, with weights as stored, and its `Config`.
 
         Raises:
-            RunError: the folder is damaged, ambiguous, made for another target, or holds a network
+            RunError: the folder is damaged, ambiguous, made for another target, or of a network
                 that Outrider does not have.
         """
         opened = WeightFolder(folder)
         sidecar = read_sidecar(opened, self.names[0], self.joint_order, target)
         spec = self.read_spec(opened, target, sidecar)
         cfg = drafter_config(opened, spec, sidecar)
-        vocab = DraftVocab.identity(target.vocab_size)
-        if spec.vocab_ids is not None:
-            vocab = DraftVocab(spec.vocab_ids, target.vocab_size)
+        ids = torch.arange(target.vocab_size) if spec.vocab_ids is None else spec.vocab_ids
+        vocab = DraftVocab(ids, target.vocab_size)
         with torch.device("meta"):  # its weights are read below
             drafter = drafters.build(cfg, target, vocab, spec.shape)
         if "taps" in sidecar and tuple(sidecar["taps"]) != drafter.taps:
@@ -196,25 +177,19 @@ class ExternalFormat:
         folder.check_keys(keys, own, copies)
         stored = folder.tensors(keys[name] for name in own)
         for name, parameter in own.items():
-            _require_like(folder, keys[name], stored[keys[name]], empty[parameter])
+            key, like = keys[name], empty[parameter]
+            folder.require_shape(key, like.shape)
+            if stored[key].is_floating_point() != like.is_floating_point():
+                kind = str(stored[key].dtype).removeprefix("torch.")
+                raise folder.error(f"{key} is quantised ({kind}), which cannot be read.")
         for name in copies.keys() & keys.keys():
             if not equal_values(copies[name], folder.tensors([keys[name]])[keys[name]]):
                 why = f"{keys[name]} differs from the target's: it was trained, or the target is"
                 raise folder.error(f"{why} another one. Outrider's drafters do not train it.")
         weights = {parameter: stored[keys[name]] for name, parameter in own.items()}
-        weights = self.import_weights(weights, drafter, target)
+        weights = self.import_weights(weights, drafter)
         vocab = {f"vocab.{k}": v for k, v in drafter.vocab.state_dict().items()}
         drafter.load_state_dict({**weights, **vocab}, assign=True)
-
-
-def _require_like(folder: WeightFolder, key: str, value: Tensor, parameter: Tensor) -> None:
-    """Refuse a tensor of another shape or kind than the parameter's."""
-    if value.shape != parameter.shape:
-        why = f"{key} is {list(value.shape)}, and config.json and target require"
-        raise folder.error(f"{why} {list(parameter.shape)}.")
-    if value.is_floating_point() != parameter.is_floating_point():
-        kind = str(value.dtype).removeprefix("torch.")
-        raise folder.error(f"{key} is quantised ({kind}), which cannot be read.")
 
 
 def strip_wrappers(folder: WeightFolder) -> dict[str, str]:
@@ -228,3 +203,81 @@ def strip_wrappers(folder: WeightFolder) -> dict[str, str]:
             raise folder.error(f"{out[name]} and {key} are the same weight twice.")
         out[name] = key
     return out
+
+
+Format = NativeFormat | ExternalFormat
+
+
+def require_exportable(form: Format, drafter: Drafter, target: Target, cfg: Any) -> None:
+    """Raise ConfigError if the format cannot hold this drafter."""
+    if why := form.refuses(drafter, target):
+        name = getattr(drafter, "cfg", cfg).name
+        fix = "Choose another format, or train the drafter without it."
+        raise ConfigError("format", form.names[0], f"{name}: {why}.", fix)
+
+
+# ---- outrider.json -------------------------------------------------------------------------------
+
+
+def sidecar_content(
+    form: str, joint_order: list[str] | None, drafter: Drafter, target: Target, cfg: Any
+) -> dict[str, Any]:
+    """Return outrider.json without what describes the weights; `cfg`: if the drafter has none."""
+    shape = target.shape()
+    return {
+        "format": form,
+        "drafter": dataclasses.asdict(getattr(drafter, "cfg", cfg)),
+        "taps": list(drafter.taps),
+        "target": {
+            "name": target.name, "fingerprint": target_fingerprint(target),
+            "vocab": shape.vocab, "hidden": shape.hidden, "layers": shape.layers,
+        },
+        **({"joins": joint_order} if joint_order else {}),
+    }  # fmt: skip
+
+
+def write_sidecar(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write outrider.json into a folder that holds config.json and the weights."""
+    opened = WeightFolder(folder)
+    sha256 = {name: sha256_of(folder / name) for name in set(opened.files.values())}
+    tensors = {k: {"dtype": opened.dtypes[k], "shape": list(v)} for k, v in opened.shapes.items()}
+    write_json(folder / SIDECAR, {**content, "sha256": sha256, "tensors": tensors})
+
+
+def read_sidecar(
+    folder: WeightFolder, form: str, joint_order: list[str] | None, target: Target
+) -> dict[str, Any]:
+    """Return the content of outrider.json, or {} without one; refuse another format or target."""
+    file = folder.path / SIDECAR
+    if not file.exists():
+        return {}
+    content = read_json(file, FIX)
+    invalid = sorted(content.keys() - FIELDS)
+    invalid += [k for k, kind in FIELDS.items() if not isinstance(content.get(k, kind()), kind)]
+    made_for = content.get("target")
+    if isinstance(made_for, dict) and not {"name", "fingerprint"} <= made_for.keys():
+        invalid.append("target")
+    if invalid:
+        raise RunError(f"{file} was not written by Outrider: {', '.join(invalid)}.", FIX)
+    if content.get("format", form) != form:
+        raise folder.error(f"{SIDECAR} has format {content['format']}, and the files {form}.")
+    if content.get("joins", joint_order) != joint_order:
+        why = f"{SIDECAR} joins {content['joins']}, and this format {joint_order}"
+        raise folder.error(f"{why}: the halves are swapped.")
+    if made_for and made_for["fingerprint"] != target_fingerprint(target):
+        why = f"it was trained for {made_for['name']}, and this target has other weights."
+        raise folder.error(why, f"Use the target it was trained for: {made_for['name']}.")
+    return content
+
+
+def drafter_config(folder: WeightFolder, spec: DrafterSpec, sidecar: Sidecar) -> Any:
+    """Return the drafter's `Config`: fields of the files, then outrider.json, then defaults."""
+    trained = sidecar.get("drafter", {})
+    for name in sorted(spec.fields.keys() & trained.keys()):
+        ours, theirs = trained[name], spec.fields[name]
+        if ours is not None and (tuple(ours) if isinstance(ours, list) else ours) != theirs:
+            why = f"{SIDECAR} has {name}: {ours}, and the files {theirs}."
+            raise folder.error(why, "One of them was changed; fetch the folder again.")
+    size = None if spec.vocab_ids is None else len(spec.vocab_ids)
+    fields = {"draft_vocab_size": size, **trained, **spec.fields, "name": spec.name}
+    return config_from_json(fields, folder.path)

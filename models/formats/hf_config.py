@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from outrider.conf.errors import RunError
@@ -25,24 +24,11 @@ NOT_SUPPORTED = "Outrider's drafters have no such part."
 USE_TARGET = "Use the target it was trained for."
 
 
-# ---- layers --------------------------------------------------------------------------------------
-
-
 def layer_fields(
     weights: Mapping[str, Tensor], shape: ModelShape, layers: int = 1, kind: str = "llama"
 ) -> dict[str, Any]:
-    """Return the fields of `write_config`, checked, with the dtype of the weights."""
-    fields = write_config(shape, layers, kind)
-    require_same_rope(fields, shape)
-    return {**fields, **dtype_fields(weights)}
-
-
-def write_config(shape: ModelShape, layers: int = 1, kind: str = "llama") -> dict[str, Any]:
-    """Return the fields of a drafter's layers.
-
-    `max_position_embeddings` and the vocabulary are the target's.
-    """
-    return {
+    """Return the fields of a drafter's layers; longest text and vocabulary are the target's."""
+    fields = {
         "model_type": kind,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -59,7 +45,10 @@ def write_config(shape: ModelShape, layers: int = 1, kind: str = "llama") -> dic
         "vocab_size": shape.vocab,
         "attention_bias": False,
         "tie_word_embeddings": False,
+        **dtype_fields(weights),
     }
+    require_same_rope(fields, shape)
+    return fields
 
 
 def weight_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
@@ -75,11 +64,7 @@ def dtype_fields(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def read_config(folder: WeightFolder, config: Mapping[str, Any], target: ModelShape) -> ModelShape:
-    """Return the drafter's own shape, as transformers interprets its config.
-
-    Raises:
-        RunError: Outrider cannot build the layer, or its width is not the target's.
-    """
+    """Return the drafter's own shape, as transformers reads its config; refuse unsupported ones."""
     hf = to_hf_config(folder, config)
     _refuse_parts(folder, config)
     _refuse_two_ropes(folder, config)
@@ -100,7 +85,7 @@ def read_config(folder: WeightFolder, config: Mapping[str, Any], target: ModelSh
         rope_theta=float(hf.rope_parameters["rope_theta"]),
         activation=ACTIVATIONS[hf.hidden_act],
     )
-    refuse_other_rope(folder, hf, shape)
+    _refuse_other_rope(folder, hf, shape)
     return shape
 
 
@@ -137,13 +122,9 @@ def _refuse_parts(folder: WeightFolder, config: Mapping[str, Any]) -> None:
 
 
 def read_vocab(folder: WeightFolder, keys: Mapping[str, str], vocab: int) -> Tensor | None:
-    """Return the target ids of the draft vocabulary; None: all.
+    """Return the target ids of the draft vocabulary, from d2t and t2d; None: all.
 
-    Args:
-        keys: name in the format -> key in the file.
-
-    Raises:
-        RunError: d2t or t2d is needed and missing, or they contradict each other.
+    `keys` maps names in the format to keys in the file.
     """
     rows = folder.shapes.get(keys.get("lm_head.weight", ""), (0,))[0]
     if ("d2t" in keys) != ("t2d" in keys) or ("d2t" not in keys and rows != vocab):
@@ -178,17 +159,13 @@ def _refuse_two_ropes(folder: WeightFolder, config: Mapping[str, Any]) -> None:
         raise folder.error(f"{why}: {sorted(map(str, bases | kinds))}.")
 
 
-def refuse_other_rope(folder: WeightFolder, hf: Any, shape: ModelShape) -> None:
-    """Compare the rotary table of the config with that of Outrider's layers.
-
-    Raises:
-        RunError: only a part of each head is rotated, or the frequencies are scaled.
-    """
-    kind = hf.rope_parameters.get("rope_type", "default")
+def _refuse_other_rope(folder: WeightFolder, hf: Any, shape: ModelShape) -> None:
+    """Refuse partial rotation and scaled frequencies."""
     part = float(hf.rope_parameters.get("partial_rotary_factor") or 1.0)
     if part != 1.0:
         raise folder.error(f"its rotary embedding is partial ({part}). {NOT_SUPPORTED}")
     if not _same_rope(hf, shape):
+        kind = hf.rope_parameters.get("rope_type", "default")
         why = f"its rotary embedding is of type {kind}, which Outrider's layers do not have;"
         raise folder.error(f"{why} with unscaled frequencies it would draft worse.")
 
@@ -202,24 +179,13 @@ def require_same_rope(config: Mapping[str, Any], shape: ModelShape) -> None:
         raise RunError(why, "This is a fault of Outrider; please report it.")
 
 
-def _same_rope(hf: Any, shape: ModelShape) -> bool:
-    theirs, ours = hf_rope_table(hf), own_rope_table(shape)
-    return theirs.shape == ours.shape and torch.allclose(theirs, ours, atol=1e-5)
-
-
-def hf_rope_table(hf: Any, count: int = 64) -> Float[Tensor, "count C"]:
-    """Return cosines and sines of the first positions, computed by transformers."""
+def _same_rope(hf: Any, shape: ModelShape, count: int = 64) -> bool:
+    """Compare cosines and sines of the first positions, of transformers and of `layers.py`."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    cos, sin = LlamaRotaryEmbedding(hf)(
-        torch.zeros(1, dtype=torch.float32), torch.arange(count)[None]
-    )
-    half = cos.shape[-1] // 2
-    return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
-
-
-def own_rope_table(shape: ModelShape, count: int = 64) -> Float[Tensor, "count C"]:
-    """Return the same table of Outrider's layers: the rotations of (1, .., 1, 0, .., 0)."""
-    half = shape.head_dim // 2
-    one = torch.cat([torch.ones(half), torch.zeros(half)]).expand(count, 1, -1)
-    return apply_rotary(one, torch.arange(count), shape.rope_theta)[:, 0]
+    positions, size = torch.arange(count), shape.head_dim
+    tables = LlamaRotaryEmbedding(hf)(torch.zeros(1), positions[None])
+    theirs = torch.cat([table[0].chunk(2, dim=-1)[0] for table in tables], dim=-1)
+    one = (torch.arange(size) < size // 2).float().expand(count, 1, -1)  # rotates to cos and sin
+    ours = apply_rotary(one, positions, shape.rope_theta)[:, 0]
+    return theirs.shape == ours.shape and torch.allclose(theirs, ours, atol=1e-5)

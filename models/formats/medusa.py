@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.medusa import Medusa
 from outrider.models.formats import hf_config
-from outrider.models.formats.external import ExternalFormat, Sidecar
-from outrider.models.formats.sidecar import DrafterSpec
+from outrider.models.formats.external import DrafterSpec, ExternalFormat, Sidecar
 from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.target import Target
 
 ADAPTERS = "it changes its target (adapters), which no engine does when it loads Medusa heads"
-REDUCED = "its draft vocabulary is reduced, which only format=vllm can hold (token_map)"
 LAYERS_DIFFER = "its layers differ, and Medusa's code repeats one of them; format=vllm stores each"
 
 
@@ -34,8 +31,8 @@ class MedusaFormat(ExternalFormat):
 
     drafters = ("medusa",)
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
-        return ADAPTERS if as_medusa(drafter).adapters is not None else ""
+    def refuses(self, drafter: Medusa, target: Target) -> str:
+        return ADAPTERS if drafter.adapters is not None else super().refuses(drafter, target)
 
 
 class MedusaOriginal(MedusaFormat):
@@ -44,21 +41,20 @@ class MedusaOriginal(MedusaFormat):
     names = ("medusa",)
     served = "Medusa's own code, TGI"
     stem = "medusa_lm_head"
+    reduced = "its draft vocabulary is reduced, which only format=vllm can hold (token_map)"
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
-        if not drafter.vocab.is_full:
-            return REDUCED
-        for block in as_medusa(drafter).blocks:
-            first, *others = block.layers  # type: ignore[misc]
-            if any(not _equal_layers(first, other) for other in others):
-                return LAYERS_DIFFER
+    def refuses(self, drafter: Medusa, target: Target) -> str:
+        weights = drafter.blocks.state_dict()  # {head}.layers.{layer}.{part}
+        for key, value in weights.items():
+            first = re.sub(r"layers\.\d+", "layers.0", key)
+            if key != first and not torch.equal(value, weights[first]):
+                return super().refuses(drafter, target) or LAYERS_DIFFER
         return super().refuses(drafter, target)
 
-    def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        cfg = as_medusa(drafter).cfg
+    def config(self, drafter: Medusa, target: Target) -> dict[str, Any]:
         return {
-            "medusa_num_heads": cfg.depths,
-            "medusa_num_layers": cfg.res_layers,
+            "medusa_num_heads": drafter.cfg.depths,
+            "medusa_num_layers": drafter.cfg.res_layers,
             "base_model_name_or_path": str(target.config.name_or_path or target.name),
             "hidden_size": target.shape().hidden,
             "vocab_size": target.vocab_size,
@@ -66,12 +62,12 @@ class MedusaOriginal(MedusaFormat):
             **hf_config.dtype_fields(drafter.state_dict()),
         }
 
-    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+    def rename(self, key: str, drafter: Medusa, target: Target) -> str | None:
         part, *rest = key.split(".")
         if part == "vocab":
             return None
         if part == "lm_heads":
-            return f"{rest[0]}.{as_medusa(drafter).cfg.res_layers}.weight"
+            return f"{rest[0]}.{drafter.cfg.res_layers}.weight"
         head, _, layer, name = rest
         return f"{head}.{layer}.linear.{name}"
 
@@ -88,9 +84,9 @@ class MedusaOriginal(MedusaFormat):
         heads = folder.positive_int("medusa_num_heads", 0)
         layers = folder.positive_int("medusa_num_layers", 1)
         self._refuse_other_layers(folder, keys)
-        fields = {"own_heads": f"0.{layers}.weight" in keys, "adapter_rank": 0}
-        sizes = {"depths": heads, "res_layers": layers}
-        return DrafterSpec("medusa", {**fields, **sizes}, target.shape())
+        own = f"0.{layers}.weight" in keys
+        fields = {"own_heads": own, "adapter_rank": 0, "depths": heads, "res_layers": layers}
+        return DrafterSpec("medusa", fields, target.shape())
 
     def _refuse_other_layers(self, folder: WeightFolder, keys: Mapping[str, str]) -> None:
         """Refuse a second layer that is not the first: Medusa's code has one for both."""
@@ -109,41 +105,37 @@ class MedusaVLLM(MedusaFormat):
     served = "vLLM"
     writes_target_copies = True
 
-    def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        cfg = as_medusa(drafter).cfg
+    def config(self, drafter: Medusa, target: Target) -> dict[str, Any]:
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": target.shape().hidden,
             "vocab_size": target.vocab_size,
             "truncated_vocab_size": len(drafter.vocab),
-            "num_heads": cfg.depths,
-            "num_hidden_layers": cfg.res_layers,
+            "num_heads": drafter.cfg.depths,
+            "num_hidden_layers": drafter.cfg.res_layers,
             "medusa_fc_bias": _has_bias(drafter),
-            "original_lm_head": not cfg.own_heads,
+            "original_lm_head": not drafter.cfg.own_heads,
             **hf_config.dtype_fields(drafter.state_dict()),
         }
 
-    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
-        return None if key.startswith("vocab.") else key
-
-    def export_weights(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def export_weights(self, drafter: Medusa, target: Target) -> dict[str, Tensor]:
         out, biased = super().export_weights(drafter, target), _has_bias(drafter)
         return {k: v for k, v in out.items() if biased or not k.endswith(".bias")}
 
     def is_omitted(self, key: str, folder: WeightFolder) -> bool:
         return key.endswith(".bias") and not folder.config.get("medusa_fc_bias", False)
 
-    def import_weights(
-        self, weights: dict[str, Tensor], drafter: Drafter, target: Target
-    ) -> dict[str, Tensor]:
-        weight, hidden = weights["blocks.0.layers.0.weight"], target.shape().hidden
-        biases = [k for k in drafter.state_dict() if k.endswith(".bias")]
-        return {**{k: weight.new_zeros(hidden) for k in biases}, **weights}
+    def import_weights(self, weights: dict[str, Tensor], drafter: Medusa) -> dict[str, Tensor]:
+        first = weights["blocks.0.layers.0.weight"]
+        biases = {
+            k: first.new_zeros(len(first)) for k in drafter.state_dict() if k.endswith("bias")
+        }
+        return {**biases, **weights}
 
-    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def target_copies(self, drafter: Medusa, target: Target) -> dict[str, Tensor]:
         out = {} if drafter.vocab.is_full else {"token_map": drafter.vocab.target_ids}
-        if not as_medusa(drafter).cfg.own_heads:
+        if not drafter.cfg.own_heads:
             out["lm_head.weight"] = target.head_weight[drafter.vocab.target_ids]
         return out
 
@@ -162,41 +154,29 @@ class MedusaVLLM(MedusaFormat):
         if config.get("vocab_size") != target.vocab_size:
             why = f"its vocabulary has {config.get('vocab_size')} tokens and the target's"
             raise folder.error(f"{why} {target.vocab_size}.", hf_config.USE_TARGET)
-        fields = {"own_heads": not config.get("original_lm_head", False), "adapter_rank": 0}
+        own = not config.get("original_lm_head", False)
         heads, layers = (folder.positive_int(k, 0) for k in ("num_heads", "num_hidden_layers"))
-        sizes = {"depths": heads, "res_layers": layers}
-        ids = self._vocab_ids(folder, keys, target)
-        return DrafterSpec("medusa", {**fields, **sizes}, target.shape(), ids)
+        fields = {"own_heads": own, "adapter_rank": 0, "depths": heads, "res_layers": layers}
+        ids = self._vocab_ids(folder, keys.get("token_map"), target.vocab_size)
+        return DrafterSpec("medusa", fields, target.shape(), ids)
 
-    def _vocab_ids(
-        self, folder: WeightFolder, keys: Mapping[str, str], target: Target
-    ) -> Tensor | None:
-        size = folder.config.get("truncated_vocab_size") or target.vocab_size
-        if (size < target.vocab_size) != ("token_map" in keys):
-            why = f"truncated_vocab_size is {size} of {target.vocab_size} tokens"
+    def _vocab_ids(self, folder: WeightFolder, key: str | None, vocab: int) -> Tensor | None:
+        size = folder.config.get("truncated_vocab_size") or vocab
+        if (size < vocab) != (key is not None):
+            why = f"truncated_vocab_size is {size} of {vocab} tokens"
             raise folder.error(f"{why}, and token_map, which names them, does not fit it.")
-        if "token_map" not in keys:
+        if key is None:
             return None
-        ids = folder.tensors([keys["token_map"]])[keys["token_map"]]
+        ids = folder.tensors([key])[key]
         ascending = len(ids) == size and not bool((ids.diff() <= 0).any())
-        if not ascending or ids[0] < 0 or ids[-1] >= target.vocab_size:
+        if not ascending or ids[0] < 0 or ids[-1] >= vocab:
             raise folder.error("token_map must name tokens of the target in ascending order.")
         return ids
 
 
-def as_medusa(drafter: Drafter) -> Medusa:
-    """Return the drafter as a `Medusa`."""
-    assert isinstance(drafter, Medusa), "this format holds medusa"
-    return drafter
-
-
-def _has_bias(drafter: Drafter) -> bool:
+def _has_bias(drafter: Medusa) -> bool:
     biases = [v for k, v in drafter.state_dict().items() if k.endswith(".bias")]
     return any(bias.is_meta or bool(bias.any()) for bias in biases)
-
-
-def _equal_layers(one: Any, other: Any) -> bool:
-    return torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
 
 
 FORMATS = (MedusaOriginal(), MedusaVLLM())

@@ -6,9 +6,7 @@ as weight - 1, exact for weights in 0.5 .. 2 and rounded elsewhere.
 
 An engine runs a module with the rotary embedding and the head of the target that holds it, and
 feeds the next depth the module's output before its norm (DeepSeek's layout); drafters trained
-otherwise are refused. vLLM's and SGLang's classes for these layouts are written for their own
-families (latent attention, gated queries, experts); a module with plain attention is served where
-the target's family has one.
+otherwise are refused. docs/formats.md says which target families an engine serves.
 """
 
 from collections.abc import Mapping
@@ -18,93 +16,76 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.mtp import Mtp
 from outrider.models.formats import hf_config
-from outrider.models.formats.eagle3_vllm import speculators_header
-from outrider.models.formats.external import JOINT_ORDER, ExternalFormat, Sidecar
+from outrider.models.formats.eagle3 import speculators_fields
+from outrider.models.formats.external import JOINT_ORDER, DrafterSpec, ExternalFormat, Sidecar
 from outrider.models.formats.mtp_target import DEEPSEEK, QWEN3_NEXT, SPECULATORS, ModuleLayout
-from outrider.models.formats.sidecar import DrafterSpec
 from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 
 ROPE = "an engine would use the target's rotary embedding, which is scaled or partial"
-REDUCED = "its draft vocabulary is reduced, and engines use the target's whole head"
 OTHER_SIZES = "its layers have other sizes than the target's, whose config engines build them from"
 FEED = "engines feed a module's output on before its norm, and this drafter the normed output"
 
 
 class MtpFormat(ExternalFormat):
-    """What the layouts share.
-
-    Attributes:
-        several: whether more than one module can be stored.
-    """
+    """What the layouts share."""
 
     drafters = ("mtp",)
     joint_order = JOINT_ORDER
+    reduced = "its draft vocabulary is reduced, and engines use the target's whole head"
     layout: ModuleLayout
-    several = False
-
-    # ---- names ----
+    several = False  # whether more than one module can be stored
 
     def prefix(self, stage: int, target: Target) -> str:
-        """Return the prefix of a module's keys."""
         return self.layout.prefix.format(target.num_layers + stage)
 
-    def rename(self, key: str, drafter: Drafter, target: Target) -> str | None:
+    def rename(self, key: str, drafter: Mtp, target: Target) -> str | None:
         if key.startswith("vocab."):
             return None
         _, stage, name = key.split(".", 2)
-        names = {ours: theirs for theirs, ours in self.layout.names().items()}
-        return self.prefix(int(stage), target) + names[name]
+        return self.prefix(int(stage), target) + self.layout.parts()[name]
 
     def file_keys(self, folder: WeightFolder, target: Target) -> dict[str, str]:
         """Take the modules' keys in a target's folder, and all keys elsewhere."""
         keys = module_keys(folder, target.num_layers) if is_merged(folder) else folder.shapes
         return {key: key for key in keys}
 
-    # ---- weights ----
-
-    def export_weights(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
-        out, cfg = super().export_weights(drafter, target), as_mtp(drafter).cfg
+    def export_weights(self, drafter: Mtp, target: Target) -> dict[str, Tensor]:
+        out = super().export_weights(drafter, target)
         dtype = hf_config.weight_dtype(out)
         for key, value in out.items():
-            if key.endswith("eh_proj.weight") and cfg.order == "state_first":
-                out[key] = swap_halves(value)
+            if key.endswith("eh_proj.weight"):
+                out[key] = _swap_halves(value, drafter)
             if value.ndim == 1 and self.layout.offset and key.startswith("stages."):
                 out[key] = (value.float() - self.layout.offset).to(dtype)
         return out
 
-    def import_weights(
-        self, weights: dict[str, Tensor], drafter: Drafter, target: Target
-    ) -> dict[str, Tensor]:
+    def import_weights(self, weights: dict[str, Tensor], drafter: Mtp) -> dict[str, Tensor]:
         for key, value in weights.items():
-            if key.endswith("eh_proj.weight") and as_mtp(drafter).cfg.order == "state_first":
-                weights[key] = swap_halves(value)
+            if key.endswith("eh_proj.weight"):
+                weights[key] = _swap_halves(value, drafter)
             if value.ndim == 1 and self.layout.offset:
                 weights[key] = value.float() + self.layout.offset
         return weights
 
-    # ---- configuration ----
-
-    def refuses(self, drafter: Drafter, target: Target) -> str:
-        cfg = as_mtp(drafter).cfg
-        if not drafter.vocab.is_full:
-            return REDUCED
-        if len(as_mtp(drafter).stages) > 1 and not self.several:
-            return f"it has {cfg.depths} modules, and this layout holds one"
+    def refuses(self, drafter: Mtp, target: Target) -> str:
+        if why := super().refuses(drafter, target):
+            return why
+        if len(drafter.stages) > 1 and not self.several:
+            return f"it has {drafter.cfg.depths} modules, and this layout holds one"
         if drafters.custom_shape(drafter) is not None:
             return OTHER_SIZES
         return "" if plain_rope(target) else ROPE
 
-    def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
+    def config(self, drafter: Mtp, target: Target) -> dict[str, Any]:
         """Return the modules' shape and the target's number of layers."""
-        kind = "qwen3" if as_mtp(drafter).cfg.qk_norm else "llama"
+        kind = "qwen3" if drafter.cfg.qk_norm else "llama"
         weights, shape = drafter.state_dict(), target.shape()
         fields = hf_config.layer_fields(weights, shape, target.num_layers, kind)
-        return {**fields, "num_nextn_predict_layers": len(as_mtp(drafter).stages)}
+        return {**fields, "num_nextn_predict_layers": len(drafter.stages)}
 
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
         shape = self._shape(folder, target)
@@ -112,18 +93,14 @@ class MtpFormat(ExternalFormat):
             why = f"its target has {folder.config['num_hidden_layers']} layers, and this one"
             raise folder.error(f"{why} {target.num_layers}.", hf_config.USE_TARGET)
         keys = self.file_keys(folder, target)
-        names = {ours: theirs for theirs, ours in self.layout.names().items()}
-        count = sum(key.endswith(names["eh_proj.weight"]) for key in keys)
+        count = sum(key.endswith(self.layout.parts()["eh_proj.weight"]) for key in keys)
         expected = folder.config.get("num_nextn_predict_layers", count)
         if expected != count:
             raise folder.error(f"config.json has {expected} modules, and the weights {count}.")
-        mode = str(sidecar.get("drafter", {}).get("mode", "chained"))
-        fields: dict[str, Any] = {
-            "qk_norm": any(key.endswith("self_attn.q_norm.weight") for key in keys),
-            "mode": mode if count == 1 else "chained",
-        }
-        fields |= {"depths": count} if fields["mode"] == "chained" else {}
-        return DrafterSpec("mtp", fields, shape)
+        mode = str(sidecar.get("drafter", {}).get("mode", "chained")) if count == 1 else "chained"
+        qk_norm = any(key.endswith("self_attn.q_norm.weight") for key in keys)
+        depths = {"depths": count} if mode == "chained" else {}
+        return DrafterSpec("mtp", {"qk_norm": qk_norm, "mode": mode, **depths}, shape)
 
     def _shape(self, folder: WeightFolder, target: Target) -> ModelShape:
         """Return the layers' shape: config.json's, or in a target's folder the target's."""
@@ -143,15 +120,13 @@ class MtpDeepSeek(MtpFormat):
     several = True
     writes_target_copies = True
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
-        cfg = as_mtp(drafter).cfg
-        if cfg.feed == "normed" and cfg.depths > 1:
-            return FEED
-        return super().refuses(drafter, target)
+    def refuses(self, drafter: Mtp, target: Target) -> str:
+        normed = drafter.cfg.feed == "normed" and drafter.cfg.depths > 1
+        return FEED if normed else super().refuses(drafter, target)
 
-    def target_copies(self, drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    def target_copies(self, drafter: Mtp, target: Target) -> dict[str, Tensor]:
         ends = zip(self.layout.shared, (target.embedding.weight, target.head_weight), strict=True)
-        copies, stages = dict(ends), range(len(as_mtp(drafter).stages))
+        copies, stages = dict(ends), range(len(drafter.stages))
         return {self.prefix(k, target) + key: copies[key] for k in stages for key in copies}
 
     def matches(self, folder: WeightFolder) -> bool:
@@ -176,28 +151,16 @@ class MtpSpeculators(MtpFormat):
     served = "speculators' tools"
     layout = SPECULATORS
 
-    def config(self, drafter: Drafter, target: Target) -> dict[str, Any]:
-        layers = super().config(drafter, target)
-        count = layers.pop("num_nextn_predict_layers")
-        return {
-            "architectures": ["MTPDraftModel"],
-            **speculators_header("mtp", as_mtp(drafter).cfg.depths, target),
-            "transformer_layer_config": layers,
-            "num_nextn_predict_layers": count,
-            "dtype": layers["dtype"],
-        }
+    def config(self, drafter: Mtp, target: Target) -> dict[str, Any]:
+        layers, depths = super().config(drafter, target), drafter.cfg.depths
+        count = {"num_nextn_predict_layers": layers.pop("num_nextn_predict_layers")}
+        return {**speculators_fields("mtp", "MTPDraftModel", layers, depths, target), **count}
 
     def layer_config(self, folder: WeightFolder) -> Mapping[str, Any]:
         return folder.config_object("transformer_layer_config")
 
     def matches(self, folder: WeightFolder) -> bool:
         return folder.config.get("speculators_model_type") == "mtp"
-
-
-def as_mtp(drafter: Drafter) -> Mtp:
-    """Return the drafter as an `Mtp`."""
-    assert isinstance(drafter, Mtp), "this format holds mtp"
-    return drafter
 
 
 def plain_rope(target: Target) -> bool:
@@ -207,9 +170,10 @@ def plain_rope(target: Target) -> bool:
     return whole and rope.get("rope_type") == "default" and "rope_theta" in rope
 
 
-def swap_halves(joint: Tensor) -> Tensor:
-    """Swap the two halves of a matrix's columns."""
-    return torch.cat(joint.chunk(2, dim=1)[::-1], dim=1)
+def _swap_halves(joint: Tensor, drafter: Mtp) -> Tensor:
+    """Swap the halves of a matrix's columns, if the drafter reads the state first."""
+    swap = drafter.cfg.order == "state_first"
+    return torch.cat(joint.chunk(2, dim=1)[::-1], dim=1) if swap else joint
 
 
 def is_merged(folder: WeightFolder) -> bool:

@@ -19,11 +19,7 @@ MODULES = "model-mtp.safetensors"
 
 
 def merge_into_target(modules: Path, target: Path, folder: Path) -> None:
-    """Write a copy of the target's folder that holds the modules of another folder.
-
-    Raises:
-        RunError: a folder is damaged, or the modules were made for another target.
-    """
+    """Write a copy of the target's folder that holds the modules of another folder."""
     own, whole = WeightFolder(modules), WeightFolder(target)
     if "speculators_model_type" in own.config:
         why = "its keys are those of the speculators library, which engines do not read here."
@@ -36,17 +32,12 @@ def merge_into_target(modules: Path, target: Path, folder: Path) -> None:
         if ours != theirs:
             raise own.error(f"{name} is {ours}, and in {target} {theirs}.", USE_TARGET)
     with atomic_folder(folder) as partial:
-        _copy_files(whole.path, partial)
+        for file in target.iterdir():
+            weights = file.suffix in (*PICKLES, ".safetensors") or file.name.endswith(".index.json")
+            if file.is_file() and not weights and file.name not in ("config.json", SIDECAR):
+                shutil.copy2(file, partial / file.name)
         keys = _copy_weights(whole, partial)
         _add_modules(own, whole, keys, partial)
-
-
-def _copy_files(target: Path, partial: Path) -> None:
-    """Copy everything but weights, config.json and outrider.json."""
-    for file in target.iterdir():
-        weights = file.suffix in (*PICKLES, ".safetensors") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name not in ("config.json", SIDECAR):
-            shutil.copy2(file, partial / file.name)
 
 
 def _copy_weights(whole: WeightFolder, partial: Path) -> dict[str, str]:
@@ -54,13 +45,14 @@ def _copy_weights(whole: WeightFolder, partial: Path) -> dict[str, str]:
     old, files = module_keys(whole, whole.config["num_hidden_layers"]), dict[str, str]()
     for name in sorted(set(whole.files.values())):
         keys = [key for key, file in whole.files.items() if file == name and key not in old]
-        files |= dict.fromkeys(keys, _shard_name(name))
+        # readers would prefer a lone model.safetensors to the index
+        shard = "model-body.safetensors" if name == "model.safetensors" else name
+        files |= dict.fromkeys(keys, shard)
         if keys and any(whole.files[key] == name for key in old):
             tensors = load_file(whole.path / name)
-            shard = partial / _shard_name(name)
-            write_tensors(shard, {k: tensors[k] for k in keys}, {"format": "pt"})
+            write_tensors(partial / shard, {k: tensors[k] for k in keys}, {"format": "pt"})
         elif keys:
-            shutil.copy2(whole.path / name, partial / _shard_name(name))
+            shutil.copy2(whole.path / name, partial / shard)
     return files
 
 
@@ -79,8 +71,3 @@ def _add_modules(
         write_json(partial / SIDECAR, content)
     count = {"num_nextn_predict_layers": own.positive_int("num_nextn_predict_layers", 1)}
     write_json(partial / "config.json", {**whole.config, **count})
-
-
-def _shard_name(name: str) -> str:
-    """Rename a lone model.safetensors, which readers would prefer to the index."""
-    return "model-body.safetensors" if name == "model.safetensors" else name

@@ -2,12 +2,9 @@
 
 The layouts, recognised by their keys; n is the target's number of decoder layers:
 
-    DeepSeek-V3    model.layers.{n+k-1}.{enorm,hnorm,eh_proj,shared_head.norm} beside the layer's
-                   own keys; copies of the embedding and the head are skipped
-    Qwen3-Next     mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}, mtp.layers.0.*; a norm
-                   multiplies by 1 + weight, so 1 is added on reading
-    speculators    mtp_layers.0.{token_layernorm,hidden_layernorm,input_proj,final_layernorm} and
-                   the layer's own keys; never in a target's folder (`mtp_drafter.py`)
+    DeepSeek-V3    model.layers.{n+k-1}.*; copies of the embedding and the head are skipped
+    Qwen3-Next     mtp.*; a norm multiplies by 1 + weight, so 1 is added on reading
+    speculators    mtp_layers.0.*; never in a target's folder (`mtp_drafter.py`)
 
 All join [embedding; state]. A module is attention without bias and a gated MLP; other keys (latent
 attention, experts, biases, scales of quantised weights) are an error, since a module read in part
@@ -15,6 +12,7 @@ would be another network. `mtp_drafter.py` writes these layouts.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,42 +31,32 @@ QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 class ModuleLayout(NamedTuple):
-    """The keys of a family's modules.
+    """The keys of a family's modules."""
 
-    Attributes:
-        prefix: prefix of a key; {} is the layer's number.
-        pattern: regular expression of a key: the layer's number, if it has one, and the part.
-        ends: part -> name in `MtpModule`, of all but the decoder layer.
-        layer: prefix of the decoder layer's own parts.
-        shared: parts that repeat the target's embedding and head.
-        offset: added to the weights of norms on reading.
-    """
+    prefix: str  # of a key; {} is the layer's number
+    pattern: str  # regular expression of a key: the layer's number, if it has one, and the part
+    ends: Mapping[str, str]  # name in `MtpModule` -> part, of all but the decoder layer
+    layer: str = ""  # prefix of the decoder layer's own parts
+    shared: tuple[str, ...] = ()  # parts that repeat the target's embedding and head
+    offset: float = 0.0  # added to the weights of norms on reading
 
-    prefix: str
-    pattern: str
-    ends: Mapping[str, str]
-    layer: str = ""
-    shared: tuple[str, ...] = ()
-    offset: float = 0.0
-
-    def names(self) -> dict[str, str]:
-        """Return part -> name in `MtpModule`, of every weight."""
-        layer = {self.layer + name: f"block.{name}" for name in (*LAYER, *QK_NORMS)}
-        parts = {**self.ends, **layer}
-        return {f"{part}.weight": f"{name}.weight" for part, name in parts.items()}
+    def parts(self) -> dict[str, str]:
+        """Return name in `MtpModule` -> part, of every weight."""
+        layer = {f"block.{name}": self.layer + name for name in (*LAYER, *QK_NORMS)}
+        return {f"{k}.weight": f"{part}.weight" for k, part in {**self.ends, **layer}.items()}
 
 
 DEEPSEEK = ModuleLayout(
     prefix="model.layers.{}.",
     pattern=r"model\.layers\.(\d+)\.(.+)",
-    ends={"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"},
+    ends={"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"},
     shared=("embed_tokens.weight", "shared_head.head.weight"),
 )
 QWEN3_NEXT = ModuleLayout(
     prefix="mtp.",
     pattern=r"mtp\.()(.+)",
     ends={
-        "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj",
+        "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
         "norm": "norm",
     },
     layer="layers.0.",
@@ -78,8 +66,8 @@ SPECULATORS = ModuleLayout(
     prefix="mtp_layers.0.",
     pattern=r"mtp_layers\.(0)\.(.+)",
     ends={
-        "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
-        "final_layernorm": "norm",
+        "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+        "norm": "final_layernorm",
     },
 )  # fmt: skip
 
@@ -97,9 +85,6 @@ def read_modules(folder: Path, layers: int) -> MtpWeights:
 
     Args:
         layers: number of the target's decoder layers; DeepSeek's modules are numbered after them.
-
-    Raises:
-        RunError: there are no modules, or one has unsupported or missing weights.
     """
     opened = WeightFolder(folder, FIX)
     _refuse_partial_rotary(opened)
@@ -108,12 +93,12 @@ def read_modules(folder: Path, layers: int) -> MtpWeights:
             break
     else:
         raise RunError(f"{folder} holds no MTP modules after {layers} decoder layers.", FIX)
-    modules: dict[int, dict[str, Tensor]] = {}
+    modules = defaultdict[int, dict[str, Tensor]](dict)
     for key, value in opened.tensors(keys).items():
         number, name = keys[key]
         if value.ndim == 1 and layout.offset:
             value = value.float() + layout.offset  # 1 + w in bfloat16 would lose a small w
-        modules.setdefault(number, {})[name] = value
+        modules[number][name] = value
     qk_norm = any(f"block.{QK_NORMS[0]}.weight" in module for module in modules.values())
     _refuse_gaps(folder, modules, layout, qk_norm)
     return MtpWeights([modules[number] for number in sorted(modules)], "embedding_first", qk_norm)
@@ -123,7 +108,7 @@ def _keys(
     files: Iterable[str], layout: ModuleLayout, layers: int
 ) -> Iterator[tuple[str, tuple[int, str]]]:
     """Yield (key, (number of its module, name in `MtpModule`)) for every weight."""
-    names = layout.names()
+    names = {part: name for name, part in layout.parts().items()}
     for key in sorted(files):
         match = re.fullmatch(layout.pattern, key)
         number = int(match[1] or layers) - layers if match else -1
@@ -142,7 +127,7 @@ def _refuse_gaps(
         raise RunError(f"{folder} holds MTP modules {sorted(modules)}, with gaps.", FIX)
     optional = {f"block.{name}.weight" for name in QK_NORMS if not qk_norm}
     for number, module in modules.items():
-        for part, name in layout.names().items():
+        for name, part in layout.parts().items():
             if name not in module and name not in optional:
                 raise RunError(f"{folder}: MTP module {number + 1} lacks {part}.", FIX)
 

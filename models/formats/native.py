@@ -23,20 +23,19 @@ from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
 FORMAT = "outrider-drafter-1"
-PARTS = {"drafter", "taps", "target", "sha256"}  # without one of them nothing can be loaded
+PARTS = {"drafter": dict, "taps": list, "target": dict}  # required, as sha256 is
 TARGET_PARTS = {"name", "fingerprint", "vocab", "hidden", "layers"}
 FIX = "Train again, or copy the folder again."
 
 
 class NativeFormat:
-    """The native format as a `Format`; it holds every drafter."""
+    """The native format, with the interface of `ExternalFormat`; it holds every drafter."""
 
     names: tuple[str, ...] = ("native",)
     drafters: tuple[str, ...] = ()
     served = "Outrider"
 
     def refuses(self, drafter: Drafter, target: Target) -> str:
-        """Return "": every drafter can be written."""
         return ""
 
     def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:
@@ -48,12 +47,28 @@ class NativeFormat:
         save(drafter, folder, target, cfg, {})
 
     def matches(self, folder: WeightFolder) -> bool:
-        """Return whether the folder is of this format."""
         return folder.config.get("format") == FORMAT
 
     def read(self, folder: Path, target: Target) -> tuple[Drafter, Any]:
-        """Return the drafter, with weights as stored, and its `Config`."""
-        return _read(folder, target)
+        """Return the drafter, with weights as stored, and its `Config`.
+
+        Raises:
+            RunError: the folder is damaged or incomplete, or was made for another target.
+        """
+        config, tensors = _read_files(folder, target)
+        cfg, d2t = config_from_json(config["drafter"], folder), tensors["vocab.d2t"]
+        vocab = DraftVocab(d2t + torch.arange(len(d2t)), target.vocab_size)
+        if hasattr(cfg, "taps"):
+            cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
+        try:
+            shape = ModelShape(**config["shape"]) if "shape" in config else None
+            drafter = drafters.build(cfg, target, vocab, shape)
+            for name, value in drafter.state_dict(keep_vars=True).items():
+                value.data = value.data.to(tensors[name].dtype if name in tensors else value.dtype)
+            drafter.load_state_dict(tensors)
+        except (RuntimeError, TypeError) as error:
+            raise RunError(f"{folder}: {error}", FIX) from None
+        return drafter.eval(), cfg
 
 
 def target_fingerprint(target: Target) -> str:
@@ -73,7 +88,7 @@ def save(
 
     Args:
         cfg: the drafter's `Config`, where the drafter itself does not hold one.
-        about: provenance that travels along (step, metrics, data).
+        about: provenance (step, metrics, data).
         weights: its parameters, when the module itself holds only a slice or a rounded copy.
     """
     tensors, shape = {**drafter.state_dict(), **(weights or {})}, drafters.custom_shape(drafter)
@@ -92,17 +107,12 @@ def save(
     write_json(folder / "config.json", config)
 
 
-def read_files(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the checked config.json and tensors of a folder.
-
-    Raises:
-        RunError: the folder is damaged or incomplete, or was made for another target.
-    """
+def _read_files(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the checked config.json and tensors of a folder."""
     config = read_json(folder / "config.json", FIX)
-    if config.get("format") != FORMAT or not config.keys() >= PARTS:
+    if config.get("format") != FORMAT or not config.keys() >= PARTS.keys() | {"sha256"}:
         raise RunError(f"{folder} is not a drafter of this format ({FORMAT}).", FIX)
-    kinds = {"drafter": dict, "taps": list, "target": dict}
-    valid = all(isinstance(config[part], kind) for part, kind in kinds.items())
+    valid = all(isinstance(config[part], kind) for part, kind in PARTS.items())
     if not valid or not config["target"].keys() >= TARGET_PARTS:
         raise RunError(f"{folder}/config.json does not describe drafter and target.", FIX)
     _require_target(folder, config["target"], target)
@@ -117,31 +127,10 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tupl
 
     Args:
         dtype: dtype of its weights; None: the target's.
-
-    Raises:
-        RunError: the folder is damaged or incomplete, or was made for another target.
     """
-    drafter, cfg = _read(folder, target)
+    drafter, cfg = FORMATS[0].read(folder, target)
     drafter.to(target.device, dtype or target.dtype).requires_grad_(False)
     return drafter, cfg
-
-
-def _read(folder: Path, target: Target) -> tuple[Drafter, Any]:
-    config, tensors = read_files(folder, target)
-    cfg = config_from_json(config["drafter"], folder)
-    d2t = tensors["vocab.d2t"]
-    vocab = DraftVocab(d2t + torch.arange(len(d2t)), target.vocab_size)
-    if hasattr(cfg, "taps"):
-        cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
-    try:
-        shape = ModelShape(**config["shape"]) if "shape" in config else None
-        drafter = drafters.build(cfg, target, vocab, shape)
-        for name, value in drafter.state_dict(keep_vars=True).items():
-            value.data = value.data.to(tensors[name].dtype if name in tensors else value.dtype)
-        drafter.load_state_dict(tensors)
-    except (RuntimeError, TypeError) as error:
-        raise RunError(f"{folder}: {error}", FIX) from None
-    return drafter.eval(), cfg
 
 
 def config_from_json(fields: dict[str, Any], folder: Path) -> Any:

@@ -17,7 +17,7 @@ from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import read_json, sha256_of
 
 SIDECAR = "outrider.json"
-STEMS = ("model", "medusa_lm_head")  # names of weight files; the first that exists is used
+WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the first that exists is used
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip, pickle
 FIX = "Fetch the folder again."
@@ -30,61 +30,48 @@ CONVERT = (
 class WeightFolder:
     """config.json and the headers of the weight files.
 
-    Attributes:
-        files: key -> name of its file.
-        shapes: key -> shape.
-        dtypes: key -> dtype as in the header, such as "BF16".
-        fix: advice of the errors that `error` returns.
+    Opening raises RunError if a file is missing, truncated, contradictory, or a pickle; `fix` is
+    the advice of that error and of those that `error` returns.
     """
 
     def __init__(self, path: Path, fix: str = FIX) -> None:
-        """
-        Raises:
-            RunError: a file is missing, truncated, contradictory, or a pickle.
-        """
         self.path, self.fix = path, fix
         self.config: dict[str, Any] = read_json(path / "config.json", fix)
-        stem = next((s for s in STEMS if self._has_weights(s)), None)
-        if stem is None:
-            raise self._without_weights()
-        index = path / f"{stem}.safetensors.index.json"
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        self.files: dict[str, str] = {}
-        if index.exists():
-            self._read_index(index)
-        else:
-            self._read_header(f"{stem}.safetensors")
+        self.shapes: dict[str, tuple[int, ...]] = {}  # key -> shape
+        self.dtypes: dict[str, str] = {}  # key -> dtype as in the header, such as "BF16"
+        self.files: dict[str, str] = {}  # key -> name of its file
+        self.architectures: list[str] = self.config.get("architectures") or []
+        self._read_headers()
 
-    def _has_weights(self, stem: str) -> bool:
-        ends = (".safetensors", ".safetensors.index.json")
-        return any((self.path / f"{stem}{end}").exists() for end in ends)
+    def _read_headers(self) -> None:
+        for name in WEIGHTS:
+            if (index := self.path / f"{name}.index.json").exists():
+                return self._read_index(index)
+            if (self.path / name).exists():
+                return self._read_header(name)
+        if pickles := sorted(f.name for f in self.path.iterdir() if f.suffix in PICKLES):
+            raise self._pickle(self.path / pickles[0], "a pickle")
+        raise RunError(f"{self.path} holds neither {WEIGHTS[0]} nor its index.", self.fix)
 
-    def _without_weights(self) -> RunError:
-        pickles = sorted(f.name for f in self.path.iterdir() if f.suffix in PICKLES)
-        if pickles:
-            why = "a pickle, which can run any code when it is read"
-            return RunError(f"{self.path / pickles[0]} is {why}; it is not opened.", CONVERT)
-        why = "holds neither model.safetensors nor its index"
-        return RunError(f"{self.path} {why}.", self.fix)
+    def _pickle(self, file: Path, what: str) -> RunError:
+        why = f"{what}, which can run any code when it is read"
+        return RunError(f"{file} is {why}; it is not opened.", CONVERT)
 
     def _read_index(self, index: Path) -> None:
         content = read_json(index, self.fix)
-        expected, about = content.get("weight_map"), content.get("metadata") or {}
-        total = about.get("total_size", 0) if isinstance(about, dict) else None
-        invalid = RunError(f"{index} does not map weights to files beside it.", self.fix)
-        if not isinstance(expected, dict) or not isinstance(total, int | float):
-            raise invalid
-        if any(Path(str(name)).name != name for name in expected.values()):
-            raise invalid
-        for name in sorted(set(expected.values())):
+        expected: Any = content.get("weight_map")
+        about: Any = content.get("metadata") or {}
+        total: Any = about.get("total_size", 0) if isinstance(about, dict) else None
+        valid = isinstance(expected, dict) and isinstance(total, int | float)
+        if not valid or any(Path(str(name)).name != name for name in expected.values()):
+            raise RunError(f"{index} does not map weights to files beside it.", self.fix)
+        names = sorted(set(expected.values()))
+        for name in names:
             self._read_header(name)
-        if self.files != expected:
-            keys = self.files.keys() | expected.keys()
-            wrong = sorted(k for k in keys if self.files.get(k) != expected.get(k))
-            what = _summarise(wrong) if wrong else ""
-            raise CorruptFile(f"{index} and its files disagree about {what}.", self.fix)
-        size = sum(weights_size(self.path / name) for name in set(expected.values()))
+        if wrong := sorted({key for key, _ in self.files.items() ^ expected.items()}):
+            why = f"{index} and its files disagree about {_summarise(wrong)}."
+            raise CorruptFile(why, self.fix)
+        size = sum(weights_size(self.path / name) for name in names)
         if size < total:
             why = f"has total_size {total:,} bytes, and its files hold {size:,}."
             raise CorruptFile(f"{index} {why}", self.fix)
@@ -95,8 +82,7 @@ class WeightFolder:
             with file.open("rb") as stream:
                 start = stream.read(9)  # of safetensors: a length of 8 bytes, then an object
             if start.startswith(MAGIC) and start[8:] != b"{":
-                why = "a pickle in disguise, which can run any code when it is read"
-                raise RunError(f"{file} is {why}; it is not opened.", CONVERT)
+                raise self._pickle(file, "a pickle in disguise")
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     tensor = opened.get_slice(key)
@@ -122,7 +108,7 @@ class WeightFolder:
         """Return an integer >= 1 of config.json, or of a part of it."""
         value = (self.config if config is None else config).get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if type(value) is not int or value < 1:
             raise self.error(f"config.json has {name}: {value}, which must be an integer >= 1.")
         return value
 
@@ -139,17 +125,13 @@ class WeightFolder:
     def check_keys(
         self, keys: Mapping[str, str], required: Iterable[str], optional: Iterable[str] = ()
     ) -> None:
-        """Require every required name, and refuse unknown ones.
+        """Require every required name, and refuse unknown ones, of which the error guesses one.
 
         Args:
             keys: name in the format -> key in the file.
-
-        Raises:
-            RunError: names a missing and an unknown key, and what the latter probably means.
         """
-        required = set(required)
-        missing = sorted(required - keys.keys())
-        unknown = sorted(keys.keys() - required - set(optional))
+        missing = sorted(set(required) - keys.keys())
+        unknown = sorted(keys.keys() - set(required) - set(optional))
         parts = []
         if missing:
             parts.append(f"lacks {_summarise(missing)}")
@@ -161,21 +143,26 @@ class WeightFolder:
         if parts:
             raise RunError(f"{self.path} {' and '.join(parts)}.", self.fix)
 
+    def require_shape(self, key: str, shape: Iterable[int]) -> None:
+        """Refuse a tensor of another shape than the drafter's."""
+        if self.shapes[key] != tuple(shape):
+            why = f"{key} is {list(self.shapes[key])}, and config.json and target require"
+            raise self.error(f"{why} {list(shape)}.")
+
     def tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors as stored, in memory of their own.
 
         Memory of the file need not be aligned, and sums over it could be rounded in another order.
         """
-        out: dict[str, Tensor] = {}
-        wanted = set(keys)
+        out, wanted = dict[str, Tensor](), set(keys)
         for name in sorted({self.files[key] for key in wanted}):
             try:
                 with safe_open(self.path / name, framework="pt") as opened:
                     here = [key for key in wanted if self.files[key] == name]
                     out.update({key: opened.get_tensor(key).clone() for key in sorted(here)})
             except (OSError, SafetensorError) as error:
-                why = f"cannot be read: {error}"
-                raise CorruptFile(f"{self.path / name} {why}", self.fix) from None
+                why = f"{self.path / name} cannot be read: {error}"
+                raise CorruptFile(why, self.fix) from None
         return out
 
     def check_hashes(self, hashes: Mapping[str, str]) -> None:
