@@ -1,4 +1,4 @@
-"""`outrider advise`: pilots are runs on nested parts of the text; forecasts have intervals."""
+"""`outrider advise`: pilots are runs on nested parts of the text; forecasts have ranges."""
 
 import json
 from pathlib import Path
@@ -27,18 +27,18 @@ from tests.runs import SMALL, config
 TRUE = ScalingFit("saturating", 2.6, 0.7, 0.5, 2e3, 3.0)
 
 
-def test_parts_are_nested_and_have_the_configured_shares(
+def test_pilots_are_nested_and_have_the_configured_shares(
     made: TrainingData, tmp_path: Path
 ) -> None:
     train, _ = split(made.documents, 0.05)
     whole = sum(len(document.ids) for document in train)
-    wanted = AdviseConfig(shares=(0.5, 0.25), repeats=2)
-    pilots = choose_pilots(train, config(tmp_path), wanted)
+    settings = AdviseConfig(shares=(0.5, 0.25), repeats=2)
+    pilots = choose_pilots(train, config(tmp_path), settings)
     assert [(p.share, p.repeat) for p, _ in pilots] == [(0.25, 0), (0.5, 0), (0.25, 1), (0.5, 1)]
     keys = [{document.key for document in part} for _, part in pilots]
     assert keys[0] < keys[1]
     assert keys[2] < keys[3]
-    assert keys[0] != keys[2], "another repeat, other text"
+    assert keys[0] != keys[2], "repeats have different text"
     longest = max(len(document.ids) for document in train)
     for pilot, part in pilots:
         assert pilot.tokens == sum(len(document.ids) for document in part)
@@ -53,7 +53,7 @@ def test_documents_are_added_until_there_are_enough_tokens(made: TrainingData) -
     assert len(take_tokens(made.documents, 1e9)) == len(made.documents)
 
 
-def test_a_share_without_a_step_of_rows_is_refused(made: TrainingData, tmp_path: Path) -> None:
+def test_a_share_smaller_than_one_step_is_refused(made: TrainingData, tmp_path: Path) -> None:
     train, _ = split(made.documents, 0.05)
     with pytest.raises(ConfigError, match="a step takes 4") as caught:
         choose_pilots(train, config(tmp_path), AdviseConfig(shares=(0.01, 0.5)))
@@ -68,7 +68,7 @@ def test_a_single_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "advise.shares" in capsys.readouterr().err
 
 
-def test_a_law_that_pilots_follow_is_printed_and_drawn(tmp_path: Path) -> None:
+def test_the_scaling_law_is_printed_and_plotted(tmp_path: Path) -> None:
     pilots = [
         Pilot(share, 0, 10, round(share * 2e5), TRUE.at(share * 2e5), 50)
         for share in (0.01, 0.02, 0.04, 0.08)
@@ -88,12 +88,12 @@ def test_a_law_that_pilots_follow_is_printed_and_drawn(tmp_path: Path) -> None:
     ("low", "high", "message"),
     [(0.0, 0.01, "little"), (0.05, 0.2, "helps: by at least 0.05"), (-0.1, 0.3, "do not show")],
 )
-def test_the_verdict_follows_the_interval(low: float, high: float, message: str) -> None:
+def test_the_verdict_depends_on_the_range(low: float, high: float, message: str) -> None:
     assert message in verdict(Forecast(1e5, 2.0, 1.9, 2.1, 2.1, 0.1, low, high), 5e4)
 
 
 @pytest.mark.slow
-def test_pilots_are_runs_that_a_second_call_reuses(
+def test_a_second_call_reuses_finished_pilots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["advise", *SMALL, f"run.dir={tmp_path}", "advise.shares=[0.3,0.6]"]
@@ -104,10 +104,10 @@ def test_pilots_are_runs_that_a_second_call_reuses(
     assert all(1 <= p["accept_length"] <= 3 for p in first["pilots"])
     assert first["law"]["kind"] == "line"
     assert "written" in capsys.readouterr().out
-    place = tmp_path / "advise" / "steps-4" / "share-0.3-0"
-    log = (place / "metrics.jsonl").read_bytes()
+    pilot = tmp_path / "advise" / "steps-4" / "share-0.3-0"
+    log = (pilot / "metrics.jsonl").read_bytes()
     assert cli.main(words) == 0
-    assert (place / "metrics.jsonl").read_bytes() == log, "nothing was trained again"
+    assert (pilot / "metrics.jsonl").read_bytes() == log, "no pilot is trained again"
     assert json.loads((tmp_path / "advise" / "advise.json").read_text()) == first
 
 

@@ -16,7 +16,7 @@ from outrider.launch.verbs import BENCHES, VERBS
 from outrider.train.settings import parse
 
 ROOT = Path(__file__).parent.parent
-CONTRACT = re.findall(
+DOCUMENTED_KEYS = re.findall(
     r"\S+",
     """
 run.dir run.seed target.path target.revision target.dtype target.trust_remote_code data.path
@@ -31,7 +31,7 @@ LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OUTRIDE
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the variables of launchers and of debugging."""
     for name in (*LAUNCHERS, "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
@@ -44,10 +44,10 @@ class Stub(types.ModuleType):
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Replace every verb's module by one that records its arguments."""
-    seen: list[object] = []
+    recorded: list[object] = []
 
-    def note(*arguments: object, **more: object) -> int:
-        seen.extend([*arguments, *more.items()])
+    def record(*arguments: object, **more: object) -> int:
+        recorded.extend([*arguments, *more.items()])
         return 0
 
     for verb in (*VERBS.values(), *BENCHES.values()):
@@ -56,8 +56,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             continue
         if type(sys.modules.get(module)) is not Stub:
             monkeypatch.setitem(sys.modules, module, Stub(module))
-        setattr(sys.modules[module], function, note)
-    return seen
+        setattr(sys.modules[module], function, record)
+    return recorded
 
 
 def failed(*argv: str) -> int:
@@ -67,10 +67,10 @@ def failed(*argv: str) -> int:
     return caught.value.code
 
 
-def test_help_lists_every_key_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help"]) == 0
     listed = set(re.findall(r"^  (\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
-    assert set(CONTRACT) <= listed
+    assert set(DOCUMENTED_KEYS) <= listed
     assert listed == {key for key in known_keys() if "." in key}
 
 
@@ -98,15 +98,15 @@ def test_help_lists_every_verb_in_a_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("verb", ["compare", "bench"])
-def test_verbs_without_keys_explain_themselves(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_of_verbs_without_keys(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"outrider {verb} ")
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_a_benchmark_lists_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_benchmark_lists_its_options(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", name, "--help"]) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"outrider bench {name} [key=value ...]")
@@ -125,10 +125,10 @@ def test_a_verb_receives_the_validated_configuration(verb: str, calls: list[obje
 def test_a_verb_with_a_group_of_its_own_receives_both(verb: str, calls: list[object]) -> None:
     own = "json=out.json" if verb == "doctor" else "advise.steps=7"
     assert cli.main([verb, "train.lr=1e-4", own]) == 0
-    config, wanted = calls
+    config, settings = calls
     assert isinstance(config, Config)
     assert config.train.lr == 1e-4
-    assert getattr(wanted, "json", None) == "out.json" or getattr(wanted, "steps", None) == 7
+    assert getattr(settings, "json", None) == "out.json" or getattr(settings, "steps", None) == 7
     assert failed(verb, f"{verb}.coffee=1") == 2
 
 
@@ -165,25 +165,27 @@ def test_bench_and_compare_receive_their_words(calls: list[object]) -> None:
         ["train", "-m", "drafter=eagle,egle3"],
     ],
 )
-def test_a_mistake_ends_with_2_and_one_message(
+def test_an_error_exits_with_2_and_one_message(
     argv: list[str], calls: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert failed(*argv) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "Traceback" not in said.err
-    assert len(said.err.splitlines()) in (2, 3), "what is wrong, why, what to do"
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "Traceback" not in output.err
+    assert len(output.err.splitlines()) in (2, 3), "the key, the reason, the fix"
     assert calls == []
 
 
-def test_explain_is_an_option_of_eval_alone(calls: list[object], tmp_path: Path) -> None:
+def test_explain_is_an_option_of_eval_only(calls: list[object], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(parse(compose([]))))
     assert cli.main(["eval", f"run.dir={tmp_path}", "--explain"]) == 0
     assert calls[-1] == ("explain", True)
     assert failed("train", "--explain") == 2
 
 
-def test_cfg_prints_what_would_run(calls: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_prints_the_configuration_and_runs_nothing(
+    calls: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train", "--cfg", "job", "train.lr=5e-4"]) == 0
     printed = capsys.readouterr().out
     assert printed.strip() == to_yaml(parse(compose(["train.lr=5e-4"]))).strip()
@@ -191,7 +193,7 @@ def test_cfg_prints_what_would_run(calls: list[object], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
-def test_a_sweep_under_a_launcher_is_refused_for_its_own_reason(
+def test_a_sweep_under_a_launcher_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, "0")
@@ -199,7 +201,7 @@ def test_a_sweep_under_a_launcher_is_refused_for_its_own_reason(
     assert "every rank would run every job" in capsys.readouterr().err
 
 
-def test_a_config_error_is_printed_by_rank_0_alone(
+def test_a_config_error_is_printed_by_rank_0_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -218,15 +220,15 @@ def test_a_config_error_reads_as_key_why_fix(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == expected
 
 
-def test_a_run_error_names_the_rank_it_struck(
+def test_a_run_error_names_its_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit) as caught, exit_on_error("train.py"):
-        raise RunError("model.safetensors is cut short.", "Copy it again.")
+        raise RunError("model.safetensors is truncated.", "Copy it again.")
     assert caught.value.code == 2
-    said = "train.py [rank 3]: error: model.safetensors is cut short.\n  Copy it again.\n"
-    assert capsys.readouterr().err == said
+    message = "train.py [rank 3]: error: model.safetensors is truncated.\n  Copy it again.\n"
+    assert capsys.readouterr().err == message
 
 
 def test_debugging_restores_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,14 +244,14 @@ def test_ctrl_c_ends_quietly(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_bug_keeps_its_traceback() -> None:
+def test_other_exceptions_propagate() -> None:
     with pytest.raises(ZeroDivisionError), exit_on_error("train.py"):
         raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
-def test_the_scripts_use_their_own_name_in_messages(script: str, tmp_path: Path) -> None:
-    """From any folder, not installed: Python adds the script's folder to its path."""
+def test_scripts_print_their_own_name_in_messages(script: str, tmp_path: Path) -> None:
+    """From any folder, without installation: Python adds the script's folder to its path."""
     command = [sys.executable, str(ROOT / script), "no.such=1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

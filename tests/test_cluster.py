@@ -1,4 +1,4 @@
-"""`outrider launch`: what is typed where, and what is refused before anybody waits in a queue."""
+"""`outrider launch`: the commands per machine, and validation before a job is queued."""
 
 import os
 import re
@@ -21,14 +21,14 @@ from tests.runs import SMALL, free_port
 SIXTEEN = ["train.batch_tokens=8192", "launch=zero2"]
 
 
-def test_one_machine_is_one_command() -> None:
-    (typed,) = launch_commands(ClusterConfig(gpus=4), ["drafter=eagle3", "launch=ddp"])
-    assert typed == "torchrun --standalone --nproc_per_node=4 train.py drafter=eagle3 launch=ddp"
+def test_one_machine_has_one_command() -> None:
+    (command,) = launch_commands(ClusterConfig(gpus=4), ["drafter=eagle3", "launch=ddp"])
+    assert command == "torchrun --standalone --nproc_per_node=4 train.py drafter=eagle3 launch=ddp"
 
 
-def test_several_machines_share_one_command_with_the_first_as_rendezvous() -> None:
-    (typed,) = launch_commands(ClusterConfig(nodes=2, gpus=8, host="a"), ["run.dir=my run"])
-    assert typed == (
+def test_machines_share_one_command_with_the_first_as_rendezvous() -> None:
+    (command,) = launch_commands(ClusterConfig(nodes=2, gpus=8, host="a"), ["run.dir=my run"])
+    assert command == (
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_id=outrider --rdzv_backend=c10d "
         "--rdzv_endpoint=\"a:29500\" train.py 'run.dir=my run'"
     )
@@ -40,12 +40,12 @@ def test_accelerate_has_a_command_per_machine() -> None:
     assert first.replace("machine_rank=0", "machine_rank=1") == second
 
 
-def test_cores_are_shared() -> None:
+def test_ranks_share_the_cores() -> None:
     assert rank_environment(ClusterConfig(cores=96), 8)["OMP_NUM_THREADS"] == "12"
     assert rank_environment(ClusterConfig(cores=4), 8)["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_slurm_script_is_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_slurm_script_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "job.sh"
     words = ["cluster.by=slurm", "cluster.nodes=2", "cluster.gpus=8", "cluster.hours=1.5",
              "cluster.partition=a100", f"cluster.out={out}"]  # fmt: skip
@@ -93,9 +93,9 @@ def test_a_hostfile_gives_a_command_per_machine(
     path = hostfile(tmp_path, "# the cluster\nnode-0 slots=4\n\n10.0.0.7  slots = 2 max_slots=4\n")
     words = [f"cluster.hosts={path}", "cluster.port=29600", "train.batch_tokens=6144", "launch=ddp"]
     assert launch(words) == 0
-    said = capsys.readouterr().out
-    assert "6 ranks (ddp)" in said
-    first, second = said.split("# on node-0\n")[1].split("# on 10.0.0.7\n")
+    output = capsys.readouterr().out
+    assert "6 ranks (ddp)" in output
+    first, second = output.split("# on node-0\n")[1].split("# on 10.0.0.7\n")
     assert "OMP_NUM_THREADS=2\n" in first
     assert "OMP_NUM_THREADS=4\n" in second
     for text, slots in ((first, 4), (second, 2)):
@@ -111,10 +111,10 @@ def test_accelerate_accepts_a_hostfile_of_equal_machines(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "words", "message"),
     [
         ("", [], "contains no host"),
-        ("# nobody\n", [], "contains no host"),
+        ("# empty\n", [], "contains no host"),
         ("a slots=2\na slots=2\n", [], "Line 2 repeats a."),
         ("a\n", [], "Line 1 is 'a'"),
         ("a:8\n", [], "Line 1 is 'a:8'"),
@@ -125,9 +125,9 @@ def test_accelerate_accepts_a_hostfile_of_equal_machines(tmp_path: Path) -> None
     ],
 )
 def test_an_invalid_hostfile_is_refused(
-    text: str, words: list[str], said: str, tmp_path: Path
+    text: str, words: list[str], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         launch([f"cluster.hosts={hostfile(tmp_path, text)}", "launch=ddp", *words])
     assert caught.value.key == "cluster.hosts"
 
@@ -140,30 +140,34 @@ def test_a_hostfile_excludes_the_keys_it_replaces(word: str, tmp_path: Path) -> 
     assert caught.value.key == word.partition("=")[0]
 
 
-COUNTS = """
+WRITES_ITS_ENVIRONMENT = """
 import os, pathlib, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-place = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
-place.write_text(" ".join(os.environ[name] for name in names))
+file = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
+file.write_text(" ".join(os.environ[name] for name in names))
 """
 
 
 @pytest.mark.slow
 def test_torchrun_numbers_the_processes_of_unequal_machines(tmp_path: Path) -> None:
-    """The printed commands, both run here: two launchers share one rendezvous."""
+    """Both printed commands run here: two launchers share one rendezvous."""
     entry = tmp_path / "train.py"
-    entry.write_text(COUNTS)
+    entry.write_text(WRITES_ITS_ENVIRONMENT)
     path = hostfile(tmp_path, "127.0.0.1 slots=2\nlocalhost slots=1\n")
-    typed = launch_commands(ClusterConfig(hosts=str(path), port=free_port()), [str(tmp_path)])
+    commands = launch_commands(ClusterConfig(hosts=str(path), port=free_port()), [str(tmp_path)])
     started = [
-        subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *shlex.split(line)[1:]],
+        subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]],
                          cwd=tmp_path, env={**clean_environment(), "OMP_NUM_THREADS": "1"})
-        for line in typed
+        for command in commands
     ]  # fmt: skip
     assert [process.wait(timeout=100) for process in started] == [0, 0]
-    told = sorted((tmp_path / str(rank)).read_text().split() for rank in range(3))
-    assert [[rank, world] for rank, _, world, _ in told] == [["0", "3"], ["1", "3"], ["2", "3"]]
-    assert sorted((here, local) for _, local, _, here in told) == [
+    environments = sorted((tmp_path / str(rank)).read_text().split() for rank in range(3))
+    assert [[rank, world] for rank, _, world, _ in environments] == [
+        ["0", "3"],
+        ["1", "3"],
+        ["2", "3"],
+    ]
+    assert sorted((here, local) for _, local, _, here in environments) == [
         ("1", "0"), ("2", "0"), ("2", "1"),
     ]  # fmt: skip
 
@@ -191,13 +195,13 @@ def test_the_started_command_is_the_printed_one(
     assert name == "torch.distributed.run"
     words = [str(ROOT / "train.py"), "launch=ddp", f"run.dir={tmp_path}"]
     assert rest == ["--standalone", "--nproc_per_node=2", *words]
-    there = ["accelerate.commands.launch", "--x", str(ROOT / "train.py")]
-    assert local_command("accelerate launch --x train.py")[2:] == there
+    expected = ["accelerate.commands.launch", "--x", str(ROOT / "train.py")]
+    assert local_command("accelerate launch --x train.py")[2:] == expected
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_are_started_and_train(tmp_path: Path) -> None:
+def test_started_ranks_train(tmp_path: Path) -> None:
     words = ["cluster.gpus=2", "cluster.run=true", "cluster.cores=2", "launch=ddp", *SMALL]
     assert launch([*words, "drafter=eagle3", f"run.dir={tmp_path / 'run'}"]) == 0
     assert (tmp_path / "run" / "drafter" / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""Predicted costs equal real costs; launchers that contradict the configuration are refused."""
+"""Estimated costs are close to measured ones; contradicting launchers are refused."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return Trainer(cfg, loaded, load_training_data(cfg, loaded, (1, 3, 4), Reporter.silent()))
 
 
-def test_the_disk_estimate_is_what_a_run_writes(run: Trainer) -> None:
+def test_the_disk_estimate_covers_what_a_run_writes(run: Trainer) -> None:
     """Two checkpoints of 12 bytes per parameter are most of it."""
     run.progress.step = 1
     run.save()
@@ -40,7 +40,7 @@ def test_the_disk_estimate_is_what_a_run_writes(run: Trainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "launch", "said"),
+    ("environment", "launch", "message"),
     [
         ({"WORLD_SIZE": "2"}, LaunchConfig("single"), "started 2 processes"),
         (
@@ -67,10 +67,10 @@ def test_the_disk_estimate_is_what_a_run_writes(run: Trainer) -> None:
 def test_a_launcher_that_contradicts_the_configuration_is_refused(
     environment: dict[str, str],
     launch: LaunchConfig,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         distributed.require_matching_launcher(launch)

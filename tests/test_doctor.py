@@ -1,4 +1,4 @@
-"""`outrider doctor`: each check finds its fault; exit codes; training refuses a wrong finding."""
+"""`outrider doctor`: every check detects its fault; exit codes; training refuses errors."""
 
 import copy
 import json
@@ -56,7 +56,7 @@ def states(groups: list[FindingGroup]) -> dict[str, str]:
 TURN = "{{ '<|' + m.role + '|>' }}"
 LAST = "loop.last and m.role == 'assistant'"
 SAME = "{% for m in messages %}" + TURN + "{{ m.content }}<|end|>{% endfor %}"
-ONLY_LAST = (  # only the last answer shows a thought, as in Qwen3
+THOUGHT_IN_LAST = (  # only the last answer shows a thought, as in Qwen3
     "{% for m in messages %}" + TURN + "{% if " + LAST + " %}hm {% endif %}{{ m.content }}<|end|>"
     "{% endfor %}"
 )
@@ -71,7 +71,7 @@ def dialogue(*contents: str) -> list[Message]:
     ]
 
 
-TALKS = [dialogue("Hello", "Good day."), dialogue("Who?", "Mia.", "Why?", "Because.")]
+DIALOGUES = [dialogue("Hello", "Good day."), dialogue("Who?", "Mia.", "Why?", "Because.")]
 
 
 def with_template(loaded: LoadedTarget, chat_template: str) -> Any:
@@ -84,15 +84,15 @@ def with_template(loaded: LoadedTarget, chat_template: str) -> Any:
     ("chat_template", "state", "cases"),
     [
         (SAME + PROMPT, "ok", set()),
-        (ONLY_LAST + PROMPT, "note", {"turn"}),
+        (THOUGHT_IN_LAST + PROMPT, "note", {"turn"}),
         (SAME + PROMPTED, "note", {"prompt"}),
         (REFUSES, "wrong", None),
     ],
 )
-def test_first_turns_that_are_no_prefix_are_found(
+def test_first_turns_that_do_not_render_to_a_prefix_are_found(
     loaded: LoadedTarget, chat_template: str, state: str, cases: set[str] | None
 ) -> None:
-    finding = template.prefix(with_template(loaded, chat_template), TALKS, 200)
+    finding = template.prefix(with_template(loaded, chat_template), DIALOGUES, 200)
     assert finding.state == state
     assert finding.facts["dialogues"] == 4, "two, both joined, and one with an empty answer"
     if cases is not None:
@@ -104,23 +104,23 @@ def test_first_turns_that_are_no_prefix_are_found(
 
 def test_answers_located_in_the_rendered_text_are_counted(loaded: LoadedTarget) -> None:
     """Of three answers only the first of the longer dialogue renders differently later."""
-    finding = template.prefix(with_template(loaded, ONLY_LAST + PROMPT), TALKS, 200)
+    finding = template.prefix(with_template(loaded, THOUGHT_IN_LAST + PROMPT), DIALOGUES, 200)
     assert (finding.facts["answers"], finding.facts["answers_sought_in_text"]) == (3, 1)
 
 
-def test_a_template_may_refuse_dialogues_that_the_data_lacks(loaded: LoadedTarget) -> None:
+def test_a_template_may_refuse_dialogues_not_in_the_data(loaded: LoadedTarget) -> None:
     """The data has no dialogue as long as the two joined ones, which the template refuses."""
     strict = "{% if messages|length > 4 %}" + REFUSES + "{% endif %}" + SAME + PROMPT
-    finding = template.prefix(with_template(loaded, strict), TALKS, 200)
+    finding = template.prefix(with_template(loaded, strict), DIALOGUES, 200)
     assert (finding.state, finding.facts["dialogues"]) == ("ok", 3)
 
 
 def test_without_a_template_prefixes_are_stable(loaded: LoadedTarget) -> None:
-    assert template.prefix(with_template(loaded, ""), TALKS, 200).state == "ok"
+    assert template.prefix(with_template(loaded, ""), DIALOGUES, 200).state == "ok"
 
 
 @pytest.mark.parametrize(
-    ("flag", "thoughts", "asks", "state"),
+    ("flag", "thoughts", "supported", "state"),
     [
         (None, False, False, "ok"),
         (None, True, False, "note"),
@@ -132,18 +132,18 @@ def test_without_a_template_prefixes_are_stable(loaded: LoadedTarget) -> None:
     ],
 )
 def test_the_thinking_flag_is_compared_with_the_answers(
-    loaded: LoadedTarget, flag: bool | None, thoughts: bool, asks: bool, state: str
+    loaded: LoadedTarget, flag: bool | None, thoughts: bool, supported: bool, state: str
 ) -> None:
-    talks = [dialogue("Why?", "<think>so</think>So." if thoughts else "So.")]
+    dialogues = [dialogue("Why?", "<think>so</think>So." if thoughts else "So.")]
     tokenizer = with_template(
-        loaded, SAME + ("{% if enable_thinking %}{% endif %}" if asks else "")
+        loaded, SAME + ("{% if enable_thinking %}{% endif %}" if supported else "")
     )
-    finding = template.thinking(tokenizer, TargetConfig(thinking=flag), talks)
+    finding = template.thinking(tokenizer, TargetConfig(thinking=flag), dialogues)
     assert finding.state == state
     assert finding.facts["share_of_answers"] == float(thoughts)
 
 
-def test_todays_date_in_a_template_is_a_note(loaded: LoadedTarget) -> None:
+def test_a_template_with_todays_date_is_a_note(loaded: LoadedTarget) -> None:
     changing = "{{ strftime_now('%d') if date_string is undefined else date_string }}" + SAME
     assert template.date(with_template(loaded, SAME)).state == "ok"
     assert template.date(with_template(loaded, changing)).state == "note"
@@ -166,18 +166,17 @@ def test_the_share_of_supervised_tokens_is_counted(
     assert finding.facts["preview"].startswith("<|user|>Good evening!<|end|><|assistant|>[Good to")
 
 
-def unmarked(made: TrainingData) -> TrainingData:
+def unsupervised(made: TrainingData) -> TrainingData:
     return replace(made, counts=0 * made.counts, held_counts=0 * made.held_counts)
 
 
-def everything(made: TrainingData) -> TrainingData:
+def all_supervised(made: TrainingData) -> TrainingData:
     counts = made.counts.clone()
     counts[0] += sum(len(d.ids) for d in made.documents) - int((counts + made.held_counts).sum())
     return replace(made, counts=counts)
 
 
-def endless(made: TrainingData) -> TrainingData:
-    """Answers without the token that ends them."""
+def without_stop_tokens(made: TrainingData) -> TrainingData:
     short = [replace(d, answer=np.append(d.answer[:-1], False)) for d in made.documents]
     return replace(made, documents=short)
 
@@ -185,12 +184,12 @@ def endless(made: TrainingData) -> TrainingData:
 @pytest.mark.parametrize(
     ("broken", "state", "message"),
     [
-        (unmarked, "wrong", "no token is supervised"),
-        (everything, "note", "all tokens"),
-        (endless, "note", "0% of"),
+        (unsupervised, "wrong", "no token is supervised"),
+        (all_supervised, "note", "all tokens"),
+        (without_stop_tokens, "note", "0% of"),
     ],
 )
-def test_masks_with_wrong_tokens_are_found(
+def test_wrong_masks_are_found(
     loaded: LoadedTarget,
     made: TrainingData,
     broken: Callable[[TrainingData], TrainingData],
@@ -202,7 +201,7 @@ def test_masks_with_wrong_tokens_are_found(
     assert message in finding.message
 
 
-def test_every_source_has_its_share() -> None:
+def test_the_supervised_share_of_every_source() -> None:
     one = replace(Document.of([1, 2, 3, 4], [False, False, True, True], "a"), source="self")
     other = Document.of([1, 2, 3, 4], [False, False, False, True], "b")
     other = replace(other, source="ultrachat")
@@ -215,7 +214,7 @@ def test_every_source_has_its_share() -> None:
     assert "empty" in finding.fix
 
 
-def test_truncated_and_dropped_conversations_are_counted_and_many_are_a_note(
+def test_many_truncated_or_dropped_conversations_are_a_note(
     made: TrainingData,
 ) -> None:
     assert text.conversations(made).facts["cut"] == 6
@@ -240,7 +239,7 @@ def test_many_passes_and_little_held_out_text_are_notes(run: Trainer, made: Trai
 @pytest.mark.parametrize(
     ("policy", "state"), [("refuse", "wrong"), ("drop", "note"), ("keep", "note")]
 )
-def test_questions_of_the_suite_are_found_and_all_other_checks_still_run(
+def test_overlap_with_the_suite_is_found_and_all_other_checks_run(
     tmp_path: Path, policy: str, state: str
 ) -> None:
     prompt = json.loads(TINY.read_text().splitlines()[0])
@@ -296,9 +295,7 @@ def test_taps_have_the_shape_of_the_drafters_input(run: Trainer) -> None:
     assert finding.facts["taps"] == [1, 128, 3 * 192]
 
 
-def test_states_that_are_not_finite_are_wrong(
-    run: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_taps_that_are_not_finite_are_wrong(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_batch = run.target.trace
 
     def broken(*batch: torch.Tensor) -> Any:
@@ -309,15 +306,13 @@ def test_states_that_are_not_finite_are_wrong(
     assert target.taps(run).state == "wrong"
 
 
-def test_a_configured_precision_that_the_device_lacks_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lacking(bytes_of: int) -> float:
+def test_an_unsupported_precision_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_bfloat16(bytes_of: int) -> float:
         if bytes_of == 2:
             raise RuntimeError("not implemented for 'BFloat16'")
         return 1e9
 
-    monkeypatch.setattr(ranks, "matmul_rate", lacking)
+    monkeypatch.setattr(ranks, "matmul_rate", no_bfloat16)
     assert ranks.precision(config(tmp_path, "launch.precision=bf16")).state == "wrong"
     assert ranks.precision(config(tmp_path, "target.dtype=bfloat16")).state == "wrong"
     assert ranks.precision(config(tmp_path)).state == "ok"
@@ -356,7 +351,7 @@ def test_deepspeed_is_required_only_where_it_is_used(
     assert ranks.libraries(config(tmp_path, "launch=zero2")).state == "wrong"
 
 
-# ---- what is trial_steps ----
+# ---- trial steps ----
 
 
 def test_the_largest_fitting_batch_is_found_in_few_trials() -> None:
@@ -384,7 +379,7 @@ def test_memory_is_a_line_through_two_trials() -> None:
 def test_the_largest_batch_is_measured_and_a_larger_one_is_wrong(
     run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that the process held earlier is reused, so the measurement is replaced."""
+    """The allocator reuses memory of earlier tests, so the measurement is replaced."""
     cost = cost_estimate.estimate(run)
     assert trial_steps._trial(run, 2, float(resident_bytes())).seconds > 0
 
@@ -403,10 +398,10 @@ def test_the_largest_batch_is_measured_and_a_larger_one_is_wrong(
     assert trial_steps.largest_batch(run, cost).state == "wrong"
 
 
-def test_on_a_gpu_batches_grow_until_one_does_not_fit(
+def test_on_a_gpu_the_batch_grows_until_it_does_not_fit(
     run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same search with a device of five rows; the GPU's own calls are replaced."""
+    """On a simulated device that fits five rows."""
     tried: list[int] = []
 
     def fits_five_rows(_run: Trainer, rows: int) -> float:
@@ -419,10 +414,10 @@ def test_on_a_gpu_batches_grow_until_one_does_not_fit(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * 2**30, 0))
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-    rows, how, facts = trial_steps._on_gpu(run)
+    rows, method, facts = trial_steps._on_gpu(run)
     assert (rows, tried) == (5, [1, 2, 4, 8, 6, 5])
     assert [trial[0] for trial in facts["trials"]] == [1, 2, 4, 5]
-    assert "8.0 GB of free memory" in how
+    assert "8.0 GB of free memory" in method
     monkeypatch.setattr(trial_steps, "LONG", 0.05)
     tried.clear()
     assert trial_steps._on_gpu(run)[0] == 1
@@ -433,14 +428,12 @@ def test_steps_are_timed_and_change_no_weight(run: Trainer) -> None:
     before = [p.detach().clone() for p in run.drafter.parameters()]
     finding = trial_steps.step_time(run, 2, cost_estimate.estimate(run))
     assert all(map(torch.equal, before, run.drafter.parameters()))
-    each, held = finding.facts["seconds_per_step"], finding.facts["seconds_held_out"]
+    each, evaluation = finding.facts["seconds_per_step"], finding.facts["seconds_held_out"]
     assert each > 0
-    assert finding.facts["training_seconds"] == pytest.approx(6 * each + 3 * held)
+    assert finding.facts["training_seconds"] == pytest.approx(6 * each + 3 * evaluation)
 
 
-def test_a_step_whose_loss_is_not_finite_is_wrong(
-    run: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_not_finite_is_wrong(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     cost = cost_estimate.estimate(run)
     monkeypatch.setattr("outrider.train.loop._problem", lambda *_: "its loss is nan")
     assert trial_steps.step_time(run, 1, cost).state == "wrong"
@@ -453,7 +446,7 @@ def test_a_disk_that_is_too_small_is_wrong(run: Trainer) -> None:
     assert costs.disk(run, cost._replace(disk=1e18)).state == "wrong"
 
 
-def test_a_learning_rate_for_small_hidden_sizes_is_a_note_for_large_ones(
+def test_a_high_learning_rate_for_a_large_hidden_size_is_a_note(
     run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert costs.learning_rate(run).state == "ok"
@@ -465,18 +458,18 @@ def test_a_learning_rate_for_small_hidden_sizes_is_a_note_for_large_ones(
 # ---- the verb, and the start of a run ----
 
 
-def test_the_json_has_the_content_of_the_tables(tmp_path: Path) -> None:
+def test_json_and_tables_have_the_same_content(tmp_path: Path) -> None:
     groups = [
         FindingGroup(
-            "one", [Finding("a", "ok", "well", {"x": 1}), Finding("b", "note", "hm", {}, "do")]
+            "one", [Finding("a", "ok", "fine", {"x": 1}), Finding("b", "note", "unusual", {}, "do")]
         ),
-        FindingGroup("two", [Finding("c", "wrong", "no", {"y": [1.5]}, "mend it")]),
+        FindingGroup("two", [Finding("c", "wrong", "no", {"y": [1.5]}, "fix it")]),
     ]
     console = Console(record=True, width=80)
     print_findings(console, groups)
     printed = console.export_text()
     finding = json.loads(json.dumps(to_json(groups)))
-    assert finding == to_json(groups), "json's types alone"
+    assert finding == to_json(groups), "only types of JSON"
     for name, group in finding["groups"].items():
         assert name in printed
         for title, row in group.items():
@@ -500,7 +493,7 @@ def test_a_folder_is_refused_as_json_file(
     assert "doctor.json" in capsys.readouterr().err
 
 
-def test_doctor_finds_nothing_wrong_with_the_embedded_target_and_leaves_no_run(
+def test_doctor_accepts_the_embedded_target_and_writes_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
@@ -526,7 +519,7 @@ def test_doctor_finds_nothing_wrong_with_the_embedded_target_and_leaves_no_run(
         (["launch=single"], "launcher"),
     ],
 )
-def test_the_exit_code_is_1_where_something_is_wrong(
+def test_the_exit_code_is_1_if_a_finding_is_wrong(
     words: list[str], check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if check == "launcher":
@@ -539,7 +532,7 @@ def test_the_exit_code_is_1_where_something_is_wrong(
 
 
 @pytest.mark.slow
-def test_text_that_is_not_generated_yet_is_checked_on_a_sample(
+def test_text_not_yet_generated_is_checked_on_a_sample(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -558,7 +551,7 @@ def test_text_that_is_not_generated_yet_is_checked_on_a_sample(
     assert "sample" not in capsys.readouterr().out
 
 
-def test_a_run_starts_with_the_short_form(run: Trainer, loaded: LoadedTarget) -> None:
+def test_training_prints_the_short_form(run: Trainer, loaded: LoadedTarget) -> None:
     console = Console(record=True, width=120)
     print_start_summary(console, run, loaded=loaded)
     printed = console.export_text()
@@ -580,7 +573,7 @@ def test_training_refuses_wrong_findings(
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_a_folder_that_holds_a_run_is_named(run: Trainer) -> None:
+def test_a_folder_with_a_run_is_a_note(run: Trainer) -> None:
     assert costs.run_folder(run.config).state == "ok"
     (run.folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     finding = costs.run_folder(run.config)

@@ -42,21 +42,21 @@ def test_every_training_command_is_valid(words: list[str]) -> None:
         parse(compose(job))
 
 
-def test_every_make_target_of_the_readme_exists() -> None:
+def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake ([a-z-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
+def test_linked_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http", "mailto")):
             assert (page.parent / target).exists(), target
 
 
-def test_every_test_file_that_a_page_names_exists() -> None:
-    """But for the example of CONTRIBUTING.md."""
+def test_test_files_named_in_pages_exist() -> None:
+    """Except the example of CONTRIBUTING.md."""
     for page in PAGES:
         if page.name != "log.md":
             for name in re.findall(r"tests/test_(?!cell)\w+\.py", page.read_text()):
@@ -64,6 +64,6 @@ def test_every_test_file_that_a_page_names_exists() -> None:
 
 
 def test_the_map_of_files_is_current() -> None:
-    """`python docs/reference_pages.py` renews it."""
+    """`python docs/reference_pages.py` updates it."""
     done = subprocess.run([sys.executable, str(ROOT / "docs" / "reference_pages.py"), "--check"])
     assert done.returncode == 0

@@ -1,6 +1,6 @@
-"""Several processes: the same run on two ranks as on one, and a run that is killed goes on.
+"""Several processes: two ranks train as one does; killed runs resume.
 
-Real launchers on CPU ranks with gloo. Each test starts programs, so all of them are `slow`.
+Real launchers on CPU ranks with gloo. Each test starts processes, so all of them are `slow`.
 """
 
 import json
@@ -49,14 +49,14 @@ def losses(folder: Path) -> list[float]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of the last step; the published drafter may be of an earlier one."""
+    """Return the weights of the last step; the drafter in the run folder may be an earlier one."""
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     tensors: dict[str, torch.Tensor] = load_file(newest / "state.safetensors")
     return {name: value for name, value in tensors.items() if name.startswith("parameter.")}
 
 
 def assert_equal_runs(found: Path, expected: Path) -> None:
-    """Losses of every step, and the weights behind the last one."""
+    """Compare the losses of every step, and the weights after the last one."""
     assert losses(found) == pytest.approx(losses(expected), abs=1e-4)
     a, b = weights(found), weights(expected)
     assert a.keys() == b.keys()
@@ -65,37 +65,36 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank with accumulation 2: what every two-rank run must equal."""
-    folder = tmp_path_factory.mktemp("alone")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one rank with accumulation 2, which every two-rank run must equal."""
+    folder = tmp_path_factory.mktemp("one_rank")
     done = run(ONE, folder, "launch.accumulation=2")
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def test_two_ranks_end_as_one_with_accumulation(alone: Path, tmp_path: Path) -> None:
-    """Those of ZeRO are below."""
+def test_two_ranks_equal_one_with_accumulation(one_rank: Path, tmp_path: Path) -> None:
     done = run(TWO, tmp_path, "launch=ddp")
     assert done.returncode == 0, done.stderr
-    assert_equal_runs(tmp_path, alone)
+    assert_equal_runs(tmp_path, one_rank)
 
 
 @pytest.mark.parametrize(
     ("place", "launch", "stray"), [("sharded", "zero3", 0.0), ("tensor", "zero2", 2e-5)]
 )
-def test_a_target_in_shares_teaches_the_same(
-    place: str, launch: str, stray: float, alone: Path, tmp_path: Path
+def test_sharded_and_tensor_parallel_targets_train_equally(
+    place: str, launch: str, stray: float, one_rank: Path, tmp_path: Path
 ) -> None:
-    """Beside a drafter that is sharded too, and whose unroll is computed twice.
+    """With a drafter that is sharded too, and gradient checkpointing.
 
-    A target in tensor shares sums in another order, and where a gradient is next to nothing Adam
-    steps by its sign: two weights in a hundred thousand may be off by a quarter of one step.
+    A tensor-parallel target sums in another order, and where a gradient is almost zero Adam steps
+    by its sign: two weights in a hundred thousand may differ by a quarter of one step.
     """
     words = [f"target.place={place}", f"launch={launch}", "train.gradient_checkpointing=true"]
     done = run(TWO, tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
-    for name, tensor in weights(alone).items():
+    assert losses(tmp_path) == pytest.approx(losses(one_rank), abs=1e-4)
+    for name, tensor in weights(one_rank).items():
         found = weights(tmp_path)[name]
         off = (found - tensor).abs() > 1e-4 + 1e-3 * tensor.abs()
         assert off.sum() <= stray * off.numel(), name
@@ -103,8 +102,10 @@ def test_a_target_in_shares_teaches_the_same(
 
 
 @pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm"])
-def test_every_kind_of_drafter_trains_on_two_ranks_of_zero3(name: str, tmp_path: Path) -> None:
-    """Borrowed heads, heads per depth, modules in a chain, tied weights: as one rank does."""
+def test_zero3_on_two_ranks_equals_one_rank_for_every_kind_of_drafter(
+    name: str, tmp_path: Path
+) -> None:
+    """The target's head, heads per depth, chained modules, tied weights."""
     words = [f"drafter={name}", *(["drafter.noise=0"] if name == "hass" else [])]
     for folder, command, launch in (("one", ONE, "single"), ("two", TWO, "zero3")):
         pieces = "launch.accumulation=2" if launch == "single" else "launch.accumulation=1"
@@ -118,8 +119,8 @@ def test_every_kind_of_drafter_trains_on_two_ranks_of_zero3(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["hass", "mtp", "medusa", "draft_lm", "eagle3"])
-def test_bfloat16_under_zero_trains_every_kind_of_drafter(name: str, tmp_path: Path) -> None:
-    """DeepSpeed casts the weights, noise included nothing may stay behind in float32."""
+def test_zero_in_bfloat16_trains_every_kind_of_drafter(name: str, tmp_path: Path) -> None:
+    """DeepSpeed casts the weights; no tensor of the drafter, noise included, may stay float32."""
     offload = ["launch=zero3", "launch.offload=parameters"] if name == "eagle3" else []
     done = run(
         TWO, tmp_path, f"drafter={name}", *(offload or ["launch=zero2"]), "launch.precision=bf16",
@@ -139,22 +140,22 @@ def test_bfloat16_under_zero_trains_every_kind_of_drafter(name: str, tmp_path: P
     ],
     ids=" ".join,
 )
-def test_zero_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
-    words: list[str], alone: Path, tmp_path: Path
+def test_zero_resume_equals_an_uninterrupted_run(
+    words: list[str], one_rank: Path, tmp_path: Path
 ) -> None:
-    """The last checkpoint is taken away, and the steps behind the one before come out the same."""
+    """The last checkpoint is removed; resuming from the one before gives the same steps."""
     assert run(TWO, tmp_path, *words).returncode == 0
-    assert_equal_runs(tmp_path, alone)
+    assert_equal_runs(tmp_path, one_rank)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
     done = run(TWO, tmp_path, *words, "train.resume=must")
     assert done.returncode == 0, done.stderr
-    assert_equal_runs(tmp_path, alone)
+    assert_equal_runs(tmp_path, one_rank)
 
 
-def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(alone: Path, tmp_path: Path) -> None:
-    """The layout on disk knows no rank count, and a step's rows are those that it would have had.
+def test_a_run_on_two_ranks_resumes_on_one_and_four(one_rank: Path, tmp_path: Path) -> None:
+    """Checkpoints and the rows of a step do not depend on the number of ranks.
 
-    Begun under ZeRO-2, ended by one process and under DDP.
+    Started under ZeRO-2, finished by one process and under DDP.
     """
     first = tmp_path / "two"
     assert run(TWO, first, "launch=zero2").returncode == 0
@@ -163,13 +164,13 @@ def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(alone: Path, tmp_path: Pa
         shutil.copytree(first, tmp_path / name)
         done = run(train_command(ranks), tmp_path / name, words, "train.resume=must")
         assert done.returncode == 0, done.stderr
-        assert_equal_runs(tmp_path / name, alone)
+        assert_equal_runs(tmp_path / name, one_rank)
 
 
-def test_accelerate_launch_alone_is_enough_for_zero(alone: Path, tmp_path: Path) -> None:
+def test_accelerate_launch_needs_no_configuration_for_zero(one_rank: Path, tmp_path: Path) -> None:
     done = run(LAUNCH, tmp_path, "launch=zero1", "launch.accumulation=2")
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-4)
+    assert losses(tmp_path) == pytest.approx(losses(one_rank), abs=1e-4)
 
 
 SMALL_CHUNKS = """
@@ -183,7 +184,7 @@ command(["train", *sys.argv[1:]])
 
 
 def test_zero3_in_many_chunks_equals_ddp(tmp_path: Path) -> None:
-    """The head's weights are gathered once per chunk, and its gradients add up."""
+    """The head's weights are gathered once per chunk, and its gradients accumulate."""
     script = tmp_path / "small_chunks.py"
     script.write_text(SMALL_CHUNKS.format(root=str(ROOT)))
     for launch in ("ddp", "zero3"):
@@ -192,14 +193,14 @@ def test_zero3_in_many_chunks_equals_ddp(tmp_path: Path) -> None:
     assert losses(tmp_path / "zero3") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
 
 
-HOLDS_ITS_GROUP = """
+KEEPS_ITS_GROUP = """
 import sys
 import torch
 import torch.distributed as ranks
 from outrider.launch.cli import _end_process
 store, rank, code = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 ranks.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-held = list(ranks.distributed_c10d._world.pg_map)
+groups = list(ranks.distributed_c10d._world.pg_map)
 for _ in range(20):
     ranks.all_reduce(torch.ones(1000))
 ranks.destroy_process_group()
@@ -207,16 +208,16 @@ _end_process(code)
 """
 
 
-def test_a_rank_ends_with_its_own_code_while_something_holds_its_group(tmp_path: Path) -> None:
-    """Through the interpreter's own end about every second pair of these had an aborted rank."""
+def test_a_rank_exits_with_its_code_while_its_group_is_referenced(tmp_path: Path) -> None:
+    """With the interpreter's normal shutdown, a rank of about every second pair aborted."""
     env = {**environment(), "WORLD_SIZE": "2"}
     for turn, code in enumerate((0, 0, 0, 0, 0, 2)):
-        words = [sys.executable, "-c", HOLDS_ITS_GROUP, str(tmp_path / f"store-{turn}")]
+        words = [sys.executable, "-c", KEEPS_ITS_GROUP, str(tmp_path / f"store-{turn}")]
         pair = [subprocess.Popen([*words, rank, str(code)], env=env) for rank in ("0", "1")]
         assert [rank.wait() for rank in pair] == [code, code]
 
 
-ONE_RANK_HAS_NAN = """
+NAN_ON_ONE_RANK = """
 import os, sys
 sys.path.insert(0, {root!r})
 from outrider.train.objective import Objective
@@ -235,10 +236,10 @@ command(["train", *sys.argv[1:]])
 """
 
 
-def test_what_is_bad_on_one_rank_is_left_out_by_all(tmp_path: Path) -> None:
-    """Whoever holds which weights; the other steps are the same ones."""
+def test_a_nan_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    """Under every sharding; all other steps are equal."""
     script = tmp_path / "nan.py"
-    script.write_text(ONE_RANK_HAS_NAN.format(root=str(ROOT)))
+    script.write_text(NAN_ON_ONE_RANK.format(root=str(ROOT)))
     for launch in ("ddp", "zero2", "zero3"):
         done = run(
             [*TWO[:-1], str(script)], tmp_path / launch, f"launch={launch}", "train.skip_bad=1"
@@ -249,41 +250,41 @@ def test_what_is_bad_on_one_rank_is_left_out_by_all(tmp_path: Path) -> None:
         ]
         assert (2, "skipped") in kinds
         assert (2, "train") not in kinds
-        taken = [
+        trained = [
             json.loads(line)["loss@1"] for line in _lines(tmp_path / launch) if "loss@1" in line
         ]
-        ends = weights(tmp_path / launch)
+        found = weights(tmp_path / launch)
         if launch == "ddp":
-            losses_of_ddp, ends_of_ddp = taken, ends
-        assert taken == pytest.approx(losses_of_ddp, abs=1e-4)
-        for name in ends:
-            torch.testing.assert_close(ends[name], ends_of_ddp[name], atol=1e-4, rtol=1e-3)
+            ddp_losses, ddp_weights = trained, found
+        assert trained == pytest.approx(ddp_losses, abs=1e-4)
+        for name in found:
+            torch.testing.assert_close(found[name], ddp_weights[name], atol=1e-4, rtol=1e-3)
 
 
-def test_a_launcher_that_says_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_launcher_that_contradicts_the_configuration_is_refused(tmp_path: Path) -> None:
     done = run(TWO, tmp_path, "launch=single")
     assert done.returncode != 0
     assert "The launcher started 2 processes" in done.stderr
 
 
-def test_killed_at_three_random_moments_it_ends_bit_equal(tmp_path: Path) -> None:
-    """Killed (kill -9) three times, and started again with the same command each time."""
+def test_resume_after_three_kills_is_bit_exact(tmp_path: Path) -> None:
+    """Killed (kill -9) at three random moments, each time restarted with the same command."""
     longer = ["train.max_steps=16", "train.eval_every=4"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(ONE, whole, *longer).returncode == 0
-    moments = random.Random(7)
+    generator = random.Random(7)
     for _ in range(3):
         process = subprocess.Popen(
             [*ONE, *SMALL, *longer, f"run.dir={killed}"], cwd=ROOT, env=environment(),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        begun = len(_lines(killed))
-        steps = moments.randint(1, 4)
-        while process.poll() is None and len(_lines(killed)) < begun + steps:
+        before = len(_lines(killed))
+        steps = generator.randint(1, 4)
+        while process.poll() is None and len(_lines(killed)) < before + steps:
             time.sleep(0.01)
-        time.sleep(moments.random() * 0.3)  # somewhere inside a step, a save or an evaluation
+        time.sleep(generator.random() * 0.3)  # somewhere inside a step, a save or an evaluation
         process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it was killed, not finished"
+        assert process.wait() == -signal.SIGKILL, "killed, not finished"
     done = run(ONE, killed, *longer)
     assert done.returncode == 0, done.stderr
     a, b = weights(whole), weights(killed)

@@ -1,4 +1,4 @@
-"""Runs as Slurm jobs: real processes under submitit, whose local executor stands in for Slurm."""
+"""Runs as Slurm jobs: real processes under submitit, with its local executor instead of Slurm."""
 
 import os
 import signal
@@ -18,17 +18,17 @@ from outrider.launch.sweep import sweep
 from tests.runs import SMALL
 
 pytest.importorskip("submitit")
-# a run that saves when it is told to end, and ends well when it finds what it saved
+# a run that saves on SIGTERM, and exits with 0 if it finds what it saved
 SAVES = """
 import pathlib, os, signal, sys, time
-place = pathlib.Path(sys.argv[1])
-def told(*_):
-    (place / "saved").touch()
+folder = pathlib.Path(sys.argv[1])
+def save(*_):
+    (folder / "saved").touch()
     sys.exit(130)
-signal.signal(signal.SIGTERM, told)
-print("a run speaks", os.environ["OMP_NUM_THREADS"], flush=True)
-(place / "job").write_text(str(os.getppid()))
-while not (place / "saved").exists():
+signal.signal(signal.SIGTERM, save)
+print("threads:", os.environ["OMP_NUM_THREADS"], flush=True)
+(folder / "job").write_text(str(os.getppid()))
+while not (folder / "saved").exists():
     time.sleep(0.05)
 """
 FAILS_ONCE = """
@@ -45,8 +45,10 @@ def local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "EXECUTOR", "local")
 
 
-def crew(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, retries: int = 0) -> JobPool:
-    """Its runs are the script."""
+def job_pool(
+    folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, retries: int = 0
+) -> JobPool:
+    """A pool whose runs are the script."""
     command = [sys.executable, "-c", script, str(folder)]
     monkeypatch.setattr(JobPool, "command", lambda *_: command)
     return JobPool(
@@ -64,21 +66,19 @@ def await_file(file: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local")
-def test_a_job_that_fails_is_queued_again_if_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_job_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "run" / "output.txt"
-    assert crew(tmp_path, FAILS_ONCE, monkeypatch, retries=1).run("train", [], log) == 0
-    assert not (tmp_path / "run" / "job.txt").exists(), "no job is under way"
+    assert job_pool(tmp_path, FAILS_ONCE, monkeypatch, retries=1).run("train", [], log) == 0
+    assert not (tmp_path / "run" / "job.txt").exists(), "no job is queued"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local")
-def test_a_sweep_that_is_stopped_lets_its_jobs_save_and_goes_on_later(
+def test_a_stopped_sweep_saves_its_jobs_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "run" / "output.txt"
-    first = crew(tmp_path, SAVES, monkeypatch)
+    first = job_pool(tmp_path, SAVES, monkeypatch)
 
     def stop() -> None:
         await_file(tmp_path / "job")
@@ -89,39 +89,39 @@ def test_a_sweep_that_is_stopped_lets_its_jobs_save_and_goes_on_later(
     assert first.run("train", [], log) == INTERRUPTED
     stopper.join()
     assert (tmp_path / "saved").exists()
-    assert log.read_text() == "a run speaks 4\n"
-    assert crew(tmp_path, SAVES, monkeypatch).run("train", [], log) == 0
+    assert log.read_text() == "threads: 4\n"
+    assert job_pool(tmp_path, SAVES, monkeypatch).run("train", [], log) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local")
-def test_near_its_limit_a_run_saves_and_is_queued_again(
+def test_near_its_time_limit_a_run_saves_and_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal that submitit has Slurm send; the sweep sees one run that ends well."""
-    log, one = tmp_path / "run" / "output.txt", crew(tmp_path, SAVES, monkeypatch)
+    """By the signal that submitit makes Slurm send; the sweep sees one successful run."""
+    log, pool = tmp_path / "run" / "output.txt", job_pool(tmp_path, SAVES, monkeypatch)
 
     def limit() -> None:
         os.kill(int(await_file(tmp_path / "job")), signal.SIGUSR2)
 
     thread = threading.Thread(target=limit)
     thread.start()
-    assert one.run("train", [], log) == 0
+    assert pool.run("train", [], log) == 0
     thread.join()
-    assert log.read_text() == "a run speaks 4\n" * 2
+    assert log.read_text() == "threads: 4\n" * 2
 
 
-def test_a_run_that_slurm_tells_to_end_leaves_no_result_before_the_kill(
+def test_a_run_terminated_by_slurm_returns_no_result_before_the_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A result would say that somebody stopped the sweep; without one the job may go on later."""
+    """With a result the sweep would count as stopped; without one the job can be requeued."""
     monkeypatch.setattr(slurm, "KILL_DELAY", 1.0)
-    began, command = time.monotonic(), [sys.executable, "-c", "raise SystemExit(130)"]
+    start, command = time.monotonic(), [sys.executable, "-c", "raise SystemExit(130)"]
     assert slurm.SlurmTask(command, {}, None, tmp_path / "stop")() == INTERRUPTED
-    assert time.monotonic() - began > 1.0
+    assert time.monotonic() - start > 1.0
 
 
-SLURM = {  # its commands, for one machine; a job waits where `hold` is
+SLURM = {  # its commands, for one machine; jobs stay queued while the file `hold` exists
     "sbatch": """
         id=$(($(ls *.job 2>/dev/null | wc -l) + 101)); touch $id.job
         [ -e hold ] || { SLURM_JOB_ID=$id setsid bash "$1" > $id.out 2>&1 & echo $! > $id.pid; }
@@ -142,67 +142,67 @@ SLURM = {  # its commands, for one machine; a job waits where `hold` is
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a Slurm that submitit speaks to as to any other."""
-    place = tmp_path / "slurm"
-    place.mkdir()
+def slurm_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a simulated Slurm, whose commands submitit finds in PATH."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
     for name, text in SLURM.items():
         body = "\n".join(line.strip() for line in text.splitlines())
-        command = place / name
-        start = "" if name == "srun" else f"cd {place}\n"
+        command = folder / name
+        start = "" if name == "srun" else f"cd {folder}\n"
         command.write_text(f"#!/bin/bash\n{start}{body}\n")
         command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
-    return place
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
 
 
 @pytest.mark.slow
-def test_a_job_that_a_killed_sweep_left_behind_is_waited_for(
-    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_jobs_of_a_killed_sweep_are_waited_for(
+    slurm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, one = tmp_path / "run" / "output.txt", crew(tmp_path, SAVES, monkeypatch)
-    first = slurm.submit(one.sweep, one.command("train", []), one.run_environment(0), log)
+    log, pool = tmp_path / "run" / "output.txt", job_pool(tmp_path, SAVES, monkeypatch)
+    first = slurm.submit(pool.sweep, pool.command("train", []), pool.run_environment(0), log)
     await_file(tmp_path / "job")
-    second = slurm.submit(one.sweep, one.command("train", []), one.run_environment(0), log)
+    second = slurm.submit(pool.sweep, pool.command("train", []), pool.run_environment(0), log)
     assert first.job.job_id == second.job.job_id == "101"
     (tmp_path / "saved").touch()
     assert second.wait() == 0
-    assert log.read_text() == "a run speaks 4\n"
-    third = slurm.submit(one.sweep, one.command("train", []), one.run_environment(0), log)
-    assert third.job.job_id == "102", "the first one is done"
+    assert log.read_text() == "threads: 4\n"
+    third = slurm.submit(pool.sweep, pool.command("train", []), pool.run_environment(0), log)
+    assert third.job.job_id == "102", "the first job is done"
     assert third.wait() == 0
 
 
 @pytest.mark.slow
-def test_what_waits_in_the_queue_is_taken_out_when_the_sweep_is_stopped(
-    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_stopping_the_sweep_cancels_queued_jobs(
+    slurm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (queue / "hold").touch()
-    one = crew(tmp_path, SAVES, monkeypatch)
-    stopper = threading.Timer(1.0, one.stop)
+    (slurm_folder / "hold").touch()
+    pool = job_pool(tmp_path, SAVES, monkeypatch)
+    stopper = threading.Timer(1.0, pool.stop)
     stopper.start()
-    assert one.run("train", [], tmp_path / "run" / "output.txt") == INTERRUPTED
-    assert (queue / "cancelled").read_text() == "101\n"
-    assert not (tmp_path / "job").exists(), "it never began"
+    assert pool.run("train", [], tmp_path / "run" / "output.txt") == INTERRUPTED
+    assert (slurm_folder / "cancelled").read_text() == "101\n"
+    assert not (tmp_path / "job").exists(), "it never started"
 
 
-def test_what_slurm_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that submitit asks is whether there is an `srun`."""
+def test_the_parameters_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that submitit checks is that `srun` exists."""
     srun = tmp_path / "srun"
     srun.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     settings = SweepConfig(
         dir=str(tmp_path), by="slurm", partition="a100", hours=1.5, gpus=2, processes=2
     )
-    made = slurm._executor(settings, {"PYTHONPATH": "/a b"})
-    text = made._executor._make_submission_file_text("python", "1")
+    executor = slurm._executor(settings, {"PYTHONPATH": "/a b"})
+    text = executor._executor._make_submission_file_text("python", "1")
     for line in ("partition=a100", "time=90", "gpus-per-node=2", "cpus-per-task=8",
                  "ntasks-per-node=1", "signal=USR2@120"):  # fmt: skip
         assert f"#SBATCH --{line}\n" in text
     assert "export PYTHONPATH='/a b'\n" in text
 
 
-def test_without_submitit_or_slurm_nothing_is_started(
+def test_missing_submitit_or_slurm_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["drafter=eagle,medusa", "sweep.by=slurm", f"sweep.dir={tmp_path}"]
@@ -223,7 +223,7 @@ def test_without_submitit_or_slurm_nothing_is_started(
         (["sweep.hours=0"], "sweep.hours"),
     ],
 )
-def test_what_cannot_work_is_refused(words: list[str], key: str) -> None:
+def test_invalid_settings_are_refused(words: list[str], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_sweep(words)
     assert caught.value.key == key
@@ -232,13 +232,11 @@ def test_what_cannot_work_is_refused(words: list[str], key: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("local")
-def test_two_drafters_are_trained_by_jobs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """One of them cannot: the other one ends well, and the sweep says which."""
-    spoilt = tmp_path / "eagle" / "checkpoints"
-    spoilt.parent.mkdir()
-    spoilt.touch()  # a file where a folder is needed
+def test_jobs_train_two_drafters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One of them fails; the other succeeds, and the sweep reports the failure."""
+    invalid = tmp_path / "eagle" / "checkpoints"
+    invalid.parent.mkdir()
+    invalid.touch()  # a file where a folder is needed
     code = sweep(
         ["drafter=eagle,medusa", *SMALL, "train.max_steps=1",
          f"run.dir='{tmp_path}/${{drafter.name}}'", "sweep.by=slurm", "sweep.gpus=0",

@@ -1,5 +1,6 @@
-"""`train -m`: which runs a sweep is made of, and what happens when one of them fails."""
+"""`train -m`: expansion of overrides into runs, and handling of failed runs."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +16,37 @@ DRAFTERS = "drafter=eagle,medusa"
 DISTINCT = "run.dir='{folder}/${{drafter.name}}'"
 
 
-def test_lists_with_commas_multiply_and_lists_in_brackets_are_values() -> None:
-    found = expand_overrides(
-        ["drafter=eagle,hass", "drafter.loss=[tv,0.1*soft_ce]", "run.seed=1,2"]
-    )
-    assert [[job[0], job[2]] for job in found] == [
+def test_comma_lists_are_expanded_and_bracket_lists_are_values() -> None:
+    jobs = expand_overrides(["drafter=eagle,hass", "drafter.loss=[tv,0.1*soft_ce]", "run.seed=1,2"])
+    assert [[job[0], job[2]] for job in jobs] == [
         ["drafter=eagle", "run.seed=1"],
         ["drafter=eagle", "run.seed=2"],
         ["drafter=hass", "run.seed=1"],
         ["drafter=hass", "run.seed=2"],
     ]
-    assert {job[1] for job in found} == {"drafter.loss=[tv,0.1*soft_ce]"}
+    assert {job[1] for job in jobs} == {"drafter.loss=[tv,0.1*soft_ce]"}
 
 
 def test_a_sweep_of_one_value_is_one_run() -> None:
     assert expand_overrides(["train.lr=1e-3"]) == [["train.lr=1e-3"]]
 
 
-def test_runs_that_would_share_a_folder_are_refused_before_the_first(tmp_path: Path) -> None:
+def test_runs_with_a_common_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.dir"):
         sweep([DRAFTERS, f"run.dir={tmp_path}"])
 
 
-def test_a_mistake_in_the_last_run_stops_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_run_is_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JobPool, "run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(ConfigError, match="egle3"):
         sweep(["drafter=eagle,egle3"])
 
 
 def started(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]) -> list[str]:
-    """Runs end with the code of their drafter; returns the drafters that were started."""
+    """Make runs return the code of their drafter; return the list of started drafters."""
     names: list[str] = []
 
-    def run(_crew: JobPool, verb: str, job: list[str], *_: object) -> int:
+    def run(_pool: JobPool, verb: str, job: list[str], *_: object) -> int:
         names.append(job[0].partition("=")[2])
         return codes.get(names[-1], 0)
 
@@ -64,16 +63,14 @@ def test_a_failed_run_does_not_stop_the_others(
     assert "failed with exit code 2" in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = started(monkeypatch, {"eagle": INTERRUPTED})
     assert sweep([DRAFTERS, DISTINCT.format(folder=tmp_path)]) == INTERRUPTED
     assert names == ["eagle"]
 
 
-def test_the_bakeoffs_train_every_drafter_on_equal_terms() -> None:
-    """Nothing but the drafter differs between the runs of one table."""
+def test_runs_of_a_bakeoff_differ_only_in_the_drafter() -> None:
     from outrider.conf.compose import compose
-    from outrider.conf.schema import resolved
     from outrider.models import drafters
     from outrider.train.settings import parse
 
@@ -82,17 +79,17 @@ def test_the_bakeoffs_train_every_drafter_on_equal_terms() -> None:
         for job in expand_overrides(
             [f"drafter={','.join(drafters.names())}", f"experiment={experiment}"]
         ):
-            config = resolved(parse(compose(job)))
+            config = asdict(parse(compose(job)))
             assert str(config["run"].pop("dir")).endswith(config["drafter"]["name"])
             runs.append({name: part for name, part in config.items() if name != "drafter"})
         assert all(run == runs[0] for run in runs)
 
 
 @pytest.mark.slow
-def test_two_drafters_are_trained_and_put_into_one_table(
+def test_two_drafters_are_trained_and_compared(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Real runs, each in a process of its own."""
+    """Real runs, each in its own process."""
     short = ["experiment=smoke", "train.max_steps=2", "eval.limit=1", "eval.max_new_tokens=8"]
     assert sweep([DRAFTERS, *short, DISTINCT.format(folder=tmp_path)]) == 0
     table = capfd.readouterr().out.split("decoding; the best of a column")[1]
