@@ -65,9 +65,7 @@ class ChatTemplate:
             raise conversation_error(messages, reason, fix) from None
 
     def answers(self, messages: list[Message]) -> tuple[list[int], list[Span], int]:
-        """Return the tokens of a conversation, the spans of its answers, and the number of answers
-        that case 3 found.
-        """
+        """Return tokens, spans of the answers, and the number of answers that case 3 found."""
         text = self.text(messages)
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
         characters, rewritten = self.generation_blocks(messages, text), 0
@@ -119,8 +117,7 @@ class ChatTemplate:
 
     def span_in_text(self, messages: list[Message], turn: int, text: str) -> Span:
         """Return the characters of an answer by prefixes of the text, or by a mark (case 3)."""
-        before = self.text(messages[:turn], prompt=True)
-        after = self.text(messages[: turn + 1])
+        before, after = self.text(messages[:turn], prompt=True), self.text(messages[: turn + 1])
         sides = self.text_around(messages, turn)
         if sides and not (text.startswith(sides[0]) and text[len(sides[0]) :].endswith(sides[1])):
             sides = None
@@ -180,7 +177,7 @@ class ChatTemplate:
         return ids, bounds
 
     def offsets(self, text: str) -> list[tuple[int, int, int]]:
-        """Return (token, first character inside, first character behind) of each token."""
+        """Return (token, first character inside, first character behind)."""
         try:
             coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError:
@@ -237,15 +234,12 @@ def plain_pieces(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tupl
             before = "\n"
         else:
             before += f"{turn['content']}\n"
-    texts.append((before, False))
-    coded = [
+    return [(head, False)] + [
         (list(tokenizer(text, add_special_tokens=False)["input_ids"]), is_answer)
-        for text, is_answer in texts
+        for text, is_answer in (*texts, (before, False))
     ]
-    return [(head, False), *coded]
 
 
 def conversation_error(messages: Sequence[Message], reason: str, fix: str) -> RunError:
-    """Return an error that shows the conversation."""
     shown = "\n".join(f"    {turn['role']}: {turn['content'][:400]}" for turn in messages)
     return RunError(f"This conversation {reason}\n{shown}", fix)

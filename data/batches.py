@@ -25,25 +25,12 @@ from outrider.models.interface import Batch
 
 
 class Batches:
-    """Training rows in the order of a seed.
-
-    Args:
-        rows: packed training documents, at least one row.
-        batch_rows: rows per optimizer step, over all ranks and micro-batches.
-        seed: the same seed gives the same order on any number of ranks.
-
-    Raises:
-        ValueError: no rows, or batch_rows < 1.
-    """
+    """Packed training rows in the order of a seed, `batch_rows` per step over all ranks."""
 
     def __init__(self, rows: Rows, batch_rows: int, seed: int) -> None:
         if len(rows) < 1 or batch_rows < 1:
-            raise ValueError(
-                f"{len(rows)} rows in batches of {batch_rows}: both must be at least 1"
-            )
-        self.rows = rows
-        self.batch_rows = batch_rows
-        self.seed = seed
+            raise ValueError(f"{len(rows)} rows in batches of {batch_rows}: both must be positive")
+        self.rows, self.batch_rows, self.seed = rows, batch_rows, seed
 
     def indices(self, step: int) -> Int64[Tensor, " b"]:
         """Return the rows of a step; a step at the end of an epoch continues in the next one."""
@@ -66,30 +53,23 @@ class Batches:
         Raises:
             ConfigError: the rows of a step do not divide evenly.
         """
-        parts = world * accumulation
+        parts, length = world * accumulation, self.rows.length
         if self.batch_rows % parts:
-            raise self._uneven(world, accumulation)
+            below = self.batch_rows // parts * parts * length
+            raise ConfigError(
+                "train.batch_tokens", self.batch_rows * length,
+                f"{self.batch_rows} rows of {length} tokens cannot be shared evenly by {world} "
+                f"ranks with accumulation {accumulation}.",
+                f"Use {below + parts * length}" + (f" or {below}." if below else "."),
+            )  # fmt: skip
         parts_of_step = self.indices(step).view(parts, -1)
         return [gather(self.rows, parts_of_step[a * world + rank]) for a in range(accumulation)]
-
-    def _uneven(self, world: int, accumulation: int) -> ConfigError:
-        length, parts = self.rows.length, world * accumulation
-        below = self.batch_rows // parts * parts * length
-        above = below + parts * length
-        return ConfigError(
-            "train.batch_tokens",
-            self.batch_rows * length,
-            f"{self.batch_rows} rows of {length} tokens cannot be shared evenly by {world} ranks"
-            f" with accumulation {accumulation}.",
-            f"Use {above}" + (f" or {below}." if below else "."),
-        )
 
 
 def gather(rows: Rows, index: Int64[Tensor, " B"]) -> Batch:
     """Return the rows with these numbers, in this order."""
-    ids, document, positions = (
-        column[index].long() for column in (rows.ids, rows.document, rows.positions)
-    )
+    columns = rows.ids, rows.document, rows.positions
+    ids, document, positions = (column[index].long() for column in columns)
     return Batch(ids, rows.answer[index], document, positions)
 
 

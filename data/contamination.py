@@ -99,8 +99,7 @@ def _hashes(text: str) -> np.ndarray:
 class OverlapError(RunError):
     """Training questions are prompts of the suite, and `data.overlap` is refuse.
 
-    Attributes:
-        count: overlaps before the search ended.
+    `count` is the number of overlaps before the search ended.
     """
 
     def __init__(self, message: str, fix: str, count: int) -> None:
@@ -110,16 +109,11 @@ class OverlapError(RunError):
 
 @dataclass
 class OverlapFilter:
-    """Compare training questions with a suite; refuse or leave out the overlaps.
-
-    Attributes:
-        mode: `data.overlap`: refuse, drop or keep.
-        hits: per overlap the prompt's id, the similarity and the question.
-    """
+    """Compare training questions with a suite; refuse or leave out the overlaps."""
 
     suite: Sequence[Prompt]
-    mode: str
-    hits: list[tuple[str, float, str]] = field(default_factory=list)
+    mode: str  # `data.overlap`: refuse, drop or keep
+    hits: list[tuple[str, float, str]] = field(default_factory=list)  # id, similarity, question
 
     def __post_init__(self) -> None:
         self.index = NgramIndex([prompt.turns[0] for prompt in self.suite])
@@ -127,8 +121,7 @@ class OverlapFilter:
     def overlaps(self, questions: Iterable[str]) -> bool:
         """Return whether one of these is nearly a prompt of the suite; record it in `hits`.
 
-        Raises:
-            OverlapError: overlaps are refused, and there are `MAX_LISTED` of them.
+        Raises OverlapError if overlaps are refused and there are `MAX_LISTED` of them.
         """
         for question in questions if self.mode != "keep" else ():
             if match := self.index.nearest(question):
@@ -139,22 +132,15 @@ class OverlapFilter:
         return False
 
     def raise_if_refused(self) -> None:
-        """
-        Raises:
-            OverlapError: there are overlaps, and they are refused.
-        """
+        """Raise OverlapError if there are overlaps and they are refused."""
         if self.hits and self.mode == "refuse":
             at_least = "at least " if len(self.hits) >= MAX_LISTED else ""
-            listed = "\n".join(
-                f"    {name} ({similar:.0%}): {question[:SHOWN]!r}"
-                for name, similar, question in self.hits[:MAX_LISTED]
-            )
-            raise OverlapError(
-                f"{at_least}{len(self.hits)} training questions are prompts of the evaluation "
-                f"suite:\n{listed}",
-                "Leave them out with data.overlap=drop, or measure on other eval.prompts.",
-                len(self.hits),
-            )
+            why = f"{at_least}{len(self.hits)} training questions are prompts of the evaluation "
+            why += "suite:"
+            for name, similar, question in self.hits[:MAX_LISTED]:
+                why += f"\n    {name} ({similar:.0%}): {question[:SHOWN]!r}"
+            fix = "Leave them out with data.overlap=drop, or measure on other eval.prompts."
+            raise OverlapError(why, fix, len(self.hits))
 
     def drop_overlaps(
         self, conversations: Iterable[list[Message]], summary: Summary

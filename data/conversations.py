@@ -15,6 +15,7 @@ A record may also have `system` (text), `id` or `question_id`, and `category`.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from outrider.conf.errors import RunError
 from outrider.data.sources import Source
 
 SHOWN = 300  # characters of a record in a message
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 SHAPES = "messages, conversations, prompt (+ completion), turns, question (+ answer), instruction"
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -99,8 +101,7 @@ class Prompt:
 def parse_conversation(record: dict[str, Any], summary: Summary | None = None) -> list[Message]:
     """Return the turns of a record, repaired by `RULES`; empty when nothing is usable.
 
-    A result without an assistant turn is a prompt. The questions of a `turns` record stay separate
-    turns, to be answered one by one.
+    The questions of a `turns` record stay separate turns, to be answered one by one.
     """
     summary = Summary() if summary is None else summary
     turns = _normalise(record, summary)
@@ -114,11 +115,7 @@ def parse_conversation(record: dict[str, Any], summary: Summary | None = None) -
 
 
 def read_conversations(source: Source, summary: Summary) -> Iterator[list[Message]]:
-    """Yield the conversations of a source that have answers; count the rules in `summary`.
-
-    Raises:
-        ConfigError, RunError: those of the source; RunError also when no record has an answer.
-    """
+    """Yield the conversations of a source that have answers; RunError if there are none."""
     first = ""
     for number, record in enumerate(source.rows(lambda: summary.add("bad row"))):
         if number == 0:
@@ -129,10 +126,9 @@ def read_conversations(source: Source, summary: Summary) -> Iterator[list[Messag
             yield turns
     if not summary.counts["used"]:
         counts = ", ".join(f"{reason}: {count}" for reason, count in summary.counts.items())
-        message = (
-            f"{source.location} has no conversation with an answer ({counts or 'empty'}). {first}"
-        )
-        raise RunError(message.strip(), f"Known shapes: {SHAPES}. Prompts alone are for data=self.")
+        message = f"{source.location} has no conversation with an answer ({counts or 'empty'})."
+        fix = f"Known shapes: {SHAPES}. Prompts alone are for data=self."
+        raise RunError(f"{message} {first}".strip(), fix)
 
 
 def read_prompts(
@@ -141,14 +137,7 @@ def read_prompts(
     """Return the first `limit` prompts of a source, for evaluation and for self-generation.
 
     Answers are not used. A record without an id is named by its number (from 1). An id that occurs
-    again gets `#2`, `#3`, ... so that ids are unique.
-
-    Args:
-        limit: None returns all.
-        summary: counts the rules.
-
-    Raises:
-        ConfigError, RunError: those of the source; RunError also when it has no question.
+    again gets `#2`, `#3`, ... so that ids are unique. Raises RunError if there is no question.
     """
     summary = Summary() if summary is None else summary
     prompts, ids = list[Prompt](), Counter[str]()
@@ -196,10 +185,8 @@ def _role_content_pairs(record: dict[str, Any]) -> list[tuple[Any, Any]] | None:
         (_instruction(record), record.get("output", completion)),
     ):
         if question is not None:
-            return [
-                *_as_pairs("user", question),
-                *([] if answer is None else _as_pairs("assistant", answer)),
-            ]
+            answers = [] if answer is None else _as_pairs("assistant", answer)
+            return _as_pairs("user", question) + answers
     return None
 
 
@@ -250,18 +237,9 @@ def _text(value: Any, summary: Summary) -> str | None:
             return None
         summary.add("text parts joined")
         value = "".join(texts)
-    if isinstance(value, str):
-        return value if _is_unicode(value) else None
+    if isinstance(value, str):  # a cut-off emoji leaves half a surrogate pair in json
+        return None if HALF_PAIR.search(value) else value
     return "" if value is None or value == [] else None
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for half a surrogate pair, which a cut-off emoji leaves in json."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _alternate(turns: list[Message], summary: Summary, join_questions: bool) -> list[Message]:

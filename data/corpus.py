@@ -43,20 +43,12 @@ class Text(NamedTuple):
 
 
 def load_training_data(
-    config: Config,
-    loaded: LoadedTarget,
-    taps: Sequence[int],
-    reporter: Reporter,
-    *,
+    config: Config, loaded: LoadedTarget, taps: Sequence[int], reporter: Reporter, *,
     record: bool = True,
-) -> TrainingData:
-    """Return the data of a run; generate and record what is missing on disk.
+) -> TrainingData:  # fmt: skip
+    """Return the data of a run; generate and record (unless record=False) what is missing on disk.
 
-    Args:
-        record: write the recording that the settings ask for; False: traces come from the target.
-
-    Raises:
-        RunError: a file is damaged, or no text is left to train or to evaluate on.
+    Raises RunError if a file is damaged, or no text is left to train or to evaluate on.
     """
     if config.data.traces is not None:
         folder = RecordingFolder(Path(config.data.traces).expanduser())
@@ -106,9 +98,7 @@ def load_text(
     else:
         source = conversation_source(data)
         text = _tokenise(source, data.max_samples, data, loaded.tokenizer, overlap, reporter)
-    documents = [_truncate(document, data.max_length) for document in text.documents]
-    kept = _long_enough(documents, data.shortest, reporter)
-    documents = [documents[i] for i in kept]
+    documents, _ = _fit_rows(text.documents, data, reporter)
     show_samples(reporter, loaded.tokenizer, documents)
     loaded.target.set_taps(taps)  # generation has set other ones
     return pack_documents(documents, data, loaded.target.vocab_size, text.about)
@@ -118,18 +108,10 @@ def load_text(
 
 
 def _from_recording(
-    config: Config,
-    folder: RecordingFolder,
-    loaded: LoadedTarget,
-    taps: Sequence[int],
+    config: Config, folder: RecordingFolder, loaded: LoadedTarget, taps: Sequence[int],
     reporter: Reporter,
-) -> TrainingData:
-    """Return text and traces of a recording.
-
-    Raises:
-        ConfigError: other conversations would be held out than those recorded for it.
-        RunError, CorruptFile: see `open_recording`.
-    """
+) -> TrainingData:  # fmt: skip
+    """Return text and traces; ConfigError if other conversations than recorded are held out."""
     loaded.target.set_taps(taps)
     require_features_for(folder, config)
     documents, recording, left_out = open_recording(folder, taps, config.record.damaged)
@@ -139,7 +121,9 @@ def _from_recording(
     layout, top = folder.manifest["layout"], folder.layout.top
     about = {**folder.manifest["source"], "traces": str(folder.path), "layout": layout}
     data = pack_documents(documents, config.data, loaded.target.vocab_size, about)
-    train, held = (_numbers(documents, side) for side in split(documents, config.data.holdout))
+    position = {id(document): i for i, document in enumerate(documents)}
+    sides = split(documents, config.data.holdout)
+    train, held = ([position[id(document)] for document in side] for side in sides)
     if top and not all(recording.locations[i].has_last_states for i in held):
         holdout = folder.manifest["holdout"]
         why = f"Last states were recorded for the conversations of data.holdout={holdout}."
@@ -165,15 +149,8 @@ def _select(
     if suite != config.eval.prompts:
         compared = suite or "null"
         reporter.note(f"the recorded text was compared with eval.prompts={compared}, not these")
-    documents = [_truncate(document, data.max_length) for document in documents]
-    kept = _long_enough(documents, data.shortest, reporter)
-    return [documents[i] for i in kept], recording.select(kept)
-
-
-def _numbers(documents: Sequence[Document], part: Sequence[Document]) -> list[int]:
-    """Return the positions of some of the documents in the whole list."""
-    position = {id(document): i for i, document in enumerate(documents)}
-    return [position[id(document)] for document in part]
+    documents, kept = _fit_rows(documents, data, reporter)
+    return documents, recording.select(kept)
 
 
 # ---- self-generated text ----
@@ -197,10 +174,8 @@ def _self_generated(
         answer for answer in sorted(store.answers(), key=lambda answer: answer.index)
         if (limit is None or answer.index < limit) and answer.key not in contaminated
     ]  # fmt: skip
-    documents = [
-        replace(answer.to_document(), source="self")
-        for answer in answers[: config.data.max_samples]
-    ]
+    used = answers[: config.data.max_samples]
+    documents = [replace(answer.to_document(), source="self") for answer in used]
     cases = {"used": len(answers)}
     if contaminated:
         cases["in the suite"] = len(contaminated)
@@ -231,12 +206,9 @@ def _contaminated_prompts(
 
 
 def _given(
-    generated: int,
-    data: DataConfig,
-    loaded: LoadedTarget,
-    overlap: OverlapFilter,
+    generated: int, data: DataConfig, loaded: LoadedTarget, overlap: OverlapFilter,
     reporter: Reporter,
-) -> Text:
+) -> Text:  # fmt: skip
     """Return the conversations of `data.given` that are mixed in.
 
     20 generated ones and data.given_share=0.25 -> 7 given ones.
@@ -254,14 +226,9 @@ def _given(
 
 
 def _tokenise(
-    source: Source,
-    limit: int | None,
-    data: DataConfig,
-    tokenizer: Any,
-    overlap: OverlapFilter,
+    source: Source, limit: int | None, data: DataConfig, tokenizer: Any, overlap: OverlapFilter,
     reporter: Reporter,
-) -> Text:
-    """Return the first `limit` conversations of a source as documents."""
+) -> Text:  # fmt: skip
     summary = Summary()
     if description := source.describe():
         reporter.print(description)
@@ -289,16 +256,16 @@ def _overlap_filter(config: Config) -> OverlapFilter:
     return OverlapFilter([] if mode == "keep" else load_suite(config, None), mode)
 
 
-def _long_enough(documents: Sequence[Document], shortest: int, reporter: Reporter) -> list[int]:
-    """Return the numbers of the documents with at least `shortest` answer tokens."""
-    kept = [i for i, document in enumerate(documents) if document.answer.sum() >= shortest]
-    if short := len(documents) - len(kept):
+def _fit_rows(
+    documents: Sequence[Document], data: DataConfig, reporter: Reporter
+) -> tuple[list[Document], list[int]]:
+    """Cut documents to a row; return the numbers of those with enough answer tokens as well."""
+    length, shortest = data.max_length, data.shortest
+    cut = [replace(d, ids=d.ids[:length], answer=d.answer[:length]) for d in documents]
+    kept = [i for i, document in enumerate(cut) if document.answer.sum() >= shortest]
+    if short := len(cut) - len(kept):
         reporter.print(f"{short} conversations have fewer than {shortest} answer tokens: left out")
-    return kept
-
-
-def _truncate(document: Document, length: int) -> Document:
-    return replace(document, ids=document.ids[:length], answer=document.answer[:length])
+    return [cut[i] for i in kept], kept
 
 
 def _summary(data: TrainingData) -> str:

@@ -18,28 +18,20 @@ CATEGORY_COLUMNS = ("category", "subject")
 class DatasetSpec:
     """A named data set.
 
-    Attributes:
-        location: hub id, address or file.
-        split, subset: of the hub repository; None: the usual ones.
-        file: the one file to read in a hub repository with files of several kinds; None: `datasets`
-            reads the repository.
-        prompt_format: makes a prompt from a row's columns where no known shape fits. A row without
-            these columns (a copy in another shape) is read as it is.
-        turns: the column with the questions of a dialogue as a list.
-        id: the column with the name of a row.
-        category: of all rows, or the column that holds it.
+    `prompt_format` makes a prompt from a row's columns where no known shape fits. A row without
+    these columns (a copy in another shape) is read as it is.
     """
 
-    location: str
+    location: str  # hub id, address or file
     licence: str
     description: str
-    split: str | None = None
+    split: str | None = None  # None: the usual one
     subset: str | None = None
-    file: str | None = None
+    file: str | None = None  # the one to read in a hub repository; None: `datasets` reads it
     prompt_format: str | None = None
-    turns: str | None = None
-    id: str | None = None
-    category: str = "all"
+    turns: str | None = None  # column with the questions of a dialogue as a list
+    id: str | None = None  # column with the name of a row
+    category: str = "all"  # of all rows, or the column that holds it
 
     def normalise(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return a record in a shape of `conversations`, with its id and category."""

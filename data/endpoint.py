@@ -1,11 +1,10 @@
 """Self-generation by a server that speaks the OpenAI protocol.
 
-vLLM, SGLang, TGI and `transformers serve` generate for many prompts at once. A request holds the
-exact tokens of the prompt and goes to /completions, so that only our chat template is used; a
-server that takes text alone gets text that tokenises to these tokens. The answer's exact tokens are
-stored: those that the server returns (vLLM), or those of its text, if decoding them and the
-server's own count confirm that they are the same. Other answers are counted and left out. The first
-request also checks that the server has the same target.
+A request to /completions (of vLLM, SGLang, TGI, `transformers serve`) holds the exact tokens of the
+prompt, so that only our chat template is used, or text that tokenises to them. The answer's exact
+tokens are stored: those that the server returns (vLLM), or those of its text, if decoding them and
+the server's own count confirm that they are the same. Other answers are counted and left out. The
+first request also checks that the server has the same target.
 
 Retries, backoff and Retry-After are the `openai` client's (`pip install 'outrider[endpoint]'`).
 """
@@ -50,34 +49,17 @@ class UnverifiedAnswer(Exception):
 
 
 class EndpointGenerator:
-    """Generate answers with a server (an `AnswerBackend`).
-
-    Attributes:
-        answer_tokens: generated so far.
-        counts: answers by what became of them.
-    """
+    """Generate answers with a server (an `AnswerBackend`), which must have the target if given."""
 
     def __init__(
-        self,
-        options: GenerateConfig,
-        tokenizer: Tokenizer,
-        stop_ids: Sequence[int],
-        seed: int = 0,
+        self, options: GenerateConfig, tokenizer: Tokenizer, stop_ids: Sequence[int], seed: int = 0,
         target: Target | None = None,
-    ) -> None:
-        """
-        Args:
-            options: address, model name, patience and sampling; `options.endpoint` is set.
-            target: what the server must have; None skips this check.
-
-        Raises:
-            ConfigError: the client is not installed.
-        """
+    ) -> None:  # fmt: skip
         self.options, self.url, self.seed = options, str(options.endpoint), seed
         self.tokenizer, self.target, self.stop_ids = tokenizer, target, set(stop_ids)
         self.dialect, self.model = DIALECTS[0], options.model or ""
         self.answer_tokens = 0
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # answers by what became of them
         try:
             import openai
         except ImportError:
@@ -88,9 +70,6 @@ class EndpointGenerator:
 
     def run(self, prompts: Sequence[PromptTokens], on_answer: OnAnswer) -> None:
         """Answer all prompts, `options.batch` at a time.
-
-        Args:
-            on_answer: called with each finished answer, or None; False stops the generation.
 
         Raises:
             ConfigError: the server has no such model, or several and none was named.
@@ -103,7 +82,6 @@ class EndpointGenerator:
                 raise self._convert(error) from None
 
     def summary(self) -> str:
-        """Return a message with the number of answers by what became of them."""
         how = "returned" if self.counts["exact"] else "confirmed by its counts"
         lost = {k: n for k, n in self.counts.items() if k not in ("kept", "exact")}
         listed = "".join(f", {n} {reason}" for reason, n in sorted(lost.items()))
@@ -155,7 +133,6 @@ class EndpointGenerator:
             self._check_target(prompt, self._answer_ids(response))
 
     async def _only_model(self, client: Any) -> str:
-        """Return the name of the one model that the server lists."""
         try:
             models = client.with_options(max_retries=2).models.list()
             names = [model.id async for model in models]
@@ -179,9 +156,8 @@ class EndpointGenerator:
             fields["top_p"] = self.options.top_p
         for attempt in range(self.options.retries + 1):
             try:
-                response = await client.completions.create(
-                    **fields, extra_body=EXTRAS if self.dialect.extras else None
-                )
+                extra = EXTRAS if self.dialect.extras else None
+                response = await client.completions.create(**fields, extra_body=extra)
                 if response.choices and response.choices[0].text is not None:
                     return response
             except (ValueError, AttributeError, self.openai.APIResponseValidationError):
@@ -190,11 +166,7 @@ class EndpointGenerator:
         raise RunError(f"{self.url} responds with damaged json repeatedly.", RETRY)
 
     def _prompt(self, prompt: PromptTokens) -> list[int] | str:
-        """Return the prompt in the form that the server accepts.
-
-        Raises:
-            UnverifiedAnswer: no text tokenises to the prompt's tokens.
-        """
+        """Return the prompt's tokens, or a text that tokenises to them."""
         if self.dialect.ids:
             return prompt.ids
         text = str(self.tokenizer.decode(prompt.ids, skip_special_tokens=False))
@@ -228,10 +200,7 @@ class EndpointGenerator:
         return prompt.with_answer(ids)
 
     def _check_prompt(self, response: Any, prompt: PromptTokens) -> None:
-        """
-        Raises:
-            UnverifiedAnswer: the server read other tokens than the prompt's.
-        """
+        """Raise UnverifiedAnswer if the server read other tokens than the prompt's."""
         read = _extra(response.choices[0], "prompt_token_ids")
         read = read or _extra(response, "prompt_token_ids")
         count = len(read) if read else response.usage.prompt_tokens if response.usage else 0
@@ -241,8 +210,7 @@ class EndpointGenerator:
     def _answer_ids(self, response: Any) -> list[int]:
         """Return the answer's tokens, the end token included.
 
-        Raises:
-            UnverifiedAnswer: they were not returned, and those of the text may be others.
+        Raises UnverifiedAnswer if they were not returned, and those of the text may be others.
         """
         choice = response.choices[0]
         count = response.usage.completion_tokens if response.usage else -1
@@ -274,11 +242,7 @@ class EndpointGenerator:
 
     @torch.no_grad()
     def _check_target(self, prompt: PromptTokens, answer: list[int]) -> None:
-        """Compare the server's greedy tokens with the target's; rounding may change some.
-
-        Raises:
-            RunError: fewer than half of them agree.
-        """
+        """Raise RunError unless half of the server's greedy tokens are the target's."""
         if self.target is None or not answer:
             return
         ids = torch.tensor([prompt.ids + answer], device=self.target.device)
@@ -288,14 +252,12 @@ class EndpointGenerator:
         logits = self.target.logits(states.last[0, len(prompt.ids) - 1 : -1])
         agreed = sum(a == b for a, b in zip(logits.argmax(-1).tolist(), answer, strict=True))
         if 2 * agreed < len(answer):
-            raise RunError(
-                f"{self.url} has another model than the target: {agreed} of its first "
-                f"{len(answer)} greedy tokens are the target's.",
-                "Serve the target itself, or give the served model as target.",
-            )
+            message = f"{self.url} has another model than the target: {agreed} of its first "
+            message += f"{len(answer)} greedy tokens are the target's."
+            fix = "Serve the target itself, or give the served model as target."
+            raise RunError(message, fix)
 
     def _convert(self, error: Exception) -> ConfigError | RunError:
-        """Return an error of the client as one of ours."""
         code = getattr(error, "status_code", None)
         body = " ".join(error.response.text.split()) if code is not None else ""  # type: ignore[attr-defined]
         message = f"{error} {body}" if body and body not in str(error) else str(error)
@@ -308,5 +270,4 @@ class EndpointGenerator:
 
 
 def _extra(part: Any, name: str) -> Any:
-    """Return a field that OpenAI's own protocol does not have."""
     return (part.model_extra or {}).get(name)

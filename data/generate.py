@@ -26,19 +26,13 @@ SORT_BLOCK = 512  # prompts that are sorted by length together
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt in tokens.
+    """A prompt in tokens."""
 
-    Attributes:
-        index: its number among all prompts.
-        key: names its text; the random numbers of the answer depend on it.
-    """
-
-    index: int
-    key: str
+    index: int  # among all prompts
+    key: str  # names its text; the random numbers of the answer depend on it
     ids: list[int]
 
     def with_answer(self, ids: list[int]) -> GeneratedAnswer:
-        """Return the prompt with these tokens as its answer."""
         return GeneratedAnswer(self.index, self.key, self.ids + ids, len(self.ids))
 
 
@@ -48,25 +42,16 @@ OnAnswer: TypeAlias = Callable[[PromptTokens, GeneratedAnswer | None], bool]
 
 @runtime_checkable
 class AnswerBackend(Protocol):
-    """What generates answers: the target in this process, or a server with it.
+    """What generates answers: the target in this process, or a server with it."""
 
-    Attributes:
-        answer_tokens: generated so far.
-    """
-
-    answer_tokens: int
+    answer_tokens: int  # generated so far
 
     def run(self, prompts: Sequence[PromptTokens], on_answer: OnAnswer) -> None:
         """Answer all prompts; call `on_answer` as each answer ends."""
-        ...
 
 
 class SelfGenerator:
-    """Generate answers with the target in this process.
-
-    Attributes:
-        prompt_tokens, answer_tokens: read and generated so far.
-    """
+    """Generate answers with the target in this process (an `AnswerBackend`)."""
 
     def __init__(
         self, target: Target, stop_ids: Sequence[int], options: GenerateConfig, seed: int = 0
@@ -79,11 +64,7 @@ class SelfGenerator:
         self.prompt_tokens = self.answer_tokens = 0
 
     def run(self, prompts: Sequence[PromptTokens], on_answer: OnAnswer) -> None:
-        """Answer all prompts, started in the order of the list.
-
-        Args:
-            on_answer: called with each finished answer; False stops the generation.
-        """
+        """Answer all prompts, started in the order of the list."""
         events = self.engine.run([self._request(p) for p in prompts], self.options.batch)
         for event in events:
             self.answer_tokens += len(event.tokens)
@@ -94,7 +75,6 @@ class SelfGenerator:
                     return
 
     def _request(self, prompt: PromptTokens) -> Request:
-        """Return the request for one prompt, with a seed of its own."""
         digest = hashlib.sha256(f"{self.seed} {prompt.key}".encode()).digest()
         free = self.engine.target.shape().max_positions - len(prompt.ids)
         budget = min(self.options.max_new_tokens, free)
@@ -102,10 +82,7 @@ class SelfGenerator:
 
 
 def sort_by_length(prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
-    """Sort each block of `SORT_BLOCK` prompts by length.
-
-    The engine prefills neighbours of equal length in one forward.
-    """
+    """Sort blocks of prompts by length: the engine prefills equal neighbours in one forward."""
     blocks = [prompts[i : i + SORT_BLOCK] for i in range(0, len(prompts), SORT_BLOCK)]
     return [p for block in blocks for p in sorted(block, key=lambda p: len(p.ids))]
 
@@ -125,15 +102,14 @@ def write_answers(
     continues after a kill writes the shards that the killed call would have written. Any other end,
     an error or Ctrl-C included, writes the finished answers of incomplete shards too.
 
-    Args:
-        minutes: stop when the store holds so many minutes of generation, including those of
-            earlier calls.
-        tick: called after each answer with (answers, answer tokens, answer tokens per second).
+    Generation stops when the store holds `minutes` of it, including those of earlier calls. `tick`
+    is called after each answer with (answers, answer tokens, answer tokens per second).
     """
     before, started, count = store.seconds, time.monotonic(), 0
     if minutes is not None and before >= 60 * minutes:
         return
-    shard_of = _assign_shards(prompts, {answer.index for answer in store.answers()})
+    answered, ordered = {answer.index for answer in store.answers()}, sort_by_length(prompts)
+    shard_of = {p.index: i // SHARD for i, p in enumerate(ordered) if p.index not in answered}
     missing = Counter(shard_of.values())
     pending: dict[int, list[GeneratedAnswer]] = defaultdict(list)
 
@@ -156,16 +132,10 @@ def write_answers(
         return minutes is None or before + elapsed < 60 * minutes
 
     try:
-        backend.run([p for p in sort_by_length(prompts) if p.index in shard_of], on_answer)
+        backend.run([p for p in ordered if p.index in shard_of], on_answer)
     except DiskFull:
         pending.clear()  # a smaller file might fit, but it would not be a whole shard
         raise
     finally:
         for shard in list(pending):
             write_shard(shard)
-
-
-def _assign_shards(prompts: Sequence[PromptTokens], answered: set[int]) -> dict[int, int]:
-    """Return the shard of every prompt that is not answered yet, by index."""
-    ordered = enumerate(sort_by_length(prompts))
-    return {p.index: i // SHARD for i, p in ordered if p.index not in answered}

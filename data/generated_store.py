@@ -31,48 +31,28 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """A prompt and its finished answer.
+    """A prompt and its finished answer."""
 
-    Attributes:
-        index: of the prompt.
-        key: names the text of the prompt.
-        ids: tokens of the prompt, then those of the answer.
-        prompt_length: tokens of the prompt.
-    """
-
-    index: int
-    key: str
-    ids: list[int]
+    index: int  # of the prompt
+    key: str  # names the text of the prompt
+    ids: list[int]  # tokens of the prompt, then those of the answer
     prompt_length: int
 
     def to_document(self) -> Document:
-        answer_length = len(self.ids) - self.prompt_length
-        answer = [False] * self.prompt_length + [True] * answer_length
+        answer = [i >= self.prompt_length for i in range(len(self.ids))]
         return Document.of(self.ids, answer, self.key)
 
 
 class GeneratedStore:
-    """A folder of shards with one writer and any number of readers.
-
-    Attributes:
-        shards: sha256 of every shard, by file name.
-        complete: for each request that was fulfilled (limits on time and number), its shards.
-        seconds: of generation so far.
-    """
+    """A folder of shards with one writer and any number of readers."""
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        """
-        Args:
-            about: what the text depends on.
-
-        Raises:
-            RunError: the folder was made from something else.
-        """
+        """Open the folder; RunError if it was made from something else than `about`."""
         self.folder, self.about = folder, about
         self.fix = f"Remove {folder} and prepare it again."
-        self.shards: dict[str, str] = {}
-        self.complete: dict[str, list[str]] = {}
-        self.seconds = 0.0
+        self.shards: dict[str, str] = {}  # file name -> sha256
+        self.complete: dict[str, list[str]] = {}  # fulfilled request (limits) -> its shards
+        self.seconds = 0.0  # of generation so far
         self._open: dict[str, Any] = {}
         if (folder / MANIFEST).is_file():
             manifest = read_json(folder / MANIFEST, self.fix)
@@ -86,24 +66,20 @@ class GeneratedStore:
             self.seconds = float(manifest.get("seconds", 0.0))
 
     def reload(self) -> "GeneratedStore":
-        """Return the store as its folder is now."""
         return GeneratedStore(self.folder, self.about)
 
     def add(self, answers: Sequence[GeneratedAnswer], seconds: float = 0.0) -> None:
-        """Write one shard, which counts once the manifest names it.
-
-        Args:
-            seconds: time that it took to generate.
-        """
+        """Write one shard, generated in `seconds`; it counts once the manifest names it."""
         self.seconds += seconds
         answers = sorted(answers, key=lambda a: a.index)
         name = f"shard-{answers[0].index:08d}.safetensors"
-        tensors = {
-            "ids": torch.tensor([i for a in answers for i in a.ids], dtype=torch.int32),
-            "length": torch.tensor([len(a.ids) for a in answers], dtype=torch.int32),
-            "prompt": torch.tensor([a.prompt_length for a in answers], dtype=torch.int32),
-            "place": torch.tensor([a.index for a in answers], dtype=torch.int32),
+        columns = {
+            "ids": [i for a in answers for i in a.ids],
+            "length": [len(a.ids) for a in answers],
+            "prompt": [a.prompt_length for a in answers],
+            "place": [a.index for a in answers],
         }
+        tensors = {n: torch.tensor(column, dtype=torch.int32) for n, column in columns.items()}
         keys = json.dumps([a.key for a in answers])
         digest = write_tensors(self.folder / name, tensors, {"keys": keys})
         self.shards = dict(sorted({**self.shards, name: digest}.items()))
@@ -115,7 +91,6 @@ class GeneratedStore:
         self._write_manifest()
 
     def select(self, request: str) -> "GeneratedStore":
-        """Return the store with the shards of one complete request."""
         part = self.reload()
         part.shards = {name: self.shards[name] for name in self.complete[request]}
         return part
@@ -137,18 +112,13 @@ class GeneratedStore:
         write_json(self.folder / MANIFEST, fields)
 
     def answers(self) -> list[GeneratedAnswer]:
-        """Return all answers, shard by shard.
-
-        Raises:
-            RunError: a shard is missing or damaged.
-        """
+        """Return all answers, shard by shard; RunError if one is missing or damaged."""
         out: list[GeneratedAnswer] = []
         for name in self.shards:
             file = self._shard(name)
             keys = json.loads(file.metadata()["keys"])
-            ids, *fields = (
-                file.get_tensor(f).tolist() for f in ("ids", "length", "prompt", "place")
-            )
+            names = ("ids", "length", "prompt", "place")
+            ids, *fields = (file.get_tensor(name).tolist() for name in names)
             start = 0
             for key, length, prompt_length, index in zip(keys, *fields, strict=True):
                 out.append(GeneratedAnswer(index, key, ids[start : start + length], prompt_length))

@@ -27,11 +27,7 @@ MAX_ATTEMPTS = 20  # generated texts per requested prompt
 
 
 def user_turn_prefix(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the template's tokens before a user's text, and the tokens that may end the text.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template, or its user turns have no end.
-    """
+    """Return the template's tokens before a user's text, and the tokens that may end the text."""
     chat = ChatTemplate(tokenizer)
     turn = [Message(role="user", content=MARK)]
     sides = chat.text_around(turn, 0) if getattr(tokenizer, "chat_template", None) else None
@@ -39,23 +35,18 @@ def user_turn_prefix(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         why = "The target has no chat template that opens a user's turn."
         fix = "Use an instruct model, or give prompts: data.path=..."
         raise ConfigError("data.generate.self_prompted", True, why, fix)
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return chat.ids(sides[0]), [token for token in chat.ids(sides[1]) if token in special][:1]
+    ends = [token for token in chat.ids(sides[1]) if token in chat.special]
+    return chat.ids(sides[0]), ends[:1]
 
 
 def generate_prompts(
-    store: GeneratedStore,
-    backend: AnswerBackend,
-    tokenizer: Tokenizer,
-    count: int,
+    store: GeneratedStore, backend: AnswerBackend, tokenizer: Tokenizer, count: int,
     ends: Sequence[int],
-) -> tuple[list[Prompt], Counter[str]]:
+) -> tuple[list[Prompt], Counter[str]]:  # fmt: skip
     """Return the first `count` usable prompts, and the number of texts left out by reason.
 
-    A call that continues after a kill takes the same steps and uses the texts in the store.
-
-    Raises:
-        RunError: of `MAX_ATTEMPTS` texts per prompt too few are usable.
+    A call that continues after a kill takes the same steps and uses the texts in the store. Raises
+    RunError if too few of `MAX_ATTEMPTS` texts per prompt are usable.
     """
     head, total = user_turn_prefix(tokenizer)[0], 0
     while True:
@@ -66,11 +57,11 @@ def generate_prompts(
         if len(prompts) == count:
             return prompts, reasons
         if total >= max(MAX_ATTEMPTS * count, SHARD):
-            raise RunError(
-                f"Of {total} texts that the target generated as a user, {len(prompts)} are prompts "
-                f"({format_reasons(reasons)}).",
-                "Use an instruct model, or give prompts: data.path=...",
+            why = (
+                f"Of {total} texts that the target generated as a user, {len(prompts)} are prompts"
             )
+            fix = "Use an instruct model, or give prompts: data.path=..."
+            raise RunError(f"{why} ({format_reasons(reasons)}).", fix)
         total += max(SHARD, 2 * (count - len(prompts)))
 
 
@@ -79,7 +70,7 @@ def filter_prompts(
 ) -> tuple[list[Prompt], Counter[str]]:
     """Return the first `count` usable prompts by index, and what the others lacked."""
     distinct, prompts, reasons = NearDuplicateFilter(), list[Prompt](), Counter[str]()
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = ChatTemplate(tokenizer).special
     for answer in sorted(answers, key=lambda a: a.index):
         if len(prompts) == count:
             break
@@ -110,5 +101,4 @@ def rejection_reason(text: str) -> str:
 
 
 def format_reasons(reasons: Counter[str]) -> str:
-    """Return the most common reasons with their counts, for a message."""
     return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(9))

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,25 +27,20 @@ from torch import Tensor
 
 from outrider.data.tokenise import Document
 
-TYPES = {"ids": np.int32, "answer": np.bool_, "document": np.int32, "positions": np.int32}
-BLANK = {"ids": 0, "answer": False, "document": -1, "positions": 0}  # of padding
+COLUMNS: dict[str, tuple[int, Any]] = {  # padding and type
+    "ids": (0, np.int32), "answer": (0, np.bool_), "document": (-1, np.int32),
+    "positions": (0, np.int32),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed documents.
+    """Packed documents."""
 
-    Attributes:
-        ids: tokens; 0 where padded.
-        answer: True where the token belongs to an answer.
-        document: index of the document that a token belongs to; -1 where padded.
-        positions: from 0 in every document; 0 where padded.
-    """
-
-    ids: Int32[Tensor, "N T"]
-    answer: Bool[Tensor, "N T"]
-    document: Int32[Tensor, "N T"]
-    positions: Int32[Tensor, "N T"]
+    ids: Int32[Tensor, "N T"]  # 0 where padded
+    answer: Bool[Tensor, "N T"]  # the token belongs to an answer
+    document: Int32[Tensor, "N T"]  # index of the token's document; -1 where padded
+    positions: Int32[Tensor, "N T"]  # from 0 in every document; 0 where padded
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -65,20 +61,16 @@ class Rows:
 
 
 def pack(documents: Sequence[Document], length: int) -> Rows:
-    """Pack whole documents into rows of `length` tokens, deterministically.
+    """Pack whole documents into rows of `length` tokens; ValueError if one is empty or longer.
 
     Ties go to the earlier document and to the older row.
-
-    Raises:
-        ValueError: a document is empty or longer than a row (`render` cuts to a length).
     """
     for number, document in enumerate(documents):
         if not 1 <= len(document.ids) <= length:
             raise ValueError(f"document {number} has {len(document.ids)} tokens, a row {length}")
     plan = _best_fit([len(document.ids) for document in documents], length)
-    columns: dict[str, np.ndarray] = {
-        name: np.full((len(plan), length), BLANK[name], TYPES[name]) for name in TYPES
-    }
+    shape = (len(plan), length)
+    columns = {name: np.full(shape, blank, dtype) for name, (blank, dtype) in COLUMNS.items()}
     for row, numbers in enumerate(plan):
         start = 0
         for number in numbers:
@@ -125,7 +117,6 @@ def split(documents: Sequence[Document], holdout: float) -> tuple[list[Document]
     (with its copies): two different conversations always give a document on each side.
 
     Args:
-        documents: in any order, which both results keep.
         holdout: expected share, 0 <= holdout < 1; at 0 nothing is held out.
     """
     if not 0 <= holdout < 1:

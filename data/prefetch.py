@@ -10,10 +10,7 @@ T = TypeVar("T")
 class Prefetcher(Generic[T]):
     """Values of steps 0, 1, ..., each computed in a thread before it is needed.
 
-    Args:
-        make: computes the value of a step; called from several threads.
-        workers: threads, and most steps in progress; 0: values are computed when they are needed.
-        stop: the first step that is not needed.
+    Up to `workers` threads call `make`, for steps before `stop`; with 0 nothing runs ahead.
     """
 
     def __init__(self, make: Callable[[int], T], workers: int, stop: int | None = None) -> None:
@@ -22,11 +19,7 @@ class Prefetcher(Generic[T]):
         self._pending: dict[int, Future[T]] = {}
 
     def get(self, step: int) -> T:
-        """Return the value of a step and start the next ones.
-
-        Raises:
-            Exception: the error of `make`.
-        """
+        """Return the value of a step (or raise the error of `make`) and start the next ones."""
         if self._pool is None:
             return self.make(step)
         future = self._pending.pop(step, None)
@@ -38,6 +31,5 @@ class Prefetcher(Generic[T]):
         return self.make(step) if future is None else future.result()
 
     def close(self) -> None:
-        """Cancel the pending steps and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,9 +1,8 @@
 """Rows of .jsonl, .json, .csv and .parquet files, streamed.
 
-A file may be larger than memory: one chunk, batch or row of it is held. A row that cannot be read
-(damaged json, wrong encoding, too long a line) raises an error with its line, or is skipped and
-counted as long as `skip_bad` allows. Damage behind which no row can be found (inside an array, in a
-parquet file that was cut off) always raises.
+A file may be larger than memory. A row that cannot be read (damaged json, wrong encoding, too long
+a line) raises an error with its line, or is skipped and counted as long as `skip_bad` allows.
+Damage behind which no row can be found (inside an array, in a cut-off parquet file) always raises.
 """
 
 import csv
@@ -31,33 +30,20 @@ PARQUET_ROWS = 256  # per batch
 
 @dataclass
 class BadRowPolicy:
-    """Skip and count bad rows, up to a limit.
+    """Skip and count bad rows, up to a limit."""
 
-    Attributes:
-        skip_bad: rows that may be skipped.
-        on_skip: called for each skipped row.
-        option: configuration key of the limit, for the message; "" if there is none.
-        count: bad rows so far.
-    """
-
-    skip_bad: int = 0
+    skip_bad: int = 0  # rows that may be skipped
     on_skip: Callable[[], None] = lambda: None
-    option: str = ""
+    option: str = ""  # configuration key of the limit, for the message; "" if there is none
     count: int = 0
 
     def skip_or_raise(self, file: Path, line: int, reason: object) -> None:
-        """Count a bad row.
-
-        Raises:
-            RunError: there are more than `skip_bad`.
-        """
+        """Count a bad row; raise RunError if there are more than `skip_bad`."""
         self.count += 1
         if self.count > self.skip_bad:
             earlier = f" (bad row number {self.count})" if self.skip_bad else ""
             skip = f", or leave it out: {self.option}={self.count}" if self.option else ""
-            raise RunError(
-                f"{file}, line {line}: {reason}{earlier}", f"Repair or remove that record{skip}."
-            )
+            raise _unreadable(file, line, f"{reason}{earlier}", skip)
         self.on_skip()
 
 
@@ -70,7 +56,6 @@ def read_records(
         path: one object per line (.jsonl), one array or one object per line (.json), a table
             whose first line names the columns (.csv), or a .parquet file.
         key: configuration key that names the file, for messages.
-        policy: counts bad rows; None refuses the first.
 
     Raises:
         ConfigError: no such file, an empty one, or another kind. Raised by the call itself.
@@ -89,18 +74,18 @@ def read_records(
 
 def _check_file(file: Path, path: str | Path, key: str) -> None:
     """Raise ConfigError for a file that cannot hold rows."""
-    fix = f"Give a file that ends in {', '.join(SUFFIXES)}."
+    why, fix = "", f"Give a file that ends in {', '.join(SUFFIXES)}."
     if not file.is_file():
-        raise ConfigError(key, str(path), "There is no such file.", fix)
-    if file.suffix not in SUFFIXES:
+        why = "There is no such file."
+    elif file.suffix not in SUFFIXES:
         why = f"A file that ends in {file.suffix or 'no suffix'} is not read."
-        raise ConfigError(key, str(path), why, fix)
-    if file.stat().st_size == 0:
-        raise ConfigError(key, str(path), "The file is empty.", "Was it written to its end?")
-    wide = "" if file.suffix == ".parquet" else _wide_encoding(_head(file))
-    if wide:
+    elif file.stat().st_size == 0:
+        why, fix = "The file is empty.", "Was it written to its end?"
+    elif file.suffix != ".parquet" and (wide := _wide_encoding(_head(file))):
+        why = f"This file is {wide}, and UTF-8 is read."
         fix = f"iconv -f {wide} -t UTF-8 {file.name} > new{file.suffix}"
-        raise ConfigError(key, str(path), f"This file is {wide}, and UTF-8 is read.", fix)
+    if why:
+        raise ConfigError(key, str(path), why, fix)
 
 
 def _head(file: Path) -> bytes:
@@ -190,8 +175,7 @@ def _csv_rows(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
         rows = csv.DictReader(stream, strict=True)
         while True:
             try:
-                row = next(rows)
-                yield _parse_cells(row)
+                yield _parse_cells(next(rows))
             except StopIteration:
                 return
             except csv.Error as error:
@@ -201,11 +185,7 @@ def _csv_rows(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
 
 
 def _parse_cells(row: dict[Any, Any]) -> dict[str, Any]:
-    """Parse the cells that are json lists.
-
-    Raises:
-        ValueError: too many cells, too few, or text that is not UTF-8.
-    """
+    """Parse the cells that are json lists; ValueError for too many, too few or undecodable ones."""
     if None in row or None in row.values():
         raise ValueError("the row and the first line have different numbers of cells")
     try:
@@ -213,10 +193,10 @@ def _parse_cells(row: dict[Any, Any]) -> dict[str, Any]:
             value.encode()  # bytes that are not UTF-8 were read as surrogates
     except UnicodeEncodeError:
         raise ValueError("the row is not UTF-8") from None
-    listed = {k: v for k, v in row.items() if v.startswith("[") and v.endswith("]")}
-    for name, value in listed.items():
-        with suppress(ValueError):  # text in brackets
-            row[name] = json.loads(value)
+    for name, value in row.items():
+        if value.startswith("[") and value.endswith("]"):
+            with suppress(ValueError):  # text in brackets
+                row[name] = json.loads(value)
     return row
 
 
@@ -252,5 +232,5 @@ def _require_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _unreadable(file: Path, line: int, reason: object) -> RunError:
-    return RunError(f"{file}, line {line}: {reason}", "Repair or remove that record.")
+def _unreadable(file: Path, line: int, reason: object, skip: str = "") -> RunError:
+    return RunError(f"{file}, line {line}: {reason}", f"Repair or remove that record{skip}.")

@@ -1,7 +1,6 @@
 """Messages and progress bars of data preparation, printed by the main rank only."""
 
 import time
-from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,18 +9,13 @@ LINE = 60.0  # seconds between lines of progress without a terminal
 
 
 class Reporter:
-    """A console that is silent on every rank but the main one.
-
-    Attributes:
-        main: this process prints.
-    """
+    """A console that prints in the main process only."""
 
     def __init__(self, console: Console, main: bool = True) -> None:
         self.console, self.main = console, main
 
     @classmethod
     def silent(cls) -> "Reporter":
-        """Return a reporter that prints nothing."""
         return cls(Console(quiet=True), main=False)
 
     def print(self, message: RenderableType) -> None:
@@ -65,11 +59,7 @@ class TokenProgress:
         self.update(self.done + count, self.tokens + tokens)
 
     def update(self, done: int, tokens: int, rate: float | None = None) -> None:
-        """Set finished units and tokens so far.
-
-        Args:
-            rate: tokens per second; None: since the bar was made.
-        """
+        """Set finished units, tokens so far and tokens per second (None: since the start)."""
         now = time.monotonic()
         self.done, self.tokens = done, tokens
         rate = tokens / max(now - self.start, 1e-9) if rate is None else rate
@@ -80,10 +70,5 @@ class TokenProgress:
                 f"{self.verb}: {done}/{self.total} {self.unit}, {tokens:,} tokens, {rate:,.0f}/s"
             )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.bar.stop()

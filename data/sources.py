@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,16 @@ UNNAMED = DatasetSpec("", "", "")  # rows stay as they are
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that can be read any number of times.
+    """Rows that can be read any number of times."""
 
-    Attributes:
-        location: file, folder, hub id or address.
-        option: configuration key of the source, for messages.
-        name: in the registry; "" for the user's own data.
-        splits: the first of these that the data set has is read.
-        skip_bad: bad rows that may be skipped.
-    """
-
-    location: str
-    option: str
-    name: str = ""
+    location: str  # file, folder, hub id or address
+    option: str  # configuration key of the source, for messages
+    name: str = ""  # in the registry; "" for the user's own data
     spec: DatasetSpec = UNNAMED
     subset: str | None = None
-    splits: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()  # the first of these that the data set has is read
     revision: str | None = None
-    skip_bad: int = 0
+    skip_bad: int = 0  # bad rows that may be skipped
 
     @property
     def local_path(self) -> Path | None:
@@ -57,9 +50,6 @@ class Source:
 
     def rows(self, on_skip: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
         """Return one dict per row; those of named data sets in a shape of `conversations`.
-
-        Args:
-            on_skip: called for every bad row that is skipped.
 
         Raises:
             ConfigError: nothing is at the location. Raised by the call itself.
@@ -106,18 +96,12 @@ class Source:
 
 
 def data_source(
-    word: str,
-    option: str = "data.path",
-    *,
-    subset: str | None = None,
-    split: str | None = None,
-    revision: str | None = None,
-    skip_bad: int = 0,
-) -> Source:
+    word: str, option: str = "data.path", *, subset: str | None = None, split: str | None = None,
+    revision: str | None = None, skip_bad: int = 0,
+) -> Source:  # fmt: skip
     """Return a source of training text: a name of `DATASETS`, or a location.
 
-    Raises:
-        ConfigError: neither a name nor a location, or a split of a single file.
+    Raises ConfigError if it is neither, or if a single file is to have a subset, split or revision.
     """
     source = _source(word, option, DATASETS, ("train",))
     local = source.local_path
@@ -125,21 +109,13 @@ def data_source(
         if value is not None and (source.remote or (local is not None and local.is_file())):
             why, fix = f"{source.location} is a single file.", f"Drop data.{name}."
             raise ConfigError(f"data.{name}", value, why, fix)
-    return replace(
-        source,
-        subset=subset or source.subset,
-        splits=(split,) if split else source.splits,
-        revision=revision,
-        skip_bad=skip_bad,
-    )
+    splits = (split,) if split else source.splits
+    subset = subset or source.subset
+    return replace(source, subset=subset, splits=splits, revision=revision, skip_bad=skip_bad)
 
 
 def suite_source(word: str, option: str = "eval.prompts") -> Source:
-    """Return a source of prompts for evaluation: a name of `SUITES`, or a location.
-
-    Raises:
-        ConfigError: neither a name nor a location.
-    """
+    """Return a source of prompts for evaluation; ConfigError if `word` is no name or location."""
     return _source(word, option, SUITES, ("test", "validation", "train"))
 
 
@@ -169,7 +145,6 @@ def _check_location(source: Source, specs: Mapping[str, DatasetSpec]) -> Source:
 
 
 def _download(address: str, option: str) -> Path:
-    """Return the file of an address; download it once."""
     from torch.hub import download_url_to_file
 
     from outrider.conf.paths import cache_home
@@ -178,29 +153,30 @@ def _download(address: str, option: str) -> Path:
     file = cache_home() / "files" / name
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with _reaching(option, address):
             download_url_to_file(address, str(file), progress=False)
-        except (OSError, ValueError) as error:
-            raise _unreachable(option, address, error) from None
     return file
 
 
 def _hub_file(source: Source) -> Path:
     from huggingface_hub import hf_hub_download
 
-    try:
-        file = hf_hub_download(
-            source.location, str(source.spec.file), repo_type="dataset", revision=source.revision
+    name = str(source.spec.file)
+    with _reaching(source.option, source.location):
+        return Path(
+            hf_hub_download(source.location, name, repo_type="dataset", revision=source.revision)
         )
-    except Exception as error:  # the hub's errors have no common class
-        raise _unreachable(source.option, source.location, error) from None
-    return Path(file)
 
 
-def _unreachable(option: str, location: str, error: Exception) -> ConfigError:
-    why = f"It could not be read: {_first_line(error)}"
-    fix = "Check the name and the network, or give a copy: NAME@FILE."
-    return ConfigError(option, location, why, fix)
+@contextmanager
+def _reaching(option: str, location: str) -> Iterator[None]:
+    """Raise ConfigError for an error of the hub, `datasets` or torch: they have no common class."""
+    try:
+        yield
+    except Exception as error:
+        why = f"It could not be read: {_first_line(error)}"
+        fix = "Check the name and the network, or give a copy: NAME@FILE."
+        raise ConfigError(option, location, why, fix) from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -216,19 +192,16 @@ def _version(source: Source) -> str:
         return digest.hexdigest()
     from huggingface_hub import HfApi
 
-    try:
+    with _reaching(source.option, source.location):
         info = HfApi().dataset_info(source.location, revision=source.revision)
-    except Exception as error:  # the hub's errors have no common class
-        raise _unreachable(source.option, source.location, error) from None
     return f"{source.location}@{info.sha}"
 
 
 def _dataset(source: Source) -> Iterator[dict[str, Any]]:
-    """Return the rows that `datasets` reads, as a stream."""
     import datasets
 
     local = source.local_path
-    try:
+    with _reaching(source.option, source.location):
         if local is not None and any((local / name).is_file() for name in SAVED):
             data = datasets.load_from_disk(str(local))
         else:
@@ -236,8 +209,6 @@ def _dataset(source: Source) -> Iterator[dict[str, Any]]:
                 str(local or source.location), _subset(source),
                 revision=source.revision, streaming=True,
             )  # fmt: skip
-    except Exception as error:  # the errors of `datasets` have no common class
-        raise _unreachable(source.option, source.location, error) from None
     return _with_run_errors(iter(_split(data, source)), source)
 
 
@@ -271,9 +242,7 @@ def _with_run_errors(rows: Iterator[dict[str, Any]], source: Source) -> Iterator
         except StopIteration:
             return
         except Exception as error:  # of arrow, json, the network: there is no common class
-            message = (
-                f"{source.location} cannot be read on: {_first_line(error.__cause__ or error)}"
-            )
+            why = _first_line(error.__cause__ or error)
             fix = "Download or write it again, or give its file."
-            raise RunError(message, fix) from None
+            raise RunError(f"{source.location} cannot be read on: {why}", fix) from None
         yield row

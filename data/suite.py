@@ -19,8 +19,7 @@ def load_suite(config: Config, limit: int | None) -> list[Prompt]:
     suite = read_prompts(source, limit if source.single_category else None)
     if limit is None or limit >= len(suite):
         return suite
-    count: Counter[str] = Counter()
-    ranks: list[int] = []  # of each prompt within its category
+    count, ranks = Counter[str](), list[int]()  # rank of each prompt within its category
     for prompt in suite:
         ranks.append(count[prompt.category])
         count[prompt.category] += 1

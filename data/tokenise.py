@@ -28,23 +28,14 @@ from outrider.data.reporter import Reporter
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One conversation in tokens. Arrays rather than lists: there are many in memory.
-
-    Attributes:
-        ids: tokens.
-        answer: True where the token belongs to an answer.
-        key: names the conversation (`conversation_key`); decides its side of the holdout split.
-        cut: number of tokens behind `max_length`, which are left out.
-        source: name of the data set.
-        rewritten: number of answers found by case 3 of answer_spans.py.
-    """
+    """One conversation in tokens. Arrays rather than lists: there are many in memory."""
 
     ids: Int32[np.ndarray, " S"]
-    answer: Bool[np.ndarray, " S"]
-    key: str
-    cut: int = 0
-    source: str = ""
-    rewritten: int = 0
+    answer: Bool[np.ndarray, " S"]  # the token belongs to an answer
+    key: str  # `conversation_key`; decides the side of the holdout split
+    cut: int = 0  # tokens behind `max_length`, which are left out
+    source: str = ""  # name of the data set
+    rewritten: int = 0  # answers found by case 3 of answer_spans.py
 
     @classmethod
     def of(cls, ids: Sequence[int], answer: Sequence[bool], key: str, cut: int = 0) -> "Document":
@@ -68,15 +59,8 @@ def render(
 ) -> Document:
     """Return a conversation in tokens, cut to its first `max_length`, with its answers marked.
 
-    Args:
-        tokenizer: of the target, with or without a chat template.
-        messages: turns as `conversations.parse_conversation` returns them.
-        max_length: tokens, at least 1. A document whose answers are all cut off has none.
-        last_only: mark the last answer alone.
-
-    Raises:
-        RunError: no token is an answer, the template refuses the conversation, or the answers
-            cannot be found in the rendered text.
+    A document whose answers are all cut off has none. `last_only` marks the last answer alone.
+    Raises RunError if the template refuses the conversation, or no answer is found in its text.
     """
     if getattr(tokenizer, "chat_template", None):
         ids, spans, rewritten = ChatTemplate(tokenizer).answers(list(messages))
@@ -94,15 +78,10 @@ def render(
 
 
 def render_all(
-    tokenizer: Tokenizer,
-    conversations: Iterable[Sequence[Message]],
-    *,
-    max_length: int,
-    summary: Summary | None = None,
-    limit: int | None = None,
-    supervise: str = "all",
+    tokenizer: Tokenizer, conversations: Iterable[Sequence[Message]], *, max_length: int,
+    summary: Summary | None = None, limit: int | None = None, supervise: str = "all",
     cut: bool = True,
-) -> list[Document]:
+) -> list[Document]:  # fmt: skip
     """`render` each conversation; count the cut ones, drop those without any answer left.
 
     Args:
@@ -146,11 +125,12 @@ def _supervised_parts(
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message | str]) -> list[int]:
     """Return the tokens before the next answer, generation prompt included.
 
-    Args:
-        messages: the dialogue so far, the question last; plain strings are user, assistant,
-            user, ... in turn.
+    The question is last; plain strings are user, assistant, user, ... in turn.
     """
-    turns = [_as_message(index, turn) for index, turn in enumerate(messages)]
+    turns = [
+        Message(role=("user", "assistant")[i % 2], content=turn) if isinstance(turn, str) else turn
+        for i, turn in enumerate(messages)
+    ]
     if getattr(tokenizer, "chat_template", None):
         return render_prompt(tokenizer, turns, prompt=True)[1]
     return [token for piece, _ in plain_pieces(tokenizer, turns) for token in piece]
@@ -161,29 +141,15 @@ def render_prompt(
 ) -> tuple[str, list[int]]:
     """Return the text and the tokens that the chat template makes of these turns.
 
-    Args:
-        prompt: append the generation prompt, as before an answer.
-
-    Raises:
-        RunError: the template refuses them.
+    `prompt` appends the generation prompt. Raises RunError if the template refuses the turns.
     """
     chat = ChatTemplate(tokenizer)
     text = chat.text(list(messages), prompt=prompt)
     return text, chat.ids(text)
 
 
-def _as_message(index: int, turn: Message | str) -> Message:
-    if isinstance(turn, str):
-        return Message(role=("user", "assistant")[index % 2], content=turn)
-    return turn
-
-
 def highlight_answers(tokenizer: Tokenizer, document: Document, brackets: bool = False) -> Text:
-    """Return the document's text with green answers; the rest is dim.
-
-    Args:
-        brackets: also put the answers in brackets, for output without colour.
-    """
+    """Return the document's text with green answers, also in brackets for output without colour."""
     text = Text()
     flagged = zip(document.answer.tolist(), document.ids.tolist(), strict=True)
     for is_answer, run in groupby(flagged, itemgetter(0)):
@@ -202,9 +168,7 @@ def show_samples(
     for document in documents[:n]:
         answer = document.ids[document.answer].tolist()
         first, last = (repr(tokenizer.decode([token])) for token in (answer[0], answer[-1]))
-        title = Text(
-            f"{len(answer)} of {len(document.ids)} tokens are supervised, from {first} to {last}"
-        )
-        brackets = reporter.console.color_system is None
-        text = highlight_answers(tokenizer, document, brackets)
+        counts = f"{len(answer)} of {len(document.ids)} tokens"
+        title = Text(f"{counts} are supervised, from {first} to {last}")
+        text = highlight_answers(tokenizer, document, reporter.console.color_system is None)
         reporter.print(Panel(text, title=title, title_align="left"))

@@ -1,9 +1,7 @@
 """The interface of everything that outputs traces of packed rows, and the target as one of them.
 
-TargetTraces     runs the target
-RecordedTraces   reads a recording (data/record/reader.py)
-TraceCache       reads rows of earlier epochs and runs the target for the others
-                 (data/record/cache.py)
+TargetTraces runs the target, `record.reader.RecordedTraces` reads a recording, and
+`record.cache.TraceCache` reads rows of earlier epochs and runs the target for the others.
 """
 
 from pathlib import Path
@@ -59,7 +57,6 @@ class TargetTraces:
         self.target = target
 
     def size(self) -> int:
-        """Return 0: nothing is stored."""
         return 0
 
     def trace(self, batch: Batch, device: torch.device | str | None = None) -> Trace:

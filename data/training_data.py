@@ -24,26 +24,16 @@ from outrider.models.vocab import DraftVocab
 
 @dataclass
 class TrainingData:
-    """Packed rows of a run, their statistics, and recorded traces of them.
-
-    Attributes:
-        train, held: packed rows; no conversation is in both.
-        counts: how often each token is an answer token of the training rows.
-        held_counts: the same for the held-out rows.
-        documents: the text that was packed.
-        about: origin of the text, for the manifest.
-        recorded: sources of recorded traces; None: the target runs online.
-        recorded_vocab: the draft vocabulary of a recording of few tokens (record.top).
-    """
+    """Packed rows of a run, their statistics, and recorded traces of them."""
 
     train: Rows
-    held: Rows
-    counts: Int[Tensor, " V"]
+    held: Rows  # held-out conversations
+    counts: Int[Tensor, " V"]  # how often each token is an answer token of the training rows
     held_counts: Int[Tensor, " V"]
-    documents: list[Document]
-    about: dict[str, Any]
-    recorded: TraceSources | None = None
-    recorded_vocab: Int[Tensor, " Vd"] | None = None
+    documents: list[Document]  # the text that was packed
+    about: dict[str, Any]  # origin of the text, for the manifest
+    recorded: TraceSources | None = None  # None: the target runs online
+    recorded_vocab: Int[Tensor, " Vd"] | None = None  # draft vocabulary, with record.top
 
     def vocab(self, size: int | None) -> DraftVocab:
         """Return the draft vocabulary: the most frequent answer tokens, or the recorded ones."""
@@ -65,11 +55,9 @@ class TrainingData:
         return self.recorded or TraceSources(online, online)
 
     def held_traces(self, target: Target, rows: int, recorded: bool = True) -> Iterator[Trace]:
-        """Yield traces of the first held-out rows, one row each, on the target's device.
+        """Yield traces of the first `rows` held-out rows, one row each, on the target's device.
 
-        Args:
-            rows: at most this many.
-            recorded: read a recording where there is one, instead of running the target.
+        With `recorded`, a recording is read where there is one, instead of running the target.
         """
         source = self.trace_sources(target).held if recorded else TargetTraces(target)
         for index in range(min(rows, len(self.held))):
@@ -81,24 +69,16 @@ def pack_documents(
 ) -> TrainingData:
     """Split documents into training and held-out ones, count their tokens and pack them.
 
-    Args:
-        vocab: tokens of the target's vocabulary.
-
-    Raises:
-        RunError: one of the sides is empty, or a token is outside the vocabulary.
+    Raises RunError if a side is empty, or a token is outside the target's vocabulary.
     """
     train, held = split(documents, data.holdout)
     if not train or not held:
-        raise RunError(
-            f"{len(documents)} conversations are too few to train and to hold some out.",
-            "Give more of them.",
-        )
+        why = f"{len(documents)} conversations are too few to train and to hold some out."
+        raise RunError(why, "Give more of them.")
     largest = max(int(document.ids.max()) for document in documents)
     if largest >= vocab:
-        raise RunError(
-            f"The tokenizer outputs token {largest}; the target's vocabulary is 0..{vocab - 1}.",
-            "Use the tokenizer that belongs to the target.",
-        )
+        why = f"The tokenizer outputs token {largest}; the target's vocabulary is 0..{vocab - 1}."
+        raise RunError(why, "Use the tokenizer that belongs to the target.")
     counts, held_counts = _answer_counts(train, vocab), _answer_counts(held, vocab)
     about = {**about, "documents": len(documents), "sha256_documents": _digest(documents)}
     rows = pack(train, data.max_length), pack(held, data.max_length)

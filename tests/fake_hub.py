@@ -52,9 +52,9 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    place = "/{repo_id}/resolve/{revision}/{filename}"
+    template = "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + place)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     try:
@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *words: object) -> None:
+    def log_message(self, *arguments: object) -> None:
         """Print nothing."""
 
     def do_POST(self) -> None:
@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
             files = json.loads(body)["files"]
             self._reply({"files": [self._mode(file["path"]) for file in files]})
         elif self.path.endswith("/info/lfs/objects/batch"):
-            self._reply({"objects": [self._batch(one) for one in json.loads(body)["objects"]]})
+            self._reply({"objects": [self._batch(item) for item in json.loads(body)["objects"]]})
         elif match := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
             self._commit(match[1], [json.loads(line) for line in body.splitlines()])
         else:
@@ -138,11 +138,11 @@ class Handler(BaseHTTPRequestHandler):
         mode = "lfs" if path.endswith(LFS) else "regular"
         return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None}
 
-    def _batch(self, one: dict[str, Any]) -> dict[str, Any]:
-        out = {"oid": one["oid"], "size": one["size"]}
-        if one["oid"] in self.hub.blobs:
+    def _batch(self, item: dict[str, Any]) -> dict[str, Any]:
+        out = {"oid": item["oid"], "size": item["size"]}
+        if item["oid"] in self.hub.blobs:
             return out
-        return {**out, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}}
+        return {**out, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}}
 
     def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
         files = self.hub.repos[repo]["files"]

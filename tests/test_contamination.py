@@ -1,4 +1,4 @@
-"""Prompts of the suite among the training questions: found exactly, named, left out or refused."""
+"""Prompts of the suite among training questions: exact search, refusal and removal."""
 
 import json
 import random
@@ -22,25 +22,27 @@ from tests import runs
 LONG = "Explain to a child of ten why the sky is blue at noon and red when the sun goes down."
 
 
-def test_the_index_agrees_with_comparing_all_pairs() -> None:
+def test_the_index_equals_a_comparison_of_all_pairs() -> None:
     """Texts over a small vocabulary, so that all similarities occur; equal ones may tie."""
-    dice = random.Random(0)
-    base = [[dice.choice("abcdef") for _ in range(dice.randint(1, 30))] for _ in range(60)]
+    generator = random.Random(0)
+    base = [
+        [generator.choice("abcdef") for _ in range(generator.randint(1, 30))] for _ in range(60)
+    ]
     texts = [" ".join(words) for words in base]
     index, found = NgramIndex(texts), 0
     for words in base:
         for changes in range(4):
             other = words.copy()
             for _ in range(changes):
-                other[dice.randrange(len(other))] = dice.choice("abcdef")
+                other[generator.randrange(len(other))] = generator.choice("abcdef")
             text = " ".join(other)
             best = max(jaccard(text, known) for known in texts)
-            twin = index.nearest(text)
-            assert (twin is not None) == (best >= NEAR)
-            if twin is not None:
+            match = index.nearest(text)
+            assert (match is not None) == (best >= NEAR)
+            if match is not None:
                 found += 1
-                assert twin[1] == pytest.approx(best)
-                assert jaccard(text, texts[twin[0]]) == pytest.approx(best)
+                assert match[1] == pytest.approx(best)
+                assert jaccard(text, texts[match[0]]) == pytest.approx(best)
     assert 60 < found < 240
 
 
@@ -60,7 +62,7 @@ def test_what_counts_as_the_same_question(other: str, same: bool) -> None:
     assert (NgramIndex([LONG, "Hello"]).nearest(other) is not None) == same
 
 
-def test_short_questions_are_compared_whole_and_signs_count_as_words() -> None:
+def test_short_questions_are_compared_whole_and_cjk_characters_are_words() -> None:
     assert NgramIndex(["Who are you?"]).nearest("who are  you") == (0, 1.0)
     assert NgramIndex(["Who are you?"]).nearest("Who are they?") is None
     assert ngrams("...") == set()
@@ -73,25 +75,25 @@ def turns(question: str) -> list[Message]:
     return [Message(role="user", content=question), Message(role="assistant", content=LONG)]
 
 
-def test_overlaps_are_refused_with_their_prompts_or_left_out_with_their_count() -> None:
+def test_overlaps_raise_with_their_prompts_or_are_dropped_and_counted() -> None:
     suite = [Prompt("sky", "all", [LONG, "Go on."]), Prompt("hi", "all", ["Hello there"])]
     text = [turns("Something else."), turns(LONG), [*turns("x y"), *turns("Hello there!")]]
-    guard = OverlapFilter(suite, "refuse")
-    assert list(guard.drop_overlaps(text, Summary())) == text[:1]
+    overlap_filter = OverlapFilter(suite, "refuse")
+    assert list(overlap_filter.drop_overlaps(text, Summary())) == text[:1]
     with pytest.raises(RunError, match=r"2 training questions(.|\n)*sky \(100%\): 'Explain"):
-        guard.raise_if_refused()
+        overlap_filter.raise_if_refused()
     summary = Summary()
     assert list(OverlapFilter(suite, "drop").drop_overlaps(text, summary)) == text[:1]
     assert summary.counts == {"in the suite": 2}
     assert list(OverlapFilter(suite, "keep").drop_overlaps(text, Summary())) == text
-    follow_up = turns("Go on.")  # nobody's opening
+    follow_up = turns("Go on.")  # not a first question
     assert list(OverlapFilter(suite, "refuse").drop_overlaps([follow_up], Summary())) == [follow_up]
 
 
-def test_the_search_ends_when_there_is_enough_to_say() -> None:
-    guard = OverlapFilter([Prompt("sky", "all", [LONG])], "refuse")
+def test_the_search_stops_at_the_limit() -> None:
+    overlap_filter = OverlapFilter([Prompt("sky", "all", [LONG])], "refuse")
     with pytest.raises(RunError, match="at least 10 training questions"):
-        list(guard.drop_overlaps((turns(LONG) for _ in range(10**9)), Summary()))
+        list(overlap_filter.drop_overlaps((turns(LONG) for _ in range(10**9)), Summary()))
 
 
 @pytest.fixture(scope="module")
@@ -99,41 +101,41 @@ def loaded() -> LoadedTarget:
     return load_target(parse(compose(["target=tiny"])).target)
 
 
-def prepared(loaded: LoadedTarget, *words: str) -> TrainingData:
+def training_data(loaded: LoadedTarget, *words: str) -> TrainingData:
     config = parse(compose(["target=tiny", "data.max_length=64", "data.holdout=0.2", *words]))
     return load_training_data(config, loaded, (1,), Reporter.silent())
 
 
-def test_training_text_with_prompts_of_the_suite_is_refused_or_thinned(
+def test_training_text_with_prompts_of_the_suite_raises_or_is_filtered(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conversations, and prompts that the target answers: the same rule."""
+    """The same rule applies to conversations and to prompts that the target answers."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     rows = [{"messages": turns(f"Question number {i}, what is it about?")} for i in range(20)]
     text, suite = tmp_path / "text.jsonl", tmp_path / "suite.jsonl"
     text.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    asked = {"id": "seven", "prompt": "question number 7: what is it about"}
-    suite.write_text(json.dumps(asked))
+    prompt = {"id": "seven", "prompt": "question number 7: what is it about"}
+    suite.write_text(json.dumps(prompt))
     given = ["data=jsonl", f"data.path={text}", f"eval.prompts={suite}"]
     own = [*given, "data=self", "data.generate.max_new_tokens=4"]
     for words in (given, own):
         with pytest.raises(RunError, match="seven"):
-            prepared(loaded, *words)
-        assert len(prepared(loaded, *words, "data.overlap=drop").documents) == 19
-        assert len(prepared(loaded, *words, "data.overlap=keep").documents) == 20
+            training_data(loaded, *words)
+        assert len(training_data(loaded, *words, "data.overlap=drop").documents) == 19
+        assert len(training_data(loaded, *words, "data.overlap=keep").documents) == 20
     mixed = [*own, "data.overlap=drop", f"data.given={text}", "data.given_share=0.5"]
-    assert len(prepared(loaded, *mixed).documents) == 19 + 19
+    assert len(training_data(loaded, *mixed).documents) == 19 + 19
 
 
 @pytest.mark.slow
-def test_an_evaluation_on_other_prompts_looks_for_them_in_the_training_text(
+def test_an_evaluation_on_other_prompts_searches_the_training_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"messages": turns(f"Question number {i}, what is it about?")} for i in range(40)]
     text, suite = tmp_path / "text.jsonl", tmp_path / "suite.jsonl"
     text.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    asked = ["Who are you?", "question number 7: what is it about"]
-    suite.write_text("".join(f"{json.dumps({'id': q[:3], 'prompt': q})}\n" for q in asked))
+    questions = ["Who are you?", "question number 7: what is it about"]
+    suite.write_text("".join(f"{json.dumps({'id': q[:3], 'prompt': q})}\n" for q in questions))
     run = tmp_path / "run"
     train(runs.config(run, "data=jsonl", f"data.path={text}"))
     words = [f"run.dir={run}", f"eval.prompts={suite}", "eval.max_new_tokens=4", "eval.warmup=0"]

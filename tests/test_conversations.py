@@ -1,4 +1,4 @@
-"""Records to turns: each shape, and each rule of RULES with its count."""
+"""Parsing of records: each shape, and each rule of RULES with its count."""
 
 import json
 from io import StringIO
@@ -75,7 +75,7 @@ def test_every_common_shape_becomes_the_same_turns(
 
 
 TOOL = {"role": "tool", "content": "{}"}
-ODD: list[tuple[str, list[Any], list[Message]]] = [
+REPAIRED: list[tuple[str, list[Any], list[Message]]] = [
     ("no turns", [], []),
     ("no turns", [system("Be brief.")], []),
     ("leading answer", [assistant("Hello."), *DIALOGUE], DIALOGUE),
@@ -92,8 +92,8 @@ ODD: list[tuple[str, list[Any], list[Message]]] = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "turns", "expected"), ODD)
-def test_an_odd_conversation_is_mended_by_its_rule_and_counted(
+@pytest.mark.parametrize(("reason", "turns", "expected"), REPAIRED)
+def test_an_irregular_conversation_is_repaired_by_its_rule_and_counted(
     reason: str, turns: list[Any], expected: list[Message]
 ) -> None:
     summary = Summary()
@@ -126,15 +126,15 @@ def test_the_summary_prints_each_used_rule_with_its_count() -> None:
     summary, console = Summary(), Console(width=120, record=True, file=StringIO())
     summary.add("cut", 1234)
     console.print(summary)
-    shown = console.export_text()
-    assert "1,234" in shown
-    assert RULES["cut"] in shown
-    assert RULES["not text"] not in shown
+    printed = console.export_text()
+    assert "1,234" in printed
+    assert RULES["cut"] in printed
+    assert RULES["not text"] not in printed
     with pytest.raises(ValueError, match="no rule"):
         summary.add("made up")
 
 
-def test_a_file_gives_its_answered_conversations_and_counts_the_rest(tmp_path: Path) -> None:
+def test_conversations_without_answers_are_counted(tmp_path: Path) -> None:
     rows = [{"messages": DIALOGUE}, {"prompt": "2+2?"}, {"text": "x"}, {"messages": DIALOGUE}]
     source, summary = data_source(str(write(tmp_path / "a.jsonl", *rows))), Summary()
     assert list(read_conversations(source, summary)) == [DIALOGUE, DIALOGUE]
@@ -145,12 +145,12 @@ def test_a_file_gives_its_answered_conversations_and_counts_the_rest(tmp_path: P
 ROW = {"text": "x", "source": "y"}
 
 
-def test_a_file_without_any_answer_is_refused_and_its_first_record_shown(tmp_path: Path) -> None:
+def test_a_file_without_answers_raises_and_shows_its_first_record(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r'The first: \{"text": "x", "source": "y"\}'):
         list(read_conversations(data_source(str(write(tmp_path / "a.jsonl", ROW))), Summary()))
 
 
-def test_prompts_are_the_questions_alone(tmp_path: Path) -> None:
+def test_prompts_contain_only_the_questions(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl",
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
@@ -172,6 +172,6 @@ def test_prompts_are_the_questions_alone(tmp_path: Path) -> None:
     assert expected[2].first_messages() == [system("S"), user("2+2?")]
 
 
-def test_a_file_without_a_question_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_questions_raises(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has no question"):
         read_prompts(suite_source(str(write(tmp_path / "a.jsonl", {"text": "x"}))))

@@ -1,4 +1,4 @@
-"""Self-generation by a server: exact tokens or none, nothing lost or doubled after errors.
+"""Self-generation by a server: only exact tokens are stored, each answer once, also after errors.
 
 One server is real (`transformers serve` with the embedded target), the other a fake with errors.
 """
@@ -45,8 +45,8 @@ def prompts(loaded: LoadedTarget, count: int) -> list[PromptTokens]:
     texts = [f"Write a story about {i} boats and a kite." for i in range(count)]
     turns = [[Message(role="user", content=text)] for text in texts]
     return [
-        PromptTokens(i, conversation_key(said), prompt_ids(loaded.tokenizer, said))
-        for i, said in enumerate(turns)
+        PromptTokens(i, conversation_key(turn), prompt_ids(loaded.tokenizer, turn))
+        for i, turn in enumerate(turns)
     ]
 
 
@@ -54,25 +54,26 @@ Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
 
 
 class Fake:
-    """A server that answers ANSWER, as vLLM or as plainer ones do, but for its troubles.
+    """A server that returns ANSWER, in vLLM's dialect or a plain one, except for its failures.
 
     Attributes:
-        troubles: for the n-th completion asked for (from 0), what happens instead.
+        failures: replaces the n-th completion (from 0).
+        requests: bodies of the completions.
     """
 
     def __init__(self, loaded: LoadedTarget, *, vllm: bool, count_off: int = 0) -> None:
         self.loaded, self.vllm, self.count_off = loaded, vllm, count_off
         self.models = ["tiny"]
-        self.troubles: dict[int, Callable[[], Reply | None]] = {}
-        self.asked: list[dict[str, Any]] = []
+        self.failures: dict[int, Callable[[], Reply | None]] = {}
+        self.requests: list[dict[str, Any]] = []
         self.lock = Lock()
 
     def completion(self, body: dict[str, Any]) -> Reply | None:
         with self.lock:
-            number = len(self.asked)
-            self.asked.append(body)
-        if number in self.troubles:
-            return self.troubles[number]()
+            number = len(self.requests)
+            self.requests.append(body)
+        if number in self.failures:
+            return self.failures[number]()
         if body["model"] not in self.models:
             return 404, {}, b'{"error": {"message": "no such model"}}'
         if not self.vllm and not isinstance(body["prompt"], str):
@@ -83,19 +84,22 @@ class Fake:
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         tokenizer, prompt = self.loaded.tokenizer, body["prompt"]
-        asked = prompt if self.vllm else tokenizer(prompt)["input_ids"]
+        prompt_tokens = prompt if self.vllm else tokenizer(prompt)["input_ids"]
         ids = self.tokens()
         choice = {"index": 0, "text": ANSWER, "finish_reason": "stop", "logprobs": None}
         if self.vllm:
-            choice |= {"token_ids": ids, "prompt_token_ids": asked, "stop_reason": None}
-        usage = {"prompt_tokens": len(asked), "completion_tokens": len(ids) + self.count_off}
+            choice |= {"token_ids": ids, "prompt_token_ids": prompt_tokens, "stop_reason": None}
+        usage = {
+            "prompt_tokens": len(prompt_tokens),
+            "completion_tokens": len(ids) + self.count_off,
+        }
         return {
             "id": "x", "object": "text_completion", "created": 0, "model": body["model"],
             "choices": [choice], "usage": usage | {"total_tokens": 0},
         }  # fmt: skip
 
     def tokens(self) -> list[int]:
-        """VLLM's are not those that the text would be tokenised to: a model may write so."""
+        """Return the answer's tokens; vLLM's differ from those of its text, as a model's may."""
         tokenizer = self.loaded.tokenizer
         if not self.vllm:
             ids = tokenizer(ANSWER)["input_ids"]
@@ -106,7 +110,7 @@ class Fake:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fake], str]]:
-    """Starts a fake; the client's waits between attempts are made short."""
+    """Start a fake server; delays between the client's attempts are short."""
     from openai import _base_client
 
     monkeypatch.setattr(_base_client, "INITIAL_RETRY_DELAY", 0.01)
@@ -138,7 +142,7 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             if reply := fake.completion(json.loads(body)):
                 self.send(reply)
             else:
-                self.close_connection = True  # hangs up without a word
+                self.close_connection = True  # closes the connection without a response
 
         def send(self, reply: Reply) -> None:
             status, headers, body = reply
@@ -152,14 +156,14 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def answered(
+def run_generator(
     loaded: LoadedTarget, url: str, count: int = 6, *, target: bool = False, **options: Any
 ) -> tuple[dict[int, list[int]], EndpointGenerator]:
-    """The answers' own tokens by place, and the one who got them."""
+    """Return the tokens of the answers by index, and the generator."""
     chosen = {"batch": 3, "max_new_tokens": 40, "temperature": 1.0, **options}
     model = loaded.target if target else None
     stops = stop_ids(loaded.tokenizer, loaded.target)
-    served = EndpointGenerator(
+    generator = EndpointGenerator(
         GenerateConfig(endpoint=url, **chosen), loaded.tokenizer, stops, target=model
     )
     answers, ended = dict[int, list[int]](), set[int]()
@@ -171,51 +175,51 @@ def answered(
             answers[answer.index] = answer.ids[answer.prompt_length :]
         return True
 
-    served.run(prompts(loaded, count), on_answer)
+    generator.run(prompts(loaded, count), on_answer)
     assert ended == set(range(count))
-    return answers, served
+    return answers, generator
 
 
-def test_returned_tokens_are_kept_as_they_are(
+def test_returned_tokens_are_stored_unchanged(
     loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
     fake = Fake(loaded, vllm=True)
-    answers, served = answered(loaded, serve(fake), top_p=0.9, temperature=0.7)
+    answers, generator = run_generator(loaded, serve(fake), top_p=0.9, temperature=0.7)
     assert answers == {index: fake.tokens() for index in range(6)}
-    assert fake.tokens() != [*loaded.tokenizer(ANSWER)["input_ids"], 1]  # a text would lose them
-    assert "returned" in served.summary()
-    asked = fake.asked[1:]
-    assert sorted(a["prompt"] for a in asked) == sorted(q.ids for q in prompts(loaded, 6))
-    assert {(a["model"], a["temperature"], a["top_p"]) for a in asked} == {("tiny", 0.7, 0.9)}
-    assert len({a["seed"] for a in asked}) == 6
+    assert fake.tokens() != [*loaded.tokenizer(ANSWER)["input_ids"], 1]  # the text has other tokens
+    assert "returned" in generator.summary()
+    requests = fake.requests[1:]
+    assert sorted(a["prompt"] for a in requests) == sorted(q.ids for q in prompts(loaded, 6))
+    assert {(a["model"], a["temperature"], a["top_p"]) for a in requests} == {("tiny", 0.7, 0.9)}
+    assert len({a["seed"] for a in requests}) == 6
 
 
-def test_text_is_kept_when_its_tokens_are_proved(
+def test_text_is_stored_when_its_tokens_are_verified(
     loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
     fake = Fake(loaded, vllm=False)
-    answers, served = answered(loaded, serve(fake))
+    answers, generator = run_generator(loaded, serve(fake))
     assert answers == {index: fake.tokens() for index in range(6)}
-    assert "confirmed by its counts: 6 answers kept" in served.summary()
-    assert all(isinstance(body["prompt"], str) for body in fake.asked[3:])
+    assert "confirmed by its counts: 6 answers kept" in generator.summary()
+    assert all(isinstance(body["prompt"], str) for body in fake.requests[3:])
 
 
-def test_text_whose_tokens_are_not_certain_is_counted_and_left_out(
+def test_text_with_uncertain_tokens_is_dropped_and_counted(
     loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
-    """The server wrote one token more than the text has: another way to write the same words."""
+    """The server generated one token more than the text has: another tokenisation of it."""
     fake = Fake(loaded, vllm=False, count_off=1)
-    answers, served = answered(loaded, serve(fake))
+    answers, generator = run_generator(loaded, serve(fake))
     assert answers == {}
-    assert served.counts == {"left out: tokens not certain": 6}
+    assert generator.counts == {"left out: tokens not certain": 6}
 
 
-def _late() -> None:
+def _delay() -> None:
     time.sleep(0.6)
 
 
 @pytest.mark.parametrize(
-    "trouble",
+    "failure",
     [
         lambda: (429, {"Retry-After": "0.05"}, b"{}"),
         lambda: (500, {}, b"out of memory"),
@@ -224,80 +228,78 @@ def _late() -> None:
         lambda: (200, {}, b'{"id": "x", "choices": []}'),
         lambda: (200, {"Content-Length": "999"}, b'{"id": "x", "choices": [{"te'),
         lambda: None,
-        _late,
+        _delay,
     ],
     ids=["429", "500", "503", "cut json", "no choice", "cut body", "hangs up", "late"],
 )
-def test_trouble_that_passes_costs_nothing_but_time(
-    loaded: LoadedTarget, serve: Callable[[Fake], str], trouble: Callable[[], Reply | None]
+def test_transient_failures_lose_no_answer(
+    loaded: LoadedTarget, serve: Callable[[Fake], str], failure: Callable[[], Reply | None]
 ) -> None:
     fake = Fake(loaded, vllm=True)
-    fake.troubles = {0: trouble, 3: trouble}
-    answers, _ = answered(loaded, serve(fake), timeout=0.4)
+    fake.failures = {0: failure, 3: failure}
+    answers, _ = run_generator(loaded, serve(fake), timeout=0.4)
     assert answers == {index: fake.tokens() for index in range(6)}
-    assert len(fake.asked) == 1 + 6 + 2
+    assert len(fake.requests) == 1 + 6 + 2
 
 
-def test_the_server_says_how_long_to_wait(
-    loaded: LoadedTarget, serve: Callable[[Fake], str]
-) -> None:
+def test_retry_after_is_respected(loaded: LoadedTarget, serve: Callable[[Fake], str]) -> None:
     fake = Fake(loaded, vllm=True)
-    fake.troubles[0] = lambda: (429, {"Retry-After": "0.7"}, b"{}")
+    fake.failures[0] = lambda: (429, {"Retry-After": "0.7"}, b"{}")
     started = time.monotonic()
-    answered(loaded, serve(fake), 1)
+    run_generator(loaded, serve(fake), 1)
     assert time.monotonic() - started > 0.7
 
 
-def test_a_question_that_the_server_refuses_is_counted(
+def test_a_prompt_that_the_server_refuses_is_counted(
     loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
     fake = Fake(loaded, vllm=True)
-    fake.troubles[3] = lambda: (400, {}, b'{"error": {"message": "too long"}}')
-    answers, served = answered(loaded, serve(fake))
+    fake.failures[3] = lambda: (400, {}, b'{"error": {"message": "too long"}}')
+    answers, generator = run_generator(loaded, serve(fake))
     assert len(answers) == 5
-    assert served.counts["refused by the server"] == 1
+    assert generator.counts["refused by the server"] == 1
 
 
-def test_a_server_that_stays_down_ends_the_run_and_what_was_answered_is_kept(
+def test_a_permanent_failure_raises_and_stored_answers_remain(
     loaded: LoadedTarget, serve: Callable[[Fake], str], tmp_path: Path
 ) -> None:
     fake = Fake(loaded, vllm=True)
-    fake.troubles = dict.fromkeys(range(5, 50), lambda: (500, {}, DOWN))
-    asked, about = prompts(loaded, 6), {"a": 1}
+    fake.failures = dict.fromkeys(range(5, 50), lambda: (500, {}, DOWN))
+    questions, about = prompts(loaded, 6), {"a": 1}
     options = GenerateConfig(batch=1, max_new_tokens=40, endpoint=serve(fake), retries=2)
 
-    def go_on() -> None:
-        served = EndpointGenerator(options, loaded.tokenizer, [1])
-        write_answers(served, asked, GeneratedStore(tmp_path, about))
+    def resume() -> None:
+        generator = EndpointGenerator(options, loaded.tokenizer, [1])
+        write_answers(generator, questions, GeneratedStore(tmp_path, about))
 
     with pytest.raises(RunError, match=r"down(.|\n)*Finished answers are stored"):
-        go_on()
+        resume()
     assert [a.index for a in GeneratedStore(tmp_path, about).answers()] == [0, 1, 2, 3]
-    fake.troubles = {}
-    go_on()
+    fake.failures = {}
+    resume()
     assert [a.index for a in GeneratedStore(tmp_path, about).answers()] == list(range(6))
 
 
-def test_a_wrong_model_is_an_error_of_its_setting(
+def test_a_wrong_model_is_a_config_error(
     loaded: LoadedTarget, serve: Callable[[Fake], str]
 ) -> None:
     fake = Fake(loaded, vllm=True)
     url = serve(fake)
     with pytest.raises(ConfigError, match=r"data\.generate\.model = 'gpt'.*\n.*no such model"):
-        answered(loaded, url, model="gpt")
+        run_generator(loaded, url, model="gpt")
     fake.models = []
     with pytest.raises(ConfigError, match="lists no model"):
-        answered(loaded, url)
+        run_generator(loaded, url)
     fake.models = ["one", "two"]
     with pytest.raises(ConfigError, match="lists one, two"):
-        answered(loaded, url)
+        run_generator(loaded, url)
     with pytest.raises(RunError, match="another model than the target"):
-        answered(loaded, url, model="one", target=True)
+        run_generator(loaded, url, model="one", target=True)
     with pytest.raises(ConfigError, match=r"data\.generate\.endpoint"):
         parse(compose(["data=self", "data.generate.endpoint=localhost:8000"]))
 
 
-def test_a_server_that_reads_other_tokens_is_refused(
+def test_a_server_with_another_tokenizer_raises(
     loaded: LoadedTarget, serve: Callable[[Fake], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Fake(loaded, vllm=False)
@@ -305,7 +307,7 @@ def test_a_server_that_reads_other_tokens_is_refused(
     more = {"prompt_tokens": 99, "completion_tokens": 1, "total_tokens": 100}
     monkeypatch.setattr(fake, "answer", lambda body: usual(body) | {"usage": more})
     with pytest.raises(RunError, match="reads our prompts as other tokens: 99 tokens"):
-        answered(loaded, serve(fake))
+        run_generator(loaded, serve(fake))
 
 
 class Real:
@@ -334,13 +336,13 @@ class Real:
 
 
 @pytest.mark.slow
-def test_a_real_server_killed_in_the_middle_loses_and_doubles_nothing(
+def test_a_real_server_killed_in_the_middle_loses_and_repeats_no_answer(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy and in float32 the answers are token for token those that we write ourselves."""
+    """Greedy float32 answers equal those of the built-in engine token for token."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     pytest.importorskip("uvicorn")
-    asked, about = prompts(loaded, 24), {"a": 1}
+    questions, about = prompts(loaded, 24), {"a": 1}
     stops = stop_ids(loaded.tokenizer, loaded.target)
     server = Real()
     options = GenerateConfig(
@@ -348,40 +350,40 @@ def test_a_real_server_killed_in_the_middle_loses_and_doubles_nothing(
         timeout=60.0, retries=30,
     )  # fmt: skip
     try:
-        served = EndpointGenerator(options, loaded.tokenizer, stops, target=loaded.target)
-        deaths = Counter[str]()
+        generator = EndpointGenerator(options, loaded.tokenizer, stops, target=loaded.target)
+        kills = Counter[str]()
 
         def tick(done: int, tokens: int, rate: float) -> None:
-            if done == 9 and not deaths:
-                deaths["server"] += 1
+            if done == 9 and not kills:
+                kills["server"] += 1
                 server.kill()
                 server.start()
 
-        # the client gives up halfway, and a new one goes on
-        write_answers(served, asked[:16], GeneratedStore(tmp_path, about), tick=tick)
+        # the first client stops halfway, and a second one continues
+        write_answers(generator, questions[:16], GeneratedStore(tmp_path, about), tick=tick)
         again = EndpointGenerator(options, loaded.tokenizer, stops, target=loaded.target)
-        write_answers(again, asked, GeneratedStore(tmp_path, about))
+        write_answers(again, questions, GeneratedStore(tmp_path, about))
     finally:
         server.kill()
-    assert deaths["server"] == 1
-    found = GeneratedStore(tmp_path, about).answers()
-    lost = sum(served.counts.values()) + sum(again.counts.values()) - len(found)
-    assert len({a.index for a in found}) == len(found) == 24 - lost
-    assert lost <= 4  # at the edge of the budget an end cannot be told from a merged token
+    assert kills["server"] == 1
+    stored = GeneratedStore(tmp_path, about).answers()
+    lost = sum(generator.counts.values()) + sum(again.counts.values()) - len(stored)
+    assert len({a.index for a in stored}) == len(stored) == 24 - lost
+    assert lost <= 4  # at the token limit an end token may be confused with a merged token
     own = GeneratedStore(tmp_path / "own", about)
-    write_answers(SelfGenerator(loaded.target, stops, options), asked, own)
-    ours = {answer.index: answer.ids for answer in own.answers()}
-    assert all(answer.ids == ours[answer.index] for answer in found)
+    write_answers(SelfGenerator(loaded.target, stops, options), questions, own)
+    expected = {answer.index: answer.ids for answer in own.answers()}
+    assert all(answer.ids == expected[answer.index] for answer in stored)
 
 
 @pytest.mark.slow
-def test_training_text_by_a_server_needs_nothing_but_its_address(
+def test_training_text_by_a_server_needs_only_its_address(
     loaded: LoadedTarget,
     serve: Callable[[Fake], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From settings to packed rows; without recorded features, since nobody saw them."""
+    """From settings to packed rows; a server returns no features to record."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     fake = Fake(loaded, vllm=True)
     monkeypatch.setattr(
@@ -391,10 +393,10 @@ def test_training_text_by_a_server_needs_nothing_but_its_address(
         "target=tiny", "data=self", f"data.generate.endpoint={serve(fake)}",
         "data.generate.samples=12", "data.generate.max_new_tokens=40", "data.holdout=0.3",
     ]  # fmt: skip
-    made = load_training_data(parse(compose(words)), loaded, (1,), Reporter.silent())
-    assert len(made.documents) == 12
-    assert made.recorded is None
-    assert {tuple(d.ids[d.answer].tolist()) for d in made.documents} == {tuple(fake.tokens())}
-    count = len(fake.asked)
+    data = load_training_data(parse(compose(words)), loaded, (1,), Reporter.silent())
+    assert len(data.documents) == 12
+    assert data.recorded is None
+    assert {tuple(d.ids[d.answer].tolist()) for d in data.documents} == {tuple(fake.tokens())}
+    count = len(fake.requests)
     load_training_data(parse(compose(words)), loaded, (1,), Reporter.silent())
-    assert len(fake.asked) == count
+    assert len(fake.requests) == count

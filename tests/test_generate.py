@@ -1,4 +1,4 @@
-"""Self-generation: the tokens are the engine's, independent of the batch, and it can be resumed."""
+"""Self-generation: the engine's tokens, independent of the batch, and resumable."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +66,7 @@ def answers(
 def test_greedy_answers_are_those_of_plain_decoding(
     family: str, prompts: list[PromptTokens]
 ) -> None:
-    """Prompts of unequal length in a batch give what each gives alone."""
+    """Prompts of unequal length in a batch give the same answers as each alone."""
     target = Target(small_model(family))
     generated = answers(target, prompts, temperature=0.0)
     decoder = Engine(target, None, None, stops=Stops(STOP))
@@ -92,7 +92,7 @@ def test_an_answer_ends_at_the_last_position_of_the_target(target: Target) -> No
     assert len(answer.ids) <= positions
 
 
-def test_a_refusal_of_more_answers_ends_the_generation(
+def test_generation_stops_when_the_callback_returns_false(
     target: Target, prompts: list[PromptTokens]
 ) -> None:
     ended: list[int] = []
@@ -113,7 +113,7 @@ def test_an_interrupted_generation_continues_where_it_stopped(
     write_answers(backend(target, max_new_tokens=6), prompts[:3], store)
     again, second = GeneratedStore(tmp_path, about), backend(target, max_new_tokens=6)
     write_answers(second, prompts, again)
-    assert second.prompt_tokens == sum(len(p.ids) for p in prompts[3:])  # none was read twice
+    assert second.prompt_tokens == sum(len(p.ids) for p in prompts[3:])  # no prompt is read twice
     assert sorted(a.index for a in again.answers()) == list(range(7))
     assert not GeneratedStore(tmp_path, about).complete
     again.mark_complete("all")
@@ -123,8 +123,8 @@ def test_an_interrupted_generation_continues_where_it_stopped(
     assert len(store.select("all").answers()) == 7
 
 
-def test_what_a_shard_holds_depends_on_the_prompts_alone(target: Target, tmp_path: Path) -> None:
-    """Not on the batch, nor on the shards that a kill has left; more prompts keep the first."""
+def test_the_content_of_a_shard_depends_only_on_the_prompts(target: Target, tmp_path: Path) -> None:
+    """Neither batch size nor existing shards change it; more prompts keep the first shards."""
     many = [PromptTokens(i, f"q{i}", [3 + i % 50] * (1 + i % 7)) for i in range(200)]
 
     def store(name: str, prompts: list[PromptTokens], batch: int = 7) -> GeneratedStore:
@@ -133,13 +133,13 @@ def test_what_a_shard_holds_depends_on_the_prompts_alone(target: Target, tmp_pat
         store.mark_complete(str(len(prompts)))
         return store
 
-    whole = store("whole", many)
-    assert len(whole.shards) == 4
-    assert whole.shards == store("other batch", many, 50).shards
-    torn = GeneratedStore(tmp_path / "torn", {})
-    for name in list(whole.shards)[1:3]:
-        torn.add(shard_answers(whole, name))
-    assert whole.shards == store("torn", many).shards
+    reference = store("reference", many)
+    assert len(reference.shards) == 4
+    assert reference.shards == store("other batch", many, 50).shards
+    interrupted = GeneratedStore(tmp_path / "interrupted", {})
+    for name in list(reference.shards)[1:3]:
+        interrupted.add(shard_answers(reference, name))
+    assert reference.shards == store("interrupted", many).shards
     fewer = store("grown", many[:70]).shards
     assert fewer == store("grown", many).select("70").shards
     assert {a.index for a in GeneratedStore(tmp_path / "grown", {}).answers()} == set(range(200))
@@ -151,10 +151,10 @@ def shard_answers(store: GeneratedStore, name: str) -> list[GeneratedAnswer]:
     return part.answers()
 
 
-def test_minutes_are_those_of_all_calls(
+def test_the_time_limit_includes_earlier_calls(
     target: Target, prompts: list[PromptTokens], tmp_path: Path
 ) -> None:
-    """A killed or shorter call counts: the limit belongs to the text, not to the process."""
+    """The limit applies to the text, not to the process: killed calls count."""
     store, generator = GeneratedStore(tmp_path, {"a": 1}), backend(target, max_new_tokens=6)
     write_answers(generator, prompts[:3], store, minutes=5.0)
     assert 0 < store.seconds < 300
@@ -167,7 +167,7 @@ def test_minutes_are_those_of_all_calls(
     assert len(again.answers()) == 7
 
 
-def test_a_store_of_something_else_or_damaged_is_refused(
+def test_another_or_a_damaged_store_raises(
     target: Target, prompts: list[PromptTokens], tmp_path: Path
 ) -> None:
     store = GeneratedStore(tmp_path, {"a": 1})
@@ -203,7 +203,7 @@ def loaded() -> LoadedTarget:
     return load.load_target(parse(compose(["target=tiny"])).target)
 
 
-def test_training_from_recorded_traces_is_training_online(
+def test_recorded_traces_equal_online_traces(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorded traces of self-generated text are those of a fresh forward."""
@@ -214,22 +214,22 @@ def test_training_from_recorded_traces_is_training_online(
         "data.path=data/tiny/prompts.jsonl", "data.overlap=keep",
     ]  # fmt: skip
     config = parse(compose(words))
-    made = load_training_data(config, loaded, (1, 3, 4), Reporter.silent())
-    assert made.recorded is not None
-    for rows, recorded in zip((made.train, made.held), made.recorded, strict=True):
+    data = load_training_data(config, loaded, (1, 3, 4), Reporter.silent())
+    assert data.recorded is not None
+    for rows, recorded in zip((data.train, data.held), data.recorded, strict=True):
         batch = gather(rows, torch.arange(len(rows)))
-        ours, fresh = recorded.trace(batch), loaded.target.trace(*batch)
+        stored, fresh = recorded.trace(batch), loaded.target.trace(*batch)
         for depth in (1, 2):
-            counted = ours.supervised_mask(depth)
+            counted = stored.supervised_mask(depth)
             assert torch.equal(counted, fresh.supervised_mask(depth))
             assert counted.any()
             torch.testing.assert_close(
-                ours.taps[counted], fresh.taps[counted], atol=1e-3, rtol=1e-3
+                stored.taps[counted], fresh.taps[counted], atol=1e-3, rtol=1e-3
             )
-            judging = counted.roll(depth, 1)  # the rows whose distribution is the teacher
+            teacher_rows = counted.roll(depth, 1)  # the rows whose distribution is the teacher
             torch.testing.assert_close(
-                ours.last[judging], fresh.last[judging], atol=1e-3, rtol=1e-3
+                stored.last[teacher_rows], fresh.last[teacher_rows], atol=1e-3, rtol=1e-3
             )
-            argmax = loaded.target.logits(fresh.last[judging]).argmax(-1)
-            assert ours.top1_ids is not None
-            assert torch.equal(ours.top1_ids[judging], argmax)
+            argmax = loaded.target.logits(fresh.last[teacher_rows]).argmax(-1)
+            assert stored.top1_ids is not None
+            assert torch.equal(stored.top1_ids[teacher_rows], argmax)

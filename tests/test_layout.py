@@ -1,4 +1,4 @@
-"""The layout: one import name over root folders, whole in a checkout and in a wheel."""
+"""Package layout: one import name over the root folders, in a checkout and in a wheel."""
 
 import importlib
 import shutil
@@ -16,7 +16,7 @@ FOLDERS = ("conf", "data", "eval", "launch", "models", "train")
 
 
 def python(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that sees `path` first; -P keeps the current folder out."""
+    """Run a fresh interpreter with `path` first; -P leaves the current folder out."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -36,14 +36,14 @@ def test_each_link_is_the_folder_it_names(name: str) -> None:
 
 
 def test_links_are_relative() -> None:
-    """An absolute link would lead out of the next clone."""
+    """An absolute link would point outside of another clone."""
     for name in FOLDERS:
         link = ROOT / "outrider" / name
         assert not link.is_symlink() or str(link.readlink()) == f"../{name}"
 
 
 def test_importing_outrider_loads_no_library(tmp_path: Path) -> None:
-    """Nor does importing the command line: help and mistakes answer at once."""
+    """Importing the command line loads none either, so that help and errors are fast."""
     heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed', 'datasets', 'wandb'}"
     code = f"import sys, outrider, outrider.launch.cli; print(sorted({heavy} & set(sys.modules)))"
     done = python("-c", code, cwd=tmp_path, path=ROOT)
@@ -70,18 +70,18 @@ def test_a_checkout_without_links_still_imports(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout, built from a copy so that no build folder is left here."""
-    place = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("wheel")
     unwanted = (".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "tests", "wandb")
     ignore = shutil.ignore_patterns(*unwanted)
-    shutil.copytree(ROOT, place / "source", symlinks=True, ignore=ignore)
-    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(place)]
-    command = [sys.executable, "-m", *build, str(place / "source")]
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=ignore)
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    command = [sys.executable, "-m", *build, str(folder / "source")]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
-    return next(place.glob("outrider-*.whl"))
+    return next(folder.glob("outrider-*.whl"))
 
 
 @pytest.mark.slow
-def test_a_wheel_installs_one_name(wheel: Path) -> None:
+def test_a_wheel_installs_one_top_level_name(wheel: Path) -> None:
     names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {name for name in names if not name.endswith(".dist-info")} == {"outrider"}
 
@@ -104,11 +104,11 @@ def test_a_wheel_holds_no_generator_of_committed_files(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
-    place, empty = tmp_path / "site", tmp_path / "empty"
+    site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
-    zipfile.ZipFile(wheel).extractall(place)
-    done = python("-m", "outrider.launch.cli", "train", "--help", cwd=empty, path=place)
+    zipfile.ZipFile(wheel).extractall(site)
+    done = python("-m", "outrider.launch.cli", "train", "--help", cwd=empty, path=site)
     assert done.returncode == 0, done.stderr
     assert "drafter.draft_vocab_size" in done.stdout
-    where = python("-c", "import outrider.conf as c; print(c.__file__)", cwd=empty, path=place)
-    assert Path(where.stdout.strip()).is_relative_to(place)
+    imported = python("-c", "import outrider.conf as c; print(c.__file__)", cwd=empty, path=site)
+    assert Path(imported.stdout.strip()).is_relative_to(site)

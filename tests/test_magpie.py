@@ -1,4 +1,4 @@
-"""Prompts that the target generates: which are kept, counts of the others, continuation."""
+"""Prompts that the target generates: selection, counts of rejected ones, continuation."""
 
 import copy
 from pathlib import Path
@@ -37,46 +37,46 @@ def backend(loaded: LoadedTarget, batch: int = 8) -> SelfGenerator:
     return SelfGenerator(loaded.target, [END], options)
 
 
-def test_the_bare_template_is_what_stands_before_any_question(loaded: LoadedTarget) -> None:
+def test_user_turn_prefix_precedes_every_question(loaded: LoadedTarget) -> None:
     head, ends = user_turn_prefix(loaded.tokenizer)
     for text in ("Why?", "Tell me about Mossgate."):
         ids = prompt_ids(loaded.tokenizer, [Message(role="user", content=text)])
         assert ids[: len(head)] == head
         own = loaded.tokenizer(text)["input_ids"]
         assert ids[len(head) : len(head) + len(own) + 1] == [*own, ends[0]]
-    bald = copy.deepcopy(loaded.tokenizer)
-    bald.chat_template = None
+    untemplated = copy.deepcopy(loaded.tokenizer)
+    untemplated.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        user_turn_prefix(bald)
+        user_turn_prefix(untemplated)
 
 
 @pytest.mark.slow
-def test_more_prompts_begin_with_the_fewer_and_a_killed_writing_goes_on(
+def test_prompts_do_not_depend_on_count_batch_or_interruption(
     loaded: LoadedTarget, tmp_path: Path
 ) -> None:
-    """Neither the number asked for, the batch nor an interruption shows in the prompts."""
+    """More prompts begin with the fewer ones, also after a kill."""
     tokenizer, about = loaded.tokenizer, {"a": 1}
-    whole, reasons = generate_prompts(
+    reference, reasons = generate_prompts(
         GeneratedStore(tmp_path / "a", about), backend(loaded), tokenizer, 70, [END]
     )
-    assert len({prompt.turns[0] for prompt in whole}) == 70
+    assert len({prompt.turns[0] for prompt in reference}) == 70
     few, _ = generate_prompts(
         GeneratedStore(tmp_path / "b", about), backend(loaded, 5), tokenizer, 9, [END]
     )
-    assert few == whole[:9]
-    torn = GeneratedStore(tmp_path / "b", about)
-    fewer = torn.answers()
-    torn = GeneratedStore(tmp_path / "c", about)
-    torn.add([a for a in fewer if a.index % 3])  # killed: some are missing in the middle
-    again, same = generate_prompts(torn, backend(loaded), tokenizer, 70, [END])
-    assert again == whole
+    assert few == reference[:9]
+    interrupted = GeneratedStore(tmp_path / "b", about)
+    fewer = interrupted.answers()
+    interrupted = GeneratedStore(tmp_path / "c", about)
+    interrupted.add([a for a in fewer if a.index % 3])  # as after a kill in the middle
+    again, same = generate_prompts(interrupted, backend(loaded), tokenizer, 70, [END])
+    assert again == reference
     assert same == reasons
-    questions = [prompt.turns[0] for prompt in whole]
+    questions = [prompt.turns[0] for prompt in reference]
     pairs = [(a, b) for i, a in enumerate(questions) for b in questions[:i]]
     assert max(jaccard(a, b) for a, b in pairs) < NEAR
 
 
-def test_every_text_that_is_left_out_is_counted_by_its_reason(loaded: LoadedTarget) -> None:
+def test_rejected_texts_are_counted_by_reason(loaded: LoadedTarget) -> None:
     tokenizer = loaded.tokenizer
 
     def answer(index: int, text: str, end: int = END) -> GeneratedAnswer:
@@ -88,9 +88,9 @@ def test_every_text_that_is_left_out_is_counted_by_its_reason(loaded: LoadedTarg
         answer(3, story[:20], end=9), answer(4, "Hm."), answer(5, "Who<|user|> are you?"),
         answer(6, "plums and carrots " * 20), answer(7, "What is in the garden, Silas?"),
     ]  # fmt: skip
-    kept, reasons = filter_prompts(tokenizer, texts, [END], 9)
-    assert [prompt.id for prompt in kept] == ["own-0", "own-1", "own-7"]
-    assert kept[0].turns == [story]
+    selected, reasons = filter_prompts(tokenizer, texts, [END], 9)
+    assert [prompt.id for prompt in selected] == ["own-0", "own-1", "own-7"]
+    assert selected[0].turns == [story]
     assert reasons == {
         "near duplicates": 1, "without end": 1, "too short": 1,
         "with special tokens": 1, "repetitive": 1,
@@ -99,7 +99,7 @@ def test_every_text_that_is_left_out_is_counted_by_its_reason(loaded: LoadedTarg
     assert rejection_reason("two words\nand\ttabs") == ""
 
 
-def test_of_two_texts_that_are_nearly_the_same_the_first_stays() -> None:
+def test_the_first_of_two_near_duplicates_is_selected() -> None:
     seen = NearDuplicateFilter()
     long = [f"w{i}" for i in range(60)]
     assert seen.add(" ".join(long))
@@ -107,14 +107,14 @@ def test_of_two_texts_that_are_nearly_the_same_the_first_stays() -> None:
     assert seen.add(" ".join([f"x{i}" for i in range(12)] + long[12:]))  # 44 of 68 grams
 
 
-def test_a_target_that_writes_no_prompts_is_given_up(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_a_target_that_generates_no_prompts_raises(loaded: LoadedTarget, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="without end"):
         generate_prompts(
             GeneratedStore(tmp_path, {}), backend(loaded), loaded.tokenizer, 2, ends=[-1]
         )
 
 
-def test_a_drafter_has_training_text_with_no_data_at_all(
+def test_self_prompted_training_text_needs_no_data_set(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
@@ -123,14 +123,14 @@ def test_a_drafter_has_training_text_with_no_data_at_all(
         "data.generate.samples=24", "data.generate.max_new_tokens=16", "data.holdout=0.3",
     ]  # fmt: skip
     config = parse(compose(words))
-    made, again = (
+    first, again = (
         load_training_data(config, loaded, (1, 3, 4), Reporter.silent()) for _ in range(2)
     )
-    assert 20 < len(made.documents) <= 24
-    assert made.recorded is not None
-    assert made.documents == again.documents
-    starts = {tuple(d.ids[~d.answer].tolist()) for d in made.documents}
-    assert len(starts) == len(made.documents)
+    assert 20 < len(first.documents) <= 24
+    assert first.recorded is not None
+    assert first.documents == again.documents
+    starts = {tuple(d.ids[~d.answer].tolist()) for d in first.documents}
+    assert len(starts) == len(first.documents)
     for extra in ("data.path=data/tiny/prompts.jsonl", "data.generate.samples=null"):
         with pytest.raises(ConfigError, match="self_prompted"):
             parse(compose([*words, extra]))

@@ -40,15 +40,15 @@ SHARES = {
 }
 
 
-def eights(turns: object) -> set[str]:
-    """Runs of eight words; an implementation apart from the generator's own."""
+def word_8_grams(turns: object) -> set[str]:
+    """Return runs of eight words; independent of the generator's implementation."""
     assert isinstance(turns, list)
     words = re.findall(r"\w+", " ".join(turns).lower())
     return {" ".join(words[i : i + 8]) for i in range(max(1, len(words) - 7))}
 
 
 def prompts(category: str) -> Iterator[str]:
-    """The first turns of one category of the committed file."""
+    """Yield the first turns of one category of the committed file."""
     for row in GENERAL:
         if row["category"] == category:
             yield row["turns"][0]
@@ -89,7 +89,7 @@ def test_every_row_has_an_id_a_category_and_one_or_two_turns(
         assert all(turn == turn.strip() and turn for turn in row["turns"])
 
 
-def test_no_two_prompts_start_alike() -> None:
+def test_first_turns_are_unique() -> None:
     for rows in (GENERAL, HELD_OUT):
         firsts = Counter(row["turns"][0].lower() for row in rows)
         assert firsts.most_common(1)[0][1] == 1
@@ -109,17 +109,17 @@ def test_the_order_within_a_hundred_is_shuffled() -> None:
 
 
 def test_the_held_out_suite_has_ten_prompts_in_each_of_eight_categories() -> None:
-    kinds = {"writing", "reasoning", "math", "coding", "extraction", "translation"}
-    kinds |= {"summarization", "qa"}
-    assert Counter(row["category"] for row in HELD_OUT) == dict.fromkeys(kinds, 10)
-    assert {row["category"] for row in HELD_OUT[:8]} == kinds, "the first rows are balanced"
+    expected = {"writing", "reasoning", "math", "coding", "extraction", "translation"}
+    expected |= {"summarization", "qa"}
+    assert Counter(row["category"] for row in HELD_OUT) == dict.fromkeys(expected, 10)
+    assert {row["category"] for row in HELD_OUT[:8]} == expected, "the first rows are balanced"
 
 
 def test_no_prompt_shares_half_of_its_runs_of_eight_words_with_the_other_file() -> None:
     for rows, others in ((GENERAL, HELD_OUT), (HELD_OUT, GENERAL)):
-        excluded = set().union(*(eights(row["turns"]) for row in others))
+        excluded = set().union(*(word_8_grams(row["turns"]) for row in others))
         for row in rows:
-            own = eights(row["turns"])
+            own = word_8_grams(row["turns"])
             assert len(own & excluded) < 0.5 * len(own), row
 
 
@@ -130,8 +130,8 @@ def test_a_held_out_prompt_with_one_word_changed_is_skipped(
     known = next(row["turns"] for row in HELD_OUT if row["category"] == "summarization")
     near = [known[0].replace("notebook", "diary", 1)]
     assert near != known
-    draws = iter([near, ["Something that nobody has asked before in these words or like them."]])
-    math = categories.Category(1, lambda _: next(draws))
+    turns = iter([near, ["Something that neither file contains, not even in similar words."]])
+    math = categories.Category(1, lambda _: next(turns))
     monkeypatch.setitem(categories.CATEGORIES, "math", math)
     assert next(make_prompts.distinct("math", make_prompts.held_out()))[0].startswith("Something")
 
@@ -145,18 +145,18 @@ def test_an_exhausted_grammar_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         next(source)
 
 
-def test_no_trace_of_the_grammar_is_left_in_the_text() -> None:
+def test_the_text_contains_no_grammar_syntax() -> None:
     """Braces, brackets, markers of plural and article, and an article that does not fit."""
-    slip = re.compile(
+    leftover = re.compile(
         r"[{}\[\]]|\(s\)|\(n\)|\\n|  |\b[Aa] (apple|orange|alpaca|onion|electrician)\b"
     )
     for row in GENERAL:
         for turn in row["turns"]:
-            assert not slip.search(turn), turn
+            assert not leftover.search(turn), turn
 
 
-def test_articles_are_as_long_as_short_news() -> None:
-    """120 to 250 words; the request around the article has at most eleven more."""
+def test_articles_have_120_to_250_words() -> None:
+    """The request around the article has at most eleven more words."""
     for prompt in prompts("summarization"):
         assert 120 <= len(prompt.split()) <= 261, prompt
 
@@ -168,7 +168,7 @@ def test_retrieval_prompts_hold_two_to_four_titled_passages() -> None:
     assert min(counts[2], counts[3], counts[4]) > 0
 
 
-def test_every_retrieval_question_names_something_that_its_passage_names() -> None:
+def test_every_retrieval_question_shares_a_name_with_its_passage() -> None:
     """A common name identifies the passage."""
     assert len(categories.ENTRIES) >= 12
     for entry in categories.ENTRIES:
@@ -180,9 +180,9 @@ def test_every_retrieval_question_names_something_that_its_passage_names() -> No
             assert all(slot in facts for slot in slots), question
 
 
-def test_there_are_forty_word_problems_and_each_text_uses_all_of_its_numbers() -> None:
+def test_forty_word_problems_use_all_of_their_numbers() -> None:
     problems = categories.WORD_PROBLEMS
-    assert len({problem.text for problem in problems}) == len(problems) >= 40
+    assert len({text for text, _ in problems}) == len(problems) >= 40
     for text, ranges in (*problems, *categories.EXERCISES):
         slots = set(re.findall(r"\{(\w+)\}", text))
         numbers = {name for name, _ in ranges}
@@ -191,7 +191,7 @@ def test_there_are_forty_word_problems_and_each_text_uses_all_of_its_numbers() -
         assert named <= set(categories.WORDS), "a slot without a list"
 
 
-def test_topics_are_several_hundred_and_no_two_alike() -> None:
+def test_several_hundred_distinct_topics() -> None:
     every = [topic for field in categories.TOPICS["fields"].values() for topic in field["topics"]]
     assert len(every) > 400
     assert len(set(every)) == len(every)
@@ -203,7 +203,7 @@ def test_every_german_slot_has_words() -> None:
             assert categories.GERMAN["lists"][slot.lower()], slot
 
 
-def test_no_item_is_drawn_twice_before_all_were_drawn() -> None:
+def test_no_item_repeats_before_the_deck_is_empty() -> None:
     grammar = Grammar("any", {})
     items = tuple("abcdefg")
     assert sorted(grammar.draw(items) for _ in items) == list(items)
@@ -218,7 +218,7 @@ def test_a_slot_keeps_its_word_and_a_digit_selects_another() -> None:
     assert grammar.fill("{who}, {pet}, {pet}").count("cat") in (0, 3)
 
 
-def test_articles_and_plurals_fit_the_word_that_was_drawn() -> None:
+def test_articles_and_plurals_match_the_chosen_word() -> None:
     grammar = Grammar("any", {"x": ("owl",), "y": ("bench",), "z": ("daisy",), "toy": ("toy",)})
     assert grammar.fill("a(n) {x}, a(n) {y}. A(n) 8-day trip") == "an owl, a bench. An 8-day trip"
     assert grammar.fill("{x}(s) {y}(s) {z}(s) {toy}(s)") == "owls benches daisies toys"

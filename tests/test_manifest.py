@@ -1,4 +1,4 @@
-"""What a run folder says of itself: hashes that change with what they name, and nothing else."""
+"""The manifest of a run folder: contents, and fingerprints that change only with their object."""
 
 import copy
 import json
@@ -17,44 +17,44 @@ from tests.runs import config
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_manifest_has_everything_to_repeat_a_run(loaded: LoadedTarget, tmp_path: Path) -> None:
-    asked = config(tmp_path)
-    write_manifest(tmp_path, asked, {"fingerprints": fingerprints(loaded), "ranks": 1})
+def test_manifest_holds_everything_to_repeat_a_run(loaded: LoadedTarget, tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    write_manifest(tmp_path, settings, {"fingerprints": fingerprints(loaded), "ranks": 1})
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest.keys() == {
         "started", "argv", "config", "versions", "git", "machine", "fingerprints", "ranks",
     }  # fmt: skip
-    assert parse(read_saved_config(tmp_path)) == asked
+    assert parse(read_saved_config(tmp_path)) == settings
     assert manifest["versions"]["outrider"] == outrider.__version__
     assert {"python", "torch", "transformers", "accelerate"} <= manifest["versions"].keys()
-    began = datetime.fromisoformat(manifest["started"])
-    assert abs((datetime.now(timezone.utc) - began).total_seconds()) < 60
+    started = datetime.fromisoformat(manifest["started"])
+    assert abs((datetime.now(timezone.utc) - started).total_seconds()) < 60
     assert manifest["fingerprints"].keys() == {"target", "tokenizer", "template"}
 
 
 def test_the_machine_is_described() -> None:
-    here = machine()
-    assert here["cores"] >= 1
-    assert here["memory_bytes"] > 2**30
-    assert here["processor"]
+    facts = machine()
+    assert facts["cores"] >= 1
+    assert facts["memory_bytes"] > 2**30
+    assert facts["processor"]
 
 
 def test_the_commit_is_the_checkout_of_the_code() -> None:
     if not (ROOT / ".git").exists():
         assert git_state() == {}
         return
-    words = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    head = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     state = git_state()
     assert state["commit"] == head
     assert isinstance(state["dirty"], bool)
 
 
-def test_a_fingerprint_changes_with_what_it_names(loaded: LoadedTarget) -> None:
+def test_a_fingerprint_changes_only_with_its_object(loaded: LoadedTarget) -> None:
     before = fingerprints(loaded)
     assert all(re.fullmatch("[0-9a-f]{16}", value) for value in before.values())
     loaded.tokenizer(["a", "a longer one"], padding="max_length", truncation=True, max_length=8)
-    assert fingerprints(loaded) == before, "calls leave no trace"
+    assert fingerprints(loaded) == before, "calls of the tokenizer do not change it"
     other = copy.deepcopy(loaded.tokenizer)
     other.chat_template = "{{ messages }}"
     assert _differ(loaded, other) == {"template"}

@@ -1,6 +1,6 @@
-"""A full disk: one message with the file and the room there is, code 1, and the run goes on later.
+"""A full disk: one message with the file and the free space, exit code 1, and a resumable run.
 
-On a small file system of its own (tmpfs), which takes the right to mount one; skipped elsewhere.
+The tests mount a small file system (tmpfs); they are skipped without the right to do so.
 """
 
 import errno
@@ -36,13 +36,13 @@ from tests.runs import QUIET, SMALL, config, generated_text
 
 
 class Disk:
-    """A file system of 64 MB, and a file that takes all that is left of it."""
+    """A file system of 64 MB, and a file that takes its free space."""
 
-    def __init__(self, place: Path) -> None:
-        self.place, self.filler = place, place / "filler"
+    def __init__(self, path: Path) -> None:
+        self.path, self.filler = path, path / "filler"
 
     def fill(self, leave: int = 0) -> None:
-        state = os.statvfs(self.place)
+        state = os.statvfs(self.path)
         with self.filler.open("wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, state.f_bavail * state.f_frsize - leave)
 
@@ -52,83 +52,83 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64M", "tmpfs", str(place)]
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64M", "tmpfs", str(path)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no small file system can be mounted here: {error}")
-    yield Disk(place)
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    yield Disk(path)
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def refused(capfd: pytest.CaptureFixture[str], action: Callable[[], Any]) -> str:
-    """Its message; the exit code is 1."""
+def run_and_get_error(capfd: pytest.CaptureFixture[str], action: Callable[[], Any]) -> str:
+    """Run an action that must end with exit code 1 for a full disk; return its message."""
     capfd.readouterr()
-    with pytest.raises(SystemExit) as left, exit_on_error("train.py"):
+    with pytest.raises(SystemExit) as stopped, exit_on_error("train.py"):
         action()
-    said = capfd.readouterr()
-    assert left.value.code == 1
-    assert "Traceback" not in said.out + said.err
-    assert "No space left on device" in said.err
-    assert "free there" in said.err
-    assert errors.FREE_SPACE in said.err
-    return said.err
+    captured = capfd.readouterr()
+    assert stopped.value.code == 1
+    assert "Traceback" not in captured.out + captured.err
+    assert "No space left on device" in captured.err
+    assert "free there" in captured.err
+    assert errors.FREE_SPACE in captured.err
+    return captured.err
 
 
 def test_a_file_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
-    write(disk.place / "file", b"old")
+    write(disk.path / "file", b"old")
     disk.fill(leave=8192)
     why = r"file \(1.0 MB\) could not be written: No space left.*; [\d.]+ (kB|bytes) are free there"
     with pytest.raises(DiskFull, match=why):
-        write(disk.place / "file", b"x" * 10**6)
-    assert (disk.place / "file").read_bytes() == b"old"
-    assert names(disk.place) == {"file", "filler"}
+        write(disk.path / "file", b"x" * 10**6)
+    assert (disk.path / "file").read_bytes() == b"old"
+    assert names(disk.path) == {"file", "filler"}
 
 
 def test_a_line_that_does_not_fit(disk: Disk) -> None:
-    append(disk.place / "log", "first\n")
+    append(disk.path / "log", "first\n")
     disk.fill()
     with pytest.raises(DiskFull, match=r"log \(1.0 MB\) could not be written: No space left"):
-        append(disk.place / "log", "x" * 10**6)
-    assert (disk.place / "log").read_text().startswith("first\n")
+        append(disk.path / "log", "x" * 10**6)
+    assert (disk.path / "log").read_text().startswith("first\n")
 
 
 def test_a_folder_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
-    write(disk.place / "final" / "a", b"old")
-    write(disk.place / "new" / "a", b"small")
-    write(disk.place / "new" / "b", b"x" * 10**6)
+    write(disk.path / "final" / "a", b"old")
+    write(disk.path / "new" / "a", b"small")
+    write(disk.path / "new" / "b", b"x" * 10**6)
     disk.fill(leave=10**5)
     with pytest.raises(DiskFull, match=r"/b \(1.0 MB\)"):
-        copy_folder(disk.place / "new", disk.place / "final")
-    assert names(disk.place) == {"final", "new", "filler"}
-    assert names(disk.place / "final") == {"a"}
+        copy_folder(disk.path / "new", disk.path / "final")
+    assert names(disk.path) == {"final", "new", "filler"}
+    assert names(disk.path / "final") == {"a"}
 
 
-def test_a_checkpoint_that_does_not_fit_gives_its_room_back(disk: Disk) -> None:
-    checkpoint.save(disk.place, {"a": torch.zeros(1000)}, checkpoint.Progress(step=1), 1, None)
+def test_a_checkpoint_that_does_not_fit_is_removed(disk: Disk) -> None:
+    checkpoint.save(disk.path, {"a": torch.zeros(1000)}, checkpoint.Progress(step=1), 1, None)
     disk.fill(leave=8192)
     with pytest.raises(DiskFull, match=r"state.safetensors \(4.0 MB\)"):
-        checkpoint.save(disk.place, {"a": torch.zeros(10**6)}, checkpoint.Progress(step=2), 1, None)
-    assert names(disk.place) == {"step-00000001", "filler"}
+        checkpoint.save(disk.path, {"a": torch.zeros(10**6)}, checkpoint.Progress(step=2), 1, None)
+    assert names(disk.path) == {"step-00000001", "filler"}
 
 
 @contextmanager
 def before(owner: object, name: str, when: int, action: Callable[[Any], None]) -> Iterator[None]:
-    """Let something happen just before the so many'th call of a method."""
+    """Call `action` just before the `when`-th call of a method."""
     method, calls = getattr(owner, name), 0
 
-    def wrapped(*words: Any) -> Any:
+    def wrapped(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == when:
-            action(words[0])
-        return method(*words)
+            action(arguments[0])
+        return method(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, wrapped)
@@ -136,48 +136,49 @@ def before(owner: object, name: str, when: int, action: Callable[[Any], None]) -
 
 
 def longer(log: Callable[..., None]) -> Callable[..., None]:
-    """Lines of a page each: a file that has room left in its last page can still grow."""
+    """Make each line a page long: a file with space in its last page can still grow."""
     return lambda run, step, kind, values: log(run, step, kind, {**values, "x" * 5000: 0.0})
 
 
 def better(
     held_out: Callable[[Trainer], dict[str, float]],
 ) -> Callable[[Trainer], dict[str, float]]:
-    """Every evaluation is the best one so far."""
+    """Make every evaluation the best one so far."""
     return lambda run: {**held_out(run), "accept_length": 1.0 + run.progress.step}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "when", "file"), [
     (Trainer, "save", 2, "state.safetensors"), (best_drafter, "publish", 1, "/.drafter.new/"),
-    (MetricsLog, "log", 5, "metrics.jsonl"), (best_drafter, "save_if_best", 2, "/best/step-00000003/"),
+    (MetricsLog, "log", 5, "metrics.jsonl"),
+    (best_drafter, "save_if_best", 2, "/best/step-00000003/"),
 ])  # fmt: skip
-def test_a_run_without_room_continues_bit_equal(
+def test_a_run_on_a_full_disk_resumes_bit_exactly(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path, disk: Disk,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     owner: object, name: str, when: int, file: str,
 ) -> None:  # fmt: skip
-    """Whatever was being written: it is named, what was there is whole, the same run goes on."""
+    """The error names the file, existing files are intact, and the run can be resumed."""
     monkeypatch.setattr(MetricsLog, "log", longer(MetricsLog.log))
     monkeypatch.setattr(Trainer, "evaluate", better(Trainer.evaluate))
-    loop.fit(config(tmp_path / "whole"), loaded, made, QUIET)
-    run = disk.place / "run"
+    loop.fit(config(tmp_path / "reference"), loaded, made, QUIET)
+    run = disk.path / "run"
 
-    def full(where: Trainer | MetricsLog) -> None:
-        if isinstance(where, Trainer):
-            where.writer.wait()  # nothing else is being written
+    def full(owner: Trainer | MetricsLog) -> None:
+        if isinstance(owner, Trainer):
+            owner.writer.wait()  # nothing else is being written
         disk.fill()
 
     with before(owner, name, when, full):
-        assert file in refused(capfd, lambda: loop.fit(config(run), loaded, made, QUIET))
+        assert file in run_and_get_error(capfd, lambda: loop.fit(config(run), loaded, made, QUIET))
     assert checkpoint.list_checkpoints(run / "checkpoints")
     assert not [f for f in (run / "checkpoints").iterdir() if f.name.startswith(".")]
     disk.empty()
     loop.fit(config(run), loaded, made, QUIET)
-    assert weights(run).keys() == weights(tmp_path / "whole").keys()
-    for key, value in weights(tmp_path / "whole").items():
+    assert weights(run).keys() == weights(tmp_path / "reference").keys()
+    for key, value in weights(tmp_path / "reference").items():
         assert torch.equal(value, weights(run)[key])
-    assert losses(run) == losses(tmp_path / "whole")
+    assert losses(run) == losses(tmp_path / "reference")
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -191,11 +192,11 @@ def losses(run: Path) -> list[tuple[int, str, float | None]]:
 
 
 @pytest.mark.parametrize("name", ["add", "_write_manifest"])
-def test_a_preparation_without_room_continues_byte_for_byte(
+def test_a_preparation_on_a_full_disk_resumes_byte_for_byte(
     disk: Disk, tmp_path: Path, capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, name: str,
 ) -> None:  # fmt: skip
-    """While a shard is written, or the manifest that is to name it."""
+    """The disk is full while a shard or the manifest is written."""
     torch.set_num_threads(1)
     monkeypatch.setattr(generate, "SHARD", 8)
     words = [
@@ -204,36 +205,36 @@ def test_a_preparation_without_room_continues_byte_for_byte(
     ]  # fmt: skip
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     assert cli.main(words) == 0
-    monkeypatch.setenv("OUTRIDER_CACHE", str(disk.place))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(disk.path))
     with before(GeneratedStore, name, 3, lambda _: disk.fill()):
-        said = refused(capfd, lambda: cli.main(words))
-    assert ("manifest.json (" if name == "_write_manifest" else "shard-000000") in said
-    (folder,) = (disk.place / "self").iterdir()
+        message = run_and_get_error(capfd, lambda: cli.main(words))
+    assert ("manifest.json (" if name == "_write_manifest" else "shard-000000") in message
+    (folder,) = (disk.path / "self").iterdir()
     assert len(json.loads((folder / "manifest.json").read_text())["shards"]) == 2
     assert not list(folder.glob(".*.tmp"))
     disk.empty()
     assert cli.main(words) == 0
-    assert generated_text(disk.place) == generated_text(tmp_path)
+    assert generated_text(disk.path) == generated_text(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_report_without_room_is_made_by_the_same_command(
+def test_a_report_on_a_full_disk_is_written_by_repeating_the_command(
     disk: Disk, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the command line to the exit code, with a service that has no room either."""
+    """From the command line to the exit code; a tracker fails to write as well."""
     torch.set_num_threads(1)
-    run = disk.place / "run"
+    run = disk.path / "run"
     words = [
         "train", *SMALL, f"run.dir={run}", "train.quick_eval=true", "eval.limit=2",
         "eval.max_new_tokens=16", "train.tensorboard=true",
     ]  # fmt: skip
 
-    def full(*words: Any, **named: Any) -> None:
+    def full(*arguments: Any, **named: Any) -> None:
         disk.fill()
-        show_and_save(*words, **named)
+        show_and_save(*arguments, **named)
 
     monkeypatch.setattr("outrider.eval.run.show_and_save", full)
-    assert "/eval/eval.outputs.jsonl" in refused(capfd, lambda: cli.main(words))
+    assert "/eval/eval.outputs.jsonl" in run_and_get_error(capfd, lambda: cli.main(words))
     monkeypatch.setattr("outrider.eval.run.show_and_save", show_and_save)
     trained = weights(run)
     disk.empty()
@@ -242,8 +243,8 @@ def test_a_report_without_room_is_made_by_the_same_command(
     assert all(torch.equal(trained[name], value) for name, value in weights(run).items())
 
 
-def test_a_file_that_may_grow_no_further_leaves_the_old_one(tmp_path: Path) -> None:
-    """Where no file system can be mounted: the process's own limit."""
+def test_a_file_size_limit_leaves_the_old_file(tmp_path: Path) -> None:
+    """The limit of the process, where no file system can be mounted."""
     write(tmp_path / "file", b"old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -264,30 +265,30 @@ class Full(io.StringIO):
 
 
 @pytest.mark.parametrize("number", errors.DISK_FULL_ERRNOS)
-def test_every_way_of_having_no_room_ends_alike(
+def test_every_errno_of_a_full_disk_has_the_same_exit_code(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where the message itself cannot be written."""
     monkeypatch.setattr("sys.stderr", Full())
-    with pytest.raises(SystemExit) as left, exit_on_error("train.py"):
+    with pytest.raises(SystemExit) as stopped, exit_on_error("train.py"):
         raise OSError(number, os.strerror(number))
-    assert left.value.code == 1
+    assert stopped.value.code == 1
 
 
-def test_other_errors_of_files_are_bugs() -> None:
+def test_other_file_errors_are_not_caught() -> None:
     with pytest.raises(PermissionError), exit_on_error("train.py"):
         raise PermissionError(errno.EACCES, "no")
 
 
-def test_a_recording_on_a_full_disk_goes_on_when_there_is_room(
+def test_a_recording_on_a_full_disk_can_be_resumed(
     disk: Disk, loaded: LoadedTarget, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What was written is whole and stays; the same command writes the rest."""
-    folder = disk.place / "traces"
-    asked = config(disk.place / "run", f"data.traces={folder}", "record.shard=500")
+    """Written shards are intact and stay; the same command writes the others."""
+    folder = disk.path / "traces"
+    settings = config(disk.path / "run", f"data.traces={folder}", "record.shard=500")
     size = 0
 
-    def fill_behind_some(self: RecordingFolder, shard: int, *rest: Any) -> None:
+    def fill_at_third_shard(self: RecordingFolder, shard: int, *rest: Any) -> None:
         nonlocal size
         if shard == 3:
             disk.fill(leave=size // 2)
@@ -296,22 +297,22 @@ def test_a_recording_on_a_full_disk_goes_on_when_there_is_room(
 
     write_shard = RecordingFolder.write_shard
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RecordingFolder, "write_shard", fill_behind_some)
-        said = refused(capfd, lambda: record(asked))
-    assert "shard-00003.safetensors" in said
+        patch.setattr(RecordingFolder, "write_shard", fill_at_third_shard)
+        message = run_and_get_error(capfd, lambda: record(settings))
+    assert "shard-00003.safetensors" in message
     before = RecordingFolder(folder)
     assert before.missing_shards() == list(range(3, len(before.shard_documents)))
     for shard in range(3):
         before.verify_shard(shard)
     disk.empty()
-    assert record(asked) == 0
+    assert record(settings) == 0
     assert RecordingFolder(folder).missing_shards() == []
 
 
-def test_a_recording_larger_than_the_disk_is_not_begun(disk: Disk, loaded: LoadedTarget) -> None:
-    folder = disk.place / "traces"
+def test_a_recording_larger_than_the_disk_is_not_started(disk: Disk, loaded: LoadedTarget) -> None:
+    folder = disk.path / "traces"
     disk.fill(leave=2**20)
-    asked = config(disk.place / "run", f"data.traces={folder}")
+    settings = config(disk.path / "run", f"data.traces={folder}")
     with pytest.raises(RunError, match=r"needs \d+\.\d MB, and 1\.0 MB are free"):
-        record(asked)
+        record(settings)
     assert not list(folder.glob("shard-*"))

@@ -1,4 +1,4 @@
-"""What is made ahead of a step: the same, in order, and errors come where they belong."""
+"""Prefetcher: values in order, each computed once, errors raised at their step."""
 
 import threading
 
@@ -9,36 +9,36 @@ from outrider.data.prefetch import Prefetcher
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_every_step_gets_its_value(workers: int) -> None:
-    asked = list[int]()
+    computed = list[int]()
 
     def make(step: int) -> int:
-        asked.append(step)
+        computed.append(step)
         return 10 * step
 
-    ahead = Prefetcher(make, workers, stop=8)
-    assert [ahead.get(step) for step in range(8)] == [10 * step for step in range(8)]
-    ahead.close()
-    assert sorted(asked) == list(range(8)), "each once, and nothing behind the last"
+    prefetcher = Prefetcher(make, workers, stop=8)
+    assert [prefetcher.get(step) for step in range(8)] == [10 * step for step in range(8)]
+    prefetcher.close()
+    assert sorted(computed) == list(range(8)), "each step once, none after `stop`"
 
 
-def test_the_next_step_is_computed_ahead() -> None:
-    begun = threading.Event()
+def test_the_next_step_is_computed_in_advance() -> None:
+    started = threading.Event()
 
     def make(step: int) -> int:
         if step == 1:
-            begun.set()
+            started.set()
         return step
 
-    ahead = Prefetcher(make, 1)
-    ahead.get(0)
-    assert begun.wait(5)
-    ahead.close()
+    prefetcher = Prefetcher(make, 1)
+    prefetcher.get(0)
+    assert started.wait(5)
+    prefetcher.close()
 
 
 def test_a_jump_to_another_step_returns_its_value() -> None:
-    ahead = Prefetcher(lambda step: step, 2)
-    assert [ahead.get(step) for step in (0, 1, 7, 8, 3)] == [0, 1, 7, 8, 3]
-    ahead.close()
+    prefetcher = Prefetcher(lambda step: step, 2)
+    assert [prefetcher.get(step) for step in (0, 1, 7, 8, 3)] == [0, 1, 7, 8, 3]
+    prefetcher.close()
 
 
 def test_an_error_is_raised_at_its_step() -> None:
@@ -47,8 +47,8 @@ def test_an_error_is_raised_at_its_step() -> None:
             raise OSError("gone")
         return step
 
-    ahead = Prefetcher(make, 1)
-    assert [ahead.get(0), ahead.get(1)] == [0, 1]
+    prefetcher = Prefetcher(make, 1)
+    assert [prefetcher.get(0), prefetcher.get(1)] == [0, 1]
     with pytest.raises(OSError, match="gone"):
-        ahead.get(2)
-    ahead.close()
+        prefetcher.get(2)
+    prefetcher.close()

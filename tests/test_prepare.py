@@ -1,4 +1,4 @@
-"""From settings to training material: what is mixed, recorded and shared."""
+"""From settings to training data: what is mixed, recorded and shared."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def loaded() -> LoadedTarget:
 
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
-    """Ten conversations that nobody wrote here."""
+    """Write ten conversations to a file."""
     turns = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Good day."}]
     lines = [json.dumps({"id": f"given-{i}", "messages": turns}) for i in range(10)]
     file = tmp_path / "given.jsonl"
@@ -46,11 +46,11 @@ def given(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
 
 
-def prepared(loaded: LoadedTarget, *words: str) -> TrainingData:
+def training_data(loaded: LoadedTarget, *words: str) -> TrainingData:
     config = parse(compose([*OWN, *words]))
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     return load_training_data(config, loaded, taps, Reporter.silent())
@@ -58,23 +58,23 @@ def prepared(loaded: LoadedTarget, *words: str) -> TrainingData:
 
 def test_given_conversations_are_mixed_in_at_their_share(loaded: LoadedTarget, given: Path) -> None:
     """A quarter of all: seven beside twenty. Mixed text is not recorded."""
-    made = prepared(loaded, f"data.given={given}", "data.given_share=0.25")
-    assert len(made.documents) == ANSWERS + 7
-    assert made.recorded is None
-    assert "given" in made.about
-    alone = prepared(loaded)
+    mixed = training_data(loaded, f"data.given={given}", "data.given_share=0.25")
+    assert len(mixed.documents) == ANSWERS + 7
+    assert mixed.recorded is None
+    assert "given" in mixed.about
+    alone = training_data(loaded)
     assert len(alone.documents) == ANSWERS
     assert alone.recorded is not None
-    assert made.documents[:ANSWERS] == alone.documents
+    assert mixed.documents[:ANSWERS] == alone.documents
 
 
-def test_self_generated_text_is_recorded_in_the_target_s_precision(
+def test_self_generated_text_is_recorded_in_the_precision_of_the_target(
     loaded: LoadedTarget, tmp_path: Path
 ) -> None:
     """Drafters share the text; those that read the same states share the recording."""
     recordings = {}
     for name in drafters.names():
-        source = trained_source(prepared(loaded, f"drafter={name}", "record.states=int8"))
+        source = trained_source(training_data(loaded, f"drafter={name}", "record.states=int8"))
         assert source.folder.layout.states == "same"
         recordings[name] = source.path
     assert recordings["eagle"] == recordings["hass"] != recordings["eagle3"]
@@ -87,7 +87,7 @@ def test_self_generated_text_is_recorded_in_the_target_s_precision(
 def test_self_generated_text_is_not_recorded_on_request(
     loaded: LoadedTarget, words: list[str]
 ) -> None:
-    assert prepared(loaded, *words).recorded is None
+    assert training_data(loaded, *words).recorded is None
 
 
 def test_a_run_trained_online_continues_from_an_exact_recording(
@@ -97,9 +97,9 @@ def test_a_run_trained_online_continues_from_an_exact_recording(
     words = [*OWN, f"run.dir={tmp_path / 'run'}", "train.batch_tokens=128", "drafter=medusa"]
     for steps, changes in ((1, ["data.mode=online"]), (2, []), (3, ["data.mode=online"])):
         config = parse(compose([*words, f"train.max_steps={steps}"]))
-        data = prepared(loaded, "drafter=medusa", *changes)
+        data = training_data(loaded, "drafter=medusa", *changes)
         assert fit(config, loaded, data, Console(quiet=True)) is not None
-    lossy = prepared(loaded, "drafter=medusa", "data.mode=recorded", "record.states=int8")
+    lossy = training_data(loaded, "drafter=medusa", "data.mode=recorded", "record.states=int8")
     config = parse(compose([*words, "train.max_steps=4"]))
     with pytest.raises(RunError, match="was trained from the target's own output"):
         fit(config, loaded, lossy, Console(quiet=True))
@@ -111,7 +111,7 @@ def trained_source(data: TrainingData) -> RecordedTraces:
     return data.recorded.train
 
 
-def test_text_that_is_given_anyway_is_not_mixed(given: Path) -> None:
+def test_data_given_requires_self_generation(given: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.given"):
         parse(compose(["data=jsonl", f"data.path={given}", f"data.given={given}"]))
 
@@ -121,18 +121,18 @@ import re, sys
 from pathlib import Path
 from outrider.launch import cli
 cli.main(sys.argv[1:])
-# getrusage would count what the process held that started this one
+# getrusage would include the memory of the parent process
 print("peak", int(re.findall(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[0]) * 1024)
 """
 
 
 @pytest.mark.slow
 def test_ten_million_tokens_take_less_than_a_gigabyte(tmp_path: Path) -> None:
-    """From a file to packed rows; Python, torch and the target are some 430 MB of it."""
-    file, said = tmp_path / "chats.jsonl", "the kite is blue and the boat sails home in spring "
+    """From a file to packed rows; Python, torch and the target take about 430 MB."""
+    file, sentence = tmp_path / "chats.jsonl", "the kite is blue and the boat sails home in spring "
     with file.open("w") as stream:
         for number in range(10_600):
-            row = {"prompt": f"Where is kite {number}?", "completion": said * 75}
+            row = {"prompt": f"Where is kite {number}?", "completion": sentence * 75}
             stream.write(json.dumps(row) + "\n")
     words = ["prepare", "target=tiny", "data=jsonl", f"data.path={file}", "data.max_length=1024"]
     ran = subprocess.run(
@@ -146,7 +146,7 @@ def test_ten_million_tokens_take_less_than_a_gigabyte(tmp_path: Path) -> None:
 
 
 GOOD = [json.dumps({"prompt": f"{n} plums?", "completion": f"{n} plums."}) for n in range(30)]
-SHAPES = [  # a row of each, and what becomes of it
+SHAPES = [  # a row of each, and the rule that applies
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "used"),
     ({"instruction": "Add.", "input": "2 2", "output": "4"}, "used"),
     ({"text": "in no shape"}, "unknown shape"),
@@ -162,29 +162,29 @@ SHAPES = [  # a row of each, and what becomes of it
 def prepare(
     tmp_path: Path, content: str | bytes, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[int, str]:
-    """Exit code and words of `outrider prepare` for a file of these bytes."""
+    """Return exit code and output of `outrider prepare` for a file of these bytes."""
     file = tmp_path / "a.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     usual = ["prepare", "target=tiny", "data=jsonl", f"data.path={file}", "data.max_length=64"]
     try:
         with exit_on_error("outrider prepare"):
             code = cli.main([*usual, "data.holdout=0.2", *words])
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else -1
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else -1
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
-def test_a_file_of_mixed_shapes_is_used_as_far_as_it_goes_and_counted(
+def test_rows_of_mixed_shapes_are_used_or_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [*GOOD, *(json.dumps(row) for row, _ in SHAPES)]
-    code, said = prepare(tmp_path, "\n".join(lines), capsys)
+    code, output = prepare(tmp_path, "\n".join(lines), capsys)
     assert code == 0
-    counts = dict(re.findall(r"^\S ([a-z ]+?) +\S +(\d+) ", said, re.MULTILINE))
-    wanted = Counter(case for _, case in SHAPES)
-    assert {case: int(counts[case]) for case in wanted} == {**wanted, "used": 32, "no turns": 3}
-    assert "data: 32 conversations" in said
+    counts = dict(re.findall(r"^\S ([a-z ]+?) +\S +(\d+) ", output, re.MULTILINE))
+    expected = Counter(case for _, case in SHAPES)
+    assert {case: int(counts[case]) for case in expected} == {**expected, "used": 32, "no turns": 3}
+    assert "data: 32 conversations" in output
 
 
 BAD = {
@@ -201,18 +201,18 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("content", BAD, ids=[said for _, said in BAD.values()])
-def test_a_bad_file_is_refused_or_its_bad_rows_are_counted(
+@pytest.mark.parametrize("content", BAD, ids=[message for _, message in BAD.values()])
+def test_a_bad_file_raises_or_its_bad_rows_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
-    """The way a user meets it: the whole verb, its words and its exit code."""
-    skipped, wanted = BAD[content]
-    code, said = prepare(tmp_path, content, capsys)
+    """The whole command: its output and its exit code."""
+    skipped, expected = BAD[content]
+    code, output = prepare(tmp_path, content, capsys)
     assert code == 2
-    assert wanted in " ".join(said.split())
+    assert expected in " ".join(output.split())
     if skipped:
-        assert "data.skip_bad=1" in said
-        code, said = prepare(tmp_path, content, capsys, "data.skip_bad=1")
+        assert "data.skip_bad=1" in output
+        code, output = prepare(tmp_path, content, capsys, "data.skip_bad=1")
         assert code == 0
-        assert re.search(r"bad row +\S +1 ", said)
-        assert "data: 30 conversations" in said
+        assert re.search(r"bad row +\S +1 ", output)
+        assert "data: 30 conversations" in output

@@ -1,7 +1,6 @@
-"""`outrider prepare`, killed ten times and started again, ends like one that was not killed.
+"""`outrider prepare`, killed ten times and restarted, writes what an uninterrupted run writes.
 
-That holds for every byte of the text but the seconds in its manifest, and for every byte of the
-recorded features.
+The text is equal in every byte but the seconds in its manifest, the recorded features in all.
 """
 
 import multiprocessing
@@ -37,9 +36,9 @@ SHARD, SHARDS = 8, 40  # prompts per shard, and shards of WORDS
 
 
 def prepare(words: list[str], cache: Path, die_at: int | None) -> None:
-    """The verb in a process of its own, which may kill itself at its so many'th fsync.
+    """Run the command; kill the process at its `die_at`-th fsync.
 
-    A shard takes four: of its file under another name, of its folder, and twice of the manifest.
+    A shard takes four: of its temporary file, of its folder, and twice of the manifest.
     """
     os.environ["OUTRIDER_CACHE"] = str(cache)
     generate.SHARD = SHARD
@@ -57,7 +56,7 @@ def prepare(words: list[str], cache: Path, die_at: int | None) -> None:
 
 
 def start(words: list[str], cache: Path, die_at: int | None = None) -> BaseProcess:
-    """From a server that has imported everything: ten starts of Python take a minute."""
+    """Fork from a server that has imported everything: ten starts of Python take a minute."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *IMPORTED])
     process = context.Process(target=prepare, args=(words, cache, die_at))
@@ -65,12 +64,12 @@ def start(words: list[str], cache: Path, die_at: int | None = None) -> BaseProce
     return process
 
 
-def ended(process: BaseProcess) -> int | None:
+def exit_code(process: BaseProcess) -> int | None:
     process.join(60)
     return process.exitcode
 
 
-def made(loaded: LoadedTarget, words: list[str], cache: Path) -> TrainingData:
+def training_data(loaded: LoadedTarget, words: list[str], cache: Path) -> TrainingData:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(cache))
         return load_training_data(parse(compose(words)), loaded, (1, 3, 4), Reporter.silent())
@@ -86,46 +85,49 @@ def features(cache: Path) -> dict[str, bytes]:
     return {f"{file.parent.name}/{file.name}": file.read_bytes() for file in files}
 
 
-def soon(process: BaseProcess, cache: Path, count: int, chance: random.Random) -> None:
-    """Wait for so many shards, and a moment of chance longer."""
+def wait_for_shards(
+    process: BaseProcess, cache: Path, count: int, generator: random.Random
+) -> None:
+    """Wait for `count` shards and a random moment longer."""
     while shards(cache) < count and process.is_alive():
         time.sleep(0.001)
-    time.sleep(0.02 * chance.random())
+    time.sleep(0.02 * generator.random())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("record", "kills"), [(False, 10), (True, 4)])
-def test_a_preparation_that_is_killed_again_and_again_ends_as_one_that_is_not(
+def test_a_preparation_killed_repeatedly_equals_an_uninterrupted_one(
     loaded: LoadedTarget, tmp_path: Path, record: bool, kills: int
 ) -> None:
     words = [*WORDS, f"data.generate.record={str(record).lower()}"]
-    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
-    assert ended(start(words, hurt, die_at=1)) == -signal.SIGKILL
-    chance, left = random.Random(1), 0
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    assert exit_code(start(words, killed, die_at=1)) == -signal.SIGKILL
+    generator, written = random.Random(1), 0
     for number in range(2, kills + 1):
         if number % 2:
-            process = start(words, hurt, die_at=chance.randint(1, 11))
+            process = start(words, killed, die_at=generator.randint(1, 11))
         else:
-            process = start(words, hurt)
-            soon(process, hurt, left + chance.randint(0, 2), chance)
+            process = start(words, killed)
+            wait_for_shards(process, killed, written + generator.randint(0, 2), generator)
             process.kill()
-        assert ended(process) == -signal.SIGKILL
-        left = shards(hurt)
-    assert 0 < left < SHARDS
-    assert ended(start(words, hurt)) == 0
-    assert ended(start(words, whole)) == 0
-    assert shards(whole) == SHARDS
-    assert generated_text(hurt) == generated_text(whole)
-    assert features(hurt) == features(whole)
-    assert bool(features(whole)) == record
-    ours, theirs = made(loaded, words, hurt), made(loaded, words, whole)
-    assert ours.documents == theirs.documents
-    assert ours.about | {"traces": ""} == theirs.about | {"traces": ""}  # the folders differ
+        assert exit_code(process) == -signal.SIGKILL
+        written = shards(killed)
+    assert 0 < written < SHARDS
+    assert exit_code(start(words, killed)) == 0
+    assert exit_code(start(words, uninterrupted)) == 0
+    assert shards(uninterrupted) == SHARDS
+    assert generated_text(killed) == generated_text(uninterrupted)
+    assert features(killed) == features(uninterrupted)
+    assert bool(features(uninterrupted)) == record
+    resumed, reference = (training_data(loaded, words, p) for p in (killed, uninterrupted))
+    assert resumed.documents == reference.documents
+    assert resumed.about | {"traces": ""} == reference.about | {"traces": ""}  # the folders differ
 
 
 @pytest.mark.slow
-def test_two_preparations_of_one_text_write_it_once(tmp_path: Path) -> None:
+def test_two_concurrent_preparations_write_the_text_once(tmp_path: Path) -> None:
     words = [*WORDS, "data.generate.record=false"]
-    places = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
-    assert [ended(process) for process in [start(words, place) for place in places]] == [0, 0, 0]
+    folders = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
+    processes = [start(words, folder) for folder in folders]
+    assert [exit_code(process) for process in processes] == [0, 0, 0]
     assert generated_text(tmp_path / "a") == generated_text(tmp_path / "b")

@@ -1,10 +1,10 @@
-"""Encodings of states: the error of what is read back, and the bytes that are stored."""
+"""Encodings of states: the error after decoding, and the stored bytes."""
 
 import pytest
 import torch
 
 from outrider.data.record import entropy_coding
-from outrider.data.record.column_scales import fit
+from outrider.data.record.entropy_coding import ColumnScales
 from outrider.data.record.quantise import GROUP, LARGEST, decode, encode, row_bytes
 
 WIDTHS = (1, 31, 64, 100, 256, 600)
@@ -22,15 +22,15 @@ def rows(width: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_int8_is_within_half_a_step_of_its_group(width: int) -> None:
     states = rows(width)
-    back = decode("int8", encode("int8", states), width)
+    decoded = decode("int8", encode("int8", states), width)
     padding = -width % GROUP
     groups = torch.nn.functional.pad(states, (0, padding)).unflatten(1, (-1, GROUP))
     peaks = groups.abs().amax(-1).repeat_interleave(GROUP, 1)[:, :width]
-    assert back.shape == states.shape
-    assert ((back - states).abs() <= peaks * (0.5 / LARGEST + 2**-8) + 1e-12).all()
+    assert decoded.shape == states.shape
+    assert ((decoded - states).abs() <= peaks * (0.5 / LARGEST + 2**-8) + 1e-12).all()
 
 
-def test_encoding_decoded_states_again_changes_nothing() -> None:
+def test_encoding_is_idempotent() -> None:
     once = decode("int8", encode("int8", rows(100)), 100)
     twice = decode("int8", encode("int8", once), 100)
     torch.testing.assert_close(twice, once, rtol=2**-7, atol=0)
@@ -50,16 +50,16 @@ def test_row_bytes_are_the_bytes_stored(states: str, width: int) -> None:
     assert stored == 7 * row_bytes(states, width, 4)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_and_infinity_are_refused(bad: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_raise(value: float) -> None:
     states = rows(64)
-    states[2, 5] = bad
+    states[2, 5] = value
     with pytest.raises(ValueError, match="NaN or infinity"):
         encode("int8", states)
 
 
 def coded(step: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal numbers with two far larger rows, and what is read back."""
+    """Normal numbers with two far larger rows, and their decoded values."""
     torch.manual_seed(2)
     states = torch.randn(300, 64)
     states[0] *= 1000
@@ -69,9 +69,9 @@ def coded(step: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("step", [0.1, 0.3, 0.5, 1.0])
 def test_entropy_coded_states_are_within_half_a_step(step: float) -> None:
-    states, back = coded(step)
-    assert ((back - states).abs() <= step / 2 + 2**-22 * states.abs()).all()
-    assert torch.equal(entropy_coding.unpack(entropy_coding.pack(back, step), 64, step), back)
+    states, decoded = coded(step)
+    assert ((decoded - states).abs() <= step / 2 + 2**-22 * states.abs()).all()
+    assert torch.equal(entropy_coding.unpack(entropy_coding.pack(decoded, step), 64, step), decoded)
 
 
 @pytest.mark.parametrize("step", [0.3, 0.5])
@@ -91,29 +91,31 @@ def test_entropy_coding_of_an_empty_document_and_of_far_numbers() -> None:
         0,
         5,
     )
-    for bad in (float("nan"), float("inf"), 1e9):
+    for value in (float("nan"), float("inf"), 1e9):
         with pytest.raises(ValueError, match="further away from 0"):
-            entropy_coding.pack(torch.tensor([[0.0, bad]]), 0.5)
+            entropy_coding.pack(torch.tensor([[0.0, value]]), 0.5)
 
 
-def test_column_scales_do_not_follow_a_few_massive_rows() -> None:
+def test_column_scales_are_robust_to_a_few_massive_rows() -> None:
     torch.manual_seed(4)
     spread = torch.tensor([1e-3, 0.1, 1, 1, 10, 100])
     states = torch.randn(1000, 6) * spread + 7
-    plain = fit([states])
+    plain = ColumnScales.fit([states])
     torch.testing.assert_close(plain.spread, spread, rtol=0.2, atol=0)
     torch.testing.assert_close(plain.restore(plain.units(states)), states, rtol=1e-4, atol=1e-4)
     states[::300, 2] = 5000.0
-    torch.testing.assert_close(fit(states.split(100)).spread, plain.spread, rtol=0.1, atol=0)
+    torch.testing.assert_close(
+        ColumnScales.fit(states.split(100)).spread, plain.spread, rtol=0.1, atol=0
+    )
 
 
-def test_column_scales_of_more_numbers_than_torch_quantile_takes() -> None:
+def test_column_scales_beyond_the_size_limit_of_torch_quantile() -> None:
     wide = torch.arange(4200.0).expand(4096, 4200) * torch.linspace(-1, 1, 4096)[:, None]
     expected = torch.arange(10, 4200) / 1.349
-    torch.testing.assert_close(fit([wide]).spread[10:], expected, rtol=1e-2, atol=0)
+    torch.testing.assert_close(ColumnScales.fit([wide]).spread[10:], expected, rtol=1e-2, atol=0)
 
 
-def test_a_constant_column_has_a_spread() -> None:
+def test_a_constant_column_has_a_positive_spread() -> None:
     states = torch.randn(50, 3) * torch.tensor([1.0, 1.0, 0.0])
-    assert (fit([states]).spread > 0).all()
-    assert (fit([torch.zeros(50, 3)]).spread > 0).all()
+    assert (ColumnScales.fit([states]).spread > 0).all()
+    assert (ColumnScales.fit([torch.zeros(50, 3)]).spread > 0).all()

@@ -1,4 +1,4 @@
-"""Files to rows: every kind gives the same, streamed; every kind of damage is named or counted."""
+"""Readers: equal rows from every kind of file, streamed; damage raises or is counted."""
 
 import csv
 import json
@@ -39,7 +39,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         assert list(_array_elements(tmp_path / "b.json", BadRowPolicy(), chunk)) == ROWS
 
 
-def test_blank_lines_and_an_empty_array_hold_no_record(tmp_path: Path) -> None:
+def test_blank_lines_and_an_empty_array_have_no_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n{"prompt": "x"}\n\n')
     (tmp_path / "b.json").write_text("[ ]\n")
     assert list(read_records(tmp_path / "a.jsonl")) == [{"prompt": "x"}]
@@ -62,7 +62,7 @@ BAD = [
     ("a.csv", b"a\n1\n\xff\n", 3),
     ("a.csv", b'a\n1\n"b" c\n', 3),
 ]
-LOST = [  # nothing behind the damage can be told apart
+UNRECOVERABLE = [  # no row can be found after the damage
     ("a.json", b'[{"a": 1},\n {"b": 2},\n {"c": }]', 3),
     ("a.json", b'[\n{"a":\n 1},\n\n {"b": 2}', 5),
     ("a.json", b'[{"a": "\xff"}]', 1),
@@ -71,7 +71,7 @@ LOST = [  # nothing behind the damage can be told apart
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "line"), BAD + LOST)
+@pytest.mark.parametrize(("name", "content", "line"), BAD + UNRECOVERABLE)
 def test_a_bad_record_names_file_and_line(
     tmp_path: Path, name: str, content: bytes, line: int
 ) -> None:
@@ -81,19 +81,19 @@ def test_a_bad_record_names_file_and_line(
 
 
 @pytest.mark.parametrize(("name", "content", "line"), BAD)
-def test_a_bad_record_is_left_out_and_counted_if_it_may_be(
+def test_a_bad_record_is_skipped_and_counted_within_the_limit(
     tmp_path: Path, name: str, content: bytes, line: int
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    noted: list[int] = []
-    policy = BadRowPolicy(1, lambda: noted.append(1), "data.skip_bad")
+    skipped: list[int] = []
+    policy = BadRowPolicy(1, lambda: skipped.append(1), "data.skip_bad")
     assert len(list(read_records(tmp_path / name, policy=policy))) == 1
-    assert len(noted) == 1
+    assert len(skipped) == 1
     with pytest.raises(RunError, match=r"or leave it out: data\.skip_bad=1"):
         list(read_records(tmp_path / name, policy=BadRowPolicy(0, option="data.skip_bad")))
 
 
-def test_a_line_of_a_hundred_megabytes_is_never_held_whole(tmp_path: Path) -> None:
+def test_a_line_of_a_hundred_megabytes_is_read_in_bounded_memory(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     with file.open("wb") as stream:
         stream.write(b'{"a": 1}\n{"b": "')
@@ -112,16 +112,16 @@ def test_a_line_of_a_hundred_megabytes_is_never_held_whole(tmp_path: Path) -> No
         list(read_records(array))
 
 
-def test_a_parquet_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_parquet_file_raises(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    whole = (tmp_path / "a.parquet").read_bytes()
-    for cut in (whole[:-100], b"PAR1"):
+    content = (tmp_path / "a.parquet").read_bytes()
+    for cut in (content[:-100], b"PAR1"):
         (tmp_path / "a.parquet").write_bytes(cut)
         with pytest.raises(RunError, match=r"a\.parquet is damaged"):
             list(read_records(tmp_path / "a.parquet"))
 
 
-def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_left_out(tmp_path: Path) -> None:
+def test_a_parquet_row_that_is_not_utf_8_raises_or_is_skipped(tmp_path: Path) -> None:
     text = pa.array([b"%d" % n if n != 300 else b"\xff" for n in range(600)], pa.binary())
     damaged = pa.StringArray.from_buffers(len(text), *text.buffers()[1:])
     parquet.write_table(pa.table({"a": damaged}), tmp_path / "a.parquet")
@@ -131,7 +131,7 @@ def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_left_out(tmp_path
     assert rows == [{"a": str(n)} for n in range(600) if n != 300]
 
 
-def test_a_file_that_cannot_hold_rows_is_an_error_of_its_setting(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_a_config_error_of_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval\.prompts = .*nowhere.*\n.*no such file"):
         read_records(tmp_path / "nowhere.jsonl", key="eval.prompts")
     (tmp_path / "a.xlsx").touch()

@@ -1,4 +1,4 @@
-"""Words to rows: names, copies, files, folders, addresses; what leads nowhere is refused."""
+"""Sources: names, copies, files, folders and addresses; other locations raise."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from outrider.data.sources import data_source, suite_source
 DIALOGUE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 FROM = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 
-# A row of each data set as its page shows it.
+# A row of each data set, from its page.
 ROWS: dict[str, dict[str, Any]] = {
     "sharegpt": {"id": "a_0", "conversations": FROM},
     "ultrachat": {"prompt": "2+2?", "prompt_id": "f00", "messages": DIALOGUE},
@@ -39,7 +39,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "2+2?", "answer": "4"},
     "code": {"instruction": "2+2?", "response": "4"},
 }  # fmt: skip
-ASKED: dict[str, tuple[dict[str, Any], Prompt]] = {
+PROMPTS: dict[str, tuple[dict[str, Any], Prompt]] = {
     "mt_bench": (
         {"category": "math", "prompt": ["2+2?", "3+3?"], "reference": [], "prompt_id": 81},
         Prompt("81", "math", ["2+2?", "3+3?"]),
@@ -85,9 +85,9 @@ def test_rows_of_every_named_data_set_become_the_same_dialogue(name: str, tmp_pa
     assert summary.counts == {"used": 1}
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", PROMPTS)
 def test_rows_of_every_named_suite_become_its_prompts(name: str, tmp_path: Path) -> None:
-    row, expected = ASKED[name]
+    row, expected = PROMPTS[name]
     copy = tmp_path / "rows.jsonl"
     copy.write_text(json.dumps(row))
     source = suite_source(f"{name}@{copy}")
@@ -96,28 +96,28 @@ def test_rows_of_every_named_suite_become_its_prompts(name: str, tmp_path: Path)
 
 
 def test_a_copy_in_the_shape_of_spec_bench_is_read_as_any_suite(tmp_path: Path) -> None:
-    """The field passes HumanEval, Alpaca, ... around as questions with turns."""
+    """HumanEval, Alpaca, ... are also distributed in Spec-Bench's shape."""
     copy = tmp_path / "question.jsonl"
     copy.write_text(json.dumps({"question_id": 7, "turns": ["Add."]}))
-    for name in set(ASKED) - {"mt_bench", "spec_bench", "math_500"}:
+    for name in set(PROMPTS) - {"mt_bench", "spec_bench", "math_500"}:
         assert read_prompts(suite_source(f"{name}@{copy}")) == [Prompt("7", name, ["Add."])]
 
 
-def test_our_own_suite_is_held_out_prompts_in_eight_categories() -> None:
+def test_the_embedded_suite_has_eight_categories() -> None:
     suite = read_prompts(suite_source("outrider"))
     assert len(suite) >= 80
     assert len({prompt.category for prompt in suite}) == 8
     assert suite == read_prompts(suite_source(str(GENERAL)))
 
 
-def test_every_name_says_where_it_lies_and_its_licence() -> None:
+def test_location_and_licence_of_every_name_are_documented() -> None:
     for names, source in ((DATASETS, data_source), (SUITES, suite_source)):
         for name, spec in names.items():
             assert spec.licence
             assert spec.licence in source(name).describe()
     page = (Path(__file__).parent.parent / "docs" / "your_model.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (.*?) \|", page, re.MULTILINE)
-    listed = {(name, place, licence) for name, place, licence in rows}
+    listed = {(name, location, licence) for name, location, licence in rows}
     known = {
         (name, "shipped" if Path(spec.location).is_absolute() else spec.location, spec.licence)
         for names in (DATASETS, SUITES)
@@ -126,8 +126,8 @@ def test_every_name_says_where_it_lies_and_its_licence() -> None:
     assert listed == known
 
 
-def test_a_folder_is_read_by_datasets_part_by_part(tmp_path: Path) -> None:
-    """Parquet files as a hub repository has them: parts by file name, several files each."""
+def test_a_folder_is_read_by_datasets_with_splits(tmp_path: Path) -> None:
+    """Parquet files as in a hub repository: splits by file name, several files each."""
     for i in range(3):
         table(tmp_path / "data" / f"train-0000{i}-of-00003.parquet", {"question": f"{i}?"})
     table(tmp_path / "data" / "test-00000-of-00001.parquet", {"question": "t?"})
@@ -142,7 +142,7 @@ def test_a_folder_is_read_by_datasets_part_by_part(tmp_path: Path) -> None:
     assert data_source(str(tmp_path)).fingerprint() != before
 
 
-def test_what_datasets_saved_is_read_and_what_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_saved_datasets_are_read_and_damaged_files_raise(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_list([{"question": "a?"}, {"question": "b?"}]).save_to_disk(
@@ -152,10 +152,10 @@ def test_what_datasets_saved_is_read_and_what_is_damaged_is_refused(tmp_path: Pa
         ["a?"],
         ["b?"],
     ]
-    file = Path(table(tmp_path / "torn" / "train.parquet", *[{"question": "a?"}] * 99))
+    file = Path(table(tmp_path / "truncated" / "train.parquet", *[{"question": "a?"}] * 99))
     file.write_bytes(file.read_bytes()[:-60])
-    with pytest.raises((ConfigError, RunError), match=r"torn"):
-        list(data_source(str(tmp_path / "torn")).rows())
+    with pytest.raises((ConfigError, RunError), match=r"truncated"):
+        list(data_source(str(tmp_path / "truncated")).rows())
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match=r"data\.path = .*none"):
         data_source(str(tmp_path / "none")).rows()
@@ -163,7 +163,7 @@ def test_what_datasets_saved_is_read_and_what_is_damaged_is_refused(tmp_path: Pa
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A folder behind an address."""
+    """Serve a folder over http."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None: ...
@@ -176,7 +176,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         server.shutdown()
 
 
-def test_an_address_is_fetched_once(
+def test_an_address_is_downloaded_once(
     served: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -190,30 +190,32 @@ def test_an_address_is_fetched_once(
         suite_source(f"{address}/missing.jsonl").rows()
 
 
-@pytest.mark.parametrize("word", ["ultrachatt", "missing.jsonl", "a/b/c.parquet", "magpie@nowhere"])
-def test_a_word_that_leads_nowhere_is_refused_before_anything_is_fetched(word: str) -> None:
+@pytest.mark.parametrize(
+    "location", ["ultrachatt", "missing.jsonl", "a/b/c.parquet", "magpie@nowhere"]
+)
+def test_an_unknown_location_raises_before_any_download(location: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.path"):
-        data_source(word)
+        data_source(location)
 
 
 @pytest.mark.parametrize("part", ["subset", "split", "revision"])
-def test_a_single_file_has_no_parts(part: str, tmp_path: Path) -> None:
+def test_a_single_file_has_no_subset_split_or_revision(part: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=rf"data\.{part} = 'x'.*\n.*single file"):
         data_source(str(tmp_path / "a.jsonl"), **{part: "x"})  # type: ignore[arg-type]
 
 
-def test_a_name_that_is_nearly_right_is_named() -> None:
+def test_the_error_suggests_a_similar_name() -> None:
     with pytest.raises(ConfigError, match="Did you mean ultrachat"):
         data_source("ultrachatt")
     with pytest.raises(ConfigError, match="Did you mean mt_bench"):
         suite_source("mt-bench")
 
 
-def test_a_hub_that_does_not_answer_is_an_error_of_its_setting(
+def test_an_unreachable_hub_is_a_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The single files of a repository come through the hub's own client."""
+    """Single files of a repository are downloaded by the hub's client."""
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -231,7 +233,7 @@ def test_bad_rows_are_counted_in_the_summary(tmp_path: Path) -> None:
         list(read_conversations(data_source(str(file), skip_bad=1), Summary()))
 
 
-def test_rows_of_mixed_shapes_are_each_read_in_their_own(tmp_path: Path) -> None:
+def test_rows_of_mixed_shapes_in_one_file(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in ROWS.values()))
     assert list(read_conversations(data_source(str(file)), Summary())) == [DIALOGUE] * len(ROWS)

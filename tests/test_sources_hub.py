@@ -116,14 +116,14 @@ def hub(tmp_path: Path) -> Iterator[tuple[Hub, str]]:
         server.shutdown()
 
 
-def read(address: str, home: Path, kind: str, word: str) -> tuple[list[Any], str, str]:
+def read(address: str, home: Path, kind: str, location: str) -> tuple[list[Any], str, str]:
     """Read a source in another process: the client takes its address when it is imported."""
     environ = os.environ | {
         "HF_ENDPOINT": address, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1",
         "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", READ, kind, word], env=environ, capture_output=True, text=True,
+        [sys.executable, "-c", READ, kind, location], env=environ, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Which tokens are answers: written out by hand for each kind of template, then as a property."""
+"""Answer tokens: expected results for each kind of template, then property tests."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -64,8 +64,8 @@ def wrap(inner: Tokenizer, template: str | None) -> Any:
     return tokenizer
 
 
-def words(template: str | None) -> Any:
-    """One token per word and per white-space character."""
+def word_tokenizer(template: str | None) -> Any:
+    """Return a tokenizer with one token per word and per white-space character."""
     vocab = {word: index for index, word in enumerate([*WORDS, "?", "<t>", "</t>"])}
     inner = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s|</?t>"), "isolated")
@@ -74,7 +74,7 @@ def words(template: str | None) -> Any:
 
 
 @cache
-def letters(template: str | None) -> Any:
+def character_tokenizer(template: str | None) -> Any:
     vocab = {letter: index for index, letter in enumerate(sorted("?<>/:tQA ab1\n\u00e9\U0001f600"))}
     inner = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -83,7 +83,7 @@ def letters(template: str | None) -> Any:
 
 
 @cache
-def octets(template: str | None, *, trim: bool = False) -> Any:
+def byte_tokenizer(template: str | None, *, trim: bool = False) -> Any:
     """One token per byte, as in GPT-2; a character may take several."""
     vocab = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(vocab, []))
@@ -93,8 +93,8 @@ def octets(template: str | None, *, trim: bool = False) -> Any:
     return wrap(inner, template)
 
 
-def trimmed(template: str | None) -> Any:
-    return octets(template, trim=True)
+def trimmed_byte_tokenizer(template: str | None) -> Any:
+    return byte_tokenizer(template, trim=True)
 
 
 def dialogue(*contents: str, system: str | None = None) -> list[Message]:
@@ -104,8 +104,8 @@ def dialogue(*contents: str, system: str | None = None) -> list[Message]:
     return turns if system is None else [Message(role="system", content=system), *turns]
 
 
-def shown(tokenizer: Any, messages: Sequence[Message], **more: Any) -> str:
-    """The document's tokens, answers in brackets."""
+def marked_text(tokenizer: Any, messages: Sequence[Message], **more: Any) -> str:
+    """Return the tokens of the rendered document, answers in brackets."""
     document = render(tokenizer, messages, max_length=1000, **more)
     tokens = [text.replace("\n", "\\n") for text in map(tokenizer.decode, document.ids.tolist())]
     flags = document.answer
@@ -118,14 +118,14 @@ WHY = r"<|user|> \n why <|end|> \n"
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_single_token_answer_is_supervised_with_its_end(template: str) -> None:
-    assert shown(words(template), dialogue("hi", "4")) == (
+    assert marked_text(word_tokenizer(template), dialogue("hi", "4")) == (
         HI + r" <|assistant|> \n [4] [<|end|>] \n"
     )
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_every_answer_of_several_turns_is_supervised(template: str) -> None:
-    assert shown(words(template), dialogue("hi", "4 five", "why", "so")) == (
+    assert marked_text(word_tokenizer(template), dialogue("hi", "4 five", "why", "so")) == (
         f"{HI} <|assistant|> \\n [4] [ ] [five] [<|end|>] \\n"
         f" {WHY} <|assistant|> \\n [so] [<|end|>] \\n"
     )
@@ -133,15 +133,15 @@ def test_every_answer_of_several_turns_is_supervised(template: str) -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_system_turn_is_read_and_not_supervised(template: str) -> None:
-    assert shown(words(template), dialogue("hi", "4", system="brief")) == (
+    assert marked_text(word_tokenizer(template), dialogue("hi", "4", system="brief")) == (
         rf"<|system|> \n brief <|end|> \n {HI} <|assistant|> \n [4] [<|end|>] \n"
     )
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_turns_without_anything_between_them_stay_apart(template: str) -> None:
-    tokenizer = words(template.replace("\n", ""))
-    assert shown(tokenizer, dialogue("hi", "4", "why", "so")) == (
+def test_turns_without_separator(template: str) -> None:
+    tokenizer = word_tokenizer(template.replace("\n", ""))
+    assert marked_text(tokenizer, dialogue("hi", "4", "why", "so")) == (
         "<|user|> hi <|end|> <|assistant|> [4] [<|end|>]"
         " <|user|> why <|end|> <|assistant|> [so] [<|end|>]"
     )
@@ -149,38 +149,38 @@ def test_turns_without_anything_between_them_stay_apart(template: str) -> None:
 
 def test_an_answer_whose_last_character_has_no_token_ends_there() -> None:
     """The newline inside the block is dropped by this tokenizer; the next question is no answer."""
-    tokenizer = words(MARKED)
+    tokenizer = word_tokenizer(MARKED)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    assert shown(tokenizer, dialogue("hi", "4", "why", "so")) == (
+    assert marked_text(tokenizer, dialogue("hi", "4", "why", "so")) == (
         "<|user|> hi <|end|> <|assistant|> [4] [<|end|>]"
         " <|user|> why <|end|> <|assistant|> [so] [<|end|>]"
     )
 
 
-def test_marked_answers_are_those_of_transformers() -> None:
-    """Where every character has a token, its own mask is an independent reference."""
-    tokenizer = words(MARKED.replace("<|end|>\n{% endg", "<|end|>{% endg"))
+def test_answers_of_generation_blocks_equal_those_of_transformers() -> None:
+    """Where every character has a token, the mask of transformers is an independent reference."""
+    tokenizer = word_tokenizer(MARKED.replace("<|end|>\n{% endg", "<|end|>{% endg"))
     messages = dialogue("hi", "4 five", "why", "so", "bye", "\nso\n", system="brief")
-    theirs = tokenizer.apply_chat_template(
+    reference = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    ours = render(tokenizer, messages, max_length=1000)
-    assert ours.ids.tolist() == theirs["input_ids"]
-    assert ours.answer.tolist() == [flag == 1 for flag in theirs["assistant_masks"]]
+    document = render(tokenizer, messages, max_length=1000)
+    assert document.ids.tolist() == reference["input_ids"]
+    assert document.answer.tolist() == [flag == 1 for flag in reference["assistant_masks"]]
 
 
-def test_a_template_that_rewrites_history_is_followed() -> None:
-    """Thinking is dropped from earlier answers; the last answer is written with it."""
+def test_a_template_that_rewrites_earlier_turns() -> None:
+    """Thinking is removed from earlier answers and shown in the last one."""
     messages = dialogue("hi", "<t>so</t>4", "why", "<t>five</t>bye")
-    assert shown(words(THINKING), messages) == (
+    assert marked_text(word_tokenizer(THINKING), messages) == (
         f"{HI} <|assistant|> \\n [4] [<|end|>] \\n"
         f" {WHY} <|assistant|> \\n [<t>] [five] [</t>] [bye] [<|end|>] \\n"
     )
 
 
-def test_what_the_template_writes_after_the_prompt_is_the_targets_to_write() -> None:
-    """The empty thinking stands behind the generation prompt, so it belongs to the answer."""
-    assert shown(words(THINKING), dialogue("hi", "4", "why", "so")) == (
+def test_template_text_after_the_generation_prompt_is_supervised() -> None:
+    """The empty thinking comes after the generation prompt, so it belongs to the answer."""
+    assert marked_text(word_tokenizer(THINKING), dialogue("hi", "4", "why", "so")) == (
         f"{HI} <|assistant|> \\n [4] [<|end|>] \\n"
         f" {WHY} <|assistant|> \\n [<t>] [</t>] [so] [<|end|>] \\n"
     )
@@ -189,9 +189,9 @@ def test_what_the_template_writes_after_the_prompt_is_the_targets_to_write() -> 
 def test_template_arguments_reach_the_template() -> None:
     """With thinking switched off the prompt itself ends in the empty thinking."""
     off = PROMPT.replace("\\n", "\n").replace("\n{%", "\n{{ '' if think else '<t></t>' }}{%")
-    tokenizer = copy.deepcopy(words(THINKING.replace(PROMPT, off)))
+    tokenizer = copy.deepcopy(word_tokenizer(THINKING.replace(PROMPT, off)))
     set_template_args(tokenizer, {"think": False})
-    assert shown(tokenizer, dialogue("hi", "4", "why", "so")) == (
+    assert marked_text(tokenizer, dialogue("hi", "4", "why", "so")) == (
         f"{HI} <|assistant|> \\n [4] [<|end|>] \\n"
         f" {WHY} <|assistant|> \\n <t> </t> [so] [<|end|>] \\n"
     )
@@ -199,74 +199,76 @@ def test_template_arguments_reach_the_template() -> None:
     assert tokenizer.decode(prompt).endswith("<|assistant|>\n<t></t>")
 
 
-def test_a_prompt_that_the_rendered_answer_does_not_continue_is_no_border() -> None:
+def test_a_generation_prompt_that_is_no_prefix_of_the_rendered_answer() -> None:
     """The prompt opens a thought, as DeepSeek-R1's does; the rendered answer has none."""
-    tokenizer = words(PLAIN.replace("<|assistant|>\n{%", "<|assistant|>\n<t>{%"))
-    assert shown(tokenizer, dialogue("hi", "4")) == HI + r" <|assistant|> \n [4] [<|end|>] \n"
+    tokenizer = word_tokenizer(PLAIN.replace("<|assistant|>\n{%", "<|assistant|>\n<t>{%"))
+    assert marked_text(tokenizer, dialogue("hi", "4")) == HI + r" <|assistant|> \n [4] [<|end|>] \n"
 
 
-def test_an_end_that_differs_in_last_place_is_found_in_every_place() -> None:
+def test_an_end_token_that_differs_after_the_last_answer() -> None:
     """Harmony ends the last answer with another token; text before the answer stays supervised."""
     body = "{% if m.role == 'assistant' %}<t></t>{% endif %}{{ m.content }}"
     end = "{{ '<|pad|>' if loop.last and m.role == 'assistant' else '<|end|>' }}"
-    assert shown(words(OPENING + body + end + "{% endfor %}" + PROMPT), dialogue(*"4444")) == (
+    assert marked_text(
+        word_tokenizer(OPENING + body + end + "{% endfor %}" + PROMPT), dialogue(*"4444")
+    ) == (
         r"<|user|> \n 4 <|end|> <|assistant|> \n [<t>] [</t>] [4] [<|end|>]"
         r" <|user|> \n 4 <|end|> <|assistant|> \n [<t>] [</t>] [4] [<|pad|>]"
     )
 
 
-def merging(template: str) -> Any:
+def merging_tokenizer(template: str) -> Any:
     """Letters and one merge: two newlines are one token."""
     vocab = {letter: n for n, letter in enumerate(["\n", "\n\n", *"hi4<t/>"])}
     return wrap(Tokenizer(models.BPE(vocab, [("\n", "\n")])), template)
 
 
-def test_an_answer_starts_at_a_token_of_its_own() -> None:
+def test_a_token_across_the_start_of_an_answer_is_split() -> None:
     r"""The prompt ends in \n; an answer that starts with \n would merge with it into one token."""
-    assert shown(merging(PLAIN), dialogue("hi", "\n4", "\nhi", "\n\n")) == (
+    assert marked_text(merging_tokenizer(PLAIN), dialogue("hi", "\n4", "\nhi", "\n\n")) == (
         r"<|user|> \n h i <|end|> \n <|assistant|> \n [\n] [4] [<|end|>] \n"
         r" <|user|> \n\n h i <|end|> \n <|assistant|> \n [\n\n] [<|end|>] \n"
     )
 
 
-def test_a_rewritten_answer_starts_at_a_token_of_its_own() -> None:
-    """Token prefixes and the mark both fail here; the prefixes of the text do not."""
+def test_a_token_across_the_start_of_a_rewritten_answer_is_split() -> None:
+    """Token prefixes and the mark both fail here; text prefixes do not."""
     thought = "[<] [t] [>] [<] [/] [t] [>]"
-    assert shown(merging(THINKING), dialogue("hi", "\n<t></t>4")) == (
+    assert marked_text(merging_tokenizer(THINKING), dialogue("hi", "\n<t></t>4")) == (
         rf"<|user|> \n h i <|end|> \n <|assistant|> \n [\n] {thought} [4] [<|end|>] \n"
     )
 
 
-def test_a_blank_whose_offset_was_trimmed_away_stays_on_its_side() -> None:
-    """GPT-2's tokenizer calls the place of a lone blank (5, 5), not (4, 5)."""
-    tokenizer = octets(THINKING.replace("|>\n", "|> "), trim=True)
-    assert shown(tokenizer, dialogue("4", "<t>h</t>5", "6", "7")).startswith(
+def test_a_blank_with_trimmed_offsets_is_not_part_of_the_answer() -> None:
+    """GPT-2's tokenizer returns the offsets (5, 5) for a single blank, not (4, 5)."""
+    tokenizer = byte_tokenizer(THINKING.replace("|>\n", "|> "), trim=True)
+    assert marked_text(tokenizer, dialogue("4", "<t>h</t>5", "6", "7")).startswith(
         "<|user|>   4 <|end|>   <|assistant|>   [5] [<|end|>]   <|user|>"
     )
 
 
 def test_without_an_end_token_the_answer_is_its_text() -> None:
     template = "{% for m in messages %}{{ 'Q:' if m.role == 'user' else 'A:' }} {{ m.content }}\n"
-    tokenizer = words(template + "{% endfor %}{% if add_generation_prompt %}A:{% endif %}")
-    assert shown(tokenizer, dialogue("hi", "4", "why", "so")) == (
+    tokenizer = word_tokenizer(template + "{% endfor %}{% if add_generation_prompt %}A:{% endif %}")
+    assert marked_text(tokenizer, dialogue("hi", "4", "why", "so")) == (
         r"Q:   hi \n A: [ ] [4] \n Q:   why \n A: [ ] [so] \n"
     )
 
 
 def test_without_a_template_the_text_is_joined_by_newlines() -> None:
     """The end token closes the last answer; the first is closed by the next question's newline."""
-    assert shown(words(None), dialogue("hi", "4", "why", "so bye", system="brief")) == (
-        r"brief \n hi \n [4] \n why \n [so] [ ] [bye] [<|end|>]"
-    )
+    assert marked_text(
+        word_tokenizer(None), dialogue("hi", "4", "why", "so bye", system="brief")
+    ) == (r"brief \n hi \n [4] \n why \n [so] [ ] [bye] [<|end|>]")
 
 
 def test_without_a_template_the_start_token_comes_first_if_the_tokenizer_adds_one() -> None:
-    tokenizer = words(None)
+    tokenizer = word_tokenizer(None)
     start = (tokenizer.bos_token, tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|start|> $A", special_tokens=[start]
     )
-    assert shown(tokenizer, dialogue("hi", "4")) == r"<|start|> hi \n [4] [<|end|>]"
+    assert marked_text(tokenizer, dialogue("hi", "4")) == r"<|start|> hi \n [4] [<|end|>]"
     assert tokenizer.decode(prompt_ids(tokenizer, ["hi"])) == "<|start|>hi\n"
 
 
@@ -276,7 +278,7 @@ CONTENT = st.text("ab1 \n\u00e9\U0001f600", min_size=1, max_size=6).filter(
 TURNS = st.lists(CONTENT, min_size=2, max_size=8).map(lambda turns: turns[: len(turns) // 2 * 2])
 
 
-@pytest.mark.parametrize("tokenizer", [letters, octets, trimmed])
+@pytest.mark.parametrize("tokenizer", [character_tokenizer, byte_tokenizer, trimmed_byte_tokenizer])
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @given(turns=TURNS, system=st.none() | CONTENT)
 @settings(max_examples=20, deadline=None)
@@ -287,11 +289,11 @@ def test_the_supervised_text_is_exactly_the_answers(
     document = render(coder, messages, max_length=10_000)
     supervised = document.ids[document.answer].tolist()
     assert coder.decode(supervised) == "".join(f"{answer}<|end|>" for answer in turns[1::2])
-    whole = coder.apply_chat_template(messages, tokenize=False)
-    assert document.ids.tolist() == coder(whole, add_special_tokens=False)["input_ids"]
+    text = coder.apply_chat_template(messages, tokenize=False)
+    assert document.ids.tolist() == coder(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("tokenizer", [letters, octets, trimmed])
+@pytest.mark.parametrize("tokenizer", [character_tokenizer, byte_tokenizer, trimmed_byte_tokenizer])
 @given(turns=TURNS, thought=CONTENT)
 @settings(max_examples=20, deadline=None)
 def test_the_supervised_text_is_what_a_rewriting_template_leaves_of_the_answers(
@@ -308,10 +310,10 @@ def test_the_supervised_text_is_what_a_rewriting_template_leaves_of_the_answers(
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), None])
 @given(turns=TURNS, system=st.none() | CONTENT)
 @settings(max_examples=20, deadline=None)
-def test_training_reads_the_prompt_that_decoding_reads(
+def test_training_and_decoding_have_equal_prompt_tokens(
     template: str | None, turns: list[str], system: str | None
 ) -> None:
-    coder, messages = letters(template), dialogue(*turns, system=system)
+    coder, messages = character_tokenizer(template), dialogue(*turns, system=system)
     prompt = prompt_ids(coder, messages[:-1])
     document = render(coder, messages, max_length=10_000)
     assert document.ids[: len(prompt)].tolist() == prompt
@@ -321,34 +323,34 @@ def test_training_reads_the_prompt_that_decoding_reads(
         assert prompt_ids(coder, turns[:-1]) == prompt
 
 
-def test_a_long_conversation_keeps_its_head_and_is_counted() -> None:
+def test_a_long_conversation_is_cut_and_counted() -> None:
     """The answer of 8 tokens starts at token 7; 9 of the 16 tokens keep two tokens of it."""
-    tokenizer, summary = letters(PLAIN), Summary()
+    tokenizer, summary = character_tokenizer(PLAIN), Summary()
     messages = dialogue("a", "a" * 7)
-    whole = render(tokenizer, messages, max_length=16)
-    assert (len(whole.ids), whole.cut) == (16, 0)
+    full = render(tokenizer, messages, max_length=16)
+    assert (len(full.ids), full.cut) == (16, 0)
     (short,) = render_all(tokenizer, [messages], max_length=9, summary=summary)
-    assert short == Document.of(whole.ids[:9].tolist(), [False] * 7 + [True] * 2, whole.key, 7)
+    assert short == Document.of(full.ids[:9].tolist(), [False] * 7 + [True] * 2, full.key, 7)
     assert summary.counts == {"cut": 1}
 
 
 def test_a_conversation_whose_answers_are_cut_off_is_dropped_and_counted() -> None:
     summary = Summary()
-    kept = render_all(
-        letters(PLAIN),
+    documents = render_all(
+        character_tokenizer(PLAIN),
         [dialogue("a" * 9, "b"), dialogue("a", "b")],
         max_length=12,
         summary=summary,
     )
-    assert [document.key for document in kept] == [conversation_key(dialogue("a", "b"))]
+    assert [document.key for document in documents] == [conversation_key(dialogue("a", "b"))]
     assert summary.counts == {"cut": 1, "answers cut off": 1}
 
 
-def test_the_key_is_of_the_conversation_alone() -> None:
+def test_the_key_depends_only_on_the_conversation() -> None:
     one, other = dialogue("hi", "4"), dialogue("hi", "five")
     documents = [
-        render(words(PLAIN), one, max_length=20),
-        render(letters(None), one, max_length=2),
+        render(word_tokenizer(PLAIN), one, max_length=20),
+        render(character_tokenizer(None), one, max_length=2),
     ]
     assert {document.key for document in documents} == {conversation_key(one)}
     assert conversation_key(one) != conversation_key(other)
@@ -356,25 +358,25 @@ def test_the_key_is_of_the_conversation_alone() -> None:
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, None])
-def test_a_conversation_without_answers_is_an_error_that_shows_it(template: str | None) -> None:
+def test_a_conversation_without_answers_raises_and_is_shown(template: str | None) -> None:
     with pytest.raises(RunError, match=r"has no answer token\n    user: hi\n"):
-        render(words(template), dialogue("hi"), max_length=20)
+        render(word_tokenizer(template), dialogue("hi"), max_length=20)
 
 
-def test_a_conversation_that_the_template_refuses_is_an_error_that_shows_it() -> None:
+def test_a_conversation_that_the_template_refuses_raises_and_is_shown() -> None:
     refusing = "{{ raise_exception('no system turns') if messages[0].role == 'system' }}" + PLAIN
     with pytest.raises(RunError, match=r"no system turns\n    system: brief\n    user: hi"):
-        render(words(refusing), dialogue("hi", "4", system="brief"), max_length=20)
+        render(word_tokenizer(refusing), dialogue("hi", "4", system="brief"), max_length=20)
 
 
-def test_an_answer_that_the_template_hides_is_an_error_that_says_so() -> None:
+def test_an_answer_that_the_template_hides_raises() -> None:
     hiding = PLAIN.replace("messages %}", "messages[-2:] %}")
     with pytest.raises(RunError, match="answer 1 is not found"):
-        render(words(hiding), dialogue("hi", "4", "why", "so"), max_length=20)
+        render(word_tokenizer(hiding), dialogue("hi", "4", "why", "so"), max_length=20)
 
 
 def test_answers_are_green_and_the_rest_is_dim() -> None:
-    tokenizer = words(PLAIN)
+    tokenizer = word_tokenizer(PLAIN)
     document = render(tokenizer, dialogue("hi", "4 five", "why", "so"), max_length=100)
     text = highlight_answers(tokenizer, document)
     styled = [(str(span.style), text.plain[span.start : span.end]) for span in text.spans]
@@ -386,19 +388,19 @@ def test_answers_are_green_and_the_rest_is_dim() -> None:
 
 
 def test_samples_show_how_much_is_supervised() -> None:
-    tokenizer, console = words(PLAIN), Console(width=80, file=StringIO(), record=True)
+    tokenizer, console = word_tokenizer(PLAIN), Console(width=80, file=StringIO(), record=True)
     document = render(tokenizer, dialogue("hi", "4"), max_length=100)
     show_samples(Reporter(console), tokenizer, [document] * 5, n=3)
     assert console.export_text().count("2 of 10 tokens are supervised") == 3
 
 
-def test_rows_may_teach_the_last_answer_or_each_on_its_own() -> None:
-    """What is supervised is the same text; who comes last decides how often it is seen."""
-    tokenizer, talk = words(PLAIN), dialogue("hi", "4 why", "so", "five")
-    every = render_all(tokenizer, [talk], max_length=99)
+def test_supervise_last_or_each_answer() -> None:
+    """The supervised tokens are the same; only the division into rows differs."""
+    tokenizer, conversation = word_tokenizer(PLAIN), dialogue("hi", "4 why", "so", "five")
+    every = render_all(tokenizer, [conversation], max_length=99)
     summary = Summary()
-    each = render_all(tokenizer, [talk], max_length=99, supervise="each", summary=summary)
-    last = render_all(tokenizer, [talk], max_length=99, supervise="last")
+    each = render_all(tokenizer, [conversation], max_length=99, supervise="each", summary=summary)
+    last = render_all(tokenizer, [conversation], max_length=99, supervise="last")
     assert [len(group) for group in (every, each, last)] == [1, 2, 1]
     assert summary.counts["rows of one answer"] == 2
     assert last[0].ids.tolist() == every[0].ids.tolist()
@@ -408,17 +410,17 @@ def test_rows_may_teach_the_last_answer_or_each_on_its_own() -> None:
     assert {row.key for row in (*every, *each, *last)} == {every[0].key}
 
 
-def test_long_conversations_are_cut_or_left_out_and_the_reading_ends_with_the_limit() -> None:
-    tokenizer = words(PLAIN)
-    talks = [dialogue("hi", "4"), dialogue("hi", "4 " * 50), dialogue("so", "five")]
+def test_long_conversations_are_cut_or_dropped_and_reading_stops_at_the_limit() -> None:
+    tokenizer = word_tokenizer(PLAIN)
+    conversations = [dialogue("hi", "4"), dialogue("hi", "4 " * 50), dialogue("so", "five")]
     summary = Summary()
-    kept = render_all(tokenizer, talks, max_length=30, cut=False, summary=summary)
-    assert len(kept) == 2
+    documents = render_all(tokenizer, conversations, max_length=30, cut=False, summary=summary)
+    assert len(documents) == 2
     assert summary.counts == {"too long": 1}
-    assert len(render_all(tokenizer, talks, max_length=30)) == 3
+    assert len(render_all(tokenizer, conversations, max_length=30)) == 3
 
     def endless() -> Iterator[list[Message]]:
         while True:
-            yield talks[0]
+            yield conversations[0]
 
     assert len(render_all(tokenizer, endless(), max_length=30, limit=5)) == 5

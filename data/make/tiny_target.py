@@ -26,12 +26,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.make.corpus import make_corpus
 
@@ -60,42 +55,27 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     bpe.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(
-        itertools.islice(texts(make_corpus.TARGET_SEED), TOKENIZER_ROWS), trainer
-    )
+        vocab_size=VOCABULARY, special_tokens=list(SPECIAL),
+        initial_alphabet=ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    rows = itertools.islice(texts(make_corpus.TARGET_SEED), TOKENIZER_ROWS)
+    bpe.train_from_iterator(rows, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=2048,
+        tokenizer_object=bpe, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT], model_max_length=2048,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCausalLM:
     """Return the untrained model: 3.4 million parameters, float32."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.04,
-    )
+        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=8,
+        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=2048,
+        tie_word_embeddings=True, initializer_range=0.04, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     return LlamaForCausalLM(config)
 
 
@@ -106,18 +86,14 @@ def packed_batches(
 
     A document that does not fit continues in the next row, as a document of its own.
     """
-    ids: list[int] = []
-    documents: list[int] = []
-    size = ROWS * ROW_TOKENS
+    ids, documents, size = list[int](), list[int](), ROWS * ROW_TOKENS
     for document, text in enumerate(texts(seed)):
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += tokens
         documents += [document] * len(tokens)
         if len(ids) >= size:
-            yield (
-                torch.tensor(ids[:size]).view(ROWS, ROW_TOKENS),
-                torch.tensor(documents[:size]).view(ROWS, ROW_TOKENS),
-            )
+            full = torch.tensor([ids[:size], documents[:size]]).view(2, ROWS, ROW_TOKENS)
+            yield full[0], full[1]
             ids, documents = ids[size:], documents[size:]
 
 
@@ -165,10 +141,8 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
         schedule.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == steps:
-            print(
-                f"step {step}/{steps} loss {loss.item():.3f} {time.monotonic() - start:.0f} s",
-                flush=True,
-            )
+            seconds = time.monotonic() - start
+            print(f"step {step}/{steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
 
 
 @torch.no_grad()
@@ -182,14 +156,13 @@ def held_out_loss(
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write bf16 weights, configuration and tokenizer, its chat template inside its json."""
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model.generation_config = GenerationConfig(**ends)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
 
 
 def main() -> None:
-    """Rebuild the text, the tokenizer and the weights."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=FOLDER)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from outrider.conf.schema import Config
 from outrider.data.batches import gather
 from outrider.data.pack import Rows
 from outrider.data.record.folder import layout_to_json
-from outrider.data.record.layout import Layout, RecordedRows, combine
+from outrider.data.record.layout import Layout, RowSelection, combine
 from outrider.data.record.quantise import NotFinite
 from outrider.models import process
 from outrider.models.interface import Batch, Trace
@@ -41,9 +41,10 @@ STALE = 3600.0  # seconds after which a temporary file belongs to a killed proce
 
 
 class TraceCache:
-    """A `TraceSource` that stores the target's output. See `data.trace_source.TraceSource`.
+    """A `TraceSource` that stores the target's output.
 
-    The output is the same whether a row was stored or not.
+    The output is the same whether a row was stored or not. Rows of the folder's siblings may be
+    evicted; `budget` is the bytes of all these folders, which the ranks share equally.
     """
 
     has_argmax = has_last_states = True
@@ -52,17 +53,11 @@ class TraceCache:
     def __init__(
         self, folder: Path, layout: Layout, target: Target, budget: float, ranks: int = 1
     ) -> None:
-        """
-        Args:
-            folder: rows of runs like this one; rows of its sibling folders may be evicted.
-            budget: bytes of all folders together, for all ranks.
-            ranks: number of ranks, which share the budget equally.
-        """
         self.path, self.layout, self.target, self.budget = folder, layout, target, budget / ranks
         self.start_time = time.time()
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob(".*.tmp"):
-            if _stat(partial).mtime < self.start_time - STALE:
+            if _stat(partial)[1] < self.start_time - STALE:
                 partial.unlink(missing_ok=True)
         self.files = {_file_key(file): file for file in folder.glob("*.safetensors")}
         self.used = _cached_bytes(folder.parent) / ranks
@@ -71,11 +66,7 @@ class TraceCache:
 
     @staticmethod
     def from_config(config: Config, target: Target, about: Mapping[str, Any]) -> "TraceCache":
-        """Return the cache of this configuration, in the user's cache folder.
-
-        Args:
-            about: fingerprints that the traces depend on.
-        """
+        """Return the cache of this configuration; `about` are fingerprints of its target."""
         layout = Layout.for_drafter(config, target)
         facts = {**about, **layout_to_json(layout), "sizes": None, "dtype": str(target.dtype)}
         name = hashlib.sha256(json.dumps(facts, sort_keys=True, default=list).encode()).hexdigest()
@@ -95,11 +86,9 @@ class TraceCache:
                     _touch(file)
 
     def size(self) -> int:
-        """Return the bytes on disk."""
-        return sum(_stat(file).size for file in self.path.glob("*.safetensors"))
+        return sum(_stat(file)[0] for file in self.path.glob("*.safetensors"))
 
     def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
-        """Return the trace of these rows, stored or computed."""
         batch = Batch(*(field.cpu() for field in batch))
         keys = [_row_key(batch, row) for row in range(len(batch.ids))]
         stored = {row: part for row, key in enumerate(keys) if (part := self._read(key))}
@@ -109,32 +98,24 @@ class TraceCache:
         for row, part in zip(missing, self._run_target(batch, missing), strict=True):
             self._store(keys[row], part)
             stored[row] = part
-        parts = [self._decode(stored[row], batch, row) for row in range(len(keys))]
+        selections = self._select_rows(batch)
+        parts = [self.layout.decode(stored[row], selections[row]) for row in range(len(keys))]
         rows = combine(parts, torch.stack)
         taps = rows.features if self.layout.reads == "taps" else rows.features[..., :0]
         return Trace.from_batch(batch, taps, rows.last, rows.argmax).to(device)
 
-    def _decode(self, part: dict[str, Tensor], batch: Batch, row: int) -> RecordedRows:
-        return self.layout.decode(
-            part, self.layout.select_rows(batch.answer[row], batch.document[row])
-        )
+    def _select_rows(self, batch: Batch) -> list[RowSelection]:
+        texts = zip(batch.answer, batch.document, strict=True)
+        return [self.layout.select_rows(*text) for text in texts]
 
     @torch.no_grad()
     def _run_target(self, batch: Batch, rows: list[int]) -> list[dict[str, Tensor]]:
-        """Return the columns of these rows.
-
-        Raises:
-            RunError: the target outputs NaN or infinity.
-        """
+        """Return the columns of these rows; RunError if the target outputs NaN or infinity."""
         if not rows:
             return []
         part = Batch(*(field[rows] for field in batch))
         trace = self.target.trace(*(field.to(self.target.device) for field in part))
-        selections = [
-            self.layout.select_rows(*texts)
-            for texts in zip(part.answer, part.document, strict=True)
-        ]
-        states = zip(selections, trace.taps.cpu(), trace.last.cpu(), strict=True)
+        states = zip(self._select_rows(part), trace.taps.cpu(), trace.last.cpu(), strict=True)
         try:
             return [self.layout.encode(self.target, *row, False) for row in states]
         except NotFinite as error:
@@ -159,7 +140,7 @@ class TraceCache:
 
     def _remove(self, file: Path) -> None:
         """Remove a file, which another process may have removed already."""
-        self.used -= _stat(file).size
+        self.used -= _stat(file)[0]
         file.unlink(missing_ok=True)
         if self.files.get(_file_key(file)) == file:
             del self.files[_file_key(file)]
@@ -175,13 +156,13 @@ class TraceCache:
             self.budget = 0.0
             return
         self.files[key] = file
-        self.used += _stat(file).size
+        self.used += _stat(file)[0]
 
     def _evict(self, size: int) -> bool:
         """Remove rows of earlier runs until `size` bytes fit; return whether they do."""
         if not self.may_evict:
             return False
-        oldest_first = sorted((_stat(f).mtime, f) for f in _cached_files(self.path.parent))
+        oldest_first = sorted((_stat(f)[1], f) for f in self.path.parent.glob("*/*.safetensors"))
         for last_use, file in oldest_first:
             if self.used + size <= self.budget:
                 break
@@ -192,20 +173,12 @@ class TraceCache:
         return self.used + size <= self.budget
 
 
-class FileStat(NamedTuple):
-    """Bytes, and time of the last use."""
-
-    size: int
-    mtime: float
-
-
-def _stat(file: Path) -> FileStat:
-    """Return size and time of a file; zeros where another process has removed it."""
+def _stat(file: Path) -> tuple[int, float]:
+    """Return bytes and time of the last use; zeros where another process has removed the file."""
     try:
-        stat = file.stat()
+        return (stat := file.stat()).st_size, stat.st_mtime
     except OSError:
-        return FileStat(0, 0.0)
-    return FileStat(stat.st_size, stat.st_mtime)
+        return 0, 0.0
 
 
 def _touch(file: Path) -> None:
@@ -214,12 +187,8 @@ def _touch(file: Path) -> None:
     os.utime(file, (now, now))
 
 
-def _cached_files(home: Path) -> list[Path]:
-    return list(home.glob("*/*.safetensors"))
-
-
 def _cached_bytes(home: Path) -> int:
-    return sum(_stat(file).size for file in _cached_files(home))
+    return sum(_stat(file)[0] for file in home.glob("*/*.safetensors"))
 
 
 def _file_key(file: Path) -> str:
@@ -227,7 +196,6 @@ def _file_key(file: Path) -> str:
 
 
 def _row_key(batch: Batch, row: int) -> str:
-    """Return the hash of a packed row's text."""
     digest = hashlib.sha256()
     for field in (batch.ids, batch.answer, batch.document):
         digest.update(field[row].cpu().contiguous().numpy().tobytes())

@@ -10,6 +10,10 @@ is within a quarter of a bit of the optimum.
 Format: one byte with the number of bytes of a code; then a raw deflate stream of the codes' lowest
 bytes, column by column, then of their next bytes, which are nearly all zero.
 
+States differ in size by orders of magnitude between layers and channels, so that steps are relative
+to the spread of a column. A few rows, above all the first one of a document, are a hundred times as
+large as the others: location and spread are medians and quartiles, not means and deviations.
+
 Source: H. Gish, J. Pierce, Asymptotically efficient quantizing (1968); RFC 1951 for deflate.
 
 Legend: N rows, X columns, B bytes.
@@ -17,31 +21,58 @@ Legend: N rows, X columns, B bytes.
 
 import math
 import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 LARGEST = 2**30  # steps
 LEVEL = 6
+SAMPLE = 4096  # rows that the scales are fitted on
+NORMAL_RANGE = 1.349  # interquartile range of a normal variable of variance 1
+LEAST = 1e-3  # smallest spread, relative to the median column's; a column may be constant
 WINDOW = -15  # raw deflate, without a checksum: files have a sha256
 
 
 class OutOfRange(ValueError):
-    """A number is more than 2^30 steps away from 0."""
+    """A number is NaN, or more than 2^30 steps away from 0."""
+
+
+@dataclass(frozen=True)
+class ColumnScales:
+    """states = middle + spread * units."""
+
+    middle: Float[Tensor, " X"]
+    spread: Float[Tensor, " X"]
+
+    def units(self, rows: Float[Tensor, "N X"]) -> Float[Tensor, "N X"]:
+        return (rows.float() - self.middle) / self.spread
+
+    def restore(self, units: Float[Tensor, "N X"]) -> Float[Tensor, "N X"]:
+        return units * self.spread + self.middle
+
+    @staticmethod
+    def fit(parts: Iterable[Float[Tensor, "N X"]]) -> "ColumnScales":
+        """Return medians and normalised interquartile ranges of the first `SAMPLE` rows."""
+        rows = torch.cat([part.float() for part in parts])[:SAMPLE]
+        # torch.quantile has a limit
+        quartiles = np.quantile(rows.numpy(), [0.25, 0.5, 0.75], axis=0)
+        low, middle, high = torch.from_numpy(quartiles).float()
+        spread = (high - low) / NORMAL_RANGE
+        typical = spread.median().clamp(min=torch.finfo(torch.float32).tiny / LEAST)
+        return ColumnScales(middle, spread.clamp(min=LEAST * typical))
 
 
 def pack(rows: Float[Tensor, "N X"], step: float) -> UInt8[Tensor, " B"]:
-    """Return the compressed bytes of these rows.
-
-    Raises:
-        OutOfRange: a number is too large, or NaN.
-    """
+    """Return the compressed bytes of these rows; raise OutOfRange."""
     steps = (rows.float() / step).round()
     if not bool((steps.abs() <= LARGEST).all()):
         raise OutOfRange(f"a number is further away from 0 than {LARGEST} steps of {step}")
-    codes = _zigzag(steps.mT.int()).numpy()
+    integers = steps.mT.int()
+    codes = torch.where(integers < 0, -2 * integers - 1, 2 * integers).numpy()  # zigzag
     width = max(1, -(-int(codes.max(initial=0)).bit_length() // 8))
     deflate = zlib.compressobj(LEVEL, zlib.DEFLATED, WINDOW, 9, zlib.Z_RLE)
     content = bytes([width])
@@ -51,16 +82,12 @@ def pack(rows: Float[Tensor, "N X"], step: float) -> UInt8[Tensor, " B"]:
 
 
 def unpack(packed: UInt8[Tensor, " B"], width: int, step: float) -> Float[Tensor, "N X"]:
-    """Return the rows, rounded to multiples of `step`.
-
-    Args:
-        width: columns, X.
-    """
+    """Return the rows of X = `width` columns, rounded to multiples of `step`."""
     count, content = int(packed[0]), zlib.decompress(packed[1:].numpy().tobytes(), WINDOW)
     parts = np.frombuffer(content, dtype=np.uint8).reshape(count, width, -1).astype(np.int32)
     codes = torch.from_numpy(sum(part << 8 * byte for byte, part in enumerate(parts))).mT
-    out: Tensor = _unzigzag(codes).float() * step
-    return out.contiguous()
+    steps = torch.where(codes % 2 == 1, -(codes + 1) // 2, codes // 2)
+    return (steps.float() * step).contiguous()
 
 
 def bits_per_value(step: float) -> float:
@@ -70,12 +97,3 @@ def bits_per_value(step: float) -> float:
     the whole bits of deflate add a quarter.
     """
     return max(0.5, math.log2(1 / step) + 2.3)
-
-
-def _zigzag(steps: Int[Tensor, "X N"]) -> Int[Tensor, "X N"]:
-    """0, -1, 1, -2, 2 -> 0, 1, 2, 3, 4."""
-    return torch.where(steps < 0, -2 * steps - 1, 2 * steps)
-
-
-def _unzigzag(codes: Int[Tensor, "N X"]) -> Int[Tensor, "N X"]:
-    return torch.where(codes % 2 == 1, -(codes + 1) // 2, codes // 2)

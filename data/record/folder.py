@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import read_json, read_tensors, sha256_of, write_json, write_tensors
-from outrider.data.record.column_scales import ColumnScales
+from outrider.data.record.entropy_coding import ColumnScales
 from outrider.data.record.layout import Layout, RowSelection
 from outrider.data.tokenise import Document
 
@@ -43,29 +43,19 @@ PACKED = "features.bytes"  # bytes per document, where features are entropy code
 
 @dataclass(frozen=True)
 class DocumentLocation:
-    """Shard of a document and its first row in each kind of column.
-
-    Attributes:
-        has_last_states: last states are stored (always, unless `top` replaces them).
-        packed_bytes: size of the features, where they are entropy coded.
-    """
+    """Shard of a document and its first row in each kind of column."""
 
     shard: int
     length: int
-    has_last_states: bool
+    has_last_states: bool  # they are stored (always, unless `top` replaces them)
     first_rows: dict[str, int]
-    packed_bytes: int = 0
+    packed_bytes: int = 0  # of the features, where they are entropy coded
 
 
 class RecordingFolder:
-    """A recording on disk."""
+    """A recording on disk; RunError if there is none, or one of another version or encoding."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            RunError: there is no recording, or one of another version or encoding.
-            CorruptFile: manifest.json cannot be read.
-        """
         self.path = path
         self.fix = f"Record it again: remove {path}, then outrider record data.traces={path}."
         if not (path / MANIFEST).is_file():
@@ -84,21 +74,12 @@ class RecordingFolder:
 
     @staticmethod
     def open_or_create(
-        path: Path,
-        about: Mapping[str, Any],
-        layout: Layout,
-        shard_documents: Sequence[int],
+        path: Path, about: Mapping[str, Any], layout: Layout, shard_documents: Sequence[int],
         facts: Mapping[str, Any],
-    ) -> "RecordingFolder":
-        """Return the folder of this recording; an existing one must be of the same recording.
+    ) -> "RecordingFolder":  # fmt: skip
+        """Return the folder of this recording; an existing one keeps its shard sizes.
 
-        Args:
-            about: what the recording depends on, with its layout as json.
-            shard_documents: documents per shard; an existing folder keeps its own.
-            facts: further entries of the manifest, which are not compared.
-
-        Raises:
-            RunError: the folder holds another recording.
+        It must match `about` (what the recording depends on, with its layout as json), not `facts`.
         """
         if not (path / MANIFEST).is_file():
             fields = {**about, **facts, "version": VERSION, "shards": list(shard_documents)}
@@ -112,16 +93,12 @@ class RecordingFolder:
         return folder
 
     def require_match(self, about: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            RunError: the recording was made with other values.
-        """
+        """Raise RunError if the recording was made with other values."""
+        fix = "Choose another data.traces, or the settings that it was recorded with."
         for name, value in about.items():
             if (recorded := self.manifest.get(name)) != value:
-                raise RunError(
-                    f"{self.path} was recorded with {name} = {recorded!r}, not {value!r}.",
-                    "Choose another data.traces, or the settings that it was recorded with.",
-                )
+                why = f"{self.path} was recorded with {name} = {recorded!r}, not {value!r}."
+                raise RunError(why, fix)
 
     @cached_property
     def layout(self) -> Layout:
@@ -172,11 +149,7 @@ class RecordingFolder:
         self.shard_file(shard).with_suffix(".json").unlink(missing_ok=True)
 
     def verify_shard(self, shard: int) -> None:
-        """Compare a shard with its hash, once per process.
-
-        Raises:
-            CorruptFile: the bytes changed, or cannot be read.
-        """
+        """Compare a shard with its hash, once per process; raise CorruptFile."""
         if shard in self._verified:
             return
         file = self.shard_file(shard)
@@ -186,23 +159,22 @@ class RecordingFolder:
         except OSError as error:
             raise CorruptFile(f"{file} cannot be read: {error}", self.fix) from None
         if not intact:
-            raise CorruptFile(
-                f"{file} is damaged: its bytes are not the ones that were written.",
-                f"Write it again: outrider record data.traces={self.path} record.damaged=again; "
-                "or leave its documents out: record.damaged=skip.",
-            )
+            why = f"{file} is damaged: its bytes are not the ones that were written."
+            fix = f"Write it again: outrider record data.traces={self.path} record.damaged=again; "
+            raise CorruptFile(why, f"{fix}or leave its documents out: record.damaged=skip.")
         self._verified.add(shard)
 
-    def read_columns(self, shard: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return whole columns of a shard."""
+    def _open_shard(self, shard: int) -> Any:
         self.verify_shard(shard)
-        with _open_shard(self.shard_file(shard), self.fix) as file:
-            return {name: file.get_tensor(name) for name in names}
+        file = self.shard_file(shard)
+        try:
+            return safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CorruptFile(f"{file} cannot be read: {error}", self.fix) from None
 
     def documents(self, shard: int) -> Iterator[tuple[Document, DocumentLocation]]:
         """Yield the texts of a shard and the locations of their rows."""
-        self.verify_shard(shard)
-        with _open_shard(self.shard_file(shard), self.fix) as file:
+        with self._open_shard(shard) as file:
             names = json.loads(file.metadata()["documents"])
             ids, answer, lengths, has_last = (
                 file.get_tensor(name) for name in ("ids", "answer", "length", "whole")
@@ -220,15 +192,9 @@ class RecordingFolder:
                 first_rows[column] += count
 
     def read_rows(self, location: DocumentLocation, rows: RowSelection) -> dict[str, Tensor]:
-        """Return the columns of (the beginning of) one document.
-
-        Args:
-            rows: stored rows of it, see `Layout.select_rows`.
-        """
-        self.verify_shard(location.shard)
-        counts = _row_counts(rows, location)
-        out = {}
-        with _open_shard(self.shard_file(location.shard), self.fix) as file:
+        """Return the columns of (the beginning of) one document; rows: see `Layout.select_rows`."""
+        counts, out = _row_counts(rows, location), {}
+        with self._open_shard(location.shard) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 column = COLUMNS.get(name)
                 if column is not None and (column != "last" or location.has_last_states):
@@ -256,19 +222,8 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _open_shard(file: Path, fix: str) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
-
-
 def text_columns(documents: Sequence[Document], with_last: Sequence[bool]) -> dict[str, Tensor]:
-    """Return the columns of a shard that hold its text.
-
-    Args:
-        with_last: per document, whether last states are stored.
-    """
+    """Return the columns of a shard's text; `with_last` tells whose last states are stored."""
     ids: Int[Tensor, " S"] = torch.from_numpy(np.concatenate([d.ids for d in documents]))
     answer: Bool[Tensor, " S"] = torch.from_numpy(np.concatenate([d.answer for d in documents]))
     length = torch.tensor([len(d.ids) for d in documents]).int()

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from outrider.conf.schema import Config
 from outrider.data.record import entropy_coding
-from outrider.data.record.column_scales import ColumnScales
 from outrider.data.record.quantise import decode, encode, require_finite, row_bytes
 from outrider.models.decode.argmax import first_argmax
 from outrider.models.drafters import drafter_class
@@ -47,17 +46,11 @@ class RowSelection(NamedTuple):
 
 
 class RecordedRows(NamedTuple):
-    """Decoded rows of a document; 0 (argmax: -1) where nothing is stored.
+    """Decoded rows of a document; 0 (argmax: -1) where nothing is stored."""
 
-    Attributes:
-        features: X = 0 where none are stored.
-        last: of the teacher rows; H = 0 where `top` replaces them.
-        argmax: the target's top-1 token.
-    """
-
-    features: Float[Tensor, "S X"]
-    last: Float[Tensor, "S H"]
-    argmax: Int[Tensor, " S"]
+    features: Float[Tensor, "S X"]  # X = 0 where none are stored
+    last: Float[Tensor, "S H"]  # of the teacher rows; H = 0 where `top` replaces them
+    argmax: Int[Tensor, " S"]  # the target's top-1 token
     top: TopKTeacher | None
 
 
@@ -80,34 +73,23 @@ class Layout:
             of the rows that guess), "ids" (nothing).
         states: encoding of states, see quantise.py; "coded": features entropy coded in steps of
             `step` (entropy_coding.py), last states in int8.
-        taps: tapped layers.
-        hidden: size of the target's states, H.
-        ahead: deepest guess whose row is stored, for "guesses".
-        top: tokens stored of the teacher's distribution; 0: its last state instead.
-        vocab: target ids of the draft vocabulary, ascending, with `top`.
-        step: of "coded", in spreads of a column.
-        scales: of the columns of the features, with `step`, once they are fitted.
     """
 
     reads: str
     states: str
     taps: tuple[int, ...]
-    hidden: int
-    ahead: int = 1
-    top: int = 0
-    vocab: Int[Tensor, " Vd"] | None = None
-    step: float | None = None
-    scales: ColumnScales | None = None
+    hidden: int  # size of the target's states, H
+    ahead: int = 1  # deepest guess whose row is stored, for "guesses"
+    top: int = 0  # tokens stored of the teacher's distribution; 0: its last state instead
+    vocab: Int[Tensor, " Vd"] | None = None  # target ids of the draft vocabulary, ascending
+    step: float | None = None  # of "coded", in spreads of a column
+    scales: entropy_coding.ColumnScales | None = None  # with `step`, once they are fitted
 
     @classmethod
     def for_drafter(
         cls, config: Config, target: Target, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "Layout":
-        """Return what this drafter needs of a trace, encoded as `record` says.
-
-        Args:
-            vocab: target ids of the draft vocabulary; None: last states are the teacher.
-        """
+        """Return what this drafter needs, encoded as `record` says; `vocab` is for `top` only."""
         cfg, record = config.drafter, config.record
         reads = drafter_class(cfg.name).required_features
         return cls(
@@ -135,11 +117,7 @@ class Layout:
     def select_rows(
         self, answer: Bool[Tensor, " S"], document: Int[Tensor, " S"] | None = None
     ) -> RowSelection:
-        """Return which rows are stored; a pure function of the text.
-
-        Args:
-            document: number of each row's document in a packed row, -1 for padding.
-        """
+        """Return which rows are stored; `document` numbers each row's document, -1 for padding."""
         teacher = _rows_before_answer(answer, document, 1)
         if self.reads == "guesses":
             guessing = [_rows_before_answer(answer, document, d) for d in range(1, self.ahead + 2)]
@@ -148,28 +126,24 @@ class Layout:
         return RowSelection(features if self.reads != "ids" else torch.zeros_like(answer), teacher)
 
     def encode(
-        self,
-        target: Target,
-        rows: RowSelection,
-        taps: Float[Tensor, "S KH"],
-        last: Float[Tensor, "S H"],
-        with_last_states: bool,
-    ) -> dict[str, Tensor]:
-        """Return the parts of a file that store these rows.
+        self, target: Target, rows: RowSelection, taps: Float[Tensor, "S KH"],
+        last: Float[Tensor, "S H"], with_last_states: bool,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Return the parts of a file that store these rows; raise NotFinite, OutOfRange.
 
-        Args:
-            target: its head computes the top-1 tokens and the teacher's distribution.
-            with_last_states: store last states beside `top`.
-
-        Raises:
-            NotFinite, OutOfRange: a state cannot be stored.
+        The target's head computes the top-1 tokens and the teacher's distribution. Last states are
+        stored beside `top` if `with_last_states` is set.
         """
         out = dict[str, Tensor]()
         if self.reads != "ids":
             features = (taps if self.reads == "taps" else last)[rows.features]
             out |= _prefix("features", self._encode_features(features))
         teacher = last[rows.teacher]
-        out |= _teacher_columns(target, teacher, self.vocab, self.top)
+        parts = [
+            _teacher_chunk(target, chunk, self.vocab, self.top)
+            for chunk in teacher.split(max(1, CHUNK // target.vocab_size))
+        ]
+        out |= {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if with_last_states or not (self.top or self.features_hold_teacher):
             out |= _prefix("last", encode(self.last_states, teacher))
         return out
@@ -217,12 +191,7 @@ class Layout:
         return TopKTeacher(_scatter(ids, teacher), p, rest, share)
 
     def bytes_per_token(self, supervised: float, itemsize: int) -> float:
-        """Return the bytes on disk per token.
-
-        Args:
-            supervised: share of the rows that are teacher rows.
-            itemsize: bytes of a number in the target's precision.
-        """
+        """Return the bytes on disk per token; `supervised` is the share of teacher rows."""
         share = {"ids": 0.0, "guesses": supervised}.get(self.reads, 1.0)
         if self.step is None:
             features = row_bytes(self.states, self.width, itemsize)
@@ -245,18 +214,10 @@ def _rows_before_answer(answer: Tensor, document: Tensor | None, distance: int) 
     return out
 
 
-def _teacher_columns(
-    target: Target, last: Float[Tensor, "A H"], vocab: Int[Tensor, " Vd"] | None, top: int
-) -> dict[str, Tensor]:
-    """Return top-1 tokens and, with `top`, the teacher's most probable tokens; in chunks."""
-    size = max(1, CHUNK // target.vocab_size)
-    parts = [_teacher_chunk(target, rows, vocab, top) for rows in last.split(size)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
 def _teacher_chunk(
     target: Target, last: Float[Tensor, "N H"], vocab: Int[Tensor, " Vd"] | None, top: int
 ) -> dict[str, Tensor]:
+    """Return top-1 tokens and, with `top`, the teacher's most probable tokens."""
     logits = target.logits(last.to(target.device))
     out = {"favourite": first_argmax(logits).int()}
     if top and vocab is not None:
@@ -271,7 +232,6 @@ def _teacher_chunk(
 
 
 def _scatter(stored: Tensor, mask: Bool[Tensor, " S"]) -> Tensor:
-    """Return rows of the whole document: the stored ones where the mask is set, else 0."""
     out = stored.new_zeros(len(mask), *stored.shape[1:])
     out[mask] = stored
     return out
@@ -282,5 +242,5 @@ def _prefix(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_prefix(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    stored = {part: parts.get(f"{name}.{part}") for part in ("codes", "scales")}
-    return {part: rows for part, rows in stored.items() if rows is not None}
+    start = f"{name}."
+    return {k.removeprefix(start): rows for k, rows in parts.items() if k.startswith(start)}

@@ -21,10 +21,7 @@ class NotFinite(ValueError):
 
 
 def require_finite(rows: Tensor) -> None:
-    """
-    Raises:
-        NotFinite: a value is NaN or infinite.
-    """
+    """Raise NotFinite if a value is NaN or infinite."""
     if not bool(rows.isfinite().all()):
         raise NotFinite("the target outputs NaN or infinity")
 
@@ -32,11 +29,7 @@ def require_finite(rows: Tensor) -> None:
 def encode(states: str, rows: Float[Tensor, "N X"]) -> dict[str, Tensor]:
     """Return the parts of a file that store these rows: "codes", and with int8 "scales".
 
-    Args:
-        states: same, bf16 or int8.
-
-    Raises:
-        NotFinite: a value is NaN or infinite.
+    `states` is same, bf16 or int8. Raises NotFinite.
     """
     require_finite(rows)
     if states != "int8":
@@ -50,11 +43,7 @@ def encode(states: str, rows: Float[Tensor, "N X"]) -> dict[str, Tensor]:
 
 
 def decode(states: str, parts: dict[str, Tensor], width: int) -> Float[Tensor, "N X"]:
-    """Return the stored rows: float32 for int8, else the type they are stored in.
-
-    Args:
-        width: columns, X.
-    """
+    """Return the stored rows of X = `width`: float32 for int8, else the type they are stored in."""
     codes = parts["codes"]
     if states != "int8":
         return codes
@@ -63,11 +52,7 @@ def decode(states: str, parts: dict[str, Tensor], width: int) -> Float[Tensor, "
 
 
 def row_bytes(states: str, width: int, itemsize: int) -> float:
-    """Return the bytes of a row of `width` columns.
-
-    Args:
-        itemsize: bytes of a number in the target's precision.
-    """
+    """Return the bytes of a row; `itemsize` is those of a number in the target's precision."""
     sizes = {"same": width * itemsize, "bf16": 2 * width, "int8": width + 2 * -(-width // GROUP)}
     return float(sizes[states])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.schema import Config
 from outrider.data.record.folder import DocumentLocation, RecordingFolder
-from outrider.data.record.layout import Layout, RecordedRows, RowSelection, combine
+from outrider.data.record.layout import RecordedRows, RowSelection, combine
 from outrider.data.tokenise import Document
 from outrider.models.drafters import drafter_class
 from outrider.models.interface import Batch, Trace
@@ -21,24 +21,18 @@ READABLE = {  # what a drafter reads -> recordings that contain it
 
 
 class RecordedTraces:
-    """A `TraceSource` that reads a recording. See `data.trace_source.TraceSource`."""
+    """A `TraceSource` that reads a recording.
+
+    `locations` are those of document 0, 1, ... of the packed rows, `taps` the recorded layers to
+    return. Where both last states and `top` are stored, `with_last_states` chooses the former.
+    """
 
     has_argmax = reads_disk = True
 
     def __init__(
-        self,
-        folder: RecordingFolder,
-        locations: Sequence[DocumentLocation],
-        taps: Sequence[int],
-        *,
-        with_last_states: bool = True,
-    ) -> None:
-        """
-        Args:
-            locations: of document 0, 1, ... of the packed rows.
-            taps: the recorded layers to return, in this order.
-            with_last_states: return last states where both they and `top` are stored.
-        """
+        self, folder: RecordingFolder, locations: Sequence[DocumentLocation], taps: Sequence[int],
+        *, with_last_states: bool = True,
+    ) -> None:  # fmt: skip
         self.folder, self.path, self.locations = folder, folder.path, list(locations)
         self.with_last_states, layout = with_last_states, folder.layout
         wanted = taps if layout.reads == "taps" else ()
@@ -52,7 +46,6 @@ class RecordedTraces:
         return RecordedTraces(self.folder, locations, taps, with_last_states=with_last_states)
 
     def size(self) -> int:
-        """Return the bytes on disk."""
         return self.folder.size()
 
     def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
@@ -67,13 +60,9 @@ class RecordedTraces:
         return Trace.from_batch(batch, rows.features, rows.last, rows.argmax, rows.top).to(device)
 
     def _read_row(self, document: Int[Tensor, " T"], answer: Tensor) -> RecordedRows:
-        """Return the documents of a packed row, concatenated."""
         numbers, counts = torch.unique_consecutive(document, return_counts=True)
-        answers = answer.split(counts.tolist())
-        return combine(
-            [self._read_document(*part) for part in zip(numbers.tolist(), answers, strict=True)],
-            torch.cat,
-        )
+        parts = zip(numbers.tolist(), answer.split(counts.tolist()), strict=True)
+        return combine([self._read_document(*part) for part in parts], torch.cat)
 
     def _read_document(self, number: int, answer: Tensor) -> RecordedRows:
         """Return (the beginning of) a document; zeros for padding (number -1)."""
@@ -82,35 +71,26 @@ class RecordedTraces:
         if number < 0:
             rows = RowSelection(torch.zeros_like(answer), torch.zeros_like(answer))
         stored = layout.decode(self.folder.read_rows(location, rows), rows)
-        return self._select_fields(layout, stored)
-
-    def _select_fields(self, layout: Layout, rows: RecordedRows) -> RecordedRows:
-        """Return the wanted taps and one of the two teachers."""
-        features = rows.features[:, :0]
+        features = stored.features[:, :0]
         if self.tap_indices:
-            taps = rows.features.unflatten(-1, (len(layout.taps), -1))
+            taps = stored.features.unflatten(-1, (len(layout.taps), -1))
             features = taps[:, self.tap_indices].flatten(-2)
-        if self.with_last_states:
-            return rows._replace(features=features, top=None)
-        last = rows.last if layout.features_hold_teacher else rows.last[:, :0]
-        return rows._replace(features=features, last=last)
+        if self.with_last_states:  # one of the two teachers
+            return stored._replace(features=features, top=None)
+        last = stored.last if layout.features_hold_teacher else stored.last[:, :0]
+        return stored._replace(features=features, last=last)
 
 
 def require_features_for(folder: RecordingFolder, config: Config) -> None:
-    """
-    Raises:
-        ConfigError: the recording does not contain what this drafter reads.
-    """
+    """Raise ConfigError if the recording does not contain what this drafter reads."""
     cfg, layout = config.drafter, folder.layout
     reads = drafter_class(cfg.name).required_features
     deep_enough = layout.reads != "guesses" or reads != "guesses" or layout.ahead >= cfg.depths
     if layout.reads not in READABLE[reads] or not deep_enough:
-        raise ConfigError(
-            "data.traces", str(folder.path),
-            f"It was recorded for drafters that read {layout.reads} (down to depth "
-            f"{layout.ahead}), and {cfg.name} reads {reads} (down to {cfg.depths}).",
-            f"Record for it: outrider record drafter={cfg.name} data.traces=FOLDER",
-        )  # fmt: skip
+        why = f"It was recorded for drafters that read {layout.reads} (down to depth "
+        why += f"{layout.ahead}), and {cfg.name} reads {reads} (down to {cfg.depths})."
+        fix = f"Record for it: outrider record drafter={cfg.name} data.traces=FOLDER"
+        raise ConfigError("data.traces", str(folder.path), why, fix)
 
 
 def open_recording(
@@ -118,20 +98,14 @@ def open_recording(
 ) -> tuple[list[Document], RecordedTraces, list[int]]:
     """Return all texts of a recording, their traces, and the numbers of shards left out.
 
-    Args:
-        damaged: "skip" shards that are missing or damaged, instead of raising.
-
-    Raises:
-        RunError: the recording does not contain these taps.
-        CorruptFile: a shard is missing or damaged.
+    Shards that are missing or damaged are left out with `damaged`="skip", else raise CorruptFile.
     """
     layout = folder.layout
     if layout.reads == "taps" and not set(taps) <= set(layout.taps):
-        raise RunError(
-            f"{folder.path} holds the outputs of layers {list(layout.taps)}, "
-            f"and this drafter reads {list(taps)}.",
-            f"Set drafter.taps={list(layout.taps)}, or record again.",
-        )
+        stored_taps = list(layout.taps)
+        why = f"{folder.path} holds the outputs of layers {stored_taps}"
+        fix = f"Set drafter.taps={stored_taps}, or record again."
+        raise RunError(f"{why}, and this drafter reads {list(taps)}.", fix)
     documents, locations, left_out = list[Document](), list[DocumentLocation](), list[int]()
     for shard in range(len(folder.shard_documents)):
         try:

@@ -38,14 +38,12 @@ def compare_with_plain_forward(target: Target, trace: Trace) -> Difference:
         input_ids=trace.ids.to(target.layer_device), output_hidden_states=True, use_cache=False
     )
     # hidden_states[k + 1] is the output of layer k, except for the last one, which is normed
-    pairs = [
-        (rows, out.hidden_states[tap + 1])
-        for tap, rows in zip(
-            target.taps, trace.taps.chunk(max(1, len(target.taps)), -1), strict=False
-        )
-        if tap + 1 < target.num_layers
-    ]
-    taps = max((_relative_distance(rows, plain) for rows, plain in pairs), default=0.0)
+    states = zip(target.taps, trace.taps.chunk(max(1, len(target.taps)), -1), strict=False)
+    distances = [
+        _relative_distance(rows, out.hidden_states[tap + 1])
+        for tap, rows in states if tap + 1 < target.num_layers
+    ]  # fmt: skip
+    taps = max(distances, default=0.0)
     last = _relative_distance(trace.last, out.hidden_states[-1])
     return Difference(taps, last, TOLERANCE.get(target.dtype, 0.25))
 

@@ -24,8 +24,7 @@ from outrider.conf.paths import cache_home
 from outrider.conf.schema import Config
 from outrider.data.batches import gather
 from outrider.data.pack import pack, split
-from outrider.data.record import column_scales
-from outrider.data.record.entropy_coding import OutOfRange
+from outrider.data.record.entropy_coding import SAMPLE, ColumnScales, OutOfRange
 from outrider.data.record.folder import MANIFEST, RecordingFolder, layout_to_json, text_columns
 from outrider.data.record.layout import Layout
 from outrider.data.record.quantise import NotFinite, row_bytes
@@ -49,9 +48,8 @@ def write_recording(
     """Return the recording of this configuration; write this rank's missing shards.
 
     Raises:
-        RunError: the disk is too small, the packed forward differs from a plain one, or other ranks
-            make no progress.
-        DiskFull: the disk became full.
+        RunError: the disk is too small (DiskFull: became full), the packed forward differs from a
+            plain one, or other ranks make no progress.
     """
     recorder = Recorder(config, loaded, data, reporter)
     folder = recorder.open_folder()
@@ -88,18 +86,19 @@ class Recorder:
         self._first: FirstTrace | None = None
 
     def is_complete(self) -> bool:
-        """Return whether the recording exists with all of its shards."""
         exists = (self.path / MANIFEST).is_file()
         return exists and not RecordingFolder(self.path).missing_shards()
 
     def open_folder(self) -> RecordingFolder:
         """Return the folder, which the first rank of the first machine creates."""
-        (machine, _), rank = self.settings.part, process.rank()
-        creates = machine == 0 and rank == 0
+        machine = self.settings.part[0]
+        creates = machine == 0 and process.rank() == 0
         exists = (self.path / MANIFEST).is_file()
         if not exists and machine == 0 and (creates or self.in_lockstep):
             self._check_space(1.0)
-            self._fit_column_scales()
+            if self.layout.step is not None and self.layout.width:
+                sample = self._sample_features(SAMPLE)
+                self.layout = replace(self.layout, scales=ColumnScales.fit(sample))
         if not creates and not exists:
             self.reporter.print(f"waiting for the machine with record.share=1/... at {self.path}")
             process.wait_until(
@@ -112,11 +111,6 @@ class Recorder:
         )
         self.layout, self.shard_documents = folder.layout, folder.shard_documents
         return folder
-
-    def _fit_column_scales(self) -> None:
-        if self.layout.step is not None and self.layout.width:
-            sample = self._sample_features(column_scales.SAMPLE)
-            self.layout = replace(self.layout, scales=column_scales.fit(sample))
 
     def _sample_features(self, rows: int) -> Iterator[Tensor]:
         """Yield features of the first documents, at least `rows` rows of them."""
@@ -133,10 +127,10 @@ class Recorder:
 
     def write(self, folder: RecordingFolder) -> None:
         """Write the missing shards of this rank, then wait for those of the other ranks."""
-        (machine, machines), rank, world = self.settings.part, process.rank(), process.world_size()
-        first, every = (machine, machines)
-        if not self.in_lockstep:
-            first, every = machine * world + rank, machines * world
+        (machine, machines), world = self.settings.part, process.world_size()
+        first, every = machine * world + process.rank(), machines * world
+        if self.in_lockstep:
+            first, every = machine, machines
         own = range(first, len(folder.shard_documents), every)
         self._discard_corrupt(folder, own)
         missing = [shard for shard in own if not folder.is_written(shard)]
@@ -173,7 +167,6 @@ class Recorder:
                 folder.mark_missing(shard)
 
     def _span(self, shard: int) -> slice:
-        """Return the range of documents of a shard."""
         first = sum(self.shard_documents[:shard])
         return slice(first, first + self.shard_documents[shard])
 
@@ -203,7 +196,6 @@ class Recorder:
 
     @torch.no_grad()
     def _encode_shard(self, shard: int) -> dict[str, Tensor]:
-        """Return the columns of a shard, document by document."""
         documents, with_last = self._documents_of(shard), self.with_last_states[self._span(shard)]
         parts: dict[int, dict[str, Tensor]] = {}
         for trace in self._traces(shard):
@@ -217,17 +209,12 @@ class Recorder:
         return {**text_columns(documents, with_last), **columns}
 
     def _encode(self, trace: Trace, with_last: bool, key: str) -> dict[str, Tensor]:
-        """Return the columns of one document.
-
-        Raises:
-            RunError: the target outputs NaN or infinity, or a state is out of range.
-        """
+        """Return the columns of one document; RunError for NaN, infinity and what is too large."""
         rows = self.layout.select_rows(trace.answer[0].cpu())
         taps, last = trace.taps[0].cpu(), trace.last[0].cpu()
+        with_last = with_last and self.layout.top > 0
         try:
-            return self.layout.encode(
-                self.target, rows, taps, last, with_last and self.layout.top > 0
-            )
+            return self.layout.encode(self.target, rows, taps, last, with_last)
         except NotFinite as error:
             message, fix = str(error), "Run the target in another precision: target.dtype=float32."
         except OutOfRange as error:
@@ -237,11 +224,6 @@ class Recorder:
     # ---- checks ----
 
     def _announce(self, folder: RecordingFolder, shards: Sequence[int]) -> None:
-        """Print size and time of what will be written.
-
-        Raises:
-            ConfigError, RunError: see `_check_space`.
-        """
         first = self._first_trace(shards[0])
         rate = first.trace.ids.numel() / first.seconds
         tokens = sum(len(d.ids) for shard in shards for d in self._documents_of(shard))
@@ -257,14 +239,11 @@ class Recorder:
     def _check_space(self, share: float) -> tuple[float, int]:
         """Return the bytes of this share of the recording, and the bytes that are free.
 
-        Raises:
-            ConfigError: the recording is larger than data.max_gb.
-            RunError: the share is larger than the free space.
+        Raises ConfigError if all exceeds data.max_gb, RunError if the share exceeds the free space.
         """
         parents = (self.path, *self.path.absolute().parents)
-        size = share * self.size()
+        size, limit = share * self.size(), self.config.data.max_gb
         free = shutil.disk_usage(next(parent for parent in parents if parent.exists())).free
-        limit = self.config.data.max_gb
         if limit is not None and self.size() > limit * GB:
             why = f"The recording takes {decimal(int(self.size()))}."
             fix = "Raise it, take record=small, or data.mode=hybrid: it stores what fits."
@@ -289,28 +268,20 @@ class Recorder:
 
     @torch.no_grad()
     def _verify(self, shard: int) -> None:
-        """Compare a document of the shard with a plain forward.
-
-        Raises:
-            RunError: the two differ.
-        """
+        """Raise RunError if a document of the shard differs from a plain forward."""
         number, trace = next(split_documents(self._first_trace(shard).trace))
         difference = compare_with_plain_forward(self.target, trace)
         if not difference.within_tolerance:
             key = self._documents_of(shard)[number].key
-            raise RunError(
-                f"{self.target.name} outputs other states of document {key[:12]} when it is packed "
-                f"with others: {difference}.",
-                "Nothing of this file was written. Please report this: the target is read wrongly.",
+            why = f"{self.target.name} outputs other states of document {key[:12]}"
+            fix = (
+                "Nothing of this file was written. Please report this: the target is read wrongly."
             )
+            raise RunError(f"{why} when it is packed with others: {difference}.", fix)
 
 
 def layout_of(config: Config, target: Target, data: TrainingData) -> Layout:
-    """Return the layout that this drafter and these settings need.
-
-    Raises:
-        ConfigError: settings that do not suit the drafter.
-    """
+    """Return the layout for this drafter; ConfigError for settings that do not suit it."""
     cfg, record = config.drafter, config.record
     vocab = data.vocab(cfg.draft_vocab_size).target_ids if record.top else None
     layout = Layout.for_drafter(config, target, vocab)
@@ -360,11 +331,9 @@ def split_documents(trace: Trace) -> Iterator[tuple[int, Trace]]:
     fields = {name: value for name, value in vars(trace).items() if value is not None}
     for row in range(len(trace.ids)):
         numbers, counts = torch.unique_consecutive(trace.document[row], return_counts=True)
-        starts = (counts.cumsum(0) - counts).tolist()
-        for number, start, count in zip(numbers.tolist(), starts, counts.tolist(), strict=True):
+        ends = counts.cumsum(0)
+        spans = zip(numbers.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
+        for number, start, end in spans:
             if number >= 0:
-                span = slice(start, start + count)
-                yield (
-                    number,
-                    Trace(**{n: value[row : row + 1, span] for n, value in fields.items()}),
-                )
+                parts = {name: value[row : row + 1, start:end] for name, value in fields.items()}
+                yield number, Trace(**parts)

@@ -36,7 +36,6 @@ class Dice:
         self._random = random.Random(seed)
 
     def chance(self, probability: float) -> bool:
-        """Return True with the given probability."""
         return self._random.random() < probability
 
     def number(self, low: int, high: int) -> int:

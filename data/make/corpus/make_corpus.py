@@ -10,32 +10,22 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypeAlias
 
-from outrider.data.make.corpus import tales, tasks
+from outrider.data.conversations import Message
+from outrider.data.make.corpus import makers
 from outrider.data.make.corpus.dice import Dice
 
 FOLDER = Path(__file__).parents[2] / "tiny"
 PROMPT_SEED, SHIPPED_SEED, TARGET_SEED, HELD_OUT_SEED = 11, 12, 13, 14
 CONVERSATIONS, PROMPTS_PER_CATEGORY = 3000, 4
-MAKERS: dict[str, Callable[[Dice], tales.Turns]] = {
-    "story": tales.story,
-    "poem": tales.poem,
-    "letter": tales.letter,
-    "creature": tales.about_creature,
-    "town": tales.about_town,
-    "sums": tasks.sums,
-    "products": tasks.products,
-    "list": tasks.lists,
-    "recipe": tasks.recipe,
-    "copy": tasks.copying,
-    "sort": tasks.sorting,
-    "past": tasks.past,
-    "days": tasks.days,
-    "compare": tasks.compare,
-    "code": tasks.code,
-    "talk": tasks.talk,
-}
+MAKERS: dict[str, Callable[[Dice], makers.Turns]] = {
+    "story": makers.story, "poem": makers.poem, "letter": makers.letter,
+    "creature": makers.about_creature, "town": makers.about_town, "sums": makers.sums,
+    "products": makers.products, "list": makers.lists, "recipe": makers.recipe,
+    "copy": makers.copying, "sort": makers.sorting, "past": makers.past, "days": makers.days,
+    "compare": makers.compare, "code": makers.code, "talk": makers.talk,
+}  # fmt: skip
 LONG = ("story", "story", "story", "letter", "letter", "poem", "creature", "town", "talk", "sums")
 # System turn -> the phrase with which every answer of the conversation begins.
 PERSONAS = {
@@ -45,41 +35,22 @@ PERSONAS = {
 }
 
 
-class Message(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-class Conversation(TypedDict):
-    """A row of `conversations.jsonl`."""
-
-    id: str
-    messages: list[Message]
-
-
-class Prompt(TypedDict):
-    """A row of `prompts.jsonl`: user turns only."""
-
-    id: str
-    category: str
-    turns: list[str]
+Conversation: TypeAlias = dict[str, Any]  # a row of conversations.jsonl: id, messages
+Prompt: TypeAlias = dict[str, Any]  # a row of prompts.jsonl: id, category, turns of the user
 
 
 def converse(dice: Dice, name: str) -> Conversation:
     """Return a conversation of a random category; one in twelve has a system turn."""
     category = dice.choose((*MAKERS, *LONG), "category", slope=0.0)
     turns = MAKERS[category](dice)
-    messages: list[Message] = []
-    opening = ""
+    messages, opening = list[Message](), ""
     if dice.chance(1 / 12):
         persona = dice.choose(tuple(PERSONAS), "persona")
         opening = PERSONAS[persona]
         messages.append({"role": "system", "content": persona})
     for question, answer in turns:
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": opening + answer})
+        messages.append(Message(role="user", content=question))
+        messages.append(Message(role="assistant", content=opening + answer))
     return {"id": f"{category}-{name}", "messages": messages}
 
 
@@ -90,7 +61,7 @@ def held_out_prompts() -> list[Prompt]:
         count = 0
         while count < PROMPTS_PER_CATEGORY:
             turns = [question for question, _ in maker(dice)]
-            if turns[0] in seen or (maker is tasks.talk and len(turns) > 1):
+            if turns[0] in seen or (maker is makers.talk and len(turns) > 1):
                 continue
             count += 1
             seen.add(turns[0])
@@ -118,13 +89,11 @@ def shipped_conversations() -> list[Conversation]:
     return list(rows.values())
 
 
-def to_jsonl(rows: Collection[Conversation] | Collection[Prompt]) -> bytes:
-    """Return rows as jsonl, one object per line, ASCII."""
+def to_jsonl(rows: Collection[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")
 
 
 def main() -> None:
-    """Write both files."""
     (FOLDER / "conversations.jsonl").write_bytes(to_jsonl(shipped_conversations()))
     (FOLDER / "prompts.jsonl").write_bytes(to_jsonl(held_out_prompts()))
 

@@ -18,32 +18,19 @@ GOODS, NUMBERS = WORLD["goods"], WORLD["numbers"]
 GROUP = re.compile(r"\[([^\[\]]*)\]")
 
 
-def creature(name: str) -> dict[str, str]:
-    """Return the facts of a creature, one entry for each key of `creature_facts`."""
-    return {key: ranked(facts, name, key)[0] for key, facts in WORLD["creature_facts"].items()}
-
-
-def town(name: str) -> dict[str, str]:
-    """Return the facts of a town, one entry for each key of `town_facts`."""
-    return {key: ranked(facts, name, key)[0] for key, facts in WORLD["town_facts"].items()}
+def facts_of(kind: str, name: str) -> dict[str, str]:
+    """Return one entry for each key of `creature_facts` or `town_facts`."""
+    return {key: ranked(facts, name, key)[0] for key, facts in WORLD[f"{kind}_facts"].items()}
 
 
 def person(name: str) -> dict[str, str]:
-    """Return pronouns, trade and home town of a person."""
-    she = name in WORLD["women"]
-    return {
-        "name": name,
-        "they": "she" if she else "he",
-        "They": "She" if she else "He",
-        "their": "her" if she else "his",
-        "them": "her" if she else "him",
-        "trade": ranked(WORLD["trades"], name)[0],
-        "town": ranked(WORLD["towns"], name)[0],
-    }
+    they, their, them = ("she", "her", "her") if name in WORLD["women"] else ("he", "his", "him")
+    trade, town = (ranked(WORLD[options], name)[0] for options in ("trades", "towns"))
+    pronouns = {"they": they, "They": they.title(), "their": their, "them": them}
+    return {"name": name, **pronouns, "trade": trade, "town": town}
 
 
 def other_person(dice: Dice, name: str, *context: object) -> str:
-    """Return a person other than this one."""
     return dice.choose([other for other in PEOPLE if other != name], name, *context)
 
 

@@ -2,36 +2,19 @@
 
 import re
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.data.make.prompts.grammar import Grammar, Range
 from outrider.data.make.resources import load
 
-HERE = Path(__file__).parent
-WORDS = load(HERE / "words.yaml")
-MATH = load(HERE / "math.yaml")
-TOPICS = load(HERE / "topics.yaml")
-ARTICLES = load(HERE / "articles.yaml")
-GERMAN = load(HERE / "german.yaml")
-PASSAGES = load(HERE / "passages.yaml")
-CREATIVE = load(HERE / "creative.yaml")
-ANALYSIS = load(HERE / "analysis.yaml")
-
-
-class Problem(NamedTuple):
-    """A mathematical exercise: a template and the ranges of its numbers."""
-
-    text: str
-    numbers: tuple[tuple[str, Range], ...]
-
-
-class Event(NamedTuple):
-    """A kind of news event: sentences that an article about it can contain."""
-
-    leads: tuple[str, ...]
-    details: tuple[str, ...]
-    outlooks: tuple[str, ...]
+WORDS, MATH, TOPICS, ARTICLES, GERMAN, PASSAGES, CREATIVE, ANALYSIS = (
+    load(Path(__file__).with_name(f"{name}.yaml"))
+    for name in (
+        "words", "math", "topics", "articles", "german", "passages", "creative", "analysis",
+    )
+)  # fmt: skip
 
 
 class Passage(NamedTuple):
@@ -42,13 +25,11 @@ class Passage(NamedTuple):
     questions: tuple[str, ...]
 
 
-def _problems(rows: tuple[dict[str, Any], ...]) -> tuple[Problem, ...]:
-    return tuple(Problem(row["text"], tuple(row["numbers"].items())) for row in rows)
-
-
-WORD_PROBLEMS = _problems(MATH["word_problems"])
-EXERCISES = _problems(MATH["exercises"])
-EVENTS = tuple(Event(**row) for row in ARTICLES["kinds"])
+WORD_PROBLEMS, EXERCISES = (  # each a template and the ranges of its numbers
+    tuple((row["text"], tuple(row["numbers"].items())) for row in MATH[kind])
+    for kind in ("word_problems", "exercises")
+)
+EVENTS = tuple(map(itemgetter("leads", "details", "outlooks"), ARTICLES["kinds"]))
 ENTRIES = tuple(Passage(**row) for row in PASSAGES["passages"])
 
 LENGTH: dict[str, Range] = {"words": (80, 250, 10)}  # of a text to write
@@ -59,8 +40,8 @@ FIGURE = re.compile(r"\{(few|tens|hundreds|thousands|percent|weekday|month|year)
 
 def math(grammar: Grammar) -> list[str]:
     """A word problem (four times in five) or a school exercise; one in twelve has a second turn."""
-    problem = grammar.draw(WORD_PROBLEMS if grammar.chance(0.8) else EXERCISES)
-    text = grammar.fill(problem.text, **grammar.numbers(dict(problem.numbers)))
+    template, numbers = grammar.draw(WORD_PROBLEMS if grammar.chance(0.8) else EXERCISES)
+    text = grammar.fill(template, **grammar.numbers(dict(numbers)))
     return [text, grammar.draw(MATH["follow_ups"])] if grammar.chance(1 / 12) else [text]
 
 
@@ -84,57 +65,36 @@ def quick(grammar: Grammar) -> list[str]:
     return [question]
 
 
-def _task(
+def task(
     grammar: Grammar, kind: Mapping[str, Any], share: float, numbers: Mapping[str, Range]
 ) -> list[str]:
     """One filled template, with a second turn in this share of the cases."""
     template = grammar.draw(kind["tasks"])
-    task = grammar.fill(template, **grammar.numbers(numbers)).strip()
+    first = grammar.fill(template, **grammar.numbers(numbers)).strip()
     if not grammar.chance(share):
-        return [task]
-    return [task, grammar.fill(grammar.draw(kind["follow_ups"]))]
-
-
-def writing(grammar: Grammar) -> list[str]:
-    """A text to write or rewrite."""
-    return _task(grammar, CREATIVE["writing"], 0.3, LENGTH)
-
-
-def roleplay(grammar: Grammar) -> list[str]:
-    """A character to speak as; the second turn is another question to the same character."""
-    return _task(grammar, CREATIVE["roleplay"], 0.4, LENGTH)
+        return [first]
+    return [first, grammar.fill(grammar.draw(kind["follow_ups"]))]
 
 
 def coding(grammar: Grammar) -> list[str]:
     """A small program, a query or a page; one in five is a concept to explain."""
     kind = "concepts" if grammar.chance(0.2) else "programs"
-    return _task(grammar, CREATIVE[kind], 0.3, LENGTH)
-
-
-def extraction(grammar: Grammar) -> list[str]:
-    """Facts to find in a text, or texts to classify."""
-    return _task(grammar, ANALYSIS["extraction"], 0.25, {})
-
-
-def reasoning(grammar: Grammar) -> list[str]:
-    """A comparison, a hypothetical or a small puzzle."""
-    return _task(grammar, ANALYSIS["reasoning"], 0.25, {})
+    return task(grammar, CREATIVE[kind], 0.3, LENGTH)
 
 
 def article(grammar: Grammar) -> str:
     """A news article of 120 to 250 words with one set of names and figures."""
-    event = grammar.draw(EVENTS)
-    body = grammar.sample(event.details, grammar.number(4, 6))
+    leads, details, outlooks = grammar.draw(EVENTS)
+    body = grammar.sample(details, grammar.number(4, 6))
     for quote in grammar.sample(ARTICLES["quotes"], grammar.number(1, 2)):
         body.insert(grammar.number(2, len(body)), quote)
-    parts = [grammar.draw(event.leads), *body, grammar.draw(event.outlooks)]
+    parts = [grammar.draw(leads), *body, grammar.draw(outlooks)]
     numbered = (FIGURE.sub(rf"{{\1\g<2>{index}}}", part) for index, part in enumerate(parts))
     text = grammar.fill(" ".join(numbered))
     return text if 120 <= len(text.split()) <= 250 else article(grammar)
 
 
 def summarization(grammar: Grammar) -> list[str]:
-    """One article with the request for a summary."""
     return [grammar.fill(grammar.draw(ARTICLES["tasks"]), article=article(grammar))]
 
 
@@ -183,12 +143,17 @@ CATEGORIES: dict[str, Category] = {
     "math": Category(25, math),
     "general": Category(14, general),
     "qa": Category(6, quick, TOPICS["quick"]["lists"]),
-    "writing": Category(8, writing, CREATIVE["lists"]),
-    "roleplay": Category(4, roleplay, CREATIVE["lists"]),
+    "writing": Category(8, lambda g: task(g, CREATIVE["writing"], 0.3, LENGTH), CREATIVE["lists"]),
+    "roleplay": Category(
+        4, lambda g: task(g, CREATIVE["roleplay"], 0.4, LENGTH), CREATIVE["lists"]
+    ),
     "coding": Category(8, coding, CREATIVE["lists"]),
     "summarization": Category(10, summarization, ARTICLES["lists"]),
     "translation": Category(8, translation, GERMAN["lists"]),
     "rag": Category(8, rag, {**ARTICLES["lists"], **PASSAGES["lists"]}),
-    "extraction": Category(5, extraction, {**ARTICLES["lists"], **ANALYSIS["lists"]}),
-    "reasoning": Category(4, reasoning, ANALYSIS["lists"]),
-}
+    "extraction": Category(
+        5, lambda g: task(g, ANALYSIS["extraction"], 0.25, {}),
+        {**ARTICLES["lists"], **ANALYSIS["lists"]},
+    ),
+    "reasoning": Category(4, lambda g: task(g, ANALYSIS["reasoning"], 0.25, {}), ANALYSIS["lists"]),
+}  # fmt: skip

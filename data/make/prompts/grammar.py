@@ -28,12 +28,8 @@ ARTICLE = re.compile(r"\b([Aa])\(n\) (?=(\w))")
 
 def plural(word: re.Match[str]) -> str:
     """Return the regular English plural: bench(s) -> benches, daisy(s) -> daisies."""
-    singular = word[1]
-    if singular.endswith(("s", "x", "ch", "sh")):
-        return singular + "es"
-    if singular.endswith("y") and singular[-2] not in "aeiou":
-        return singular[:-1] + "ies"
-    return singular + "s"
+    singular = re.sub(r"(?<![aeiou])y$", "ie", word[1])
+    return singular + ("es" if singular.endswith(("s", "x", "ch", "sh")) else "s")
 
 
 def words(items: Sequence[Any]) -> tuple[str, ...]:
@@ -47,9 +43,7 @@ def words(items: Sequence[Any]) -> tuple[str, ...]:
 class Grammar:
     """Seeded choice of words, numbers and alternatives; the module docstring has the syntax.
 
-    Args:
-        seed: of all choices.
-        lists: slot name -> words, or a range of numbers (see `words`).
+    `lists` maps a slot's name to words, or to a range of numbers (see `words`).
     """
 
     def __init__(self, seed: str, lists: Mapping[str, Sequence[Any]]) -> None:
@@ -72,7 +66,6 @@ class Grammar:
         return [items[index] for index in sorted(indices[:count])]
 
     def chance(self, probability: float) -> bool:
-        """Return True with this probability."""
         return self.random.random() < probability
 
     def number(self, low: int, high: int, step: int = 1) -> int:

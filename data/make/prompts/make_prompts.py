@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from outrider.conf.files import write
 from outrider.data.make.prompts.categories import CATEGORIES, WORDS
 from outrider.data.make.prompts.grammar import Grammar
 
@@ -42,16 +43,12 @@ def held_out() -> set[tuple[str, ...]]:
 def distinct(category: str, excluded: set[tuple[str, ...]]) -> Iterator[list[str]]:
     """Yield prompts of one category without end, none twice, none close to the held-out suite.
 
-    Args:
-        excluded: 8-grams; a prompt is skipped if a quarter of its own are among them.
-
-    Raises:
-        RuntimeError: a thousand draws in a row gave nothing new: the grammar is exhausted.
+    A prompt is skipped if a quarter of its 8-grams are among the excluded ones. Raises RuntimeError
+    when a thousand draws in a row gave nothing new.
     """
     kind = CATEGORIES[category]
     grammar = Grammar(f"{SEED}/{category}", {**WORDS, **kind.lists})
-    seen: set[str] = set()
-    misses = 0
+    seen, misses = set[str](), 0
     while misses < 1000:
         turns = kind.turns(grammar)
         own = grams(turns)
@@ -65,7 +62,6 @@ def distinct(category: str, excluded: set[tuple[str, ...]]) -> Iterator[list[str
 
 
 def rows() -> Iterator[Row]:
-    """Yield the rows in their fixed order, without end."""
     excluded = held_out()
     sources = {category: distinct(category, excluded) for category in CATEGORIES}
     order = Grammar(f"{SEED}/order", {})
@@ -79,21 +75,17 @@ def rows() -> Iterator[Row]:
 
 
 def text(count: int) -> str:
-    """Return the first `count` rows as jsonl."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in islice(rows(), count))
 
 
 def main() -> None:
-    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(description="Write the prompts for self-generation.")
     parser.add_argument("--count", type=int, default=COUNT, help="rows to write")
     parser.add_argument("--out", type=Path, default=FILE, help="the file to write")
     options = parser.parse_args()
     if options.count < 1:
         parser.error(f"--count {options.count}: must be at least 1")
-    partial = options.out.with_name(options.out.name + ".partial")
-    partial.write_text(text(options.count), encoding="utf-8", newline="\n")
-    partial.replace(options.out)
+    write(options.out, text(options.count).encode())
 
 
 if __name__ == "__main__":
