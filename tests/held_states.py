@@ -1,8 +1,8 @@
-"""A program, not a test: bytes of weights, gradients and moments that a rank holds after two steps.
+"""A program: print the bytes of weights and optimizer moments of one rank after two steps.
 
     torchrun --nproc_per_node=2 tests/held_states.py RUN_DIR launch=zero2
 
-Everything that Python still knows is counted, but for the target and the text.
+It counts all live CPU tensors except those of the target and the text.
 """
 
 import gc
@@ -19,30 +19,32 @@ from tests import runs
 
 
 def storages(tensors: object) -> dict[int, int]:
-    """Address and bytes of what lies under some tensors."""
-    found = {}
+    """Return the size in bytes of each storage, by address."""
+    sizes = {}
     for tensor in tensors:  # type: ignore[attr-defined]
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
-def held(run: Trainer) -> float:
-    """Bytes per parameter, gradients not counted."""
+def bytes_per_parameter(run: Trainer) -> float:
+    """Bytes per parameter, without gradients."""
     gc.collect()
     model, material = run.target.model, run.data
-    known = storages([*model.parameters(), *model.buffers()])
-    known |= storages([v for part in (material.train, material.held) for v in vars(part).values()])
-    found = storages(obj for obj in gc.get_objects() if type(obj) is not type)
+    excluded = storages([*model.parameters(), *model.buffers()])
+    excluded |= storages(
+        [v for part in (material.train, material.held) for v in vars(part).values()]
+    )
+    live = storages(obj for obj in gc.get_objects() if type(obj) is not type)
     count = sum(getattr(p, "ds_numel", p.numel()) for p in run.objective.parameters())
-    return sum(size for place, size in found.items() if place not in known) / count
+    return sum(size for address, size in live.items() if address not in excluded) / count
 
 
 def main(folder: str, *words: str) -> None:
     def publish(run: Trainer) -> Path:
         if run.main:
-            print(f"held {held(run):.2f}", flush=True)
+            print(f"held {bytes_per_parameter(run):.2f}", flush=True)
         return run.folder
 
     best_drafter.publish, best_drafter.save_if_best = publish, lambda *_: False

@@ -1,11 +1,10 @@
-"""Shapes and types of arrays, checked while tests run: as often as a mistake needs to be seen.
+"""Runtime checks of array shapes and types, limited to the first calls of each function.
 
-Checking a call takes many times what a small function computes, and a test that draws ten thousand
-times would spend its minutes on the same few calls. So in each test every function is checked the
-first EACH times; behind CALLS calls there is hardly one left, and jaxtyping, whose own part of the
-work goes on, is switched off.
+Checking a call takes many times what a small function computes. So in each test every function is
+checked the first EACH times, and after CALLS calls in all, jaxtyping, which has costs of its own,
+is disabled.
 
-The import hook takes a checker by name: `--jaxtyping-packages=outrider,tests.first_checks`.
+The import hook finds the checker by name: `--jaxtyping-packages=outrider,tests.first_checks`.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 from beartype import beartype
 from jaxtyping import config
 
-EACH = 5  # of what comes in, and as many of what goes out
+EACH = 5  # checks of a function's arguments, and as many of its results
 CALLS = 20_000
 
 Calls = dict[Callable[..., Any] | None, int]  # of every function; None: of all
@@ -25,7 +24,7 @@ _calls: Calls = {None: 0}
 
 
 def check_again() -> None:
-    """Begin anew, for a test or one of its fixtures."""
+    """Reset the counts, for a test or one of its fixtures."""
     _calls.clear()
     _calls[None] = 0
     config.update("jaxtyping_disable", False)
@@ -33,7 +32,7 @@ def check_again() -> None:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """For what a user may hand over although its type forbids it."""
+    """Disable checks, for values that a user can pass against the annotation."""
     config.update("jaxtyping_disable", True)
     try:
         yield
@@ -42,7 +41,7 @@ def unchecked() -> Iterator[None]:
 
 
 def first_checks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`beartype`, the first times."""
+    """Apply `beartype` to the first EACH calls."""
     checked = beartype(function)
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""The files for `accelerate launch --config_file`: read by accelerate, and no rival of `launch`."""
+"""The files for `accelerate launch --config_file`: read by accelerate, equal to `launch`."""
 
 import subprocess
 import sys
@@ -38,40 +38,40 @@ def test_a_file_opens_with_a_command_that_names_it(path: Path) -> None:
     assert any(command in line for line in comment)
 
 
-MAKERS = {  # accelerate's ways to start processes, and what makes their environment
+LAUNCHERS = {  # accelerate's launchers, and the functions that make their environment
     "simple_launcher": lambda args: makers.prepare_simple_launcher_cmd_env(args)[1],
     "multi_gpu_launcher": lambda args: makers.prepare_multi_gpu_env(args),
     "deepspeed_launcher": lambda args: makers.prepare_deepspeed_cmd_env(args)[1],
 }
 
 
-def told(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The environment that accelerate makes for the ranks, right before it would start them."""
-    found = dict[str, str]()
+def accelerate_environment(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the environment that accelerate makes for the ranks, without starting them."""
+    environment = dict[str, str]()
 
-    def stopped(make: Callable[[Any], dict[str, str]], args: Any) -> None:
-        found.update(make(args), WORLD_SIZE=str(args.num_processes))
+    def record(make: Callable[[Any], dict[str, str]], args: Any) -> None:
+        environment.update(make(args), WORLD_SIZE=str(args.num_processes))
 
-    for name, make in MAKERS.items():
-        monkeypatch.setattr(launch, name, partial(stopped, make))
-    words = ["--config_file", str(path), "train.py"]
-    launch.launch_command(launch.launch_command_parser().parse_args(words))
-    return found
+    for name, make in LAUNCHERS.items():
+        monkeypatch.setattr(launch, name, partial(record, make))
+    arguments = ["--config_file", str(path), "train.py"]
+    launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+    return environment
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_what_accelerate_tells_the_ranks_is_what_launch_says(
+def test_environment_of_accelerate_matches_launch(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in told(path, monkeypatch).items():
+    for name, value in accelerate_environment(path, monkeypatch).items():
         monkeypatch.setenv(name, value)
     distributed.require_matching_launcher(launch_of(path))
 
 
-def begun(path: Path, *words: str) -> "subprocess.Popen[str]":
+def start(path: Path, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     return subprocess.Popen(
-        [*command, *words], cwd=ROOT, env={**clean_environment(), "OMP_NUM_THREADS": "1"},
+        [*command, *arguments], cwd=ROOT, env={**clean_environment(), "OMP_NUM_THREADS": "1"},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -80,16 +80,16 @@ def begun(path: Path, *words: str) -> "subprocess.Popen[str]":
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["zero2", "two_machines"])
 def test_two_ranks_train_under_a_file(name: str, tmp_path: Path) -> None:
-    """Two processes of one machine; and of two, both of which are this one."""
+    """Two processes of one machine, and of two machines that are both this one."""
     path = PLACE / f"{name}.yaml"
     run = ["--num_processes", "2", "--main_process_port", str(free_port())]
-    words = [
+    arguments = [
         "train.py", *SMALL, "train.max_steps=1", f"launch={launch_of(path).name}",
         f"run.dir={tmp_path}",
     ]  # fmt: skip
     meet = ["--main_process_ip", "127.0.0.1"] if name == "two_machines" else []
     ranks = ["0", "1"] if meet else ["0"]
-    pair = [begun(path, *run, *meet, "--machine_rank", rank, *words) for rank in ranks]
-    said = [process.communicate()[0] for process in pair]
-    assert [process.returncode for process in pair] == [0] * len(pair), "\n".join(said)
+    pair = [start(path, *run, *meet, "--machine_rank", rank, *arguments) for rank in ranks]
+    outputs = [process.communicate()[0] for process in pair]
+    assert [process.returncode for process in pair] == [0] * len(pair), "\n".join(outputs)
     assert read_json(tmp_path / "training.json", "")["budget"]["ranks"] == 2

@@ -24,13 +24,13 @@ def drafter(request: pytest.FixtureRequest, frozen: Target) -> Drafter:
 
 
 def step(drafter: Drafter, frozen: Target, trace: Trace) -> tuple[float, list[Tensor], int]:
-    """The loss, the gradients, and the bytes that waited for the backward pass."""
+    """The loss, the gradients, and the bytes saved for the backward pass."""
     depths = tiny.DEPTHS
     objective = Objective(drafter, frozen, weights=[1.0] * depths)
-    divide, held = torch.ones(depths), dict[int, int]()
+    divide, sizes = torch.ones(depths), dict[int, int]()
 
     def keep(x: Tensor) -> Tensor:
-        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     torch.manual_seed(0)  # of the noise, for those that add some
@@ -39,28 +39,28 @@ def step(drafter: Drafter, frozen: Target, trace: Trace) -> tuple[float, list[Te
         loss, _ = objective(trace, divide)
     loss.backward()
     grads = [p.grad.clone() for p in objective.parameters() if p.grad is not None]
-    return float(loss.detach()), grads, sum(held.values())
+    return float(loss.detach()), grads, sum(sizes.values())
 
 
 def test_loss_and_gradients_are_equal_with_less_saved(drafter: Drafter, frozen: Target) -> None:
-    """A Medusa head is one layer: there is nothing to run again."""
+    """A Medusa head is one layer, so nothing is recomputed."""
     frozen.set_taps(drafter.taps)
     trace = tiny.packed_trace(frozen)
-    loss, grads, kept = step(drafter, frozen, trace)
+    loss, grads, saved = step(drafter, frozen, trace)
     drafter.gradient_checkpointing = True
-    again, same, fewer = step(drafter, frozen, trace)
+    again, same, saved_with_checkpoints = step(drafter, frozen, trace)
     assert again == loss
     assert len(same) == len(grads) > 0
     for one, other in zip(grads, same, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
-    assert fewer <= (1.0 if isinstance(drafter, Medusa) else 0.3) * kept
+    assert saved_with_checkpoints <= (1.0 if isinstance(drafter, Medusa) else 0.3) * saved
 
 
 def test_a_long_text_is_read_in_chunks(frozen: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen.set_taps((0, 1))
     whole = tiny.packed_trace(frozen)
     monkeypatch.setattr(target, "MASK_ELEMENTS", 7 * whole.ids.numel())
-    pieces = frozen.trace(whole.ids, whole.answer, whole.document, whole.positions)
+    chunked = frozen.trace(whole.ids, whole.answer, whole.document, whole.positions)
     for name in ("taps", "last"):
-        torch.testing.assert_close(getattr(pieces, name), getattr(whole, name))
-    assert whole.ids.shape[1] > 14, "three pieces at least"
+        torch.testing.assert_close(getattr(chunked, name), getattr(whole, name))
+    assert whole.ids.shape[1] > 14, "at least three chunks"

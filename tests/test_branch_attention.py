@@ -18,7 +18,7 @@ both = pytest.mark.parametrize("attend", [dense_attention, branch_attention])
 
 
 class Case:
-    """Random questions, keys and values over packed documents; gradients are kept."""
+    """Random queries, keys and values over packed documents, with gradients."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class Case:
         document = torch.tensor(
             [[name for name, n in enumerate(row) for _ in range(n)] for row in lengths]
         )
-        wanted = torch.rand(document.shape, generator=generator) < 0.7
-        self.plan = plan_queries(wanted, document, heads, budget)
+        queried = torch.rand(document.shape, generator=generator) < 0.7
+        self.plan = plan_queries(queried, document, heads, budget)
 
         def leaf(rows: int, count: int) -> Tensor:
             x = torch.randn(rows, count, 8, generator=generator)
@@ -60,7 +60,7 @@ class Case:
         return out, list(torch.autograd.grad((out.float() * self.slope).sum(), self.leaves))
 
 
-CASES: dict[str, tuple[dict[str, object], int]] = {  # and the fewest blocks it must make
+CASES: dict[str, tuple[dict[str, object], int]] = {  # and the minimum number of blocks
     "one document, one block": ({"lengths": [[40]]}, 1),
     "documents and rows": ({"lengths": [[9, 14, 17], [25, 15]]}, 1),
     "many blocks": ({"lengths": [[9, 14, 17], [25, 15]], "budget": 400}, 6),
@@ -132,8 +132,8 @@ def test_a_row_attends_to_the_columns_of_the_drawing(attend: Attend) -> None:
 @both
 def test_a_document_does_not_attend_to_the_one_before(attend: Attend) -> None:
     """Documents of 2 and 3 rows, and only rows 1, 3 and 4 ask."""
-    wanted = torch.tensor([[False, True, False, True, True]])
-    plan = plan_queries(wanted, torch.tensor([[8, 8, 3, 3, 3]]), heads=1)
+    queried = torch.tensor([[False, True, False, True, True]])
+    plan = plan_queries(queried, torch.tensor([[8, 8, 3, 3, 3]]), heads=1)
     names = torch.eye(5)[:, None]
     seen = attend(torch.zeros(3, 1, 5), torch.randn(5, 1, 5), names, [], [], plan)
     third = 1 / 3
@@ -169,7 +169,7 @@ def test_a_plan_without_queries_is_empty() -> None:
 
 
 def saved(attend: Attend, case: Case) -> int:
-    """Elements of the largest tensor kept for the backward pass."""
+    """Elements of the largest tensor saved for the backward pass."""
     sizes: list[int] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def saved(attend: Attend, case: Case) -> int:
 
 
 def test_nothing_quadratic_is_saved_for_the_backward_pass() -> None:
-    """400 rows of 4 heads: questions are 400 x 4 x 8 numbers, scores would be ~280 x 400 x 4."""
+    """400 rows of 4 heads: queries are 400 x 4 x 8 numbers, scores would be ~280 x 400 x 4."""
     case = Case([[400]], budget=10_000)
     rows = len(case.plan.rows)
     assert saved(branch_attention, case) == max(case.q.numel(), case.key.numel())

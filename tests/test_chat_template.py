@@ -19,7 +19,7 @@ from outrider.models.load import LoadedTarget, load_target
 from outrider.train.settings import load_run, parse
 from tests import runs
 
-# In the manner of Qwen3: a macro, a default, and an empty thought where thinking is off.
+# In the manner of Qwen3: a macro, a default, and an empty think block where thinking is off.
 TEMPLATE = (
     "\n{%- macro say(role, text) %}<{{ role }}{{ date }}>{{ text }}\n{% endmacro %}"
     "{% for m in messages %}{{ say(m.role, m.content) }}"
@@ -46,24 +46,24 @@ def loaded() -> LoadedTarget:
 def test_set_arguments_render_like_passed_arguments(
     loaded: LoadedTarget, args: dict[str, Any], template: str
 ) -> None:
-    plain, told = (copy.deepcopy(loaded.tokenizer) for _ in range(2))
-    plain.chat_template = told.chat_template = (
+    plain, preset = (copy.deepcopy(loaded.tokenizer) for _ in range(2))
+    plain.chat_template = preset.chat_template = (
         template if template.startswith(("\n", "{")) else "{% " + template
     )
-    set_template_args(told, args)
-    assert template_hash(told) != template_hash(plain)
+    set_template_args(preset, args)
+    assert template_hash(preset) != template_hash(plain)
     for prompt in (True, False):
         texts = [
             tokenizer.apply_chat_template(
                 DIALOGUE, tokenize=False, add_generation_prompt=prompt, **extra
             )
-            for tokenizer, extra in ((plain, args), (told, {}))
+            for tokenizer, extra in ((plain, args), (preset, {}))
         ]
         assert texts[0] == texts[1]
-    assert told.decode(prompt_ids(told, DIALOGUE)) == plain.apply_chat_template(
+    assert preset.decode(prompt_ids(preset, DIALOGUE)) == plain.apply_chat_template(
         DIALOGUE, tokenize=False, add_generation_prompt=True, **args
     )
-    assert told.decode(render(told, DIALOGUE, max_length=200).ids) == texts[1]
+    assert preset.decode(render(preset, DIALOGUE, max_length=200).ids) == texts[1]
 
 
 def test_arguments_are_parsed_to_values() -> None:
@@ -88,7 +88,7 @@ def test_an_unused_argument_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory, loaded: LoadedTarget) -> Path:
-    """The embedded target with a template that knows thinking."""
+    """The embedded target with a template that uses enable_thinking."""
     folder = tmp_path_factory.mktemp("thinker")
     loaded.target.model.save_pretrained(folder)
     tokenizer = copy.deepcopy(loaded.tokenizer)
@@ -114,10 +114,10 @@ def test_another_thinking_flag_than_in_training_is_warned_about(
     evaluate(load_run(tmp_path, usual))
     assert "not the one of training" not in capsys.readouterr().out
     evaluate(load_run(tmp_path, [*usual, "target.thinking=true"]))
-    said = capsys.readouterr().out
-    assert "not the one of training" in said
-    assert "trained with enable_thinking=false" in said
-    assert "measured with enable_thinking=true" in said
+    output = capsys.readouterr().out
+    assert "not the one of training" in output
+    assert "trained with enable_thinking=false" in output
+    assert "measured with enable_thinking=true" in output
 
 
 def text(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The checks of shapes that `make test` runs with: they find a mistake, and they end."""
+"""The runtime checks of shapes that `make test` uses: they find a wrong shape, and they end."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,7 +21,7 @@ def twice() -> Iterator[Twice]:
     shapes.check_again()
 
 
-def test_what_comes_in_and_what_goes_out_is_checked(twice: Twice) -> None:
+def test_arguments_and_results_are_checked(twice: Twice) -> None:
     twice(torch.ones(3, 3))
     with pytest.raises(TypeCheckError, match="parameters"):
         twice(torch.ones(3))
@@ -29,7 +29,7 @@ def test_what_comes_in_and_what_goes_out_is_checked(twice: Twice) -> None:
         twice(torch.ones(2, 3))
 
 
-def test_every_function_has_its_own_first_calls(twice: Twice) -> None:
+def test_calls_are_counted_per_function(twice: Twice) -> None:
     def same(x: Tensor) -> Tensor:
         return x
 
@@ -40,7 +40,7 @@ def test_every_function_has_its_own_first_calls(twice: Twice) -> None:
         twice(torch.ones(2, 3))
 
 
-def test_checks_end_and_begin_anew(twice: Twice) -> None:
+def test_checks_end_and_can_be_reset(twice: Twice) -> None:
     for _ in range(shapes.EACH):
         twice(torch.ones(3, 3))
     twice(torch.ones(2, 3))
@@ -49,7 +49,7 @@ def test_checks_end_and_begin_anew(twice: Twice) -> None:
         twice(torch.ones(2, 3))
 
 
-def test_behind_many_calls_nothing_is_left_of_them(twice: Twice) -> None:
+def test_jaxtyping_is_disabled_after_many_calls(twice: Twice) -> None:
     for _ in range(shapes.CALLS):
         twice(torch.ones(1, 1))
     assert config.jaxtyping_disable

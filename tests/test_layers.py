@@ -17,7 +17,7 @@ def test_norm_divides_by_the_root_mean_square() -> None:
     torch.testing.assert_close(out, torch.tensor([[1 / 3, -1 / 3, 10 / 3, 1.0]]))
 
 
-def test_norm_is_computed_in_float32_and_answers_in_the_inputs_dtype() -> None:
+def test_norm_is_computed_in_float32_and_returns_the_input_dtype() -> None:
     """256 and 1: squares that bfloat16 would add up to 65536."""
     out = Norm(2, eps=0.0)(torch.tensor([256.0, 16.0], dtype=torch.bfloat16))
     exact = torch.tensor([256.0, 16.0]) / ((256.0**2 + 16.0**2) / 2) ** 0.5
@@ -25,7 +25,7 @@ def test_norm_is_computed_in_float32_and_answers_in_the_inputs_dtype() -> None:
     assert torch.equal(out, exact.bfloat16())
 
 
-def test_rotation_turns_a_pair_by_its_position() -> None:
+def test_rotary_rotates_a_pair_by_its_position() -> None:
     """Two numbers are one pair, of frequency 1: position p turns by p radians."""
     out = apply_rotary(
         torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]]), torch.tensor([0, 2]), theta=10000.0
@@ -34,7 +34,7 @@ def test_rotation_turns_a_pair_by_its_position() -> None:
     torch.testing.assert_close(out[:, 0], torch.tensor([[1.0, 0.0], [angle.cos(), angle.sin()]]))
 
 
-def test_pairs_are_halves_and_turn_ever_more_slowly() -> None:
+def test_pairs_are_halves_and_later_ones_rotate_slower() -> None:
     """Size 4: (0, 2) turns by p, (1, 3) by p / sqrt(theta)."""
     out = apply_rotary(torch.tensor([[[1.0, 1.0, 0.0, 0.0]]]), torch.tensor([3]), theta=100.0)[0, 0]
     fast, slow = torch.tensor(3.0), torch.tensor(0.3)

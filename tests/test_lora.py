@@ -32,13 +32,13 @@ def run(through: nn.ModuleList, x: Tensor) -> Tensor:
 
 def merged(of: nn.ModuleList, by: Adapters) -> nn.ModuleList:
     """A copy whose matrices are W + (alpha / rank) B A."""
-    twin = copy.deepcopy(of)
+    copied = copy.deepcopy(of)
     with torch.no_grad():
-        for name, linear in linear_layers(twin):
+        for name, linear in linear_layers(copied):
             pair = by.pairs[name]
             assert isinstance(pair, LoraPair)
             linear.weight += ALPHA / RANK * pair.b @ pair.a
-    return twin
+    return copied
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def test_untrained_pairs_change_no_bit(x: Tensor) -> None:
 def test_active_layers_equal_merged_matrices(x: Tensor) -> None:
     of = layers()
     made = adapters(of)
-    wanted = run(merged(of, made), x)
+    expected = run(merged(of, made), x)
     with made.active(of):
-        torch.testing.assert_close(run(of, x), wanted)
+        torch.testing.assert_close(run(of, x), expected)
 
 
 def test_no_hook_remains_after_an_error(x: Tensor) -> None:
@@ -85,12 +85,12 @@ def test_no_hook_remains_after_an_error(x: Tensor) -> None:
 def test_attaching_twice_adds_one_output(x: Tensor) -> None:
     of = layers()
     made = adapters(of)
-    wanted = run(merged(of, made), x)
+    expected = run(merged(of, made), x)
     made.attach(of)
     made.attach(of)
     with made.active(of), made.active(of):
-        torch.testing.assert_close(run(of, x), wanted)
-    torch.testing.assert_close(run(of, x), wanted)
+        torch.testing.assert_close(run(of, x), expected)
+    torch.testing.assert_close(run(of, x), expected)
 
 
 def test_one_set_acts_at_a_time_and_the_earlier_is_restored(x: Tensor) -> None:

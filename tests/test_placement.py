@@ -33,14 +33,14 @@ def rows(rank: int = 0) -> tuple[torch.Tensor, ...]:
     return ids, document >= 0, document, positions
 
 
-def held(target: Target) -> int:
-    """Numbers of the decoder layers that lie here."""
+def local_size(target: Target) -> int:
+    """Count the parameters of the decoder layers on this rank."""
     parts = (p.to_local() if hasattr(p, "to_local") else p for p in target.layers.parameters())
     return sum(part.numel() for part in parts)
 
 
 def compare(rank: int, folder: str) -> None:
-    """One rank's part: every place against the whole."""
+    """Compare every placement with the replicated target, on one rank."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))  # transformers
     dist.init_process_group(
         "gloo", f"file://{folder}/meet", rank=rank, world_size=RANKS,
@@ -52,7 +52,7 @@ def compare(rank: int, folder: str) -> None:
         target = load_target(TargetConfig(dtype="float32", place=name)).target
         assert target.is_remote
         assert target.fast_forward is None
-        assert held(target) < 0.6 * held(alone), "the other share lies on the other rank"
+        assert local_size(target) < 0.6 * local_size(alone), "the other shard is on the other rank"
         target.set_taps((0, 3))
         alone.set_taps((0, 3))
         ours, whole = target.trace(*rows(rank)), alone.trace(*rows(rank))
@@ -83,7 +83,7 @@ def test_a_single_process_does_not_shard() -> None:
 
 
 def test_ends_and_states_are_on_the_output_device() -> None:
-    """`meta` stands for another device: ends cannot come from there, so only places are seen."""
+    """`meta` stands for another device; its ends have no values, so only devices are compared."""
     whole = load_target(TargetConfig(dtype="float32")).target
     apart = load_target(TargetConfig(dtype="float32", place="apart", devices=("cpu",))).target
     assert apart.is_remote
@@ -137,7 +137,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (["target.place=apart"], "needs target.devices"),
         (["target.devices=[cuda:1]"], "needs target.devices"),
@@ -145,9 +145,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (["target.place=everywhere"], "target.place"),
     ],
 )
-def test_contradictory_settings_are_refused(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        parse(compose(words))
+def test_contradictory_settings_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(compose(overrides))
 
 
 def test_sharded_targets_refuse_self_generation_and_adapters(
@@ -157,10 +157,10 @@ def test_sharded_targets_refuse_self_generation_and_adapters(
     from outrider.data.corpus import load_training_data
     from outrider.models.drafters import build
 
-    words = ["target.place=apart", "target.devices=[cpu]", "data=self"]
+    overrides = ["target.place=apart", "target.devices=[cpu]", "data=self"]
     config = runs.config(
         tmp_path / "run",
-        *words,
+        *overrides,
         "data.overlap=keep",
         f"data.path={TINY.parent.parent}/data/tiny/prompts.jsonl",
     )

@@ -9,9 +9,9 @@ from outrider.models.process import wait_until
 
 
 def test_waiting_ends_when_the_condition_is_met() -> None:
-    looks = count()
-    wait_until(lambda: (next(looks) == 3, None), 1.0, "a shard", poll=0.001)
-    assert next(looks) == 4
+    calls = count()
+    wait_until(lambda: (next(calls) == 3, None), 1.0, "a shard", poll=0.001)
+    assert next(calls) == 4
 
 
 def test_waiting_without_progress_has_a_deadline() -> None:
@@ -20,6 +20,6 @@ def test_waiting_without_progress_has_a_deadline() -> None:
 
 
 def test_progress_moves_the_deadline() -> None:
-    """100 looks of 2 ms each take longer than the deadline of 60 ms, and every look sees more."""
-    looks = count()
-    wait_until(lambda: ((n := next(looks)) == 100, n), 0.001, "shards", poll=0.002)
+    """100 calls of 2 ms each exceed the deadline of 60 ms, and each one reports progress."""
+    calls = count()
+    wait_until(lambda: ((n := next(calls)) == 100, n), 0.001, "shards", poll=0.002)

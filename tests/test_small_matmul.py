@@ -12,29 +12,30 @@ from torch import Tensor
 from outrider.models import small_matmul
 from outrider.models.small_matmul import gqa_attention
 
-asked_anew = small_matmul.mkl_on_amd.__wrapped__  # what is remembered for the process's whole life
+uncached_mkl_on_amd = small_matmul.mkl_on_amd.__wrapped__
 ATTEND = F.scaled_dot_product_attention
 
 
 @pytest.fixture(params=[True, False], ids=["AMD", "others"], autouse=True)
-def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test holds on either kind of processor."""
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test as on either kind of processor."""
     monkeypatch.setattr(small_matmul, "mkl_on_amd", lambda: request.param)
 
 
 @pytest.mark.parametrize(
-    ("said", "amd"), [("vendor_id\t: AuthenticAMD\n", True), ("vendor_id\t: GenuineIntel\n", False)]
+    ("cpuinfo", "amd"),
+    [("vendor_id\t: AuthenticAMD\n", True), ("vendor_id\t: GenuineIntel\n", False)],
 )
 def test_mkl_on_amd_is_detected(
-    said: str, amd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpuinfo: str, amd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Linux tells, and elsewhere as Python does."""
+    """From /proc/cpuinfo, and without it from `platform.processor`."""
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(small_matmul, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(platform, "processor", lambda: f"Family 25 Model 1, {said}")
-    assert asked_anew() == amd
+    monkeypatch.setattr(platform, "processor", lambda: f"Family 25 Model 1, {cpuinfo}")
+    assert uncached_mkl_on_amd() == amd
     (tmp_path / "cpuinfo").write_text("vendor_id\t: GenuineIntel\n")
-    assert not asked_anew()
+    assert not uncached_mkl_on_amd()
 
 
 @pytest.mark.parametrize("rows", [(0,), (1,), (3,), (1, 1), (2, 2), (1, 9), (10,)])
@@ -43,8 +44,8 @@ def test_linear_equals_the_library(
     rows: tuple[int, ...], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_matmul, "WIDE", 1000)
-    dice = torch.Generator().manual_seed(sum(rows))
-    weight, x = torch.randn(size, generator=dice), torch.randn(*rows, size[1], generator=dice)
+    rng = torch.Generator().manual_seed(sum(rows))
+    weight, x = torch.randn(size, generator=rng), torch.randn(*rows, size[1], generator=rng)
     for dtype in (torch.float32, torch.bfloat16):
         ours, theirs = (
             f(x.to(dtype), weight.to(dtype), None) for f in (small_matmul.linear, F.linear)
@@ -52,41 +53,41 @@ def test_linear_equals_the_library(
         assert ours.shape == theirs.shape
         assert ours.is_contiguous()
         torch.testing.assert_close(ours, theirs)
-    bias = torch.randn(size[0], generator=dice)
+    bias = torch.randn(size[0], generator=rng)
     assert torch.equal(small_matmul.linear(x, weight, bias), F.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("lent", [1, 2, 6])
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
 def test_gqa_attention_equals_repeated_keys(
-    lent: int, batch: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    key_heads: int, batch: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against every key head repeated; a mask of one prompt may stand for all.
+    """The reference repeats every key head; a mask of one prompt may serve all.
 
-    What comes out may lie in memory row by row or, as on a GPU, position by position.
+    The library's result may be strided, as on a GPU.
     """
-    dice = torch.Generator().manual_seed(lent)
+    rng = torch.Generator().manual_seed(key_heads)
 
-    def drawn(*size: int) -> Tensor:
-        return torch.randn(*size, 8, generator=dice).to(dtype)
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, 8, generator=rng).to(dtype)
 
-    q = drawn(batch, count, 6).transpose(1, 2)
-    keys, values = (drawn(batch, lent, 11)[:, :, :9] for _ in range(2))
-    seen = torch.rand(batch, 1, count, 9, generator=dice) < 0.6
+    q = random(batch, count, 6).transpose(1, 2)
+    keys, values = (random(batch, key_heads, 11)[:, :, :9] for _ in range(2))
+    seen = torch.rand(batch, 1, count, 9, generator=rng) < 0.6
     seen[..., 0] = True
     added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf"))
     for mask in (None, seen, added, added[:1]):
         ours = gqa_attention(q, keys, values, mask, 0.3)
-        each, all_values = (x.repeat_interleave(6 // lent, dim=1) for x in (keys, values))
+        each, all_values = (x.repeat_interleave(6 // key_heads, dim=1) for x in (keys, values))
         theirs = F.scaled_dot_product_attention(q, each, all_values, mask, scale=0.3)
         torch.testing.assert_close(ours, theirs)
         with monkeypatch.context() as patched:
-            patched.setattr(F, "scaled_dot_product_attention", turned_around)
+            patched.setattr(F, "scaled_dot_product_attention", strided_attention)
             assert torch.equal(gqa_attention(q, keys, values, mask, 0.3), ours)
 
 
-def turned_around(*what: Any, **how: Any) -> Tensor:
-    """Attention whose result lies as the memory-efficient kernel leaves it."""
-    return ATTEND(*what, **how).transpose(1, 2).contiguous().transpose(1, 2)
+def strided_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention with the memory layout of the memory-efficient kernel's result."""
+    return ATTEND(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Two machines train as one: two network namespaces, each with an address of its own.
+"""Two machines train as one: two network namespaces, each with its own address.
 
-Needs the right to make namespaces (root on Linux); elsewhere it is skipped.
+Skipped without the permission to make namespaces (root on Linux).
 """
 
 import os
@@ -29,7 +29,7 @@ def machines() -> Iterator[tuple[str, str]]:
     """Names of two network namespaces connected by a veth pair."""
     names = (f"outrider-a{os.getpid()}", f"outrider-b{os.getpid()}")
     if shutil.which("ip") is None:
-        pytest.skip("there is no `ip` here")
+        pytest.skip("the program `ip` is missing")
     try:
         for name in names:
             ip("netns", "add", name)
@@ -62,7 +62,7 @@ def _remove(names: tuple[str, str]) -> None:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def started(machine: str, address: str, *words: str) -> "subprocess.Popen[str]":
+def start_rank(machine: str, address: str, *words: str) -> "subprocess.Popen[str]":
     """The command that `outrider launch cluster.nodes=2` prints, on this machine.
 
     Both share one host name, so torchrun gets the node ranks.
@@ -82,7 +82,7 @@ def started(machine: str, address: str, *words: str) -> "subprocess.Popen[str]":
 
 def test_two_machines_train_as_one(machines: tuple[str, str], tmp_path: Path) -> None:
     words = ("drafter=eagle3", "launch=zero2", f"run.dir={tmp_path / 'two'}")
-    pair = [started(*one, *words) for one in zip(machines, (FIRST, SECOND), strict=True)]
+    pair = [start_rank(*one, *words) for one in zip(machines, (FIRST, SECOND), strict=True)]
     outputs = [process.communicate()[0] for process in pair]
     assert [process.returncode for process in pair] == [0, 0], "\n".join(outputs)
     alone = [sys.executable, str(ROOT / "train.py"), *SMALL, "drafter=eagle3"]

@@ -1,4 +1,4 @@
-"""The draft vocabulary: which tokens are kept, and the maps between ids."""
+"""The draft vocabulary: selection of tokens, and the maps between ids."""
 
 import pytest
 import torch
@@ -8,26 +8,26 @@ from hypothesis import strategies as st
 from outrider.models.vocab import DraftVocab
 
 
-def kept(counts: list[int], size: int) -> list[int]:
+def draft_ids(counts: list[int], size: int) -> list[int]:
     return [int(token) for token in DraftVocab.from_counts(torch.tensor(counts), size).target_ids]
 
 
-def test_the_most_frequent_tokens_are_kept_in_the_order_of_their_ids() -> None:
-    assert kept([5, 0, 9, 1, 7], 3) == [0, 2, 4]
+def test_the_most_frequent_tokens_are_selected_in_id_order() -> None:
+    assert draft_ids([5, 0, 9, 1, 7], 3) == [0, 2, 4]
 
 
 def test_ties_go_to_the_lower_id() -> None:
-    assert kept([1, 3, 1, 3, 3, 1], 2) == [1, 3]
-    assert kept([1, 3, 1, 3, 3, 1], 4) == [0, 1, 3, 4]
+    assert draft_ids([1, 3, 1, 3, 3, 1], 2) == [1, 3]
+    assert draft_ids([1, 3, 1, 3, 3, 1], 4) == [0, 1, 3, 4]
 
 
 def test_unseen_tokens_fill_the_rest_from_the_lowest_id() -> None:
-    assert kept([0, 0, 0, 6, 0, 2], 4) == [0, 1, 3, 5]
+    assert draft_ids([0, 0, 0, 6, 0, 2], 4) == [0, 1, 3, 5]
 
 
 def test_ties_among_many_are_stable() -> None:
     """More tokens than a sort handles in one insertion run; all counts equal."""
-    assert kept([4] * 5000, 1000) == list(range(1000))
+    assert draft_ids([4] * 5000, 1000) == list(range(1000))
 
 
 @pytest.mark.parametrize("size", [3, 4, 100])

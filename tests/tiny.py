@@ -83,9 +83,8 @@ def packed_trace(of: Target, seed: int = 3) -> Trace:
                 answer[row, start + 5] = False  # a turn of the user inside the answer
             name, start = name + 1, stop
         positions[row, start:] = torch.arange(LENGTH - start)
-    return of.trace(
-        ids, answer, document, positions
-    )  # the answer mask is True on padding, which must not count
+    # the answer mask is True on padding, which must not count
+    return of.trace(ids, answer, document, positions)
 
 
 def document_spans(trace: Trace) -> list[tuple[int, int, int]]:
