@@ -5,7 +5,7 @@ replays it once for every path through its flips and draws and multiplies the ex
 
 One round of the rules is replayed for all contexts and all drafts at once, as one batch, and gives
 the chance to go from any context to any other. Whole texts are the powers of that matrix. A
-context is one number: 1 is the empty text, and a token v behind context c makes c * V + v.
+context is one number: 1 is the empty text, and a token v after context c makes c * V + v.
 
 Shape letters: B prompts of a batch, N nodes, V vocabulary, K choices, C contexts.
 """
@@ -50,7 +50,7 @@ class Branches(RandomSource):
 
     def __init__(self, script: list[int]) -> None:
         self.script = script
-        self.trail: list[tuple[int, int]] = []  # (branch taken, branches there were)
+        self.trail: list[tuple[int, int]] = []  # (chosen branch, number of branches)
         self.chances = torch.ones(1, dtype=torch.float64)
 
     @property
@@ -69,10 +69,10 @@ class Branches(RandomSource):
         chances = self.chances[:, None] * (weights / weights.sum(-1, keepdim=True))
         possible = (chances > 0).any(0).nonzero()[:, 0].tolist()
         step = len(self.trail)
-        taken = self.script[step] if step < len(self.script) else 0
-        self.trail.append((taken, len(possible)))
-        self.chances = chances[:, possible[taken]]
-        return torch.full((len(weights),), possible[taken])
+        branch = self.script[step] if step < len(self.script) else 0
+        self.trail.append((branch, len(possible)))
+        self.chances = chances[:, possible[branch]]
+        return torch.full((len(weights),), possible[branch])
 
 
 class Scripted(RandomSource):
@@ -80,14 +80,14 @@ class Scripted(RandomSource):
 
     def __init__(self, *answers: list[int]) -> None:
         self.answers = list(answers)
-        self.asked: list[Any] = []  # chances, or rows, of the only prompt
+        self.requests: list[Any] = []  # chances, or rows, of the only prompt
 
     def flip(self, chances: Tensor) -> Tensor:
-        self.asked.append(chances[0].tolist())
+        self.requests.append(chances[0].tolist())
         return torch.tensor([self.answers.pop(0)]).bool()
 
     def draw(self, rows: Tensor) -> Tensor:
-        self.asked.append(rows[0].tolist())
+        self.requests.append(rows[0].tolist())
         return torch.tensor([self.answers.pop(0)])
 
 
@@ -102,7 +102,7 @@ def every_path(process: Callable[[Branches], None]) -> None:
             trail.pop()
         if not trail:
             return
-        script = [taken for taken, _ in trail]
+        script = [branch for branch, _ in trail]
         script[-1] += 1
 
 
@@ -111,8 +111,8 @@ def enumerate_law(process: Callable[[RandomSource], Context]) -> Law:
     law: defaultdict[Context, float] = defaultdict(float)
 
     def add(rng: Branches) -> None:
-        said = process(rng)
-        law[said] += rng.chance
+        context = process(rng)
+        law[context] += rng.chance
 
     every_path(add)
     return law
@@ -164,8 +164,8 @@ class Toy:
         """Plain decoding, by the chain rule: the reference, [C], on whole texts."""
         law = torch.zeros(len(self.p), dtype=torch.float64)
         law[1] = 1.0
-        for said in self.starts.tolist():
-            law[said * self.vocab : (said + 1) * self.vocab] = law[said] * self.p[said]
+        for context in self.starts.tolist():
+            law[context * self.vocab : (context + 1) * self.vocab] = law[context] * self.p[context]
         return law[self.ends]
 
     def _rows(self, likeness: float) -> Tensor:
@@ -384,13 +384,13 @@ def grow(toy: Toy, starts: Tensor, widths: tuple[int, ...], below: Below) -> Dra
 def sample(toy: Toy, propose: Propose, toy_rule: ToyRule, count: int) -> Tensor:
     """How often each whole text comes out, of `count` prompts decoded side by side."""
     rng = GeneratorSource([Random(seed) for seed in range(count)], 8)
-    said = torch.ones(count, dtype=torch.long)
-    while bool((said < toy.vocab**toy.length).any()):
-        growing = said.clamp(max=toy.vocab**toy.length - 1)  # whole texts decode on, unheard
+    contexts = torch.ones(count, dtype=torch.long)
+    while bool((contexts < toy.vocab**toy.length).any()):
+        growing = contexts.clamp(max=toy.vocab**toy.length - 1)  # finished texts decode on, unused
         draft = propose(toy, growing, rng)
         after = reached(toy, draft, toy_rule(toy, draft, toy.p[draft.contexts], rng))
-        said = torch.where(said < toy.vocab**toy.length, after, said)
-    return (said[:, None] == toy.ends).sum(0)
+        contexts = torch.where(contexts < toy.vocab**toy.length, after, contexts)
+    return (contexts[:, None] == toy.ends).sum(0)
 
 
 def g_test(

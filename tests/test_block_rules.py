@@ -94,7 +94,7 @@ def test_a_chain_under_traversal_equals_block(replacement: bool) -> None:
     [((1, 1), BLOCK, True), ((2, 1), TRAVERSAL[True], True), ((2, 1), TRAVERSAL[False], False)],
     ids=["block", "traversal, independent", "traversal, none twice"],
 )
-def test_generator_random_numbers_follow_the_joint_law(
+def test_generator_source_follows_the_joint_distribution(
     widths: tuple[int, ...], rule: ToyRule, replacement: bool
 ) -> None:
     toy = Toy(11, warp=(2.5, 0, 1.0))
@@ -102,7 +102,7 @@ def test_generator_random_numbers_follow_the_joint_law(
 
 
 @WAYS
-def test_a_ragged_batch_is_each_of_its_trees_alone(replacement: bool) -> None:
+def test_ragged_batch_equals_single_trees(replacement: bool) -> None:
     toy = Toy(12, levels=3)
     chains = [sampled_chain(depth) for depth in (1, 2, 3)]
     check_ragged(toy, chains, BLOCK)
@@ -111,7 +111,7 @@ def test_a_ragged_batch_is_each_of_its_trees_alone(replacement: bool) -> None:
     check_ragged(toy, proposals, TRAVERSAL[replacement])
 
 
-# ---- how much is kept ----------------------------------------------------------------------------
+# ---- how much is accepted ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rule", "tokens"), [(RATIO, 10 / 9), (BLOCK, 11 / 9)])
@@ -142,7 +142,7 @@ def test_the_gain_over_token_by_token_grows_with_the_draft(gamma: int, gain: flo
 
 
 @pytest.mark.parametrize("gamma", [2, 4])
-def test_both_rules_keep_what_theory_says(gamma: int) -> None:
+def test_both_rules_accept_the_theoretical_number_of_tokens(gamma: int) -> None:
     """Enumerated over all flips, against E[prod min(1, p/q)] and E[r] over all prefixes."""
     tokens, blocks = closed_form(GAINS, gamma)
     assert tokens_per_round(GAINS, sampled_chain(gamma), RATIO) == pytest.approx(tokens, abs=1e-12)
@@ -151,21 +151,21 @@ def test_both_rules_keep_what_theory_says(gamma: int) -> None:
 
 def closed_form(toy: Toy, gamma: int) -> tuple[float, float]:
     """Tokens per round token by token, and by blocks: the sums over all drafted prefixes."""
-    said, ones = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.float64)
+    contexts, ones = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.float64)
     chance, lucky, share, tokens, blocks = ones, ones, ones, 1.0, 1.0
     for _ in range(gamma):
-        ratios = toy.p[said] / toy.q[said]
-        chance = (chance[:, None] * toy.q[said]).flatten()
+        ratios = toy.p[contexts] / toy.q[contexts]
+        chance = (chance[:, None] * toy.q[contexts]).flatten()
         lucky = (lucky[:, None] * ratios.clamp(max=1)).flatten()
         share = (share[:, None] * ratios).clamp(max=1).flatten()
-        said = (said[:, None] * toy.vocab + torch.arange(toy.vocab)).flatten()
+        contexts = (contexts[:, None] * toy.vocab + torch.arange(toy.vocab)).flatten()
         tokens += float((chance * lucky).sum())
         blocks += float((chance * share).sum())
     return tokens, blocks
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_blocks_and_traversal_never_keep_less(seed: int) -> None:
+def test_block_and_traversal_never_accept_less(seed: int) -> None:
     toy = Toy(seed, length=1)
     chain, drawn = sampled_chain(2), sampled_tree((2, 1), replacement=False)
     iid = sampled_tree((2, 1), replacement=True)
@@ -221,7 +221,7 @@ def test_stopping_at_the_first_failure_is_caught() -> None:
     assert worst_bias(sampled_chain(2), loose_block(first_failure=True)) > 0.01
 
 
-def test_the_residual_of_the_token_rule_behind_a_block_is_caught() -> None:
+def test_token_residual_after_a_block_is_caught() -> None:
     """Only where a share is below 1 and something is left of it: a bad drafter, four tokens."""
     toys = [Toy(seed, 4, likeness=0.2) for seed in range(3)]
     assert max(bias(toy, sampled_chain(2), loose_block(tokenwise=True)) for toy in toys) > 0.01
@@ -240,7 +240,7 @@ def test_traversal_without_renormalising_q_is_caught(monkeypatch: pytest.MonkeyP
 # ---- by hand -------------------------------------------------------------------------------------
 
 
-def test_leaves_come_before_their_parents_and_elders_first() -> None:
+def test_leaves_are_tested_before_parents_in_sibling_order() -> None:
     """Root 0; 1, 2 and 3 below it; 4 and 5 below 1; 6 below 2; 7 is not real, below 0."""
     parents = torch.tensor([[-1, 0, 0, 0, 1, 1, 2, 0]])
     depths = torch.tensor([[0, 1, 1, 1, 2, 2, 2, 1]])
@@ -256,12 +256,12 @@ OTHER = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64).expand(1, 3, 2)
 
 
 def test_surplus_is_carried_past_a_failed_flip() -> None:
-    """Tokens 0 then 1: r = 1/2, then min(1, 1/2 * 2) = 1, so the whole chain is kept."""
+    """Tokens 0 then 1: r = 1/2, then min(1, 1/2 * 2) = 1, so the whole chain is accepted."""
     rng = Scripted([1, 0, 1], [1])
     accepted = block(Tree.chain(torch.tensor([[0, 0, 1]])), THIRD, OTHER, rng)
     assert accepted.path.tolist() == [[0, 1, 2]]
-    assert rng.asked[0] == pytest.approx([1.0, 0.0, 1.0])  # Z = max(1/2 p - q, 0) = 0
-    assert rng.asked[1] == [pytest.approx([1 / 3, 2 / 3])]
+    assert rng.requests[0] == pytest.approx([1.0, 0.0, 1.0])  # Z = max(1/2 p - q, 0) = 0
+    assert rng.requests[1] == [pytest.approx([1 / 3, 2 / 3])]
 
 
 def test_a_residual_without_mass_falls_back_to_p() -> None:
@@ -269,10 +269,10 @@ def test_a_residual_without_mass_falls_back_to_p() -> None:
     rng = Scripted([1, 0, 0], [1])
     accepted = block(Tree.chain(torch.tensor([[0, 0, 1]])), THIRD, THIRD, rng)
     assert accepted.length.tolist() == [0]
-    assert rng.asked == [[1.0, 1.0, 1.0], [pytest.approx([1 / 3, 2 / 3])]]
+    assert rng.requests == [[1.0, 1.0, 1.0], [pytest.approx([1 / 3, 2 / 3])]]
 
 
-def test_what_cannot_be_verified_losslessly_is_refused() -> None:
+def test_drafts_that_cannot_be_verified_losslessly_are_refused() -> None:
     ids, parents = torch.tensor([[0, 0, 0]]), torch.tensor([[-1, 0, 0]])
     pair = Tree.grown(ids, parents, torch.tensor([[0, 1, 1]]), levels=1)
     draft = Draft(pair, torch.tensor([[1, 2, 2]]), OTHER)

@@ -55,35 +55,35 @@ def test_no_token_becomes_likelier_than_its_chance_over_the_factor(
     assert float((first / plain).max()) > 1.01
 
 
-def test_a_smaller_factor_keeps_more() -> None:
+def test_a_smaller_factor_accepts_more() -> None:
     toy = Toy(2, likeness=0.2)
     factors = (1.0, 0.8, 0.5, 0.2)
-    kept = [tokens_per_round(toy, sampled_chain(2), lenient(factor)) for factor in factors]
-    assert kept == sorted(kept)
-    assert kept[-1] > kept[0] + 0.3
+    accepted = [tokens_per_round(toy, sampled_chain(2), lenient(factor)) for factor in factors]
+    assert accepted == sorted(accepted)
+    assert accepted[-1] > accepted[0] + 0.3
 
 
 def test_the_bound_is_broken_by_a_wrong_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn from p, not from max(p - l q, 0): what was kept too often is drawn once more."""
+    """Drawn from p, not from max(p - l q, 0): what was accepted too often is drawn once more."""
     monkeypatch.setattr(verify, "residual", lambda p, q: (p, p.sum(-1)))
     toy, factor = Toy(0, likeness=0.2), 0.9
     law = law_of(toy, sampled_chain(2), lenient(factor))
     assert float((law - toy.law() / factor**3).max()) > 1e-3
 
 
-def test_what_lenience_needs_of_its_random_numbers() -> None:
+def test_lenience_probabilities_and_residuals() -> None:
     p = torch.tensor([[[0.9, 0.1], [0.5, 0.5]]], dtype=torch.float64)
     q = torch.tensor([[[0.1, 0.9], [0.5, 0.5]]], dtype=torch.float64)
     rng = Scripted([1, 0], [0])
     lenience(Tree.chain(torch.tensor([[0, 1]])), p, q, rng, 0.5)
-    assert rng.asked[0] == pytest.approx([1.0, 0.1 / 0.45])
-    assert rng.asked[1] == [pytest.approx([1.0, 0.0])]  # max(.9 - .05, 0) and max(.1 - .45, 0)
+    assert rng.requests[0] == pytest.approx([1.0, 0.1 / 0.45])
+    assert rng.requests[1] == [pytest.approx([1.0, 0.0])]  # max(.9 - .05, 0) and max(.1 - .45, 0)
 
 
 @pytest.mark.parametrize(
     "rule", [lenient(0.5), by(bind_rule("lossy_typical", "drawn"))], ids=["lenience", "typical"]
 )
-def test_generator_random_numbers_follow_the_lossy_law(rule: ToyRule) -> None:
+def test_generator_source_follows_the_lossy_distribution(rule: ToyRule) -> None:
     """The law that enumeration finds, which is not that of plain sampling."""
     toy, propose = Toy(11, warp=(2.5, 0, 1.0)), sampled_chain(2)
     assert g_test(toy, propose, rule, 5000, law_of(toy, propose, rule)) > 1e-3
@@ -110,7 +110,7 @@ def chain_and_rows() -> tuple[Tree, Tensor]:
         (0.21, 9.0, 0),
     ],
 )
-def test_a_token_is_kept_iff_it_is_above_the_bar(epsilon: float, delta: float, length: int) -> None:
+def test_tokens_above_the_threshold_are_accepted(epsilon: float, delta: float, length: int) -> None:
     tree, p = chain_and_rows()
     accepted = typical(tree, p, Scripted([2]), epsilon, delta)
     assert accepted.length.tolist() == [length]
@@ -121,10 +121,10 @@ def test_the_next_token_is_drawn_from_the_row_at_the_end() -> None:
     tree, p = chain_and_rows()
     rng = Scripted([0])
     assert typical(tree, p, rng).next_ids.tolist() == [0]
-    assert rng.asked == [[pytest.approx([0.1, 0.0, 0.9, 0.0])]]
+    assert rng.requests == [[pytest.approx([0.1, 0.0, 0.9, 0.0])]]
 
 
-def test_of_the_longest_paths_the_likeliest_is_kept() -> None:
+def test_of_the_longest_paths_the_most_probable_is_accepted() -> None:
     ids, parents = torch.tensor([[0, 1, 2, 0, 0]]), torch.tensor([[-1, 0, 0, 1, 2]])
     tree = Tree.grown(ids, parents, torch.tensor([[0, 1, 1, 2, 2]]), levels=2)
     rows = torch.tensor([[[0.2, 0.3, 0.5], [0.4, 0.3, 0.3], [0.5, 0.25, 0.25]]])
@@ -139,8 +139,8 @@ def test_certain_rows_are_greedy_and_others_are_not_lossless() -> None:
     assert bias(Toy(3), argmax_chain(2), TYPICAL) > 0.01
 
 
-def test_the_bar_is_the_parents() -> None:
-    """With epsilon high, a bar taken from the child's own row would decide otherwise."""
+def test_the_threshold_is_of_the_parents_row() -> None:
+    """With epsilon high, a threshold from the child's own row would decide otherwise."""
 
     def own_bar(toy: Toy, draft: Draft, p_rows: Tensor, rng: Scripted) -> Accepted:
         entropy = torch.special.entr(p_rows).sum(-1)
@@ -157,12 +157,12 @@ def test_the_bar_is_the_parents() -> None:
     assert typical(draft.tree, p, Scripted([0]), 0.9, 0.5).length.tolist() == [1]
 
 
-def test_a_ragged_batch_is_each_of_its_trees_alone() -> None:
+def test_ragged_batch_equals_single_trees() -> None:
     check_ragged(Toy(12), [sampled_chain(1), sampled_chain(2)], lenient(0.5))
     check_ragged(Toy(12), [argmax_chain(1), favourites(2, 2), favourites(3)], TYPICAL)
 
 
-def test_lossy_rules_say_so_in_their_names() -> None:
+def test_lossy_rules_have_lossy_names() -> None:
     for name, rule in RULES.items():
         assert name.startswith("lossy_") == rule.lossy
 
@@ -175,7 +175,7 @@ def test_a_factor_out_of_range_is_refused(factor: float) -> None:
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.3), (1.0, 0.3), (0.1, 0.0)])
-def test_a_bar_out_of_range_is_refused(epsilon: float, delta: float) -> None:
+def test_typical_parameters_out_of_range_are_refused(epsilon: float, delta: float) -> None:
     tree, p = chain_and_rows()
     with pytest.raises(ValueError, match="0 < epsilon < 1"):
         typical(tree, p, Scripted(), epsilon, delta)

@@ -1,4 +1,4 @@
-"""Which guesses are asked: chains as drawn, and dynamic trees against literal ones."""
+"""Draft tokens of the policies: chains as drawn, and dynamic trees against literal ones."""
 
 import itertools
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def propose(
     return tiny.propose(policy, drafter, [TEXT], [room], sampling, [seed])
 
 
-def told(seed: int = 0, scale: float = 1.0) -> ScriptedDrafter:
+def drafter_of(seed: int = 0, scale: float = 1.0) -> ScriptedDrafter:
     return ScriptedDrafter(tiny.random_logits(VOCAB, seed, scale), VOCAB)
 
 
@@ -59,9 +59,9 @@ def drafted(tree: Tree, row: int = 0) -> int:
 
 def texts(tree: Tree, row: int = 0) -> set[Text]:
     """The path of tokens to every drafted node; no two nodes have the same one."""
-    found = paths(checked(tree), row)
-    assert len(found) == len(set(found))
-    return set(found)
+    actual = paths(checked(tree), row)
+    assert len(actual) == len(set(actual))
+    return set(actual)
 
 
 # ---- EAGLE-2, written as the paper tells it ------------------------------------------------------
@@ -110,16 +110,16 @@ def expected(scores: dict[Text, float], nodes: dict[Text, int], budget: int) -> 
     budget=st.integers(1, 30),
     gain=st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.3, 0.7]),
 )
-def test_the_dynamic_tree_is_that_of_the_papers(
+def test_dynamic_tree_matches_the_literal_algorithm(
     seed: int, scale: float, depth: int, width: int, budget: int, gain: float
 ) -> None:
-    drafter = told(seed, scale)
+    drafter = drafter_of(seed, scale)
     tree = propose(DynamicTree(depth, width, budget, gain), drafter).tree
     assert int(tree.ids[0, 0]) == TEXT[-1]
     assert texts(tree) == literally(drafter.row, depth, width, budget, gain)
 
 
-def test_a_tree_by_hand() -> None:
+def test_dynamic_tree_by_hand() -> None:
     """Level 1: .6 .3 .1; below each the same. Five best: 0, 00 (.36), 1 (.3), 000, 01 (.18).
 
     000 is .216; 01 and 10 are both .18, and 01 was proposed first.
@@ -137,7 +137,7 @@ def test_a_tree_by_hand() -> None:
     ("gain", "levels"), [(0.0, 4), (0.01, 3), (0.35, 3), (0.37, 2), (0.89, 2), (0.91, 1)]
 )
 def test_growing_ends_when_a_level_adds_too_little(gain: float, levels: int) -> None:
-    """The best three of .6 .3 behind every node.
+    """The best three of .6 .3 after every node.
 
     Level 1 has .6 + .3, so it adds .9; level 2 makes it .6 + .36 + .3 and adds .36; the best of
     level 3 is .216, less than any of these, so it adds nothing.
@@ -162,13 +162,15 @@ def test_equal_scores_prefer_shallow_nodes() -> None:
 def test_scores_are_those_of_the_raw_softmax_whatever_the_temperature() -> None:
     """The shape of the tree does not depend on how the target will be sampled."""
     policy = DynamicTree(3, 3, 9)
-    assert texts(propose(policy, told(), sampling=WARM).tree) == texts(propose(policy, told()).tree)
+    assert texts(propose(policy, drafter_of(), sampling=WARM).tree) == texts(
+        propose(policy, drafter_of()).tree
+    )
 
 
-def test_favourites_come_without_rows() -> None:
+def test_best_drafts_have_no_rows() -> None:
     """They are chosen, not drawn (R1)."""
     for policy in (DynamicTree(3, 3, 9), Chain(3, BEST)):
-        assert propose(policy, told(), sampling=WARM).q_rows is None
+        assert propose(policy, drafter_of(), sampling=WARM).q_rows is None
 
 
 # ---- budgets and room ----------------------------------------------------------------------------
@@ -185,28 +187,28 @@ POLICIES: list[Policy] = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_no_round_drafts_more_nodes_than_promised(policy: Policy, sampling: Sampling) -> None:
+def test_no_round_drafts_more_nodes_than_the_budget(policy: Policy, sampling: Sampling) -> None:
     """The cache is as large as `nodes` says."""
     for seed, room in itertools.product(range(5), (1, 2, 99)):
-        tree = checked(propose(policy, told(seed), room, sampling).tree)
+        tree = checked(propose(policy, drafter_of(seed), room, sampling).tree)
         assert 1 <= drafted(tree) <= tree.size - 1 <= policy.nodes
         assert int(tree.depths.max()) <= tree.levels <= policy.levels
 
 
 def test_the_budget_is_used_up_when_there_are_candidates() -> None:
     for budget in (1, 5, 12):
-        assert drafted(propose(DynamicTree(3, 3, budget), told()).tree) == budget
-    assert drafted(propose(DynamicTree(2, 2, 50), told()).tree) == 2 + 4
+        assert drafted(propose(DynamicTree(3, 3, budget), drafter_of()).tree) == budget
+    assert drafted(propose(DynamicTree(2, 2, 50), drafter_of()).tree) == 2 + 4
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
-def test_no_guess_is_deeper_than_the_room(policy: Policy, room: int) -> None:
-    tree = propose(policy, told(scale=8.0), room).tree
+def test_no_token_is_deeper_than_the_depth_limit(policy: Policy, room: int) -> None:
+    tree = propose(policy, drafter_of(scale=8.0), room).tree
     assert int((tree.depths * tree.real).max()) == min(room, 4)
 
 
-def test_a_vocabulary_smaller_than_the_width_is_no_trouble() -> None:
+def test_vocabulary_smaller_than_the_width() -> None:
     """Two tokens, width 5: 2 + 4 candidates, then 8 below the four best."""
     drafter = ScriptedDrafter(tiny.random_logits(2), 2)
     tree = propose(DynamicTree(3, 5, 99), drafter).tree
@@ -220,8 +222,8 @@ def test_a_vocabulary_smaller_than_the_width_is_no_trouble() -> None:
 @pytest.mark.parametrize(
     ("draft", "sampling"), [("drawn", GREEDY), (BEST, WARM), (COUPLED, GREEDY)]
 )
-def test_a_chain_of_favourites(draft: str, sampling: Sampling) -> None:
-    drafter, text = told(), TEXT
+def test_chain_of_argmax_tokens(draft: str, sampling: Sampling) -> None:
+    drafter, text = drafter_of(), TEXT
     for _ in range(4):
         text = (*text, int(drafter.row(text).argmax()))
     made = propose(Chain(4, draft), drafter, sampling=sampling)
@@ -231,21 +233,21 @@ def test_a_chain_of_favourites(draft: str, sampling: Sampling) -> None:
 
 def test_a_sampled_chain_carries_the_rows_it_was_drawn_from() -> None:
     """Warped as the target's will be, over the target's vocabulary; the leaf's row is empty."""
-    drafter = told()
+    drafter = drafter_of()
     draft = propose(Chain(4), drafter, sampling=WARM)
     assert draft.q_rows is not None
     assert draft.q_rows.shape == (1, 5, VOCAB)
-    said = list(TEXT)
+    text = list(TEXT)
     for row, token in zip(draft.q_rows[0], draft.tree.ids[0, 1:].tolist(), strict=False):
-        torch.testing.assert_close(row, WARM.probs(drafter.row(tuple(said))[None])[0])
+        torch.testing.assert_close(row, WARM.probs(drafter.row(tuple(text))[None])[0])
         assert row[token] > 0
-        said.append(token)
+        text.append(token)
     assert not draft.q_rows[0, -1].any()
 
 
 def test_a_sampled_chain_is_drawn_with_the_chances_of_its_rows() -> None:
     """800 first tokens against their row; four standard errors."""
-    drafter, count = told(), 800
+    drafter, count = drafter_of(), 800
     row = WARM.probs(drafter.row(TEXT)[None])[0]
     texts, rooms = [TEXT] * count, [9] * count
     draft = tiny.propose(Chain(1), drafter, texts, rooms, WARM, range(count))
@@ -255,20 +257,20 @@ def test_a_sampled_chain_is_drawn_with_the_chances_of_its_rows() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "warm"])
 @pytest.mark.parametrize("least", [0.2, 0.35, 0.5])
-def test_a_chain_ends_behind_the_first_unlikely_guess(least: float, sampling: Sampling) -> None:
-    """The guess itself is kept: whether it is verified must not depend on what it is (R2)."""
-    drafter, lengths = told(scale=2.0), set[int]()
+def test_chain_ends_after_the_first_unlikely_token(least: float, sampling: Sampling) -> None:
+    """The token itself is verified: whether it is must not depend on its value (R2)."""
+    drafter, lengths = drafter_of(scale=2.0), set[int]()
     for seed in range(12):
         whole = propose(Chain(6), drafter, sampling=sampling, seed=seed).tree.ids[0].tolist()
-        kept = whole[:1]
+        tokens = whole[:1]
         for token in whole[1:]:
-            chance = drafter.row((*TEXT, *kept[1:])).softmax(-1)[token]
-            kept.append(token)
+            chance = drafter.row((*TEXT, *tokens[1:])).softmax(-1)[token]
+            tokens.append(token)
             if chance < least:
                 break
         draft = propose(Chain(6, confidence=least), drafter, sampling=sampling, seed=seed)
-        assert paths(draft.tree) == [tuple(kept[1 : n + 1]) for n in range(1, len(kept))]
-        lengths.add(len(kept) - 1)
+        assert paths(draft.tree) == [tuple(tokens[1 : n + 1]) for n in range(1, len(tokens))]
+        lengths.add(len(tokens) - 1)
     assert sampling.greedy or len(lengths) > 1
 
 
@@ -286,7 +288,7 @@ class Dropped(Chain):
 @pytest.mark.parametrize(
     ("kind", "least", "most"), [(Chain, 0.0, 1e-12), (Dropped, 0.005, 1.0)], ids=["kept", "dropped"]
 )
-def test_a_chain_that_ends_early_keeps_the_law_if_the_unlikely_guess_is_kept(
+def test_early_stop_is_exact_only_if_the_unlikely_token_is_verified(
     kind: type[Chain], least: float, most: float
 ) -> None:
     """Four tokens jointly, in float64: every random outcome, run once."""
@@ -302,9 +304,9 @@ def test_a_chain_that_ends_early_keeps_the_law_if_the_unlikely_guess_is_kept(
     law: Law = {(): 1.0}
     for _ in range(count):
         longer: Law = {}
-        for said, chance in law.items():
-            row = sampling.probs(logits_after(target, [*prompt, *said])[None])[0]
-            longer.update({(*said, t): chance * p for t, p in enumerate(row.tolist()) if p > 0})
+        for prefix, chance in law.items():
+            row = sampling.probs(logits_after(target, [*prompt, *prefix])[None])[0]
+            longer.update({(*prefix, t): chance * p for t, p in enumerate(row.tolist()) if p > 0})
         law = longer
     assert least <= distance(enumerate_law(run), law) < most
 
@@ -317,9 +319,9 @@ ROOMS = [99, 2, 3, 1]
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(policy: Policy, sampling: Sampling) -> None:
+def test_drafts_of_a_batch_equal_single_drafts(policy: Policy, sampling: Sampling) -> None:
     """Whatever the rooms of the others; what only fills up is not real."""
-    drafter = told(scale=2.0)
+    drafter = drafter_of(scale=2.0)
     draft = tiny.propose(policy, drafter, CROWD, ROOMS, sampling, range(4))
     checked(draft.tree)
     for row, (text, room) in enumerate(zip(CROWD, ROOMS, strict=True)):
@@ -332,9 +334,9 @@ def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(policy: Policy, sampling
             torch.testing.assert_close(draft.q_rows[row, :inner], alone.q_rows[0, :inner])
 
 
-def test_a_prompt_without_room_gets_no_guess() -> None:
+def test_prompt_at_its_depth_limit_gets_no_draft() -> None:
     for policy in POLICIES:
-        tree = checked(tiny.propose(policy, told(), CROWD, [3, 0, 1, 0], seeds=range(4)).tree)
+        tree = checked(tiny.propose(policy, drafter_of(), CROWD, [3, 0, 1, 0], seeds=range(4)).tree)
         assert [drafted(tree, row) > 0 for row in range(4)] == [True, False, True, False]
 
 
@@ -351,7 +353,7 @@ def reduced() -> ScriptedDrafter:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
 def test_drafted_tokens_are_ids_of_the_target(policy: Policy, sampling: Sampling) -> None:
-    """The drafter is told target ids too: its texts hold no draft id."""
+    """The drafter gets target ids too: its texts hold no draft id."""
     heard: set[int] = set()
     drafter = reduced()
     row = drafter.row
@@ -378,15 +380,15 @@ def test_rows_of_a_reduced_vocabulary_are_zero_elsewhere(batch: int) -> None:
 
 
 @pytest.mark.parametrize("build", [lambda: Chain(4), lambda: DynamicTree(4, 3, 10)])
-def test_the_state_is_left_as_it_was(build: Callable[[], Policy]) -> None:
+def test_drafting_does_not_change_the_state(build: Callable[[], Policy]) -> None:
     """Asked twice, a policy says the same."""
-    policy, drafter = build(), told()
+    policy, drafter = build(), drafter_of()
     first, second = (propose(policy, drafter).tree.ids.tolist() for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Chain(0), "depth is at least 1"),
         (lambda: Chain(2, "sometimes"), "no draft 'sometimes'"),
@@ -398,8 +400,8 @@ def test_the_state_is_left_as_it_was(build: Callable[[], Policy]) -> None:
         (lambda: StaticTree(((1,),), "drawn"), "0, 1, 2"),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused(make: Callable[[], Policy], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_policies_are_refused(make: Callable[[], Policy], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()
 
 

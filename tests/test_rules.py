@@ -30,7 +30,7 @@ DRAWING: dict[str, tuple[Propose, Propose]] = {
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", RULES)
-def test_the_table_allows_exactly_what_is_lossless(name: str, draft: str) -> None:
+def test_the_table_allows_exactly_the_lossless_rules(name: str, draft: str) -> None:
     """What is allowed is exact on chains and trees; the rest is refused, with what to use."""
     rule = RULES[name]
     if rule.lossy:
@@ -63,7 +63,7 @@ def test_the_default_rule_is_lossless_and_fits(draft: str, chain: bool) -> None:
         ("lossy_typical", "best", {"epsilon": 1.0}, "epsilon=1.0"),
     ],
 )
-def test_a_wrong_request_for_a_rule_is_refused(
+def test_invalid_arguments_of_bind_rule_are_refused(
     name: str, draft: str, parameters: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -77,7 +77,7 @@ def test_a_rule_that_reads_rows_refuses_a_draft_without_them() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_where_nothing_was_drafted_the_next_token_is_plain_decoding(name: str) -> None:
+def test_without_draft_tokens_every_rule_is_plain_decoding(name: str) -> None:
     """A lone root, and a root with nodes that only fill up; the rows of q are never read."""
     rule = RULES[name]
     parameters = {key: 0.5 if value is None else value for key, value in rule.parameters.items()}

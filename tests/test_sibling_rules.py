@@ -56,7 +56,7 @@ def law_of_siblings(row: list[float], count: int, replacement: bool) -> Law:
     return enumerate_law(process)
 
 
-def test_siblings_without_replacement_follow_the_law_of_successive_draws() -> None:
+def test_siblings_without_replacement_follow_successive_draws() -> None:
     """By hand, of (1/2, 1/4, 1/4): first 0 (1/2), then 1 among 1 and 2 (1/2), and so on."""
     law = law_of_siblings([0.5, 0.25, 0.25], 2, replacement=False)
     expected = {(0, 1): 1 / 4, (0, 2): 1 / 4, (1, 0): 1 / 6, (1, 2): 1 / 12}
@@ -131,7 +131,7 @@ def test_a_bushy_tree_is_verified_exactly() -> None:
 @pytest.mark.parametrize(
     ("rule", "replacement"), [(IID, True), (NONE_TWICE, False)], ids=["independent", "none twice"]
 )
-def test_generator_random_numbers_follow_the_joint_law(rule: ToyRule, replacement: bool) -> None:
+def test_generator_source_follows_the_joint_distribution(rule: ToyRule, replacement: bool) -> None:
     toy = Toy(11, warp=(2.5, 0, 1.0))
     assert g_test(toy, sampled_tree((2, 1), replacement), rule, 2000) > 1e-3
 
@@ -143,7 +143,7 @@ def test_the_g_test_rejects_siblings_that_were_pruned() -> None:
 
 
 @pytest.mark.parametrize(("rule", "replacement"), [(IID, True), (NONE_TWICE, False)])
-def test_a_ragged_batch_is_each_of_its_trees_alone(rule: ToyRule, replacement: bool) -> None:
+def test_ragged_batch_equals_single_trees(rule: ToyRule, replacement: bool) -> None:
     shapes = [(1,), (1, 1), (2, 2), (3, 1), (2, 1, 1)]
     proposals = [sampled_tree(widths, replacement) for widths in shapes]
     check_ragged(Toy(12, levels=3), proposals, rule)
@@ -165,34 +165,34 @@ def test_a_row_that_is_not_renormalised_after_a_rejection_is_caught(
     assert worst_bias(sampled_tree((2,), replacement=False), NONE_TWICE) > 0.01
 
 
-def resorted(propose: Propose, kept: int) -> Propose:
+def resorted(propose: Propose, count: int) -> Propose:
     """The likeliest of the root's children, likeliest first."""
 
     def sorting(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
         tree, contexts, q_rows = propose(toy, starts, rng)
         chances = toy.q[starts].gather(1, tree.ids[:, 1:])
-        order = chances.argsort(dim=-1, descending=True, stable=True)[:, :kept] + 1
+        order = chances.argsort(dim=-1, descending=True, stable=True)[:, :count] + 1
         nodes = torch.cat([torch.zeros_like(order[:, :1]), order], dim=1)
         assert q_rows is not None
         ids, parents, depths = (
             part.gather(1, nodes) for part in (tree.ids, tree.parents, tree.depths)
         )
         sorted_tree = Tree.grown(ids, parents, depths, 1)
-        return Draft(sorted_tree, contexts.gather(1, nodes), q_rows[:, : kept + 1])
+        return Draft(sorted_tree, contexts.gather(1, nodes), q_rows[:, : count + 1])
 
     return sorting
 
 
-@pytest.mark.parametrize("kept", [1, 2], ids=["pruned", "sorted"])
+@pytest.mark.parametrize("count", [1, 2], ids=["pruned", "sorted"])
 @pytest.mark.parametrize(("rule", "replacement"), [(IID, True), (NONE_TWICE, False)])
 def test_sampled_siblings_pruned_or_sorted_by_likelihood_are_caught(
-    rule: ToyRule, replacement: bool, kept: int
+    rule: ToyRule, replacement: bool, count: int
 ) -> None:
     """R3 broken."""
-    assert worst_bias(resorted(sampled_tree((2,), replacement), kept), rule) > 0.01
+    assert worst_bias(resorted(sampled_tree((2,), replacement), count), rule) > 0.01
 
 
-def test_favourites_verified_by_ratios_are_caught() -> None:
+def test_top_k_tokens_verified_by_ratios_are_caught() -> None:
     """R1 and R3 broken: siblings chosen by rank, tested against the softmax rows."""
 
     def with_rows(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
@@ -215,7 +215,7 @@ def test_the_chances_of_independent_siblings() -> None:
     """0 is accepted with 1/2; then R = (0, 0, 1): 1 has no chance; then R is still (0, 0, 1)."""
     rng = Scripted([1, 0, 0], [2])
     assert independent(PAIR, P, Q, rng).next_ids.tolist() == [2]
-    assert rng.asked == [[1.0, 0.5, 0.0], [[0.0, 0.0, 1.0]]]
+    assert rng.requests == [[1.0, 0.5, 0.0], [[0.0, 0.0, 1.0]]]
 
 
 def test_the_chances_of_siblings_without_replacement() -> None:
@@ -224,15 +224,15 @@ def test_the_chances_of_siblings_without_replacement() -> None:
     p = P.clone()
     p[0, 0] = torch.tensor([0.25, 0.5, 0.25])
     without_replacement(PAIR, p, Q, rng)
-    assert rng.asked == [[1.0, 0.5, 1.0], [[0.0, 1.0, 0.0]]]
+    assert rng.requests == [[1.0, 0.5, 1.0], [[0.0, 1.0, 0.0]]]
 
 
 def test_the_first_sibling_whose_flip_succeeds_is_accepted() -> None:
-    """And the token behind it comes from its own row."""
+    """And the token after it comes from its own row."""
     rng = Scripted([1, 1, 1], [0])
     accepted = independent(PAIR, P, Q, rng)
     assert (accepted.path.tolist(), accepted.length.tolist()) == ([[0, 1]], [1])
-    assert rng.asked[1] == [[0.5, 0.5, 0.0]]
+    assert rng.requests[1] == [[0.5, 0.5, 0.0]]
 
 
 def test_siblings_that_cannot_have_been_drawn_are_refused() -> None:
@@ -249,7 +249,7 @@ def test_siblings_that_cannot_have_been_drawn_are_refused() -> None:
 # ---- how much each rule keeps --------------------------------------------------------------------
 
 
-def test_what_each_rule_keeps_is_in_the_known_order() -> None:
+def test_accepted_tokens_per_rule_are_in_the_known_order() -> None:
     """Depth 2, width 2, random models: accepted tokens on average, each way with its drafts.
 
     The known numbers are 1.70 (independent), 1.74 (favourites), 1.87 (without replacement) and
@@ -262,13 +262,13 @@ def test_what_each_rule_keeps_is_in_the_known_order() -> None:
         (sampled_tree((2, 2), replacement=False), NONE_TWICE),
         (sampled_tree((2, 2), replacement=False), TRAVERSAL),
     ]
-    kept = [sum(tokens_per_round(toy, *way) - 1 for toy in toys) / len(toys) for way in ways]
-    assert kept == sorted(kept)
-    assert kept == pytest.approx([1.70, 1.74, 1.87, 1.885], abs=0.035)
+    accepted = [sum(tokens_per_round(toy, *way) - 1 for toy in toys) / len(toys) for way in ways]
+    assert accepted == sorted(accepted)
+    assert accepted == pytest.approx([1.70, 1.74, 1.87, 1.885], abs=0.035)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_toy_keeps_more_of_independent_siblings(seed: int) -> None:
+def test_independent_siblings_never_accept_more(seed: int) -> None:
     toy = Toy(seed, length=1, levels=1)
     iid = tokens_per_round(toy, sampled_tree((2,), replacement=True), IID)
     once = tokens_per_round(toy, sampled_tree((2,), replacement=False), NONE_TWICE)

@@ -50,24 +50,24 @@ def propose(
     return tiny.propose(StaticTree(shape, draft), drafter, [TEXT], [room], sampling)
 
 
-def told(size: int = VOCAB, seed: int = 0, scale: float = 1.0) -> ScriptedDrafter:
+def scripted_drafter(size: int = VOCAB, seed: int = 0, scale: float = 1.0) -> ScriptedDrafter:
     return ScriptedDrafter(tiny.random_logits(size, seed, scale), size)
 
 
-# ---- favourites ----------------------------------------------------------------------------------
+# ---- best drafts ---------------------------------------------------------------------------------
 
 
 def literally(row: Row, text: Text, shape: Paths, room: int) -> list[Text]:
     """The tokens of every path of ranks; what a vocabulary has no rank for is not there."""
-    found: list[Text] = []
+    guesses: list[Text] = []
     for path in shape:
-        said: Text = ()
+        tokens: Text = ()
         for rank in path:
-            ranked = row(text + said).sort(descending=True, stable=True).indices.tolist()
-            said = (*said, *ranked[rank : rank + 1])
-        if len(said) == len(path) <= room:
-            found.append(said)
-    return found
+            ranked = row(text + tokens).sort(descending=True, stable=True).indices.tolist()
+            tokens = (*tokens, *ranked[rank : rank + 1])
+        if len(tokens) == len(path) <= room:
+            guesses.append(tokens)
+    return guesses
 
 
 ranks = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
@@ -75,7 +75,7 @@ ranks = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Paths:
-    """Some paths, and all that lies above them."""
+    """Some paths, and all nodes above them."""
     tips = draw(st.lists(ranks, min_size=1, max_size=6))
     return parse({tip[:depth] for tip in tips for depth in range(1, len(tip) + 1)})
 
@@ -85,15 +85,15 @@ def shapes(draw: st.DrawFn) -> Paths:
 def test_every_node_is_the_guess_of_its_ranks(
     shape: Paths, seed: int, room: int, size: int
 ) -> None:
-    drafter = told(size, seed)
+    drafter = scripted_drafter(size, seed)
     tree = checked(propose(shape, drafter, room).tree)
     assert paths(tree) == literally(drafter.row, TEXT, shape, room)
     assert tree.ids[0, 0] == TEXT[-1]
     assert tree.size - 1 <= len(shape)
 
 
-def test_nodes_are_stored_as_the_shape_says() -> None:
-    tree = propose(WIDE, told(SIZE)).tree
+def test_nodes_are_stored_in_the_order_of_the_shape() -> None:
+    tree = propose(WIDE, scripted_drafter(SIZE)).tree
     assert tree.depths.tolist() == [[0, *map(len, WIDE)]]
     assert tree.parents.tolist() == [[-1, 0, 0, 0, 1, 1, 2, 3, 5, 6, 6]]
     assert tree.real.all()
@@ -107,15 +107,15 @@ def test_nodes_are_stored_as_the_shape_says() -> None:
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
-def test_no_level_behind_the_room_is_asked(room: int) -> None:
-    tree = propose(WIDE, told(SIZE), room).tree
+def test_no_level_beyond_the_depth_limit_is_drafted(room: int) -> None:
+    tree = propose(WIDE, scripted_drafter(SIZE), room).tree
     assert tree.size == 1 + sum(len(path) <= room for path in WIDE)
     assert tree.levels == room
 
 
-def test_what_a_tiny_vocabulary_cannot_fill_is_not_real() -> None:
+def test_nodes_beyond_a_tiny_vocabulary_are_not_real() -> None:
     """Three tokens: ranks 5, 3 and 4 are not there, and nothing below them."""
-    tree = checked(propose(WIDE, told(3)).tree)
+    tree = checked(propose(WIDE, scripted_drafter(3)).tree)
     there = [max(path) < 3 for path in WIDE]
     assert tree.real.tolist() == [[True, *there]]
 
@@ -138,13 +138,13 @@ def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most:
     generator = Random(0)
     rows: dict[Text, Tensor] = {}
     drawn: dict[Text, list[int]] = {}  # by path of ranks: tokens of the children, in order
-    said: dict[Text, Text] = {(): ()}  # path of ranks -> tokens
+    tokens: dict[Text, Text] = {(): ()}  # path of ranks -> tokens
     for depth in range(1, len(shape[-1]) + 1):
         level = [path for path in shape if len(path) == depth]
         parents = [node for node in [(), *shape] if any(path[:-1] == node for path in level)]
         left = {}
         for node in parents:
-            text = TEXT + said.get(node, (0,) * len(node))
+            text = TEXT + tokens.get(node, (0,) * len(node))
             left[node] = sampling.probs(row(text)[None])[0]
             rows[node], drawn[node] = left[node].clone(), []
         for _ in range(1 + max(path[-1] for path in level)):
@@ -159,18 +159,18 @@ def by_hand(row: Row, shape: Paths, sampling: Sampling, replacement: bool, most:
                     left[node][token] = 0.0
         for path in level:
             children = drawn[path[:-1]]
-            if path[:-1] in said and path[-1] < len(children):
-                said[path] = (*said[path[:-1]], children[path[-1]])
-    return ByHand([said[path] for path in shape if path in said], rows)
+            if path[:-1] in tokens and path[-1] < len(children):
+                tokens[path] = (*tokens[path[:-1]], children[path[-1]])
+    return ByHand([tokens[path] for path in shape if path in tokens], rows)
 
 
 @pytest.mark.parametrize("kind", [DRAWN, INDEPENDENT])
 @pytest.mark.parametrize("top_k", [3, 4, 7])
-def test_siblings_stand_in_the_order_in_which_they_were_drawn(kind: str, top_k: int) -> None:
+def test_siblings_are_stored_in_the_order_drawn(kind: str, top_k: int) -> None:
     """Rank k is the k-th draw (R3); the row of a node is what its first child was drawn from."""
     sampling = Sampling(0.8, 1.0, top_k)
     for seed in range(6):
-        drafter = told(seed=seed, scale=2.0)
+        drafter = scripted_drafter(seed=seed, scale=2.0)
         hand = by_hand(drafter.row, DENSE, sampling, kind == INDEPENDENT, len(DENSE) + 1)
         tree, q_rows = propose(DENSE, drafter, sampling=sampling, draft=kind)
         assert paths(checked(tree)) == hand.nodes
@@ -182,7 +182,7 @@ def test_siblings_stand_in_the_order_in_which_they_were_drawn(kind: str, top_k: 
 
 def test_no_more_siblings_are_real_than_tokens_have_mass() -> None:
     """Two tokens, three children wanted: the third is not there, nor is anything below it."""
-    tree, q_rows = propose(DENSE, told(), sampling=Sampling(1.0, 1.0, 2), draft=DRAWN)
+    tree, q_rows = propose(DENSE, scripted_drafter(), sampling=Sampling(1.0, 1.0, 2), draft=DRAWN)
     gone = [path[0] == 2 for path in DENSE]
     assert checked(tree).real.tolist() == [[True, *(not away for away in gone)]]
     assert q_rows is not None
@@ -190,7 +190,7 @@ def test_no_more_siblings_are_real_than_tokens_have_mass() -> None:
 
 
 def test_only_nodes_with_children_have_rows() -> None:
-    tree, q_rows = propose(DENSE, told(), sampling=WARM, draft=DRAWN)
+    tree, q_rows = propose(DENSE, scripted_drafter(), sampling=WARM, draft=DRAWN)
     assert q_rows is not None
     inner = [node in {path[:-1] for path in DENSE} for node in [(), *DENSE]]
     assert (q_rows[0].sum(-1) > 0.99).tolist() == inner
@@ -198,9 +198,9 @@ def test_only_nodes_with_children_have_rows() -> None:
     assert tree.size == len(inner)
 
 
-def test_favourites_come_without_rows() -> None:
-    assert propose(DENSE, told(), sampling=WARM).q_rows is None
-    assert propose(DENSE, told(), sampling=GREEDY, draft=DRAWN).q_rows is None
+def test_best_drafts_have_no_rows() -> None:
+    assert propose(DENSE, scripted_drafter(), sampling=WARM).q_rows is None
+    assert propose(DENSE, scripted_drafter(), sampling=GREEDY, draft=DRAWN).q_rows is None
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -223,8 +223,8 @@ CROWD: list[Text] = [(3, 1, 4), (5,), (6, 2, 0, 1, 1, 3), (2, 2)]
 @pytest.mark.parametrize(
     ("sampling", "draft"), [(GREEDY, BEST), (WARM, BEST), (WARM, DRAWN), (WARM, INDEPENDENT)]
 )
-def test_a_prompt_of_a_batch_is_drafted_for_as_if_alone(sampling: Sampling, draft: str) -> None:
-    policy, drafter = StaticTree(DENSE, draft), told(scale=2.0)
+def test_drafts_of_a_batch_equal_single_drafts(sampling: Sampling, draft: str) -> None:
+    policy, drafter = StaticTree(DENSE, draft), scripted_drafter(scale=2.0)
     rooms = [99, 2, 3, 1]
     made = tiny.propose(policy, drafter, CROWD, rooms, sampling, range(4))
     checked(made.tree)
@@ -276,19 +276,17 @@ def plain_law(sampling: Sampling, count: int) -> Law:
     law: Law = {(): 1.0}
     for _ in range(count):
         longer: Law = {}
-        for said, chance in law.items():
-            row = sampling.probs(logits_after(mean_target(torch.float64), [*PROMPT, *said])[None])[
+        for text, chance in law.items():
+            row = sampling.probs(logits_after(mean_target(torch.float64), [*PROMPT, *text])[None])[
                 0
             ]
-            longer.update({(*said, t): chance * p for t, p in enumerate(row.tolist()) if p > 0})
+            longer.update({(*text, t): chance * p for t, p in enumerate(row.tolist()) if p > 0})
         law = longer
     return law
 
 
 @pytest.mark.parametrize(("shape", "draft", "rule"), LAWS)
-def test_what_is_said_has_exactly_the_law_of_plain_sampling(
-    shape: Paths, draft: str, rule: str
-) -> None:
+def test_output_distribution_equals_plain_sampling(shape: Paths, draft: str, rule: str) -> None:
     """One token by the prompt's forward, and one more than the tree is deep."""
     policy = StaticTree(shape, draft)
     count, sampling = policy.levels + 2, THREE if shape is PAIR else TWO
@@ -312,7 +310,7 @@ class Sorted(StaticTree):
 @pytest.mark.parametrize(
     ("kind", "least", "most"), [(StaticTree, 0.0, 1e-12), (Sorted, 0.005, 1.0)]
 )
-def test_siblings_in_another_order_have_another_law(
+def test_siblings_in_another_order_are_biased(
     kind: type[StaticTree], least: float, most: float
 ) -> None:
     """The control of the test above."""

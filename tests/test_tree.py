@@ -37,7 +37,7 @@ def random_batches() -> st.SearchStrategy[list[list[int]]]:
 # ---- trees ---------------------------------------------------------------------------------------
 
 
-def test_who_is_seen_in_the_worked_example_is_the_documented_matrix() -> None:
+def test_ancestor_mask_of_the_worked_example() -> None:
     expected = [
         [1, 0, 0, 0],
         [1, 1, 0, 0],
@@ -47,7 +47,7 @@ def test_who_is_seen_in_the_worked_example_is_the_documented_matrix() -> None:
     assert trees_of([-1, 0, 0, 1]).ancestor_mask[0].int().tolist() == expected
 
 
-def test_siblings_cousins_and_descendants_are_not_seen() -> None:
+def test_siblings_cousins_and_descendants_are_masked() -> None:
     """Root, children 1 and 2; 3 and 4 below 1; 5 below 2; 6 below 5. Beside it, a chain."""
     expected = [
         [1, 0, 0, 0, 0, 0, 0],
@@ -63,7 +63,7 @@ def test_siblings_cousins_and_descendants_are_not_seen() -> None:
     assert torch.equal(tree.ancestor_mask[1], torch.ones(7, 7).tril().bool())
 
 
-def test_a_chain_sees_what_is_before_it() -> None:
+def test_ancestor_mask_of_a_chain_is_causal() -> None:
     chain = checked(Tree.chain(torch.tensor([[7, 8, 9, 7], [1, 2, 3, 4]])))
     assert torch.equal(chain.ancestor_mask, torch.ones(2, 4, 4).tril().bool())
     assert chain.parents.tolist() == [[-1, 0, 1, 2]] * 2
@@ -73,7 +73,7 @@ def test_a_chain_sees_what_is_before_it() -> None:
     assert (chain.size, chain.levels) == (4, 3)
 
 
-def test_a_chain_is_a_tree_like_any_other() -> None:
+def test_chain_equals_the_grown_tree() -> None:
     chain = Tree.chain(torch.tensor([[0, 10, 20, 30]]))
     grown = trees_of([-1, 0, 1, 2])
     for name in ("ids", "parents", "depths", "ancestor_mask", "real"):
@@ -81,7 +81,7 @@ def test_a_chain_is_a_tree_like_any_other() -> None:
     assert chain.levels == grown.levels
 
 
-def test_chains_of_unequal_length_are_filled_up() -> None:
+def test_chains_of_unequal_length_are_padded() -> None:
     """The root is real even where nothing was drafted."""
     chain = Tree.chain(torch.tensor([[5, 6, 7]] * 3), torch.tensor([2, 0, 1]))
     assert chain.real.tolist() == [[True, True, True], [True, False, False], [True, True, False]]
@@ -95,7 +95,7 @@ def test_a_lone_root_is_a_tree() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(batch=random_batches())
-def test_seen_are_exactly_the_nodes_on_the_path_from_the_root(batch: list[list[int]]) -> None:
+def test_ancestor_mask_is_the_path_from_the_root(batch: list[list[int]]) -> None:
     tree = checked(trees_of(*batch))
     for parents, matrix in zip(batch, tree.ancestor_mask.tolist(), strict=True):
         for node, row in enumerate(matrix):
@@ -115,8 +115,8 @@ def test_more_levels_than_there_are_change_nothing() -> None:
 
 
 def kept_of(scores: list[float], budget: int) -> list[int]:
-    kept: list[int] = rerank(torch.tensor([scores]), budget)[0].tolist()
-    return kept
+    best: list[int] = rerank(torch.tensor([scores]), budget)[0].tolist()
+    return best
 
 
 def test_a_tie_between_parent_and_child_keeps_the_parent() -> None:
@@ -137,7 +137,7 @@ def test_ties_prefer_the_lower_index() -> None:
     assert kept_of([-1.0] * 50, 7) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_what_is_no_number_is_chosen_last() -> None:
+def test_nan_scores_are_chosen_last() -> None:
     nan, never = float("nan"), float("-inf")
     assert kept_of([0.0, nan, -2.0, nan, -9.0, never], 3) == [0, 2, 4]
     assert kept_of([0.0, nan, -2.0, nan, -9.0, never], 5) == [0, 1, 2, 3, 4]
@@ -149,7 +149,7 @@ def test_impossible_candidates_still_form_a_tree() -> None:
     assert kept_of([-1.0, infinite, infinite, infinite], 3) == [0, 1, 2]
 
 
-def test_a_large_budget_keeps_everything() -> None:
+def test_a_large_budget_keeps_all_candidates() -> None:
     assert kept_of([0.0, -1.0], 9) == [0, 1]
 
 
@@ -179,11 +179,11 @@ def test_the_choice_is_the_sorted_one_and_connected_under_many_ties(
     scores, depths = path_scores(tree, steps), tree.depths[0].tolist()
     by_rank = sorted(range(len(parents)), key=lambda i: (-float(scores[i]), depths[i], i))
     wanted = by_rank[:budget]
-    kept = rerank(scores[None], budget)
-    assert kept[0].tolist() == sorted(wanted)
+    best = rerank(scores[None], budget)
+    assert best[0].tolist() == sorted(wanted)
     assert {parents[node] for node in wanted} <= {-1, *wanted}
-    above = torch.searchsorted(kept, tree.parents.gather(1, kept)).masked_fill(kept == 0, -1)
-    chosen = tree.ids.gather(1, kept), above, tree.depths.gather(1, kept)
+    above = torch.searchsorted(best, tree.parents.gather(1, best)).masked_fill(best == 0, -1)
+    chosen = tree.ids.gather(1, best), above, tree.depths.gather(1, best)
     checked(Tree.grown(*chosen, levels=tree.levels))
 
 

@@ -1,4 +1,4 @@
-"""Between trees and tensors: what is kept and sliced against what is made anew."""
+"""Between trees and tensors: cached and sliced results against ones computed anew."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def line(batch: int, guesses: int) -> tuple[Tree, Tree]:
 @pytest.mark.parametrize("start", EDGES)
 @pytest.mark.parametrize("guesses", [0, 1, 5])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_chain_is_laid_out_like_any_tree(batch: int, guesses: int, start: int) -> None:
+def test_chain_layout_equals_tree_layout(batch: int, guesses: int, start: int) -> None:
     for tree in line(batch, guesses):
         positions, visible = positions_and_mask(tree, [start] * batch)
         columns = torch.arange(start + guesses + 1)
@@ -45,11 +45,11 @@ def test_a_chain_is_laid_out_like_any_tree(batch: int, guesses: int, start: int)
         [[0, 1], [0], [0, 1, 2]],
     ],
 )
-def test_a_drafter_is_handed_the_kept_rows(paths: list[list[int]]) -> None:
+def test_kept_traces_are_the_rows_of_the_paths(paths: list[list[int]]) -> None:
     """Each prompt its own path's, token by token; the longest says how wide the table is."""
-    dice = torch.Generator().manual_seed(7)
-    taps, last = (torch.randn(len(paths), 7, size, generator=dice) for size in (6, 2))
-    texts = [torch.randint(100, (len(path) + 1,), generator=dice).tolist() for path in paths]
+    generator = torch.Generator().manual_seed(7)
+    taps, last = (torch.randn(len(paths), 7, size, generator=generator) for size in (6, 2))
+    texts = [torch.randint(100, (len(path) + 1,), generator=generator).tolist() for path in paths]
     starts = [9 + slot for slot in range(len(paths))]
     rows = send_rows(texts, starts, paths, taps.device)
     handed = kept_traces([len(path) for path in paths], rows, TargetStates(taps, last))
@@ -65,15 +65,15 @@ def test_a_drafter_is_handed_the_kept_rows(paths: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("counts", [[4], [1], [2, 4, 1]])
-def test_rows_in_front_are_what_the_device_knows_already(counts: list[int]) -> None:
+def test_prefix_rows_equal_those_sent_from_the_host(counts: list[int]) -> None:
     """A greedy chain's, whose guesses agree with the target's choices as far as they are kept."""
-    dice = torch.Generator().manual_seed(7)
-    ids, choice = torch.randint(100, (2, len(counts), 4), generator=dice)
+    generator = torch.Generator().manual_seed(7)
+    ids, choice = torch.randint(100, (2, len(counts), 4), generator=generator)
     starts = [9 + slot for slot in range(len(counts))]
     for row, following, count in zip(ids, choice, counts, strict=True):
         following[: count - 1] = row[1:count]
     positions = torch.tensor(starts)[:, None] + torch.arange(4)
-    taps, last = (torch.randn(len(counts), 4, size, generator=dice) for size in (6, 2))
+    taps, last = (torch.randn(len(counts), 4, size, generator=generator) for size in (6, 2))
     texts = [
         [*row[:count].tolist(), int(following[count - 1])]
         for row, following, count in zip(ids, choice, counts, strict=True)
@@ -88,9 +88,7 @@ def test_rows_in_front_are_what_the_device_knows_already(counts: list[int]) -> N
 
 
 @pytest.mark.parametrize(("paths", "wide"), [([[0, 1], [0]], None), ([[0, 1, 2], [0, 3]], 3)])
-def test_only_rows_that_do_not_lie_in_front_need_a_path(
-    paths: list[list[int]], wide: int | None
-) -> None:
+def test_only_rows_that_move_need_a_path(paths: list[list[int]], wide: int | None) -> None:
     texts = [[5] * (len(path) + 1) for path in paths]
     there = send_rows(texts, [0] * len(paths), paths, torch.device("cpu")).paths
     assert (None if there is None else there.shape[1]) == wide

@@ -73,10 +73,10 @@ def dynamic_tree(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
         toy.q[above].gather(2, tree.ids[..., None])[..., 0].log().masked_fill(tree.depths == 0, 0)
     )
     scores = torch.where(tree.ancestor_mask, logs[:, None], 0.0).sum(-1)
-    kept = rerank(scores, 4)
-    parents = torch.searchsorted(kept, tree.parents.gather(1, kept)).masked_fill(kept == 0, -1)
-    ids, depths = tree.ids.gather(1, kept), tree.depths.gather(1, kept)
-    return Draft(checked(Tree.grown(ids, parents, depths, 2)), contexts.gather(1, kept), None)
+    best = rerank(scores, 4)
+    parents = torch.searchsorted(best, tree.parents.gather(1, best)).masked_fill(best == 0, -1)
+    ids, depths = tree.ids.gather(1, best), tree.depths.gather(1, best)
+    return Draft(checked(Tree.grown(ids, parents, depths, 2)), contexts.gather(1, best), None)
 
 
 @pytest.mark.parametrize("setting", WARPS)
@@ -103,7 +103,7 @@ def test_matching_is_exact_for_trees_drawn_in_any_way(propose: Propose, setting:
 
 
 def test_a_perfect_drafter_is_always_accepted() -> None:
-    """Where p = q, the residual has no mass, and is never asked for."""
+    """Where p = q, the residual has no mass, and is never computed."""
     assert tokens_per_round(Toy(3, likeness=1.0), sampled_chain(2), RATIO) == pytest.approx(3)
 
 
@@ -144,8 +144,8 @@ def test_stopping_after_an_unlikely_token_is_exact(rule: ToyRule, depth: int) ->
     def stopping(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
         draft = sampled_chain(depth)(toy, starts, rng)
         assert draft.tree.is_chain
-        behind = unlikely(draft).gather(1, draft.tree.parents.clamp(min=0))
-        return shortened(draft, behind)
+        after_unlikely = unlikely(draft).gather(1, draft.tree.parents.clamp(min=0))
+        return shortened(draft, after_unlikely)
 
     assert bias(Toy(5, levels=depth), stopping, rule) < 1e-12
 
@@ -196,7 +196,7 @@ def test_a_fresh_draw_after_a_mismatch_is_caught(propose: Propose) -> None:
 
 
 def test_one_random_number_per_path_instead_of_per_node_is_caught() -> None:
-    """R5 broken: every leaf's path is tested with its own draws, and the longer one taken."""
+    """R5 broken: every leaf's path is tested with its own draws, and the longer one accepted."""
 
     def best_path(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepted:
         tested = []
@@ -261,14 +261,14 @@ def test_random_numbers_reused_across_rounds_are_caught(fresh: bool) -> None:
     pieces = [((a + b) / 2, b - a) for a, b in pairwise(sorted({0.0, 1.0, *ends}))]
     grid = torch.tensor(list(product(pieces, repeat=3)), dtype=torch.float64)
     marks, weights = grid[..., 0], grid[..., 1].prod(-1)
-    said = torch.ones(len(grid), dtype=torch.long)
+    contexts = torch.ones(len(grid), dtype=torch.long)
     for uniforms in (marks[:, :2], marks[:, 2:].expand(-1, 2) if fresh else marks[:, :2]):
-        growing = said.clamp(max=toy.vocab**toy.length - 1)
+        growing = contexts.clamp(max=toy.vocab**toy.length - 1)
         draft = argmax_chain(1)(toy, growing, Branches([]))
         after = reached(toy, draft, MATCH(toy, draft, toy.p[draft.contexts], Tabled(uniforms)))
-        said = torch.where(growing == said, after, said)
+        contexts = torch.where(growing == contexts, after, contexts)
     law = torch.zeros(2 * toy.vocab**toy.length, dtype=torch.float64)
-    error = variation(law.index_add(0, said, weights)[toy.ends], toy.law())
+    error = variation(law.index_add(0, contexts, weights)[toy.ends], toy.law())
     assert error < 1e-12 if fresh else error > 0.01
 
 
@@ -286,7 +286,7 @@ FLAT = Toy(11, warp=(2.5, 0, 1.0))
         (favourites(2, 1), MATCH),
     ],
 )
-def test_generator_random_numbers_follow_the_joint_law(propose: Propose, rule: ToyRule) -> None:
+def test_generator_source_follows_the_joint_distribution(propose: Propose, rule: ToyRule) -> None:
     """27 cells of three tokens, all expected more than five times; the seeds are fixed."""
     assert g_test(FLAT, propose, rule, 2000) > 1e-3
 
@@ -296,7 +296,7 @@ def test_the_g_test_rejects_a_biased_verifier() -> None:
     assert g_test(FLAT, argmax_chain(2), redraw, 1500) < 1e-6
 
 
-def test_a_ragged_batch_is_each_of_its_trees_alone() -> None:
+def test_ragged_batch_equals_single_trees() -> None:
     check_ragged(Toy(12), [sampled_chain(1), sampled_chain(2)], RATIO)
     check_ragged(Toy(12), [argmax_chain(1), favourites(2, 2), favourites(3)], MATCH)
 
@@ -336,14 +336,14 @@ def test_greedy_finds_the_longest_path_below_a_repeated_sibling() -> None:
     assert (accepted.path.tolist(), accepted.next_ids.tolist()) == ([[0, 2, 4]], [8])
 
 
-def test_descending_prefers_the_deepest_then_the_liked_then_the_first() -> None:
+def test_deepest_path_prefers_depth_then_score_then_index() -> None:
     """A level more than the tree has only lengthens the path; a node not real ends it."""
     tree = replace(bushy(), levels=6)
     passed = torch.ones(1, 6, dtype=torch.bool)
     path, length = deepest_path(tree, passed)
     assert (path.tolist(), length.tolist()) == ([[0, 1, 3, 3, 3, 3, 3]], [2])
-    likes = torch.tensor([[9.0, 9.0, 9.0, 1.0, 1.0, 2.0]])
-    assert deepest_path(tree, passed, likes)[0].tolist() == [[0, 2, 5, 5, 5, 5, 5]]
+    scores = torch.tensor([[9.0, 9.0, 9.0, 1.0, 1.0, 2.0]])
+    assert deepest_path(tree, passed, scores)[0].tolist() == [[0, 2, 5, 5, 5, 5, 5]]
     passed[0, [1, 5]] = False
     assert deepest_path(tree, passed)[0].tolist() == [[0, 2, 2, 2, 2, 2, 2]]
     nothing = replace(tree, real=tree.depths == 0, unpadded=False)
@@ -364,7 +364,7 @@ def test_temperature_zero_is_greedy(propose: Propose) -> None:
         assert torch.equal(part, other)
 
 
-def test_matching_descends_where_the_sample_goes_and_emits_what_missed() -> None:
+def test_match_follows_the_samples_and_emits_the_first_mismatch() -> None:
     """One draw for all nodes; node 4 is a leaf: its sample 0 is the bonus token."""
     rows = torch.full((1, 6, 7), 1 / 7)
     for answers, path, next_id in [
@@ -389,7 +389,7 @@ CHAIN = Tree.chain(torch.tensor([[2, 1, 0]]))  # p/q is 1/2 for token 1 and 1/4 
         ([1, 1, 1], [0, 1, 2], 2, [0.0, 0.5, 0.5]),
     ],
 )
-def test_the_ratio_test_asks_for_the_right_chances_and_residuals(
+def test_ratio_probabilities_and_residuals(
     heads: list[int], path: list[int], next_id: int, row: list[float]
 ) -> None:
     """Residuals by hand: (.25, -.25, 0) and (-.375, .5, -.125) leave one token each.
@@ -399,20 +399,20 @@ def test_the_ratio_test_asks_for_the_right_chances_and_residuals(
     rng = Scripted(heads, [next_id])
     accepted = ratio(CHAIN, P_ROWS, Q_ROWS, rng)
     assert (accepted.path.tolist(), accepted.next_ids.tolist()) == ([path], [next_id])
-    assert rng.asked == [[1.0, 0.5, 0.25], [row]]
+    assert rng.requests == [[1.0, 0.5, 0.25], [row]]
 
 
 def test_a_residual_without_mass_falls_back_to_p() -> None:
     """R9: p = q, and a flip with its impossible result."""
     rng = Scripted([1, 0, 0], [1])
     ratio(CHAIN, P_ROWS, P_ROWS.clone(), rng)
-    assert rng.asked[1] == [[0.5, 0.25, 0.25]]
+    assert rng.requests[1] == [[0.5, 0.25, 0.25]]
 
 
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def test_what_cannot_be_verified_losslessly_is_refused() -> None:
+def test_drafts_that_cannot_be_verified_losslessly_are_refused() -> None:
     rng = Scripted()
     with pytest.raises(ValueError, match="chains only"):
         ratio(bushy(), torch.full((1, 6, 7), 1 / 7), torch.full((1, 6, 7), 1 / 7), rng)
@@ -427,7 +427,7 @@ def test_what_cannot_be_verified_losslessly_is_refused() -> None:
 
 
 def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
-    """It must not hide behind the fallback of a residual without mass."""
+    """The fallback of a residual without mass must not hide it."""
     hidden = P_ROWS.clone()
     hidden[0, 0, 2] = torch.nan
     with pytest.raises(ValueError, match="finite"):

@@ -40,14 +40,14 @@ def as_it_is(rows: Tensor) -> Tensor:
 
 
 def by(rule: CpuRule) -> ToyRule:
-    """A rule for a CPU, in the form of the enumeration's judges."""
+    """A rule for a CPU, in the form of the enumeration's rules."""
 
     def toy_rule(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepted:
-        news = rule(draft.tree, p_rows, as_it_is, draft.q_rows, rng)
+        results = rule(draft.tree, p_rows, as_it_is, draft.q_rows, rng)
         most = draft.tree.levels + 1
-        paths = torch.tensor([(new.path + new.path[-1:] * most)[:most] for new in news])
-        lengths = torch.tensor([len(new.path) - 1 for new in news])
-        return Accepted(paths, lengths, torch.tensor([new.next_id for new in news]))
+        paths = torch.tensor([(result.path + result.path[-1:] * most)[:most] for result in results])
+        lengths = torch.tensor([len(result.path) - 1 for result in results])
+        return Accepted(paths, lengths, torch.tensor([result.next_id for result in results]))
 
     return toy_rule
 
@@ -107,11 +107,11 @@ def test_the_ratio_test_is_exact(toy: Toy) -> None:
     [(favourites(2, 1), MATCH), (sampled_chain(2), RATIO)],
     ids=["match", "ratio"],
 )
-def test_whole_texts_follow_the_law_with_real_numbers(propose: Propose, toy_rule: ToyRule) -> None:
+def test_whole_texts_follow_plain_sampling(propose: Propose, toy_rule: ToyRule) -> None:
     assert g_test(Toy(6, sharpness=0.5), propose, toy_rule, 2000) > 1e-3
 
 
-def test_what_a_prompt_is_told_does_not_depend_on_the_trees_beside_it() -> None:
+def test_outcomes_do_not_depend_on_the_batch() -> None:
     check_ragged(Toy(11), [argmax_chain(1), favourites(2, 1), favourites(2, 2)], MATCH)
 
 
@@ -129,7 +129,7 @@ def test_a_softmax_row_for_an_argmax_draft_is_caught() -> None:
 
 
 def test_rows_of_another_node_are_caught() -> None:
-    """Each row told of the node before it."""
+    """Each row is that of the node before it."""
 
     def shifted(rule: ToyRule) -> ToyRule:
         return lambda toy, draft, p_rows, rng: rule(toy, draft, p_rows.roll(1, dims=1), rng)
@@ -159,14 +159,15 @@ def rng_of(seed: int, prompts: int, most: int = 9) -> GeneratorSource:
 
 
 def chains(
-    dice: torch.Generator, prompts: int, whole: bool
+    rng: torch.Generator, prompts: int, whole: bool
 ) -> tuple[Tree, Tensor, Tensor, list[int]]:
-    """Guesses drawn from rows of q, p and q (p often 0; q too, behind what is real), and depths."""
-    p, q = (2 * torch.randn(2, prompts, 4, 5, generator=dice, dtype=torch.float64)).softmax(-1)
-    p = (p + 9 * q) / 10 if torch.rand(1, generator=dice) < 0.5 else p  # long drafts are kept too
+    """Tokens drawn from rows of q, p and q (p often 0; q too, after real nodes), and depths."""
+    p, q = (2 * torch.randn(2, prompts, 4, 5, generator=rng, dtype=torch.float64)).softmax(-1)
+    if torch.rand(1, generator=rng) < 0.5:  # long drafts are accepted too
+        p = (p + 9 * q) / 10
     p = p.masked_fill(p < 0.1, 0.0)
-    guesses = q.flatten(0, 1).multinomial(1, generator=dice).view(prompts, 4).roll(1, dims=1)
-    deep = torch.full((prompts,), 3) if whole else torch.randint(0, 4, (prompts,), generator=dice)
+    guesses = q.flatten(0, 1).multinomial(1, generator=rng).view(prompts, 4).roll(1, dims=1)
+    deep = torch.full((prompts,), 3) if whole else torch.randint(0, 4, (prompts,), generator=rng)
     q = q.masked_fill((torch.arange(4) >= deep[:, None])[..., None], 0.0)
     tree = Tree.chain(guesses, None if whole else deep)
     return tree, p / p.sum(-1, keepdim=True), q, deep.tolist()
@@ -175,49 +176,49 @@ def chains(
 @pytest.mark.parametrize("prompts", [1, 4])
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_ratio_test_is_the_same_with_equal_random_numbers(whole: bool, prompts: int) -> None:
-    dice = torch.Generator().manual_seed(prompts)
+    generator = torch.Generator().manual_seed(prompts)
     lengths = set()
     for seed in range(40):
-        tree, p, q, _ = chains(dice, prompts, whole)
+        tree, p, q, _ = chains(generator, prompts, whole)
         wanted = verify.ratio(tree, p, q, rng_of(seed, prompts))
-        told = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, prompts))
-        assert told == outcomes(tree, wanted, p.amax(2))
-        lengths |= {len(new.tokens) for new in told}
+        actual = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, prompts))
+        assert actual == outcomes(tree, wanted, p.amax(2))
+        lengths |= {len(new.tokens) for new in actual}
     assert lengths == {1, 2, 3, 4}
 
 
-def test_the_ratio_test_says_to_each_chain_what_it_says_to_it_alone() -> None:
-    dice = torch.Generator().manual_seed(2)
+def test_ratio_in_a_batch_equals_single_chains() -> None:
+    generator = torch.Generator().manual_seed(2)
     for seed in range(40):
-        tree, p, q, depths = chains(dice, 4, whole=False)
-        told = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, 4))
+        tree, p, q, depths = chains(generator, 4, whole=False)
+        actual = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, 4))
         for i, deep in enumerate(depths):
             mine = slice(i, i + 1), slice(0, deep + 1)
             rng = GeneratorSource([Random(seed * 100 + i)], 9)
             alone = verify_cpu.ratio(Tree.chain(tree.ids[mine]), p[mine], as_it_is, q[mine], rng)
-            assert alone == told[i : i + 1]
+            assert alone == actual[i : i + 1]
 
 
 def test_the_ratio_test_takes_a_chain_in_any_form() -> None:
     tree, p, q, _ = chains(torch.Generator().manual_seed(3), 4, whole=True)
     nodes = torch.arange(4).expand(4, -1)
     grown = Tree.grown(tree.ids, nodes - 1, nodes, 3)
-    told = verify_cpu.ratio(grown, p, as_it_is, q, rng_of(0, 4))
+    actual = verify_cpu.ratio(grown, p, as_it_is, q, rng_of(0, 4))
     plainly = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(0, 4))
-    assert [new.tokens for new in told] == [new.tokens for new in plainly]
+    assert [new.tokens for new in actual] == [new.tokens for new in plainly]
 
 
 @pytest.mark.parametrize("chain", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
-def test_matching_says_the_same_where_nothing_is_left_to_chance(whole: bool, chain: bool) -> None:
+def test_match_equals_the_reference_on_deterministic_rows(whole: bool, chain: bool) -> None:
     """Rows of one token each; three tokens only, so that siblings repeat, and paths tie."""
-    dice = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     lengths = set()
     for _ in range(60):
-        ids = torch.randint(0, 3, (4, 9), generator=dice)
-        drafted = None if whole else torch.randint(0, 9, (4,), generator=dice)
-        tree = Tree.chain(ids, drafted) if chain else any_trees(ids, whole, dice)
-        rows = torch.eye(3)[torch.randint(0, 3, (4, 9), generator=dice)]
+        ids = torch.randint(0, 3, (4, 9), generator=generator)
+        drafted = None if whole else torch.randint(0, 9, (4,), generator=generator)
+        tree = Tree.chain(ids, drafted) if chain else any_trees(ids, whole, generator)
+        rows = torch.eye(3)[torch.randint(0, 3, (4, 9), generator=generator)]
         wanted = outcomes(tree, verify.match(tree, rows, rng_of(0, 4)), rows.amax(2))
         assert verify_cpu.match(tree, rows, as_it_is, None, rng_of(0, 4)) == wanted
         lengths |= {len(new.tokens) for new in wanted}
@@ -240,7 +241,7 @@ TREE = Tree.grown(  # the root 5 with the children 1 and 2, and 3 below 1
         ([1, 2], [1, 2], [0, 1], False),  # a child of the root's is none of node 1's
     ],
 )
-def test_matching_draws_behind_nodes_that_are_reached_alone(
+def test_match_draws_only_after_visited_nodes(
     drawn: list[int], tokens: list[int], path: list[int], leaf: bool
 ) -> None:
     """Each node's row says which it is."""
@@ -256,14 +257,14 @@ def test_matching_draws_behind_nodes_that_are_reached_alone(
     assert warped == path
 
 
-def test_a_row_that_is_reached_must_have_mass_and_no_other() -> None:
+def test_only_visited_rows_must_have_mass() -> None:
     rows = torch.full((1, 4, 7), torch.nan)
     rows[0, 0] = torch.eye(7)[2]
     with pytest.raises(ValueError, match="finite"):
         verify_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
     rows[0, 2] = torch.eye(7)[6]
-    (told,) = verify_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
-    assert told.tokens == [2, 6]
+    (actual,) = verify_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
+    assert actual.tokens == [2, 6]
 
 
 CHAIN = Tree.chain(torch.tensor([[2, 1, 0]]))
@@ -275,7 +276,7 @@ def test_a_residual_without_mass_falls_back_to_p() -> None:
     """R9: p = q, and a flip with its impossible result."""
     rng = Scripted([1, 0, 0], [1])
     verify_cpu.ratio(CHAIN, P_ROWS, as_it_is, P_ROWS.clone(), rng)
-    assert rng.asked == [[1.0, 1.0, 1.0], [[0.5, 0.25, 0.25]]]
+    assert rng.requests == [[1.0, 1.0, 1.0], [[0.5, 0.25, 0.25]]]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_a_residual_without_mass_falls_back_to_p() -> None:
         (P_ROWS, Q_ROWS.roll(1, dims=1), "q = nan"),
     ],
 )
-def test_what_cannot_have_been_drawn_is_refused(
+def test_tokens_that_cannot_have_been_drawn_are_refused(
     p_rows: Tensor, q_rows: Tensor | None, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):

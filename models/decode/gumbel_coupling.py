@@ -73,9 +73,7 @@ def _uniforms(seed: int, device: torch.device) -> Callable[[int, int], Float[Ten
 def log_exponential(uniforms: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
     """Return logarithms of exponential variates, in float32.
 
-    Args:
-        uniforms: in float64, which resolves the tails; below 1, so that no token wins with
-            certainty. 0 gives infinity, which never wins.
+    Float64 uniforms resolve the tails; below 1, no token wins with certainty; 0 never wins.
     """
     return uniforms.log_().neg_().float().log_()
 

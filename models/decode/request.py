@@ -217,7 +217,7 @@ def check_request(request: Request, max_positions: int, vocab: int) -> None:
 def same_length_batch(
     waiting: deque[tuple[int, Request]], most: int
 ) -> Iterator[tuple[int, Request]]:
-    """Yield the next request, and those after it whose prompts fit into the same forward."""
+    """Yield the next request, and those after it of one length that fit into the same forward."""
     length = len(waiting[0][1].prompt)
     for _ in range(min(most, max(1, PREFILL_TOKENS // length))):
         if not waiting or len(waiting[0][1].prompt) != length:

@@ -77,13 +77,13 @@ def greedy_outcomes(
         FloatingPointError: a maximum is not finite.
     """
     if tree.is_chain:
-        return [_greedy_chain(*row) for row in _chains_to_host(tree, max_logits, choice)]
+        chains = _chains_to_host(tree, max_logits, choice)
+        return [_greedy_chain(depth, ids, *parts) for depth, ids, parts in chains]
     rows = _to_host(max_logits, tree.ids, *real_parents_and_depths(tree), choice)
     return [_greedy_tree(*row) for row in rows]
 
 
-def _greedy_chain(depth: int, ids: Numbers, parts: Sequence[Numbers]) -> RoundOutcome:
-    (choice,) = parts
+def _greedy_chain(depth: int, ids: Numbers, choice: Numbers) -> RoundOutcome:
     length = [*map(eq, ids[1 : depth + 1], choice), False].index(False)
     return RoundOutcome.from_chain(ids, depth, length, choice[length])
 
@@ -104,14 +104,7 @@ def _greedy_tree(ids: Numbers, parents: Numbers, depths: Numbers, choice: Number
 def outcomes(
     tree: Tree, accepted: Accepted, max_logits: Float[Tensor, "B K"]
 ) -> list[RoundOutcome]:
-    """Return the result of a rule on the host.
-
-    Args:
-        max_logits: as for `greedy_outcomes`.
-
-    Raises:
-        FloatingPointError: a maximum is not finite.
-    """
+    """Return the result of a rule on the host; `max_logits` as for `greedy_outcomes`."""
     ends = accepted.length[:, None], accepted.next_ids[:, None]
     if tree.is_chain:
         return [

@@ -152,13 +152,14 @@ def _level_plan(paths: Paths, device: torch.device) -> list[Level]:
         here = [path for path in paths if len(path) == depth]
         expanded = [i for i, path in enumerate(above) if path in parents]
         index = {above[i]: n for n, i in enumerate(expanded)}
-        parts = (
-            expanded,
-            [first + i for i in expanded],
-            [index[path[:-1]] for path in here],
-            [path[-1] for path in here],
+        levels.append(
+            Level(
+                torch.tensor(expanded, device=device),
+                torch.tensor([first + i for i in expanded], device=device),
+                torch.tensor([index[path[:-1]] for path in here], device=device),
+                torch.tensor([path[-1] for path in here], device=device),
+                1 + max(path[-1] for path in here),
+            )
         )
-        tensors = (torch.tensor(part, device=device) for part in parts)
-        levels.append(Level(*tensors, width=1 + max(path[-1] for path in here)))
         above, first = here, first + len(above)
     return levels

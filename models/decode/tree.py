@@ -38,7 +38,7 @@ class Tree:
     """The draft trees of one round; nodes are stored parents first.
 
     Attributes:
-        ids: token of each node; ids[:, 0] are the last committed tokens.
+        ids: ids[:, 0] are the last committed tokens.
         parents: parents[:, 0] = -1, and parents[:, i] < i for every other node.
         depths: edges between a node and the root; positions are prefix + depth.
         ancestor_mask: [b, i, j] is True iff j is i itself or an ancestor of i: what i attends to.

@@ -24,10 +24,8 @@ class KeptRows(NamedTuple):
     """The kept rows of a round on the device; of every prompt the first ones count.
 
     Attributes:
-        ids: their tokens.
-        next_ids: the tokens after them.
-        positions: their positions.
-        paths: their nodes; None: the first nodes, as in a chain.
+        next_ids: the tokens after `ids`.
+        paths: nodes; None: the first nodes, as in a chain.
     """
 
     ids: Int[Tensor, "B P"]
@@ -89,8 +87,8 @@ def kept_traces(counts: Sequence[int], rows: KeptRows, states: TargetStates) -> 
     for slot, count in enumerate(counts):
         document, answer = _one_document(count, last.device)
         parts = (rows.ids, rows.next_ids, rows.positions, taps, last)
-        ids, next_ids, positions, *states_ = (_first_rows(part, slot, count) for part in parts)
-        traces.append(Trace(ids, next_ids, answer, document, positions, *states_))
+        ids, next_ids, at, own_taps, own_last = (_first_rows(part, slot, count) for part in parts)
+        traces.append(Trace(ids, next_ids, answer, document, at, own_taps, own_last))
     return traces
 
 

@@ -73,7 +73,7 @@ class Verifier(ABC):
         self.requests = requests
 
     def random_source(self, check_mass: bool = True) -> RandomSource:
-        """Return random numbers for drafting, or for verification."""
+        """Return random numbers for drafting or verification."""
         return NO_RANDOMNESS
 
     def draft_scores(
@@ -178,7 +178,6 @@ class CoupledVerifier(SampledVerifier):
 
 
 def verifier_class(sampling: Sampling, rule: VerifyFn) -> type[Verifier]:
-    """Return the kind of verifier for a temperature and a rule."""
     if sampling.greedy:
         return GreedyVerifier
     if isinstance(rule, BoundRule) and rule.coupled:

@@ -143,8 +143,10 @@ def deepest_path(
         tie_scores: choose the node with the largest score among equally deep ones; None, and equal
             scores: the lowest index.
     """
-    if tree.is_chain:
-        return _chain_path(tree, passed[:, 1:])
+    if tree.is_chain:  # up to the first node that did not pass
+        passed = passed[:, 1:] if tree.unpadded else passed[:, 1:] & tree.real[:, 1:]
+        length = passed.cumprod(1).sum(1)
+        return torch.minimum(tree.depths, length[:, None]), length
     failed = passed[:, None, 1:] < tree.ancestor_mask[:, :, 1:]
     excluded = failed.any(-1)
     depth = tree.depths.masked_fill(excluded if tree.unpadded else excluded | ~tree.real, -1)
@@ -152,15 +154,6 @@ def deepest_path(
     if tie_scores is not None:
         last = tie_scores.masked_fill(depth != length[:, None], -torch.inf).argmax(-1)
     return path_to(tree, last), length
-
-
-def _chain_path(
-    tree: Tree, passed: Bool[Tensor, "B drafted"]
-) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
-    """`deepest_path` of chains: up to the first node that did not pass."""
-    passed = passed if tree.unpadded else passed & tree.real[:, 1:]
-    length = passed.cumprod(1).sum(1)
-    return torch.minimum(tree.depths, length[:, None]), length
 
 
 def path_to(tree: Tree, last: Int[Tensor, " B"]) -> Int[Tensor, "B P"]:

@@ -66,13 +66,10 @@ def warp(
 def approximate_cutoff(
     logits: Float[Tensor, "*rows V"], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Float[Tensor, "*rows 1"]:
-    """Return approximately the logit below which `warp` drops tokens.
+    """Return approximately the logit below which `warp` drops tokens, at a temperature > 0.
 
     Much faster than `warp`, for draft scores only, which do not affect exactness: ties are ignored,
-    and a nucleus ends within the first CANDIDATES tokens.
-
-    Args:
-        temperature: > 0; at least one of top_k, top_p and min_p must drop tokens.
+    and a nucleus ends within the first CANDIDATES tokens. One bound at least must drop tokens.
     """
     best = logits.topk(min(top_k or CANDIDATES, logits.shape[-1])).values
     largest, cutoff = best[..., :1], best[..., -1:]
