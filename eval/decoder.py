@@ -84,11 +84,7 @@ class Piece:
 
 
 class Decoder:
-    """Speculative decoder of a target and a drafter.
-
-    Attributes:
-        changed: how the drafter modified the target, as Medusa-2 does; None: it did not.
-    """
+    """Speculative decoder of a target and a drafter."""
 
     def __init__(
         self,
@@ -106,7 +102,7 @@ class Decoder:
         check_policy(policy)
         self.target, self.tokenizer = target, tokenizer
         self.drafter, self.policy, self.tables = drafter, policy, tables
-        self.changed: str | None = None
+        self.changed: str | None = None  # how the drafter modified the target (Medusa-2)
 
     @classmethod
     def from_run(cls, path: str | Path, policy: str | Policy = "chain") -> "Decoder":
@@ -282,15 +278,11 @@ Caches = dict[bool, DialogueCache]  # by whether a drafter runs: its state is pa
 
 
 class Chat:
-    """A dialogue and its caches.
-
-    Attributes:
-        messages: so far; a system message may be inserted before the first turn.
-    """
+    """A dialogue and its caches."""
 
     def __init__(self, decoder: Decoder, setting: GenerationSettings) -> None:
         self.decoder, self.setting = decoder, setting
-        self.messages: list[Message] = []
+        self.messages: list[Message] = []  # a system message may be inserted before the first turn
         self._caches: Caches = {True: DialogueCache(), False: DialogueCache()}
 
     def say(self, text: str, max_new_tokens: int = 256, **how: Any) -> Result:

@@ -1,4 +1,4 @@
-"""How sure the drafter is against how often it is right: bins by hand, and against a loop."""
+"""Calibration: a worked example, and equality with a loop over rows."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from outrider.eval.calibration import (
 from outrider.train.settings import parse
 from tests import tiny
 from tests.runs import QUIET
-from tests.test_rank_tables import disturbed
+from tests.test_rank_tables import noisy_drafter
 
 
-def test_means_and_error_of_the_bins_by_hand() -> None:
-    """Four guesses at 0.55, half of them right; one at 0.95 that was right."""
+def test_depth_summaries_worked_example() -> None:
+    """Four guesses at 0.55, half of them correct; one correct guess at 0.95."""
     sums = torch.zeros(1, BINS, 3)
     sums[0, 5] = torch.tensor([4.0, 2.2, 2.0])
     sums[0, 9] = torch.tensor([1.0, 0.95, 1.0])
@@ -34,27 +34,29 @@ def test_means_and_error_of_the_bins_by_hand() -> None:
 
 
 @torch.no_grad()
-def test_every_place_where_a_round_could_begin_is_counted_once() -> None:
+def test_reliability_equals_loops_over_rows() -> None:
     """The index rule, row by row: the guess at depth d, row t against the target's row t + d."""
     target = tiny.target()
     trace = tiny.packed_trace(target)
-    drafter = disturbed(target, trace)
-    found = reliability(drafter, target, [trace], tiny.DEPTHS)
-    slow = torch.zeros_like(found)
+    drafter = noisy_drafter(target, trace)
+    sums = reliability(drafter, target, [trace], tiny.DEPTHS)
+    expected = torch.zeros_like(sums)
     for guess in drafter.unroll(trace):
         counts = torch.stack([trace.supervised_mask(d) for d in range(guess.depth + 1)]).all(0)
         for row, t in counts.nonzero().tolist():
-            chances = drafter.head(guess.hidden[row, t]).double().softmax(-1)
-            favourite = int(drafter.vocab.to_target(chances.argmax()))
-            said = int(target.logits(trace.last[row, t + guess.depth]).argmax())
-            bin_of = slow[guess.depth - 1, min(BINS - 1, int(chances.max() * BINS))]
-            bin_of += torch.tensor([1.0, float(chances.max()), float(favourite == said)])
-    guesses, _, right = found.sum((0, 1)).tolist()
-    assert 0 < right < guesses, "right now and then"
-    torch.testing.assert_close(found, slow)
+            probabilities = drafter.head(guess.hidden[row, t]).double().softmax(-1)
+            drafted = int(drafter.vocab.to_target(probabilities.argmax()))
+            correct_token = int(target.logits(trace.last[row, t + guess.depth]).argmax())
+            bin_of = expected[guess.depth - 1, min(BINS - 1, int(probabilities.max() * BINS))]
+            bin_of += torch.tensor(
+                [1.0, float(probabilities.max()), float(drafted == correct_token)]
+            )
+    guesses, _, right = sums.sum((0, 1)).tolist()
+    assert 0 < right < guesses, "some guesses are correct"
+    torch.testing.assert_close(sums, expected)
 
 
-def test_a_run_without_greedy_answers_is_refused_with_a_fix(tmp_path: Path) -> None:
+def test_run_without_greedy_answers_raises(tmp_path: Path) -> None:
     config = parse(compose([f"run.dir={tmp_path}"]))
     with pytest.raises(RunError, match="outrider eval"):
         calibrate(config, {}, QUIET)

@@ -1,4 +1,4 @@
-"""The measurement end to end: a random target, an untrained drafter, a folder as runs leave it."""
+"""End-to-end evaluation: random target, untrained drafter, a run folder on disk."""
 
 import dataclasses
 import json
@@ -73,27 +73,27 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a prompt file and a finished run, on disk."""
-    place = tmp_path_factory.mktemp("measured")
+    workspace = tmp_path_factory.mktemp("measured")
     model: Any = small_model("llama", vocab_size=VOCAB, num_hidden_layers=2)
-    model.save_pretrained(place / "target")
-    tokenizer().save_pretrained(place / "target")
-    (place / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUITE))
-    words = ["target=hf", f"target.path={place / 'target'}", "target.dtype=float32"]
-    config = parse(compose([*words, f"run.dir={place / 'run'}"], "train"))
-    (place / "run").mkdir()
-    (place / "run" / "config.yaml").write_text(to_yaml(config))
+    model.save_pretrained(workspace / "target")
+    tokenizer().save_pretrained(workspace / "target")
+    (workspace / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUITE))
+    words = ["target=hf", f"target.path={workspace / 'target'}", "target.dtype=float32"]
+    config = parse(compose([*words, f"run.dir={workspace / 'run'}"], "train"))
+    (workspace / "run").mkdir()
+    (workspace / "run" / "config.yaml").write_text(to_yaml(config))
     target = load_target(config.target).target
     torch.manual_seed(0)
     drafter = drafters.build(config.drafter, target, DraftVocab.identity(VOCAB))
-    native.save(drafter, place / "run" / "drafter", target, config.drafter, {})
-    return place
+    native.save(drafter, workspace / "run" / "drafter", target, config.drafter, {})
+    return workspace
 
 
 @pytest.fixture(scope="module")
-def loaded(place: Path) -> LoadedTarget:
-    return load_target(configured(place).target)
+def loaded(workspace: Path) -> LoadedTarget:
+    return load_target(configured(workspace).target)
 
 
 @cache
@@ -103,9 +103,11 @@ def composed(run_dir: Path, policy: str) -> Config:
     return load_run(run_dir, [f"run.dir={run_dir}", f"decode={policy}", *words])
 
 
-def configured(place: Path, policy: str = "chain", folder: str = "run", **changes: Any) -> Config:
-    """What `outrider eval` would compose; `changes` are keys of run, eval and decode."""
-    config = composed(place / folder, policy)
+def configured(
+    workspace: Path, policy: str = "chain", folder: str = "run", **changes: Any
+) -> Config:
+    """Return the configuration of `outrider eval`; `changes` are keys of run, eval and decode."""
+    config = composed(workspace / folder, policy)
     groups = {}
     for name in ("run", "eval", "decode"):
         group = getattr(config, name)
@@ -114,25 +116,27 @@ def configured(place: Path, policy: str = "chain", folder: str = "run", **change
     return dataclasses.replace(config, **groups)
 
 
-def measured(place: Path, loaded: LoadedTarget, policy: str = "chain", **changes: Any) -> Report:
-    config = configured(place, policy, **changes)
-    drafter, _ = native.load(place / "run" / "drafter", loaded.target)
+def measured(
+    workspace: Path, loaded: LoadedTarget, policy: str = "chain", **changes: Any
+) -> Report:
+    config = configured(workspace, policy, **changes)
+    drafter, _ = native.load(workspace / "run" / "drafter", loaded.target)
     return measure(loaded.target, loaded.tokenizer, drafter, config, Console(quiet=True))
 
 
-def reports(place: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    folder = place / "run" / "eval"
+def reports(workspace: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    folder = workspace / "run" / "eval"
     lines = (folder / f"{name}.outputs.jsonl").read_text().splitlines()
     return json.loads((folder / f"{name}.json").read_text()), [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize("shape", [("chain", 3), ("dynamic_tree", 4)])
-def test_evaluate_writes_a_whole_and_consistent_report(
-    place: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str, int]
+def test_evaluate_writes_a_consistent_report(
+    workspace: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str, int]
 ) -> None:
     policy, depth = shape
-    assert evaluate(configured(place, policy, depth=depth, out=policy)) == 0
-    report, outputs = reports(place, policy)
+    assert evaluate(configured(workspace, policy, depth=depth, out=policy)) == 0
+    report, outputs = reports(workspace, policy)
     assert set(report) >= FIELDS
     assert (report["policy"], report["dtype"], report["temperature"]) == (policy, "float32", 0.0)
     assert report["prompts"] == len(outputs) == 5  # 1 + 3 turns + 1
@@ -154,8 +158,8 @@ def test_evaluate_writes_a_whole_and_consistent_report(
         assert len(row["rejected"]) == len(row["accepted"])
         assert row["origins"].count("accepted") == sum(row["accepted"])
         wrong = [guess for guess in row["rejected"] if guess is not None]
-        said = zip(row["output_ids"], row["origins"], strict=True)
-        right = [token for token, origin in said if origin == "correction"]
+        pairs = zip(row["output_ids"], row["origins"], strict=True)
+        right = [token for token, origin in pairs if origin == "correction"]
         assert len(wrong) == (len(right) if policy == "chain" else 0)
         assert all(guess != token for guess, token in zip(wrong, right, strict=False))
     printed = " ".join(capsys.readouterr().out.split())
@@ -163,14 +167,12 @@ def test_evaluate_writes_a_whole_and_consistent_report(
     assert f"{report['tau']:.2f}" in printed
 
 
-def test_an_answer_is_its_accepted_tokens_one_more_per_round_and_the_prefills(
-    place: Path, loaded: LoadedTarget
-) -> None:
-    """A tree that holds the whole vocabulary is always right: two tokens a round.
+def test_token_counts_of_an_answer(workspace: Path, loaded: LoadedTarget) -> None:
+    """A tree with the whole vocabulary accepts one token per round and emits two.
 
-    Except that an end token which was drafted is the last: no bonus follows it.
+    A drafted end token is the last: no bonus follows it.
     """
-    whole = measured(place, loaded, "dynamic_tree", depth=1, width=VOCAB, nodes=VOCAB)
+    whole = measured(workspace, loaded, "dynamic_tree", depth=1, width=VOCAB, nodes=VOCAB)
     outputs = whole.outputs
     assert whole.summary.accept_at == [1.0]
     for row in outputs:
@@ -182,46 +184,48 @@ def test_an_answer_is_its_accepted_tokens_one_more_per_round_and_the_prefills(
         assert 2 not in row["output_ids"][:-1]
 
 
-def test_later_turns_read_the_plain_answers(place: Path, loaded: LoadedTarget) -> None:
-    rows = {row["id"]: row for row in measured(place, loaded).outputs}
+def test_later_turns_use_the_plain_answers_as_history(
+    workspace: Path, loaded: LoadedTarget
+) -> None:
+    rows = {row["id"]: row for row in measured(workspace, loaded).outputs}
     assert list(rows) == ["one", "talk", "talk/2", "talk/3", "two"]
-    said: list[Message] = []
+    history: list[Message] = []
     for name, question in zip(("talk", "talk/2", "talk/3"), SUITE[1]["turns"], strict=True):
-        said.append(Message(role="user", content=question))
+        history.append(Message(role="user", content=question))
         assert rows[name]["prompt"] == question
-        assert rows[name]["prompt_ids"] == prompt_ids(loaded.tokenizer, said)
+        assert rows[name]["prompt_ids"] == prompt_ids(loaded.tokenizer, history)
         answer = loaded.tokenizer.decode(rows[name]["baseline_ids"], skip_special_tokens=True)
-        said.append(Message(role="assistant", content=answer))
+        history.append(Message(role="assistant", content=answer))
 
 
-def test_the_engines_alternate_in_going_first(
-    place: Path, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
+def test_engines_alternate_in_order(
+    workspace: Path, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     real = Engine.generate
 
-    def noted(self: Engine, prompt: Sequence[int], budget: int) -> Output:
+    def recorded(self: Engine, prompt: Sequence[int], budget: int) -> Output:
         order.append("plain" if self.drafter is None else "fast")
         return real(self, prompt, budget)
 
-    monkeypatch.setattr(Engine, "generate", noted)
-    measured(place, loaded, limit=1, repeats=2)
+    monkeypatch.setattr(Engine, "generate", recorded)
+    measured(workspace, loaded, limit=1, repeats=2)
     assert order == ["plain", "fast", *("plain", "fast"), *("fast", "plain")]  # warm-up first
     order.clear()
-    measured(place, loaded, limit=2, warmup=0)
+    measured(workspace, loaded, limit=2, warmup=0)
     assert order == ["plain", "fast", "fast", "plain", "plain", "fast", "fast", "plain"]
 
 
-def test_warm_up_is_not_counted(place: Path, loaded: LoadedTarget) -> None:
-    cold = measured(place, loaded, warmup=0, limit=1)
-    warm = measured(place, loaded, warmup=3, limit=1)
+def test_warm_up_is_not_recorded(workspace: Path, loaded: LoadedTarget) -> None:
+    cold = measured(workspace, loaded, warmup=0, limit=1)
+    warm = measured(workspace, loaded, warmup=3, limit=1)
     assert warm.outputs == cold.outputs
     assert warm.summary.rounds == cold.summary.rounds
 
 
-def test_without_a_baseline_only_speculation_runs(place: Path, loaded: LoadedTarget) -> None:
-    both = measured(place, loaded, limit=1)
-    alone = measured(place, loaded, baseline=False, limit=1)
+def test_no_plain_decoding_without_baseline(workspace: Path, loaded: LoadedTarget) -> None:
+    both = measured(workspace, loaded, limit=1)
+    alone = measured(workspace, loaded, baseline=False, limit=1)
     assert alone.exact is None
     assert alone.summary.speedup is None
     assert alone.theory is None
@@ -229,13 +233,13 @@ def test_without_a_baseline_only_speculation_runs(place: Path, loaded: LoadedTar
     assert [r["output_ids"] for r in alone.outputs] == [r["output_ids"] for r in both.outputs]
 
 
-def test_a_sampled_answer_depends_on_the_seed_and_its_place_alone(
-    place: Path, loaded: LoadedTarget
+def test_sampled_answer_depends_on_seed_and_prompt_index_only(
+    workspace: Path, loaded: LoadedTarget
 ) -> None:
     how: dict[str, Any] = {"temperature": 1.0, "depth": 1}
-    first, again = (measured(place, loaded, seed=3, repeats=n, **how) for n in (1, 2))
-    other = measured(place, loaded, seed=4, limit=1, **how)
-    few = measured(place, loaded, seed=3, limit=1, **how)
+    first, again = (measured(workspace, loaded, seed=3, repeats=n, **how) for n in (1, 2))
+    other = measured(workspace, loaded, seed=4, limit=1, **how)
+    few = measured(workspace, loaded, seed=3, limit=1, **how)
     assert first.exact is None
     assert first.outputs == again.outputs
     assert first.outputs[:1] == few.outputs
@@ -244,9 +248,9 @@ def test_a_sampled_answer_depends_on_the_seed_and_its_place_alone(
 
 @pytest.mark.parametrize("policy", ["chain", "dynamic_tree"])
 def test_coupled_answers_are_compared_with_plain_ones(
-    place: Path, loaded: LoadedTarget, policy: str
+    workspace: Path, loaded: LoadedTarget, policy: str
 ) -> None:
-    report = measured(place, loaded, policy, temperature=0.7, verify="coupled", repeats=2)
+    report = measured(workspace, loaded, policy, temperature=0.7, verify="coupled", repeats=2)
     assert report.exact is True
     assert "equal plain decoding" in report.exactness()
     assert report.setting["draft"] == report.setting["verify"] == "coupled"
@@ -256,50 +260,53 @@ def test_coupled_answers_are_compared_with_plain_ones(
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.8])
-def test_a_decoder_that_is_not_lossless_is_caught(
-    place: Path, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch, heat: float
+def test_mismatches_of_a_lossy_decoder_are_reported(
+    workspace: Path, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch, heat: float
 ) -> None:
-    """Take every drafted token: the report names each answer, and the first place that is wrong."""
+    """Accept every drafted token: the report has each answer and its first difference."""
 
-    def credulous(tree: Tree, choice: torch.Tensor, _lead: torch.Tensor) -> list[RoundOutcome]:
+    def accept_all(tree: Tree, choice: torch.Tensor, _lead: torch.Tensor) -> list[RoundOutcome]:
         chains = zip(tree.ids.tolist(), choice.tolist(), tree.max_depths().tolist(), strict=True)
-        return [RoundOutcome.from_chain(ids, deep, deep, said[deep]) for ids, said, deep in chains]
+        return [RoundOutcome.from_chain(ids, n, n, choices[n]) for ids, choices, n in chains]
 
-    monkeypatch.setattr(verifier, "greedy_outcomes", credulous)
-    report = measured(place, loaded, temperature=heat, verify="coupled" if heat else "auto")
+    monkeypatch.setattr(verifier, "greedy_outcomes", accept_all)
+    report = measured(workspace, loaded, temperature=heat, verify="coupled" if heat else "auto")
     wrong = {m.id: m for m in report.mismatches}
     differing = [row for row in report.outputs if row["output_ids"] != row["baseline_ids"]]
     assert report.exact is False
     assert report.exceeds_rounding
     assert [row["id"] for row in differing] == list(wrong)
     for row in differing:
-        found = wrong[row["id"]]
+        mismatch = wrong[row["id"]]
         ours, plain = row["output_ids"], row["baseline_ids"]
-        assert ours[: found.position] == plain[: found.position]
-        assert (found.token, found.baseline_token) == (ours[found.position], plain[found.position])
-        at, place_of = found.position, report.outputs.index(row)
-        noise = heat * seeded_noise(place_of, at) if heat else torch.zeros(VOCAB)
-        gap = lead(loaded, row["prompt_ids"] + plain[:at], noise)
-        assert found.gap == pytest.approx(gap, abs=1e-4)
+        assert ours[: mismatch.position] == plain[: mismatch.position]
+        assert (mismatch.token, mismatch.baseline_token) == (
+            ours[mismatch.position],
+            plain[mismatch.position],
+        )
+        at, index = mismatch.position, report.outputs.index(row)
+        noise = heat * seeded_noise(index, at) if heat else torch.zeros(VOCAB)
+        gap = logit_gap(loaded, row["prompt_ids"] + plain[:at], noise)
+        assert mismatch.gap == pytest.approx(gap, abs=1e-4)
 
 
 def seeded_noise(prompt: int, at: int) -> torch.Tensor:
-    """What is taken off the log-probabilities of an answer's token, run.seed being 0."""
+    """The noise subtracted from the log-probabilities of an answer's token at run.seed=0."""
     return GumbelNoise(Random(prompt).getrandbits(64), VOCAB, torch.device("cpu")).rows(at, 1)[0]
 
 
-def lead(loaded: LoadedTarget, ids: list[int], noise: torch.Tensor) -> float:
-    """The target's lead of its first over its second choice, by the model itself."""
+def logit_gap(loaded: LoadedTarget, ids: list[int], noise: torch.Tensor) -> float:
+    """The difference of the two largest logits, computed by the model itself."""
     with torch.no_grad():
         logits = loaded.target.model(torch.tensor([ids])).logits[0, -1]
     top = (logits - noise).topk(2).values
     return float(top[0] - top[1])
 
 
-def test_low_precision_is_reported_as_such(place: Path) -> None:
+def test_bfloat16_is_reported(workspace: Path) -> None:
     model = small_model("llama", vocab_size=VOCAB, num_hidden_layers=2).to(torch.bfloat16)
     target = Target(model)
-    config = configured(place)
+    config = configured(workspace)
     torch.manual_seed(0)
     drafter = drafters.build(config.drafter, target, DraftVocab.identity(VOCAB))
     drafter = drafter.to(torch.bfloat16).eval()
@@ -310,16 +317,16 @@ def test_low_precision_is_reported_as_such(place: Path) -> None:
     assert report.exact is (not differing)
 
 
-def test_prompts_that_the_target_cannot_hold_are_named(place: Path, loaded: LoadedTarget) -> None:
+def test_prompts_that_exceed_the_context_are_listed(workspace: Path, loaded: LoadedTarget) -> None:
     """The target reads 128 tokens, the answer included."""
     suite = [
         Prompt("fits", "all", ["w5"]),
         Prompt("long", "all", [" ".join(["w6"] * 130)]),
         Prompt("grows", "all", ["w7", " ".join(["w8"] * 130), "w9"]),
     ]
-    drafter, _ = native.load(place / "run" / "drafter", loaded.target)
+    drafter, _ = native.load(workspace / "run" / "drafter", loaded.target)
     console = Console(quiet=True)
-    config = configured(place)
+    config = configured(workspace)
     report = measure(loaded.target, loaded.tokenizer, drafter, config, console, suite)
     assert [row["id"] for row in report.outputs] == ["fits", "grows"]
     assert report.setting["left_out"] == ["long", "grows/2"]
@@ -327,16 +334,16 @@ def test_prompts_that_the_target_cannot_hold_are_named(place: Path, loaded: Load
         measure(loaded.target, loaded.tokenizer, drafter, config, console, suite[1:2])
 
 
-def test_the_targets_taps_are_left_as_found(place: Path, loaded: LoadedTarget) -> None:
-    drafter, _ = native.load(place / "run" / "drafter", loaded.target)
+def test_taps_of_the_target_are_restored(workspace: Path, loaded: LoadedTarget) -> None:
+    drafter, _ = native.load(workspace / "run" / "drafter", loaded.target)
     loaded.target.set_taps((1,))
-    config = configured(place, limit=1)
+    config = configured(workspace, limit=1)
     measure(loaded.target, loaded.tokenizer, drafter, config, Console(quiet=True))
     assert loaded.target.taps == (1,)
 
 
-def held_text(loaded: LoadedTarget) -> TrainingData:
-    """Two packed rows of made-up text, as training would have held them back."""
+def held_out_data(loaded: LoadedTarget) -> TrainingData:
+    """Two packed rows of synthetic held-out text."""
     ids = torch.arange(48).view(2, 24) % VOCAB
     places = torch.arange(24).expand(2, 24).clone()
     rows = Rows(ids.int(), torch.ones(2, 24).bool(), torch.zeros(2, 24).int(), places.int())
@@ -344,18 +351,16 @@ def held_text(loaded: LoadedTarget) -> TrainingData:
     return TrainingData(rows, rows, counts, counts, [], {})
 
 
-def test_training_ends_with_a_report_over_the_whole_suite_thinned(
-    place: Path, loaded: LoadedTarget
-) -> None:
-    """Two of six prompts are the first of each of two categories."""
-    config = configured(place, limit=2, out="quick")
+def test_quick_report_samples_all_categories(workspace: Path, loaded: LoadedTarget) -> None:
+    """With a limit of two, the first prompt of each of two categories."""
+    config = configured(workspace, limit=2, out="quick")
     suite = [{"id": str(i), "category": "aaabbb"[i], "turns": [f"w{5 + i}"]} for i in range(6)]
-    (place / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in suite))
-    wide = dataclasses.replace(config.eval, prompts=str(place / "many.jsonl"))
+    (workspace / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in suite))
+    wide = dataclasses.replace(config.eval, prompts=str(workspace / "many.jsonl"))
     quick_report(
-        dataclasses.replace(config, eval=wide), loaded, held_text(loaded), Console(quiet=True)
+        dataclasses.replace(config, eval=wide), loaded, held_out_data(loaded), Console(quiet=True)
     )
-    report, outputs = reports(place, "quick")
+    report, outputs = reports(workspace, "quick")
     assert [row["id"] for row in outputs] == ["0", "3"]
     assert report["prompts"] == 2
 
@@ -371,18 +376,22 @@ def test_stop_tokens_come_from_the_tokenizer_and_the_model(loaded: LoadedTarget)
         settings.eos_token_id = before
 
 
-def test_a_run_without_a_drafter_is_refused(place: Path) -> None:
-    (place / "empty").mkdir(exist_ok=True)
-    (place / "empty" / "config.yaml").write_text((place / "run" / "config.yaml").read_text())
+def test_run_without_drafter_raises(workspace: Path) -> None:
+    (workspace / "empty").mkdir(exist_ok=True)
+    (workspace / "empty" / "config.yaml").write_text(
+        (workspace / "run" / "config.yaml").read_text()
+    )
     with pytest.raises(RunError, match=r"empty has no drafter/"):
-        evaluate(configured(place, folder="empty"))
+        evaluate(configured(workspace, folder="empty"))
 
 
-def test_compare_reads_what_evaluate_wrote(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_reads_what_evaluate_wrote(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, depth in (("flat", 1), ("deep", 2)):
-        evaluate(configured(place, out=name, depth=depth, limit=1))
+        evaluate(configured(workspace, out=name, depth=depth, limit=1))
     capsys.readouterr()
-    assert compare([str(place / "run")]) == 0
+    assert compare([str(workspace / "run")]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "flat" in text
     assert "deep" in text
@@ -393,11 +402,11 @@ def test_compare_reads_what_evaluate_wrote(place: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_measure_of_training_foresees_tau_on_the_decoded_text(
-    place: Path, loaded: LoadedTarget, temperature: float
+def test_forecast_equals_tau_on_the_decoded_text(
+    workspace: Path, loaded: LoadedTarget, temperature: float
 ) -> None:
-    """Greedy in float32 to the round; sampled within what coins do in so few rounds."""
-    report = measured(place, loaded, depth=2, nodes=2, temperature=temperature)
+    """Exact for greedy float32; within sampling error above temperature 0."""
+    report = measured(workspace, loaded, depth=2, nodes=2, temperature=temperature)
     assert report.summary.tau is not None
     assert report.forecast == pytest.approx(
         report.summary.tau, abs=1e-9 if not temperature else 0.3
@@ -407,7 +416,7 @@ def test_the_measure_of_training_foresees_tau_on_the_decoded_text(
 @pytest.mark.parametrize(
     "changes", [{"policy": "dynamic_tree", "depth": 2}, {"temperature": 0.7}, {"top_k": 3}]
 )
-def test_where_no_forecast_holds_none_is_given(
-    place: Path, loaded: LoadedTarget, changes: dict[str, Any]
+def test_forecast_is_none_if_undefined(
+    workspace: Path, loaded: LoadedTarget, changes: dict[str, Any]
 ) -> None:
-    assert measured(place, loaded, **changes).forecast is None
+    assert measured(workspace, loaded, **changes).forecast is None

@@ -1,4 +1,4 @@
-"""Forward times: order of runs, cached rows, and what is refused."""
+"""Forward times: order of runs, cached rows, all drafters."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from outrider.eval.plan.forward_times import draft_ms, interleaved_medians, targ
 from tests import tiny
 
 
-def test_runs_are_interleaved_after_one_warm_up_and_the_median_counts() -> None:
+def test_interleaved_medians_excludes_warm_up_and_preparation() -> None:
     order: list[str] = []
     runs = [lambda: order.append("a"), lambda: order.append("b")]
 
@@ -24,30 +24,30 @@ def test_runs_are_interleaved_after_one_warm_up_and_the_median_counts() -> None:
     assert 0 <= min(times) <= max(times) < 50  # what ran before is not counted
 
 
-def test_the_target_is_timed_after_the_requested_rows(
+def test_target_is_timed_after_the_requested_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two prompts, 20 cached rows before every timed forward, warm-ups included."""
     target = tiny.target()
-    real, seen = target.forward, list[tuple[int, int, int]]()
+    real, shapes = target.forward, list[tuple[int, int, int]]()
 
     def forward(ids: Tensor, positions: Tensor, visible: Tensor, cache: Any) -> Any:
-        (held,) = set(cache.active_lengths)
-        seen.append((len(ids), ids.shape[1], held))
-        assert visible.shape[-1] == held + ids.shape[1]
+        (cached,) = set(cache.active_lengths)
+        shapes.append((len(ids), ids.shape[1], cached))
+        assert visible.shape[-1] == cached + ids.shape[1]
         return real(ids, positions, visible, cache)
 
     monkeypatch.setattr(target, "forward", forward)
     drafter = tiny.drafter("eagle3", target).eval()
     times = target_ms(target, drafter, [1, 16], batch=2, context=20, repeats=5)
-    assert seen == [(2, 20, 0), *[(2, 1, 20), (2, 1, 20), (2, 16, 20)] * 6]
+    assert shapes == [(2, 20, 0), *[(2, 1, 20), (2, 1, 20), (2, 16, 20)] * 6]
     assert times[1] > 0
     assert times[16] > times[1] / 10
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "hass", "mtp", "medusa", "draft_lm"])
-def test_every_drafter_is_timed_on_its_own_steps(name: str, batch: int) -> None:
+def test_every_drafter_is_timed_for_all_shapes(name: str, batch: int) -> None:
     target = tiny.target()
     drafter = tiny.drafter(name, target).eval()
     times = draft_ms(drafter, target, [1, 4], [1, 3], batch, context=12, repeats=5)

@@ -31,13 +31,13 @@ PUBLISHED = {  # parameters, as the models' cards count them
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
-def test_common_targets_have_their_published_size(name: str) -> None:
+def test_parameter_counts_match_the_model_cards(name: str) -> None:
     model = meta_model(TargetConfig(), memory.MODELS[name])
     assert memory.ParameterCounts.of(model).whole == PUBLISHED[name]
     assert next(model.parameters()).is_meta
 
 
-# ---- what waits for the backward pass ------------------------------------------------------------
+# ---- activations ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def frozen() -> Target:
     return Target(small_model("llama", **sizes, num_key_value_heads=2, head_dim=8, vocab_size=96))
 
 
-def ready(name: str, frozen: Target, depths: int) -> tuple[Drafter, Trace]:
+def drafter_and_trace(name: str, frozen: Target, depths: int) -> tuple[Drafter, Trace]:
     cfg = drafters.drafter_module(name).Config(name=name, depths=depths)
     drafter = drafters.build(cfg, frozen, DraftVocab.identity(frozen.vocab_size)).train()
     ids = torch.randint(frozen.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -55,47 +55,47 @@ def ready(name: str, frozen: Target, depths: int) -> tuple[Drafter, Trace]:
     return drafter, frozen.trace(ids, zeros == 0, zeros, places)
 
 
-def waiting(name: str, frozen: Target, depths: int) -> tuple[float, float]:
-    """Numbers per row that autograd keeps after the unroll, measured and predicted."""
-    drafter, trace = ready(name, frozen, depths)
+def saved_numbers(name: str, frozen: Target, depths: int) -> tuple[float, float]:
+    """Numbers per row that autograd saves in the unroll, measured and predicted."""
+    drafter, trace = drafter_and_trace(name, frozen, depths)
     owned = {p.untyped_storage().data_ptr() for p in drafter.parameters()}
     owned |= {p.untyped_storage().data_ptr() for p in frozen.model.parameters()}
-    held, waits = dict[int, int](), list[Tensor]()
+    sizes, saved = dict[int, int](), list[Tensor]()
 
-    def keep(x: Tensor) -> Tensor:
+    def record(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in owned:
-            held[storage.data_ptr()] = storage.nbytes()
-            waits.append(x)  # an address is used again as soon as it is free
+            sizes[storage.data_ptr()] = storage.nbytes()
+            saved.append(x)  # or its address would be used again
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        waits += [guess.hidden for guess in drafter.unroll(trace)]
-    return sum(held.values()) / 4 / trace.ids.numel(), drafter.activation_count(depths)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        saved += [guess.hidden for guess in drafter.unroll(trace)]
+    return sum(sizes.values()) / 4 / trace.ids.numel(), drafter.activation_count(depths)
 
 
 @pytest.mark.parametrize("name", drafters.names())
-def test_the_memory_of_an_unroll_is_predicted(name: str, frozen: Target) -> None:
+def test_activation_memory_of_an_unroll(name: str, frozen: Target) -> None:
     for depths in (1, 4):
-        counted, foreseen = waiting(name, frozen, depths)
-        assert foreseen == pytest.approx(counted, rel=0.1), depths
+        counted, predicted = saved_numbers(name, frozen, depths)
+        assert predicted == pytest.approx(counted, rel=0.1), depths
 
 
-def test_gradient_checkpointing_keeps_the_states_between_depths(frozen: Target) -> None:
-    """Its inputs are held by Python and not by autograd, so they are counted as objects."""
-    drafter, trace = ready("eagle3", frozen, depths := 4)
+def test_activation_memory_with_gradient_checkpointing(frozen: Target) -> None:
+    """Python references its inputs, not autograd, so they are counted as objects."""
+    drafter, trace = drafter_and_trace("eagle3", frozen, depths := 4)
     drafter.gradient_checkpointing = True
-    before = alive()
+    before = tensor_storages()
     guesses = list(drafter.unroll(trace))
-    new = sum(size for place, size in alive().items() if place not in before)
+    new = sum(size for place, size in tensor_storages().items() if place not in before)
     counted = new / 4 / trace.ids.numel() - len(guesses) * frozen.shape().hidden  # the guesses
-    foreseen = memory.activations_per_row(drafter, frozen.shape(), depths, recompute=True)
-    one = drafter.activation_count(depths) / depths  # is only there in the backward pass
-    assert foreseen - one == pytest.approx(counted, rel=0.1)
-    assert foreseen < 0.6 * drafter.activation_count(depths)
+    predicted = memory.activations_per_row(drafter, frozen.shape(), depths, recompute=True)
+    one_depth = drafter.activation_count(depths) / depths  # only exists in the backward pass
+    assert predicted - one_depth == pytest.approx(counted, rel=0.1)
+    assert predicted < 0.6 * drafter.activation_count(depths)
 
 
-def alive() -> dict[int, int]:
+def tensor_storages() -> dict[int, int]:
     gc.collect()
     storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -115,7 +115,7 @@ def test_each_zero_stage_shards_more() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("launch", "precision"), [("zero2", "no"), ("zero3", "bf16")])
-def test_the_states_of_two_ranks_are_predicted(launch: str, precision: str, tmp_path: Path) -> None:
+def test_training_state_of_two_ranks(launch: str, precision: str, tmp_path: Path) -> None:
     """Without gradients, freed after a step, and the weights that ZeRO-3 gathers."""
     command = [
         *train_command(2)[:-1],
@@ -128,17 +128,17 @@ def test_the_states_of_two_ranks_are_predicted(launch: str, precision: str, tmp_
         [*command, *words], env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
-    held = float(re.findall(r"held ([\d.]+)", done.stdout)[-1])
+    measured = float(re.findall(r"held ([\d.]+)", done.stdout)[-1])
     gradients = {"zero2": 2.0, "zero3": 1.0}[launch]  # bytes of each in their precision / ranks
     config = LaunchConfig(launch, precision)  # type: ignore[arg-type]
-    foreseen = memory.training_state_bytes(config, 2, 10**6) / 10**6
-    assert held == pytest.approx(foreseen - gradients, rel=0.1)
+    predicted = memory.training_state_bytes(config, 2, 10**6) / 10**6
+    assert measured == pytest.approx(predicted - gradients, rel=0.1)
 
 
 # ---- the verb ------------------------------------------------------------------------------------
 
 
-def test_the_table_shows_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "memory",
         "drafter=eagle3",
@@ -167,15 +167,15 @@ def test_memory_grows_with_every_size(frozen: Target) -> None:
         assert set(parts) == set(memory.PARTS)
         return sum(parts.values())
 
-    usual = total()
-    assert total("train.batch_tokens=8192") > usual
-    assert total("drafter.depths=7") > usual
-    assert total("train.gradient_checkpointing=true") < usual
-    assert total("target.place=sharded") < usual
-    assert total("launch.accumulation=2") < usual
+    baseline = total()
+    assert total("train.batch_tokens=8192") > baseline
+    assert total("drafter.depths=7") > baseline
+    assert total("train.gradient_checkpointing=true") < baseline
+    assert total("target.place=sharded") < baseline
+    assert total("launch.accumulation=2") < baseline
 
 
-def test_unknown_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_gpus_raise(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["memory", "memory.gpu=v100"])
     assert stopped.value.code == 2

@@ -51,46 +51,46 @@ def plain(record: Record) -> Record:
     return Record(**fields)
 
 
-def test_tau_counts_what_the_rounds_emit_and_not_what_the_prefill_emits() -> None:
+def test_tau_excludes_the_prefill_token() -> None:
     assert summarise([A], depth=3).tau == 6 / 2
     assert summarise([B], depth=3).tau == 5 / 3
     assert summarise([A, B], depth=3).tau == 11 / 5
 
 
-def test_accept_at_is_the_share_of_all_rounds_that_came_so_far() -> None:
+def test_accept_at_is_a_share_of_all_rounds() -> None:
     """Accepted 3, 1 | 0, 1, 2: four of five rounds accept one, two accept two, one three."""
     total = summarise([A, B], depth=4)
     assert total.accept_at == [4 / 5, 2 / 5, 1 / 5, 0.0]
     assert total.cond_at == [pytest.approx(x) for x in (4 / 5, 1 / 2, 1 / 2, 0.0)]
 
 
-def test_a_depth_that_nothing_reached_has_no_conditional_rate() -> None:
+def test_conditional_rate_is_none_after_zero() -> None:
     assert metrics.conditional([0.5, 0.0, 0.0]) == [0.5, 0.0, None]
     assert metrics.survival([], 2) == [0.0, 0.0]
 
 
-def test_tau_is_one_plus_the_survivals_but_for_answers_that_end_inside_a_draft() -> None:
+def test_tau_is_one_plus_sum_of_accept_at_except_for_cut_rounds() -> None:
     for records, cut in (([A], 0), ([A, B], 1)):
         total = summarise(records, depth=3)
         assert total.tau is not None
         assert total.tau == pytest.approx(1 + sum(total.accept_at) - cut / total.rounds)
 
 
-def test_alpha_counts_the_rejected_token_and_nothing_behind_it() -> None:
+def test_alpha_counts_the_rejected_token_and_nothing_after_it() -> None:
     """A: 3 tested, then 2. B: 1, 2, and in the cut round the 2 accepted ones only."""
     assert (A.cut, B.cut) == (False, True)
     assert (A.tested, B.tested) == (5, 5)
     assert summarise([A, B], depth=3).alpha == 7 / 10
 
 
-def test_milliseconds_are_per_round_per_step_per_token_and_per_prompt() -> None:
+def test_milliseconds_have_their_units() -> None:
     ms = summarise([A, B], depth=3).ms
     assert ms == {
         "draft": 150.0,  # 0.75 s in 5 rounds
         "target": 300.0,
         "verify": 25.0,
         "commit": 100.0,
-        "other": 25.0,  # of 3.0 s, 2.875 are booked
+        "other": 25.0,  # parts sum to 2.875 of 3.0 s
         "round": 600.0,
         "draft_step": 50.0,  # 0.75 s in 15 steps
         "baseline": pytest.approx(5000 / 11),  # 5 s for 6 + 5 tokens
@@ -99,7 +99,7 @@ def test_milliseconds_are_per_round_per_step_per_token_and_per_prompt() -> None:
     }
 
 
-def test_shares_add_up_to_one_and_overhead_is_all_but_draft_and_target() -> None:
+def test_shares_sum_to_one_and_overhead_excludes_draft_and_target() -> None:
     total = summarise([A, B], depth=3)
     shares = {name: share for name, share in total.shares.items() if share is not None}
     assert shares["draft"] == 0.25
@@ -109,7 +109,7 @@ def test_shares_add_up_to_one_and_overhead_is_all_but_draft_and_target() -> None
 
 
 def test_speedup_is_the_ratio_of_total_times_per_token() -> None:
-    """Plain 5 s / 11 tokens against 3 s / 11 tokens; each prompt on its own: 2 and 4/3."""
+    """Plain 5 s / 11 tokens against 3 s / 11 tokens; per prompt: 2 and 4/3."""
     total = summarise([A, B], depth=3)
     assert total.tokens_per_second == pytest.approx(11 / 3)
     assert total.baseline_tokens_per_second == pytest.approx(11 / 5)
@@ -117,14 +117,14 @@ def test_speedup_is_the_ratio_of_total_times_per_token() -> None:
     assert total.speedup_median == pytest.approx((2 + 4 / 3) / 2)
 
 
-def test_speedup_is_per_token_where_the_answers_differ_in_length() -> None:
-    """Half the tokens in half the time is no gain."""
+def test_speedup_is_per_token_if_answer_lengths_differ() -> None:
+    """Half the tokens in half the time: speedup 1."""
     longer = Record(**{**vars(A), "baseline_tokens": 13})
     assert summarise([A], depth=3).speedup == pytest.approx(2.0)
     assert summarise([longer], depth=3).speedup == pytest.approx(1.0)
 
 
-def test_without_a_baseline_there_is_no_speedup_and_no_theory() -> None:
+def test_no_speedup_and_no_theory_without_baseline() -> None:
     total = summarise([plain(A), plain(B)], depth=3)
     assert total.tau == 11 / 5
     assert total.speedup is None
@@ -135,7 +135,7 @@ def test_without_a_baseline_there_is_no_speedup_and_no_theory() -> None:
     assert predicted_speedups(total, 3, chain=True) is None
 
 
-def test_an_answer_of_one_token_has_no_round_and_no_tau() -> None:
+def test_one_token_answer_has_no_round_and_no_tau() -> None:
     one = Record(
         "c", "c", "story", 1, (), (), 0, RoundTimes(prefill=0.5), 1, RoundTimes(prefill=0.5)
     )
@@ -147,16 +147,16 @@ def test_an_answer_of_one_token_has_no_round_and_no_tau() -> None:
     assert summarise([A, one], depth=3).tau == summarise([A], depth=3).tau
 
 
-def test_the_middle_of_three_is_one_of_them_and_of_two_their_mean() -> None:
-    slow, quick, usual = (
+def test_median_clock_of_odd_and_even_counts() -> None:
+    slow, fast, middle = (
         RoundTimes(draft=d, rounds=r) for d, r in ((1.0, 9.0), (5.0, 2.0), (2.0, 4.0))
     )
-    assert median_clock([slow, quick, usual]) == usual
-    assert median_clock([quick, usual]) == RoundTimes(draft=3.5, rounds=3.0)
+    assert median_clock([slow, fast, middle]) == middle
+    assert median_clock([fast, middle]) == RoundTimes(draft=3.5, rounds=3.0)
     assert median_clock([slow]) == slow
 
 
-def test_the_interval_holds_the_estimate() -> None:
+def test_interval_contains_the_estimate() -> None:
     records = [Record(**{**vars(r), "dialogue": str(i)}) for i, r in enumerate([A, B] * 10)]
     total = summarise(records, depth=3, seed=1)
     assert total.tau_95 is not None
@@ -166,14 +166,14 @@ def test_the_interval_holds_the_estimate() -> None:
     assert 4 / 3 < total.speedup_95[0] < 5 / 3 < total.speedup_95[1] < 2
 
 
-def test_the_interval_depends_on_the_seed_alone() -> None:
+def test_bootstrap_is_deterministic_for_a_seed() -> None:
     first, again, other = (
         bootstrap([(7**i % 101, 1) for i in range(20)], range(20), seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
-def test_the_interval_covers_as_a_normal_one_does() -> None:
+def test_bootstrap_matches_the_normal_interval() -> None:
     """Mean of 200 values of which half are 1: standard error 0.5 / sqrt(200)."""
     interval = bootstrap([(i % 2, 1) for i in range(200)], range(200), seed=0)
     assert interval is not None
@@ -182,21 +182,21 @@ def test_the_interval_covers_as_a_normal_one_does() -> None:
     assert interval[1] == pytest.approx(0.5 + half, abs=0.012)
 
 
-def test_turns_of_one_dialogue_are_drawn_together() -> None:
-    """Two turns of one dialogue are one observation, and of one there is no interval."""
+def test_turns_of_a_dialogue_are_resampled_together() -> None:
+    """Two turns of one dialogue are one observation, which has no interval."""
     turn = Record(**{**vars(B), "dialogue": "a"})
     assert summarise([A, turn], depth=3).tau_95 is None
     assert summarise([A, B], depth=3).tau_95 == (5 / 3, 3.0)
 
 
-def test_theory_from_times_restates_the_measured_speedup() -> None:
+def test_from_times_equals_the_measured_speedup() -> None:
     total = summarise([A, B], depth=3)
     theory = predicted_speedups(total, 3, chain=True)
     assert theory is not None
     assert theory["from_times"] == pytest.approx(total.speedup)
 
 
-def test_theory_quantifies_overhead_and_verification() -> None:
+def test_predicted_speedups_without_overhead_and_verification() -> None:
     """Per round 150 draft + 300 target + 150 rest; a plain step takes 5000/11, tau is 11/5."""
     theory = predicted_speedups(summarise([A, B], depth=3), 3, chain=True)
     assert theory is not None
@@ -207,25 +207,25 @@ def test_theory_quantifies_overhead_and_verification() -> None:
     assert theory["iid"] == pytest.approx(expected * (5000 / 11) / 450)
 
 
-def test_the_best_chain_length_is_zero_where_nothing_is_accepted() -> None:
+def test_best_gamma_is_zero_if_nothing_is_accepted() -> None:
     wrong = Record(**{**vars(A), "accepted": (0,) * 6, "drafted": (3,) * 6})
-    hopeless = predicted_speedups(summarise([wrong], depth=3), 3, chain=True)
+    rejected = predicted_speedups(summarise([wrong], depth=3), 3, chain=True)
     perfect = Record(**{**vars(A), "tokens": 9, "accepted": (3, 3)})
-    hopeful = predicted_speedups(summarise([perfect], depth=3), 3, chain=True)
-    assert hopeless is not None
-    assert hopeful is not None
-    assert hopeless["best_gamma"] == 0
-    assert hopeful["best_gamma"] == 3
+    accepted = predicted_speedups(summarise([perfect], depth=3), 3, chain=True)
+    assert rejected is not None
+    assert accepted is not None
+    assert rejected["best_gamma"] == 0
+    assert accepted["best_gamma"] == 3
 
 
-def test_formulas_for_chains_are_not_applied_to_trees() -> None:
+def test_chain_formulas_are_not_applied_to_trees() -> None:
     theory = predicted_speedups(summarise([A, B], depth=3), 3, chain=False)
     assert theory is not None
     assert theory["iid"] is None
     assert theory["best_gamma"] is None
 
 
-def test_every_number_of_a_summary_is_defined() -> None:
+def test_every_field_of_a_summary_has_a_definition() -> None:
     defined = {metric.name for metric in METRICS}
     total = summarise([A, B], depth=3)
     reported = {name for name in vars(total) if name != "ms"} | {f"ms.{name}" for name in total.ms}

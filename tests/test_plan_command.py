@@ -1,4 +1,4 @@
-"""`outrider plan`, `bench rounds` and `bench batch`, on a folder as runs leave it."""
+"""`outrider plan`, `bench rounds` and `bench batch` on a run folder."""
 
 import dataclasses
 import json
@@ -18,8 +18,8 @@ from outrider.eval.run import evaluate
 from outrider.launch.bench import decode
 from outrider.launch.compare import compare
 from outrider.train.settings import parse
-from tests.test_eval_run import configured, place  # noqa: F401 - a fixture
-from tests.test_plan_surface import TABLE, WORTH, Invented
+from tests.test_eval_run import configured, workspace  # noqa: F401 - a fixture
+from tests.test_plan_surface import TABLE, TAU, FakeClock
 
 SMALL = [
     "plan.depths=[1,2,9]", "plan.widths=[1,2]", "plan.nodes=[2,3,4,5]", "plan.batches=[1,2]",
@@ -32,31 +32,29 @@ LARGE = [
 
 
 @pytest.fixture
-def run(place: Path) -> Config:  # noqa: F811
+def run(workspace: Path) -> Config:  # noqa: F811
     """The run, with prompts that its small target can read."""
-    config = configured(place)
+    config = configured(workspace)
     written = parse(compose([
-        "target=hf", f"target.path={place / 'target'}", "target.dtype=float32",
-        f"run.dir={place / 'run'}", f"eval.prompts={place / 'suite.jsonl'}",
+        "target=hf", f"target.path={workspace / 'target'}", "target.dtype=float32",
+        f"run.dir={workspace / 'run'}", f"eval.prompts={workspace / 'suite.jsonl'}",
     ], "train"))  # fmt: skip
-    (place / "run" / "config.yaml").write_text(to_yaml(written))
+    (workspace / "run" / "config.yaml").write_text(to_yaml(written))
     return config
 
 
 def planned(run: Config, *words: str) -> dict[str, object]:
     assert command.plan(run, verb_group(PlanConfig, "plan", [*SMALL, *words])[0]) == 0
-    found: dict[str, object] = json.loads((Path(run.run.dir) / "plan" / "plan.json").read_text())
-    return found
+    content: dict[str, object] = json.loads((Path(run.run.dir) / "plan" / "plan.json").read_text())
+    return content
 
 
-def test_a_plan_is_checked_by_decoding_and_written(
-    run: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = planned(run)
+def test_plan_is_checked_by_decoding(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    content = planned(run)
     printed = capsys.readouterr().out
     assert "depths [9] left out" in printed
     assert "predicted and measured" in printed
-    checks = said["checks"]
+    checks = content["checks"]
     assert isinstance(checks, list)
     # all others calibrate the prediction
     free = [("tree 2x2, 4 nodes", 2), ("tree 2x2, 4 nodes", 1)]
@@ -64,27 +62,23 @@ def test_a_plan_is_checked_by_decoding_and_written(
     for check in checks:
         assert check["off"] == pytest.approx(check["speedup_foreseen"] / check["speedup"] - 1)
         assert check["tau"] >= 1
-    decoded = said["times"]["decoded"]  # type: ignore[index]
+    decoded = content["times"]["decoded"]  # type: ignore[index]
     assert {batch: len(rounds) for batch, rounds in decoded.items()} == {"1": 6, "2": 6}
 
 
-def test_where_all_shapes_calibrate_the_plan_none_is_left_to_check(
-    run: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_check_if_all_shapes_calibrate(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(run, "plan.nodes=[3]")["checks"] == []
     assert "used to calibrate" in capsys.readouterr().out
 
 
-def test_runs_with_a_plan_can_still_be_compared(
-    run: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_with_a_plan_can_be_compared(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
     planned(run, "plan.check=0")
     evaluate(run)
     assert compare([run.run.dir]) == 0
     assert "chain@0" in capsys.readouterr().out
 
 
-def test_other_machines_and_other_models_are_predicted(
+def test_other_machines_and_models_are_predicted(
     run: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own, other = planned(run, "plan.machine=h100"), planned(run, *LARGE)
@@ -96,25 +90,25 @@ def test_other_machines_and_other_models_are_predicted(
     assert short["times"]["budget"] == 16  # type: ignore[index]
     assert "H100" in capsys.readouterr().out
     assert own["warnings"] == []
-    assert not any("Acceptance is that of" in said for said in own["assumptions"])  # type: ignore[attr-defined]
-    assert any("Acceptance is that of" in said for said in other["assumptions"])  # type: ignore[attr-defined]
+    assert not any("Acceptance is that of" in text for text in own["assumptions"])  # type: ignore[attr-defined]
+    assert any("Acceptance is that of" in text for text in other["assumptions"])  # type: ignore[attr-defined]
     words = ("plan.machine=rtx4090", "plan.target_params=70", "plan.batches=[1,4]", "plan.fixed=0")
     tight = planned(run, *LARGE, *words)
     assert tight["times"]["machine"]["fixed"] == 0  # type: ignore[index]
     warnings: list[str] = tight["warnings"]  # type: ignore[assignment]
-    assert [said[:20] for said in warnings] == ["Batch 1 with 8 token", "Batch 1 with 24 toke"]
+    assert [text[:20] for text in warnings] == ["Batch 1 with 8 token", "Batch 1 with 24 toke"]
     assert "RTX 4090 has 24 GB" in capsys.readouterr().out.replace("\n", " ")
-    faster = planned(run, *LARGE, *words, "plan.bandwidth=1.1")  # the rate is another, not the room
+    faster = planned(run, *LARGE, *words, "plan.bandwidth=1.1")  # another rate, the same memory
     assert len(faster["warnings"]) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["depths", "batches", "contexts"])
-def test_a_plan_of_nothing_is_refused(run: Config, name: str) -> None:
+def test_empty_list_raises(run: Config, name: str) -> None:
     with pytest.raises(ConfigError, match="The list is empty"):
         planned(run, f"plan.{name}=[]")
 
 
-def test_half_a_model_or_half_a_machine_is_refused(run: Config) -> None:
+def test_incomplete_model_or_machine_raises(run: Config) -> None:
     with pytest.raises(ConfigError, match="need all of"):
         planned(run, "plan.machine=h100", "plan.target_params=8")
     with pytest.raises(ConfigError, match="needs both"):
@@ -126,12 +120,12 @@ def test_half_a_model_or_half_a_machine_is_refused(run: Config) -> None:
             planned(run, *words)
 
 
-def test_how_far_off_a_prediction_was() -> None:
-    (row,) = (row for row in surface(TABLE, WORTH, Invented(), Grid([1])) if row.depth)
+def test_relative_error_of_a_check() -> None:
+    (row,) = (row for row in surface(TABLE, TAU, FakeClock(), Grid([1])) if row.depth)
     assert Check(row, tau=1.5, speedup=row.speedup / 1.1).error == pytest.approx(0.1)
 
 
-def test_an_unfinished_run_is_refused(run: Config, tmp_path: Path) -> None:
+def test_unfinished_run_raises(run: Config, tmp_path: Path) -> None:
     empty = dataclasses.replace(run, run=dataclasses.replace(run.run, dir=str(tmp_path)))
     with pytest.raises(RunError, match="not finished"):
         command.plan(empty, PlanConfig())
@@ -143,7 +137,7 @@ def test_an_unfinished_run_is_refused(run: Config, tmp_path: Path) -> None:
 GREEDY, USUAL, COUPLED = ("greedy",) * 3, ("ratio", "match", "match"), ("coupled",) * 3
 
 
-def test_the_parts_of_a_round_add_up(run: Config, tmp_path: Path) -> None:
+def test_bench_rounds_parts_sum_to_the_round(run: Config, tmp_path: Path) -> None:
     out = tmp_path / "rounds.json"
     words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", f"out={out}"]
     assert decode.rounds(words) == 0
@@ -159,13 +153,13 @@ def test_the_parts_of_a_round_add_up(run: Config, tmp_path: Path) -> None:
         assert 0 < row["overhead"] < 1
 
 
-def test_rounds_that_were_never_made_are_not_measured(run: Config) -> None:
-    """One token is the first, which reading the prompt says."""
+def test_bench_rounds_without_a_round_raises(run: Config) -> None:
+    """The only token is emitted by the prefill."""
     with pytest.raises(RunError, match="ended with its first token"):
         decode.rounds([f"run.dir={run.run.dir}", "limit=2", "tokens=1", "repeats=1"])
 
 
-def test_a_batch_gives_the_answers_of_single_prompts(run: Config, tmp_path: Path) -> None:
+def test_bench_batch_equals_single_prompts(run: Config, tmp_path: Path) -> None:
     out = tmp_path / "batch.json"
     words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", "batches=1,3"]
     assert decode.batch([*words, f"out={out}"]) == 0
@@ -174,6 +168,6 @@ def test_a_batch_gives_the_answers_of_single_prompts(run: Config, tmp_path: Path
     assert all(row["same"] == 3 for row in rows)
 
 
-def test_a_batch_that_is_never_full_is_refused(run: Config) -> None:
+def test_bench_batch_larger_than_the_prompts_raises(run: Config) -> None:
     with pytest.raises(ConfigError, match="never be full"):
         decode.batch([f"run.dir={run.run.dir}", "limit=2", "batches=1,3"])

@@ -1,4 +1,4 @@
-"""Recommended drafts: by hand on invented times, by enumeration, and in the limits."""
+"""Plans: worked examples with a fake clock, limits of the roofline, output."""
 
 import io
 import json
@@ -27,33 +27,33 @@ from outrider.models.decode.tree_shapes import expected
 from tests import tiny
 
 TABLE = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
-WORTH = partial(expected, table=TABLE)
+TAU = partial(expected, table=TABLE)
 LARGE = ModelSize(8e9, 16e9, 131_072, 4096, 32)
 SMALL = ModelSize(0.4e9, 0.8e9, 4096, 4096, 1)
 
 
 @dataclass(frozen=True)
-class Invented:
+class FakeClock:
     """A plain step takes 10 ms, each token more adds 1 per prompt, each draft step takes 2."""
 
-    besides: float = 0.5
-    slower: float = 1.0
-    name: str = "nowhere"
-    assumptions: tuple[str, ...] = ("Nothing is real.",)
+    rest_ms: float = 0.5
+    factor: float = 1.0
+    name: str = "fake"
+    assumptions: tuple[str, ...] = ("Times are fake.",)
 
     def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
-        rest = self.besides if shape.depth else 0.0
+        rest = self.rest_ms if shape.depth else 0.0
         times = 2.0 * shape.depth, 10.0 + batch * shape.nodes, rest
-        return RoundCost(*(self.slower * time for time in times))
+        return RoundCost(*(self.factor * time for time in times))
 
     def fields(self) -> dict[str, Any]:
-        return {"invented": True}
+        return {"fake": True}
 
 
 # ---- shapes --------------------------------------------------------------------------------------
 
 
-def test_what_a_shape_asks_of_the_drafter() -> None:
+def test_draft_shape_of_trees_and_chains() -> None:
     """Of the tree 0, 1, 00, 01, 10, 000: the root, then both of its children, then one."""
     tree = DraftShape.of(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
     assert tree == DraftShape(depth=3, nodes=6, parents=(1, 2, 1))
@@ -61,14 +61,14 @@ def test_what_a_shape_asks_of_the_drafter() -> None:
     chain = DraftShape.of(((0,), (0, 0)))
     assert (chain, chain.kind, chain.width) == (DraftShape(2, 2, (1, 1)), "chain", 1.0)
     assert (DraftShape.of(()), PLAIN.kind) == (PLAIN, "plain")
-    assert DraftShape.of(((0,), (1,))).width == 1.0  # the one step knows the root alone
+    assert DraftShape.of(((0,), (1,))).width == 1.0  # the only step expands the root
 
 
-def test_a_tree_that_is_there_already_is_not_tried_again() -> None:
-    """Of 2 nodes the best are 0 and 00, the chain; a third rank is never among 3 nodes."""
+def test_draft_trees_are_distinct() -> None:
+    """The best 2 nodes are 0 and 00, the chain; 3 nodes never include a third rank."""
     table = torch.tensor([[0.6, 0.2, 0.01], [0.5, 0.1, 0.01]])
-    found = draft_trees(table, Grid([1, 2], [1, 2, 3], [2, 3]))
-    assert found == {
+    trees = draft_trees(table, Grid([1, 2], [1, 2, 3], [2, 3]))
+    assert trees == {
         (1, 1, 1): ((0,),),
         (2, 1, 2): ((0,), (0, 0)),
         (1, 2, 2): ((0,), (1,)),
@@ -80,10 +80,10 @@ def test_a_tree_that_is_there_already_is_not_tried_again() -> None:
 # ---- the surface ---------------------------------------------------------------------------------
 
 
-def test_the_surface_holds_hand_numbers() -> None:
+def test_surface_worked_example() -> None:
     rows = {
         row.label: row
-        for row in surface(TABLE, WORTH, Invented(), Grid([1, 2], [1, 2], [3], [1], [64]))
+        for row in surface(TABLE, TAU, FakeClock(), Grid([1, 2], [1, 2], [3], [1], [64]))
     }
     assert set(rows) == {"plain", "chain 1", "chain 2", "tree 2x2, 3 nodes"}
     chain, tree = rows["chain 2"], rows["tree 2x2, 3 nodes"]
@@ -97,28 +97,28 @@ def test_the_surface_holds_hand_numbers() -> None:
     assert rows["plain"].speedup == 1
 
 
-def test_each_setting_recommends_its_own_draft_and_plain_decoding_where_none_pays() -> None:
+def test_recommended_draft_depends_on_the_batch() -> None:
     """Chains of 1 and 2: 1.6/1.35, 1.9/1.65 for one prompt; 1.6/2.25, 1.9/3.45 for ten."""
-    rows = surface(TABLE, WORTH, Invented(), Grid([1, 2], [], [], [1, 10], [64]))
+    rows = surface(TABLE, TAU, FakeClock(), Grid([1, 2], [], [], [1, 10], [64]))
     assert [(row.batch, row.label) for row in recommended(rows)] == [(1, "chain 1"), (10, "plain")]
 
 
-def test_a_tree_has_the_nodes_and_the_depth_of_its_label() -> None:
-    """Of 1 and 2 nodes it is a chain, and 7 there are not; at 4 levels 3 nodes stay above."""
-    rows = surface(TABLE, WORTH, Invented(), Grid([2], [2], [1, 2, 6, 7], [1], [64]))
+def test_trees_have_the_nodes_and_depth_of_their_label() -> None:
+    """1 and 2 nodes are a chain, 7 do not exist; 3 nodes do not reach depth 4."""
+    rows = surface(TABLE, TAU, FakeClock(), Grid([2], [2], [1, 2, 6, 7], [1], [64]))
     assert [row.key for row in rows] == [(0, 0, 0), (2, 1, 2), (2, 2, 6)]
     flat = torch.tensor([[0.5, 0.4]] * 4)
     assert set(draft_trees(flat, Grid([4], [2], [3, 16]))) == {(4, 1, 4), (4, 2, 16)}
 
 
-def test_of_equal_speedups_the_smaller_draft_is_recommended() -> None:
+def test_smaller_draft_is_recommended_for_equal_speedups() -> None:
     row = PlanRow(1, 64, 2, 1, 2, 1.5, 1.0, 1.0, 2.0, 2.0, 1.5)
     small = row._replace(depth=1, nodes=1)
     assert recommended([row, small]) == [small]
 
 
 @pytest.mark.parametrize(
-    ("table", "depth", "width", "said"),
+    ("table", "depth", "width", "message"),
     [
         ([[0.5, 0.5], [0.8, 0.3]], 1, 1, "sum to 1.1"),
         ([[0.5, -0.1]], 1, 1, "probabilities from 0 to 1"),
@@ -126,11 +126,11 @@ def test_of_equal_speedups_the_smaller_draft_is_recommended() -> None:
         (TABLE.tolist(), 1, 3, "widest = 3: use 1 to 2"),
     ],
 )
-def test_wrong_tables_and_shapes_are_refused(
-    table: list[list[float]], depth: int, width: int, said: str
+def test_invalid_tables_and_shapes_raise(
+    table: list[list[float]], depth: int, width: int, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
-        surface(torch.tensor(table), WORTH, Invented(), Grid([depth], [width], [4]))
+    with pytest.raises(ValueError, match=message):
+        surface(torch.tensor(table), TAU, FakeClock(), Grid([depth], [width], [4]))
 
 
 # ---- another machine -----------------------------------------------------------------------------
@@ -146,24 +146,24 @@ def _best(batch: int, context: int, drafter: ModelSize, budget: int | None) -> f
     return max(row.speedup for row in rows if row.depth)
 
 
-def test_large_batches_are_bound_by_arithmetic_and_speculation_stops_to_pay() -> None:
+def test_speculation_is_slower_at_large_batches() -> None:
     speedups = [_best(batch, 16, SMALL, None) for batch in (1, 64, 256, 1024)]
     assert speedups == sorted(speedups, reverse=True)
     assert speedups[0] > 2
     assert speedups[-1] < 1
 
 
-def test_at_large_batches_a_drafter_of_constant_budget_gains_with_the_context() -> None:
-    """MagicDec: the target drafts for itself over 512 rows."""
+def test_constant_budget_gains_with_context_at_large_batches() -> None:
+    """MagicDec: self-speculation with a budget of 512 rows."""
     contexts = (1024, 4096, 16_384, 65_536)
     speedups = [_best(128, context, LARGE, 512) for context in contexts]
     assert speedups == sorted(speedups)
     assert speedups[0] < 1 < 1.5 < speedups[-1]
     whole = [_best(128, context, LARGE, None) for context in contexts]
-    assert max(whole) < 1  # control: without a budget it reads what the target reads
+    assert max(whole) < 1  # control: without a budget
 
 
-def test_a_prediction_lists_its_assumptions() -> None:
+def test_predicted_plan_lists_its_assumptions() -> None:
     clock = RooflineClock(MACHINES["a100"], LARGE, (SMALL,))
     plan = predicted_plan(RATES, partial(expected, table=RATES), clock, Grid(depths=[1, 2]))
     assert plan.name == "A100 SXM 80GB, predicted"
@@ -174,8 +174,8 @@ def test_a_prediction_lists_its_assumptions() -> None:
 # ---- showing and writing -------------------------------------------------------------------------
 
 
-def test_the_printed_plan_names_the_best_draft_and_every_assumption() -> None:
-    plan = make_plan(TABLE, WORTH, Invented(), Grid([1, 2], [2], [3, 4], [1, 10], [64]))
+def test_printed_plan_has_the_best_draft_and_every_assumption() -> None:
+    plan = make_plan(TABLE, TAU, FakeClock(), Grid([1, 2], [2], [3, 4], [1, 10], [64]))
     console = Console(file=io.StringIO(), width=400)
     print_plan(console, plan)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -184,13 +184,13 @@ def test_the_printed_plan_names_the_best_draft_and_every_assumption() -> None:
     assert "plain" in text
     for sentence in plan.assumptions:
         assert sentence in text
-    assert "Nothing is real." in plan.assumptions
+    assert "Times are fake." in plan.assumptions
 
 
-def test_a_plan_can_be_read_in_eighty_columns() -> None:
-    """Nothing is cut, not even where numbers are long; every draft has its place."""
+def test_printed_plan_fits_eighty_columns() -> None:
+    """Nothing is truncated, even for long numbers."""
     grid = Grid([1, 2], [2], [3, 4], [1, 4, 16, 128], [64, 65536])
-    plan = make_plan(TABLE, WORTH, Invented(slower=400.0), grid)
+    plan = make_plan(TABLE, TAU, FakeClock(factor=400.0), grid)
     console = Console(file=io.StringIO(), width=80)
     print_plan(console, plan)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -203,27 +203,27 @@ def test_a_plan_can_be_read_in_eighty_columns() -> None:
     assert [f"{row.speedup:.2f}" for row in rows] == [
         word.lstrip("*") for line in lines for word in line.split()[5:]
     ]
-    titles = 2  # that say what is marked
+    titles = 2  # with an asterisk
     assert text.count("*") == titles + sum(row.depth > 0 for row in plan.recommended)
 
 
-def test_the_written_plan_is_json_and_a_picture(tmp_path: Path) -> None:
-    plan = make_plan(TABLE, WORTH, Invented(), Grid([1, 2], [2], [3], [1, 4], [64, 128]))
+def test_written_plan_is_json_and_png(tmp_path: Path) -> None:
+    plan = make_plan(TABLE, TAU, FakeClock(), Grid([1, 2], [2], [3], [1, 4], [64, 128]))
     write_plan(tmp_path, plan)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    said = json.loads((tmp_path / "plan.json").read_text())
-    assert len(said["rows"]) == len(plan.rows) == 16
-    assert said["times"] == {"invented": True}
-    assert said["table"] == TABLE.tolist()
-    assert [row["shape"] for row in said["recommended"]] == [r.label for r in plan.recommended]
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert len(content["rows"]) == len(plan.rows) == 16
+    assert content["times"] == {"fake": True}
+    assert content["table"] == TABLE.tolist()
+    assert [row["shape"] for row in content["recommended"]] == [r.label for r in plan.recommended]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.png"]
 
 
 # ---- this machine --------------------------------------------------------------------------------
 
 
-def test_a_measured_grid_serves_a_whole_plan() -> None:
-    """Every shape between the points has a time; taps are put back as they were."""
+def test_plan_from_measured_forwards() -> None:
+    """Every shape between the points has a time; taps are restored."""
     target = tiny.target()
     drafter = tiny.drafter("eagle3", target).eval()
     target.set_taps([2])
@@ -232,7 +232,7 @@ def test_a_measured_grid_serves_a_whole_plan() -> None:
     assert target.taps == (2,)
     assert timing.target.axes == {"tokens": (1, 8), "batch": (1, 2), "context": (8, 16)}
     assert timing.draft.axes["width"] == (1, 2)
-    plan = make_plan(TABLE, WORTH, timing, Grid([1, 2], [2], [3, 6], [1, 2], [8, 12]))
+    plan = make_plan(TABLE, TAU, timing, Grid([1, 2], [2], [3, 6], [1, 2], [8, 12]))
     assert len(plan.rows) == 4 * (1 + 2 + 2)
     assert all(row.round_ms > row.verify_ms > 0 for row in plan.rows if row.depth)
     times = json.loads(json.dumps(plan.fields()))["times"]

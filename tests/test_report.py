@@ -72,59 +72,57 @@ def report(*seconds: float | None, mismatches: tuple[Mismatch, ...] = (), **sett
     )
 
 
-def printed(made: Report, width: int = 140) -> str:
+def printed(result: Report, width: int = 140) -> str:
     stream = io.StringIO()
-    show(made, Console(file=stream, width=width))
+    show(result, Console(file=stream, width=width))
     return stream.getvalue()
 
 
-def test_the_verdict_has_speedup_tau_and_times() -> None:
+def test_verdict_has_speedup_tau_and_times() -> None:
     verdict = report(2.0, 2.0).verdict()
     assert verdict.startswith("2.00x (95 %: 2.00-2.00), faster: tau 3.00 at 500.0 ms per round")
     assert "333.3 ms per plain token" in verdict
     assert "all 2 answers equal plain decoding" in verdict
 
 
-def test_the_verdict_admits_a_loss() -> None:
+def test_verdict_reports_a_slowdown() -> None:
     assert "0.50x (95 %: 0.50-0.50), slower" in report(0.5, 0.5).verdict()
 
 
-def test_an_interval_around_one_is_no_gain() -> None:
+def test_verdict_of_an_interval_around_one() -> None:
     assert "about as fast, within noise: tau" in report(0.5, 0.5, 2.0, 2.0).verdict()
 
 
-def test_without_a_baseline_the_verdict_claims_nothing() -> None:
+def test_verdict_without_baseline() -> None:
     verdict = report(None).verdict()
     assert "speedup unknown without a baseline" in verdict
     assert "plain decoding was not run" in verdict
 
 
-def test_in_float32_any_mismatch_is_an_error() -> None:
-    made = report(2.0, mismatches=(Mismatch("p0", 4, 7, 9, 0.0),))
-    assert made.exact is False
-    assert made.exceeds_rounding
-    assert "MORE THAN ROUNDING" in made.verdict()
+def test_any_float32_mismatch_exceeds_rounding() -> None:
+    result = report(2.0, mismatches=(Mismatch("p0", 4, 7, 9, 0.0),))
+    assert result.exact is False
+    assert result.exceeds_rounding
+    assert "MORE THAN ROUNDING" in result.verdict()
 
 
 @pytest.mark.parametrize(("gap", "broken"), [(0.125, False), (3.0, True)])
-def test_in_bfloat16_a_narrow_lead_is_rounding_and_a_wide_one_is_not(
-    gap: float, broken: bool
-) -> None:
+def test_bfloat16_mismatch_is_rounding_if_the_gap_is_small(gap: float, broken: bool) -> None:
     """One unit in the last place of a bfloat16 logit between 16 and 32 is 0.125."""
-    made = report(2.0, 2.0, mismatches=(Mismatch("p0", 4, 7, 9, gap),), dtype="bfloat16")
-    assert made.exact is False
-    assert made.exceeds_rounding is broken
-    assert ("rounding in bfloat16" in made.exactness()) is not broken
-    assert "1 of 2 answers differ from plain decoding" in made.exactness()
+    result = report(2.0, 2.0, mismatches=(Mismatch("p0", 4, 7, 9, gap),), dtype="bfloat16")
+    assert result.exact is False
+    assert result.exceeds_rounding is broken
+    assert ("rounding in bfloat16" in result.exactness()) is not broken
+    assert "1 of 2 answers differ from plain decoding" in result.exactness()
 
 
 def test_sampled_answers_are_not_compared() -> None:
-    made = report(2.0, temperature=1.0)
-    assert made.exact is None
-    assert "sampled" in made.exactness()
+    result = report(2.0, temperature=1.0)
+    assert result.exact is None
+    assert "sampled" in result.exactness()
 
 
-def test_tau_is_printed_beside_ms_and_speedup_for_every_category() -> None:
+def test_speed_table_has_every_category() -> None:
     text = printed(report(2.0, 4.0))
     line = {
         words[0]: words
@@ -136,7 +134,7 @@ def test_tau_is_printed_beside_ms_and_speedup_for_every_category() -> None:
     assert line["all"][1:7] == ["2", "14", "3.00", "500.0", "500.0", "3.00x"]
 
 
-def test_the_verdict_is_printed_first_and_definitions_on_request() -> None:
+def test_verdict_is_printed_first_and_definitions_on_request() -> None:
     measured = report(2.0)
     text = printed(measured)
     assert " ".join(text.split()).startswith(measured.verdict())
@@ -148,13 +146,13 @@ def test_the_verdict_is_printed_first_and_definitions_on_request() -> None:
         assert metric.definition in stream.getvalue()
 
 
-def test_prompts_left_out_are_named() -> None:
+def test_left_out_prompts_are_printed() -> None:
     assert "left out, longer than the target's context: p7, p9" in printed(
         report(2.0, left_out=["p7", "p9"])
     )
 
 
-def test_theory_stands_beside_the_measured_speedup() -> None:
+def test_theory_table_has_measured_and_predicted_speedups() -> None:
     """Per round: 500 ms, of which 125 are verify and commit; tau x plain step = 3 x 333.3 ms."""
     text = printed(report(2.0))
     for name, factor in (
@@ -165,10 +163,10 @@ def test_theory_stands_beside_the_measured_speedup() -> None:
         assert any(name in line and factor in line for line in text.splitlines())
 
 
-def test_the_files_hold_what_was_measured(tmp_path: Path) -> None:
-    made = report(2.0, 2.0, mismatches=(Mismatch("p0", 4, 7, 9, 0.25),), dtype="bfloat16")
+def test_report_files_are_complete(tmp_path: Path) -> None:
+    result = report(2.0, 2.0, mismatches=(Mismatch("p0", 4, 7, 9, 0.25),), dtype="bfloat16")
     stream = io.StringIO()
-    show_and_save(made, tmp_path / "eval", "quick", Console(file=stream, width=140))
+    show_and_save(result, tmp_path / "eval", "quick", Console(file=stream, width=140))
     assert "quick.json" in stream.getvalue()
     content = json.loads((tmp_path / "eval" / "quick.json").read_text())
     assert content["tau"] == 3.0
@@ -179,11 +177,11 @@ def test_the_files_hold_what_was_measured(tmp_path: Path) -> None:
     }  # fmt: skip
     assert set(content["categories"]) == {"p0", "p1"}
     lines = (tmp_path / "eval" / "quick.outputs.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == made.outputs
+    assert [json.loads(line) for line in lines] == result.outputs
     assert (tmp_path / "eval" / "quick.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_report_without_a_baseline_has_a_picture_too(tmp_path: Path) -> None:
+def test_report_without_baseline_has_a_plot(tmp_path: Path) -> None:
     save(report(None), tmp_path, "alone")
     assert json.loads((tmp_path / "alone.json").read_text())["speedup"] is None
     assert (tmp_path / "alone.png").stat().st_size > 1000
@@ -194,7 +192,7 @@ def measured(folder: Path, out: str = "eval", *seconds: float, **setting: Any) -
     return str(folder)
 
 
-def test_compare_puts_every_report_of_every_run_in_a_column(
+def test_compare_has_a_column_per_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = measured(tmp_path / "one", "eval", 2.0)
@@ -215,16 +213,14 @@ def test_compare_puts_every_report_of_every_run_in_a_column(
     assert "3.00" in speeds
 
 
-def test_compare_gives_every_run_a_line_of_costs_and_gains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Training facts where they were noted, tau and speedup of each shape, the best marked."""
+def test_overview_has_a_row_per_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training cost where recorded, tau and speedup of each shape, the best marked."""
     for name, plain, rate in (("one", 2.0, 0.5), ("two", 4.0, 0.75)):
         measured(tmp_path / name, "chain-t0", plain)
         measured(tmp_path / name, "chain-t1", 2 * plain, temperature=1.0)
-        held = {"alpha@1": rate, "alpha@2": rate / 2}
-        account = {"parameters": 2e6, "tokens_per_second": 800, "peak_memory_bytes": 3 * 2**20}
-        write_json(tmp_path / name / "training.json", {**account, "held_out": held})
+        held_out = {"alpha@1": rate, "alpha@2": rate / 2}
+        cost = {"parameters": 2e6, "tokens_per_second": 800, "peak_memory_bytes": 3 * 2**20}
+        write_json(tmp_path / name / "training.json", {**cost, "held_out": held_out})
     measured(tmp_path / "bare", "chain-t0", 1.0)
     runs = [read_results(tmp_path / name) for name in ("one", "two", "bare")]
     training, decoding, _ = overview(runs).renderables
@@ -262,7 +258,7 @@ def test_compare_gives_every_run_a_line_of_costs_and_gains(
         ("fingerprints", {**SETTING["fingerprints"], "prompts": "q" * 64}, "prompt file (pppppppp"),  # type: ignore[dict-item]
     ],
 )
-def test_compare_names_conditions_that_differ(
+def test_compare_prints_different_conditions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any, shown: str
 ) -> None:
     runs = [
@@ -273,7 +269,7 @@ def test_compare_names_conditions_that_differ(
     assert shown in " ".join(capsys.readouterr().out.split())
 
 
-def test_compare_names_the_runs_there_are_when_one_is_missing(tmp_path: Path) -> None:
+def test_compare_of_a_missing_run_lists_others(tmp_path: Path) -> None:
     measured(tmp_path / "good", "eval", 2.0)
     with pytest.raises(RunError, match=r"bad does not exist(.|\n)*good"):
         compare([str(tmp_path / "good"), str(tmp_path / "bad")])
@@ -283,7 +279,7 @@ def test_compare_names_the_runs_there_are_when_one_is_missing(tmp_path: Path) ->
         compare([str(tmp_path / "fresh")])
 
 
-def test_a_damaged_report_is_refused(tmp_path: Path) -> None:
+def test_damaged_report_raises(tmp_path: Path) -> None:
     run = measured(tmp_path / "run", "eval", 2.0)
     file = tmp_path / "run" / "eval" / "eval.json"
     file.write_text(file.read_text()[:50])
@@ -295,13 +291,13 @@ def test_a_damaged_report_is_refused(tmp_path: Path) -> None:
 
 
 def test_compare_separates_verification_rules(tmp_path: Path) -> None:
-    """One shape and temperature, three rules: three columns, and the lossy one says so."""
+    """One shape and temperature, three rules: three columns, and the lossy one marked."""
     warm = {"policy": "chain", "temperature": 1.0, "draft": "drawn"}
     kinds = {"usual": "ratio", "block": "block", "typical": "lossy_typical"}
     for name, verify in kinds.items():
         folder = measured(tmp_path / "run", name, 2.0, verify=verify, **warm)
     run = read_results(Path(folder))
-    names = {decoding_label(found) for found in run.reports.values()}
+    names = {decoding_label(report_fields) for report_fields in run.reports.values()}
     assert names == {"chain@1", "chain@1 (block)", "chain@1 (lossy_typical)"}
     favourites = {**warm, "draft": "best", "verify": "match"}
     assert decoding_label({**run.reports["usual"], **favourites}) == "chain@1 (best, match)"
@@ -309,11 +305,11 @@ def test_compare_separates_verification_rules(tmp_path: Path) -> None:
     assert decoding_label(tree) == "dynamic_tree@1"
 
 
-def test_a_lossy_report_is_marked() -> None:
-    made = report(2.0, temperature=1.0, lossy=True, verify="lossy_typical")
-    assert "LOSSY by choice (lossy_typical)" in made.verdict()
-    assert "chain, depth 3, LOSSY (lossy_typical), temperature 1" in printed(made)
+def test_lossy_report_is_marked() -> None:
+    result = report(2.0, temperature=1.0, lossy=True, verify="lossy_typical")
+    assert "LOSSY by choice (lossy_typical)" in result.verdict()
+    assert "chain, depth 3, LOSSY (lossy_typical), temperature 1" in printed(result)
     assert "LOSSY" not in printed(report(2.0, temperature=1.0, lossy=False, verify="ratio"))
-    run = RunFiles(Path(), "", [], None, None, {"eval": made, "usual": report(2.0)}, {}, None)
-    told = [str(part) for part in speed_parts(run)]
-    assert any("LOSSY (lossy_typical)" in part for part in told)
+    run = RunFiles(Path(), "", [], None, None, {"eval": result, "usual": report(2.0)}, {}, None)
+    parts = [str(part) for part in speed_parts(run)]
+    assert any("LOSSY (lossy_typical)" in part for part in parts)

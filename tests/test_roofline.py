@@ -1,4 +1,4 @@
-"""The roofline by hand, and the sizes of real modules against what those modules hold."""
+"""Roofline: worked examples, and sizes of real modules."""
 
 from typing import Any
 
@@ -33,24 +33,24 @@ def chain(depth: int) -> DraftShape:
     return DraftShape(depth, depth, (1,) * depth)
 
 
-def test_a_forward_is_the_roof_and_the_fixed_time() -> None:
+def test_forward_seconds_worked_example() -> None:
     """Reading 40 + 2 x 6 x 2 = 64 bytes; 2 x 2 x (2 x 20 + 6 x 4 x 3 x 2) = 736 operations."""
     assert forward_seconds(TOY, MODEL, batch=2, tokens=2, context=5) == pytest.approx(7.36 + 1)
     slow = Machine("slow", bandwidth=4.0, flops=100.0, fixed=0.0)
     assert forward_seconds(slow, MODEL, batch=2, tokens=2, context=5) == pytest.approx(16)
 
 
-def test_a_model_without_weights_is_no_forward() -> None:
+def test_model_without_weights_takes_no_time() -> None:
     assert forward_seconds(TOY, ModelSize(0, 0, 0, 3, 2), 4, 4, 100) == 0
 
 
-def test_another_number_format_scales_all_bytes() -> None:
+def test_stored_scales_all_bytes() -> None:
     half = MODEL.stored(1)
     assert (half.parameters, half.weights, half.kv) == (20, 20, 1)
     assert half.stored(2) == MODEL
 
 
-def test_a_round_on_another_machine_is_its_forwards() -> None:
+def test_round_is_the_sum_of_its_forwards() -> None:
     """`absorb` reads 10 bytes, the first step nothing, deeper ones 20: 2 + 0 + 3 + 3 seconds."""
     sizes = [ModelSize(count, count, 0, 1, 0) for count in (10, 0, 20)]
     clock = RooflineClock(Machine("toy", 10.0, 1e9, 1.0), MODEL, sizes)
@@ -58,14 +58,14 @@ def test_a_round_on_another_machine_is_its_forwards() -> None:
     assert clock.parts(PLAIN, 1, 5) == pytest.approx((0.0, 1000 * (1 + 50 / 10), 0.0))
 
 
-def test_a_step_reads_the_drafter_once_for_any_number_of_nodes() -> None:
-    """By arithmetic: 2 operations per number and node, and 1 node, then 3."""
+def test_arithmetic_of_a_step_grows_with_nodes() -> None:
+    """Bound by arithmetic: 2 operations per parameter and node; 1 node, then 3."""
     clock = RooflineClock(Machine("toy", 1e9, 10.0, 0.0), MODEL, [ModelSize(10, 10, 0, 1, 0)])
     tree = DraftShape(depth=2, nodes=6, parents=(1, 3))
     assert clock.parts(tree, 1, 7).draft == pytest.approx(1000 * 2 * (1 + 1 + 3))
 
 
-def test_a_budget_bounds_what_the_drafter_reads_and_nothing_else() -> None:
+def test_budget_limits_the_drafter_only() -> None:
     free, bound = (RooflineClock(H100, LARGE, (LARGE,), budget) for budget in (None, 512))
     assert free.parts(chain(4), 64, 512) == bound.parts(chain(4), 64, 512)
     long, short = free.parts(chain(4), 64, 32_768), bound.parts(chain(4), 64, 32_768)
@@ -80,22 +80,20 @@ def _against_plain(batch: int, context: int, budget: int, gamma: int) -> tuple[f
     return cost.draft / (gamma + 1) / plain.target, cost.target / plain.target
 
 
-def test_long_contexts_make_a_short_draft_cheap_and_verification_free() -> None:
+def test_magicdec_limit_of_long_contexts() -> None:
     """S -> large: T_D / T_T -> b / S, T_V / T_T -> 1."""
     draft, verify = _against_plain(batch=256, context=200_000, budget=50_000, gamma=3)
     assert draft == pytest.approx(1 / 4, rel=0.01)
     assert verify == pytest.approx(1, rel=0.01)
 
 
-def test_short_contexts_and_small_batches_make_self_drafting_useless() -> None:
-    """Then both forwards read the weights, and only those."""
+def test_self_speculation_gains_nothing_at_short_contexts() -> None:
+    """Both forwards read little but the weights."""
     assert _against_plain(1, 600, 512, gamma=3) == pytest.approx((1, 1), rel=0.01)
 
 
 @pytest.mark.parametrize(("context", "grows"), [(32_768, True), (64, False)])
-def test_larger_batches_help_behind_long_contexts_and_hurt_behind_short_ones(
-    context: int, grows: bool
-) -> None:
+def test_effect_of_batch_size_depends_on_the_context(context: int, grows: bool) -> None:
     """The paper's claim, alpha 0.8; a drafter of a fiftieth of the target for the short context."""
     drafter, budget = (LONG, 512) if grows else (ModelSize(0.27e9, 0.27e9, 10_000, 50, 50), 1024)
     clock = RooflineClock(RATES, LONG, (ModelSize(0, 0, 0, 1, 0), drafter), budget)
@@ -109,46 +107,48 @@ def test_larger_batches_help_behind_long_contexts_and_hurt_behind_short_ones(
     assert abs(speedups[0] - speedups[-1]) > 0.5
 
 
-def test_what_does_not_fit_is_pointed_out() -> None:
+def test_memory_warning() -> None:
     card, large = MACHINES["rtx4090"], ModelSize(70e9, 140e9, 1e6, 8192, 80)
-    said = RooflineClock(card, large, [large]).memory_warning(1, 64)
-    assert "280 GB" in said
-    assert "RTX 4090 has 24 GB" in said
+    text = RooflineClock(card, large, [large]).memory_warning(1, 64)
+    assert "280 GB" in text
+    assert "RTX 4090 has 24 GB" in text
     small, steps = ModelSize(1e9, 2e9, 1e6, 64, 8), [ModelSize(1, 2, 0, 64, 1)] * 3
     clock = RooflineClock(card, small, steps)
     assert clock.memory_warning(1, 1000) == ""
     assert "Batch 23 with 1000 tokens each" in clock.memory_warning(23, 1000)
 
 
-def test_the_assumptions_name_the_machine_and_its_rates() -> None:
-    said = RooflineClock(H100, LARGE, (SMALL,)).assumptions
-    assert said[0].startswith("H100 SXM 80GB: 3.35 TB/s, 989.4 TFLOP/s, 50 microseconds")
-    assert said[1:] == ASSUMPTIONS
+def test_assumptions_have_the_machine_and_its_rates() -> None:
+    text = RooflineClock(H100, LARGE, (SMALL,)).assumptions
+    assert text[0].startswith("H100 SXM 80GB: 3.35 TB/s, 989.4 TFLOP/s, 50 microseconds")
+    assert text[1:] == ASSUMPTIONS
 
 
 def test_presets_are_memory_bound_at_batch_one_and_compute_bound_at_large_batches() -> None:
-    """The ridge of every preset lies between 100 and 400 operations per byte."""
+    """The ridge of every preset is between 100 and 400 operations per byte."""
     for machine in MACHINES.values():
         assert 100 < machine.flops / machine.bandwidth < 400
         one, many = (forward_seconds(machine, LARGE, 1, n, 0) for n in (1, 8))
         assert many == pytest.approx(one, rel=1e-3)
-        crowd, crowds = (forward_seconds(machine, LARGE, 1024, n, 0) for n in (1, 8))
-        assert crowds > 7 * crowd
+        one_batch, many_batch = (forward_seconds(machine, LARGE, 1024, n, 0) for n in (1, 8))
+        assert many_batch > 7 * one_batch
 
 
 # ---- real modules --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gemma3", "gpt2"])
-def test_the_size_of_a_target_is_what_it_multiplies_with_and_caches(family: str) -> None:
-    """Against hooks on its layers, and the bytes that a forward of ten tokens leaves behind."""
+def test_model_size_equals_matrices_and_cache(family: str) -> None:
+    """Compared with its layers' parameters, and the cache after a forward of ten tokens."""
     target = tiny.target(family)
     size = ModelSize.of(target)
     cache = target.new_cache(10)
     ids = torch.arange(10)[None]
     target.forward(ids, ids, torch.ones(1, 10, 10, dtype=torch.bool).tril(), cache)
-    kept = sum(x.numel() * 4 for layer in range(target.num_layers) for x in cache.rows(layer))
-    assert size.kv == kept / 10
+    cached_bytes = sum(
+        x.numel() * 4 for layer in range(target.num_layers) for x in cache.rows(layer)
+    )
+    assert size.kv == cached_bytes / 10
     body = sum(p.numel() for layer in target.layers for p in layer.parameters())
     head = target.head_weight.numel()
     norms = target.shape().hidden * 2  # the final one, with a bias in GPT-2
@@ -157,9 +157,9 @@ def test_the_size_of_a_target_is_what_it_multiplies_with_and_caches(family: str)
 
 
 def _matrices(*modules: torch.nn.Module) -> int:
-    """Numbers in the weights of all linear layers inside."""
-    found = [m for module in modules for m in module.modules()]
-    return sum(m.weight.numel() for m in found if isinstance(m, torch.nn.Linear))
+    """Elements in the weights of all linear layers."""
+    layers = [m for module in modules for m in module.modules()]
+    return sum(m.weight.numel() for m in layers if isinstance(m, torch.nn.Linear))
 
 
 def _sizes(name: str) -> tuple[Any, Target, list[int], list[float]]:
@@ -170,7 +170,7 @@ def _sizes(name: str) -> tuple[Any, Target, list[int], list[float]]:
     return drafter, target, [int(size.parameters) for size in sizes], [s.kv for s in sizes]
 
 
-def test_eagle3_reads_its_fusion_once_its_layer_deeper_and_its_head_always() -> None:
+def test_eagle3_sizes() -> None:
     drafter, target, read, kv = _sizes("eagle3")
     layer, head = _matrices(drafter.midlayer), drafter.lm_head.weight.numel()
     assert read == [_matrices(drafter.fc) + layer, head, layer + head, layer + head]
@@ -178,13 +178,13 @@ def test_eagle3_reads_its_fusion_once_its_layer_deeper_and_its_head_always() -> 
     assert kv == [4 * 2 * shape.kv_heads * shape.head_dim] * 4
 
 
-def test_medusa_reads_all_heads_at_once_and_keeps_nothing() -> None:
+def test_medusa_sizes() -> None:
     drafter, _, read, kv = _sizes("medusa")
     assert read == [0, _matrices(drafter), 0, 0]
     assert kv == [0] * 4
 
 
-def test_mtp_reads_one_stage_per_step_and_the_targets_head_over_its_vocabulary() -> None:
+def test_mtp_sizes() -> None:
     drafter, target, read, kv = _sizes("mtp")
     head = tiny.DRAFTED * target.shape().hidden
     stage = _matrices(drafter.stages[0])
@@ -194,7 +194,7 @@ def test_mtp_reads_one_stage_per_step_and_the_targets_head_over_its_vocabulary()
     assert kv[0] == 3 * 4 * 2 * shape.kv_heads * shape.head_dim
 
 
-def test_a_draft_model_reads_its_body_to_take_in_and_its_head_to_speak() -> None:
+def test_draft_lm_sizes() -> None:
     drafter, _, read, kv = _sizes("draft_lm")
     shape = drafter.lm.shape()
     body, head = _matrices(drafter.body), tiny.DRAFTED * shape.hidden
@@ -202,7 +202,7 @@ def test_a_draft_model_reads_its_body_to_take_in_and_its_head_to_speak() -> None
     assert kv == [4 * 2 * shape.layers * shape.kv_heads * shape.head_dim] * 4
 
 
-def test_watching_a_drafter_changes_nothing_of_it() -> None:
+def test_drafter_sizes_does_not_change_the_drafter() -> None:
     target = tiny.target()
     drafter: Drafter = tiny.drafter("eagle3", target).eval()
     before = {name: value.clone() for name, value in drafter.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Round times, interpolated between invented measurements."""
+"""Round times, interpolated between synthetic measurements."""
 
 import pytest
 
@@ -9,7 +9,7 @@ POINTS: dict[tuple[int, ...], float] = {(1, 8): 10.0, (1, 16): 14.0, (5, 8): 12.
 MEASURED = TimeGrid({"tokens": (1, 5), "context": (8, 16)}, POINTS)
 
 
-def test_measured_points_are_exact_and_what_lies_between_is_linear() -> None:
+def test_grid_is_exact_at_points_and_linear_between() -> None:
     for (tokens, context), ms in POINTS.items():
         assert MEASURED.at(tokens=tokens, context=context) == ms
     assert MEASURED.at(tokens=2, context=8) == pytest.approx(10.5)
@@ -17,7 +17,7 @@ def test_measured_points_are_exact_and_what_lies_between_is_linear() -> None:
     assert MEASURED.at(tokens=3, context=12) == pytest.approx((10 + 14 + 12 + 20) / 4)
 
 
-def test_points_outside_the_grid_are_refused() -> None:
+def test_points_outside_the_grid_raise() -> None:
     with pytest.raises(ValueError, match="tokens = 6: measured were 1 to 5"):
         MEASURED.at(tokens=6, context=8)
     with pytest.raises(ValueError, match="context = 4"):
@@ -34,31 +34,29 @@ STEPS = TimeGrid(
 )
 
 
-def test_without_rounds_that_were_decoded_forwards_take_what_they_take_alone() -> None:
-    """The first step knows one node; behind it 1 and 3 are asked, as if 2 each time."""
+def test_without_decoded_rounds_a_round_is_its_forwards() -> None:
+    """The first step expands the root; 1 and 3 nodes after it count as 2 per step."""
     timing = MeasuredClock("here", FORWARDS, STEPS)
     assert timing.parts(PLAIN, 1, 8) == (0.0, 11.0, 0.0)
     assert timing.parts(DraftShape(3, 5, (1, 1, 3)), 1, 8) == pytest.approx((6.0, 16.0, 0.0))
 
 
-def test_rounds_that_were_decoded_are_met_and_others_of_their_kind_lie_between() -> None:
+def test_decoded_rounds_are_reproduced_and_others_interpolated() -> None:
     short, long = DraftShape.of(chain(1)), DraftShape.of(chain(4))
     rounds = [DecodedRound(short, 1.0, 2.0, 0.5), DecodedRound(long, 2.0, 2.0, 2.0)]
     timing = MeasuredClock("here", FORWARDS, STEPS, {1: rounds})
-    for one in rounds:
-        draft, target, _ = timing.forwards_only(one.shape, 1, 8)
-        found = timing.parts(one.shape, 1, 8)
-        assert found == pytest.approx((one.draft * draft, one.target * target, one.rest))
+    for decoded in rounds:
+        draft, target, _ = timing.forwards_only(decoded.shape, 1, 8)
+        cost = timing.parts(decoded.shape, 1, 8)
+        assert cost == pytest.approx((decoded.draft * draft, decoded.target * target, decoded.rest))
     middle = timing.parts(DraftShape.of(chain(2)), 1, 8)
     assert middle == pytest.approx((2 * (1 + 1 / 3), 2 * 13.0, 1.0))
     for other in (PLAIN, DraftShape(4, 8, (1, 2, 2, 2))):
         assert timing.parts(other, 1, 8) == timing.forwards_only(other, 1, 8)
-    assert timing.parts(long, 2, 8) == timing.forwards_only(
-        long, 2, 8
-    )  # two prompts were not decoded
+    assert timing.parts(long, 2, 8) == timing.forwards_only(long, 2, 8)  # batch 2 was not decoded
 
 
-def test_three_rounds_make_a_plane_that_ends_where_they_end() -> None:
+def test_three_rounds_define_a_clipped_plane() -> None:
     shapes = (
         DraftShape(1, 4, (1,)),
         DraftShape(4, 8, (1, 2, 2, 2)),
@@ -67,4 +65,6 @@ def test_three_rounds_make_a_plane_that_ends_where_they_end() -> None:
     trees = [DecodedRound(s, 1.0, 1.0, 0.1 * s.depth + 0.01 * s.nodes) for s in shapes]
     timing = MeasuredClock("here", FORWARDS, STEPS, {1: trees})
     assert timing.parts(DraftShape(2, 8, (1, 3)), 1, 8).rest == pytest.approx(0.28)
-    assert timing.parts(DraftShape(1, 2, (1,)), 1, 8).rest == pytest.approx(0.14)  # the least seen
+    assert timing.parts(DraftShape(1, 2, (1,)), 1, 8).rest == pytest.approx(
+        0.14
+    )  # clipped to the smallest value

@@ -34,13 +34,13 @@ gammas = st.integers(0, 40)
 
 
 def best_gamma_at(alpha: float, c: float, limit: int) -> int:
-    """With verification as cheap as a plain step of 100 ms."""
+    """With verification at the cost of a plain step of 100 ms."""
     verify_ms = dict.fromkeys(range(1, limit + 1), 100.0)
     return best_gamma([alpha] * limit, 100 * c, verify_ms, 100.0)
 
 
 @pytest.mark.parametrize(("c", "alpha", "gamma", "speedup"), CELLS)
-def test_the_best_gamma_and_its_speedup_are_those_of_the_table(
+def test_best_gamma_and_speedup_match_the_published_table(
     c: float, alpha: float, gamma: str, speedup: str
 ) -> None:
     assert best_gamma_at(alpha, c, limit=100) == int(gamma)
@@ -49,28 +49,28 @@ def test_the_best_gamma_and_its_speedup_are_those_of_the_table(
 
 
 @given(alpha=rates, gamma=gammas)
-def test_expected_tokens_is_the_mean_of_the_geometric_distribution_cut_at_gamma(
+def test_expected_tokens_is_the_mean_of_a_truncated_geometric_distribution(
     alpha: float, gamma: int
 ) -> None:
-    """A drafts pass with chance alpha^A (1 - alpha), or alpha^gamma for all; A + 1 are emitted."""
-    chances = [alpha**a * (1 - alpha) for a in range(gamma)] + [alpha**gamma]
-    mean = sum((a + 1) * chance for a, chance in enumerate(chances))
+    """P(A accepted) = alpha^A (1 - alpha), or alpha^gamma for A = gamma; A + 1 are emitted."""
+    probabilities = [alpha**a * (1 - alpha) for a in range(gamma)] + [alpha**gamma]
+    mean = sum((a + 1) * p for a, p in enumerate(probabilities))
     assert math.isclose(expected_tokens(alpha, gamma), mean, rel_tol=1e-9)
 
 
 @given(alpha=st.floats(0, 0.999), gamma=gammas)
-def test_expected_tokens_is_the_closed_form_of_the_paper(alpha: float, gamma: int) -> None:
+def test_expected_tokens_equals_the_closed_form(alpha: float, gamma: int) -> None:
     closed = (1 - alpha ** (gamma + 1)) / (1 - alpha)
     assert math.isclose(expected_tokens(alpha, gamma), closed, rel_tol=1e-9)
 
 
-def test_a_perfect_drafter_earns_gamma_plus_one_and_a_useless_one_the_bonus() -> None:
+def test_expected_tokens_at_extreme_alpha() -> None:
     assert expected_tokens(1.0, 7) == 8
     assert expected_tokens(0.0, 7) == 1
     assert expected_tokens(0.9, 0) == 1
 
 
-def test_survival_multiplies_the_conditional_rates_and_tau_adds_them_up() -> None:
+def test_survival_is_a_product_and_tau_a_sum() -> None:
     """FastMTP's cumulative 81/56/36 % make 2.73 tokens per round."""
     assert survival([0.5, 0.5, 0.8]) == [0.5, 0.25, 0.2]
     assert expected_tokens_from_survival([0.81, 0.56, 0.36]) == pytest.approx(2.73)
@@ -78,7 +78,7 @@ def test_survival_multiplies_the_conditional_rates_and_tau_adds_them_up() -> Non
 
 
 @given(alpha=rates, gamma=gammas, c=st.floats(0, 2), cost=st.floats(0.5, 3))
-def test_both_walltime_factors_agree_when_fed_the_same_round(
+def test_walltime_factor_agrees_with_walltime_from_times(
     alpha: float, gamma: int, c: float, cost: float
 ) -> None:
     """40 ms per target step, c * 40 per draft step, nothing else in the round."""
@@ -87,14 +87,14 @@ def test_both_walltime_factors_agree_when_fed_the_same_round(
     assert math.isclose(timed, walltime_factor(alpha, gamma, c, cost), rel_tol=1e-9)
 
 
-def test_a_round_is_paid_with_all_of_its_parts() -> None:
+def test_walltime_from_times_counts_all_parts() -> None:
     """2 tokens per round of 6 + 44 + 10 = 60 ms against 40 ms per token: 4/3."""
     assert walltime_from_times(2.0, 6.0, 44.0, 10.0, 40.0) == pytest.approx(4 / 3)
 
 
 @given(alpha=st.floats(0.01, 1), c=st.floats(0, 1))
-def test_speculation_pays_exactly_when_alpha_exceeds_c(alpha: float, c: float) -> None:
-    """And then by at least (1 + alpha) / (1 + c): Leviathan et al., corollary 3.9."""
+def test_speedup_exists_iff_alpha_exceeds_c(alpha: float, c: float) -> None:
+    """It is at least (1 + alpha) / (1 + c): Leviathan et al., corollary 3.9."""
     gamma = best_gamma_at(alpha, c, limit=30)
     if alpha > c + 1e-9:
         assert gamma >= 1
@@ -103,28 +103,28 @@ def test_speculation_pays_exactly_when_alpha_exceeds_c(alpha: float, c: float) -
         assert gamma == 0
 
 
-def test_the_best_measured_gamma_is_the_one_with_the_best_ratio() -> None:
-    """Speedups 1.5/1.1, 1.75/1.2 and 1.95/1.8: verification of four tokens is a step up."""
+def test_best_gamma_from_measured_times() -> None:
+    """Speedups 1.5/1.1, 1.75/1.2 and 1.95/1.8: verification of four tokens is slower."""
     cond_at = [0.5, 0.5, 0.8]
     verify_ms = {1: 40.0, 2: 40.0, 3: 60.0}
     assert best_gamma(cond_at, 4.0, verify_ms, 40.0) == 2
     assert best_gamma(cond_at, 4.0, verify_ms | {2: 60.0}, 40.0) == 1
 
 
-def test_a_gamma_without_measurement_is_not_chosen() -> None:
-    """Gamma 3 would win on time, but nothing is known of its third token."""
+def test_best_gamma_skips_unmeasured_depths() -> None:
+    """Gamma 3 would be fastest, but its third acceptance rate is unknown."""
     free = {1: 10.0, 2: 10.0, 3: 9.0}
     assert best_gamma([0.9, 0.9], 0.0, free, 10.0) == 2
     assert best_gamma([0.9] * 3, 0.0, free, 10.0) == 3
     assert best_gamma([0.9, 0.9, 0.9], 0.0, {2: 10.0}, 10.0) == 2
 
 
-def test_plain_decoding_wins_where_speculation_does_not_pay() -> None:
+def test_best_gamma_is_zero_if_plain_decoding_is_faster() -> None:
     assert best_gamma([0.1] * 2, 5.0, {1: 10.0, 2: 10.0}, 10.0) == 0
     assert best_gamma([0.0], 0.0, {0: 10.0, 1: 10.0}, 10.0) == 0
 
 
-def test_shares_outside_zero_to_one_are_refused() -> None:
+def test_rates_outside_zero_to_one_raise() -> None:
     with pytest.raises(ValueError, match=r"1\.2 at depth 2"):
         survival([0.5, 1.2])
     with pytest.raises(ValueError, match="cannot grow"):

@@ -14,7 +14,7 @@ class Words:
 
 
 class Bytes:
-    """Tokens are bytes; an unfinished character shows as one that is not there."""
+    """Tokens are bytes; an incomplete character decodes to the replacement character."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")
@@ -25,7 +25,7 @@ def row(ids: list[int], origins: str, rejected: list[int | None]) -> dict[str, A
     return {"output_ids": ids, "origins": [names[o] for o in origins], "rejected": rejected}
 
 
-def test_a_rejected_token_comes_before_its_correction() -> None:
+def test_rejected_token_precedes_its_correction() -> None:
     """Two rounds: two accepted and one rejected; one accepted and a bonus."""
     parts = list(origin_spans(row([0, 1, 2, 3, 4, 6], "faacab", [5, None]), Words()))
     assert parts == [
@@ -37,12 +37,12 @@ def test_a_rejected_token_comes_before_its_correction() -> None:
     assert "line-through" in coloured_html(parts)
 
 
-def test_without_recorded_rejections_corrections_stand_alone() -> None:
+def test_correction_without_recorded_rejection() -> None:
     parts = list(origin_spans(row([0, 1, 3], "fac", [None]), Words()))
     assert bracketed_text(parts) == "The[ best] is"
 
 
-def test_a_character_belongs_to_the_token_that_ends_it() -> None:
+def test_character_belongs_to_its_last_token() -> None:
     ids = list("a\u00e9b".encode())
     parts = list(origin_spans(row(ids, "faab", [None]), Bytes()))
     assert [text for text, _ in parts] == ["a", "", "\u00e9", "b"]

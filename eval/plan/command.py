@@ -83,12 +83,7 @@ def plan(config: Config, options: PlanConfig) -> int:
 
 
 class PlanStudy:
-    """Measurements of one checkpoint on some prompts.
-
-    Attributes:
-        machine: the machine to predict; None measures this one.
-        tau: tokens per round of a static tree on the target's answers.
-    """
+    """Measurements of one checkpoint on some prompts."""
 
     def __init__(
         self, config: Config, options: PlanConfig, loaded: LoadedTarget, drafter: Drafter
@@ -98,7 +93,7 @@ class PlanStudy:
                 raise ConfigError(f"plan.{name}", [], "The list is empty.", "Give some.")
         self.config, self.options, self.drafter = config, options, drafter
         self.target, self.tokenizer = loaded.target, loaded.tokenizer
-        self.machine = machine_of(options)
+        self.machine = machine_of(options)  # the machine to predict; None measures this one
         if self.machine is None and (other_sizes(options) or options.budget):
             why = "Other models and budgets can be predicted only for a given machine."
             fix = "Add plan.machine=h100, or plan.bandwidth and plan.flops."
