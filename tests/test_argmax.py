@@ -24,7 +24,7 @@ def test_first_argmax_is_the_lowest_index_of_the_largest(size: int, dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [49152, 1000])
-def test_what_is_no_number_is_the_largest(size: int, dtype: torch.dtype) -> None:
+def test_nan_is_the_largest(size: int, dtype: torch.dtype) -> None:
     logits = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[0, 7], logits[1, 8], logits[2, 9] = float("nan"), float("inf"), float("-inf")
     logits[1, 9] = float("nan")

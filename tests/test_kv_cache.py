@@ -1,4 +1,4 @@
-"""Slots of a batch cache against plain lists of rows, and against one cache per prompt."""
+"""Slots of a key-value cache against plain lists of rows, and against one cache per prompt."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ SLOTS, CAPACITY = 4, 24
 
 
 def named(rows: list[list[int]], layer: int, kind: int, size: int) -> Tensor:
-    """[B, A, T, C]: every number tells row, layer and kind."""
+    """[B, A, T, C]: every number encodes row, layer and kind."""
     row = torch.tensor(rows, dtype=torch.float32)[:, None, :, None]
     return (row + 1000 * layer + 5000 * kind).expand(-1, HEADS, -1, size).clone()
 
@@ -45,12 +45,12 @@ class Plain:
         for layer in range(LAYERS):
             sizes = (SIZE, SIZE + 2 * (layer == LAYERS - 1))
             parts = [named(fresh, layer, kind, size) for kind, size in enumerate(sizes)]
-            found = self.cache.update(parts[0], parts[1], layer)
-            for kind, (size, held) in enumerate(zip(sizes, found, strict=True)):
+            appended = self.cache.update(parts[0], parts[1], layer)
+            for kind, (size, actual) in enumerate(zip(sizes, appended, strict=True)):
                 for i, rows in enumerate(whole):
-                    assert held.shape[2] == max(map(len, whole))
-                    wanted = named([rows], layer, kind, size)[0]
-                    assert torch.equal(held[i, :, : len(rows)], wanted)
+                    assert actual.shape[2] == max(map(len, whole))
+                    expected = named([rows], layer, kind, size)[0]
+                    assert torch.equal(actual[i, :, : len(rows)], expected)
                     assert columns[i, : len(rows)].tolist() == rows
         self.cache.commit(positions)
         self.rows[first : first + count] = whole
@@ -61,8 +61,8 @@ class Plain:
             assert self.cache.positions(slot).tolist() == [rows]
             for layer in range(LAYERS if self.named else 0):
                 sizes = (SIZE, SIZE + 2 * (layer == LAYERS - 1))
-                for kind, held in enumerate(self.cache.rows(layer, slot)):
-                    assert torch.equal(held, named([rows], layer, kind, sizes[kind]))
+                for kind, actual in enumerate(self.cache.rows(layer, slot)):
+                    assert torch.equal(actual, named([rows], layer, kind, sizes[kind]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,7 +85,7 @@ def test_slots_equal_plain_lists(data: st.DataObject) -> None:
             if data.draw(st.booleans()):
                 inside = st.sets(st.integers(0, new - 1), min_size=1).map(sorted)
                 paths = [data.draw(inside) for _ in range(count)]
-                # what lies behind a path's end is nobody's
+                # entries after the end of a path are not read
                 most, ends = max(map(len, paths)), data.draw(st.integers(0, new - 1))
                 there = torch.tensor([[*p, *[ends] * (most + 1 - len(p))] for p in paths])
                 needed = not is_prefix(paths) or data.draw(st.booleans())
@@ -101,10 +101,10 @@ def test_slots_equal_plain_lists(data: st.DataObject) -> None:
             plain.cache.crop(slot, length)
             del plain.rows[slot][length:]
         else:
-            wanted = data.draw(st.integers(1, 40))
+            expected = data.draw(st.integers(1, 40))
             known = plain.cache.capacity
-            plain.cache.ensure_capacity(wanted)
-            assert plain.cache.capacity == max(wanted, known)
+            plain.cache.ensure_capacity(expected)
+            assert plain.cache.capacity == max(expected, known)
         plain.check()
 
 
@@ -152,11 +152,11 @@ def test_sizes_for_the_masks_of_transformers() -> None:
 # ---- a target on slots ---------------------------------------------------------------------------
 
 TEXTS = [[7, 3, 9, 30, 12, 5, 44, 18, 2, 11], [20, 6], [15, 33, 8, 41, 50, 9, 3]]
-CHILDREN = [[-1, 0, 0, 1], [0, 1, 1, 2]]  # parents and depths of a small tree behind every text
+CHILDREN = [[-1, 0, 0, 1], [0, 1, 1, 2]]  # parents and depths of a small tree after every text
 
 
 def alone(target: Target, text: list[int], tree: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits of a text and of a tree behind it, with a cache of its own."""
+    """Logits of a text and of a tree after it, with a cache of its own."""
     cache = target.new_cache(40)
     count = len(text)
     causal = torch.ones(1, count, count, dtype=torch.bool).tril()
@@ -182,21 +182,21 @@ def ancestors() -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_a_target_gives_equal_logits_on_slots_and_separate_caches(family: str) -> None:
-    """Ragged slots, a tree behind each, and garbage behind the shorter ones."""
+    """Ragged slots, a tree after each, and garbage after the shorter ones."""
     target = tiny.target(family)
     cache = target.new_cache(40, 3)
     waste = torch.arange(3, 18)[None].repeat(3, 1)
     causal = torch.ones(3, 15, 15, dtype=torch.bool).tril()
     target.forward(waste, torch.arange(15).repeat(3, 1), causal, cache)
     trees = [[5, 9, 13, 4], [22, 31, 6, 10], [3, 3, 8, 40]]
-    wanted = [alone(target, text, tree) for text, tree in zip(TEXTS, trees, strict=True)]
+    expected = [alone(target, text, tree) for text, tree in zip(TEXTS, trees, strict=True)]
     for slot, text in enumerate(TEXTS):
         cache.crop(slot, 0)
         cache.select_slots(slot, 1)
         own = torch.ones(1, len(text), len(text), dtype=torch.bool).tril()
         ids, positions = torch.tensor([text]), torch.arange(len(text))[None]
         read = target.forward(ids, positions, own, cache)
-        torch.testing.assert_close(target.logits(read.last[0]), wanted[slot][0])
+        torch.testing.assert_close(target.logits(read.last[0]), expected[slot][0])
     cache.select_slots(0, 3)
     at = torch.tensor(cache.active_lengths)[:, None]
     visible = torch.zeros(3, 4, max(cache.active_lengths) + 4, dtype=torch.bool)
@@ -204,6 +204,6 @@ def test_a_target_gives_equal_logits_on_slots_and_separate_caches(family: str) -
         visible[slot, :, : len(text)] = True
         visible[slot, :, len(text) : len(text) + 4] = ancestors()
     positions = torch.tensor([CHILDREN[1]]) + at
-    said = target.logits(target.forward(torch.tensor(trees), positions, visible, cache).last)
+    logits = target.logits(target.forward(torch.tensor(trees), positions, visible, cache).last)
     for slot in range(3):
-        torch.testing.assert_close(said[slot], wanted[slot][1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[slot], expected[slot][1], atol=1e-4, rtol=1e-4)

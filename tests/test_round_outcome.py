@@ -21,7 +21,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("guesses", [0, 1, 3])
-def test_a_chain_decided_on_the_host_is_the_rules(guesses: int, whole: bool) -> None:
+def test_chain_outcomes_equal_the_rule(guesses: int, whole: bool) -> None:
     """Two tokens only, so that chains agree now and then, up to every length."""
     dice = torch.Generator().manual_seed(guesses)
     lengths = set()
@@ -29,27 +29,27 @@ def test_a_chain_decided_on_the_host_is_the_rules(guesses: int, whole: bool) -> 
         ids, choice = torch.randint(0, 2, (2, 4, guesses + 1), generator=dice)
         drafted = torch.randint(0, guesses + 1, (4,), generator=dice)
         tree = Tree.chain(ids, None if whole else drafted)
-        told = greedy_outcomes(tree, choice, SOUND)
-        assert told == outcomes(tree, greedy(tree, choice), SOUND)
-        lengths |= {len(each.tokens) for each in told}
+        actual = greedy_outcomes(tree, choice, SOUND)
+        assert actual == outcomes(tree, greedy(tree, choice), SOUND)
+        lengths |= {len(each.tokens) for each in actual}
     assert lengths == set(range(1, guesses + 2))
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_tree_decided_on_the_host_is_the_rules(whole: bool) -> None:
+def test_tree_outcomes_equal_the_rule(whole: bool) -> None:
     """Three tokens only, so that siblings repeat, paths tie, and some lead to the last level."""
     dice = torch.Generator().manual_seed(0)
     lengths = set()
     for _ in range(60):
         ids, choice = torch.randint(0, 3, (2, 4, 12), generator=dice)
         tree = any_trees(ids, whole, dice)
-        told = greedy_outcomes(tree, choice, SOUND)
-        assert told == outcomes(tree, greedy(tree, choice), SOUND)
-        lengths |= {len(each.tokens) for each in told}
+        actual = greedy_outcomes(tree, choice, SOUND)
+        assert actual == outcomes(tree, greedy(tree, choice), SOUND)
+        lengths |= {len(each.tokens) for each in actual}
     assert lengths >= {1, 2, 3, 4, 5}
 
 
-def test_a_tree_tells_its_path_its_leaf_and_its_depth() -> None:
+def test_tree_outcome_has_path_leaf_and_depth() -> None:
     """The root 5 with the children 7 and 8, and 9 below 7: a path that ends there, or above."""
     parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
     tree = Tree.grown(torch.tensor([[5, 7, 8, 9]]), parents, depths, 2)
@@ -63,13 +63,13 @@ def test_padding_nodes_are_not_children() -> None:
     parents, depths = torch.tensor([[-1, 0, 1]]), torch.tensor([[0, 1, 2]])
     real = torch.tensor([[True, True, False]])
     tree = Tree.grown(torch.tensor([[5, 7, 9]]), parents, depths, 2, real)
-    (told,) = outcomes(tree, greedy(tree, torch.tensor([[7, 9, 4]])), SOUND[:1])
-    assert told == ([7, 9], [0, 1], True, 1, None)
+    (actual,) = outcomes(tree, greedy(tree, torch.tensor([[7, 9, 4]])), SOUND[:1])
+    assert actual == ([7, 9], [0, 1], True, 1, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_are_none_are_not_told(bad: float, dtype: torch.dtype) -> None:
+def test_nan_logits_raise(bad: float, dtype: torch.dtype) -> None:
     ids = torch.zeros(4, 2, dtype=torch.long)
     chain, lead = Tree.chain(ids), SOUND.clone().to(dtype)
     tree = Tree.grown(ids, torch.tensor([[-1, 0]] * 4), torch.tensor([[0, 1]] * 4), 1)

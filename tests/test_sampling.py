@@ -26,7 +26,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_each_token_owns_the_slice_of_its_probability() -> None:
+def test_each_token_has_a_slice_as_wide_as_its_probability() -> None:
     """Cumulative law 1/8, 1/8, 5/8, 1, 1: exact in binary, so the ends of slices are too.
 
     A uniform that was rounded up to 1 still belongs to the last token that has mass.
@@ -37,7 +37,7 @@ def test_each_token_owns_the_slice_of_its_probability() -> None:
     assert tokens.tolist() == [0, 0, 2, 2, 3, 3, 3]
 
 
-def test_a_grid_of_uniforms_counts_out_a_large_vocabulary_exactly() -> None:
+def test_grid_of_uniforms_over_a_large_vocabulary_is_exact() -> None:
     """Weights are multiples of 1/S, so S midpoints must hit each token weight-many times."""
     vocab = 3 * BLOCK + 17
     weights = torch.randint(0, 4, (vocab,), generator=seeded())
@@ -93,7 +93,7 @@ def test_a_row_without_finite_mass_is_refused(bad: float) -> None:
         draw(rows, seeded())
 
 
-def test_random_numbers_flip_with_their_chance_and_are_sure_at_the_ends() -> None:
+def test_flips_follow_their_probability_and_are_certain_at_0_and_1() -> None:
     rng = GeneratorSource([Random(0)], 5000)
     assert isinstance(rng, RandomSource)
     chances = torch.tensor([1.0, 0.0, 0.3])[:, None].expand(3, 5000)
@@ -112,7 +112,7 @@ def test_random_numbers_are_fresh_every_time() -> None:
 
 
 def test_a_prompts_random_numbers_depend_neither_on_its_neighbours_nor_on_the_padding() -> None:
-    """Two of five numbers asked for, alone and in a batch that asks for four."""
+    """Two of five numbers requested, alone and in a batch that requests four."""
     rows = torch.ones(1, 1, 1000).expand(2, 4, 1000) / 1000
     alone = GeneratorSource([Random(8)], 5)
     both = GeneratorSource([Random(3), Random(8)], 5)
@@ -122,7 +122,7 @@ def test_a_prompts_random_numbers_depend_neither_on_its_neighbours_nor_on_the_pa
 
 
 class Given(Random):
-    """Says what it was told to, turn and turn about."""
+    """Returns the given numbers in turn."""
 
     def __new__(cls, *numbers: float) -> "Given":
         return super().__new__(cls)
@@ -135,7 +135,7 @@ class Given(Random):
         return next(self.numbers)
 
 
-def test_a_single_row_is_cut_into_the_same_slices() -> None:
+def test_single_rows_have_the_same_slices() -> None:
     """The host searches it by itself."""
     row = torch.tensor([[0.125, 0.0, 0.5, 0.375, 0.0]])
     uniforms = [0.0, 0.1249, 0.125, 0.6249, 0.625, 1 - 2**-53]
@@ -150,7 +150,7 @@ def test_a_single_row_without_finite_mass_is_refused(bad: float) -> None:
         GeneratorSource([Random(0)], 1).draw_host(torch.tensor([[0.0, bad]]))
 
 
-def test_what_the_host_is_told_is_what_the_device_would_be() -> None:
+def test_host_draws_equal_device_draws() -> None:
     """`flip_host` equals `flip`; `draw_host` takes one number of each prompt, in any batch."""
     rows = torch.rand(3, 1000, generator=seeded())
     chances = torch.rand(3, 4, dtype=torch.float64, generator=seeded())
@@ -161,8 +161,8 @@ def test_what_the_host_is_told_is_what_the_device_would_be() -> None:
         assert host_flips.flip_host(chances.tolist()) == flips.flip(chances).tolist()
     alone = [GeneratorSource([Random(n)], 4) for n in range(3)]
     for _ in range(5):
-        told = [one.draw_host(rows[n : n + 1])[0] for n, one in enumerate(alone)]
-        assert host_draws.draw_host(rows) == told
+        expected = [one.draw_host(rows[n : n + 1])[0] for n, one in enumerate(alone)]
+        assert host_draws.draw_host(rows) == expected
     uniforms = torch.tensor([[Random(n).random()] for n in range(3)], dtype=torch.float64)
     first = GeneratorSource([Random(n) for n in range(3)], 4).draw_host(rows)
     assert first == invert(rows[:, None], uniforms)[:, 0].tolist()
@@ -178,8 +178,8 @@ def test_slices_of_a_large_vocabulary_do_not_depend_on_the_batch() -> None:
         assert [alone.draw_host(rows[:1])[0] for _ in marks] == [
             both.draw_host(rows)[0] for _ in marks
         ]
-        told = [int(alone.draw(rows[:1, None])) for _ in marks]
-        assert told == [int(both.draw(rows[:, None])[0]) for _ in marks]
+        expected = [int(alone.draw(rows[:1, None])) for _ in marks]
+        assert expected == [int(both.draw(rows[:, None])[0]) for _ in marks]
 
 
 def test_more_numbers_than_max_count_are_refused() -> None:

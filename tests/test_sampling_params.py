@@ -62,7 +62,7 @@ each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTING
 
 
 def scores(sampling: Sampling, text: Sequence[int], logits: Tensor) -> Tensor:
-    """What transformers makes of the logits behind a text, in its own order."""
+    """Logits after a text, processed by transformers in its own order."""
     chosen: list[Any] = []
     if sampling.repetition_penalty != 1:
         chosen.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -87,9 +87,9 @@ def own_logits(target: Target, text: Sequence[int]) -> Tensor:
     return out
 
 
-def fresh(number: int, said: int) -> Random:
+def fresh(number: int, count: int) -> Random:
     """Random numbers of a prompt's next token, of nothing else."""
-    return Random(1000 * number + said)
+    return Random(1000 * number + count)
 
 
 def numbered(sampling: Sampling) -> Engine:
@@ -105,18 +105,18 @@ def numbered(sampling: Sampling) -> Engine:
 def plainly(sampling: Sampling, prompt: Sequence[int], count: int, number: int = 0) -> list[int]:
     """Plain decoding with transformers' processors; one uniform per token, the law inverted."""
     target, text = tiny.target(), list(prompt)
-    for said in range(count):
+    for step in range(count):
         left = scores(sampling, text, own_logits(target, text))
         if sampling.greedy:
             text.append(int(left.argmax()))
             continue
         ends = left.softmax(-1).double().cumsum(0)
-        uniform = fresh(number, said).random()
+        uniform = fresh(number, step).random()
         text.append(int((ends <= uniform * ends[-1]).sum()))
     return text[len(prompt) :]
 
 
-def asked(budget: int = 14) -> list[Request]:
+def requests(budget: int = 14) -> list[Request]:
     """Of unequal length, so that slots are given on and their histories with them."""
     return [Request(prompt, budget - 4 * n, n) for n, prompt in enumerate(PROMPTS)]
 
@@ -124,41 +124,39 @@ def asked(budget: int = 14) -> list[Request]:
 def choir(sampling: Sampling) -> Row:
     """Knows two of three tokens of the greedy answers under these processors."""
     noise, known = random_logits(tiny.VOCAB, scale=2.0), dict[Text, int]()
-    for prompt, budget, _ in asked():
+    for prompt, budget, _ in requests():
         text = (*prompt, *plainly(sampling._replace(temperature=0.0), prompt, budget))
         known.update({text[:i]: text[i] for i in range(len(prompt), len(text))})
 
-    def row(said: Text) -> Tensor:
-        logits = noise(said).clone()
-        if said in known and len(said) % 3:
-            logits[known[said]] = 15.0
+    def row(prefix: Text) -> Tensor:
+        logits = noise(prefix).clone()
+        if prefix in known and len(prefix) % 3:
+            logits[known[prefix]] = 15.0
         return logits
 
     return row
 
 
-# ---- the words -----------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [None, *POLICIES.values()], ids=["plain", *POLICIES])
 @each_change
-def test_greedy_words_are_those_of_transformers(
-    policy: Policy | None, change: dict[str, Any]
-) -> None:
+def test_greedy_answers_match_transformers(policy: Policy | None, change: dict[str, Any]) -> None:
     sampling = Sampling(**change)
     drafter = ScriptedDrafter(choir(sampling), tiny.VOCAB) if policy else None
     for batch in (1, 2):
         decoder = Engine(tiny.target(), drafter, policy, sampling=sampling)
-        outs = decoder.generate_all(asked(), batch)
-        assert [out.ids for out in outs] == [plainly(sampling, p, n) for p, n, _ in asked()]
+        outs = decoder.generate_all(requests(), batch)
+        assert [out.ids for out in outs] == [plainly(sampling, p, n) for p, n, _ in requests()]
         assert policy is None or sum(sum(out.accepted) for out in outs) > 5
 
 
 @each_setting
-def test_sampled_words_are_those_of_transformers(setting: dict[str, Any]) -> None:
+def test_sampled_answers_match_transformers(setting: dict[str, Any]) -> None:
     sampling = Sampling(**setting)
-    outs = numbered(sampling).generate_all(asked(), 3)
-    assert [out.ids for out in outs] == [plainly(sampling, p, n, s) for p, n, s in asked()]
+    outs = numbered(sampling).generate_all(requests(), 3)
+    assert [out.ids for out in outs] == [plainly(sampling, p, n, s) for p, n, s in requests()]
 
 
 # ---- the rows of trees ---------------------------------------------------------------------------
@@ -193,27 +191,27 @@ class Checked(Engine):
         self._compare(mine, whole, text)
 
 
-def compare(policy: Policy, setting: dict[str, Any], kept: int) -> None:
-    row = random_logits(kept, scale=2.0)
+def compare(policy: Policy, setting: dict[str, Any], draft_vocab: int) -> None:
+    row = random_logits(draft_vocab, scale=2.0)
     drafter = ScriptedDrafter(row, tiny.VOCAB)
-    drafter.vocab = tiny.vocab(kept)
+    drafter.vocab = tiny.vocab(draft_vocab)
     decoder = Checked(tiny.target(), drafter, policy, sampling=Sampling(**setting))
     decoder.row = row
-    decoder.generate_all(asked(12), 2)
+    decoder.generate_all(requests(12), 2)
     assert decoder.compared > 40
 
 
 @each_setting
 @each_policy
-def test_every_node_is_judged_by_its_own_text(policy: Policy, setting: dict[str, Any]) -> None:
+def test_penalties_of_every_node_use_its_own_text(policy: Policy, setting: dict[str, Any]) -> None:
     """Target and drafter alike (R7)."""
-    compare(policy, setting, kept=tiny.VOCAB)
+    compare(policy, setting, draft_vocab=tiny.VOCAB)
 
 
 @each_policy
-def test_and_over_a_reduced_draft_vocabulary_too(policy: Policy) -> None:
+def test_penalties_over_a_reduced_draft_vocabulary(policy: Policy) -> None:
     for name in ("all", "reward"):
-        compare(policy, SETTINGS[name], kept=30)
+        compare(policy, SETTINGS[name], draft_vocab=30)
 
 
 # ---- bans ----------------------------------------------------------------------------------------
@@ -236,13 +234,13 @@ class Listening(Engine):
 def test_a_banned_token_is_never_proposed(
     policy: Policy, warm: float, banned: tuple[int, ...]
 ) -> None:
-    """By a drafter that likes them best; free, it proposes nothing else at first."""
+    """By a drafter that prefers them; without the ban it proposes nothing else at first."""
     noise = random_logits(tiny.VOCAB)
     favourites = torch.zeros(tiny.VOCAB).index_fill_(0, torch.tensor(BANNED), 9.0)
     drafter = ScriptedDrafter(lambda text: noise(text) + favourites, tiny.VOCAB)
     decoder = Listening(tiny.target(), drafter, policy, sampling=Sampling(warm, banned=banned))
     decoder.drafted = set()
-    outs = decoder.generate_all(asked(), 3)
+    outs = decoder.generate_all(requests(), 3)
     assert len(decoder.drafted) > 2
     assert decoder.drafted.isdisjoint(BANNED) == bool(banned)
     assert not banned or not {token for out in outs for token in out.ids} & set(BANNED)
@@ -250,8 +248,8 @@ def test_a_banned_token_is_never_proposed(
 
 @pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])
 @each_policy
-def test_nor_where_hardly_a_token_is_left(policy: Policy, warm: float) -> None:
-    """Two of five tokens may be said; the trees want up to three children."""
+def test_banned_tokens_are_not_proposed_when_few_are_left(policy: Policy, warm: float) -> None:
+    """Two of five tokens are allowed; the trees want up to three children."""
     sampling = Sampling(warm, banned=(0, 2, 4))
     decoder = Listening(
         mean_target(), ScriptedDrafter(random_logits(TOKENS), TOKENS), policy, sampling=sampling
@@ -264,9 +262,7 @@ def test_nor_where_hardly_a_token_is_left(policy: Policy, warm: float) -> None:
 
 @pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])
 @each_policy
-def test_a_draft_vocabulary_that_is_wholly_banned_is_no_trouble(
-    policy: Policy, warm: float
-) -> None:
+def test_a_fully_banned_draft_vocabulary_is_supported(policy: Policy, warm: float) -> None:
     """There is nothing to propose; the target goes on alone."""
     drafter = ScriptedDrafter(random_logits(2), TOKENS)
     drafter.vocab = DraftVocab(torch.tensor([0, 4]), TOKENS)
@@ -286,7 +282,7 @@ def test_a_draft_vocabulary_that_is_wholly_banned_is_no_trouble(
         ({"min_p": 1.5}, "min_p=1.5"),
     ],
 )
-def test_settings_without_sense_are_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(tiny.target(), None, None, sampling=Sampling(**change))
 
@@ -294,16 +290,16 @@ def test_settings_without_sense_are_refused(change: dict[str, Any], message: str
 # ---- controls ------------------------------------------------------------------------------------
 
 
-def words(policy: Policy) -> list[list[int]]:
+def sampled_ids(policy: Policy) -> list[list[int]]:
     sampling = Sampling(**CHANGES["penalty"])
     decoder = Engine(
         tiny.target(), ScriptedDrafter(choir(sampling), tiny.VOCAB), policy, sampling=sampling
     )
-    return [out.ids for out in decoder.generate_all(asked(), 3)]
+    return [out.ids for out in decoder.generate_all(requests(), 3)]
 
 
 def prompt_only(history: TokenHistory, slot: int, text: Sequence[int]) -> None:
-    """Wrong on purpose: what is said later does not count."""
+    """Wrong on purpose: the tokens of the answer do not count."""
     history.occurs[slot] = False
     history.occurs[slot, torch.tensor(list(text))] = True
 
@@ -314,17 +310,17 @@ def as_the_root(history: TokenHistory, tree: Tree, first: int = 0) -> Tensor:
 
 
 @each_policy
-def test_a_history_that_ends_with_the_prompt_is_noticed(
+def test_history_without_the_answer_is_detected(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = words(policy)
+    right = sampled_ids(policy)
     monkeypatch.setattr(TokenHistory, "start", prompt_only)
     monkeypatch.setattr(TokenHistory, "add", lambda *_: None)
-    assert words(policy) != right
+    assert sampled_ids(policy) != right
 
 
 @each_policy
-def test_a_tree_of_one_history_is_noticed(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = words(policy)
+def test_one_history_per_tree_is_detected(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = sampled_ids(policy)
     monkeypatch.setattr(TokenHistory, "at_nodes", as_the_root)
-    assert words(policy) != right
+    assert sampled_ids(policy) != right

@@ -59,7 +59,7 @@ def test_the_order_given_does_not_matter(tree: list[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "words"),
+    ("paths", "message"),
     [
         ([], "at least one node"),
         ([[0], []], "an empty path is the root"),
@@ -69,8 +69,8 @@ def test_the_order_given_does_not_matter(tree: list[tuple[int, ...]]) -> None:
         ([[0], [0, 0, 0]], r"path \[0, 0, 0\] has no parent: \[0, 0\] is not there"),
     ],
 )
-def test_what_is_no_tree_is_refused(paths: list[list[int]], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_trees_are_refused(paths: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         tree_shapes.parse(paths)
 
 
@@ -84,7 +84,7 @@ def test_contiguous_siblings_have_the_ranks_from_zero(tree: list[tuple[int, ...]
     assert tree_shapes.contiguous(found) == whole
 
 
-def test_a_gap_anywhere_is_seen() -> None:
+def test_gaps_at_any_depth_are_detected() -> None:
     assert tree_shapes.contiguous(((0,), (1,), (1, 0)))
     assert not tree_shapes.contiguous(((1,),))
     assert not tree_shapes.contiguous(((0,), (1,), (1, 0), (1, 2)))
@@ -95,7 +95,7 @@ def test_a_gap_anywhere_is_seen() -> None:
 
 @settings(max_examples=25)
 @given(trees())
-def test_a_tree_survives_its_file(
+def test_write_and_read_round_trip(
     tmp_path_factory: pytest.TempPathFactory, tree: list[tuple[int, ...]]
 ) -> None:
     file = tmp_path_factory.mktemp("tree") / "tree.json"
@@ -103,7 +103,7 @@ def test_a_tree_survives_its_file(
     assert tree_shapes.read(file) == tree_shapes.parse(tree)
 
 
-def test_a_file_holds_a_node_a_line(tmp_path: Path) -> None:
+def test_files_have_one_node_per_line(tmp_path: Path) -> None:
     tree_shapes.write(((0,), (1,), (0, 0)), tmp_path / "tree.json")
     assert (tmp_path / "tree.json").read_text() == "[\n [0],\n [1],\n [0, 0]\n]\n"
     (tmp_path / "other.json").write_text("[[0, 0], [1], [0]]")  # as published by others
@@ -111,7 +111,7 @@ def test_a_file_holds_a_node_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("[[0], [0", "delimiter"),
         ("{}", "not a list of lists"),
@@ -123,10 +123,10 @@ def test_a_file_holds_a_node_a_line(tmp_path: Path) -> None:
         ("[[0], [1, 2]]", "has no parent"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "tree.json"
     file.write_text(text)
-    with pytest.raises(RunError, match=rf"tree\.json holds no tree: .*{words}"):
+    with pytest.raises(RunError, match=rf"tree\.json holds no tree: .*{message}"):
         tree_shapes.read(file)
 
 
@@ -135,7 +135,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         tree_shapes.read(tmp_path / "nowhere.json")
 
 
-def test_what_is_no_tree_is_not_written(tmp_path: Path) -> None:
+def test_invalid_trees_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no parent"):
         tree_shapes.write(((0, 0),), tmp_path / "tree.json")
     assert not list(tmp_path.iterdir())
@@ -167,19 +167,19 @@ def test_expected_tokens_by_hand() -> None:
     assert tree_shapes.expected(full([3, 3]), TABLE) == 1 + 0.875 * 1.75
 
 
-def test_a_chain_is_worth_its_survival() -> None:
+def test_expected_tokens_of_a_chain() -> None:
     table = torch.full((6, 1), 0.8, dtype=torch.float64)
     assert tree_shapes.expected(chain(6), table) == pytest.approx((1 - 0.8**7) / 0.2, abs=1e-12)
 
 
-def test_a_table_must_know_every_node() -> None:
+def test_tables_without_a_node_are_refused() -> None:
     for paths in (((3,),), chain(3)):
         with pytest.raises(ValueError, match="the table has 2 depths and 3 ranks"):
             tree_shapes.expected(paths, TABLE)
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "message"),
     [
         ([[0.5, 1.5]], "probabilities from 0 to 1"),
         ([[0.5, float("nan")]], "probabilities from 0 to 1"),
@@ -187,9 +187,9 @@ def test_a_table_must_know_every_node() -> None:
         ([[0.5, 0.2], [0.6, 0.7]], "sum to 1.3"),
     ],
 )
-def test_what_is_no_table_is_refused(table: list[list[float]], words: str) -> None:
+def test_invalid_tables_are_refused(table: list[list[float]], message: str) -> None:
     for search in (tree_shapes.best_first, tree_shapes.sequoia):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             search(torch.tensor(table), 1, deepest=1)
 
 
@@ -220,7 +220,7 @@ def forests(
                     yield own + [path for part in parts for path in part]
 
 
-def test_there_are_as_many_trees_as_there_should_be() -> None:
+def test_the_enumeration_of_trees_is_complete() -> None:
     """Two ranks, any depth: binary trees, counted by Catalan numbers (root included: n + 1)."""
     assert [len(every_tree(n, n, 2)) for n in (1, 2, 3, 4)] == [2, 5, 14, 42]
     assert len(set(every_tree(5, 3, 3))) == len(every_tree(5, 3, 3))
@@ -249,32 +249,32 @@ def test_sequoia_is_the_best_of_all_contiguous_trees(
 ) -> None:
     """Also where a later sibling is likelier than an earlier one, which then comes along."""
     table = random_table(seed, depths, ranks)
-    found = tree_shapes.sequoia(table, nodes, depths)
+    shape = tree_shapes.sequoia(table, nodes, depths)
     every = [tree for tree in every_tree(nodes, depths, ranks) if tree_shapes.contiguous(tree)]
     best = max(tree_shapes.expected(tree, table) for tree in every)
-    assert len(found) == nodes
-    assert tree_shapes.contiguous(found)
-    assert tree_shapes.expected(found, table) == pytest.approx(best, abs=1e-12)
+    assert len(shape) == nodes
+    assert tree_shapes.contiguous(shape)
+    assert tree_shapes.expected(shape, table) == pytest.approx(best, abs=1e-12)
 
 
-def test_a_gap_is_worth_something_and_drawn_siblings_cannot_have_it() -> None:
+def test_best_first_uses_gaps_and_sequoia_does_not() -> None:
     table = torch.tensor([[0.1, 0.8]], dtype=torch.float64)
     assert tree_shapes.best_first(table, 1) == ((1,),)
     for nodes, worth in ((1, 1.1), (2, 1.9)):
-        found = tree_shapes.sequoia(table, nodes, 1)
-        assert found == full([nodes])
-        assert tree_shapes.expected(found, table) == pytest.approx(worth, abs=1e-12)
+        shape = tree_shapes.sequoia(table, nodes, 1)
+        assert shape == full([nodes])
+        assert tree_shapes.expected(shape, table) == pytest.approx(worth, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_searches_agree_where_ranks_are_in_order(seed: int) -> None:
     """On a size that no list of all trees reaches."""
     table = random_table(seed, 6, 8, ordered=True)
-    found = tree_shapes.sequoia(table, 60, 6)
-    assert tree_shapes.expected(found, table) == pytest.approx(
+    shape = tree_shapes.sequoia(table, 60, 6)
+    assert tree_shapes.expected(shape, table) == pytest.approx(
         tree_shapes.expected(tree_shapes.best_first(table, 60), table), abs=1e-12
     )
-    assert len(found) == 60
+    assert len(shape) == 60
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -294,7 +294,7 @@ def test_more_nodes_and_more_depth_are_never_worse(seed: int) -> None:
     assert values[-1, -1] > values[0, -1] > values[0, 0]
 
 
-def test_a_search_that_runs_out_of_room_takes_everything() -> None:
+def test_searches_with_a_large_budget_return_all_nodes() -> None:
     table = random_table(0, 2, 3)
     assert tree_shapes.best_first(table, 100) == full([3, 3])
     assert tree_shapes.sequoia(table, 100, 2) == full([3, 3])
@@ -302,13 +302,13 @@ def test_a_search_that_runs_out_of_room_takes_everything() -> None:
     assert tree_shapes.sequoia(table, 100, 1) == full([3])
 
 
-def test_nodes_without_worth_fill_up_what_was_asked_for() -> None:
+def test_nodes_of_probability_zero_fill_the_budget() -> None:
     """And of equal nodes the shallower, then the lower rank comes first."""
     table = torch.tensor([[0.5, 0.0], [1.0, 0.0]], dtype=torch.float64)
     assert tree_shapes.best_first(table, 1) == ((0,),)
     assert tree_shapes.best_first(table, 3) == ((0,), (1,), (0, 0))
-    found = tree_shapes.sequoia(table, 4, 2)
-    assert (len(found), tree_shapes.expected(found, table)) == (4, 2.0)
+    shape = tree_shapes.sequoia(table, 4, 2)
+    assert (len(shape), tree_shapes.expected(shape, table)) == (4, 2.0)
 
 
 @pytest.mark.parametrize("changes", [{"nodes": 0}, {"deepest": 0}, {"deepest": 3}])

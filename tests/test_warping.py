@@ -35,7 +35,7 @@ def seeded(seed: int = 0) -> torch.Generator:
         (0.5, 0, 0.8, [0, 16 / 25, 0, 9 / 25]),  # 25/30 after the temperature; 0.7 before it
     ],
 )
-def test_a_hand_made_row_is_warped_as_calculated(
+def test_warping_of_a_row_by_hand(
     temperature: float, top_k: int, top_p: float, expected: list[float]
 ) -> None:
     """The last two rows pin the order: temperature, then top-k, then top-p."""
@@ -46,7 +46,7 @@ def test_a_hand_made_row_is_warped_as_calculated(
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(0.0, 0, 1.0), (1.0, 1, 1.0), (1.0, 0, 1e-9)]
 )
-def test_every_way_of_being_greedy_takes_the_lowest_id_of_equals(
+def test_greedy_settings_break_ties_to_the_lowest_id(
     temperature: float, top_k: int, top_p: float
 ) -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, -1.0], [2.0, 2.0, 2.0, 2.0]])
@@ -60,9 +60,9 @@ def test_a_vanishing_temperature_is_greedy_and_shares_between_equals() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_sorting_all_ranks_as_searching_does(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU: the same tokens kept, ties and all."""
-    dice = torch.Generator().manual_seed(4)
-    logits = 2 * torch.randn(6, 700, generator=dice)
+    """The method of a GPU keeps the same tokens, ties included."""
+    generator = torch.Generator().manual_seed(4)
+    logits = 2 * torch.randn(6, 700, generator=generator)
     logits = logits.round() if tied else logits
     knobs = [(0.7, 5, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 40, 0.8, 0.01), (1.0, 0, 1e-4, 0.0)]
     searched = [warping.warp(logits, *knob) for knob in knobs]
@@ -106,21 +106,21 @@ def test_warping_agrees_with_transformers(
     (7, 0.9, 0.0), (7, 1.0, 0.05), (0, 0.9, 0.05), (7, 0.9, 0.05),
 ])  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_what_lies_below_the_bound_is_what_is_dropped(
+def test_tokens_below_the_cutoff_are_dropped(
     temperature: float, bounds: tuple[int, float, float]
 ) -> None:
     logits = 6 * torch.randn(2, 40, 300, generator=torch.Generator().manual_seed(bounds[0]))
-    kept = warp(logits.view(80, 300), temperature, *bounds).view_as(logits) > 0
-    assert (logits >= approximate_cutoff(logits, temperature, *bounds)).equal(kept)
+    selected = warp(logits.view(80, 300), temperature, *bounds).view_as(logits) > 0
+    assert (logits >= approximate_cutoff(logits, temperature, *bounds)).equal(selected)
 
 
-def test_the_bound_of_a_vanishing_temperature_is_finite() -> None:
+def test_cutoff_at_a_vanishing_temperature_is_finite() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]])
     for bounds in ((0, 0.5, 0.0), (2, 0.5, 0.1), (0, 1.0, 0.1)):
         assert approximate_cutoff(logits, 1e-30, *bounds).item() == 3
 
 
-def test_the_bound_of_a_flat_row_is_looked_for_among_a_few() -> None:
+def test_cutoff_of_a_flat_row_is_within_the_candidates() -> None:
     logits = torch.linspace(1, 0, 4 * CANDIDATES)[None]
     assert approximate_cutoff(logits, 1.0, 0, 0.99, 0.0).equal(
         logits[:, CANDIDATES - 1 : CANDIDATES]
