@@ -1,7 +1,7 @@
 """The decoder for scripts: prompts of every kind, stop strings, seeds, batches, dialogues, folders.
 
 The target is a random model over bytes, so that most tokens are only a part of a character. The
-drafter knows what the target will say (or mostly knows it), and refuses rows that do not continue
+drafter proposes the target's tokens (or mostly does), and refuses rows that do not continue
 what it has absorbed (tests/tiny.py).
 """
 
@@ -32,7 +32,7 @@ from outrider.models.load import stop_ids
 from outrider.models.target import Target, TargetStates
 from tests.families import small_model
 from tests.shapes import unchecked
-from tests.test_tokenise import PLAIN, dialogue, octets
+from tests.test_tokenise import PLAIN, byte_tokenizer, dialogue
 from tests.tiny import ScriptedDrafter, Text
 
 QUESTION = "why?"
@@ -43,7 +43,7 @@ CHAIN, TREE = Chain(5), DynamicTree(depth=4, width=3, budget=9)
 SAMPLED = StaticTree(parse([(0,), (1,), (0, 0)]), DRAWN)
 POLICIES = pytest.mark.parametrize("policy", [ALONE, CHAIN, TREE], ids=["plain", "chain", "tree"])
 HEATS = pytest.mark.parametrize("heat", [0.0, 0.8], ids=["greedy", "sampled"])
-# earlier answers are rendered without their last two characters: the history is never what was said
+# earlier answers are rendered without their last two characters: the history differs from them
 FORGETFUL = PLAIN.replace(
     "{{ m.content }}",
     "{{ m.content if loop.last or m.role == 'user' else m.content[:-2] }}",
@@ -52,7 +52,7 @@ FORGETFUL = PLAIN.replace(
 
 @cache
 def target() -> Target:
-    coder = octets(PLAIN)
+    coder = byte_tokenizer(PLAIN)
     changes = {"eos_token_id": coder.eos_token_id, "max_position_embeddings": POSITIONS}
     return Target(small_model("llama", vocab_size=len(coder), **changes), name="bytes")
 
@@ -70,17 +70,17 @@ def oracle(right: Callable[[int], bool]) -> ScriptedDrafter:
 
 @cache
 def decoder(template: str = PLAIN) -> Decoder:
-    return Decoder(target(), octets(template), oracle(lambda n: n % 3 > 0), CHAIN)
+    return Decoder(target(), byte_tokenizer(template), oracle(lambda n: n % 3 > 0), CHAIN)
 
 
 @cache
 def perfect() -> Decoder:
-    return Decoder(target(), octets(PLAIN), oracle(lambda n: True), CHAIN)
+    return Decoder(target(), byte_tokenizer(PLAIN), oracle(lambda n: True), CHAIN)
 
 
 def letters_only() -> dict[str, Any]:
     """Small letters, none of them too often."""
-    coder = octets(PLAIN)
+    coder = byte_tokenizer(PLAIN)
     banned = [i for i in range(len(coder)) if coder.decode([i]) not in "abcdefghijklmnopqrstuvwxyz"]
     return {"banned": banned, "repetition_penalty": 10.0}
 
@@ -104,21 +104,21 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def test_tokens_text_and_messages_are_prompts() -> None:
     """Text is tokenised as it is; messages are rendered by the template, ready to be answered."""
-    asked, coder = decoder(), octets(PLAIN)
+    ours, coder = decoder(), byte_tokenizer(PLAIN)
     bare, rendered = coder(QUESTION)["input_ids"], prompt_ids(coder, TOLD)
     assert bare != rendered
     prompts: list[Prompt] = [bare, QUESTION, TOLD, [QUESTION]]
     for prompt, ids in zip(prompts, (bare, bare, rendered, rendered), strict=True):
-        assert asked.ids(prompt) == ids
-        assert asked.generate(prompt, 8).output_ids == asked.generate(ids, 8).output_ids
-    assert asked.generate(bare, 8).output_ids != asked.generate(rendered, 8).output_ids
+        assert ours.ids(prompt) == ids
+        assert ours.generate(prompt, 8).output_ids == ours.generate(ids, 8).output_ids
+    assert ours.generate(bare, 8).output_ids != ours.generate(rendered, 8).output_ids
 
 
 @POLICIES
 @HEATS
-def test_the_answer_is_the_engines(policy: str | Policy, heat: float) -> None:
+def test_generate_matches_the_engine(policy: str | Policy, heat: float) -> None:
     ours = decoder().generate(TOLD, BUDGET, temperature=heat, seed=5, policy=policy)
-    coder, shape = octets(PLAIN), None if isinstance(policy, str) else policy
+    coder, shape = byte_tokenizer(PLAIN), None if isinstance(policy, str) else policy
     engine = Engine(
         target(),
         decoder().drafter if shape is not None else None,
@@ -133,7 +133,7 @@ def test_the_answer_is_the_engines(policy: str | Policy, heat: float) -> None:
 
 
 @POLICIES
-def test_greedy_answers_are_the_targets_own(policy: str | Policy) -> None:
+def test_greedy_answers_match_the_target(policy: str | Policy) -> None:
     own = decoder().generate(TOLD, BUDGET, policy=ALONE)
     ours = decoder().generate(TOLD, BUDGET, policy=policy)
     assert ours.output_ids == own.output_ids
@@ -144,8 +144,8 @@ def test_greedy_answers_are_the_targets_own(policy: str | Policy) -> None:
 
 @POLICIES
 @HEATS
-def test_the_pieces_of_a_stream_are_the_answer(policy: str | Policy, heat: float) -> None:
-    """Bytes come one by one, so that pieces end within characters; nothing is said twice."""
+def test_stream_pieces_concatenate_to_the_answer(policy: str | Policy, heat: float) -> None:
+    """Bytes come one by one, so that pieces end within characters; nothing is repeated."""
     how: dict[str, Any] = {"temperature": heat, "seed": 3, "policy": policy}
     pieces = list(decoder().stream(TOLD, BUDGET, **how))
     whole = decoder().generate(TOLD, BUDGET, **how)
@@ -157,12 +157,12 @@ def test_the_pieces_of_a_stream_are_the_answer(policy: str | Policy, heat: float
     assert all(piece.result.ended == "" for piece in pieces[:-1])
 
 
-def test_a_character_waits_for_its_last_byte() -> None:
-    coder = octets(PLAIN)
-    said = [*coder("n\u00e9\U0001f600.")["input_ids"], coder.eos_token_id]
+def test_incomplete_characters_are_held_back() -> None:
+    coder = byte_tokenizer(PLAIN)
+    tokens = [*coder("n\u00e9\U0001f600.")["input_ids"], coder.eos_token_id]
 
     def row(text: Text) -> Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(said[len(text)]), len(coder)).float()
+        return torch.nn.functional.one_hot(torch.tensor(tokens[len(text)]), len(coder)).float()
 
     pieces = spelled(row)
     assert [piece.text for piece in pieces] == [
@@ -177,22 +177,22 @@ def test_a_character_waits_for_its_last_byte() -> None:
         "",
     ]
     assert (pieces[-1].result.text, pieces[-1].result.ended) == ("n\u00e9\U0001f600.", "end token")
-    assert pieces[-1].result.output_ids == said
+    assert pieces[-1].result.output_ids == tokens
 
 
 def spelled(row: Callable[[Text], Tensor]) -> list[Piece]:
-    """What plain decoding makes of a target that says what `row` says; its prompt is not read."""
+    """What plain decoding makes of a target whose logits are `row`; its prompt is not read."""
 
     class Scripted(Target):
-        said = 0
+        steps = 0
 
         def logits(self, last: Tensor) -> Tensor:
-            logits = row(tuple(range(self.said)))
-            self.said += 1
+            logits = row(tuple(range(self.steps)))
+            self.steps += 1
             return logits.expand(*last.shape[:-1], -1)
 
     script = Scripted(target().model)
-    return list(Decoder(script, octets(PLAIN), None, ALONE).stream("?", BUDGET))
+    return list(Decoder(script, byte_tokenizer(PLAIN), None, ALONE).stream("?", BUDGET))
 
 
 def test_a_budget_of_0_gives_no_tokens() -> None:
@@ -205,7 +205,7 @@ def test_a_budget_of_0_gives_no_tokens() -> None:
 
 @pytest.fixture(name="text", scope="module")
 def unstopped() -> str:
-    """What is said without a stop string: one token per letter."""
+    """The answer without a stop string: one token per letter."""
     whole = perfect().generate(TOLD, BUDGET, **letters_only())
     assert len(whole.text) == len(whole.output_ids) == BUDGET
     assert len(set(whole.text)) > 8
@@ -242,7 +242,7 @@ def test_the_first_of_several_stop_strings_counts(text: str) -> None:
 
 
 def test_stop_strings_outside_the_answer_stop_nothing(text: str) -> None:
-    """Half a stop string waits, and is said when it turns out to be none."""
+    """Half a stop string waits, and is emitted when it turns out to be none."""
     assert QUESTION not in text
     half = text[:-1] + "!"
     pieces = list(perfect().stream(TOLD, BUDGET, stop=[QUESTION, half], **letters_only()))
@@ -256,12 +256,12 @@ def test_stop_strings_outside_the_answer_stop_nothing(text: str) -> None:
 
 @POLICIES
 def test_a_seed_determines_the_answer(policy: str | Policy) -> None:
-    def said(seed: int) -> list[int]:
+    def output_ids(seed: int) -> list[int]:
         how: dict[str, Any] = {"temperature": 1.0, "policy": policy}
         return decoder().generate(TOLD, BUDGET, seed=seed, **how).output_ids
 
-    answers = [said(seed) for seed in range(4)]
-    assert answers == [said(seed) for seed in range(4)]
+    answers = [output_ids(seed) for seed in range(4)]
+    assert answers == [output_ids(seed) for seed in range(4)]
     assert len({tuple(answer) for answer in answers}) > 1
 
 
@@ -270,8 +270,8 @@ def test_a_seed_determines_the_answer(policy: str | Policy) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_a_batch_equals_single_prompts(policy: str | Policy, heat: float, batch: int) -> None:
     """The n-th answer has the seed raised by n; prompts are of different lengths."""
-    asked = "what is to be said about this?"
-    prompts: list[Prompt] = [TOLD, "a", dialogue("and then?"), [5, 6, 7], asked]
+    question = "what is to be said about this?"
+    prompts: list[Prompt] = [TOLD, "a", dialogue("and then?"), [5, 6, 7], question]
     how: dict[str, Any] = {"temperature": heat, "policy": policy}
     batched = decoder().generate_batch(prompts, 12, batch=batch, seed=7, **how)
     alone = [decoder().generate(p, 12, seed=7 + n, **how) for n, p in enumerate(prompts)]
@@ -281,7 +281,7 @@ def test_a_batch_equals_single_prompts(policy: str | Policy, heat: float, batch:
     ]
 
 
-def test_a_rule_may_be_chosen() -> None:
+def test_rule_argument_selects_the_rule() -> None:
     """With such an epsilon typical acceptance takes every guess."""
     how: dict[str, Any] = {
         "temperature": 1.0,
@@ -300,30 +300,30 @@ def test_a_rule_may_be_chosen() -> None:
 def test_a_chat_equals_decoding_the_whole_dialogue(
     policy: str | Policy, heat: float, template: str
 ) -> None:
-    """Also where the template renders history differently from what was said."""
+    """Also where the template renders history differently from the answers."""
     ours, how = decoder(template), {"temperature": heat, "policy": policy}
     chat = ours.chat(seed=11, **how)
     for turn, question in enumerate(["why?", "and\nthen?", "so"]):
-        said = chat.say(question, 9 + turn)
+        reply = chat.say(question, 9 + turn)
         seed = 11 + len(chat.messages) - 1
         anew = ours.generate(chat.messages[:-1], 9 + turn, seed=seed, **how)
-        assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
-        assert chat.messages[-2:] == dialogue(question, said.text)
+        assert (reply.output_ids, reply.origins) == (anew.output_ids, anew.origins)
+        assert chat.messages[-2:] == dialogue(question, reply.text)
 
 
 @POLICIES
-def test_a_chat_reads_only_what_is_new(policy: str | Policy, read: list[list[int]]) -> None:
+def test_chat_reads_only_new_tokens(policy: str | Policy, read: list[list[int]]) -> None:
     """The last token of an answer is in no cache yet; with what follows it, it is read next."""
     ours = decoder()
-    chat, held = ours.chat(policy=policy, **letters_only()), 0
+    chat, cached = ours.chat(policy=policy, **letters_only()), 0
     for question in ("why?", "and then?", "so"):
         read.clear()
-        said = chat.say(question, 10)
+        reply = chat.say(question, 10)
         prompt = ours.ids(chat.messages[:-1])
-        assert read[0] == prompt[held:]
-        assert len(read) == 1 + len(said.accepted)
-        held = len(prompt) + len(said.output_ids) - 1
-    assert held > 60
+        assert read[0] == prompt[cached:]
+        assert len(read) == 1 + len(reply.accepted)
+        cached = len(prompt) + len(reply.output_ids) - 1
+    assert cached > 60
 
 
 def test_a_plain_chat_reads_every_token_once(read: list[list[int]]) -> None:
@@ -331,12 +331,12 @@ def test_a_plain_chat_reads_every_token_once(read: list[list[int]]) -> None:
     chat = ours.chat(policy=ALONE, **letters_only())
     for question in ("why?", "and then?", "so"):
         chat.say(question, 10)
-    whole = octets(PLAIN)(chat.messages[-1]["content"])["input_ids"]
+    whole = byte_tokenizer(PLAIN)(chat.messages[-1]["content"])["input_ids"]
     everything = ours.ids(chat.messages[:-1]) + whole
     assert [token for ids in read for token in ids] == everything[:-1]
 
 
-def test_a_forgetful_template_costs_the_answer_and_no_more(read: list[list[int]]) -> None:
+def test_template_that_drops_history_rereads_only_the_answer(read: list[list[int]]) -> None:
     """The caches go on from the end of the prompt, the last place that was not rewritten."""
     ours = decoder(FORGETFUL)
     chat = ours.chat(**letters_only())
@@ -350,59 +350,57 @@ def test_a_forgetful_template_costs_the_answer_and_no_more(read: list[list[int]]
 def test_a_stop_string_in_a_chat_is_not_part_of_the_history(text: str) -> None:
     chat = perfect().chat(stop=text[3:6], **letters_only())
     assert chat.say(QUESTION, BUDGET).text == text[:3]
-    said = chat.say("so", BUDGET)
+    reply = chat.say("so", BUDGET)
     dialogue_so_far = dialogue(QUESTION, text[:3], "so")
     anew = perfect().generate(dialogue_so_far, BUDGET, stop=text[3:6], **letters_only())
-    assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+    assert (reply.output_ids, reply.origins) == (anew.output_ids, anew.origins)
 
 
-def test_a_turn_may_be_decoded_differently(read: list[list[int]]) -> None:
+def test_chat_turns_accept_different_settings(read: list[list[int]]) -> None:
     """Without the drafter its state stands still: each way of decoding has a cache of its own."""
     chat = decoder().chat(**letters_only())
     for policy in (CHAIN, ALONE, ALONE, TREE, CHAIN, ALONE):
-        said = chat.say("and?", 8, policy=policy)
+        reply = chat.say("and?", 8, policy=policy)
         anew = decoder().generate(chat.messages[:-1], 8, policy=policy, **letters_only())
-        assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+        assert (reply.output_ids, reply.origins) == (anew.output_ids, anew.origins)
 
 
 def test_a_system_message_comes_first() -> None:
     chat = decoder().chat()
     chat.messages.insert(0, Message(role="system", content="brief"))
-    said = chat.say("why?", 8)
+    reply = chat.say("why?", 8)
     anew = decoder().generate(dialogue("why?", system="brief"), 8)
-    assert said.output_ids == anew.output_ids != decoder().generate(TOLD, 8).output_ids
+    assert reply.output_ids == anew.output_ids != decoder().generate(TOLD, 8).output_ids
 
 
 @POLICIES
 @pytest.mark.parametrize("heard", [1, 2, 4])
-def test_an_answer_not_heard_to_its_end_stays_as_far_as_it_came(
-    policy: str | Policy, heard: int
-) -> None:
+def test_interrupted_answer_stays_in_the_history(policy: str | Policy, heard: int) -> None:
     chat = perfect().chat(policy=policy, **letters_only())
     stream = chat.stream(QUESTION, BUDGET)
     pieces = [next(stream) for _ in range(heard)]
     stream.close()
     assert chat.messages == dialogue(QUESTION, pieces[-1].result.text)
     for question in ("so", "and then?"):
-        said = chat.say(question, 8)
+        reply = chat.say(question, 8)
         anew = perfect().generate(chat.messages[:-1], 8, policy=policy, **letters_only())
-        assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+        assert (reply.output_ids, reply.origins) == (anew.output_ids, anew.origins)
 
 
-def test_what_was_heard_of_an_answer_is_not_read_again(read: list[list[int]]) -> None:
+def test_streamed_tokens_of_an_interrupted_answer_are_not_reread(read: list[list[int]]) -> None:
     """The last token that was heard is in no cache yet."""
     chat = perfect().chat(**letters_only())
     stream = chat.stream(QUESTION, BUDGET)
     heard = [token for _ in range(3) for token in next(stream).ids]
     stream.close()
-    held = len(perfect().ids(TOLD)) + len(heard) - 1
+    cached = len(perfect().ids(TOLD)) + len(heard) - 1
     read.clear()
     chat.say("so", 8)
     assert len(heard) == 13
-    assert read[0] == perfect().ids(chat.messages[:-1])[held:]
+    assert read[0] == perfect().ids(chat.messages[:-1])[cached:]
 
 
-def test_a_dialogue_that_was_broken_off_and_rewritten_is_read_right() -> None:
+def test_rewritten_dialogue_after_an_interruption_is_decoded_correctly() -> None:
     """A shorter dialogue is broken off, then the longer one before it comes back."""
     ours = perfect()
     chat = ours.chat(**letters_only())
@@ -414,13 +412,13 @@ def test_a_dialogue_that_was_broken_off_and_rewritten_is_read_right() -> None:
     next(stream)
     stream.close()
     chat.messages[:] = longer
-    said = chat.say("so", 8)
+    reply = chat.say("so", 8)
     anew = ours.generate(chat.messages[:-1], 8, **letters_only())
-    assert (said.output_ids, said.origins) == (anew.output_ids, anew.origins)
+    assert (reply.output_ids, reply.origins) == (anew.output_ids, anew.origins)
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
-def test_ctrl_c_while_the_drafter_absorbs_leaves_a_memory_that_is_right(
+def test_ctrl_c_in_absorb_leaves_the_dialogue_cache_valid(
     monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """The target has read rows then that the drafter's state does not hold."""
@@ -438,8 +436,8 @@ def test_ctrl_c_while_the_drafter_absorbs_leaves_a_memory_that_is_right(
     with pytest.raises(KeyboardInterrupt):
         list(engine.run([Request(prompt, BUDGET)], 1, dialogue=memory))
     longer = [*prompt, *engine.generate(prompt, BUDGET).ids, 5]
-    said = list(engine.run([Request(longer, 8)], 1, dialogue=memory))[-1].out
-    assert said.ids == Engine(target(), None, None).generate(longer, 8).ids
+    reply = list(engine.run([Request(longer, 8)], 1, dialogue=memory))[-1].out
+    assert reply.ids == Engine(target(), None, None).generate(longer, 8).ids
 
 
 @pytest.mark.parametrize("message", [None, 3, ["why?"]], ids=str)
@@ -463,8 +461,8 @@ def test_a_message_that_does_not_fit_is_dropped() -> None:
     with pytest.raises(TypeError, match="heat"):
         chat.say("x", 8, heat=2)
     assert chat.messages == before
-    said = chat.say("so", 8)
-    assert said.output_ids == decoder().generate(chat.messages[:-1], 8).output_ids
+    reply = chat.say("so", 8)
+    assert reply.output_ids == decoder().generate(chat.messages[:-1], 8).output_ids
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -486,13 +484,13 @@ IDS = [5, 6, 7]
         list(np.array(IDS)), list(torch.tensor(IDS)),
     ],
 )  # fmt: skip
-def test_tokens_may_come_as_an_array(prompt: Any) -> None:
+def test_prompt_tokens_may_be_an_array(prompt: Any) -> None:
     assert decoder().ids(prompt) == IDS
     assert all(type(token) is int for token in decoder().ids(prompt))
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         (None, "None is not a prompt"),
         (5, "5 is not a prompt"),
@@ -508,14 +506,14 @@ def test_tokens_may_come_as_an_array(prompt: Any) -> None:
         ([-1], "token -1, and the target's are 0 to"),
     ],
 )
-def test_what_is_no_prompt_is_refused(prompt: Any, said: str) -> None:
-    with unchecked(), pytest.raises(RunError, match=said):
+def test_invalid_prompts_are_refused(prompt: Any, message: str) -> None:
+    with unchecked(), pytest.raises(RunError, match=message):
         decoder().generate(prompt, 4)
-    with unchecked(), pytest.raises(RunError, match=said):
+    with unchecked(), pytest.raises(RunError, match=message):
         decoder().generate_batch([QUESTION, prompt], 4)
 
 
-def test_settings_may_be_numbers_of_numpy() -> None:
+def test_settings_may_be_numpy_numbers() -> None:
     how: dict[str, Any] = {"temperature": 1.0, "policy": CHAIN}
     mine = decoder().generate(QUESTION, 8, seed=3, top_k=4, **how)
     with unchecked():
@@ -546,18 +544,18 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("policy", ["chain", CHAIN], ids=["name", "object"])
 def test_speculation_without_a_drafter_is_refused(policy: str | Policy) -> None:
-    bare = Decoder(target(), octets(PLAIN), None, ALONE)
+    bare = Decoder(target(), byte_tokenizer(PLAIN), None, ALONE)
     with pytest.raises(RunError, match="no drafter"):
         bare.generate("a", 4, policy=policy)
 
 
-def test_a_searched_tree_without_chances_is_refused() -> None:
+def test_searched_tree_without_a_rank_table_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ranks\.json"):
         decoder().generate("a", 4, policy="static_tree")
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "said"),
+    ("how", "kind", "message"),
     [
         ({"heat": 1.0}, TypeError, "unknown setting 'heat'"),
         ({"temprature": 1.0}, TypeError, "did you mean temperature"),
@@ -582,41 +580,41 @@ def test_a_searched_tree_without_chances_is_refused() -> None:
         ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(
-    how: dict[str, Any], kind: type[Exception], said: str
+def test_invalid_settings_are_refused(
+    how: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    with unchecked(), pytest.raises(kind, match=said):
+    with unchecked(), pytest.raises(kind, match=message):
         decoder().generate("a", 4, **how)
-    with unchecked(), pytest.raises(kind, match=said):
+    with unchecked(), pytest.raises(kind, match=message):
         list(decoder().stream("a", 4, **how))
-    with unchecked(), pytest.raises(kind, match=said):
+    with unchecked(), pytest.raises(kind, match=message):
         decoder().generate_batch(["a"], 4, **how)
-    with unchecked(), pytest.raises(kind, match=said):
+    with unchecked(), pytest.raises(kind, match=message):
         decoder().chat(**how).say("a", 4)
 
 
 @pytest.mark.parametrize(("count", "kind"), [(-1, ValueError), (3.5, TypeError), ("8", TypeError)])
-def test_a_budget_that_is_no_count_is_refused(count: Any, kind: type[Exception]) -> None:
-    asked = decoder()
-    for ask in (asked.generate, asked.chat().say, lambda q, n: asked.generate_batch([q], n)):
+def test_invalid_budgets_are_refused(count: Any, kind: type[Exception]) -> None:
+    ours = decoder()
+    for ask in (ours.generate, ours.chat().say, lambda q, n: ours.generate_batch([q], n)):
         with unchecked(), pytest.raises(kind, match="max_new_tokens"):
             ask("a", count)
 
 
-def test_a_decoder_whose_policy_is_none_is_refused_at_once() -> None:
+def test_unknown_policy_is_refused_by_the_constructor() -> None:
     with pytest.raises(ConfigError, match="no such policy"):
-        Decoder(target(), octets(PLAIN), None, "xx")
+        Decoder(target(), byte_tokenizer(PLAIN), None, "xx")
 
 
-def test_drafts_that_end_where_the_drafter_does_are_pointed_out() -> None:
-    """The answer is the same, and nobody believes to have measured depth 5."""
+def test_policy_deeper_than_the_drafter_warns() -> None:
+    """The answer is the same."""
     short = oracle(lambda n: n % 3 > 0)
     short.max_depth = 2
-    asked = Decoder(target(), octets(PLAIN), short, CHAIN)
+    ours = Decoder(target(), byte_tokenizer(PLAIN), short, CHAIN)
     with pytest.warns(
         UserWarning, match="depth=5 is deeper than this drafter can draft: drafts end at depth 2"
     ):
-        result = asked.generate(QUESTION, BUDGET)
+        result = ours.generate(QUESTION, BUDGET)
     assert result.output_ids == decoder().generate(QUESTION, BUDGET).output_ids
     assert max(result.accepted) <= 2
 
@@ -633,7 +631,9 @@ def test_streams_may_be_interleaved() -> None:
             return super().absorb(state, trace)
 
     knowing = oracle(lambda n: n % 3 > 0)
-    tapped = Decoder(target(), octets(PLAIN), Tapped(knowing.row, target().vocab_size, (1,)), CHAIN)
+    tapped = Decoder(
+        target(), byte_tokenizer(PLAIN), Tapped(knowing.row, target().vocab_size, (1,)), CHAIN
+    )
     alone = tapped.generate(QUESTION, BUDGET)
     pieces = tapped.stream(QUESTION, BUDGET)
     last = next(pieces)
@@ -656,7 +656,7 @@ def test_a_rule_made_for_other_drafts_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", [CHAIN, SAMPLED], ids=["chain", "tree"])
-def test_a_rule_goes_by_its_name(policy: Policy) -> None:
+def test_rules_are_selected_by_name(policy: Policy) -> None:
     how: dict[str, Any] = {"policy": policy, "temperature": 1.0, "seed": 5}
     made = decoder().generate(QUESTION, BUDGET, rule=bind_rule("sampled", "drawn"), **how)
     named = decoder().generate(QUESTION, BUDGET, rule="sampled", **how)
@@ -682,9 +682,9 @@ def test_coupled_answers_are_those_of_plain_sampling(policy: str | Policy) -> No
 
 
 def test_a_custom_rule_has_unknown_loss() -> None:
-    own = bind_rule("lossy_typical", "drawn").verify
-    asked = decoder().generate(QUESTION, 4, temperature=1.0, rule=own, policy=Chain(2))
-    assert asked.lossy is None
+    own = bind_rule("lossy_typical", "drawn").__call__  # any function
+    result = decoder().generate(QUESTION, 4, temperature=1.0, rule=own, policy=Chain(2))
+    assert result.lossy is None
     assert decoder().generate(QUESTION, 4, rule=own, policy=Chain(2)).lossy is False
 
 

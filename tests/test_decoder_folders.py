@@ -1,4 +1,4 @@
-"""The decoder on folders: what runs leave behind, and the script that the documents show."""
+"""The decoder on folders: the folders of a run, and the script that the documents show."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ from outrider.models.load import load_target
 from outrider.models.vocab import DraftVocab
 from outrider.train.settings import load_run, parse
 from tests.families import small_model
-from tests.test_tokenise import PLAIN, dialogue, octets
+from tests.test_tokenise import PLAIN, byte_tokenizer, dialogue
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,18 +50,18 @@ def opened(run: Path) -> Decoder:
     return Decoder.from_run(run)
 
 
-def test_a_run_and_its_folders_decode_alike(run: Path, from_run: Decoder) -> None:
-    asked = "When should I visit Amberton?"
+def test_run_and_published_folders_decode_equally(run: Path, from_run: Decoder) -> None:
+    question = "When should I visit Amberton?"
     by_parts = Decoder.from_pretrained("tiny", run / "drafter", dtype="float32")
     alone = Decoder.from_pretrained("tiny", dtype="float32")
-    whole = from_run.generate(dialogue(asked), 16)
+    whole = from_run.generate(dialogue(question), 16)
     assert whole.ended == "end token"
     assert "<" not in whole.text
     assert len(whole.text) > 8
     for policy in ("plain", "chain", "dynamic_tree"):
-        assert from_run.generate(dialogue(asked), 16, policy=policy).text == whole.text
-        assert by_parts.generate(dialogue(asked), 16, policy=policy).text == whole.text
-    assert alone.generate(dialogue(asked), 16).text == whole.text
+        assert from_run.generate(dialogue(question), 16, policy=policy).text == whole.text
+        assert by_parts.generate(dialogue(question), 16, policy=policy).text == whole.text
+    assert alone.generate(dialogue(question), 16).text == whole.text
     assert (from_run.changed, alone.drafter, alone.policy) == (None, None, ALONE)
 
 
@@ -73,20 +73,20 @@ def test_a_drafter_may_come_in_any_format(
     folder.mkdir()
     assert from_run.drafter is not None
     formats.find(word, "eagle3").write(from_run.drafter, from_run.target, config, folder)
-    asked = Decoder.from_pretrained("tiny", folder, dtype="float32")
+    ours = Decoder.from_pretrained("tiny", folder, dtype="float32")
     how = {"policy": "chain", "temperature": 1.0, "seed": 4}
-    mine, theirs = (one.generate("Once upon", 16, **how) for one in (from_run, asked))
+    mine, theirs = (one.generate("Once upon", 16, **how) for one in (from_run, ours))
     assert (mine.output_ids, mine.accepted) == (theirs.output_ids, theirs.accepted)
 
 
-def test_what_is_no_drafter_is_refused(run: Path, tmp_path: Path) -> None:
+def test_folders_without_a_drafter_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is a run, not a drafter(?s:.*)/drafter, or use"):
         Decoder.from_pretrained("tiny", run)
     with pytest.raises(RunError, match="no folder, and cannot be downloaded from the hub"):
         Decoder.from_pretrained("tiny", tmp_path / "nowhere")
 
 
-def test_the_weights_are_those_of_the_folder(run: Path, from_run: Decoder) -> None:
+def test_weights_are_loaded_from_the_folder(run: Path, from_run: Decoder) -> None:
     torch.manual_seed(0)
     built = drafters.build(load_run(run, []).drafter, from_run.target, whole_vocab(from_run))
     assert isinstance(from_run.drafter, Drafter)
@@ -97,7 +97,7 @@ def whole_vocab(decoder: Decoder) -> DraftVocab:
     return DraftVocab.identity(decoder.target.vocab_size)
 
 
-def test_changes_to_a_run_reach_its_target(run: Path) -> None:
+def test_overrides_of_a_run_reach_its_target(run: Path) -> None:
     config = load_run(run, [f"run.dir={run}", "target.dtype=bfloat16"])
     changed = Decoder.from_config(config, Chain(2))
     assert changed.target.dtype == torch.bfloat16
@@ -113,7 +113,7 @@ def test_a_run_that_has_not_finished_is_refused(run: Path, tmp_path: Path) -> No
 
 
 def test_a_drafter_of_another_target_is_refused(run: Path, tmp_path: Path) -> None:
-    coder = octets(PLAIN)
+    coder = byte_tokenizer(PLAIN)
     small_model("llama", vocab_size=len(coder)).save_pretrained(tmp_path)
     coder.save_pretrained(tmp_path)
     with pytest.raises(RunError):
@@ -124,7 +124,7 @@ def test_a_drafter_of_another_target_is_refused(run: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/decoding.md"])
-def test_the_script_of_a_page_runs_as_it_stands(
+def test_the_documented_script_runs(
     page: str, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """From an empty folder, with the run where the script looks for it."""

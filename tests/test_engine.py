@@ -1,4 +1,4 @@
-"""The decoder as a whole: the same words as plain decoding, exact counts, and a clean cache.
+"""The decoder as a whole: the same tokens as plain decoding, exact counts, and a clean cache.
 
 Drafters here are oracles (tests/tiny.py) that know the target's answer and give it, half of it, or
 everything but it; they also check what the engine hands over to them.
@@ -51,7 +51,7 @@ POLICIES = pytest.mark.parametrize("policy", [CHAIN, STATIC, TREE], ids=["chain"
 
 @dataclass(frozen=True)
 class Scene:
-    """A target and what it says to a prompt, in its own words and without a cache."""
+    """A target and its answer to a prompt, computed without a cache."""
 
     target: Target
     prompt: list[int]
@@ -71,7 +71,7 @@ def scene(family: str) -> Scene:
 
 
 @pytest.fixture(params=PROMPTS)
-def told(request: pytest.FixtureRequest) -> Scene:
+def case(request: pytest.FixtureRequest) -> Scene:
     return scene(request.param)
 
 
@@ -97,34 +97,34 @@ def emitted(out: Output) -> int:
     return 1 + sum(accepted + 1 for accepted in out.accepted)
 
 
-# ---- the words -----------------------------------------------------------------------------------
+# ---- greedy answers ------------------------------------------------------------------------------
 
 
 @POLICIES
 @pytest.mark.parametrize("right", [always, even, never], ids=["perfect", "half", "wrong"])
-def test_greedy_words_are_those_of_plain_decoding(
-    told: Scene, policy: Policy, right: Callable[[int], bool]
+def test_greedy_answers_equal_plain_decoding(
+    case: Scene, policy: Policy, right: Callable[[int], bool]
 ) -> None:
-    out = Engine(told.target, told.oracle(right), policy).generate(told.prompt, LONGEST)
-    assert out.ids == told.answer[:LONGEST]
+    out = Engine(case.target, case.oracle(right), policy).generate(case.prompt, LONGEST)
+    assert out.ids == case.answer[:LONGEST]
     assert emitted(out) == len(out.ids)
 
 
 @POLICIES
-def test_a_random_drafter_changes_no_word(told: Scene, policy: Policy) -> None:
+def test_a_random_drafter_does_not_change_the_answer(case: Scene, policy: Policy) -> None:
     for seed in (0, 1):
         drafter = ScriptedDrafter(random_logits(tiny.VOCAB, seed), tiny.VOCAB)
-        out = Engine(told.target, drafter, policy).generate(told.prompt, LONGEST)
-        assert out.ids == told.answer[:LONGEST]
+        out = Engine(case.target, drafter, policy).generate(case.prompt, LONGEST)
+        assert out.ids == case.answer[:LONGEST]
 
 
-def test_without_a_drafter_every_round_is_one_token(told: Scene) -> None:
-    out = Engine(told.target, None, None).generate(told.prompt, LONGEST)
-    assert out.ids == told.answer[:LONGEST]
+def test_without_a_drafter_every_round_is_one_token(case: Scene) -> None:
+    out = Engine(case.target, None, None).generate(case.prompt, LONGEST)
+    assert out.ids == case.answer[:LONGEST]
     assert out.accepted == out.drafted == [0] * (LONGEST - 1)
 
 
-def test_one_decoder_serves_many_prompts(llama: Scene) -> None:
+def test_one_engine_decodes_many_prompts(llama: Scene) -> None:
     """Nothing of an answer is left when the next one begins."""
     decoder = Engine(llama.target, ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB), TREE)
     for prompt in ([7, 8], llama.prompt, [60], llama.prompt):
@@ -134,7 +134,7 @@ def test_one_decoder_serves_many_prompts(llama: Scene) -> None:
 # ---- the counts ----------------------------------------------------------------------------------
 
 
-def test_a_perfect_chain_is_accepted_whole(llama: Scene) -> None:
+def test_a_perfect_chain_is_fully_accepted(llama: Scene) -> None:
     """Thirteen tokens: one by the prefill, then three rounds of three drafts and a bonus."""
     out = Engine(llama.target, llama.oracle(always), CHAIN).generate(llama.prompt, 13)
     assert (out.accepted, out.drafted, out.rounds) == ([3, 3, 3], [3, 3, 3], 3)
@@ -160,8 +160,8 @@ def test_an_always_wrong_drafter_is_never_accepted(llama: Scene, policy: Policy)
     assert out.accepted == [0] * 11
 
 
-def test_a_drafter_that_knows_every_other_token_is_accepted_once_a_round(llama: Scene) -> None:
-    """It knows even tokens. From root 0 it misses token 1; from root 1 it gives 2 and misses 3.
+def test_a_drafter_right_at_every_other_token_is_accepted_once_a_round(llama: Scene) -> None:
+    """Right at even tokens. From root 0 it misses token 1; from root 1 it gives 2 and misses 3.
 
     So one token comes out of the first round, and two out of each after it: roots 0, 1, 3, 5, 7.
     """
@@ -187,13 +187,13 @@ def test_the_budget_is_exact(
 @POLICIES
 @pytest.mark.parametrize("right", [always, even, never], ids=["perfect", "half", "wrong"])
 def test_the_answer_ends_at_the_first_end_token(
-    told: Scene, policy: Policy, right: Callable[[int], bool]
+    case: Scene, policy: Policy, right: Callable[[int], bool]
 ) -> None:
     """Wherever it stands: the root, a drafted token, the bonus; later ones never come."""
-    for stop in dict.fromkeys(told.answer[:7]):
-        decoder = Engine(told.target, told.oracle(right), policy, stops=Stops([stop, 10**6]))
-        out = decoder.generate(told.prompt, LONGEST)
-        assert out.ids == told.answer[: told.answer.index(stop) + 1]
+    for stop in dict.fromkeys(case.answer[:7]):
+        decoder = Engine(case.target, case.oracle(right), policy, stops=Stops([stop, 10**6]))
+        out = decoder.generate(case.prompt, LONGEST)
+        assert out.ids == case.answer[: case.answer.index(stop) + 1]
 
 
 def test_an_end_token_inside_the_draft_cuts_what_was_accepted(llama: Scene) -> None:
@@ -221,17 +221,17 @@ def prefilled(target: Target, ids: Sequence[int]) -> KVCache:
 @pytest.mark.parametrize("right", [always, even, never], ids=["perfect", "half", "wrong"])
 @pytest.mark.parametrize("stopped", [False, True], ids=["budget", "end token"])
 def test_the_cache_equals_a_fresh_prefill(
-    told: Scene, policy: Policy, right: Callable[[int], bool], stopped: bool
+    case: Scene, policy: Policy, right: Callable[[int], bool], stopped: bool
 ) -> None:
     """Of the prompt and all new tokens but the newest, in every layer."""
-    stop = [told.answer[6]] if stopped else []
-    decoder = Engine(told.target, told.oracle(right), policy, stops=Stops(stop))
-    out = decoder.generate(told.prompt, LONGEST)
-    fresh = prefilled(told.target, told.prompt + out.ids[:-1])
-    assert decoder.cache.lengths[0] == fresh.lengths[0] == len(told.prompt) + len(out.ids) - 1
+    stop = [case.answer[6]] if stopped else []
+    decoder = Engine(case.target, case.oracle(right), policy, stops=Stops(stop))
+    out = decoder.generate(case.prompt, LONGEST)
+    fresh = prefilled(case.target, case.prompt + out.ids[:-1])
+    assert decoder.cache.lengths[0] == fresh.lengths[0] == len(case.prompt) + len(out.ids) - 1
     assert torch.equal(decoder.cache.positions(), fresh.positions())
-    assert len(decoder.cache) == told.target.num_layers
-    for layer in range(told.target.num_layers):
+    assert len(decoder.cache) == case.target.num_layers
+    for layer in range(case.target.num_layers):
         for mine, theirs in zip(decoder.cache.rows(layer), fresh.rows(layer), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
@@ -242,15 +242,15 @@ def test_the_cache_equals_a_fresh_prefill(
 @POLICIES
 @pytest.mark.parametrize("right", [always, even, never], ids=["perfect", "half", "wrong"])
 def test_the_drafter_absorbs_the_states_of_the_committed_rows(
-    told: Scene, policy: Policy, right: Callable[[int], bool]
+    case: Scene, policy: Policy, right: Callable[[int], bool]
 ) -> None:
     """Taps and last states are those of one forward over the finished text."""
-    drafter = ScriptedDrafter(told.oracle(right).row, tiny.VOCAB, taps=(0, 2))
-    out = Engine(told.target, drafter, policy).generate(told.prompt, LONGEST)
-    text = torch.tensor([told.prompt + out.ids])
+    drafter = ScriptedDrafter(case.oracle(right).row, tiny.VOCAB, taps=(0, 2))
+    out = Engine(case.target, drafter, policy).generate(case.prompt, LONGEST)
+    text = torch.tensor([case.prompt + out.ids])
     count = text.shape[1] - 1
     causal = torch.ones(1, count, count, dtype=torch.bool).tril()
-    fresh = told.target.forward(text[:, :-1], torch.arange(count)[None], causal)
+    fresh = case.target.forward(text[:, :-1], torch.arange(count)[None], causal)
     handed = {
         name: torch.cat([getattr(trace, name) for trace in drafter.handed], 1)
         for name in ("ids", "next_ids", "positions", "taps", "last")
@@ -266,8 +266,8 @@ def test_the_drafter_absorbs_the_states_of_the_committed_rows(
 
 
 @POLICIES
-def test_gaps_are_the_leads_of_the_emitted_tokens(llama: Scene, policy: Policy) -> None:
-    """One per new token: the first logit minus the second, in the model's own words."""
+def test_gaps_are_the_margins_of_the_emitted_tokens(llama: Scene, policy: Policy) -> None:
+    """One per new token: the first logit minus the second, of the model itself."""
     decoder = Engine(llama.target, llama.oracle(even), policy, keep_gaps=True)
     out = decoder.generate(llama.prompt, 12)
     with torch.no_grad():
@@ -282,7 +282,7 @@ def test_a_negative_seed_is_refused(llama: Scene) -> None:
         Engine(llama.target, None, None).generate_all([Request(llama.prompt, 4, -5)], 1)
 
 
-def test_the_parts_of_the_clock_make_up_the_whole(llama: Scene) -> None:
+def test_round_times_add_up(llama: Scene) -> None:
     clock = Engine(llama.target, llama.oracle(even), CHAIN).generate(llama.prompt, 12).times
     parts = (clock.draft, clock.target, clock.verify, clock.commit)
     assert min(parts) > 0
@@ -300,12 +300,12 @@ def exact_law(target: Target, sampling: Sampling) -> dict[Text, float]:
     law: dict[Text, float] = {(): 1.0}
     for _ in range(SAID):
         longer: dict[Text, float] = {}
-        for said, chance in law.items():
-            row = sampling.probs(logits_after(target, [*SHORT, *said])[None])[0].tolist()
-            longer.update({(*said, token): chance * p for token, p in enumerate(row) if p > 0})
+        for text, chance in law.items():
+            row = sampling.probs(logits_after(target, [*SHORT, *text])[None])[0].tolist()
+            longer.update({(*text, token): chance * p for token, p in enumerate(row) if p > 0})
         law = longer
     total = sum(law.values())  # 1, but for the float32 of the rows
-    return {said: chance / total for said, chance in law.items()}
+    return {text: chance / total for text, chance in law.items()}
 
 
 def p_value(decoder: Engine, samples: int) -> float:
@@ -317,7 +317,7 @@ def p_value(decoder: Engine, samples: int) -> float:
     counts = Counter(tuple(decoder.generate(SHORT, SAID + 1).ids[:SAID]) for _ in range(samples))
     if not counts.keys() <= law.keys():
         return 0.0
-    cells = [(counts[said], samples * chance) for said, chance in law.items()]
+    cells = [(counts[text], samples * chance) for text, chance in law.items()]
     large = [cell for cell in cells if cell[1] >= 5]
     rest = [cell for cell in cells if cell[1] < 5]
     if rest:
@@ -327,7 +327,7 @@ def p_value(decoder: Engine, samples: int) -> float:
 
 
 class Redrawn(Engine):
-    """Wrong on purpose: the token behind the accepted ones is drawn afresh (R4)."""
+    """Wrong on purpose: the token after the accepted ones is drawn afresh (R4)."""
 
     def _decide(self, draft: Draft, logits: Tensor) -> Decision:
         decision = super()._decide(draft, logits)
@@ -375,19 +375,19 @@ DRAWS = StaticTree(((0,), (1,), (0, 0)), DRAWN)
     ("policy", "name"),
     [(Chain(2), "block"), (Chain(2), "traversal"), (DRAWS, "traversal"), (DRAWS, "sampled")],
 )
-def test_samples_follow_the_law_by_whatever_rule(policy: Policy, name: str) -> None:
+def test_samples_follow_the_law_under_every_rule(policy: Policy, name: str) -> None:
     decoder = sampler(Engine, policy)
     decoder.verifier.rule = bind_rule(name, DRAWN)
     assert p_value(decoder, 400) > 1e-3
 
 
-def test_a_fresh_draw_after_a_rejection_is_noticed() -> None:
+def test_a_fresh_draw_after_a_rejection_is_detected() -> None:
     """The same test, with fewer samples, sees a biased engine."""
     assert p_value(sampler(Redrawn, DynamicTree(2, 2, 4)), 300) < 1e-6
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_bonus_from_unwarped_logits_is_noticed(wrong: bool) -> None:
+def test_a_bonus_from_unwarped_logits_is_detected(wrong: bool) -> None:
     """A drafter that is the target is always accepted: of drafts of one, token 3 is the bonus."""
     twin = ScriptedDrafter(cache(lambda text: logits_after(mean_target(), text)), TOKENS)
     kind = RawBonus if wrong else Engine
@@ -396,10 +396,10 @@ def test_a_bonus_from_unwarped_logits_is_noticed(wrong: bool) -> None:
 
 
 @SAMPLED
-def test_a_seed_fixes_what_is_sampled(policy: Policy) -> None:
-    def said(seed: int) -> list[list[int]]:
+def test_a_seed_determines_the_samples(policy: Policy) -> None:
+    def sample(seed: int) -> list[list[int]]:
         decoder = sampler(Engine, policy, seed=seed)
         return [decoder.generate(SHORT, 8).ids for _ in range(4)]
 
-    assert said(1) == said(1)
-    assert said(1) != said(2)
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)

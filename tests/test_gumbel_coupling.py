@@ -1,4 +1,4 @@
-"""Coupled sampling: every token a draw from p, and the plain sampler's words whatever is drafted.
+"""Coupled sampling: every token a draw from p, and the plain sampler's answer whatever is drafted.
 
 Where one noise decides, there is no law of a decoder left to prove: it must say what plain sampling
 with that noise says, token for token; and the winners of plain noise must follow p.
@@ -59,12 +59,12 @@ SIZES = [(3, 12), (20, 5), (1, 15), (9, 0), (7, 1), (2, 2), (5, 14), (14, 9)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7)), max_size=12))
-def test_noise_belongs_to_its_place_however_it_is_asked_for(steps: list[tuple[int, int]]) -> None:
-    asked, at_once = GumbelNoise(3, 7000, CPU), first_rows()
+def test_noise_of_a_position_does_not_depend_on_the_requests(steps: list[tuple[int, int]]) -> None:
+    noise, at_once = GumbelNoise(3, 7000, CPU), first_rows()
     place = 0
     for ahead, count in steps:
         place += ahead
-        assert asked.rows(place, count).equal(at_once[place : place + count])
+        assert noise.rows(place, count).equal(at_once[place : place + count])
 
 
 @cache
@@ -72,19 +72,19 @@ def first_rows() -> Tensor:
     return GumbelNoise(3, 7000, CPU).rows(0, 60)
 
 
-def test_noise_behind_is_forgotten() -> None:
+def test_noise_of_earlier_positions_is_discarded() -> None:
     noise = GumbelNoise(0, 2**15, CPU)
     for place in range(50):
         noise.rows(place, 4)
     assert len(noise.table) <= 5
 
 
-def test_other_seeds_and_places_have_other_noise() -> None:
+def test_other_seeds_and_positions_have_other_noise() -> None:
     rows = torch.cat([GumbelNoise(0, 50, CPU).rows(0, 20), GumbelNoise(1, 50, CPU).rows(0, 20)])
     assert len({tuple(row) for row in rows.tolist()}) == 40
 
 
-def test_no_token_wins_with_certainty_and_the_ends_are_harmless() -> None:
+def test_extreme_uniforms_give_finite_scores() -> None:
     ends = torch.tensor([[0.0, 2.0**-53, 0.5, 1 - 2.0**-53]], dtype=torch.float64)
     made = log_exponential(ends)
     assert made[0, 0] == torch.inf  # off a logit it never wins
@@ -94,8 +94,8 @@ def test_no_token_wins_with_certainty_and_the_ends_are_harmless() -> None:
 
 def winners(p: Tensor, runs: int, seed: int = 0) -> list[int]:
     noise = GumbelNoise(seed, len(p), CPU)
-    said = [(p.log() - noise.rows(place, 1000)).argmax(-1) for place in range(0, runs, 1000)]
-    return [int(token) for token in torch.cat(said)]
+    tokens = [(p.log() - noise.rows(place, 1000)).argmax(-1) for place in range(0, runs, 1000)]
+    return [int(token) for token in torch.cat(tokens)]
 
 
 def fit(counts: Counter[Any], law: dict[Any, float]) -> float:
@@ -108,19 +108,19 @@ P = torch.tensor([0.4, 0.02, 0.25, 0.3, 0.03], dtype=torch.float64)
 PAIRS = {(a, b): float(P[a] * P[b]) for a in range(5) for b in range(5)}
 
 
-def test_winners_follow_the_law_and_places_are_independent() -> None:
-    said = winners(P, 40_000)
-    pairs = Counter(zip(said[::2], said[1::2], strict=True))
+def test_argmax_tokens_follow_p_independently_per_position() -> None:
+    tokens = winners(P, 40_000)
+    pairs = Counter(zip(tokens[::2], tokens[1::2], strict=True))
     assert fit(pairs, PAIRS) > 1e-4
 
 
-def test_noise_that_serves_two_places_is_noticed() -> None:
+def test_noise_shared_by_two_positions_is_detected() -> None:
     """Control: reused randomness."""
-    said = winners(P, 20_000)
-    assert fit(Counter(zip(said, said, strict=True)), PAIRS) < 1e-6
+    tokens = winners(P, 20_000)
+    assert fit(Counter(zip(tokens, tokens, strict=True)), PAIRS) < 1e-6
 
 
-def test_the_least_exponential_numbers_keep_their_digits() -> None:
+def test_the_smallest_exponential_variates_keep_their_precision() -> None:
     """Rare tokens win by them alone; from float32 uniforms, of 24 bits, there would be few or 0."""
     fine = torch.rand(2000, 1000, dtype=torch.float64, generator=seeded(1))
     least = fine.amax(1).log().neg()
@@ -142,7 +142,7 @@ def rows(count: int, vocab: int, seed: int, scale: float = 2.0) -> Tensor:
     return made.softmax(-1)
 
 
-def test_winners_meet_as_often_as_theory_says() -> None:
+def test_coupled_tokens_agree_at_the_theoretical_rate() -> None:
     """For five pairs of rows; with dropped tokens too."""
     p, q = rows(5, 12, 1), rows(5, 12, 2)
     p[0, :6], q[1, 3:8] = 0, 0
@@ -157,7 +157,7 @@ def test_winners_meet_as_often_as_theory_says() -> None:
         assert float(met.mean()) == pytest.approx(chance, abs=4.5 * spread)
 
 
-def test_the_acceptance_lies_between_its_bounds() -> None:
+def test_acceptance_is_between_its_bounds() -> None:
     p, q = rows(200, 9, 3, scale=3.0), rows(200, 9, 4, scale=3.0)
     overlap, met = torch.minimum(p, q).sum(-1), theory.coupled_acceptance(p, q)
     assert (met <= overlap + 1e-12).all()
@@ -168,37 +168,37 @@ def test_the_acceptance_lies_between_its_bounds() -> None:
     assert float(theory.coupled_acceptance(one, other)) == 0
 
 
-def test_further_winners_are_drawn_without_replacement() -> None:
+def test_top_k_tokens_are_draws_without_replacement() -> None:
     """Chances of ranks add up to at most 1, and to 1 where every token has a rank."""
-    p, q, kept = rows(50, 8, 5), rows(50, 5, 6), torch.tensor([0, 2, 3, 6, 7])
-    met = rank_tables.coupled_hits(p, q, kept, 3, seeded(1))
+    p, q, ids = rows(50, 8, 5), rows(50, 5, 6), torch.tensor([0, 2, 3, 6, 7])
+    met = rank_tables.coupled_hits(p, q, ids, 3, seeded(1))
     assert met.shape == (50, 3)
     assert set(met.sum(1).tolist()) == {0.0, 1.0}
     whole = rank_tables.coupled_hits(p, rows(50, 8, 6), torch.arange(8), 8, seeded(1))
     assert whole.sum(1).eq(1).all()
 
 
-def test_a_residual_from_the_noise_of_the_rejected_guess_is_biased() -> None:
+def test_residual_with_the_noise_of_the_rejected_token_is_biased() -> None:
     """Why this noise must not meet `ratio`: its residual needs fresh noise."""
     runs, p, q = 60_000, P, torch.tensor([0.3, 0.3, 0.05, 0.05, 0.3], dtype=torch.float64)
     guess_noise, fresh = (log_exponential(uniforms(runs, seed)) for seed in (1, 2))
     guess = (q.log() - guess_noise).argmax(1)
-    kept = torch.rand(runs, dtype=torch.float64, generator=seeded(3)) < (p / q)[guess]
+    accepted = torch.rand(runs, dtype=torch.float64, generator=seeded(3)) < (p / q)[guess]
     rest = (p - q).clamp(min=0).log()
 
-    def told(noise: Tensor) -> float:
-        said = torch.where(kept, guess, (rest - noise).argmax(1))
-        return fit(Counter(said.tolist()), dict(enumerate(p.tolist())))
+    def p_value_of(noise: Tensor) -> float:
+        token = torch.where(accepted, guess, (rest - noise).argmax(1))
+        return fit(Counter(token.tolist()), dict(enumerate(p.tolist())))
 
-    assert told(fresh) > 1e-4
-    assert told(guess_noise) < 1e-6
+    assert p_value_of(fresh) > 1e-4
+    assert p_value_of(guess_noise) < 1e-6
 
 
 def uniforms(count: int, seed: int) -> Tensor:
     return torch.rand(count, len(P), dtype=torch.float64, generator=seeded(seed))
 
 
-# ---- the words -----------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
 def requests() -> list[Request]:
@@ -212,11 +212,11 @@ def requests() -> list[Request]:
 def plain_words(of: Target, how: Sampling, request: Request) -> list[int]:
     """One token after the other by the model itself: no cache, no engine."""
     noise = GumbelNoise(Random(request.seed).getrandbits(64), of.vocab_size, CPU)
-    text, said = list(request.prompt), torch.zeros(1, 1, of.vocab_size, dtype=torch.bool)
+    text, occurs = list(request.prompt), torch.zeros(1, 1, of.vocab_size, dtype=torch.bool)
     for place in range(request.budget):
-        said[0, 0, text] = True
+        occurs[0, 0, text] = True
         logits = tiny.logits_after(of, text)[None, None]
-        chances = how.probs(how.adjust(logits, said) if not how.has_no_processors else logits)
+        chances = how.probs(how.adjust(logits, occurs) if not how.has_no_processors else logits)
         text.append(int((chances.log() - noise.rows(place, 1)).argmax()))
     return text[len(request.prompt) :]
 
@@ -243,7 +243,7 @@ def decode(family: str, policy: Policy | None, how: Sampling, batch: int) -> lis
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_plain_words_are_the_models_own(family: str) -> None:
+def test_plain_coupled_answers_match_the_model(family: str) -> None:
     how = HEATS["penalised"]
     for batch in (1, 8):
         assert [out.ids for out in decode(family, None, how, batch)] == answers(family, how)
@@ -251,7 +251,7 @@ def test_plain_words_are_the_models_own(family: str) -> None:
 
 @each_heat
 @each_policy
-def test_no_draft_changes_a_word(policy: Policy, how: Sampling) -> None:
+def test_drafts_do_not_change_the_answers(policy: Policy, how: Sampling) -> None:
     """Whatever is drafted, and in any batch."""
     for batch in (1, 3):
         outs = decode("llama", policy, how, batch)
@@ -260,7 +260,7 @@ def test_no_draft_changes_a_word(policy: Policy, how: Sampling) -> None:
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic"])
-def test_all_nodes_at_once_decide_what_is_found_level_by_level(name: str) -> None:
+def test_all_nodes_at_once_equal_level_by_level(name: str) -> None:
     """As a GPU decides; here with the leads that are measured so."""
     how, policy, of = HEATS["penalised"], POLICIES[name], tiny.target()
     drafter = ScriptedDrafter(thought("llama"), tiny.VOCAB)
@@ -270,7 +270,7 @@ def test_all_nodes_at_once_decide_what_is_found_level_by_level(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
-def test_a_drafter_with_few_tokens_of_its_own_changes_none(name: str) -> None:
+def test_reduced_draft_vocabulary_does_not_change_the_answers(name: str) -> None:
     of, how, policy = tiny.target(), HEATS["warm"], POLICIES[name]
     drafter = tiny.drafter("eagle3", of, tiny.vocab()).eval()
     engine = Engine(of, drafter, policy, sampling=how)
@@ -279,8 +279,8 @@ def test_a_drafter_with_few_tokens_of_its_own_changes_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chain", "static"])
-def test_like_minds_agree_on_every_token(name: str) -> None:
-    """A drafter that knows the target is never wrong, however warm."""
+def test_a_drafter_equal_to_the_target_is_always_accepted(name: str) -> None:
+    """A drafter equal to the target is never wrong at any temperature."""
     of = tiny.target()
     drafter = ScriptedDrafter(lambda text: tiny.logits_after(of, text), tiny.VOCAB)
     out = Engine(of, drafter, POLICIES[name], sampling=Sampling(2.0)).generate([3, 9, 4], 17)
@@ -301,7 +301,7 @@ def test_near_temperature_0_drafts_are_the_greedy_ones(name: str) -> None:
     assert greedy == nearly
 
 
-def test_what_a_drafter_would_drop_comes_behind_what_it_keeps() -> None:
+def test_tokens_below_the_cutoff_rank_after_those_above() -> None:
     logits = torch.tensor([[2.0, 5.0, 4.0, 1.0, -torch.inf]])
     assert Sampling(0.5).drafter_scores(logits).equal(logits)
     step = OFFSET * 0.5
@@ -310,45 +310,47 @@ def test_what_a_drafter_would_drop_comes_behind_what_it_keeps() -> None:
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic"])
-def test_bounds_leave_a_tree_its_siblings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token of every row is left to say; a drafter's second may be it."""
+def test_top_k_leaves_a_tree_its_siblings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of every target row is left; it may be the drafter's second."""
     how = Sampling(1.0, top_k=1)
 
-    def kept() -> int:
+    def accepted_tokens() -> int:
         outs = decode("llama", POLICIES[name], how, 3)
         assert [out.ids for out in outs] == answers("llama", how)
         return sum(sum(out.accepted) for out in outs)
 
-    hoping = kept()
+    with_drafter_scores = accepted_tokens()
     monkeypatch.setattr(Sampling, "drafter_scores", Sampling.scores)
-    assert kept() < hoping
+    assert accepted_tokens() < with_drafter_scores
 
 
-def test_few_tokens_of_a_drafter_have_the_noise_of_their_ids_in_the_target() -> None:
-    scores, kept = torch.zeros(1, 2, 3), torch.tensor([1, 4, 6])
+def test_reduced_draft_vocabulary_uses_the_noise_of_target_ids() -> None:
+    scores, ids = torch.zeros(1, 2, 3), torch.tensor([1, 4, 6])
     race = RoundNoise([GumbelNoise(4, 11, CPU)], [6], 4, 0.5)
-    expected = -0.5 * GumbelNoise(4, 11, CPU).rows(7, 1)[0, kept]
-    assert race.draft_scores(scores, 2, kept).equal(expected.expand(1, 2, 3))
+    expected = -0.5 * GumbelNoise(4, 11, CPU).rows(7, 1)[0, ids]
+    assert race.draft_scores(scores, 2, ids).equal(expected.expand(1, 2, 3))
 
 
-def test_noise_of_a_round_in_place_of_a_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: with rows that are counted by rounds the words depend on what was drafted."""
+def test_noise_per_round_is_detected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control: with rows that are counted by rounds the answers depend on what was drafted."""
     init = RoundNoise.__init__
 
     def by_round(
         self: RoundNoise, noises: Sequence[GumbelNoise], places: Sequence[int], *rest: Any
     ) -> None:
-        asked = [noise.__dict__.setdefault("rounds", -1) + 1 for noise in noises]
-        for noise, number in zip(noises, asked, strict=True):
+        numbers = [noise.__dict__.setdefault("rounds", -1) + 1 for noise in noises]
+        for noise, number in zip(noises, numbers, strict=True):
             noise.__dict__["rounds"] = number
-        init(self, noises, [5 * number for number in asked], *rest)
+        init(self, noises, [5 * number for number in numbers], *rest)
 
     monkeypatch.setattr(RoundNoise, "__init__", by_round)
     outs = decode("llama", POLICIES["chain"], HEATS["warm"], 3)
     assert [out.ids for out in outs] != answers("llama", HEATS["warm"])
 
 
-def test_a_chain_is_noised_as_the_tree_it_is() -> None:
+def test_chain_scores_equal_tree_scores() -> None:
     ids, parents = torch.tensor([[7, 3, 9]]), torch.tensor([[-1, 0, 1]])
     chain, tree = Tree.chain(ids), Tree.grown(ids, parents, torch.tensor([[0, 1, 2]]), 2)
     scores = torch.randn(1, 3, 11, generator=seeded(2))
@@ -382,6 +384,6 @@ def test_a_pruned_tree_takes_no_sampled_drafts() -> None:
 
 
 @pytest.mark.parametrize("rule", ["ratio", "without_replacement", "block", "traversal"])
-def test_rules_that_read_rows_do_not_take_coupled_guesses(rule: str) -> None:
+def test_rules_that_read_rows_refuse_coupled_drafts(rule: str) -> None:
     with pytest.raises(ValueError, match="use one of match, sampled, coupled"):
         bind_rule(rule, COUPLED)
