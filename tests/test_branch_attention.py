@@ -103,7 +103,7 @@ def test_bfloat16_stays_close_to_float32() -> None:
 
 
 @both
-def test_a_row_attends_to_the_columns_of_the_drawing(attend: Attend) -> None:
+def test_row_attends_to_the_columns_of_the_diagram(attend: Attend) -> None:
     """The drawing of the module, all four rows at depth 3.
 
     All scores are 0, so what a row sees weighs the same; values are the names of their keys.

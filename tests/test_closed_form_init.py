@@ -16,7 +16,7 @@ def rows(count: int = 4000, inputs: int = 12, outputs: int = 7) -> tuple[torch.T
     return x, y, weight
 
 
-def filled(x: torch.Tensor, y: torch.Tensor) -> closed_form_init.RegressionMoments:
+def moments_of(x: torch.Tensor, y: torch.Tensor) -> closed_form_init.RegressionMoments:
     moments = closed_form_init.RegressionMoments()
     for start in range(0, len(x), 1000):
         moments.add(x[start : start + 1000], y[start : start + 1000])
@@ -26,7 +26,7 @@ def filled(x: torch.Tensor, y: torch.Tensor) -> closed_form_init.RegressionMomen
 def test_ridge_is_least_squares_for_small_damping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closed_form_init, "RIDGE", 1e-9)
     x, y, _ = rows()
-    moments = filled(x, y)
+    moments = moments_of(x, y)
     exact, *_ = scipy.linalg.lstsq(x.double().numpy(), (y / moments.output_std).double().numpy())
     assert np.allclose(moments.ridge().mT.numpy(), exact, atol=1e-3)
     assert torch.allclose(moments.output_std, y.std(0, correction=0), rtol=1e-3)
@@ -35,7 +35,7 @@ def test_ridge_is_least_squares_for_small_damping(monkeypatch: pytest.MonkeyPatc
 
 def test_damping_shrinks_the_weights() -> None:
     x, y, _ = rows()
-    few, many = filled(x[:20], y[:20]).ridge(), filled(x, y).ridge()
+    few, many = moments_of(x[:20], y[:20]).ridge(), moments_of(x, y).ridge()
     assert few.isfinite().all()
     assert few.norm() < 2 * many.norm()
 
@@ -49,12 +49,12 @@ def test_low_rank_is_exact_at_full_rank_and_optimal_below() -> None:
     assert out.shape == (7, 3)
     assert into.shape == (3, 12)
     error = (x @ (weight - out @ into).mT).square().sum()
-    plain_out, s, plain_into = torch.linalg.svd(weight)  # cuts the map, blind to the inputs
-    blind = (plain_out[:, :3] * s[:3]) @ plain_into[:3]
+    svd_out, s, svd_into = torch.linalg.svd(weight)  # truncated without regard to the inputs
+    unweighted = (svd_out[:, :3] * s[:3]) @ svd_into[:3]
     whole = x @ weight.mT
     left = torch.linalg.svdvals(whole)[3:].square().sum()  # no map of rank 3 leaves less
     assert error == pytest.approx(float(left), rel=1e-3)
-    assert error < (x @ (weight - blind).mT).square().sum()
+    assert error < (x @ (weight - unweighted).mT).square().sum()
 
 
 def test_bias_direction_is_constant_over_rows() -> None:
