@@ -76,7 +76,7 @@ class Branches(RandomSource):
 
 
 class Scripted(RandomSource):
-    """A random source with given results; `asked` holds the arguments."""
+    """A random source with given results; `requests` holds the arguments."""
 
     def __init__(self, *answers: list[int]) -> None:
         self.answers = list(answers)
@@ -133,7 +133,7 @@ class Toy:
     seed: int
     vocab: int = 3
     warp: Warp = PLAIN
-    likeness: float = 0.5  # 1: the drafter is the target; 0: it knows nothing of it
+    likeness: float = 0.5  # 1: the drafter is the target; 0: they are independent
     length: int = 3  # tokens of a whole text
     levels: int = 2  # how far a draft may look beyond
     sharpness: float = 1.5
@@ -330,8 +330,8 @@ def sampled_tree(widths: tuple[int, ...], replacement: bool) -> Propose:
     return propose
 
 
-def favourites(*widths: int) -> Propose:
-    """Every node at depth d has the drafter's widths[d] favourites below it: no rows, by R1."""
+def top_k_tree(*widths: int) -> Propose:
+    """Every node at depth d has the drafter's top widths[d] tokens below it: no rows, by R1."""
 
     def below(rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
         best = rows.topk(width).indices
@@ -345,7 +345,7 @@ def sampled_chain(depth: int) -> Propose:
 
 
 def argmax_chain(depth: int) -> Propose:
-    return favourites(*(1,) * depth)
+    return top_k_tree(*(1,) * depth)
 
 
 Below = Callable[[Tensor, int], tuple[Tensor, Tensor]]

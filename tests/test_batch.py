@@ -61,7 +61,7 @@ def requests() -> list[Request]:
 
 @cache
 def answers(family: str) -> tuple[list[int], ...]:
-    """The model's own words: one prompt at a time, no cache, no mask."""
+    """The model's own answers: one prompt at a time, no cache, no mask."""
     of = tiny.target(family)
     return tuple(tiny.greedy_tokens(of, prompt, budget) for prompt, budget, _ in requests())
 
@@ -73,10 +73,10 @@ def choir(family: str) -> Row:
         text = (*request.prompt, *answer)
         known.update({text[:i]: text[i] for i in range(len(request.prompt), len(text))})
 
-    def row(said: tuple[int, ...]) -> Tensor:
-        logits = noise(said).clone()
-        if said in known and len(said) % 2:
-            logits[known[said]] = 20.0
+    def row(text: tuple[int, ...]) -> Tensor:
+        logits = noise(text).clone()
+        if text in known and len(text) % 2:
+            logits[known[text]] = 20.0
         return logits
 
     return row
@@ -86,28 +86,28 @@ def engine(family: str, policy: Policy, kind: type[Engine] = Engine, **how: Any)
     return kind(tiny.target(family), ScriptedDrafter(choir(family), tiny.VOCAB), policy, **how)
 
 
-def words(outs: Sequence[Output]) -> list[list[int]]:
+def token_ids(outs: Sequence[Output]) -> list[list[int]]:
     return [out.ids for out in outs]
 
 
-# ---- the words -----------------------------------------------------------------------------------
+# ---- greedy answers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @each_policy
 @FAMILIES
-def test_greedy_words_are_those_of_plain_decoding(family: str, policy: Policy, batch: int) -> None:
+def test_greedy_answers_equal_plain_decoding(family: str, policy: Policy, batch: int) -> None:
     outs = engine(family, policy).generate_all(requests(), batch)
-    assert words(outs) == list(answers(family))
+    assert token_ids(outs) == list(answers(family))
     assert sum(sum(out.accepted) for out in outs) > 10
 
 
 @pytest.mark.parametrize("family", sorted(EVERY.keys() - {"llama", "gemma3", "gpt2"}))
-def test_and_so_they_are_for_every_family(family: str) -> None:
+def test_greedy_answers_equal_plain_decoding_in_every_family(family: str) -> None:
     """What the slots hold suits every kind of attention: windows, shared keys, experts."""
     for batch in (1, 8):
         outs = engine(family, POLICIES["dynamic"]).generate_all(requests(), batch)
-        assert words(outs) == list(answers(family))
+        assert token_ids(outs) == list(answers(family))
 
 
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
@@ -117,24 +117,26 @@ def test_a_prompt_may_end_where_the_targets_positions_do(name: str) -> None:
     target = tiny.target("gpt2")
     wrong = ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB)
     outs = Engine(target, wrong, POLICIES[name]).generate_all([full, short], 2)
-    assert words(outs) == [tiny.greedy_tokens(target, r.prompt, r.budget) for r in (full, short)]
+    assert token_ids(outs) == [
+        tiny.greedy_tokens(target, r.prompt, r.budget) for r in (full, short)
+    ]
 
 
-def test_without_a_drafter_too() -> None:
+def test_plain_decoding_in_batches() -> None:
     outs = Engine(tiny.target("gemma3"), None, None).generate_all(requests(), 4)
-    assert words(outs) == list(answers("gemma3"))
+    assert token_ids(outs) == list(answers("gemma3"))
     assert all(set(out.accepted) <= {0} for out in outs)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "draft_lm", "mtp"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_real_drafters_change_no_word_either(name: str, family: str) -> None:
-    """Half trained: right now and then. Their states are batched or not, as they like."""
-    target, told, drafter = tiny.half_trained(name, family)
-    known = [Request(p, len(a)) for p, a in zip(tiny.PROMPTS, told, strict=True)]
+def test_trained_drafters_do_not_change_greedy_answers(name: str, family: str) -> None:
+    """Half trained: sometimes right. Some batch their states, others do not."""
+    target, trained_answers, drafter = tiny.half_trained(name, family)
+    known = [Request(p, len(a)) for p, a in zip(tiny.PROMPTS, trained_answers, strict=True)]
     for policy in (POLICIES["chain"], POLICIES["static"], POLICIES["dynamic"]):
         outs = Engine(target, drafter, policy).generate_all([*known, *requests()], 8)
-        assert words(outs) == [*told, *answers(family)]
+        assert token_ids(outs) == [*trained_answers, *answers(family)]
         assert sum(sum(out.accepted) for out in outs) > 0
 
 
@@ -155,29 +157,29 @@ def test_samples_do_not_depend_on_the_batch(policy: Policy, batch: int) -> None:
     decoder = sampled(policy)
     alone = decoder.generate_all(few_tokens(), 1)
     together = decoder.generate_all(few_tokens(), batch)
-    assert words(together) == words(alone)
+    assert token_ids(together) == token_ids(alone)
     assert [out.accepted for out in together] == [out.accepted for out in alone]
     assert sum(sum(out.accepted) for out in alone) > 10
     other = [request._replace(seed=request.seed + 100) for request in few_tokens()]
-    assert words(decoder.generate_all(other, batch)) != words(alone)
+    assert token_ids(decoder.generate_all(other, batch)) != token_ids(alone)
 
 
 @pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
-def test_samples_do_not_depend_on_the_batch_far_from_the_ends_of_budgets(policy: Policy) -> None:
+def test_long_samples_do_not_depend_on_the_batch(policy: Policy) -> None:
     long = [request._replace(budget=30) for request in few_tokens()]
     alone, together = (sampled(policy).generate_all(long, batch) for batch in (1, 8))
-    assert [ids[:20] for ids in words(together)] == [ids[:20] for ids in words(alone)]
+    assert [ids[:20] for ids in token_ids(together)] == [ids[:20] for ids in token_ids(alone)]
 
 
 @FAMILIES
 def test_samples_of_real_targets_do_not_depend_on_the_batch(family: str) -> None:
-    """Without drafts, and with a tree of favourites: one draw of every node a round."""
+    """Without drafts, and with a top-k tree: one draw of every node a round."""
     for decoder in (
         Engine(tiny.target(family), None, None, sampling=Sampling(1.0)),
         engine(family, POLICIES["static"], sampling=Sampling(1.0)),
     ):
         alone, together = (decoder.generate_all(requests(), batch) for batch in (1, 4))
-        assert words(together) == words(alone) != list(answers(family))
+        assert token_ids(together) == token_ids(alone) != list(answers(family))
 
 
 def test_counts_do_not_depend_on_the_batch() -> None:
@@ -194,7 +196,7 @@ def test_counts_do_not_depend_on_the_batch() -> None:
 
 @each_policy
 def test_every_prompt_ends_at_its_own_end_token(policy: Policy) -> None:
-    """Inside drafts or behind them, while the others go on."""
+    """Inside drafts or after them, while the others go on."""
     for stop in sorted({ids[len(ids) // 2] for ids in answers("llama") if ids}):
         outs = engine("llama", policy, stops=Stops([stop])).generate_all(requests(), 4)
         for out, whole in zip(outs, answers("llama"), strict=True):
@@ -204,7 +206,7 @@ def test_every_prompt_ends_at_its_own_end_token(policy: Policy) -> None:
 
 
 class Watched(Engine):
-    """Notes who is decoded in each round, and looks into the slots behind it."""
+    """Notes who is decoded in each round, and checks the slots after it."""
 
     who: list[list[int]]
 
@@ -227,18 +229,18 @@ class Watched(Engine):
             assert self.cache.lengths[slot] == count
             assert torch.equal(self.cache.positions(slot), fresh.positions())
             for layer in range(self.target.num_layers):
-                held, wanted = self.cache.rows(layer, slot), fresh.rows(layer)
-                for mine, theirs in zip(held, wanted, strict=True):
+                actual, expected = self.cache.rows(layer, slot), fresh.rows(layer)
+                for mine, theirs in zip(actual, expected, strict=True):
                     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
 @FAMILIES
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
-def test_every_slot_equals_a_fresh_prefill_at_all_times(family: str, name: str) -> None:
+def test_every_slot_equals_a_fresh_prefill_after_every_round(family: str, name: str) -> None:
     decoder = engine(family, POLICIES[name], Watched)
     assert isinstance(decoder, Watched)
     decoder.who = []
-    assert words(decoder.generate_all(requests(), 3)) == list(answers(family))
+    assert token_ids(decoder.generate_all(requests(), 3)) == list(answers(family))
 
 
 class Handing(Engine):
@@ -260,7 +262,7 @@ class Handing(Engine):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
-def test_every_drafter_is_handed_the_text_of_its_own_prompt(
+def test_every_drafter_state_absorbs_the_text_of_its_own_prompt(
     policy: Policy, batch: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that come and go and end in the middle of rounds; kept masks are grown often."""
@@ -286,7 +288,7 @@ def schedule(rounds: list[int], batch: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 20])
-def test_a_prompt_joins_in_the_round_after_another_has_ended(batch: int) -> None:
+def test_a_waiting_prompt_starts_after_another_has_ended(batch: int) -> None:
     decoder = engine("llama", Chain(3), Watched)
     assert isinstance(decoder, Watched)
     decoder.who = []
@@ -298,18 +300,18 @@ def test_a_prompt_joins_in_the_round_after_another_has_ended(batch: int) -> None
 
 @pytest.mark.parametrize(("most", "wanted"), [(2048, [3, 1, 2]), (12, [2, 1, 1, 2]), (1, [1] * 6)])
 @pytest.mark.parametrize("how", [Sampling(), Sampling(1.0, repetition_penalty=1.2)])
-def test_neighbours_of_one_length_are_read_in_one_forward(
+def test_prompts_of_one_length_are_read_in_one_forward(
     how: Sampling, most: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five tokens each, seven, five, in slots for four; they are told what each is told alone.
+    """Five tokens each, seven, five, in slots for four; the answers equal those of single prompts.
 
     By chance of the seeds, too, two of the first four end together, and make room for the last two.
     """
-    dice = torch.Generator().manual_seed(6)
-    drawn = [torch.randint(3, tiny.VOCAB, (n,), generator=dice) for n in (5, 5, 5, 7, 5, 5)]
-    asked = [Request(text.tolist(), 4, 40 + number) for number, text in enumerate(drawn)]
+    generator = torch.Generator().manual_seed(6)
+    drawn = [torch.randint(3, tiny.VOCAB, (n,), generator=generator) for n in (5, 5, 5, 7, 5, 5)]
+    inputs = [Request(text.tolist(), 4, 40 + number) for number, text in enumerate(drawn)]
     decoder = engine("llama", Chain(2), Handing, sampling=how, keep_gaps=True)
-    alone = [decoder.generate_all([one], 1)[0] for one in asked]
+    alone = [decoder.generate_all([one], 1)[0] for one in inputs]
     real, read = decoder.target.forward, list[int]()
 
     def forward(ids: Tensor, positions: Tensor, *rest: Any) -> Any:
@@ -318,14 +320,14 @@ def test_neighbours_of_one_length_are_read_in_one_forward(
 
     monkeypatch.setattr(request_module, "PREFILL_TOKENS", most)
     monkeypatch.setattr(decoder.target, "forward", forward)
-    together = decoder.generate_all(asked, 4)
+    together = decoder.generate_all(inputs, 4)
     assert sorted(read) == sorted(wanted)
-    assert words(together) == words(alone)
+    assert token_ids(together) == token_ids(alone)
     for mine, own in zip(together, alone, strict=True):
         assert mine.gaps == pytest.approx(own.gaps, abs=1e-4)
 
 
-def test_events_tell_the_answers_piece_by_piece() -> None:
+def test_events_concatenate_to_the_answers() -> None:
     pieces: dict[int, list[int]] = {}
     for event in engine("llama", Chain(3)).run(requests(), 3):
         pieces.setdefault(event.number, []).extend(event.tokens)
@@ -349,7 +351,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_decoded() -> N
         next(decoder.run([Request([5], 4), Request([7] * 121, 8)], 2))
 
 
-def test_a_batch_of_none_is_refused() -> None:
+def test_batch_size_0_is_refused() -> None:
     with pytest.raises(ValueError, match="batch=0"):
         engine("llama", Chain(3)).generate_all(requests(), 0)
 
@@ -370,7 +372,7 @@ class Broken(Target):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "warm"])
 @pytest.mark.parametrize("policy", [None, *DRAWING.values()], ids=["plain", *DRAWING])
 @pytest.mark.parametrize("after", [0, 5])
-def test_logits_that_are_no_numbers_end_the_run(
+def test_nan_target_logits_end_the_run(
     policy: Policy | None, sampling: Sampling, after: int
 ) -> None:
     """In the prompt's forward, or in a round; with a message, not with a token."""
@@ -380,19 +382,19 @@ def test_logits_that_are_no_numbers_end_the_run(
         ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB) if policy else None
     )
     decoder = Engine(target, drafter, policy, sampling=sampling)
-    asked = [Request([9, 4, 5], 12), Request([8, 2], 12), Request([7], 12)]
+    inputs = [Request([9, 4, 5], 12), Request([8, 2], 12), Request([7], 12)]
     with pytest.raises(RunError, match=r"(?i)\bnan\b"):
-        decoder.generate_all(asked, 3)
+        decoder.generate_all(inputs, 3)
     assert target.calls == -1  # at once
 
 
-def going_wrong(value: float, behind: int, node: int | None) -> Row:
-    """`choir`, and behind texts of so many tokens `value`, everywhere or for one token."""
+def going_wrong(value: float, length: int, node: int | None) -> Row:
+    """`choir`, and after more than `length` tokens `value`, everywhere or for one token."""
     good = choir("llama")
 
-    def row(said: tuple[int, ...]) -> Tensor:
-        logits = good(said).clone()
-        if len(said) > behind:
+    def row(text: tuple[int, ...]) -> Tensor:
+        logits = good(text).clone()
+        if len(text) > length:
             logits[slice(None) if node is None else node] = value
         return logits
 
@@ -407,7 +409,7 @@ NODE = pytest.mark.parametrize("node", [None, 7], ids=["all", "one"])
 @NODE
 @pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "warm"])
-def test_a_drafter_without_numbers_is_refused(
+def test_nan_drafter_logits_are_refused(
     value: float, node: int | None, policy: Policy, sampling: Sampling
 ) -> None:
     drafter = ScriptedDrafter(going_wrong(value, 0, node), tiny.VOCAB)
@@ -420,7 +422,7 @@ def test_a_drafter_without_numbers_is_refused(
 @NODE
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("policy", DRAWING.values(), ids=DRAWING)
-def test_a_drafter_that_goes_wrong_later_changes_no_word(
+def test_later_nan_drafter_logits_do_not_change_the_answer(
     value: float, node: int | None, policy: Policy, batch: int
 ) -> None:
     """Its guesses are bad ones: a node whose score is no number must not push out the root.
@@ -428,15 +430,15 @@ def test_a_drafter_that_goes_wrong_later_changes_no_word(
     Nor does an answer that begins beside it, in a batch of two, end it.
     """
     drafter = ScriptedDrafter(going_wrong(value, 4, node), tiny.VOCAB)
-    asked = [Request([9, 4], 6, 1), Request([5], 20, 2), Request([8, 2, 7], 8, 3)]
-    outs = Engine(tiny.target("llama"), drafter, policy).generate_all(asked, batch)
+    inputs = [Request([9, 4], 6, 1), Request([5], 20, 2), Request([8, 2, 7], 8, 3)]
+    outs = Engine(tiny.target("llama"), drafter, policy).generate_all(inputs, batch)
     of = tiny.target("llama")
-    assert words(outs) == [tiny.greedy_tokens(of, one.prompt, one.budget) for one in asked]
+    assert token_ids(outs) == [tiny.greedy_tokens(of, one.prompt, one.budget) for one in inputs]
 
 
 @BAD
 @pytest.mark.parametrize("name", ["drawn", "independent"])
-def test_nothing_is_drawn_from_what_is_no_number(value: float, name: str) -> None:
+def test_no_token_is_drawn_from_nan_rows(value: float, name: str) -> None:
     drafter = ScriptedDrafter(going_wrong(value, 4, 7), tiny.VOCAB)
     decoder = Engine(tiny.target("llama"), drafter, DRAWING[name], sampling=Sampling(1.0))
     with pytest.raises(RunError, match=r"could not be drafted: (?s:.*)NaN"):
@@ -452,22 +454,22 @@ class UncheckedSource(GeneratorSource):
 
 @BAD
 @pytest.mark.parametrize("name", ["chain", "drawn", "independent"])
-def test_what_is_drawn_from_no_number_is_refused_where_it_is_verified(
+def test_tokens_of_nan_rows_are_refused_by_verification(
     value: float, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verifier, "GeneratorSource", UncheckedSource)
     monkeypatch.setattr(sampling_module, "LONG", 1)  # by blocks
-    asked = [Request([9, 4], 14, 1), Request([8, 2, 7], 14, 2)]
+    inputs = [Request([9, 4], 14, 1), Request([8, 2, 7], 14, 2)]
     how: dict[str, Any] = {"sampling": Sampling(1.0)}
     drafter = ScriptedDrafter(going_wrong(value, 4, 7), tiny.VOCAB)
     decoder = Engine(tiny.target("llama"), drafter, DRAWING[name], **how)
     with pytest.raises(RunError, match="could not be verified"):
-        by_tensors(decoder).generate_all(asked, 2)
+        by_tensors(decoder).generate_all(inputs, 2)
     target = Broken(small_model("llama"))
     target.calls = 3
-    well = ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB)
+    sound = ScriptedDrafter(random_logits(tiny.VOCAB), tiny.VOCAB)
     with pytest.raises(RunError, match=r"(?i)\bnan\b"):
-        by_tensors(Engine(target, well, DRAWING[name], **how)).generate_all(asked, 2)
+        by_tensors(Engine(target, sound, DRAWING[name], **how)).generate_all(inputs, 2)
 
 
 def by_tensors(decoder: Engine) -> Engine:
@@ -490,10 +492,10 @@ def see_all(tree: Any, prefix: list[int]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("build", [lambda: Chain(3), lambda: StaticTree(SHAPE)])
-def test_looking_at_stale_rows_is_noticed(
+def test_attending_to_stale_rows_is_detected(
     build: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_layout, "positions_and_mask", see_all)
     decoder = engine("llama", build())
-    assert words(decoder.generate_all(requests(), 1)) == list(answers("llama"))  # one length
-    assert words(decoder.generate_all(requests(), 4)) != list(answers("llama"))
+    assert token_ids(decoder.generate_all(requests(), 1)) == list(answers("llama"))  # one length
+    assert token_ids(decoder.generate_all(requests(), 4)) != list(answers("llama"))

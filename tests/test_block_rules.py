@@ -1,4 +1,4 @@
-"""Block and traversal verification: exact, as good as theory says, and what breaks them."""
+"""Block and traversal verification: exactness, acceptance against theory, and controls."""
 
 import pytest
 import torch

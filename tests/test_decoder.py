@@ -58,7 +58,7 @@ def target() -> Target:
 
 
 def oracle(right: Callable[[int], bool]) -> ScriptedDrafter:
-    """Knows the target's logits of the n-th token; unless right(n) it says the opposite."""
+    """The target's logits of the n-th token, negated unless right(n)."""
 
     @cache
     def row(text: Text) -> Tensor:
@@ -164,7 +164,7 @@ def test_incomplete_characters_are_held_back() -> None:
     def row(text: Text) -> Tensor:
         return torch.nn.functional.one_hot(torch.tensor(tokens[len(text)]), len(coder)).float()
 
-    pieces = spelled(row)
+    pieces = stream_of(row)
     assert [piece.text for piece in pieces] == [
         "n",
         "",
@@ -180,7 +180,7 @@ def test_incomplete_characters_are_held_back() -> None:
     assert pieces[-1].result.output_ids == tokens
 
 
-def spelled(row: Callable[[Text], Tensor]) -> list[Piece]:
+def stream_of(row: Callable[[Text], Tensor]) -> list[Piece]:
     """What plain decoding makes of a target whose logits are `row`; its prompt is not read."""
 
     class Scripted(Target):
@@ -388,7 +388,7 @@ def test_interrupted_answer_stays_in_the_history(policy: str | Policy, heard: in
 
 
 def test_streamed_tokens_of_an_interrupted_answer_are_not_reread(read: list[list[int]]) -> None:
-    """The last token that was heard is in no cache yet."""
+    """The last streamed token is in no cache yet."""
     chat = perfect().chat(**letters_only())
     stream = chat.stream(QUESTION, BUDGET)
     heard = [token for _ in range(3) for token in next(stream).ids]
@@ -426,13 +426,13 @@ def test_ctrl_c_in_absorb_leaves_the_dialogue_cache_valid(
     engine, prompt = Engine(target(), drafter, CHAIN), decoder().ids(TOLD)
     absorb, left = drafter.absorb, [calls]
 
-    def pressed(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
         return absorb(*arguments)
 
-    monkeypatch.setattr(drafter, "absorb", pressed)
+    monkeypatch.setattr(drafter, "absorb", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(engine.run([Request(prompt, BUDGET)], 1, dialogue=memory))
     longer = [*prompt, *engine.generate(prompt, BUDGET).ids, 5]
@@ -536,7 +536,7 @@ def test_a_prompt_that_is_too_long_is_refused() -> None:
         decoder().generate_batch(["a", [7] * POSITIONS], 4)
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+def test_unknown_policy_error_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"policy = 'chains'") as caught:
         decoder().generate("a", 4, policy="chains")
     assert {"plain", "chain", "dynamic_tree"} <= set(caught.value.fix[:-1].replace(",", "").split())
@@ -652,7 +652,7 @@ def test_a_rule_made_for_other_drafts_is_refused() -> None:
     greedy = decoder().generate(
         QUESTION, 4, policy=Chain(2), rule=bind_rule("ratio", "independent")
     )
-    assert greedy.output_ids == decoder().generate(QUESTION, 4).output_ids  # it has no say
+    assert greedy.output_ids == decoder().generate(QUESTION, 4).output_ids  # the rule is not used
 
 
 @pytest.mark.parametrize("policy", [CHAIN, SAMPLED], ids=["chain", "tree"])
@@ -693,7 +693,9 @@ def test_a_lossy_answer_is_marked() -> None:
     assert decoder().generate(QUESTION, 4, temperature=1.0, **typical).lossy
     named = {**typical, "rule": "lossy_typical"}
     assert decoder().generate(QUESTION, 4, temperature=1.0, **named).lossy
-    assert not decoder().generate(QUESTION, 4, **typical).lossy  # greedily the rule has no say
+    assert (
+        not decoder().generate(QUESTION, 4, **typical).lossy
+    )  # greedy decoding does not use the rule
     assert (
         not decoder().generate(QUESTION, 4, temperature=1.0, **{**typical, "policy": ALONE}).lossy
     )

@@ -127,7 +127,7 @@ def test_a_drafter_of_another_target_is_refused(run: Path, tmp_path: Path) -> No
 def test_the_documented_script_runs(
     page: str, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From an empty folder, with the run where the script looks for it."""
+    """From an empty folder, with the run where the script expects it."""
     text = (ROOT / page).read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     place = tmp_path / "runs" / "eagle3-tiny"

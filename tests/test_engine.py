@@ -382,7 +382,7 @@ def test_samples_follow_the_law_under_every_rule(policy: Policy, name: str) -> N
 
 
 def test_a_fresh_draw_after_a_rejection_is_detected() -> None:
-    """The same test, with fewer samples, sees a biased engine."""
+    """The same test, with fewer samples, detects a biased engine."""
     assert p_value(sampler(Redrawn, DynamicTree(2, 2, 4)), 300) < 1e-6
 
 

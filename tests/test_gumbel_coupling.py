@@ -209,7 +209,7 @@ def requests() -> list[Request]:
     ]
 
 
-def plain_words(of: Target, how: Sampling, request: Request) -> list[int]:
+def plain_answer(of: Target, how: Sampling, request: Request) -> list[int]:
     """One token after the other by the model itself: no cache, no engine."""
     noise = GumbelNoise(Random(request.seed).getrandbits(64), of.vocab_size, CPU)
     text, occurs = list(request.prompt), torch.zeros(1, 1, of.vocab_size, dtype=torch.bool)
@@ -223,7 +223,7 @@ def plain_words(of: Target, how: Sampling, request: Request) -> list[int]:
 
 @cache
 def answers(family: str, how: Sampling) -> list[list[int]]:
-    return [plain_words(tiny.target(family), how, request) for request in requests()]
+    return [plain_answer(tiny.target(family), how, request) for request in requests()]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Rules that change the law: how they change it, and that they do no more than they say."""
+"""Rules that change the distribution: how, and within which bounds."""
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ from tests.enumeration import (
     bias,
     by,
     check_ragged,
-    favourites,
     g_test,
     law_of,
     sampled_chain,
     tokens_per_round,
+    top_k_tree,
 )
 
 TYPICAL = by(bind_rule("lossy_typical", "best"))
@@ -43,9 +43,7 @@ def test_lenience_one_is_lossless_and_less_is_not() -> None:
 
 @pytest.mark.parametrize("factor", [0.9, 0.6, 0.3])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_token_becomes_likelier_than_its_chance_over_the_factor(
-    seed: int, factor: float
-) -> None:
+def test_no_probability_exceeds_p_over_the_factor(seed: int, factor: float) -> None:
     """Token for token after every text, so texts of three tokens at most by the cube of it."""
     toy = Toy(seed, likeness=0.2)
     law = law_of(toy, sampled_chain(2), lenient(factor))
@@ -142,7 +140,7 @@ def test_certain_rows_are_greedy_and_others_are_not_lossless() -> None:
 def test_the_threshold_is_of_the_parents_row() -> None:
     """With epsilon high, a threshold from the child's own row would decide otherwise."""
 
-    def own_bar(toy: Toy, draft: Draft, p_rows: Tensor, rng: Scripted) -> Accepted:
+    def own_threshold(toy: Toy, draft: Draft, p_rows: Tensor, rng: Scripted) -> Accepted:
         entropy = torch.special.entr(p_rows).sum(-1)
         above = draft.tree.parents.clamp(min=0)
         chances = p_rows.gather(1, above[..., None].expand_as(p_rows))
@@ -153,13 +151,13 @@ def test_the_threshold_is_of_the_parents_row() -> None:
     ids = torch.tensor([[0, 1]])
     p = torch.tensor([[[0.34, 0.33, 0.33], [1.0, 0.0, 0.0]]])  # bars .5 / 3 and .5
     draft = Draft(Tree.chain(ids), ids, None)
-    assert own_bar(Toy(0), draft, p, Scripted()).length.tolist() == [0]
+    assert own_threshold(Toy(0), draft, p, Scripted()).length.tolist() == [0]
     assert typical(draft.tree, p, Scripted([0]), 0.9, 0.5).length.tolist() == [1]
 
 
 def test_ragged_batch_equals_single_trees() -> None:
     check_ragged(Toy(12), [sampled_chain(1), sampled_chain(2)], lenient(0.5))
-    check_ragged(Toy(12), [argmax_chain(1), favourites(2, 2), favourites(3)], TYPICAL)
+    check_ragged(Toy(12), [argmax_chain(1), top_k_tree(2, 2), top_k_tree(3)], TYPICAL)
 
 
 def test_lossy_rules_have_lossy_names() -> None:

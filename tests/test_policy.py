@@ -64,7 +64,7 @@ def texts(tree: Tree, row: int = 0) -> set[Text]:
     return set(actual)
 
 
-# ---- EAGLE-2, written as the paper tells it ------------------------------------------------------
+# ---- EAGLE-2, literally as in the paper ------------------------------------------------------
 
 
 def literally(row: Row, depth: int, width: int, budget: int, gain: float = 0.0) -> set[Text]:
@@ -188,7 +188,7 @@ POLICIES: list[Policy] = [
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_no_round_drafts_more_nodes_than_the_budget(policy: Policy, sampling: Sampling) -> None:
-    """The cache is as large as `nodes` says."""
+    """The cache has room for `nodes`."""
     for seed, room in itertools.product(range(5), (1, 2, 99)):
         tree = checked(propose(policy, drafter_of(seed), room, sampling).tree)
         assert 1 <= drafted(tree) <= tree.size - 1 <= policy.nodes
@@ -381,7 +381,7 @@ def test_rows_of_a_reduced_vocabulary_are_zero_elsewhere(batch: int) -> None:
 
 @pytest.mark.parametrize("build", [lambda: Chain(4), lambda: DynamicTree(4, 3, 10)])
 def test_drafting_does_not_change_the_state(build: Callable[[], Policy]) -> None:
-    """Asked twice, a policy says the same."""
+    """Called twice, a policy returns the same draft."""
     policy, drafter = build(), drafter_of()
     first, second = (propose(policy, drafter).tree.ids.tolist() for _ in range(2))
     assert first == second

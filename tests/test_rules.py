@@ -1,4 +1,4 @@
-"""The table of rules: what it allows is lossless, what is not it refuses, and says why."""
+"""The table of rules: it allows what is lossless, and refuses the rest with a reason."""
 
 import pytest
 import torch
@@ -15,16 +15,16 @@ from tests.enumeration import (
     bias,
     by,
     enumerate_law,
-    favourites,
     sampled_chain,
     sampled_tree,
+    top_k_tree,
 )
 
 DRAWING: dict[str, tuple[Propose, Propose]] = {
-    "best": (argmax_chain(2), favourites(2, 1)),
+    "best": (argmax_chain(2), top_k_tree(2, 1)),
     "drawn": (sampled_chain(2), sampled_tree((2, 1), replacement=False)),
     "independent": (sampled_chain(2), sampled_tree((2, 1), replacement=True)),
-    "coupled": (argmax_chain(2), favourites(2, 1)),  # the noise given; the rest is the engine's
+    "coupled": (argmax_chain(2), top_k_tree(2, 1)),  # the noise given; the rest is the engine's
 }
 
 

@@ -169,7 +169,7 @@ def test_host_draws_equal_device_draws() -> None:
 
 
 def test_slices_of_a_large_vocabulary_do_not_depend_on_the_batch() -> None:
-    """Numbers at the very ends of slices, where another order of summing would tell."""
+    """Numbers at the very ends of slices, where another order of summing would differ."""
     rows = torch.rand(2, 3 * LONG, generator=seeded())
     ends = rows[0].cumsum(0, dtype=torch.float64)
     marks = (ends / ends[-1])[:: LONG // 8].tolist()

@@ -1,4 +1,4 @@
-"""Warping, penalties and bans: at every step what transformers' own processors say of the text.
+"""Warping, penalties and bans: equal to transformers' own processors at every step.
 
 The reference is plain decoding: the model itself, without a cache, and the classes that
 `generate` of transformers is made of, on the history of each step.
@@ -82,7 +82,7 @@ def scores(sampling: Sampling, text: Sequence[int], logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def own_logits(target: Target, text: Sequence[int]) -> Tensor:
+def model_logits(target: Target, text: Sequence[int]) -> Tensor:
     out: Tensor = target.model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0, -1]
     return out
 
@@ -106,7 +106,7 @@ def plainly(sampling: Sampling, prompt: Sequence[int], count: int, number: int =
     """Plain decoding with transformers' processors; one uniform per token, the law inverted."""
     target, text = tiny.target(), list(prompt)
     for step in range(count):
-        left = scores(sampling, text, own_logits(target, text))
+        left = scores(sampling, text, model_logits(target, text))
         if sampling.greedy:
             text.append(int(left.argmax()))
             continue
@@ -174,7 +174,7 @@ class Checked(Engine):
             text = (*one.request.prompt, *one.out.ids)
             nodes = draft.tree.real[i].nonzero().flatten().tolist()
             for node, path in zip(nodes, [(), *tiny.paths(draft.tree, i)], strict=True):
-                self._compare(rows[i, node], own_logits(self.target, text + path), text + path)
+                self._compare(rows[i, node], model_logits(self.target, text + path), text + path)
                 if draft.q_rows is not None and draft.q_rows[i, node].any():
                     self._compare_draft(draft.q_rows[i, node], text + path)
         return super()._decide(draft, logits)
@@ -236,8 +236,8 @@ def test_a_banned_token_is_never_proposed(
 ) -> None:
     """By a drafter that prefers them; without the ban it proposes nothing else at first."""
     noise = random_logits(tiny.VOCAB)
-    favourites = torch.zeros(tiny.VOCAB).index_fill_(0, torch.tensor(BANNED), 9.0)
-    drafter = ScriptedDrafter(lambda text: noise(text) + favourites, tiny.VOCAB)
+    bonus = torch.zeros(tiny.VOCAB).index_fill_(0, torch.tensor(BANNED), 9.0)
+    drafter = ScriptedDrafter(lambda text: noise(text) + bonus, tiny.VOCAB)
     decoder = Listening(tiny.target(), drafter, policy, sampling=Sampling(warm, banned=banned))
     decoder.drafted = set()
     outs = decoder.generate_all(requests(), 3)

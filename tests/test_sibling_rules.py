@@ -26,12 +26,12 @@ from tests.enumeration import (
     by,
     check_ragged,
     enumerate_law,
-    favourites,
     g_test,
     law_of,
     sampled_chain,
     sampled_tree,
     tokens_per_round,
+    top_k_tree,
     variation,
     worst_bias,
 )
@@ -196,7 +196,7 @@ def test_top_k_tokens_verified_by_ratios_are_caught() -> None:
     """R1 and R3 broken: siblings chosen by rank, tested against the softmax rows."""
 
     def with_rows(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
-        draft = favourites(2)(toy, starts, rng)
+        draft = top_k_tree(2)(toy, starts, rng)
         return draft._replace(q_rows=toy.q[draft.contexts])
 
     assert worst_bias(with_rows, NONE_TWICE) > 0.01
@@ -252,13 +252,13 @@ def test_siblings_that_cannot_have_been_drawn_are_refused() -> None:
 def test_accepted_tokens_per_rule_are_in_the_known_order() -> None:
     """Depth 2, width 2, random models: accepted tokens on average, each way with its drafts.
 
-    The known numbers are 1.70 (independent), 1.74 (favourites), 1.87 (without replacement) and
+    The known numbers are 1.70 (independent), 1.74 (top-k), 1.87 (without replacement) and
     1.885 (traversal). Favourites may end anywhere in this order, by how good the drafter is.
     """
     toys = [Toy(seed, likeness=0.8, length=1, sharpness=2.5) for seed in range(2)]
     ways: list[tuple[Propose, ToyRule]] = [
         (sampled_tree((2, 2), replacement=True), IID),
-        (favourites(2, 2), MATCH),
+        (top_k_tree(2, 2), MATCH),
         (sampled_tree((2, 2), replacement=False), NONE_TWICE),
         (sampled_tree((2, 2), replacement=False), TRAVERSAL),
     ]

@@ -82,7 +82,7 @@ def shapes(draw: st.DrawFn) -> Paths:
 
 @settings(max_examples=60, deadline=None)
 @given(shape=shapes(), seed=st.integers(0, 99), room=st.integers(1, 5), size=st.integers(2, 8))
-def test_every_node_is_the_guess_of_its_ranks(
+def test_every_node_is_the_token_of_its_ranks(
     shape: Paths, seed: int, room: int, size: int
 ) -> None:
     drafter = scripted_drafter(size, seed)

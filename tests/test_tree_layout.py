@@ -46,7 +46,7 @@ def test_chain_layout_equals_tree_layout(batch: int, guesses: int, start: int) -
     ],
 )
 def test_kept_traces_are_the_rows_of_the_paths(paths: list[list[int]]) -> None:
-    """Each prompt its own path's, token by token; the longest says how wide the table is."""
+    """Each prompt its own path's, token by token; the longest sets the width of the table."""
     generator = torch.Generator().manual_seed(7)
     taps, last = (torch.randn(len(paths), 7, size, generator=generator) for size in (6, 2))
     texts = [torch.randint(100, (len(path) + 1,), generator=generator).tolist() for path in paths]

@@ -45,13 +45,13 @@ from tests.enumeration import (
     check_ragged,
     enumerate_law,
     enumerate_round,
-    favourites,
     g_test,
     law_of,
     reached,
     sampled_chain,
     sampled_tree,
     tokens_per_round,
+    top_k_tree,
     variation,
     worst_bias,
 )
@@ -66,8 +66,8 @@ BLOCK = by(bind_rule("block", "drawn"))
 
 
 def dynamic_tree(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
-    """The four best nodes (root included) of the tree of favourites, chosen as in EAGLE-2."""
-    tree, contexts, _ = favourites(2, 2)(toy, starts, rng)
+    """The four best nodes (root included) of the top-k tree, chosen as in EAGLE-2."""
+    tree, contexts, _ = top_k_tree(2, 2)(toy, starts, rng)
     above = contexts.gather(1, tree.parents.clamp(min=0))
     logs = (
         toy.q[above].gather(2, tree.ids[..., None])[..., 0].log().masked_fill(tree.depths == 0, 0)
@@ -81,7 +81,7 @@ def dynamic_tree(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
 
 @pytest.mark.parametrize("setting", WARPS)
 @pytest.mark.parametrize("vocab", [3, 4])
-@pytest.mark.parametrize("propose", [argmax_chain(2), favourites(2, 1), dynamic_tree])
+@pytest.mark.parametrize("propose", [argmax_chain(2), top_k_tree(2, 1), dynamic_tree])
 def test_matching_a_deterministic_tree_is_exact(
     propose: Propose, vocab: int, setting: Warp
 ) -> None:
@@ -189,7 +189,7 @@ def redraw(toy: Toy, draft: Draft, p_rows: Tensor, rng: RandomSource) -> Accepte
     return Accepted(path, length, torch.where(has_child(draft.tree, path[:, -1]), fresh, next_ids))
 
 
-@pytest.mark.parametrize("propose", [argmax_chain(2), favourites(2)])
+@pytest.mark.parametrize("propose", [argmax_chain(2), top_k_tree(2)])
 def test_a_fresh_draw_after_a_mismatch_is_caught(propose: Propose) -> None:
     """R4 broken: the sample that failed to match is thrown away."""
     assert worst_bias(propose, redraw) > 0.01
@@ -211,7 +211,7 @@ def test_one_random_number_per_path_instead_of_per_node_is_caught() -> None:
         )
         return Accepted(path, length, next_ids)
 
-    assert worst_bias(favourites(2), best_path) > 0.01
+    assert worst_bias(top_k_tree(2), best_path) > 0.01
 
 
 def test_the_deeper_of_two_repeated_siblings_is_caught() -> None:
@@ -283,7 +283,7 @@ FLAT = Toy(11, warp=(2.5, 0, 1.0))
         (sampled_chain(2), RATIO),
         (sampled_chain(2), SAMPLED),
         (sampled_tree((2, 1), True), SAMPLED),
-        (favourites(2, 1), MATCH),
+        (top_k_tree(2, 1), MATCH),
     ],
 )
 def test_generator_source_follows_the_joint_distribution(propose: Propose, rule: ToyRule) -> None:
@@ -298,7 +298,7 @@ def test_the_g_test_rejects_a_biased_verifier() -> None:
 
 def test_ragged_batch_equals_single_trees() -> None:
     check_ragged(Toy(12), [sampled_chain(1), sampled_chain(2)], RATIO)
-    check_ragged(Toy(12), [argmax_chain(1), favourites(2, 2), favourites(3)], MATCH)
+    check_ragged(Toy(12), [argmax_chain(1), top_k_tree(2, 2), top_k_tree(3)], MATCH)
 
 
 # ---- single rounds, by hand ----------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_deepest_path_prefers_depth_then_score_then_index() -> None:
     assert deepest_path(nothing, torch.ones_like(passed))[1].tolist() == [0]
 
 
-@pytest.mark.parametrize("propose", [argmax_chain(2), favourites(2, 2), sampled_chain(2)])
+@pytest.mark.parametrize("propose", [argmax_chain(2), top_k_tree(2, 2), sampled_chain(2)])
 def test_temperature_zero_is_greedy(propose: Propose) -> None:
     """R10: on one-hot rows the verifiers take the path and the token of `greedy`."""
     toy = Toy(12, vocab=4, warp=(0.0, 0, 1.0), likeness=0.7)

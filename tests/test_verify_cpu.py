@@ -25,11 +25,11 @@ from tests.enumeration import (
     argmax_chain,
     bias,
     check_ragged,
-    favourites,
     g_test,
     padded,
     sampled_chain,
     sampled_tree,
+    top_k_tree,
     worst_bias,
 )
 
@@ -87,9 +87,9 @@ def ragged(*proposals: Propose) -> Propose:
     "propose",
     [
         argmax_chain(2),
-        favourites(2, 1),
+        top_k_tree(2, 1),
         sampled_tree((2, 1), True),  # siblings that repeat a token
-        ragged(argmax_chain(1), favourites(2, 1)),
+        ragged(argmax_chain(1), top_k_tree(2, 1)),
     ],
     ids=["chain", "tree", "repeated", "ragged"],
 )
@@ -104,7 +104,7 @@ def test_the_ratio_test_is_exact(toy: Toy) -> None:
 
 @pytest.mark.parametrize(
     ("propose", "toy_rule"),
-    [(favourites(2, 1), MATCH), (sampled_chain(2), RATIO)],
+    [(top_k_tree(2, 1), MATCH), (sampled_chain(2), RATIO)],
     ids=["match", "ratio"],
 )
 def test_whole_texts_follow_plain_sampling(propose: Propose, toy_rule: ToyRule) -> None:
@@ -112,7 +112,7 @@ def test_whole_texts_follow_plain_sampling(propose: Propose, toy_rule: ToyRule) 
 
 
 def test_outcomes_do_not_depend_on_the_batch() -> None:
-    check_ragged(Toy(11), [argmax_chain(1), favourites(2, 1), favourites(2, 2)], MATCH)
+    check_ragged(Toy(11), [argmax_chain(1), top_k_tree(2, 1), top_k_tree(2, 2)], MATCH)
 
 
 # ---- negative controls ---------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_rows_of_another_node_are_caught() -> None:
     def shifted(rule: ToyRule) -> ToyRule:
         return lambda toy, draft, p_rows, rng: rule(toy, draft, p_rows.roll(1, dims=1), rng)
 
-    assert worst_bias(favourites(2, 1), shifted(MATCH)) > 0.01
+    assert worst_bias(top_k_tree(2, 1), shifted(MATCH)) > 0.01
     assert worst_bias(sampled_chain(2), shifted(RATIO)) > 0.01
 
 
@@ -147,7 +147,7 @@ def test_unwarped_rows_are_caught() -> None:
 
         return toy_rule
 
-    assert worst_bias(favourites(2, 1), raw(MATCH), (0.5, 0, 1.0)) > 0.01
+    assert worst_bias(top_k_tree(2, 1), raw(MATCH), (0.5, 0, 1.0)) > 0.01
     assert worst_bias(sampled_chain(2), raw(RATIO), (0.5, 0, 1.0)) > 0.01
 
 
@@ -244,7 +244,7 @@ TREE = Tree.grown(  # the root 5 with the children 1 and 2, and 3 below 1
 def test_match_draws_only_after_visited_nodes(
     drawn: list[int], tokens: list[int], path: list[int], leaf: bool
 ) -> None:
-    """Each node's row says which it is."""
+    """Each node's row names the node."""
     rows = torch.arange(4.0)[None, :, None].expand(1, 4, 7)
     warped: list[int] = []
 
