@@ -132,14 +132,14 @@ def test_same_rounds_detects_another_gamma(tmp_path: Path) -> None:
 
 def test_mismatch_reports_the_position_and_the_logit_gap(tmp_path: Path) -> None:
     decoders = build_decoders(tmp_path, 3)
-    right = decoders.systems[OURS]
+    original = decoders.systems[OURS]
     plain = tiny.greedy_tokens(decoders.target, PROMPTS[0], BUDGET)
 
-    def wrong(ids: list[int], budget: int) -> list[int]:
-        output = right(ids, budget)
+    def with_wrong_token(ids: list[int], budget: int) -> list[int]:
+        output = original(ids, budget)
         return [*output[:4], (output[4] + 1) % tiny.VOCAB, *output[5:]]
 
-    decoders.systems[OURS] = wrong
+    decoders.systems[OURS] = with_wrong_token
     with decoders:
         case = against_transformers.compare(decoders, "first", PROMPTS[0], BUDGET, repeats=1)
         (miss,) = decoders.mismatches(case)
@@ -257,7 +257,7 @@ def test_mismatches_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_trained_draft_model_is_identical_in_both_decoders(tmp_path: Path) -> None:
-    """With a reduced draft vocabulary in the run, both sides propose the whole one."""
+    """With a reduced draft vocabulary in the run, both decoders propose the whole vocabulary."""
     target = tiny.target()
     trained = tiny.drafter("draft_lm", target)
     native.save(trained, tmp_path / "drafter", target, None, {})

@@ -257,7 +257,7 @@ def test_intervals_from_outputs_equal_those_of_the_report(tmp_path: Path) -> Non
     run = read_run_files(write_run(tmp_path / "run"))
     loaded = run.reports["chain-t0"]
     rounds = answer_rounds(loaded)
-    assert [one.dialogue for one in rounds] == ["one", "two", "talk", "talk"]
+    assert [answer.dialogue for answer in rounds] == ["one", "two", "talk", "talk"]
     everywhere = folders.emitted_after(0, 10**9)
     assert folders.interval(loaded, rounds, everywhere) == loaded.summary.tau_95
     assert folders.ratio_of_sums(rounds, everywhere) == loaded.summary.tau
@@ -270,8 +270,8 @@ def test_answer_rounds_prefix_lengths(tmp_path: Path) -> None:
     """A prompt of 20 and the first token, then 3 + 1; the last round has no bonus."""
     row = measured().outputs[0] | {"output_ids": [1] * 6, "accepted": [3, 1], "id": "x/7"}
     original = measured()
-    (one,) = answer_rounds(Report(**{**vars(original), "outputs": [row]}))
-    assert (one.dialogue, one.prefix_lengths, one.emitted) == ("x/7", [21, 25], [4, 1])
+    (answer,) = answer_rounds(Report(**{**vars(original), "outputs": [row]}))
+    assert (answer.dialogue, answer.prefix_lengths, answer.emitted) == ("x/7", [21, 25], [4, 1])
 
 
 def test_page_shows_measured_values(written: Path) -> None:
@@ -356,9 +356,9 @@ def test_damaged_file_raises_an_error_with_its_name(
 def test_folder_of_runs_gives_a_comparison_page(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_run(tmp_path / "sweep" / name)
-    place = tmp_path / "sweep"
-    assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
-    page = Reader((place / "report.html").read_text())
+    folder = tmp_path / "sweep"
+    assert report(folder, ReportConfig(), [f"run.dir={folder}"]) == 0
+    page = Reader((folder / "report.html").read_text())
     assert "sweep: 2 runs compared" in page.text
     assert "chain@1 speedup" in page.text
     assert "chain@0: chains decoded at temperature 0" in page.text
@@ -373,9 +373,9 @@ def test_warnings_keep_the_case_of_names(tmp_path: Path) -> None:
         run = write_run(tmp_path / "Sweep" / name)
         for file in (run / "eval").glob("*.json"):
             file.write_text(json.dumps({**json.loads(file.read_text()), "threads": threads}))
-    place = tmp_path / "Sweep"
-    assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
-    text = Reader((place / "report.html").read_text()).text
+    folder = tmp_path / "Sweep"
+    assert report(folder, ReportConfig(), [f"run.dir={folder}"]) == 0
+    text = Reader((folder / "report.html").read_text()).text
     assert "chain@1: not the same conditions: threads (1 | 2)" in text
 
 
@@ -400,9 +400,9 @@ def test_compare_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "2 runs compared" in (tmp_path / "both" / "report.md").read_text()
 
 
-def write_search(place: Path) -> Path:
+def write_search(folder: Path) -> Path:
     trial = {"params": {"train.lr": 1e-3}, "words": ["train.lr=0.001"], "seconds": 120.0}
-    write_json(place / "search.json", {
+    write_json(folder / "search.json", {
         "format": "outrider-search-1", "metric": "accept_length", "overrides": ["drafter=eagle3"],
         "importance": {"train.lr": 0.75, MARKUP: 0.25}, "best": 1,
         "trials": [
@@ -411,31 +411,31 @@ def write_search(place: Path) -> Path:
             trial | {"number": 2, "state": "PRUNED", "value": None},
         ],
     })  # fmt: skip
-    return place
+    return folder
 
 
 def test_search_page_lists_the_best_trial_first(tmp_path: Path) -> None:
-    place = write_search(tmp_path / "search")
-    assert report(place, ReportConfig(), [f"run.dir={place}"]) == 0
-    text = (place / "report.md").read_text()
+    folder = write_search(tmp_path / "search")
+    assert report(folder, ReportConfig(), [f"run.dir={folder}"]) == 0
+    text = (folder / "report.md").read_text()
     assert "`python train.py drafter=eagle3 train.lr=0.001`" in text
     rows = re.findall(r"^\| (\d) \| (\w+) \|", text, re.MULTILINE)
     assert rows == [("1", "complete"), ("0", "complete"), ("2", "pruned")]
     assert "75.0%" in text
-    Reader((place / "report.html").read_text())
-    (place / "search.json").write_text('{"format": "outrider-search-1"}')
+    Reader((folder / "report.html").read_text())
+    (folder / "search.json").write_text('{"format": "outrider-search-1"}')
     with pytest.raises(RunError, match=r"search\.json"):
-        report(place, ReportConfig(), [f"run.dir={place}"])
+        report(folder, ReportConfig(), [f"run.dir={folder}"])
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no run"):
         report(tmp_path, ReportConfig(), [f"run.dir={tmp_path}"])
-    place = write_search(tmp_path / "search")
+    folder = write_search(tmp_path / "search")
     with pytest.raises(ConfigError, match=r"report\.measure"):
-        report(place, ReportConfig(measure=True), [])
+        report(folder, ReportConfig(measure=True), [])
     with pytest.raises(ConfigError, match=r"target\.path"):
-        report(place, ReportConfig(), ["run.dir=x", "target.path=y"])
+        report(folder, ReportConfig(), ["run.dir=x", "target.path=y"])
 
 
 @pytest.mark.parametrize(

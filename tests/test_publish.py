@@ -204,7 +204,7 @@ def truncate_a_shard(folder: Path) -> None:
     last.write_bytes(last.read_bytes()[:-50])
 
 
-def disguise(folder: Path) -> None:
+def pickle_weights(folder: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, folder / "model.safetensors")
 
 
@@ -218,7 +218,7 @@ TENSORS: list[tuple[str, Case, Damage, str]] = [
     ("shape", SGLANG, weights(cut_rows), r"fc.weight: .*\[31, 96\].* expected .*\[32, 96\]"),
     ("dtype", SGLANG, weights(to_half), "fc.weight: .*F16.* expected .*F32"),
     ("truncated", SGLANG, truncate_a_shard, "damaged, or not safetensors"),
-    ("pickle", SGLANG, disguise, "damaged, or not safetensors"),
+    ("pickle", SGLANG, pickle_weights, "damaged, or not safetensors"),
     ("no weights", SGLANG, remove("model.safetensors"), "holds no weights"),
     ("no sidecar", SGLANG, remove("outrider.json"), "outrider.json: cannot be read"),
     ("no list", NATIVE, lambda f: (f / "outrider.json").write_text("{}"), "tensors is missing"),
@@ -333,7 +333,7 @@ def test_verify_imports_only_the_standard_library() -> None:
     assert not packages
 
 
-ALONE = """
+WITHOUT_OUTRIDER = """
 import runpy, sys
 for name in ("outrider", "torch", "numpy", "transformers"):
     sys.modules[name] = None  # an import of it is an error
@@ -345,7 +345,7 @@ runpy.run_path("verify.py", run_name="__main__")
 @pytest.mark.parametrize("case", [SGLANG, LM], ids=str)
 def test_verify_runs_without_outrider(folder: Path) -> None:
     def run(*words: str) -> tuple[int, str]:
-        command = [sys.executable, "-I", "-c", ALONE, *words]
+        command = [sys.executable, "-I", "-c", WITHOUT_OUTRIDER, *words]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert "Traceback" not in done.stderr
         return done.returncode, done.stdout

@@ -152,15 +152,15 @@ def test_faulty_exporter_publishes_nothing(
     """If one of the formats is faulty, none is published."""
     original = Eagle3SGLang.tensors
 
-    def faulty(self: Eagle3SGLang, *given: Any) -> Any:
-        out = original(self, *given)
+    def faulty(self: Eagle3SGLang, *args: Any) -> Any:
+        out = original(self, *args)
         if fault == "a weight":
             out["midlayer.mlp.down_proj.weight"] = -9 * out["midlayer.mlp.down_proj.weight"]
         return out
 
     monkeypatch.setattr(Eagle3SGLang, "tensors", faulty)
     if fault == "a tap":
-        monkeypatch.setattr(Eagle3SGLang, "stored_taps", lambda self, *given: (0, 3, 4))
+        monkeypatch.setattr(Eagle3SGLang, "stored_taps", lambda self, *args: (0, 3, 4))
     with pytest.raises(SystemExit) as stop:
         publish(run, f"publish.out={tmp_path / 'out'}")
     assert stop.value.code == 2
@@ -200,7 +200,7 @@ def test_invalid_options_exit_with_a_message(
 def test_unsupported_format_is_refused_before_decoding(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Eagle3SGLang, "refuses", lambda self, *given: "not supported")
+    monkeypatch.setattr(Eagle3SGLang, "refuses", lambda self, *args: "not supported")
     monkeypatch.setattr(RoundTrip, "decode", lambda self, drafter: pytest.fail("decode was called"))
     with pytest.raises(SystemExit) as stop:
         publish(run, "format=sglang")
@@ -301,8 +301,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hu
 
 
 def upload(run: Path, tmp_path: Path, *words: str) -> int:
-    place = ["format=sglang", f"publish.out={tmp_path / 'out'}", "publish.repo=me/draft"]
-    return publish(run, *place, *words)
+    options = ["format=sglang", f"publish.out={tmp_path / 'out'}", "publish.repo=me/draft"]
+    return publish(run, *options, *words)
 
 
 def test_dry_run_lists_the_files_and_sends_no_request(
@@ -389,14 +389,14 @@ def measure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_published_drafter_needs_a_target_and_a_folder(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drafter, place = f"drafter={published / 'vllm'}", f"run.dir={tmp_path}"
-    assert "A published drafter needs its target" in measure(capsys, drafter, place)
+    drafter, run_dir = f"drafter={published / 'vllm'}", f"run.dir={tmp_path}"
+    assert "A published drafter needs its target" in measure(capsys, drafter, run_dir)
     assert "needs its own folder" in measure(capsys, drafter, "target=tiny")
     run = f"run.dir={published.parent}"
     assert "not a training run's" in measure(capsys, drafter, "target=tiny", run)
-    wrong = ["target=tiny", place, "train.lr=1"]
-    assert "train.lr" in measure(capsys, drafter, *wrong)
-    assert "no folder" in measure(capsys, "drafter=a b c", "target=tiny", place)
+    invalid = ["target=tiny", run_dir, "train.lr=1"]
+    assert "train.lr" in measure(capsys, drafter, *invalid)
+    assert "no folder" in measure(capsys, "drafter=a b c", "target=tiny", run_dir)
 
 
 def test_eval_drafter_is_refused_by_other_commands(

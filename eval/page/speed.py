@@ -63,10 +63,8 @@ def time_parts(run: RunFiles) -> Iterator[Part]:
         if r.forecast is not None
     ]
     if rows:
-        head, definition = (
-            ["report", "measured", "predicted"],
-            metric_definitions("tau", "forecast"),
-        )
+        head = ["report", "measured", "predicted"]
+        definition = metric_definitions("tau", "forecast")
         yield text_table("tau, measured and predicted", head, rows, definition)
 
 

@@ -182,7 +182,7 @@ class Case:
         return self.answers[name][0].ids
 
     def median(self, name: str, field: str) -> float:
-        return statistics.median(getattr(run, field) for run in self.answers[name])
+        return float(statistics.median(getattr(run, field) for run in self.answers[name]))
 
     def fields(self) -> dict[str, Any]:
         seconds = {name: [run.seconds for run in runs] for name, runs in self.answers.items()}

@@ -85,8 +85,8 @@ def _prepare(options: Options) -> tuple[systems.BothDecoders, systems.TokenizedP
     """Return the models, the prompts that fit both, and the names of those that do not."""
     process.set_threads()
     name = options.target
-    known = name in ("tiny", "smollm2")
-    config = TargetConfig(name) if known else TargetConfig("hf", path=name)
+    known = {"tiny": TargetConfig("tiny"), "smollm2": TargetConfig("smollm2")}
+    config = known.get(name, TargetConfig("hf", path=name))
     target, tokenizer, _ = load_target(config, process.device())
     stops = stop_ids(tokenizer, target)
     drafter, assistant = draft_models(options.draft, target)
