@@ -15,15 +15,10 @@ HOSTFILE_LINE = re.compile(
 
 
 class Machine(NamedTuple):
-    """A machine of a cluster.
+    """A machine of a cluster."""
 
-    Attributes:
-        host: name or address; "" if unknown.
-        slots: processes on it, one per GPU.
-    """
-
-    host: str
-    slots: int
+    host: str  # name or address; "" if unknown
+    slots: int  # processes on it, one per GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +42,7 @@ class ClusterConfig:
 
 
 def list_machines(cluster: ClusterConfig) -> list[Machine]:
-    """Return all machines; the first one hosts the rendezvous.
-
-    Raises:
-        ConfigError: the hostfile is invalid, or contradicts other keys.
-    """
+    """Return all machines; the first one hosts the rendezvous."""
     if cluster.hosts is None:
         return [Machine(cluster.host or "", cluster.gpus)] * cluster.nodes
     for name in ("nodes", "gpus", "host"):
@@ -70,11 +61,7 @@ def list_machines(cluster: ClusterConfig) -> list[Machine]:
 
 
 def read_hostfile(path: Path) -> list[Machine]:
-    """Read a hostfile in the format of DeepSpeed and Open MPI.
-
-    Raises:
-        ConfigError: no such file, an invalid line, a repeated host, no host.
-    """
+    """Read a hostfile in the format of DeepSpeed and Open MPI; a `ConfigError` names its line."""
 
     def refused(why: str, fix: str = "Write lines like: node-0 slots=8") -> ConfigError:
         return ConfigError("cluster.hosts", str(path), why, fix)

@@ -136,11 +136,7 @@ VERB_GROUPS: dict[str, Any] = {
 
 
 def read_report(overrides: Sequence[str]) -> tuple[str, ReportConfig, list[str]]:
-    """Return `run.dir`, the settings of `report.*`, and the other overrides.
-
-    Raises:
-        ConfigError: an unknown key, a wrong type, a value out of range, no run.
-    """
+    """Return `run.dir`, the settings of `report.*`, and the other overrides."""
     values = to_container(compose(overrides, "report"))
     folder = values["run"]["dir"]
     if not folder:

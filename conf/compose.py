@@ -1,8 +1,8 @@
 """Composition of yaml files and overrides into one plain configuration, by Hydra's compose API.
 
-The compose API writes nothing and does not change the working directory, so every rank may compose.
-Hydra's exceptions become `ConfigError`. `conf/train.yaml`, `conf/eval.yaml` and `conf/report.yaml`
-are the roots; each folder of `conf/` is a group, each of its files a choice.
+The roots are `train.yaml`, `eval.yaml` and `report.yaml`; each folder of `conf/` is a group, each
+file a choice. The compose API writes nothing and keeps the working directory: any rank may
+compose. Hydra's exceptions become `ConfigError`.
 """
 
 import functools
@@ -47,14 +47,14 @@ def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
         raise _translate(error, overrides, root) from None
 
 
-def to_container(node: DictConfig) -> dict[str, Any]:
+def to_container(node: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
     """Convert to plain dicts, lists and values, with every ${...} resolved.
 
     Raises:
         ConfigError: a ${...} without a value, or a value of ???.
     """
     try:
-        values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(node, resolve=resolve, throw_on_missing=resolve)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "configuration")
         why = str(error).splitlines()[0]
@@ -69,7 +69,7 @@ def groups(root: str = "train") -> dict[str, str | None]:
     node: Any = OmegaConf.load(CONF / f"{root}.yaml")
     for entry in node.get("defaults", []):
         if isinstance(entry, DictConfig):
-            ((name, choice),) = _raw(entry).items()
+            ((name, choice),) = to_container(entry, resolve=False).items()
             if not name.startswith("override "):
                 defaults[name] = choice
     if "target" in defaults and "data" in defaults:  # the target decides the default data
@@ -92,15 +92,12 @@ def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 @functools.cache
-def choice_values(group: str, choice: str) -> Mapping[str, Any]:
-    """Return the keys that one file of a group sets: {"data.name": "tiny", ...}."""
-    node = compose([], f"{group}/{choice}")
-    return MappingProxyType(dict(flatten(_raw(node))))
+def default_values(root: str) -> Mapping[str, Any]:
+    """Return every key of a root, or of one file of a group, with its default, ${...} unresolved.
 
-
-def default_values(root: str) -> dict[str, Any]:
-    """Return every key of a root with its default, ${...} unresolved."""
-    return dict(flatten(_raw(compose([], root))))
+    The file data/tiny.yaml -> {"data.name": "tiny", ...}.
+    """
+    return MappingProxyType(dict(flatten(to_container(compose([], root), resolve=False))))
 
 
 @functools.cache
@@ -110,16 +107,12 @@ def known_keys(root: str = "train") -> tuple[str, ...]:
     keys.update(default_values(root))
     for group in groups(root):
         for choice in choices(group) if group != "experiment" else []:
-            keys.update(choice_values(group, choice))
+            keys.update(default_values(f"{group}/{choice}"))
     return tuple(keys)
 
 
 def verb_group(schema: type[T], name: str, overrides: Sequence[str]) -> tuple[T, list[str]]:
-    """Read a group that only one verb has; return its settings and the other overrides.
-
-    Raises:
-        ConfigError: an unknown key, a wrong type, a value out of range.
-    """
+    """Read a group that only one verb has; return its settings and the other overrides."""
     own = [word for word in overrides if word.startswith(f"{name}.")]
     settings = from_dict(schema, to_container(compose(own, f"{name}/default"))[name], name)
     return settings, [word for word in overrides if word not in own]
@@ -129,9 +122,6 @@ def parse_words(schema: type[T], words: Sequence[str]) -> T:
     """Build `schema` from the `key=value` words of a command that has no group in conf/.
 
     A list is written with or without brackets: `depths=3,7`. Text is taken literally.
-
-    Raises:
-        ConfigError: as `from_dict`, or a word without "=".
     """
     kinds = {key: kind for key, kind, _ in leaf_fields(schema)}
     values: dict[str, Any] = {}
@@ -160,12 +150,6 @@ def _parse(kind: Any, text: str) -> Any:
         return text
 
 
-def _raw(node: DictConfig) -> dict[str, Any]:
-    values = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(values, dict), "a DictConfig becomes a dict"
-    return {str(name): value for name, value in values.items()}
-
-
 def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigError:
     """Return the ConfigError for Hydra's exception; with its first line where no rule fits."""
     values = {left.lstrip("+~"): right for left, _, right in (o.partition("=") for o in overrides)}
@@ -188,7 +172,8 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
 def _misplaced_key(key: str, value: str, message: str, root: str) -> ConfigError:
     """Return the error for a key of another choice, of another root, or of none."""
     group = key.partition(".")[0]
-    owners = [c for c in choices(group) if key in choice_values(group, c)] if group != key else []
+    files = choices(group) if group != key else []
+    owners = [choice for choice in files if key in default_values(f"{group}/{choice}")]
     if owners and group in groups(root):
         fix = f"Add {' or '.join(f'{group}={choice}' for choice in owners)}."
         return ConfigError(key, value, f"The chosen {group} has no such key.", fix)

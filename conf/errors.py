@@ -1,8 +1,6 @@
 """Errors that a user can fix, and the exit code and message of each.
 
-A `ConfigError` is raised before a model is loaded, a `RunError` for a file that the run reads or
-writes: exit code 2, no traceback. A full disk is a `DiskFull`: exit code 1. `OUTRIDER_DEBUG=1`
-restores the traceback. Every other exception is a bug and keeps its traceback.
+Both are printed without a traceback, unless `OUTRIDER_DEBUG=1`. Every other exception is a bug.
 """
 
 import errno
@@ -18,14 +16,11 @@ FREE_SPACE = "Free some space and run the same command again; all saved files ar
 
 
 class ConfigError(ValueError):
-    """An invalid setting: the key and its value, the reason, the fix."""
+    """An invalid setting, found before a model is loaded: key and value, reason, fix."""
 
     def __init__(self, key: str, value: object, why: str, fix: str) -> None:
         super().__init__(f"{key} = {value!r}\n  {why}\n  {fix}")
-        self.key = key
-        self.value = value
-        self.why = why
-        self.fix = fix
+        self.key, self.value, self.why, self.fix = key, value, why, fix
 
 
 class RunError(RuntimeError):
@@ -35,8 +30,7 @@ class RunError(RuntimeError):
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(f"{message}\n  {fix}")
-        self.message = message
-        self.fix = fix
+        self.message, self.fix = message, fix
 
 
 class CorruptFile(RunError):
@@ -74,18 +68,12 @@ def exit_on_error(program: str) -> Iterator[None]:
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
         rank = int(os.environ.get("RANK", "0"))
-        _print_error(program, error, rank)
         if rank and isinstance(error, ConfigError):
             time.sleep(RANK_0_HEAD_START)  # launchers kill all ranks when the first exits
+        else:
+            kind = "config error" if isinstance(error, ConfigError) else "error"
+            where = f"{program} [rank {rank}]" if rank else program
+            with suppress(OSError):  # stderr may be a file on the full disk
+                sys.stderr.write(f"{where}: {kind}: {error}\n")  # one write: ranks do not mix
+                sys.stderr.flush()
         raise SystemExit(getattr(error, "code", 2)) from None
-
-
-def _print_error(program: str, error: ConfigError | RunError, rank: int) -> None:
-    """Print one message in a single write, so that ranks do not interleave."""
-    where = program if rank == 0 else f"{program} [rank {rank}]"
-    kind = "config error" if isinstance(error, ConfigError) else "error"
-    if kind == "config error" and rank > 0:
-        return
-    with suppress(OSError):  # stderr may be a file on the full disk
-        sys.stderr.write(f"{where}: {kind}: {error}\n")
-        sys.stderr.flush()

@@ -1,7 +1,7 @@
 """Conversion of plain values into frozen dataclasses; every misfit names its key.
 
-A dataclass is the schema: type hints say what a value may be, `Literal` lists the choices, and
-`option(...)` adds the help text and the interval. A drafter's `Config` may be a plain dataclass.
+A dataclass is the schema: type hints and `Literal` say what a value may be, and `option(...)` adds
+the help text and the interval.
 
 Differs from OmegaConf's structured configs: frozen classes, Literal and tuples work. Differs from
 pydantic: true is not a number, nan is refused, and only lossless conversions happen (1 -> 1.0,
@@ -29,8 +29,7 @@ def option(default: Any, meaning: str, within: str = "") -> Any:
         meaning: one line for `--help`, with the unit.
         within: interval in mathematical notation, "(0, 1]" or "[1, inf)"; "" allows anything.
     """
-    metadata = {"help": meaning, "within": within}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"help": meaning, "within": within})
 
 
 def leaf_fields(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
@@ -46,11 +45,9 @@ def leaf_fields(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mappi
 
 
 def from_dict(schema: type[T], values: Mapping[str, Any], prefix: str) -> T:
-    """Build `schema` from plain values; missing keys keep the schema's defaults.
+    """Build `schema`, possibly nested, from yaml's plain values; missing keys keep their defaults.
 
     Args:
-        schema: a dataclass, possibly with dataclasses as fields.
-        values: plain Python values (dict, list, str, int, float, bool, None).
         prefix: the group's key, for messages: "train" makes "train.lr", "" makes "lr".
 
     Raises:
@@ -85,11 +82,7 @@ def _translate(error: ValueError, values: Mapping[str, Any], prefix: str) -> Con
 
 
 def convert(kind: Any, value: Any, key: str) -> Any:
-    """Convert `value` to the type `kind`.
-
-    Raises:
-        ConfigError: the value does not fit; the message names what is expected.
-    """
+    """Convert `value` to the type `kind`, or raise a `ConfigError` that names what is expected."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         return _convert_union(get_args(kind), value, key)
@@ -146,11 +139,7 @@ def _convert_sequence(origin: Any, kinds: tuple[Any, ...], values: Any, key: str
 
 
 def check_interval(within: str, value: Any, key: str) -> None:
-    """Refuse a number, or a list with a number, outside an interval such as "(0, 1]".
-
-    Raises:
-        ConfigError: a number outside it.
-    """
+    """Raise a `ConfigError` for a number, also in a list, outside an interval such as "(0, 1]"."""
     if not within or value is None:
         return
     low, high = (float(end) for end in within[1:-1].split(","))

@@ -1,8 +1,7 @@
 """Atomic writes, checked reads, folder locks and hashes.
 
-`write` uses a temporary name, fsync, rename, fsync of the folder: a crash or a full disk at any
-moment leaves either the old file or the new one. `copy_folder` and `remove_folder` rename too, so a
-folder under its final name is complete.
+`write` uses a temporary name, fsync, rename, fsync of the folder: a crash or a full disk leaves the
+old file or the new one. Folders are renamed too: one under its final name is complete.
 """
 
 import hashlib
@@ -29,8 +28,7 @@ def write(file: Path, data: bytes) -> None:
     """Write a file atomically, and create its folder.
 
     Raises:
-        DiskFull: the disk is full.
-        RunError: the folder cannot be written.
+        DiskFull, RunError: the disk is full, or the folder cannot be written.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -48,12 +46,7 @@ def write(file: Path, data: bytes) -> None:
 
 
 def append(file: Path, text: str) -> None:
-    """Append text to a file; not atomic, a full disk may leave a part of the text.
-
-    Raises:
-        DiskFull: the disk is full.
-        RunError: the file cannot be written.
-    """
+    """Append text to a file, with the errors of `write`; a full disk may leave a part of it."""
     try:
         with file.open("a") as stream:
             stream.write(text)
@@ -62,11 +55,7 @@ def append(file: Path, text: str) -> None:
 
 
 def copy_folder(source: Path, final: Path) -> None:
-    """Copy the files of a folder, replacing the folder `final`.
-
-    Raises:
-        DiskFull, RunError: as `write`; `final` is unchanged then.
-    """
+    """Copy the files of a folder, replacing `final`, which an error of `write` leaves unchanged."""
     partial = final.with_name(f".{final.name}.new")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -102,14 +91,8 @@ def write_error(file: Path, error: OSError, size: int) -> RunError:
 def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> Iterator[bool]:
     """Hold a folder's lock, which the system releases when the process dies.
 
-    Args:
-        on_wait: called once if another process holds the lock, before waiting for it; None: refuse.
-
-    Yields:
-        False on a file system without locks: nothing is held then.
-
-    Raises:
-        RunError: another process holds the lock, and `on_wait` is None.
+    If another process holds it, calls `on_wait` once and waits; without `on_wait`, raises a
+    `RunError`. Yields False on a file system without locks: nothing is held then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
@@ -127,10 +110,8 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> It
         return
     if isinstance(lock, SoftFileLock):  # filelock's substitute for flock outlives a killed process
         lock.release()
-        yield False
-        return
     try:
-        yield True
+        yield lock.is_locked
     finally:
         lock.release()
 
@@ -152,11 +133,8 @@ def write_json(file: Path, value: object) -> None:
 def read_json(file: Path, fix: str) -> dict[str, Any]:
     """Read a JSON object.
 
-    Args:
-        fix: what the error message advises.
-
     Raises:
-        CorruptFile: missing, not JSON, or not an object.
+        CorruptFile: missing, not JSON, or not an object; the message ends with `fix`.
     """
     try:
         value = json.loads(file.read_bytes())
@@ -168,19 +146,12 @@ def read_json(file: Path, fix: str) -> dict[str, Any]:
 
 
 def read_lines(file: Path, fix: str, torn: bool = False) -> list[dict[str, Any]]:
-    """Read the objects of a JSONL file.
-
-    Args:
-        torn: skip an incomplete last line, which a crash leaves.
+    """Read the objects of a JSONL file; `torn` skips an incomplete last line, as a crash leaves.
 
     Raises:
         CorruptFile: missing, or a line is not an object.
     """
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
-    entries = []
+    entries, lines = [], _read_bytes(file, fix).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)
@@ -193,6 +164,13 @@ def read_lines(file: Path, fix: str, torn: bool = False) -> list[dict[str, Any]]
     return entries
 
 
+def _read_bytes(file: Path, fix: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
+
+
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
     """Write a safetensors file with metadata `about`; return the sha256 of its bytes."""
     data = bytes_of({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, dict(about))
@@ -201,18 +179,8 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
 
 
 def read_tensors(file: Path, sha256: str | None, fix: str) -> dict[str, Tensor]:
-    """Read a safetensors file.
-
-    Args:
-        sha256: expected hash of the file; None skips the check.
-
-    Raises:
-        CorruptFile: missing, truncated, or another hash.
-    """
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
+    """Read a safetensors file; a `CorruptFile` if it is missing, truncated or of another hash."""
+    data = _read_bytes(file, fix)
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise CorruptFile(f"{file} is damaged: its bytes are not the ones that were written.", fix)
     try:

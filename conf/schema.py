@@ -1,8 +1,7 @@
 """The configuration of a run: frozen dataclasses, one per group of `conf/`.
 
-Hydra composes plain yaml (`compose.py`); `train.settings.parse` converts it into the dataclasses
-below and refuses contradictions before a model is loaded. The help text and the interval of a key
-stand beside it; `--help` prints them.
+Hydra composes plain yaml (`compose.py`); `train.settings.parse` converts it into these classes.
+`--help` prints the text and the interval of each key.
 """
 
 import dataclasses
@@ -22,11 +21,7 @@ THINKING_ARG = "enable_thinking"  # as Qwen3 and later models name it
 
 
 def parse_template_args(thinking: bool | None, words: Sequence[str]) -> dict[str, Any]:
-    """Return chat template arguments by name; a value is JSON if possible, else text.
-
-    Raises:
-        ValueError: a word is not name=value, or a name is set twice.
-    """
+    """Return chat template arguments by name; a value is JSON if possible, else text."""
     args: dict[str, Any] = {} if thinking is None else {THINKING_ARG: thinking}
     for word in words:
         name, equals, value = word.partition("=")
@@ -168,31 +163,21 @@ class RecordConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """Settings that every drafter has; the `Config` of each drafter adds its own.
-
-    Attributes:
-        depths: draft tokens per row in training; held-out text is measured at all depths.
-        draft_vocab_size: most frequent answer tokens that can be drafted; None: all.
-        loss: sum of terms such as "0.1*soft_ce" (train/losses.py).
-        depth_weights: weights of depths 1, 2, ..: "first", "geometric:0.8", "normalised:0.6",
-            "mean:0.3" or a list "1/0.5/0.25"; a depth of weight 0 is measured, not trained.
-        renormalise: the teacher's probabilities sum to 1 over the draft vocabulary.
-        normalise: the loss is a mean over supervised "rows", or over all "tokens" of the batch.
-    """
+    """Settings that every drafter has; the `Config` of each drafter adds its own."""
 
     name: str = ""
-    depths: int = 4
-    draft_vocab_size: int | None = None
-    loss: tuple[str, ...] = ("soft_ce",)
-    depth_weights: str = "geometric:0.8"
-    renormalise: bool = True
-    normalise: str = "rows"
+    depths: int = 4  # draft tokens per row in training; held-out text is measured at all depths
+    draft_vocab_size: int | None = None  # most frequent answer tokens, which are drafted; None: all
+    loss: tuple[str, ...] = ("soft_ce",)  # sum of terms such as "0.1*soft_ce" (train/losses.py)
+    depth_weights: str = "geometric:0.8"  # see losses.parse_depth_weights; 0: only measured
+    renormalise: bool = True  # the teacher's probabilities sum to 1 over the draft vocabulary
+    normalise: str = "rows"  # mean over supervised "rows", or over all "tokens" of the batch
 
     def __post_init__(self) -> None:
-        if self.depths < 1:
-            raise ValueError(f"depths = {self.depths}: must be at least 1")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: must be at least 1")
+        for name in ("depths", "draft_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
         self.require_choice("normalise", "rows", "tokens")
 
     def why_unsupported(self, launch: str) -> str:
@@ -351,11 +336,9 @@ class DecodeConfig:
     @property
     def rule_parameters(self) -> dict[str, float]:
         """Parameters of the verification rule."""
-        parameters: dict[str, dict[str, float]] = {
-            "lossy_typical": {"epsilon": self.epsilon, "delta": self.delta},
-            "lossy_lenience": {"factor": self.lenience},
-        }
-        return parameters.get(self.verify, {})
+        if self.verify == "lossy_typical":
+            return {"epsilon": self.epsilon, "delta": self.delta}
+        return {"factor": self.lenience} if self.verify == "lossy_lenience" else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,11 +359,6 @@ class Config:
 GROUPS = {name: kind for name, kind in get_type_hints(Config).items() if name != "drafter"}
 
 
-def resolved(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain nested dicts, for yaml or JSON."""
-    return dataclasses.asdict(config)
-
-
 def to_yaml(config: Config) -> str:
     """Return the text of a run folder's `config.yaml`, which `parse` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(resolved(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))

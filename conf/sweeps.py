@@ -47,21 +47,16 @@ class SweepConfig:
         if self.over is not None and not isinstance(self.over, Mapping):
             raise ValueError(f"over = {self.over}: needs keys with values")
         for name, values in (self.over or {}).items():
-            _check_values(f"sweep.over.{name}", values)
+            if why := _values_error(values):
+                raise ConfigError(f"sweep.over.{name}", values, why, RANGE_FIX)
 
 
-def _check_values(key: str, values: object) -> None:
-    """Refuse what is neither a list of values nor a range."""
-    if isinstance(values, Mapping):
-        if why := _range_error(values):
-            raise ConfigError(key, dict(values), why, RANGE_FIX)
-    elif not isinstance(values, list | tuple) or not values:
-        raise ConfigError(key, values, "There are no values to choose from.", RANGE_FIX)
-
-
-def _range_error(values: Any) -> str:
-    """Return what is wrong with a range; "" if nothing is."""
-    low, high, step = values.get("low"), values.get("high"), values.get("step")
+def _values_error(values: Any) -> str:
+    """Return what is wrong with a list of values or a range; "" if nothing is."""
+    if not isinstance(values, Mapping):
+        listed = isinstance(values, list | tuple) and values
+        return "" if listed else "There are no values to choose from."
+    low, high, step = list[Any](map(values.get, ("low", "high", "step")))
     unknown = set(values) - {"low", "high", "log", "step"}
     if unknown or not (_is_number(low) and _is_number(high)):
         return "This is not a range."
@@ -77,11 +72,7 @@ def _is_number(value: object) -> bool:
 
 
 def read_sweep(overrides: Sequence[str]) -> tuple[SweepConfig, list[str]]:
-    """Return the settings of `sweep=..` and `sweep.*`, and the other overrides.
-
-    Raises:
-        ConfigError: an unknown key or choice, a wrong type, a value out of range.
-    """
+    """Return the settings of `sweep=..` and `sweep.*`, and the other overrides."""
     own = [word for word in overrides if word.lstrip("+~").startswith(("sweep=", "sweep."))]
     rest = [word for word in overrides if word not in own]
     choice = next((w.partition("=")[2] for w in own if w.startswith("sweep=")), "default")

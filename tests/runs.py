@@ -1,4 +1,4 @@
-"""A run of six small steps on the embedded target: what tests of the loop are built from."""
+"""Configurations of short runs on the embedded target, for tests."""
 
 import json
 import socket
@@ -24,16 +24,16 @@ def config(folder: Path, *words: str) -> Config:
 
 
 def generated_text(cache: Path) -> dict[str, Any]:
-    """Return every file of the self-generated text there; the manifest without its seconds."""
+    """Return the files of self-generated text; the manifest without its seconds."""
     (folder,) = (cache / "self").iterdir()
-    found: dict[str, Any] = {file.name: file.read_bytes() for file in folder.iterdir()}
-    found["manifest.json"] = json.loads(found["manifest.json"])
-    assert found["manifest.json"].pop("seconds") > 0
-    return found
+    files: dict[str, Any] = {file.name: file.read_bytes() for file in folder.iterdir()}
+    files["manifest.json"] = json.loads(files["manifest.json"])
+    assert files["manifest.json"].pop("seconds") > 0
+    return files
 
 
 def free_port() -> int:
-    """Where ranks of a test may meet."""
+    """Return a free port for the rendezvous of a test's ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

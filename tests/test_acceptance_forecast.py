@@ -1,4 +1,4 @@
-"""Forecasts of decoding from text: a random walk by hand, and exactly what decoding does."""
+"""Predicted acceptance length: a random walk by hand, and equality with decoding."""
 
 import itertools
 from typing import Any
@@ -31,21 +31,19 @@ def trace_of(answer: list[int], document: list[int]) -> Trace:
     )
 
 
-def test_an_answer_span_starts_after_its_first_token() -> None:
+def test_answer_span_starts_after_its_first_token() -> None:
     """Document 0: a prompt, an answer, a turn of the user, an answer. Document 1: one answer."""
     answer = [0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     document = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, -1]
     assert acceptance_forecast.answer_spans(trace_of(answer, document)) == [
         acceptance_forecast.AnswerSpan(0, 1, 2),
         acceptance_forecast.AnswerSpan(0, 5, 1),
-        acceptance_forecast.AnswerSpan(
-            0, 8, 1
-        ),  # x_8 opens the document: nobody guesses before x_9 is there
+        acceptance_forecast.AnswerSpan(0, 8, 1),  # no row predicts x_8, which opens the document
     ]
 
 
 def test_expected_rounds_by_hand() -> None:
-    """Three tokens behind the first, one guess per round, always accepted with chance 1/2.
+    """Three tokens after the first, one guess per round, always accepted with chance 1/2.
 
     From row 0: one token (1/2) or two. Rounds from the end: r(3) = 0, r(2) = 1,
     r(1) = 1 + r(2)/2 + 0 = 3/2, r(0) = 1 + r(1)/2 + r(2)/2 = 9/4.
@@ -57,7 +55,7 @@ def test_expected_rounds_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("chance", "rounds"), [(0.0, 9.0), (1.0, 3.0)])
-def test_certain_acceptance_gives_whole_rounds(chance: float, rounds: float) -> None:
+def test_expected_rounds_at_certain_acceptance(chance: float, rounds: float) -> None:
     """Nine tokens: one at a time, or two guesses and one more each time."""
     trace = trace_of([0] + [1] * 10, [0] * 11)
     assert acceptance_forecast.expected_rounds(torch.full((2, 1, 11), chance), trace) == (
@@ -66,7 +64,7 @@ def test_certain_acceptance_gives_whole_rounds(chance: float, rounds: float) -> 
     )
 
 
-def test_a_text_without_answers_takes_no_rounds() -> None:
+def test_no_answers_give_no_rounds() -> None:
     assert acceptance_forecast.expected_rounds(
         torch.ones(2, 1, 3), trace_of([0, 0, 0], [0, 0, 0])
     ) == (
@@ -75,7 +73,7 @@ def test_a_text_without_answers_takes_no_rounds() -> None:
     )
 
 
-# ---- exactly what decoding does ------------------------------------------------------------------
+# ---- equality with decoding ----------------------------------------------------------------------
 
 
 def pair(name: str) -> tuple[Target, Drafter]:
@@ -85,56 +83,54 @@ def pair(name: str) -> tuple[Target, Drafter]:
     return target, tiny.drafter(name, target, tiny.vocab(2, 3), depths=DEPTH).eval()
 
 
-def foreseen(target: Target, drafter: Drafter, answers: list[tuple[int, ...]]) -> Tensor:
-    """Tokens, greedy rounds, sampled rounds of each answer behind PROMPT."""
+def predicted_rounds(target: Target, drafter: Drafter, answers: list[tuple[int, ...]]) -> Tensor:
+    """Tokens, greedy rounds, sampled rounds of each answer after PROMPT."""
     target.set_taps(drafter.taps)
     objective = Objective(drafter, target, weights=[1.0] * DEPTH)
-    found = []
+    rounds = []
     for answer in answers:
         ids = torch.tensor([[*PROMPT, *answer]])
         mask = torch.arange(ids.shape[1])[None] >= len(PROMPT)
         trace = target.trace(ids, mask, ids * 0, torch.arange(ids.shape[1])[None])
         with torch.no_grad():
-            found.append(objective(trace, torch.ones(DEPTH), measure=True)[1].rounds)
-    return torch.stack(found)
+            rounds.append(objective(trace, torch.ones(DEPTH), measure=True)[1].rounds)
+    return torch.stack(rounds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
-def test_sampled_rounds_are_predicted_exactly(name: str) -> None:
-    """Training and decoding never part: every text of V = 3, every coin of every round.
+def test_sampled_rounds_match_enumeration(name: str) -> None:
+    """E[rounds] of the engine, enumerated over its random numbers, equals the prediction.
 
-    E[rounds] of the engine, by enumerating its coins, equals the forecast, by enumerating texts.
-    The drafter knows two of the three tokens.
+    The prediction is summed over all texts of V = 3; the draft vocabulary has two tokens.
     """
     target, drafter = pair(name)
     decoder = Engine(target, drafter, Chain(DEPTH), sampling=Sampling(1.0))
-    spent: list[int] = []
 
     def run(rng: RandomSource) -> Context:
         tiny.inject_random_source(decoder, rng)
         out = decoder.generate(PROMPT, BUDGET)
         return (out.rounds, *out.ids)
 
-    law = enumerate_law(run)
-    spent = [said[0] for said in law]
-    decoded = sum(chance * said[0] for said, chance in law.items())
+    distribution = enumerate_law(run)
+    observed = [outcome[0] for outcome in distribution]
+    decoded = sum(chance * outcome[0] for outcome, chance in distribution.items())
     answers = list(itertools.product(range(3), repeat=BUDGET))
     by_text: dict[tuple[int, ...], float] = {}
-    for said, chance in law.items():
-        by_text[said[1:]] = by_text.get(said[1:], 0.0) + chance
+    for outcome, chance in distribution.items():
+        by_text[outcome[1:]] = by_text.get(outcome[1:], 0.0) + chance
     weights = torch.tensor([by_text.get(answer, 0.0) for answer in answers]).double()
-    numbers = foreseen(target, drafter, answers)
-    assert min(spent) < max(spent)
+    numbers = predicted_rounds(target, drafter, answers)
+    assert min(observed) < max(observed)
     assert decoded == pytest.approx(float(weights @ numbers[:, 2]), rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) -> None:
-    """Half-trained drafters: text held out from them, then decoding at temperature 1.
+    """Half-trained drafters: held-out text, then decoding at temperature 1.
 
-    The law of what is decoded is the target's own, so the text need not be the same one.
+    Decoded text has the target's distribution, so the texts need not be the same.
     """
     target, _, drafter = tiny.half_trained(name, "llama")
     sampling, prompt, count, depth = Sampling(1.0), list(tiny.PROMPTS[0]), 40, 3
@@ -156,8 +152,8 @@ def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) 
 
 
 @pytest.mark.parametrize("name", drafters.names())
-def test_greedy_rounds_are_predicted_exactly(name: str) -> None:
-    """On the target's own greedy text, for a drafter that is right now and then."""
+def test_greedy_rounds_match_decoding(name: str) -> None:
+    """On the target's own greedy text, for a drafter that is sometimes right."""
     target, answers, drafter = tiny.half_trained(name, "llama")
     depths = 3
     objective = Objective(drafter, target, weights=[1.0] * depths)

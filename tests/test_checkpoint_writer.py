@@ -1,4 +1,4 @@
-"""Work behind the run's back: in order, one at a time, and every error is said."""
+"""Background checkpoints: one at a time, in order, and every error is raised."""
 
 import threading
 import time
@@ -17,43 +17,43 @@ from outrider.train.checkpoint_writer import BackgroundWriter
 from tests.runs import QUIET, config
 
 
-def test_the_next_job_waits_for_the_one_before() -> None:
-    behind, gate, done = BackgroundWriter(), threading.Event(), list[int]()
+def test_jobs_run_one_at_a_time() -> None:
+    writer, gate, done = BackgroundWriter(), threading.Event(), list[int]()
 
     def first() -> None:
         gate.wait()
         done.append(1)
 
-    behind.submit(first)
-    assert done == [], "nobody has waited"
+    writer.submit(first)
+    assert done == [], "submit does not wait for its own job"
     gate.set()
-    behind.submit(lambda: done.append(2))
-    behind.wait()
+    writer.submit(lambda: done.append(2))
+    writer.wait()
     assert done == [1, 2]
 
 
-def test_an_error_is_raised_once_by_the_next_call() -> None:
-    behind = BackgroundWriter()
+def test_next_call_raises_error_once() -> None:
+    writer = BackgroundWriter()
 
     def fails() -> None:
         raise RunError("The disk is full.", "Make room.")
 
-    behind.submit(fails)
+    writer.submit(fails)
     with pytest.raises(RunError, match="disk is full"):
-        behind.submit(lambda: None)
-    behind.wait()
+        writer.submit(lambda: None)
+    writer.wait()
 
 
-def test_training_continues_while_a_checkpoint_is_written(
+def test_training_continues_while_checkpoint_is_written(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint has the state at the time of the call."""
     words = ("train.schedule=constant", "train.save_every=3", "train.eval_every=100",
              "train.keep_last=9")  # fmt: skip
     loop.fit(config(tmp_path / "quick", *words), loaded, made, QUIET)
-    whole, began = checkpoint.save, list[int]()
+    save, began = checkpoint.save, list[int]()
 
-    def slow(folder: Path, tensors: Any, progress: checkpoint.Progress, keep: Any) -> None:
+    def slow(folder: Path, tensors: Any, progress: checkpoint.Progress, *keep: Any) -> None:
         steps = (folder.parent / "metrics.jsonl").read_text().count("train")
         late = time.monotonic() + 60
         while progress.step == 3 and time.monotonic() < late:  # until two more steps are done
@@ -61,7 +61,7 @@ def test_training_continues_while_a_checkpoint_is_written(
                 began.append(progress.step)
                 break
             time.sleep(0.01)
-        whole(folder, tensors, progress, keep)
+        save(folder, tensors, progress, *keep)
 
     monkeypatch.setattr(checkpoint, "save", slow)
     loop.fit(config(tmp_path / "slow", *words), loaded, made, QUIET)
@@ -72,7 +72,7 @@ def test_training_continues_while_a_checkpoint_is_written(
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(
+def test_failed_checkpoint_stops_the_run(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +16,13 @@ from outrider.conf import compose as composing
 from outrider.conf.compose import CONF, choices, compose, groups, parse_words
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import check_interval, convert, from_dict, option
-from outrider.conf.schema import GROUPS, Config, GenerateConfig, resolved, to_yaml
+from outrider.conf.schema import GROUPS, Config, GenerateConfig, to_yaml
 from outrider.train.settings import DRAFTERS, check_files, load_run, parse
 
 ALL_CHOICES = [
     f"{group}={choice}" for group in groups() for choice in choices(group) if group != "experiment"
 ]
-NEEDED = {  # what a choice cannot do without
+REQUIRED = {  # overrides that a choice requires
     "target=hf": ["target.path=some/model"],
     "data=jsonl": ["data.path=chats.jsonl"],
 }
@@ -51,36 +52,36 @@ def refused(*overrides: str) -> ConfigError:
 
 
 @pytest.mark.parametrize("override", ALL_CHOICES)
-def test_every_choice_of_every_group_makes_a_valid_run(override: str) -> None:
-    config = parsed(override, *NEEDED.get(override, []))
+def test_every_choice_composes(override: str) -> None:
+    config = parsed(override, *REQUIRED.get(override, []))
     group, _, choice = override.partition("=")
     if group in ("target", "data", "drafter", "launch", "decode"):
         assert getattr(config, group).name == choice, "file name and `name:` agree"
 
 
 @pytest.mark.parametrize("name", choices("experiment"))
-def test_every_experiment_makes_a_valid_run(name: str) -> None:
+def test_every_experiment_composes(name: str) -> None:
     parsed(f"experiment={name}")
 
 
-def test_every_yaml_opens_with_what_it_is_and_the_command_that_uses_it() -> None:
+def test_every_yaml_begins_with_description_and_command() -> None:
     for path in CONF.rglob("*.yaml"):
         comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
         commands = ("accelerate launch ", "python eval.py ", "python train.py ", "outrider ")
         assert any(command in line for line in comment for command in commands), path.name
 
 
-def test_every_key_of_every_drafter_is_explained_beside_it() -> None:
+def test_every_drafter_key_has_a_comment() -> None:
     for path in (CONF / "drafter").glob("*.yaml"):
         for line in path.read_text().splitlines():
             assert line.startswith(("#", "name:")) or " # " in line, f"{path.name}: {line}"
 
 
-def test_every_drafter_has_a_yaml_and_every_yaml_a_drafter() -> None:
+def test_drafters_and_yaml_files_correspond() -> None:
     assert choices("drafter") == sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
 
 
-def test_defaults_of_the_dataclasses_are_those_of_the_yaml() -> None:
+def test_dataclass_defaults_equal_yaml_defaults() -> None:
     """A configuration built in Python has the values of the yaml files."""
     config = parsed()
     for group, schema in GROUPS.items():
@@ -90,21 +91,21 @@ def test_defaults_of_the_dataclasses_are_those_of_the_yaml() -> None:
 
 
 @pytest.mark.parametrize(("target", "data"), [("tiny", "tiny"), ("smollm2", "self")])
-def test_data_follows_the_target(target: str, data: str) -> None:
+def test_target_selects_default_data(target: str, data: str) -> None:
     assert parsed(f"target={target}").data.name == data
 
 
-def test_chosen_data_overrides_the_targets_default() -> None:
+def test_explicit_data_overrides_target_default() -> None:
     assert parsed("target=smollm2", "data=tiny").data.name == "tiny"
     assert parsed("data=self").data.name == "self"
     assert parsed("experiment=smollm2", "data=self").target.name == "smollm2"
 
 
-def test_the_run_folder_is_named_after_drafter_and_target() -> None:
+def test_run_dir_contains_drafter_and_target() -> None:
     assert parsed("target=smollm2").run.dir == "runs/eagle3-smollm2"
 
 
-def test_scientific_notation_is_a_number() -> None:
+def test_scientific_notation() -> None:
     """In YAML 1.1 a bare 1e-4 is text."""
     lr = parsed("train.lr=1e-4").train.lr
     assert type(lr) is float
@@ -112,16 +113,16 @@ def test_scientific_notation_is_a_number() -> None:
     assert parsed("train.max_steps=2e2").train.max_steps == 200
 
 
-def test_a_warmup_is_steps_when_whole_and_a_share_when_not() -> None:
+def test_warmup_is_int_steps_or_float_share() -> None:
     assert type(parsed("train.warmup=30").train.warmup) is int
     assert type(parsed("train.warmup=0.5").train.warmup) is float
 
 
-def test_a_bare_no_in_yaml_still_means_no() -> None:
+def test_yaml_false_is_converted_to_no() -> None:
     assert parse(changed(**{"launch.precision": False})).launch.precision == "no"
 
 
-def test_a_chain_has_as_many_nodes_as_levels() -> None:
+def test_chain_nodes_equal_depth() -> None:
     assert parsed("decode.depth=5").decode.nodes == 5
 
 
@@ -144,9 +145,7 @@ def test_a_chain_has_as_many_nodes_as_levels() -> None:
         ("drafter.taps=1,2,3", "drafter.taps", "[1,2,3]"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_known_one(
-    override: str, key: str, fix: str
-) -> None:
+def test_unknown_key_suggests_nearest(override: str, key: str, fix: str) -> None:
     error = refused(override)
     assert error.key == key
     assert fix in error.fix
@@ -174,7 +173,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(
         ("drafter.taps", [1, "two", 3], "[1]"),
     ],
 )
-def test_a_wrong_type_is_refused(key: str, value: object, at: str) -> None:
+def test_wrong_type_is_refused(key: str, value: object, at: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(**{key: value}))
     assert caught.value.key == key + at
@@ -204,7 +203,7 @@ def test_a_wrong_type_is_refused(key: str, value: object, at: str) -> None:
         ("drafter.depths", 0),
     ],
 )
-def test_a_value_out_of_range_is_refused(key: str, value: object) -> None:
+def test_value_out_of_range_is_refused(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(**{key: value}))
     assert caught.value.key == key
@@ -232,11 +231,11 @@ def test_a_value_out_of_range_is_refused(key: str, value: object) -> None:
         (["run.dir=''"], "run.dir"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(overrides: list[str], key: str) -> None:
+def test_contradictory_keys_are_refused(overrides: list[str], key: str) -> None:
     assert refused(*overrides).key == key
 
 
-def test_every_rank_needs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_tokens_must_cover_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """2048 tokens are eight rows of 256: enough for eight ranks, too few for nine."""
     monkeypatch.setenv("WORLD_SIZE", "8")
     parsed()
@@ -245,13 +244,13 @@ def test_every_rank_needs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("override", ["run.dir=${no.such}", "run.dir=???", "=3", "a b=", "train=1"])
-def test_what_hydra_cannot_read_is_a_config_error(override: str) -> None:
+def test_hydra_errors_become_config_errors(override: str) -> None:
     refused(override)
 
 
-def test_a_value_error_of_a_drafter_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_value_error_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass(frozen=True)
-    class Picky:
+    class InvalidConfig:
         name: str = "eagle3"
         heads: int = 1
 
@@ -259,23 +258,23 @@ def test_a_value_error_of_a_drafter_names_its_key(monkeypatch: pytest.MonkeyPatc
             raise ValueError(f"heads = {self.heads}: too few")
 
     with pytest.raises(ConfigError, match="too few") as caught:
-        from_dict(Picky, {"heads": 2}, "drafter")
+        from_dict(InvalidConfig, {"heads": 2}, "drafter")
     assert caught.value.key == "drafter.heads"
 
 
 @pytest.mark.parametrize(
     "overrides", [[], ["experiment=smollm2"], ["decode=dynamic_tree", "drafter.taps=[0,1,2]"]]
 )
-def test_a_written_configuration_reads_back_equal(overrides: list[str]) -> None:
+def test_yaml_round_trip(overrides: list[str]) -> None:
     config = parsed(*overrides)
     written = OmegaConf.create(to_yaml(config))
     assert isinstance(written, DictConfig)
     assert parse(written) == config
-    assert resolved(config)["drafter"]["name"] == config.drafter.name
+    assert asdict(config)["drafter"]["name"] == config.drafter.name
 
 
-def test_the_composed_defaults_hold_no_key_the_dataclasses_lack() -> None:
-    """And conversely: a key that no yaml sets could only be overridden with a +."""
+def test_every_dataclass_key_is_in_yaml() -> None:
+    """A key that no yaml sets could only be overridden with a +."""
     known = set(composing.known_keys())
     for group, schema in GROUPS.items():
         for field in dataclasses.fields(schema):
@@ -290,15 +289,15 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_is_measured_as_the_command_line_says(run: Path) -> None:
-    """What was trained stays; how it is measured comes from eval.yaml and the overrides."""
+def test_load_run_applies_evaluation_overrides(run: Path) -> None:
+    """Training keys come from the run, evaluation keys from eval.yaml and the overrides."""
     config = load_run(run, ["decode=dynamic_tree", "eval.limit=8", "target.dtype=bfloat16"])
     assert (config.decode.name, config.decode.nodes, config.eval.limit) == ("dynamic_tree", 8, 8)
     assert config.target.dtype == "bfloat16"
     assert (config.train.lr, config.run.seed, config.run.dir) == (5e-4, 7, str(run))
 
 
-def test_an_evaluation_ignores_the_evaluation_settings_of_training(run: Path) -> None:
+def test_load_run_ignores_evaluation_settings_of_training(run: Path) -> None:
     config = load_run(run, ["run.seed=1"])
     assert not config.target.trust_remote_code, "a run folder cannot ask for it"
     assert load_run(run, ["target.trust_remote_code=true"]).target.trust_remote_code
@@ -306,25 +305,25 @@ def test_an_evaluation_ignores_the_evaluation_settings_of_training(run: Path) ->
 
 
 @pytest.mark.parametrize("override", ["train.lr=1", "+train.lr=1", "+target.name=hf", "data=self"])
-def test_eval_cannot_change_what_was_trained(run: Path, override: str) -> None:
+def test_load_run_refuses_training_keys(run: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="run folder fixes") as caught:
         load_run(run, [override])
     assert caught.value.key == override.partition("=")[0].lstrip("+")
 
 
-def test_a_folder_without_configuration_is_no_run(tmp_path: Path) -> None:
+def test_load_run_requires_config_yaml(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a run folder"):
         load_run(tmp_path, [])
 
 
 @pytest.mark.parametrize("text", ["a: [1,", "- 1", "run: {}"])
-def test_a_torn_configuration_is_refused(tmp_path: Path, text: str) -> None:
+def test_load_run_refuses_truncated_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(RunError, match=r"config\.yaml"):
         load_run(tmp_path, [])
 
 
-def test_missing_files_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_missing_files_are_refused(tmp_path: Path) -> None:
     config = parse(changed(**{"data.name": "jsonl", "data.path": f"{tmp_path}/chats.jsonl"}))
     with pytest.raises(ConfigError, match=r"chats\.jsonl"):
         check_files(config, "data.path", "eval.prompts")
@@ -346,7 +345,7 @@ def test_missing_files_are_found_before_anything_is_loaded(tmp_path: Path) -> No
         (Any, {"a": 1}, {"a": 1}),
     ],
 )
-def test_a_conversion_loses_nothing(kind: Any, value: Any, expected: Any) -> None:
+def test_convert_is_lossless(kind: Any, value: Any, expected: Any) -> None:
     got = convert(kind, value, "key")
     assert got == expected
     assert type(got) is type(expected)
@@ -370,7 +369,7 @@ class Options:
     out: str = option("", "file")
 
 
-def test_words_become_options() -> None:
+def test_parse_words() -> None:
     """Lists need no brackets, text is literal, numbers are those of yaml."""
     words = ["run.dir=a=b", "depths=1,2", "recompute=no", "threads=1e3", "out=1_0"]
     options = Options(Run("a=b"), (1, 2), ("no",), 1000, "1_0")
@@ -391,7 +390,7 @@ def test_words_become_options() -> None:
         ("threads=[1", "threads", "--help"),
     ],
 )
-def test_an_invalid_word_is_refused(word: str, key: str, fix: str) -> None:
+def test_parse_words_refuses_invalid_word(word: str, key: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_words(Options, [word])
     assert caught.value.key == key
@@ -399,7 +398,7 @@ def test_an_invalid_word_is_refused(word: str, key: str, fix: str) -> None:
 
 
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
-def test_an_interval_follows_its_notation(value: float) -> None:
+def test_check_interval(value: float) -> None:
     """(0, 1] has an open and a closed end."""
     inside = 0 < value <= 1
     try:

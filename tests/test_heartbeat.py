@@ -1,4 +1,4 @@
-"""A wait that ends in an error: who is missing, and which errors are no wait at all."""
+"""Heartbeats: messages for timeouts of collectives, and for ranks that become silent."""
 
 import os
 import signal
@@ -20,53 +20,52 @@ GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:8
 class Store:
     """A process group's store."""
 
-    def __init__(self, **notes: str) -> None:
-        self.notes = notes
+    def __init__(self, **entries: str) -> None:
+        self.entries = entries
 
     def set(self, key: str, value: str) -> None:
-        self.notes[key] = value
+        self.entries[key] = value
 
     def get(self, key: str) -> bytes:
-        if key not in self.notes:
+        if key not in self.entries:
             raise RuntimeError("Socket closed")
-        return self.notes[key].encode()
+        return self.entries[key].encode()
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self.notes for key in keys)
+        return all(key in self.entries for key in keys)
 
 
 def heartbeat(rank: int, world: int, ages: dict[int, tuple[int, float]]) -> Heartbeat:
     """A heartbeat whose store has (step, age in seconds) of each rank."""
     one = Heartbeat(rank, world, wait=100.0)
     now = time.time()
-    notes = {f"outrider/{r}": f"{step} {now - age}" for r, (step, age) in ages.items()}
-    one.store = cast("Any", Store(**notes))
+    entries = {f"outrider/{r}": f"{step} {now - age}" for r, (step, age) in ages.items()}
+    one.store = cast("Any", Store(**entries))
     one.beat(13)
     return one
 
 
-def test_only_the_silent_rank_is_named() -> None:
-    said = heartbeat(0, 3, {0: (13, 1), 1: (13, 47), 2: (13, 1)}).explain_timeout(GLOO)
-    assert said == (
+def test_message_names_only_the_silent_rank() -> None:
+    message = heartbeat(0, 3, {0: (13, 1), 1: (13, 47), 2: (13, 1)}).explain_timeout(GLOO)
+    assert message == (
         "Rank 0 waited for the others until the timeout at step 13: "
         "rank 1 was last heard of 47 s ago, at step 13."
     )
 
 
-def test_living_ranks_are_named_with_their_steps() -> None:
-    said = heartbeat(0, 2, {0: (13, 1), 1: (12, 1)}).explain_timeout(GLOO)
-    assert said.endswith("rank 1 was last heard of 1 s ago, at step 12 (all are alive).")
+def test_message_gives_steps_if_all_are_alive() -> None:
+    message = heartbeat(0, 2, {0: (13, 1), 1: (12, 1)}).explain_timeout(GLOO)
+    assert message.endswith("rank 1 was last heard of 1 s ago, at step 12 (all are alive).")
 
 
-def test_a_closed_connection_is_reported_as_such() -> None:
+def test_message_for_closed_connection() -> None:
     error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
-    said = heartbeat(0, 2, {0: (13, 1), 1: (13, 1)}).explain_timeout(error)
-    assert (
-        said == "Rank 0 lost the others at step 13: rank 1 was last heard of 1 s ago, at step 13."
-    )
+    message = heartbeat(0, 2, {0: (13, 1), 1: (13, 1)}).explain_timeout(error)
+    last = "rank 1 was last heard of 1 s ago, at step 13."
+    assert message == f"Rank 0 lost the others at step 13: {last}"
 
 
-def test_without_the_store_the_message_is_the_error() -> None:
+def test_message_is_the_error_without_store() -> None:
     assert heartbeat(1, 2, {}).explain_timeout(GLOO).endswith("Timed out")
 
 
@@ -75,7 +74,7 @@ def test_other_errors_are_not_explained() -> None:
     assert Heartbeat(0, 1, wait=100.0).explain_timeout(GLOO) == ""
 
 
-def test_a_rank_writes_its_step() -> None:
+def test_beat_writes_the_step() -> None:
     one = heartbeat(1, 2, {})
     one.beat(7)
     one._write()
@@ -84,12 +83,11 @@ def test_a_rank_writes_its_step() -> None:
     assert age < 5
 
 
-def test_an_unchanged_entry_is_silence_whatever_its_time() -> None:
+def test_rank_with_unchanged_entry_is_silent() -> None:
     """With a timeout of 100 s, the first other rank reports once, after 75 s."""
     first, second = (heartbeat(rank, 3, {0: (9, 0), 1: (9, 0), 2: (8, -1000)}) for rank in (0, 1))
     assert first._check_others(0.0) == second._check_others(0.0) == ""
     for one, other in ((first, 1), (second, 0)):
-        assert one.store is not None
         one.store.set(f"outrider/{other}", "9 1.0")  # alive
         assert one._check_others(40.0) == ""
         one.store.set(f"outrider/{other}", "9 2.0")
@@ -118,14 +116,14 @@ time.sleep(1)
 ranks.barrier()
 print("ready", flush=True)
 if rank != 1:
-    ranks.barrier()  # far longer than the wait: what is said comes from the thread
+    ranks.barrier()  # longer than the wait: the thread prints the message
 time.sleep(60)
 """
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_while_the_others_wait() -> None:
-    """Real processes; the one that is stopped is stopped with all its threads."""
+def test_stopped_rank_is_reported_before_the_timeout() -> None:
+    """Real processes; SIGSTOP stops all threads of one."""
     words = [sys.executable, "-c", RANKS, "tcp://127.0.0.1:" + str(free_port())]
     root = str(Path(__file__).parent.parent)
     env = {**clean_environment(), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -147,4 +145,4 @@ def test_a_stopped_rank_is_named_while_the_others_wait() -> None:
         rest = [rank.communicate()[1] for rank in three]
     assert line.startswith("Rank 0 is at step 5: rank 1 has been silent for ")
     assert line.endswith(" s, since step 5.\n")
-    assert "has been silent" not in rest[2], "one of them says it"
+    assert "has been silent" not in rest[2], "only one rank prints it"

@@ -1,4 +1,4 @@
-"""`fit` as a function: what it leaves behind, how it stops, and what it refuses."""
+"""`fit`: files of a run, stop and resume, refused settings."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_a_run_leaves_a_drafter_logs_and_provenance(
+def test_fit_writes_drafter_logs_and_manifest(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     final = loop.fit(config(tmp_path), loaded, made, QUIET)
@@ -44,11 +44,11 @@ def test_a_run_leaves_a_drafter_logs_and_provenance(
     assert [x["step"] for x in lines if x["kind"] == "held"] == [0, 3, 6]
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert {"argv", "config", "versions", "git", "data", "target"} <= set(manifest)
-    kept = sorted(f.name for f in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["step-00000004", "step-00000006"]
+    checkpoints = sorted(f.name for f in (tmp_path / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000004", "step-00000006"]
 
 
-def test_a_stopped_run_continues_bit_equal(
+def test_resume_after_sigterm_is_bit_exact(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     """A run stopped by SIGTERM and continued ends as an uninterrupted one."""
@@ -77,7 +77,7 @@ def test_a_stopped_run_continues_bit_equal(
     assert losses[0] == losses[1]
 
 
-def test_the_best_drafter_is_the_longest_accepted_not_the_last(
+def test_best_drafter_has_longest_accept_length(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     lengths = iter([1.1, 1.7, 1.3])
@@ -93,10 +93,10 @@ def test_the_best_drafter_is_the_longest_accepted_not_the_last(
     assert (about["step"], about["held_out"]["accept_length"]) == (3, 1.7)
 
 
-def test_seconds_are_counted_per_phase(
+def test_phase_seconds_accumulate_over_resume(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
-    """Over both parts of a run that was continued."""
+    """Phases of both parts of a resumed run."""
     words = ("train.schedule=constant",)
     loop.fit(config(tmp_path, *words), loaded, made, QUIET)
     before = json.loads((tmp_path / "training.json").read_text())["phases"]
@@ -106,7 +106,7 @@ def test_seconds_are_counted_per_phase(
     assert all(0 < before[name] < after[name] for name in before)
 
 
-def test_other_settings_do_not_continue_a_run(
+def test_resume_refuses_other_settings(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path), loaded, made, QUIET)
@@ -115,10 +115,10 @@ def test_other_settings_do_not_continue_a_run(
     loop.fit(config(tmp_path, "train.lr=5e-4", "train.resume=never"), loaded, made, QUIET)
 
 
-def test_a_run_of_an_older_version_continues(
+def test_resume_of_older_config_uses_defaults(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
-    """Keys that its settings lack have their defaults, which had no effect."""
+    """Keys that are missing in config.yaml have their defaults."""
     loop.fit(config(tmp_path), loaded, made, QUIET)
     file = tmp_path / "config.yaml"
     lines = file.read_text().splitlines()
@@ -128,31 +128,31 @@ def test_a_run_of_an_older_version_continues(
     loop.fit(config(tmp_path, "train.max_steps=8"), loaded, made, QUIET)
 
 
-def test_resume_must_wants_a_checkpoint(
+def test_resume_must_requires_checkpoint(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     with pytest.raises(RunError, match="holds no checkpoint"):
         loop.fit(config(tmp_path, "train.resume=must"), loaded, made, QUIET)
 
 
-def cut_short(folder: Path) -> None:
+def truncate_checkpoint(folder: Path) -> None:
     file = folder / "state.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def test_a_truncated_checkpoint_is_quarantined_and_the_one_before_continues(
+def test_truncated_checkpoint_is_quarantined(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     """A message names it, and the run ends as an uninterrupted one."""
     console = Console(record=True, width=200)
-    words = ("train.save_every=2", "train.schedule=constant")  # the rate forgets the steps planned
+    words = ("train.save_every=2", "train.schedule=constant")  # independent of max_steps
     loop.fit(config(tmp_path / "whole", *words, "train.max_steps=8"), loaded, made, QUIET)
     loop.fit(config(tmp_path / "torn", *words), loaded, made, QUIET)
     place = tmp_path / "torn" / "checkpoints"
-    cut_short(place / "step-00000006")
+    truncate_checkpoint(place / "step-00000006")
     loop.fit(config(tmp_path / "torn", *words, "train.max_steps=8"), loaded, made, console)
-    assert "step-00000006" in (said := console.export_text())
-    assert "Continuing from step 4" in said
+    assert "step-00000006" in (output := console.export_text())
+    assert "Continuing from step 4" in output
     assert (place / "damaged-step-00000006").is_dir()
     ends = [
         load_file(tmp_path / name / "checkpoints" / "step-00000008" / "state.safetensors")
@@ -162,19 +162,19 @@ def test_a_truncated_checkpoint_is_quarantined_and_the_one_before_continues(
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_where_all_checkpoints_are_truncated_the_newest_is_named(
+def test_error_names_newest_if_all_checkpoints_are_truncated(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path), loaded, made, QUIET)
     for folder in (tmp_path / "checkpoints").glob("step-*"):
-        cut_short(folder)
+        truncate_checkpoint(folder)
     with pytest.raises(RunError, match=r"step-00000006.*damaged"):
         loop.fit(config(tmp_path, "train.max_steps=8"), loaded, made, QUIET)
-    assert (tmp_path / "checkpoints" / "step-00000006").is_dir()  # nothing was touched
+    assert (tmp_path / "checkpoints" / "step-00000006").is_dir()  # not quarantined
 
 
-def test_a_folder_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
-    """And to the next one afterwards."""
+def test_folder_lock_is_exclusive(tmp_path: Path) -> None:
+    """It can be acquired again after its release."""
     with (
         folder_lock(tmp_path),
         pytest.raises(RunError, match="Another process is at work"),
@@ -185,17 +185,15 @@ def test_a_folder_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_run_killed_before_its_result_publishes_when_continued(
+def test_unpublished_drafter_is_published_on_resume(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
-    """The result of the run before it was continued is not published again."""
+    """The drafter in place is that of the earlier, shorter run."""
     words = ("train.schedule=constant",)
     loop.fit(config(tmp_path, *words), loaded, made, QUIET)
     before = weights(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            best_drafter, "publish", lambda run: run.folder / "drafter"
-        )  # it does not come to it
+        patch.setattr(best_drafter, "publish", lambda run: run.folder / "drafter")  # killed before
         loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
     assert all(torch.equal(before[name], now) for name, now in weights(tmp_path).items())
     loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
@@ -203,16 +201,16 @@ def test_a_run_killed_before_its_result_publishes_when_continued(
     assert json.loads((tmp_path / "training.json").read_text())["steps"] == 12
 
 
-def test_milestones_stay_beside_the_newest(
+def test_keep_every_retains_milestones(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     words = ("train.save_every=1", "train.keep_last=1", "train.keep_every=3")
     loop.fit(config(tmp_path, *words, "train.max_steps=7"), loaded, made, QUIET)
-    kept = sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*"))
-    assert kept == ["step-00000003", "step-00000006", "step-00000007"]
+    checkpoints = sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*"))
+    assert checkpoints == ["step-00000003", "step-00000006", "step-00000007"]
 
 
-def test_the_batch_of_a_nan_loss_is_saved(
+def test_batch_of_nan_loss_is_saved(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -223,7 +221,7 @@ def test_the_batch_of_a_nan_loss_is_saved(
     assert load_file(file)["ids"].shape == (4, 128)
 
 
-def test_two_micro_batches_make_the_same_step_as_one(
+def test_accumulation_equals_one_micro_batch(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path / "one", "train.eval_every=9"), loaded, made, QUIET)
@@ -234,7 +232,7 @@ def test_two_micro_batches_make_the_same_step_as_one(
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3)
 
 
-def test_the_learning_rate_warms_up_and_ends_at_zero(
+def test_learning_rate_warms_up_and_ends_at_zero(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     run = Trainer(config(tmp_path, "train.warmup=0.1", "train.lr=1e-3"), loaded, made)
@@ -247,7 +245,7 @@ def test_the_learning_rate_warms_up_and_ends_at_zero(
 @pytest.mark.parametrize(
     ("schedule", "half", "end"), [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1, 1)]
 )
-def test_the_learning_rate_follows_the_schedule(
+def test_learning_rate_follows_schedule(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path, schedule: str, half: float, end: float
 ) -> None:
     words = ["train.warmup=0.2", "train.lr=1e-3", f"train.schedule={schedule}"]
@@ -257,7 +255,7 @@ def test_the_learning_rate_follows_the_schedule(
     assert learning_rate(run.config.train, 1.0) == pytest.approx(end * 1e-3, abs=1e-12)
 
 
-def test_a_drafter_of_another_target_is_refused(
+def test_drafter_of_another_target_is_refused(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     final = loop.fit(config(tmp_path), loaded, made, QUIET)
@@ -271,12 +269,12 @@ def test_a_drafter_of_another_target_is_refused(
         (other / file.name).write_bytes(file.read_bytes())
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     words = ["target=hf", f"target.path={other}", "target.dtype=float32"]
-    stranger = load.load_target(parse(compose(words)).target)
+    other_target = load.load_target(parse(compose(words)).target)
     with pytest.raises(RunError, match="trained for other weights"):
-        native.load(final, stranger.target)
+        native.load(final, other_target.target)
 
 
-def test_other_text_does_not_continue_a_run(
+def test_resume_refuses_other_text(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path), loaded, made, QUIET)
@@ -287,7 +285,7 @@ def test_other_text_does_not_continue_a_run(
         loop.fit(config(tmp_path), loaded, fewer, QUIET)
 
 
-def test_a_truncated_log_is_repaired(
+def test_truncated_metrics_log_is_repaired(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
     loop.fit(config(tmp_path, "train.max_steps=4"), loaded, made, QUIET)

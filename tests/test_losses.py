@@ -1,4 +1,4 @@
-"""The terms: against slow loops over tokens, by hand, under any input, and as a language."""
+"""Loss terms: against loops over tokens, by hand, at extreme inputs; the syntax of a loss."""
 
 import math
 from typing import Any
@@ -50,10 +50,10 @@ def random_rows(
     return logits, teacher
 
 
-# ---- the slow re-statement: one token at a time, in float64 --------------------------------------
+# ---- reference: one token at a time, in float64 --------------------------------------------------
 
 
-def literally(name: str, number: float, row: int, rows: LossInputs) -> Any:
+def reference(name: str, number: float, row: int, rows: LossInputs) -> Any:
     """The term at one row as its paper's formula reads, in loops over the vocabulary."""
     logits = rows.logits[row].double()
     total = sum(value.exp() for value in logits)
@@ -96,45 +96,45 @@ def literally(name: str, number: float, row: int, rows: LossInputs) -> Any:
 @each_term
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**16), size=st.integers(2, 12), mass=st.floats(0.3, 1.0))
-def test_value_and_gradient_equal_the_loops(name: str, seed: int, size: int, mass: float) -> None:
+def test_value_and_gradient_match_reference(name: str, seed: int, size: int, mass: float) -> None:
     """Gradients by logits and states; `p_full` is a share of the teacher, which sums to 1."""
     logits, p = random_rows(seed, 3, size, 1.5, 1.0)
     generator = torch.Generator().manual_seed(seed)
     states = 2 * torch.randn(2, 3, 4, generator=generator)
     token = torch.randint(size, (3,), generator=generator)
     (term,) = parse_loss([name if name != "topk" else "topk:2"])
-    found = []
+    results = []
     for slow in (False, True):
         leaves = [x.clone().requires_grad_() for x in (logits, states[0])]
         rows = rows_of(
             leaves[0], p, p_full=mass * p, token=token, state=leaves[1], feature=states[1]
         )
         values = (
-            torch.stack([literally(term.name, term.parameter, i, rows) for i in range(3)])
+            torch.stack([reference(term.name, term.parameter, i, rows) for i in range(3)])
             if slow
             else term(rows)[0]
         )
         values.float().backward(torch.arange(1.0, 4.0))
-        found.append((values.float(), *(leaf.grad for leaf in leaves)))
-    for fast, slow_part in zip(*found, strict=True):
+        results.append((values.float(), *(leaf.grad for leaf in leaves)))
+    for fast, slow_part in zip(*results, strict=True):
         assert (fast is None) == (slow_part is None)
         if fast is not None:
             torch.testing.assert_close(fast, slow_part, atol=2e-5, rtol=2e-5)
 
 
-def test_every_term_has_its_loop() -> None:
-    """A new term without a slow re-statement falls through to Smooth-L1 and would fail above."""
+def test_every_term_has_a_reference() -> None:
+    """`reference` computes Smooth-L1 for unknown names, so a new term fails above."""
     assert set(LOSSES) == {
         *SOFT, "kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid", "ce", "topk", "smooth_l1",
     }  # fmt: skip
 
 
-# ---- by theory -----------------------------------------------------------------------------------
+# ---- identities ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid"])
-def test_a_perfect_draft_costs_nothing(name: str) -> None:
-    """And at q = p the gradient of what is smooth there is zero."""
+def test_divergences_are_zero_at_equal_distributions(name: str) -> None:
+    """At q = p the gradient of the smooth terms is zero too."""
     _, p = random_rows(2, 4, 9, 2.0, mass=1.0)
     values, slope = value_and_slope(name, p.log(), p)
     torch.testing.assert_close(values, torch.zeros(4), atol=1e-5, rtol=0)
@@ -142,14 +142,14 @@ def test_a_perfect_draft_costs_nothing(name: str) -> None:
         torch.testing.assert_close(slope, torch.zeros_like(slope), atol=1e-6, rtol=0)
 
 
-def test_lk_is_total_variation_made_steeper_by_one_over_alpha() -> None:
+def test_lk_gradient_is_tv_gradient_over_alpha() -> None:
     logits, p = random_rows(5, 3, 8, 1.0, mass=0.7)
     _, tv = value_and_slope("tv", logits, p)
     _, lk = value_and_slope("lk", logits, p)
     torch.testing.assert_close(lk, tv / rows_of(logits, p).alpha[:, None])
 
 
-def test_the_hybrid_moves_from_kl_to_total_variation_as_acceptance_grows() -> None:
+def test_hybrid_interpolates_from_kl_to_tv() -> None:
     logits, p = random_rows(6, 3, 8, 1.0, mass=1.0)
     for eta, name in ((1e-6, "kl"), (1e4, "tv")):
         hybrid, slope = value_and_slope(f"lk_hybrid:{eta}", logits, p)
@@ -158,13 +158,13 @@ def test_the_hybrid_moves_from_kl_to_total_variation_as_acceptance_grows() -> No
         torch.testing.assert_close(slope, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_topk_terms_of_the_whole_vocabulary_are_the_soft_cross_entropy() -> None:
+def test_topk_of_whole_vocabulary_equals_soft_ce() -> None:
     logits, p = random_rows(7, 3, 8, 1.0, mass=1.0)
-    all_of_them, _ = value_and_slope("topk:8", logits, p)
-    torch.testing.assert_close(all_of_them, value_and_slope("soft_ce", logits, p)[0])
+    topk, _ = value_and_slope("topk:8", logits, p)
+    torch.testing.assert_close(topk, value_and_slope("soft_ce", logits, p)[0])
 
 
-def test_acceptance_terms_see_the_real_share_of_a_reduced_vocabulary() -> None:
+def test_acceptance_terms_use_p_full_of_reduced_vocabulary() -> None:
     """Half of the target's mass cannot be drafted: no draft is accepted more often than that."""
     p = torch.tensor([[0.5, 0.5]])
     values, _ = value_and_slope("tv", p.log(), p, p_full=p / 2)
@@ -174,19 +174,19 @@ def test_acceptance_terms_see_the_real_share_of_a_reduced_vocabulary() -> None:
     )
 
 
-def test_terms_keep_silent_where_they_cannot_speak() -> None:
-    """Row 0: the target's favourite cannot be drafted. Row 1: the text's token cannot."""
+def test_terms_mask_rows_outside_draft_vocabulary() -> None:
+    """Row 0: the target's top-1 token is outside. Row 1: the text's token is."""
     logits, p = random_rows(8, 2, 5, 1.0, mass=1.0)
     rows = rows_of(
         logits, p, argmax_in_vocab=torch.tensor([False, True]), token=torch.tensor([3, -1])
     )
-    said = {name: parse_loss([name])[0](rows)[1].tolist() for name in ("kl", "ce", "tv")}
-    assert said == {"kl": [False, True], "ce": [True, False], "tv": [True, True]}
+    counted = {name: parse_loss([name])[0](rows)[1].tolist() for name in ("kl", "ce", "tv")}
+    assert counted == {"kl": [False, True], "ce": [True, False], "tv": [True, True]}
     values, _ = parse_loss(["kl"])[0](rows)
     assert values[0] == 0 < values[1]
 
 
-# ---- the soft cross-entropy's own backward -------------------------------------------------------
+# ---- soft cross-entropy --------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -213,23 +213,23 @@ def test_soft_cross_entropy_equals_the_formula_in_float64(
 
 
 @each_soft
-def test_a_row_by_hand(name: str) -> None:
+def test_soft_ce_of_one_row_by_hand(name: str) -> None:
     """With q = (1/2, 1/4, 1/4), p = (1/4, 3/4, 0): 1/4 ln 2 + 3/4 ln 4; the gradient is q - p."""
-    logits = torch.tensor([[0.5, 0.25, 0.25]]).log() + 7.0  # a shift means nothing
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log() + 7.0  # softmax ignores a shift
     nats, slope = value_and_slope(name, logits, torch.tensor([[0.25, 0.75, 0.0]]))
     torch.testing.assert_close(nats, 1.75 * torch.tensor([2.0]).log())
     torch.testing.assert_close(slope, torch.tensor([[0.25, -0.5, 0.25]]))
 
 
 @each_soft
-def test_the_gradient_of_a_partial_teacher_is_its_mass_times_q_minus_p(name: str) -> None:
+def test_gradient_of_partial_teacher(name: str) -> None:
     logits, teacher = random_rows(1, 1, 6, 2.0, mass=0.3)
     _, slope = value_and_slope(name, logits, teacher)
     torch.testing.assert_close(slope, 0.3 * logits.softmax(-1) - teacher)
 
 
 @each_soft
-def test_the_cost_is_least_where_the_draft_is_the_teacher(name: str) -> None:
+def test_soft_ce_is_minimal_at_teacher(name: str) -> None:
     """Gibbs: cross-entropy >= entropy, with equality and zero gradient at q = p."""
     logits, teacher = random_rows(2, 4, 9, 2.0, mass=1.0)
     entropy = torch.distributions.Categorical(probs=teacher).entropy()
@@ -240,7 +240,7 @@ def test_the_cost_is_least_where_the_draft_is_the_teacher(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SOFT, "ce"])
-def test_a_teacher_of_one_token_gives_the_ordinary_cross_entropy(name: str) -> None:
+def test_one_hot_teacher_equals_cross_entropy(name: str) -> None:
     logits, _ = random_rows(3, 3, 5, 1.0, 1.0)
     labels = torch.tensor([4, 0, 2])
     teacher = torch.nn.functional.one_hot(labels, 5).float()
@@ -250,7 +250,7 @@ def test_a_teacher_of_one_token_gives_the_ordinary_cross_entropy(name: str) -> N
 
 @pytest.mark.parametrize("name", [*SOFT, "ce", "topk:1000"])
 def test_softmax_and_sums_run_in_float32(name: str) -> None:
-    """1000 equal bfloat16 logits cost ln 1000; bfloat16 itself would say 6.9 +- 0.016."""
+    """1000 equal bfloat16 logits cost ln 1000; bfloat16 arithmetic gives 6.9 +- 0.016."""
     logits = torch.zeros(2, 1000, dtype=torch.bfloat16)
     nats, slope = value_and_slope(name, logits, torch.full((2, 1000), 1e-3))
     assert nats.dtype == torch.float32
@@ -268,33 +268,33 @@ def test_huge_logits_stay_finite(name: str) -> None:
 
 
 @each_term
-def test_certainty_of_either_side_leaves_every_number_finite(name: str) -> None:
+def test_one_hot_distributions_stay_finite(name: str) -> None:
     logits, p = torch.tensor([[200.0, 0.0, -200.0]]), torch.tensor([[0.0, 0.0, 1.0]])
     values, slope = value_and_slope(name, logits, p) if name != "smooth_l1" else (p, p)
     assert values.isfinite().all()
     assert slope.isfinite().all()
 
 
-def test_one_matrix_is_kept_for_the_gradient() -> None:
-    """The formula keeps two: the teacher and the softmax."""
-    kept: list[int] = []
+def test_soft_ce_saves_one_matrix_for_backward() -> None:
+    """The formula saves two: the teacher and the softmax."""
+    saved: list[int] = []
 
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x.numel())
+    def record(x: Tensor) -> Tensor:
+        saved.append(x.numel())
         return x
 
     logits, teacher = random_rows(4, 8, 16, 1.0, 1.0)
     for name, expected in zip(SOFT, (1, 2), strict=True):
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
             parse_loss([name])[0].spec.loss(rows_of(logits.clone().requires_grad_(), teacher), 0.0)
-        assert sum(size == 8 * 16 for size in kept) == expected
+        assert sum(size == 8 * 16 for size in saved) == expected
 
 
-# ---- the language --------------------------------------------------------------------------------
+# ---- syntax --------------------------------------------------------------------------------------
 
 
-def test_a_sum_of_terms_is_read_as_it_is_written() -> None:
+def test_parse_loss() -> None:
     assert parse_loss(["smooth_l1", "0.1*soft_ce", "2*jsd:0.1", "lk_hybrid:3e-1"]) == (
         Term(1.0, "smooth_l1", 1.0),
         Term(0.1, "soft_ce", 0.0),
@@ -310,7 +310,7 @@ def test_a_sum_of_terms_is_read_as_it_is_written() -> None:
         ["0*tv"], ["jsd:0"], ["jsd:2"], ["topk:0"], ["smooth_l1:0"], ["lk_hybrid:0"],
     ],
 )  # fmt: skip
-def test_what_is_no_sum_of_terms_is_refused(parts: list[str]) -> None:
+def test_parse_loss_refuses_invalid_terms(parts: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"drafter\.loss"):
         parse_loss(parts)
 
@@ -325,11 +325,11 @@ def test_what_is_no_sum_of_terms_is_refused(parts: list[str]) -> None:
         ("3/2/0", [3, 2, 0]),
     ],
 )
-def test_weights_of_the_depths(text: str, weights: list[float]) -> None:
+def test_parse_depth_weights(text: str, weights: list[float]) -> None:
     assert parse_depth_weights(text, 3) == pytest.approx(weights)
 
 
-def test_fastmtp_weighs_three_steps_as_its_paper_prints() -> None:
+def test_normalised_weights_match_fastmtp_paper() -> None:
     """arXiv:2509.18362: .51, .31, .18."""
     assert [round(w, 2) for w in parse_depth_weights("normalised:0.6", 3)] == [0.51, 0.31, 0.18]
 
@@ -337,6 +337,6 @@ def test_fastmtp_weighs_three_steps_as_its_paper_prints() -> None:
 @pytest.mark.parametrize(
     "text", ["", "last", "1/2", "geometric", "mean:x", "0/0/0", "-1/1/1", "nan/1/1"]
 )
-def test_what_gives_no_weights_is_refused(text: str) -> None:
+def test_parse_depth_weights_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ConfigError, match=r"drafter\.depth_weights"):
         parse_depth_weights(text, 3)

@@ -1,6 +1,6 @@
-"""What users get wrong, from the command line to the exit code: one message, 2, nothing lost.
+"""User errors from the command line: one message, exit code 2, no changed file.
 
-Nothing is replaced here: every verb runs its own code on a real run folder of the tiny target.
+No part is mocked: every verb runs on a real run folder of the tiny target.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder as a short training leaves it."""
+    """The run folder of a short training."""
     folder = tmp_path_factory.mktemp("mistakes") / "run"
     torch.set_num_threads(1)
     assert cli.main(["train", *SMALL, f"run.dir={folder}"]) == 0
@@ -47,14 +47,14 @@ def refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Refused:
     def call(*argv: object) -> str:
         before = contents(tmp_path)
         capfd.readouterr()
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_error:
             cli.main([str(word) for word in argv])
-        said = capfd.readouterr()
-        assert left.value.code == 2
-        assert "Traceback" not in said.out + said.err
-        assert contents(tmp_path) == before, "nothing is lost, nothing is left behind"
-        (message,) = [part for part in said.err.split("outrider ")[1:] if "error" in part]
-        assert len(message.splitlines()) in (2, 3, 4), "what is wrong, why, what to do"
+        output = capfd.readouterr()
+        assert exit_error.value.code == 2
+        assert "Traceback" not in output.out + output.err
+        assert contents(tmp_path) == before, "no file is changed, removed or added"
+        (message,) = [part for part in output.err.split("outrider ")[1:] if "error" in part]
+        assert len(message.splitlines()) in (2, 3, 4), "problem, reason, fix"
         return message
 
     return call
@@ -65,16 +65,16 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-def test_an_unknown_key(refused: Refused, tmp_path: Path) -> None:
-    said = refused("train", "train.lrr=1e-3", f"run.dir={tmp_path / 'new'}")
-    assert "train.lrr" in said
-    assert "train.lr" in said.replace("train.lrr", ""), "the key that was meant"
+def test_unknown_key(refused: Refused, tmp_path: Path) -> None:
+    message = refused("train", "train.lrr=1e-3", f"run.dir={tmp_path / 'new'}")
+    assert "train.lrr" in message
+    assert "train.lr" in message.replace("train.lrr", ""), "the suggested key"
 
 
-def test_a_tap_out_of_range(refused: Refused, tmp_path: Path) -> None:
-    said = refused("train", *SMALL, "drafter.taps=[1,3,8]", f"run.dir={tmp_path / 'new'}")
-    assert "drafter.taps[2]" in said
-    assert "0..7" in said
+def test_tap_out_of_range(refused: Refused, tmp_path: Path) -> None:
+    message = refused("train", *SMALL, "drafter.taps=[1,3,8]", f"run.dir={tmp_path / 'new'}")
+    assert "drafter.taps[2]" in message
+    assert "0..7" in message
 
 
 @pytest.mark.parametrize(
@@ -87,41 +87,41 @@ def test_a_tap_out_of_range(refused: Refused, tmp_path: Path) -> None:
         ("prepare", "data.path", ["data=jsonl"]),
     ],
 )
-def test_a_missing_file(
+def test_missing_file(
     refused: Refused, tmp_path: Path, verb: str, key: str, words: list[str]
 ) -> None:
     missing = tmp_path / "missing.jsonl"
-    said = refused(verb, *words, f"{key}={missing}", f"run.dir={tmp_path / 'new'}")
-    assert key in said
-    assert "missing.jsonl" in said
+    message = refused(verb, *words, f"{key}={missing}", f"run.dir={tmp_path / 'new'}")
+    assert key in message
+    assert "missing.jsonl" in message
 
 
-def test_prompts_of_an_evaluation_that_are_missing(refused: Refused, run: Path) -> None:
+def test_missing_prompts_of_evaluation(refused: Refused, run: Path) -> None:
     assert "eval.prompts" in refused("eval", f"run.dir={run}", "eval.prompts=missing.jsonl")
 
 
 def test_empty_answers(refused: Refused, tmp_path: Path) -> None:
-    """A conversation in which nothing would be learned is shown."""
+    """The message shows a conversation without supervised tokens."""
     file = tmp_path / "empty.jsonl"
-    said_by = {"user": "What is a comet?", "assistant": ""}
-    row = {"messages": [{"role": r, "content": c} for r, c in said_by.items()]}
+    contents_by_role = {"user": "What is a comet?", "assistant": ""}
+    row = {"messages": [{"role": r, "content": c} for r, c in contents_by_role.items()]}
     file.write_text((json.dumps(row) + "\n") * 3)
-    said = refused("train", "data=jsonl", f"data.path={file}", f"run.dir={tmp_path / 'new'}")
-    assert "comet" in said
+    message = refused("train", "data=jsonl", f"data.path={file}", f"run.dir={tmp_path / 'new'}")
+    assert "comet" in message
 
 
-def test_a_drafter_of_another_vocabulary(refused: Refused, run: Path, tmp_path: Path) -> None:
+def test_drafter_of_another_vocabulary(refused: Refused, run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(load.TINY, other)
     for name in ("model.safetensors", "config.json"):
         (other / name).unlink()
     small_model("llama", vocab_size=1400, num_hidden_layers=8).save_pretrained(other)
-    said = refused("eval", f"run.dir={run}", f"target.path={other}")
-    assert "1536" in said
-    assert "1400" in said
+    message = refused("eval", f"run.dir={run}", f"target.path={other}")
+    assert "1536" in message
+    assert "1400" in message
 
 
-def test_a_drafter_of_another_target(refused: Refused, run: Path, tmp_path: Path) -> None:
+def test_drafter_of_another_target(refused: Refused, run: Path, tmp_path: Path) -> None:
     """The same shapes, other weights: its acceptance would be a meaningless number."""
     other = tmp_path / "other"
     shutil.copytree(load.TINY, other)
@@ -131,7 +131,7 @@ def test_a_drafter_of_another_target(refused: Refused, run: Path, tmp_path: Path
     assert "target" in refused("eval", f"run.dir={run}", f"target.path={other}")
 
 
-def test_a_truncated_drafter(refused: Refused, run: Path) -> None:
+def test_truncated_drafter(refused: Refused, run: Path) -> None:
     file = run / "drafter" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert "model.safetensors" in refused("eval", f"run.dir={run}")
@@ -143,10 +143,10 @@ def test_truncated_checkpoints(refused: Refused, run: Path) -> None:
     for file in files:
         file.write_bytes(file.read_bytes()[:-100])
     longer = [word for word in SMALL if not word.startswith("train.max_steps")]
-    said = refused("train", *longer, "train.max_steps=4", f"run.dir={run}")
-    assert files[-1].parent.name in said
+    message = refused("train", *longer, "train.max_steps=4", f"run.dir={run}")
+    assert files[-1].parent.name in message
 
 
-def test_a_run_of_other_settings(refused: Refused, run: Path) -> None:
-    said = refused("train", *SMALL, "train.lr=1e-5", f"run.dir={run}")
-    assert "train.lr" in said
+def test_run_of_other_settings(refused: Refused, run: Path) -> None:
+    message = refused("train", *SMALL, "train.lr=1e-5", f"run.dir={run}")
+    assert "train.lr" in message

@@ -33,15 +33,15 @@ def words_of(words: list[str]) -> dict[str, str]:
 
 def finish(folder: Path, value: float, seconds: float = 60.0) -> int:
     """Write the summary of a successful run."""
-    account = {
+    summary = {
         "seconds": seconds, "steps": 300, "parameters": 10, "tokens_per_second": 5.0,
         "held_out": {"accept_length": value},
     }  # fmt: skip
-    (folder / "training.json").write_text(json.dumps(account))
+    (folder / "training.json").write_text(json.dumps(summary))
     return 0
 
 
-def hold(folder: Path, *values: float) -> None:
+def write_held_out(folder: Path, *values: float) -> None:
     """Write held-out evaluations, one per hundred steps."""
     lines = [
         {"step": 100 * i, "kind": "held", "accept_length": value} for i, value in enumerate(values)
@@ -56,7 +56,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], list[dict[str, str]
     def with_runs(run: Run) -> list[dict[str, str]]:
         started: list[dict[str, str]] = []
 
-        def played(_crew: JobPool, verb: str, words: list[str], log: Path, watch: Any) -> int:
+        def fake_run(_pool: JobPool, verb: str, words: list[str], log: Path, watch: Any) -> int:
             assert verb == "train"
             started.append(words_of(words))
             folder = Path(started[-1]["run.dir"])
@@ -64,13 +64,13 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], list[dict[str, str]
             assert log == folder / "output.txt"
             return run(started[-1], folder, watch)
 
-        monkeypatch.setattr(JobPool, "run", played)
+        monkeypatch.setattr(JobPool, "run", fake_run)
         return started
 
     return with_runs
 
 
-def go(folder: Path, trials: int, *words: str) -> int:
+def run_search(folder: Path, trials: int, *words: str) -> int:
     settings, rest = read_sweep(
         [f"sweep.dir={folder}", f"sweep.trials={trials}", OVER, "drafter=eagle3", *words]
     )
@@ -84,23 +84,23 @@ def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 def by_rate(words: dict[str, str], folder: Path, _watch: Any) -> int:
     """The closer to the base configuration, the better."""
-    away = abs(float(words["train.lr"]) / RATE - 1)
-    return finish(folder, 3 - away)
+    distance = abs(float(words["train.lr"]) / RATE - 1)
+    return finish(folder, 3 - distance)
 
 
-def test_the_base_configuration_comes_first_and_the_best_is_printed(
+def test_base_configuration_runs_first_and_best_is_printed(
     tmp_path: Path, play: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = play(by_rate)
-    assert go(tmp_path, 12) == 0
+    assert run_search(tmp_path, 12) == 0
     assert len(started) == 12
     assert (started[0]["train.lr"], started[0]["drafter.loss"]) == (str(RATE), '["soft_ce"]')
     assert all(1e-4 <= float(words["train.lr"]) <= 1e-2 for words in started)
     assert {words["drafter.loss"] for words in started} == {'["soft_ce"]', '["tv"]'}
     assert len({words["run.dir"] for words in started}) == 12
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     best = f"best: python train.py drafter=eagle3 train.lr={RATE} 'drafter.loss=[\"soft_ce\"]'"
-    assert best in said
+    assert best in output
     found = json.loads((tmp_path / "search.json").read_text())
     assert found["best"] == 0
     assert found["trials"][0]["value"] == 3
@@ -112,88 +112,88 @@ def test_compare_shows_a_search(
     tmp_path: Path, play: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     play(by_rate)
-    go(tmp_path, 4)
+    run_search(tmp_path, 4)
     capsys.readouterr()
     assert main(["compare", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "4 complete trials, 0 pruned, 0 failed; the best by accept_length" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "4 complete trials, 0 pruned, 0 failed; the best by accept_length" in output
 
 
-def test_a_trial_below_the_median_is_pruned(tmp_path: Path, play: Any) -> None:
+def test_trial_below_median_is_pruned(tmp_path: Path, play: Any) -> None:
     """Values are compared at the same evaluation; the first evaluation prunes no trial."""
     number = [0]
 
     def run(_words: dict[str, str], folder: Path, watch: Any) -> int:
         number[0] += 1
         bad = number[0] == 6
-        hold(folder, 1.0)
-        assert not watch(), "nothing has been learned yet"
-        hold(folder, 1.0, 1.1 if bad else 2.0 + number[0] / 100)
+        write_held_out(folder, 1.0)
+        assert not watch(), "the first evaluation prunes nothing"
+        write_held_out(folder, 1.0, 1.1 if bad else 2.0 + number[0] / 100)
         if watch():
             assert bad
             return INTERRUPTED
         return finish(folder, 3.0)
 
     play(run)
-    assert go(tmp_path, 7) == 0
+    assert run_search(tmp_path, 7) == 0
     states = [trial.state.name for trial in trials(tmp_path)]
     assert states == ["COMPLETE"] * 5 + ["PRUNED"] + ["COMPLETE"]
 
 
-def test_without_pruning_no_trial_is_pruned(tmp_path: Path, play: Any) -> None:
+def test_prune_false_disables_pruning(tmp_path: Path, play: Any) -> None:
     def run(_words: dict[str, str], folder: Path, watch: Any) -> int:
-        hold(folder, 1.0, 0.1)
+        write_held_out(folder, 1.0, 0.1)
         assert not watch()
         return finish(folder, 3.0)
 
     play(run)
-    go(tmp_path, 7, "sweep.prune=false")
+    run_search(tmp_path, 7, "sweep.prune=false")
 
 
-def test_a_failed_trial_is_recorded_and_the_search_continues(tmp_path: Path, play: Any) -> None:
+def test_search_continues_after_failed_trial(tmp_path: Path, play: Any) -> None:
     codes = iter([0, 1, 0])
 
     def run(_words: dict[str, str], folder: Path, _watch: Any) -> int:
         return next(codes) or finish(folder, 2.0)
 
     play(run)
-    assert go(tmp_path, 3) == 0
+    assert run_search(tmp_path, 3) == 0
     found = trials(tmp_path)
     assert [trial.state.name for trial in found] == ["COMPLETE", "FAIL", "COMPLETE"]
     assert found[1].user_attrs["exit code"] == 1
 
 
-def test_a_stopped_search_is_resumed(tmp_path: Path, play: Any) -> None:
+def test_stopped_search_resumes_its_running_trial(tmp_path: Path, play: Any) -> None:
     """The running trial continues in its folder, with its values; no trial runs twice."""
     first = play(lambda words, folder, watch: INTERRUPTED if folder.name == "trial-0002" else 0)
 
     def until_the_third(words: dict[str, str], folder: Path, watch: Any) -> int:
         if len(first) == 3:
-            module_crew[0].stop()
+            pools[0].stop()
             return INTERRUPTED
         return finish(folder, 2.0)
 
-    module_crew: list[JobPool] = []
-    before = JobPool.__enter__
+    pools: list[JobPool] = []
+    enter = JobPool.__enter__
 
-    def entered(crew: JobPool) -> JobPool:
-        module_crew.append(crew)
-        return before(crew)
+    def record_pool(pool: JobPool) -> JobPool:
+        pools.append(pool)
+        return enter(pool)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JobPool, "__enter__", entered)
+        patch.setattr(JobPool, "__enter__", record_pool)
         first = play(until_the_third)
-        assert go(tmp_path, 5) == INTERRUPTED
+        assert run_search(tmp_path, 5) == INTERRUPTED
     assert len(first) == 3
-    again = play(lambda words, folder, watch: finish(folder, 2.0))
-    assert go(tmp_path, 5) == 0
-    assert again[0] == first[2]
-    assert len(again) == 3
-    assert go(tmp_path, 5) == 0, "there is nothing left to do"
-    assert len(again) == 3
+    resumed = play(lambda words, folder, watch: finish(folder, 2.0))
+    assert run_search(tmp_path, 5) == 0
+    assert resumed[0] == first[2]
+    assert len(resumed) == 3
+    assert run_search(tmp_path, 5) == 0, "all trials are complete"
+    assert len(resumed) == 3
 
 
-def test_a_trial_that_was_stopped_alone_is_requeued(tmp_path: Path, play: Any) -> None:
+def test_interrupted_trial_is_requeued(tmp_path: Path, play: Any) -> None:
     """One run is stopped from outside; the search continues and requeues it."""
     codes = iter([0, INTERRUPTED, 0, 0])
 
@@ -202,44 +202,42 @@ def test_a_trial_that_was_stopped_alone_is_requeued(tmp_path: Path, play: Any) -
         return code or finish(folder, 2.0)
 
     started = play(run)
-    assert go(tmp_path, 3) == 0
+    assert run_search(tmp_path, 3) == 0
     assert started[2] == started[1]
     assert [t.state.name for t in trials(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
 
 
-def test_the_base_value_is_added_to_the_choices(tmp_path: Path, play: Any) -> None:
+def test_base_value_is_added_to_choices(tmp_path: Path, play: Any) -> None:
     """The base has loss soft_ce and depth weights geometric:0.8."""
     started = play(by_rate)
-    assert (
-        go(tmp_path, 1, "+sweep.over={train.lr: {low: 1e-4, high: 1e-2}, drafter.loss: [[tv]]}")
-        == 0
-    )
+    over = "+sweep.over={train.lr: {low: 1e-4, high: 1e-2}, drafter.loss: [[tv]]}"
+    assert run_search(tmp_path, 1, over) == 0
     assert started[0]["drafter.loss"] == '["soft_ce"]'
 
 
-def test_the_seed_changes_after_a_stop(tmp_path: Path, play: Any) -> None:
+def test_resumed_search_samples_new_values(tmp_path: Path, play: Any) -> None:
     started = play(by_rate)
-    go(tmp_path, 4)
-    go(tmp_path, 8)
+    run_search(tmp_path, 4)
+    run_search(tmp_path, 8)
     rates = [words["train.lr"] for words in started]
     assert len(set(rates)) == len(rates) == 8
 
 
-def test_sweep_over_replaces_that_of_the_yaml() -> None:
+def test_sweep_over_replaces_yaml_values() -> None:
     settings, _ = read_sweep(["sweep=search", "sweep.over={train.lr: [1e-3, 1e-4]}"])
     assert settings.over == {"train.lr": [1e-3, 1e-4]}
     assert settings.trials == 24
 
 
-def test_another_search_in_the_folder_is_refused(tmp_path: Path, play: Any) -> None:
+def test_folder_of_another_search_is_refused(tmp_path: Path, play: Any) -> None:
     play(by_rate)
-    go(tmp_path, 1)
+    run_search(tmp_path, 1)
     with pytest.raises(ConfigError, match="has a search with overrides"):
-        go(tmp_path, 1, "train.max_steps=10")
+        run_search(tmp_path, 1, "train.max_steps=10")
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "reason"),
     [
         (["sweep.trials=2"], "needs keys to vary"),
         (["sweep=search", "run.dir=here"], "its own folder"),
@@ -259,15 +257,15 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path, play: Any) -> N
         (["+sweep.over={train.lr: {low: 1e-4, high: 1e-3}}"], "only a search"),
     ],
 )
-def test_an_invalid_search_is_refused(words: list[str], what: str, tmp_path: Path) -> None:
+def test_invalid_search_is_refused(words: list[str], reason: str, tmp_path: Path) -> None:
     from outrider.launch.sweep import sweep
 
     with pytest.raises(ConfigError) as caught:
         sweep([*words, f"sweep.dir={tmp_path}"])
-    assert what in str(caught.value)
+    assert reason in str(caught.value)
 
 
-def test_a_metric_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
+def test_missing_metric_is_an_error(tmp_path: Path) -> None:
     finish(tmp_path, 2.0)
     with pytest.raises(RunError, match="has no speedup"):
         search_results.metric_of_run(tmp_path, "speedup", "eval")
@@ -277,12 +275,12 @@ def test_a_metric_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
     assert search_results.run_summary(tmp_path, "eval")["decoded tau"] == 2.5
 
 
-def test_the_front_is_pareto_optimal() -> None:
+def test_pareto_front() -> None:
     assert search_results.pareto_front([1.0, 2.0, 3.0, 3.0], [5.0, 4.0, 6.0, 7.0]) == [0, 3]
     assert search_results.pareto_front([2.0, 1.0], [1.0, 1.0]) == [1]
 
 
-def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
+def test_incomplete_log_line_is_skipped(tmp_path: Path) -> None:
     log = tmp_path / "metrics.jsonl"
     assert search_results.held_out_curve(log, "accept_length") == []
     log.write_text('{"step": 0, "kind": "held", "accept_length": 1.5}\n{"step": 100, "ki')
@@ -292,12 +290,12 @@ def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_real_trials_two_at_a_time(tmp_path: Path) -> None:
-    """Real runs: each trains, is measured, and leaves its results only."""
+    """Real runs; checkpoints are removed afterwards."""
     short = [
         "train.max_steps=6", "train.eval_every=3", "data.max_samples=60", "data.max_length=128",
         "train.batch_tokens=512", "train.quick_eval=false", "drafter.depths=2",
     ]  # fmt: skip
-    assert go(tmp_path, 4, "sweep.jobs=2", *short) == 0
+    assert run_search(tmp_path, 4, "sweep.jobs=2", *short) == 0
     found = trials(tmp_path)
     assert {trial.state.name for trial in found} <= {"COMPLETE", "PRUNED"}
     best = max(trial.value or 0 for trial in found)
@@ -306,9 +304,9 @@ def test_four_real_trials_two_at_a_time(tmp_path: Path) -> None:
     search_results.show(tmp_path, Console(quiet=True))
 
 
-def test_the_search_for_speed_varies_the_drafter_too() -> None:
+def test_speedup_search_varies_the_drafter() -> None:
     settings, _ = read_sweep(["sweep=speedup", "drafter=eagle3"])
-    usual, _ = read_sweep(["sweep=search", "drafter=eagle3"])
+    default, _ = read_sweep(["sweep=search", "drafter=eagle3"])
     assert settings.metric == "speedup"
-    assert set(settings.over) - set(usual.over) == {"drafter.depths", "drafter.draft_vocab_size"}
-    assert set(usual.over) < set(settings.over)
+    assert set(settings.over) - set(default.over) == {"drafter.depths", "drafter.draft_vocab_size"}
+    assert set(default.over) < set(settings.over)

@@ -1,4 +1,4 @@
-"""Services that follow a run: they get every number, and nothing they do reaches the run."""
+"""Trackers: they receive every metric, and their errors and delays do not affect the run."""
 
 import json
 import struct
@@ -26,11 +26,11 @@ from tests.runs import SMALL, config
 
 
 class Fake:
-    """Remembers; fails or sleeps where it is told to."""
+    """Records calls; fails in `fails` or blocks until `waits`."""
 
     def __init__(self, fails: str = "", waits: threading.Event | None = None) -> None:
         self.fails, self.waits, self.lines, self.closed = fails, waits, list[int](), False
-        self.told = list[ReportSummary]()
+        self.summaries = list[ReportSummary]()
 
     def open(self) -> "Fake":
         if self.fails == "open":
@@ -44,60 +44,60 @@ class Fake:
             raise ConnectionError("gone away")
         self.lines.append(step)
 
-    def report(self, told: ReportSummary) -> None:
-        self.told.append(told)
+    def report(self, summary: ReportSummary) -> None:
+        self.summaries.append(summary)
 
     def close(self) -> None:
         self.closed = True
 
 
-def test_calls_arrive_in_order() -> None:
-    fake, said = Fake(), list[str]()
-    background = TrackerThread("fake", fake.open, said.append)
+def test_calls_are_made_in_order() -> None:
+    fake, messages = Fake(), list[str]()
+    background = TrackerThread("fake", fake.open, messages.append)
     for step in range(100):
         background.log(step, "train", {"loss@1": 1.0})
     background.close()
     assert fake.lines == list(range(100))
     assert fake.closed
-    assert said == []
+    assert messages == []
 
 
-@pytest.mark.parametrize(("fails", "why", "came"), [
+@pytest.mark.parametrize(("fails", "reason", "logged"), [
     ("open", "no route to host", []), ("log", "gone away", [0, 1, 2]),
 ])  # fmt: skip
-def test_a_failed_tracker_is_not_called_again(fails: str, why: str, came: list[int]) -> None:
-    fake, said = Fake(fails), list[str]()
-    background = TrackerThread("fake", fake.open, said.append)
+def test_failed_tracker_is_not_called_again(fails: str, reason: str, logged: list[int]) -> None:
+    fake, messages = Fake(fails), list[str]()
+    background = TrackerThread("fake", fake.open, messages.append)
     for step in range(2 * QUEUE_SIZE):
         background.log(step, "train", {})
     background.close()
-    assert fake.lines == came
-    assert said == [f"fake is not available ({why}); the run continues without it"]
+    assert fake.lines == logged
+    assert messages == [f"fake is not available ({reason}); the run continues without it"]
 
 
-def test_a_hanging_tracker_does_not_delay_the_run() -> None:
-    never, said = threading.Event(), list[str]()
-    background = TrackerThread("fake", Fake(waits=never).open, said.append, patience=0.2)
+def test_hanging_tracker_does_not_delay_the_run() -> None:
+    never, messages = threading.Event(), list[str]()
+    background = TrackerThread("fake", Fake(waits=never).open, messages.append, patience=0.2)
     began = time.perf_counter()
     for step in range(QUEUE_SIZE + 500):
         background.log(step, "train", {})
     assert time.perf_counter() - began < 1
     background.close()
     assert time.perf_counter() - began < 3
-    (line,) = said
+    (line,) = messages
     assert "did not take" in line
     assert int(line.split("take ")[1].split()[0]) >= QUEUE_SIZE
     never.set()
 
 
 def test_an_error_after_close_is_not_shown() -> None:
-    gate, said = threading.Event(), list[str]()
-    background = TrackerThread("fake", Fake("log", waits=gate).open, said.append, patience=0.1)
+    gate, messages = threading.Event(), list[str]()
+    background = TrackerThread("fake", Fake("log", waits=gate).open, messages.append, patience=0.1)
     background.log(3, "train", {})
     background.close()
     gate.set()
     background._thread.join()
-    (line,) = said
+    (line,) = messages
     assert "did not take" in line
 
 
@@ -120,7 +120,7 @@ def test_no_tracker_is_the_default(tmp_path: Path) -> None:
         assert services == []
 
 
-def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
+def test_tensorboard_contains_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = config(tmp_path, "train.tensorboard=true")
@@ -134,21 +134,21 @@ def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
     assert [e.value for e in events.Scalars("held/accept_length")] == [1.5]
 
 
-KEY = "0123456789abcdef0123456789abcdef01234567"  # the shape of a real one
+KEY = "0123456789abcdef0123456789abcdef01234567"  # in the format of a real one
 
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's shell with a key in it."""
+    """An environment with an API key."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_RUN_GROUP", "a-sweep")
 
 
 def records(folder: Path) -> list[Any]:
-    """What the library has written down, one start after the other, in its own messages.
+    """Return wandb's records of all starts, in order.
 
-    Its process may still be at the last lines when a run is closed; the last one says "exit".
+    Its process may still be writing when a run is closed; the last record is "exit".
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -157,16 +157,16 @@ def records(folder: Path) -> list[Any]:
         late, lines = time.monotonic() + 20, list[Any]()
         while not any(line.WhichOneof("record_type") == "exit" for line in lines):
             assert time.monotonic() < late, f"{file} never ends"
-            lines = [Record.FromString(data) for data in entries(file.read_bytes())]
+            lines = [Record.FromString(data) for data in leveldb_entries(file.read_bytes())]
             time.sleep(0.05)
         found += lines
     return found
 
 
-def entries(log: bytes) -> Iterator[bytes]:
-    """LevelDB's log format: blocks of 32 KB; pieces with crc, length, and full/first/middle/last.
+def leveldb_entries(log: bytes) -> Iterator[bytes]:
+    """LevelDB's log format: blocks of 32 KB; records with crc, length, and full/first/middle/last.
 
-    Source: github.com/google/leveldb, doc/log_format.md. Differs: seven bytes stand before it.
+    Source: github.com/google/leveldb, doc/log_format.md. Differs: a header of seven bytes.
     """
     at, whole = 7, b""
     while at + 7 <= len(log):
@@ -184,7 +184,7 @@ def entries(log: bytes) -> Iterator[bytes]:
 
 
 def values(items: Iterable[Any]) -> dict[str, Any]:
-    """Of a history line or a summary."""
+    """Return the values of a history line or a summary."""
     return {"/".join(x.nested_key) or x.key: json.loads(x.value_json) for x in items}
 
 
@@ -193,7 +193,7 @@ def without_secrets(folder: Path) -> bool:
     return bool(files) and not [file for file in files if KEY.encode() in file.read_bytes()]
 
 
-def a_report(folder: Path) -> ReportSummary:
+def example_report(folder: Path) -> ReportSummary:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "eval.json", folder / "eval.outputs.jsonl"]
     for file in files:
@@ -205,14 +205,14 @@ def a_report(folder: Path) -> ReportSummary:
     return ReportSummary("eval", {"tau": 2.5, "accept@1": 0.75, "speedup": 1.25}, [answer], files)
 
 
-def test_wandb_offline_has_numbers_table_and_artifact(tmp_path: Path, offline: None) -> None:
-    """A real run of the library, into a folder; then the same run once more, continued."""
-    asked: Config = config(tmp_path, "train.wandb.mode=offline")
-    with open_trackers(asked, pytest.fail, True) as (service,):
+def test_wandb_contains_metrics_table_and_artifact(tmp_path: Path, offline: None) -> None:
+    """A real offline run of wandb, then the same run resumed."""
+    settings: Config = config(tmp_path, "train.wandb.mode=offline")
+    with open_trackers(settings, pytest.fail, True) as (service,):
         service.log(0, "train", {"loss@1": 1.0})
-    with open_trackers(asked, pytest.fail, True) as (service,):
+    with open_trackers(settings, pytest.fail, True) as (service,):
         service.log(1, "train", {"loss@1": 0.5})
-        service.report(a_report(tmp_path / "eval"))
+        service.report(example_report(tmp_path / "eval"))
     found = records(tmp_path)
     runs = [r.run for r in found if r.WhichOneof("record_type") == "run"]
     assert {run.run_id for run in runs} == {(tmp_path / IDENTITY).read_text().strip()}
@@ -240,12 +240,12 @@ def test_wandb_offline_has_numbers_table_and_artifact(tmp_path: Path, offline: N
     assert without_secrets(tmp_path)
 
 
-def test_tensorboard_has_the_headline_and_a_text(tmp_path: Path) -> None:
+def test_tensorboard_contains_report_numbers_and_text(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    asked = config(tmp_path, "train.tensorboard=true")
-    with open_trackers(asked, pytest.fail, True) as (service,):
-        service.report(a_report(tmp_path / "eval"))
+    settings = config(tmp_path, "train.tensorboard=true")
+    with open_trackers(settings, pytest.fail, True) as (service,):
+        service.report(example_report(tmp_path / "eval"))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [e.value for e in events.Scalars("eval/tau")] == [2.5]
@@ -253,8 +253,8 @@ def test_tensorboard_has_the_headline_and_a_text(tmp_path: Path) -> None:
     assert b"The[ best time]~ to~ is" in text.tensor_proto.string_val[0]
 
 
-def test_a_run_without_tracker_has_no_wandb_id(tmp_path: Path) -> None:
-    """Nothing is opened for a run that has nothing to tell, and not on other ranks."""
+def test_unused_tracker_is_not_opened(tmp_path: Path) -> None:
+    """Neither without metrics nor on other ranks."""
     with open_trackers(config(tmp_path, "train.wandb.mode=offline"), pytest.fail, True):
         pass
     with open_trackers(config(tmp_path, "train.wandb.mode=offline"), pytest.fail, False) as none:
@@ -263,10 +263,10 @@ def test_a_run_without_tracker_has_no_wandb_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_run_is_tracked(
+def test_train_command_logs_metrics_and_report(
     tmp_path: Path, offline: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command: numbers while it trains, the report when it is measured, and no secret."""
+    """Metrics during training, the report after decoding, and no API key in any file."""
     run = tmp_path / "run"
     words = [
         "train", *SMALL, f"run.dir={run}", "train.quick_eval=true", "eval.limit=2",
@@ -293,9 +293,7 @@ def test_a_whole_run_is_tracked(
     assert all(seconds > 0 for seconds in phases.values())
 
 
-def test_a_missing_package_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"train.tensorboard.*\n.*package is missing"):
         trackers.require_packages(config(tmp_path, "train.tensorboard=true"))

@@ -1,9 +1,8 @@
 """Detection of bad steps: a loss that is NaN or infinite, or far above the recent ones.
 
 The loss of the whole step, summed over micro-batches and ranks, is checked before any weight
-changes, so that all ranks decide alike. A run that has skipped `train.skip_bad` steps stops at the
-next bad one. The recent losses are part of a run's progress, so that a continued run decides as an
-uninterrupted one.
+changes, so that all ranks decide alike. The recent losses are part of a run's progress, so that a
+continued run decides as an uninterrupted one.
 
 Source: loss-spike handling of PaLM (arXiv:2204.02311, section 5.1: skip the batches around a
 spike). Differs: only the spike's own step is skipped, and nothing is rolled back.
@@ -26,14 +25,9 @@ ENOUGH = 8  # losses before the first step can be a spike
 
 
 class BadStepGuard:
-    """Finds bad steps and counts skipped ones in the run's progress."""
+    """Finds bad steps, with `train.skip_bad` and `train.spike`; counts skipped ones in progress."""
 
     def __init__(self, progress: Progress, skip_bad: int, spike: float | None) -> None:
-        """
-        Args:
-            skip_bad: steps that may be skipped in the whole run.
-            spike: a loss this many times the median of the recent ones is bad; None: no check.
-        """
         self.progress, self.skip_bad, self.spike = progress, skip_bad, spike
 
     @property
@@ -54,26 +48,13 @@ class BadStepGuard:
         del recent[:-RECENT]
         return ""
 
-    def may_skip(self) -> bool:
-        """Count a bad step; return whether the run may continue without it."""
-        if self.progress.skipped >= self.skip_bad:
-            return False
-        self.progress.skipped += 1
-        return True
-
     def skip(self, problem: str, file: Path) -> str:
-        """Skip the current step; return the message for the user.
-
-        Args:
-            file: where the rows of the step are stored.
-
-        Raises:
-            RunError: no more steps may be skipped.
-        """
+        """Skip the current step, or stop with a `RunError`; return the message for the user."""
         message = f"Step {self.progress.step} is bad: {problem}; its batch is in {file}."
-        if not self.may_skip():
+        if self.progress.skipped >= self.skip_bad:
             fix = "Look at the batch, lower train.lr, or allow more with train.skip_bad."
             raise RunError(message, fix)
+        self.progress.skipped += 1
         return f"{message} Skipped ({self.progress.skipped} of {self.skip_bad})."
 
 

@@ -22,22 +22,18 @@ def save_if_best(run: Trainer, metrics: dict[str, float]) -> bool:
     if metrics["accept_length"] <= progress.best:
         return False
     progress.best, progress.best_step = metrics["accept_length"], progress.step
-    _save(run, best_folder(run), metrics)
+    tensors = checkpoint.collect_state(run.objective, None)
+    if run.main:
+        prefix = "parameter.drafter."
+        weights = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        about = {"step": progress.step, "held_out": metrics}
+        native.save(run.drafter, best_folder(run), run.target, run.config.drafter, about, weights)
     return True
 
 
 def best_folder(run: Trainer) -> Path:
     """Return the folder of the best drafter; each step has its own, so that writes are atomic."""
     return run.folder / "best" / f"step-{run.progress.best_step:08d}"
-
-
-def _save(run: Trainer, folder: Path, metrics: dict[str, float]) -> None:
-    tensors = checkpoint.collect_state(run.objective, None)
-    if run.main:
-        prefix = len("parameter.drafter.")
-        weights = {k[prefix:]: v for k, v in tensors.items() if k.startswith("parameter.")}
-        about = {"step": run.progress.step, "held_out": metrics}
-        native.save(run.drafter, folder, run.target, run.config.drafter, about, weights)
 
 
 def publish(run: Trainer) -> Path:
@@ -54,10 +50,9 @@ def publish(run: Trainer) -> Path:
 
 def is_published(run: Trainer) -> bool:
     """Return whether `drafter/` is the result of these steps; the same on all ranks."""
-    published = False
-    if run.main and (run.folder / "drafter").is_dir():
-        file = run.folder / "training.json"
-        published = file.is_file() and read_json(file, checkpoint.FIX)["steps"] == run.progress.step
+    published, file = False, run.folder / "training.json"
+    if run.main and (run.folder / "drafter").is_dir() and file.is_file():
+        published = read_json(file, checkpoint.FIX)["steps"] == run.progress.step
     return bool(run.reduce(torch.tensor(float(published))) > 0)
 
 

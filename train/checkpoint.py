@@ -1,17 +1,16 @@
 """Checkpoints: atomic folders with hashes, independent of the number of ranks.
 
 A checkpoint is a folder `step-00000100` with `state.safetensors` (fp32 parameters and both moments
-of AdamW, by parameter name) and `state.json` (progress and hash). It is written under a temporary
-name and renamed, and renamed again before it is removed, so that a folder with this name is
-complete. Ranks of ZeRO hold slices: full tensors are gathered for saving and divided again on
-loading. Everything else a run depends on (data order, random numbers, learning rate) is a function
-of the step; of a run limited by minutes, of the step and the seconds, which are saved too.
+of AdamW, by parameter name) and `state.json` (progress and hash). A folder with this name is
+complete: it is renamed after writing and before removal. Ranks of ZeRO hold slices: full tensors
+are gathered for saving and divided again on loading. All else that a run depends on (data order,
+random numbers, learning rate) is a function of the step and, if limited by minutes, the seconds.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,30 +35,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Progress:
-    """Where a run is.
+    """Where a run is."""
 
-    Attributes:
-        step: optimizer steps done.
-        seconds: training time so far, for train.max_minutes.
-        best: longest held-out acceptance length so far; best_step: the step it was measured at.
-        skipped: bad steps that were skipped.
-        recent: losses of the last steps that were not (train/bad_steps.py).
-        phases: seconds by activity.
-    """
-
-    step: int = 0
-    seconds: float = 0.0
-    best: float = 0.0
-    best_step: int = 0
+    step: int = 0  # optimizer steps done
+    seconds: float = 0.0  # training time so far, for train.max_minutes
+    best: float = 0.0  # longest held-out acceptance length so far
+    best_step: int = 0  # the step that it was measured at
     finished: bool = False
-    skipped: int = 0
-    recent: list[float] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Progress":
-        """Return the progress of a `state.json`; older ones also hold "joules"."""
-        return cls(**{name: value for name, value in fields.items() if name != "joules"})
+    skipped: int = 0  # bad steps
+    recent: list[float] = field(default_factory=list)  # losses of the last other steps
+    phases: dict[str, float] = field(default_factory=dict)  # seconds by activity
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -71,35 +56,15 @@ class Progress:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - start
 
 
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Which checkpoints stay.
-
-    Attributes:
-        last: the newest ones, at least 1.
-        every: also those of every `every` steps; None: no others.
-    """
-
-    last: int
-    every: int | None = None
-
-    def removable(self, checkpoints: list[Path]) -> list[Path]:
-        """Return those that need not stay.
-
-        Args:
-            checkpoints: oldest first.
-        """
-        old = checkpoints[: -self.last]
-        return [folder for folder in old if not self.every or _step(folder) % self.every]
-
-
 def save(
-    folder: Path, tensors: dict[str, Tensor], progress: Progress, retention: RetentionPolicy
+    folder: Path, tensors: dict[str, Tensor], progress: Progress, last: int, every: int | None
 ) -> None:
     """Write `folder/step-N` and remove checkpoints that need not stay. One rank calls it.
 
     Args:
         tensors: from `collect_state`, which every rank calls.
+        last: newest checkpoints that stay, at least 1.
+        every: those of every `every` steps stay too; None: no others.
 
     Raises:
         DiskFull, RunError: it could not be written; older checkpoints are unchanged.
@@ -120,8 +85,9 @@ def save(
         raise
     partial.rename(final)
     sync_folder(folder)
-    for old in retention.removable(list_checkpoints(folder)):
-        remove_folder(old)
+    for old in list_checkpoints(folder)[:-last]:
+        if not every or int(old.name.removeprefix("step-")) % every:
+            remove_folder(old)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -129,20 +95,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
 def load_newest(
     checkpoints: list[Path], model: nn.Module, optimizer: Any
 ) -> tuple[Progress, list[CorruptFile]]:
-    """Load the newest checkpoint that is not damaged; every rank finds the same one.
-
-    Args:
-        checkpoints: oldest first, at least one.
+    """Load the newest of the checkpoints (oldest first, at least one) that is not damaged.
 
     Returns:
-        Its progress, and the errors of the newer ones.
+        Its progress, and the errors of the newer ones; the same on every rank.
 
     Raises:
         RunError: it belongs to another configuration.
@@ -151,9 +110,18 @@ def load_newest(
     errors: list[CorruptFile] = []
     for folder in reversed(checkpoints):
         try:
-            return load(folder, model, optimizer), errors
+            about = read_json(folder / "state.json", FIX)
+            tensors = read_tensors(folder / "state.safetensors", about.get("sha256"), FIX)
         except CorruptFile as error:
             errors.append(error)
+            continue
+        try:
+            fields = {name: x for name, x in about["progress"].items() if name != "joules"}  # old
+            progress = Progress(**fields)
+            restore_state(model, optimizer, tensors, progress.step - progress.skipped)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise RunError(f"{folder} does not fit this configuration: {error}", FIX) from None
+        return progress, errors
     raise errors[0]
 
 
@@ -164,29 +132,8 @@ def quarantine(folder: Path) -> Path:
     return folder.rename(damaged)
 
 
-def load(folder: Path, model: nn.Module, optimizer: Any) -> Progress:
-    """Restore model and optimizer from a checkpoint. Every rank calls it.
-
-    Raises:
-        CorruptFile: it cannot be read.
-        RunError: it belongs to another configuration.
-    """
-    about = read_json(folder / "state.json", FIX)
-    tensors = read_tensors(folder / "state.safetensors", about.get("sha256"), FIX)
-    try:
-        progress = Progress.from_json(about["progress"])
-        restore_state(model, optimizer, tensors, progress.step - progress.skipped)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise RunError(f"{folder} does not fit this configuration: {error}", FIX) from None
-    return progress
-
-
 def collect_state(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
-    """Return copies of the fp32 parameters, their moments and the buffers, by name.
-
-    Args:
-        optimizer: None leaves the moments out.
-    """
+    """Return copies of fp32 parameters, their moments (if an optimizer) and buffers, by name."""
     out = {f"buffer.{n}": value.to("cpu", copy=True) for n, value in model.named_buffers()}
     for name, parameter in _trained(model):
         out[f"parameter.{name}"] = _master(parameter).to("cpu", copy=True)
@@ -198,20 +145,18 @@ def collect_state(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
 
 
 def restore_state(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: int) -> None:
-    """The reverse of `gather`.
+    """The reverse of `collect_state`; names or shapes that differ raise KeyError or ValueError.
 
     Args:
         step: steps that the optimizer took, for AdamW's correction of its first moments.
-
-    Raises:
-        KeyError, ValueError: names or shapes differ.
     """
     for name, buffer in model.named_buffers():
         buffer.copy_(tensors[f"buffer.{name}"])
     for name, parameter in _trained(model):
         value = tensors[f"parameter.{name}"]
-        if value.shape != _shape(parameter):
-            raise ValueError(f"{name} is {tuple(value.shape)}, not {tuple(_shape(parameter))}")
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3's whole tensor
+        if value.shape != shape:
+            raise ValueError(f"{name} is {tuple(value.shape)}, not {tuple(shape)}")
         moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
         if _is_partitioned(parameter):
             _set_partitioned(parameter, value, moments, optimizer, step)
@@ -241,10 +186,6 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
 
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
 def _master(parameter: nn.Parameter) -> Tensor:
     if not _is_partitioned(parameter):
         return parameter.detach()
@@ -264,24 +205,16 @@ def _moment(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor | None
     return out
 
 
-def _update_forward_copy(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set the copy that the forward computes with, which is not the fp32 master."""
-    if not hasattr(parameter, "ds_id"):
-        parameter.data.copy_(value)
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        parameter.data.copy_(value)
-
-
 def _set_partitioned(
     parameter: nn.Parameter, value: Tensor, moments: dict[str, Tensor], optimizer: Any, step: int
 ) -> None:
+    import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     safe_set_full_fp32_param(parameter, value)
-    _update_forward_copy(parameter, value)
+    sliced = hasattr(parameter, "ds_id")
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sliced):
+        parameter.data.copy_(value)  # the copy that the forward computes with
     for moment, tensor in moments.items():
         safe_set_full_optimizer_state(parameter, tensor, moment)
     for state in unwrap_optimizer(optimizer).state.values():

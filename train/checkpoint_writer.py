@@ -20,21 +20,13 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Start a job once the one before is done.
-
-        Raises:
-            Exception: the error of the job before.
-        """
+        """Start a job once the one before is done, or raise the error of that one."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,))
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the job.
-
-        Raises:
-            Exception: its error.
-        """
+        """Wait for the job; raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -49,42 +41,24 @@ class BackgroundWriter:
             self._error = error
 
 
-class CheckpointWriter:
+class CheckpointWriter(BackgroundWriter):
     """Writes checkpoints of one run folder and removes those that need not stay."""
 
     def __init__(self, folder: Path, train: TrainConfig) -> None:
-        self.folder = folder
-        self.retention = checkpoint.RetentionPolicy(train.keep_last, train.keep_every)
-        self._background = BackgroundWriter()
+        super().__init__()
+        self.folder, self.keep_last, self.keep_every = folder, train.keep_last, train.keep_every
 
-    def submit(self, tensors: dict[str, Tensor], progress: checkpoint.Progress) -> None:
-        """Write a checkpoint while training goes on.
-
-        Args:
-            tensors, progress: copies that training does not change.
-
-        Raises:
-            Exception: the error of the checkpoint before.
-        """
-        self._background.submit(partial(self._write, tensors, progress))
-
-    def wait(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            Exception: the error of the last checkpoint.
-        """
-        self._background.wait()
+    def save(self, tensors: dict[str, Tensor], progress: checkpoint.Progress) -> None:
+        """Write a checkpoint while training goes on, which must not change the arguments."""
+        self.submit(partial(self._write, tensors, progress))
 
     def _write(self, tensors: dict[str, Tensor], progress: checkpoint.Progress) -> None:
-        checkpoint.save(self.folder / "checkpoints", tensors, progress, self.retention)
-        self._remove_drafters(progress.best_step)
-
-    def _remove_drafters(self, best_step: int) -> None:
-        """Remove best drafters that no checkpoint refers to, except for the newest one."""
-        files = [f / "state.json" for f in checkpoint.list_checkpoints(self.folder / "checkpoints")]
+        folder = self.folder / "checkpoints"
+        checkpoint.save(folder, tensors, progress, self.keep_last, self.keep_every)
+        # best drafters that no checkpoint refers to, except for the newest one
+        files = [saved / "state.json" for saved in checkpoint.list_checkpoints(folder)]
         steps = {read_json(f, checkpoint.FIX)["progress"]["best_step"] for f in files}
-        for folder in (self.folder / "best").glob("step-*"):
-            step = int(folder.name.removeprefix("step-"))
-            if step < best_step and step not in steps:
-                remove_folder(folder)
+        for best in (self.folder / "best").glob("step-*"):
+            step = int(best.name.removeprefix("step-"))
+            if step < progress.best_step and step not in steps:
+                remove_folder(best)

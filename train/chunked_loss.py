@@ -35,24 +35,14 @@ class ChunkedLoss:
     """The loss of guesses at some depths under a trace."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        teacher: Teacher,
-        trace: Trace,
-        guesses: Sequence[Guess],
-        scale: Float[Tensor, " D"],
-        sums: MetricSums,
-        terms: Sequence[Term],
-        *,
-        path: str,
-        full: bool,
-        measure: bool,
-    ) -> None:
+        self, drafter: Drafter, teacher: Teacher, trace: Trace, guesses: Sequence[Guess],
+        scale: Float[Tensor, " D"], sums: MetricSums, terms: Sequence[Term],
+        *, path: str, full: bool, measure: bool,
+    ) -> None:  # fmt: skip
         """
         Args:
             scale: per depth, factor of its sum.
             sums: receives what is counted, in the order of `guesses`.
-            path: fused, kept or plain.
             full: compute the target's real probabilities, which needs its whole head.
             measure: compute alpha and rounds too.
         """
@@ -70,29 +60,34 @@ class ChunkedLoss:
         size = (2, len(self.depths), *trace.ids.shape)  # acceptance: greedy, sampling
         self.chances = torch.zeros(size if measure else 0, device=self.last.device)
 
+    def loss(self) -> Float[Tensor, ""]:
+        """Return the loss; the sums are updated."""
+        if self.path != "fused" or not torch.is_grad_enabled():
+            return self.run(self.hidden, None)
+        parameters = [p for p in self.drafter.parameters() if p.requires_grad]
+        out: Tensor = _Fused.apply(self, len(self.hidden), *self.hidden, *parameters)  # type: ignore[no-untyped-call]
+        return out
+
     def run(self, hidden: list[Tensor], on_chunk: OnChunk | None) -> Float[Tensor, ""]:
-        """Return the loss; the sums are updated.
+        """Return the loss of these states by depth.
 
         Args:
-            hidden: states of the guesses by depth.
             on_chunk: computes gradients of a chunk, whose graph is then freed.
         """
         total = self.last.new_zeros((), dtype=torch.float32)
         for rows in self._chunks():
-            guess_rows = [
-                (rows - depth)[mask]
-                for depth, mask in zip(self.depths, self._supervised(rows), strict=True)
-            ]
+            masks = self._supervised(rows)
+            guess_rows = [(rows - d)[mask] for d, mask in zip(self.depths, masks, strict=True)]
             states = [h[at] for h, at in zip(hidden, guess_rows, strict=True)]
             if on_chunk is not None:
                 states = [state.detach().requires_grad_() for state in states]
-            loss = self._chunk_loss(states, rows)
+            loss = self._chunk_loss(states, rows, masks)
             if on_chunk is not None:
                 on_chunk(loss, states, guess_rows)
                 loss = loss.detach()
             total = total + loss
-        if self.measure:
-            self._count_rounds()
+        for i, chances in enumerate(self.chances, start=1):  # none if not measured
+            self.sums.rounds[0], self.sums.rounds[i] = expected_rounds(chances, self.trace)
         return total
 
     def _chunks(self) -> list[Int[Tensor, " rows"]]:
@@ -130,11 +125,12 @@ class ChunkedLoss:
             for d, mask in zip(self.depths, self.masks, strict=True)
         ]
 
-    def _chunk_loss(self, states: list[Tensor], rows: Int[Tensor, " rows"]) -> Float[Tensor, ""]:
+    def _chunk_loss(
+        self, states: list[Tensor], rows: Int[Tensor, " rows"], masks: list[Bool[Tensor, " rows"]]
+    ) -> Float[Tensor, ""]:
         """Return the loss of one chunk; its metrics are added to the sums."""
         with torch.no_grad():
             teacher = self._teacher_rows(rows)
-        masks = self._supervised(rows)
         which = torch.cat([torch.nonzero(mask).flatten() for mask in masks])
         level = torch.cat([torch.full_like(rows[mask], i) for i, mask in enumerate(masks)])
         p, compare_states = teacher.p[which], any(term.spec.needs_states for term in self.terms)
@@ -153,11 +149,7 @@ class ChunkedLoss:
         return loss
 
     def _sum_terms(self, inputs: LossInputs, level: Int[Tensor, " N"]) -> Float[Tensor, ""]:
-        """Return all terms together, weighted by depth.
-
-        Args:
-            level: index of each guess's depth.
-        """
+        """Return all terms together, weighted by depth; `level` is the index of a guess's depth."""
         total = torch.zeros_like(level, dtype=torch.float32)
         for i, term in enumerate(self.terms):
             values, counted = term(inputs)
@@ -171,9 +163,7 @@ class ChunkedLoss:
         """Add agreement and, if measured, acceptance of the guesses.
 
         Args:
-            argmax: the target's top-1 token at each guess's target row.
-            rows: these target rows.
-            level: index of each guess's depth.
+            argmax: the target's top-1 token at each guess's target row, in `rows`.
         """
         agree = self.drafter.vocab.to_target(first_argmax(inputs.logits)) == argmax
         self.sums.agree.index_add_(0, level, agree.double())
@@ -187,19 +177,6 @@ class ChunkedLoss:
         greedy, sampling = self.chances.flatten(2)
         greedy[level, rows - depth] = agree.float()
         sampling[level, rows - depth] = torch.where(inputs.token >= 0, accepted, 0.0)
-
-    def _count_rounds(self) -> None:
-        for i, chances in enumerate(self.chances, start=1):
-            tokens, rounds = expected_rounds(chances, self.trace)
-            self.sums.rounds[0] = tokens
-            self.sums.rounds[i] = rounds
-
-
-def fused_loss(loss: ChunkedLoss) -> Float[Tensor, ""]:
-    """Return `loss.run` as one autograd function of the states and the trained parameters."""
-    parameters = [p for p in loss.drafter.parameters() if p.requires_grad]
-    out: Tensor = _Fused.apply(loss, len(loss.hidden), *loss.hidden, *parameters)  # type: ignore[no-untyped-call]
-    return out
 
 
 class _Fused(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """DeepSpeed's compiled operator, built by one process at a time.
 
 torch marks a running build with a file. A killed process leaves the file, and others wait for it
-forever. Here builds have a folder of their own and a lock that the kernel releases: its holder
-removes a leftover file.
+forever. Here builds have a folder with a kernel lock, whose holder removes a leftover file.
 """
 
 import os
@@ -14,7 +13,6 @@ from outrider.conf.files import folder_lock
 from outrider.conf.paths import cache_home
 
 OPERATOR = "ShareMemCommBuilder"  # reduction between ranks of one machine without a GPU
-FOLDER = "TORCH_EXTENSIONS_DIR"
 BUILD_LOCK = "lock"
 
 
@@ -26,6 +24,7 @@ def build_folder() -> Path:
 def load_operator() -> None:
     """Load the operator into this process, where DeepSpeed then finds it."""
     import deepspeed
+    from accelerate.utils import patch_environment
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(OPERATOR)
@@ -34,14 +33,10 @@ def load_operator() -> None:
     folder = build_folder() / builder.name
     if not any(folder.glob("*.so")) and os.environ.get("RANK", "0") == "0":
         print("DeepSpeed compiles an operator: about a minute, once on this machine", flush=True)
-    previous = os.environ.get(FOLDER)
-    os.environ[FOLDER] = str(build_folder())
-    try:
-        with folder_lock(build_folder(), on_wait=lambda: None) as alone:
-            if alone:
-                (folder / BUILD_LOCK).unlink(missing_ok=True)
-            builder.load()
-    finally:
-        os.environ.pop(FOLDER)
-        if previous is not None:
-            os.environ[FOLDER] = previous
+    with (
+        patch_environment(TORCH_EXTENSIONS_DIR=str(build_folder())),
+        folder_lock(build_folder(), on_wait=lambda: None) as alone,
+    ):
+        if alone:
+            (folder / BUILD_LOCK).unlink(missing_ok=True)
+        builder.load()

@@ -36,52 +36,39 @@ BUCKET = 2**26  # most gradients that are reduced together
 
 
 def require_matching_launcher(launch: LaunchConfig) -> None:
-    """
-    Raises:
-        ConfigError: the launcher and the configuration contradict each other.
-    """
+    """Raise a `ConfigError` if the launcher and the configuration contradict each other."""
     if launch.name == "single" and world_size() > 1:
-        raise ConfigError(
-            "launch", "single", f"The launcher started {world_size()} processes.",
-            "Use launch=ddp, zero1, zero2 or zero3, or start one process.",
-        )  # fmt: skip
+        why = f"The launcher started {world_size()} processes."
+        fix = "Use launch=ddp, zero1, zero2 or zero3, or start one process."
+        raise ConfigError("launch", "single", why, fix)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if deepspeed and launch.name != f"zero{stage}":
-        raise ConfigError(
-            "launch", launch.name, f"The launcher was told to use DeepSpeed, ZeRO stage {stage}.",
-            f"Use launch=zero{stage}, or drop --use_deepspeed from the launcher.",
-        )  # fmt: skip
+        why = f"The launcher was told to use DeepSpeed, ZeRO stage {stage}."
+        fix = f"Use launch=zero{stage}, or drop --use_deepspeed from the launcher."
+        raise ConfigError("launch", launch.name, why, fix)
     for name, option in REFUSED.items():
         value = os.environ.get(name, "").lower()
         if value not in ("", "false", "none"):
-            raise ConfigError(
-                "launch", launch.name, f"The launcher was told {option} ({name}={value}).",
-                "launch=... sets everything about ranks; drop it from the launcher.",
-            )  # fmt: skip
+            why = f"The launcher was told {option} ({name}={value})."
+            fix = "launch=... sets everything about ranks; drop it from the launcher."
+            raise ConfigError("launch", launch.name, why, fix)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if steps not in ("", str(launch.accumulation)):
-        raise ConfigError(
-            "launch.accumulation", launch.accumulation,
-            f"The launcher was told gradient_accumulation_steps {steps}, which accelerate uses.",
-            "Set launch.accumulation alone; drop it from the launcher.",
-        )  # fmt: skip
+        why = f"The launcher was told gradient_accumulation_steps {steps}, which accelerate uses."
+        fix = "Set launch.accumulation alone; drop it from the launcher."
+        raise ConfigError("launch.accumulation", launch.accumulation, why, fix)
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed not in ("no", launch.precision):
-        raise ConfigError(
-            "launch.precision", launch.precision,
-            f"The launcher was told to use --mixed_precision {mixed}.",
-            "Set launch.precision alone, and give the launcher --mixed_precision no.",
-        )  # fmt: skip
+        why = f"The launcher was told to use --mixed_precision {mixed}."
+        fix = "Set launch.precision alone, and give the launcher --mixed_precision no."
+        raise ConfigError("launch.precision", launch.precision, why, fix)
 
 
 def build_accelerator(launch: LaunchConfig, clip: float, micro_batch: int, count: int) -> Any:
     """Return the Accelerator of this rank.
 
-    Args:
-        clip: largest gradient norm, for DeepSpeed, which clips by itself.
-        micro_batch: rows per forward, for DeepSpeed.
-        count: trained parameters.
+    DeepSpeed clips by itself, and needs the rows per forward and the number of trained parameters.
     """
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs

@@ -1,17 +1,15 @@
 """Rank heartbeats: name the silent rank when a collective times out.
 
 Every rank writes its step, and a thread of it every few seconds the time, to the store of the
-process group. When a wait ends in an error (gloo), a rank reads what the others wrote and reports
-those that are longest out of date.
-
-NCCL's watchdog ends the process instead of raising an error. The thread therefore also reads the
-other ranks' entries and reports silent ranks before the timeout. A rank whose thread runs while its
-step hangs is not silent: only NCCL's own message names it.
+process group. When a wait ends in an error (gloo), a rank reports those longest out of date. NCCL's
+watchdog ends the process instead, so the thread also reports silent ranks before the timeout. A
+rank whose thread runs while its step hangs is not silent: only NCCL's own message names it.
 """
 
 import sys
 import threading
 import time
+from typing import Any
 
 import torch
 
@@ -26,13 +24,9 @@ ALARM = 0.75  # share of the timeout after which a silent rank is reported
 class Heartbeat:
     """Heartbeats of one rank; nothing is written in a run of one process."""
 
-    def __init__(self, rank: int, world: int, wait: float) -> None:
-        """
-        Args:
-            wait: timeout of a collective, seconds.
-        """
+    def __init__(self, rank: int, world: int, wait: float) -> None:  # wait: timeout, seconds
         self.rank, self.world, self.wait, self.step = rank, world, wait, 0
-        self.store = None
+        self.store: Any = None
         self._closed, self._last_write = threading.Event(), 0.0
         self._entries = dict[int, tuple[str, float]]()  # by rank: last entry, and when it changed
         self._reported = set[int]()
@@ -50,7 +44,6 @@ class Heartbeat:
             self._write()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
 
     def explain_timeout(self, error: Exception) -> str:
@@ -87,10 +80,8 @@ class Heartbeat:
     def _check_others(self, now: float) -> str:
         """Return a message about ranks that became silent, on the first rank that is not.
 
-        A rank is silent when its entry has not changed for long by this rank's clock: clocks of
-        machines may differ.
+        Silent: the entry has not changed for long by this rank's clock, as clocks may differ.
         """
-        assert self.store is not None, "several ranks have a store"
         others = [rank for rank in range(self.world) if rank != self.rank]
         if not self.store.check([f"outrider/{rank}" for rank in others]):
             return ""  # a rank has not started; reading its entry would block
@@ -110,12 +101,10 @@ class Heartbeat:
         return f"Rank {self.rank} is at step {self.step}: {'; '.join(parts)}.\n"
 
     def _write(self) -> None:
-        assert self.store is not None, "several ranks have a store"
         self._last_write = time.monotonic()
         self.store.set(f"outrider/{self.rank}", f"{self.step} {time.time()}")
 
     def _read(self, rank: int) -> tuple[int, float]:
         """Return a rank's step and the age of its entry in seconds."""
-        assert self.store is not None, "several ranks have a store"
         step, written = self.store.get(f"outrider/{rank}").decode().split()
         return int(step), time.time() - float(written)

@@ -1,7 +1,6 @@
 """The training loop.
 
-It runs once more than it steps, so that the last weights are evaluated too. `fit` is a function of
-its arguments: a test calls it with a tiny target and reads the run folder.
+It runs once more than it steps, so that the last weights are evaluated too.
 """
 
 import math
@@ -26,7 +25,7 @@ from outrider.train.metrics_log import MetricsLog
 from outrider.train.resume import resume
 from outrider.train.schedule import fraction_done, learning_rate
 from outrider.train.step_data import MicroBatch
-from outrider.train.stop_signal import StopSignal
+from outrider.train.stop_signal import stop_signals
 from outrider.train.trackers import TrackerThread
 from outrider.train.trainer import Trainer
 
@@ -42,16 +41,13 @@ def fit(
     """Train a drafter; `<run.dir>/drafter/` holds the best one afterwards.
 
     Args:
-        trackers: receive every logged metric.
         on_start: called on the main rank before the first step, with everything built.
 
     Returns:
-        The folder of the drafter; None when a signal stopped the run (it is saved, and the same
-        command continues it).
+        The folder of the drafter; None when a signal stopped the run, which is saved.
 
     Raises:
-        RunError: the loss is NaN or infinite, or a checkpoint is damaged.
-        DiskFull: the disk is full.
+        RunError: the loss is NaN or infinite, a checkpoint is damaged, or the disk is full.
         ConfigError: the run folder holds a run with other settings.
     """
     with console.status("finding first weights and preparing the ranks"):
@@ -71,10 +67,10 @@ def fit(
             on_start(run)
     start = time.monotonic() - run.progress.seconds
     try:
-        with StopSignal() as signal, MetricsLog(config, console, run.main, trackers) as log:
+        with stop_signals() as received, MetricsLog(config, console, run.main, trackers) as log:
             log.rewind(first_step if resumed else -1)
             while True:
-                stop = _sync_stop_and_clock(run, signal.received)
+                stop = _sync_stop_and_clock(run, bool(received))
                 step, over = run.progress.step, fraction_done(config.train, run.progress) >= 1
                 evaluated = resumed and step == first_step
                 if (over or step % config.train.eval_every == 0) and not evaluated:
@@ -107,8 +103,7 @@ def fit(
 def _sync_stop_and_clock(run: Trainer, stop: bool) -> bool:
     """Set the main rank's clock on all ranks; return whether any rank was told to stop.
 
-    Learning rate and end of a run in minutes depend on the clock: ranks that differ in either
-    diverge or deadlock.
+    Learning rate and end of a run in minutes depend on it: ranks that differ diverge or deadlock.
     """
     seconds = run.progress.seconds * run.main
     stops, run.progress.seconds = run.reduce(
@@ -143,12 +138,9 @@ def optimizer_step(
 ) -> tuple[MetricSums, float, str]:
     """Accumulate the gradients of this rank's micro-batches and step AdamW.
 
-    Args:
-        measure: compute the costly metrics too.
-
     Returns:
-        The metric sums of this rank, the gradient norm before clipping, and what is wrong with the
-        step ("" if it was taken).
+        The metric sums of this rank, with the costly ones if `measure`; the gradient norm before
+        clipping; what is wrong with the step ("" if it was taken).
     """
     sums, norm = run.objective.zero_sums(run.target.device), 0.0
     denominators = run.loss_denominators(micro_batches)
@@ -162,19 +154,15 @@ def optimizer_step(
                 return sums, norm, problem
             run.accelerator.backward(loss * share)
             if run.accelerator.sync_gradients:
-                norm = _clip_gradient(run)
+                parameters, clip = run.model.parameters(), run.config.train.clip
+                norm = run.accelerator.clip_grad_norm_(parameters, clip)
+                norm = 0.0 if norm is None else float(norm)  # DeepSpeed may not return it
                 if not 0 <= norm < math.inf:  # DeepSpeed returns -1 where it masks NaN
                     return sums, norm, f"the norm of its gradient is {norm}"
             run.optimizer.step()
             run.optimizer.zero_grad()
         sums.add(part)
     return sums, norm, ""
-
-
-def _clip_gradient(run: Trainer) -> float:
-    """Return the gradient norm before clipping; 0 where DeepSpeed does not return it."""
-    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.train.clip)
-    return 0.0 if norm is None else float(norm)
 
 
 def _problem(run: Trainer, total_loss: torch.Tensor) -> str:
@@ -196,7 +184,7 @@ def _update_ratio(before: list[torch.Tensor], after: list[torch.Tensor]) -> dict
 
 
 def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, float]) -> None:
-    metrics = run.sum_over_ranks(sums).means()
+    metrics = run.means(sums)
     progress, weights = run.progress, enumerate(run.objective.weights, start=1)
     speed = progress.step * run.rows * run.config.data.max_length / max(progress.seconds, 1e-9)
     metrics["objective"] = sum(w * metrics.get(f"loss@{depth}", 0.0) for depth, w in weights)

@@ -4,9 +4,8 @@
     drafter.loss=[smooth_l1,0.1*soft_ce]      states, and a little of the distribution (EAGLE)
     drafter.loss=[0.5*jsd:0.1,0.5*lk_hybrid]  a term may have a parameter after a colon
 
-A term returns its value at every supervised row of a chunk (in nats, where it is an entropy) and
-which rows it counts; the objective sums both and divides once, by counts of the whole step. Softmax
-and sums run in float32 for any input.
+A term returns its value at every supervised row of a chunk (entropies in nats) and which rows it
+counts; the objective sums both and divides once, by counts of the whole step. All in float32.
 
 In all formulas p is the teacher and q the drafter's softmax over the draft vocabulary. With a
 reduced vocabulary there are two p: `p` sums to 1 over the draft vocabulary (with renormalise=false:
@@ -35,25 +34,15 @@ FLOOR = 1e-30  # of an acceptance probability, before its logarithm
 
 @dataclass
 class LossInputs:
-    """Rows of a chunk, as the terms read them.
+    """Rows of a chunk, as the terms read them; no states where no term compares them."""
 
-    Attributes:
-        logits: of the drafter.
-        p: the teacher over the draft vocabulary.
-        p_full: the target's probabilities; they sum to the draft vocabulary's share.
-        argmax_in_vocab: the target's top-1 token is in the draft vocabulary.
-        token: the text's token as a draft id, -1 where it is not in the draft vocabulary.
-        state, feature: the drafter's state and the target's last state that it approximates; empty
-            where no term compares states.
-    """
-
-    logits: Float[Tensor, "N Vd"]
-    p: Float[Tensor, "N Vd"]
-    p_full: Float[Tensor, "N Vd"]
-    argmax_in_vocab: Bool[Tensor, " N"]
-    token: Int[Tensor, " N"]
-    state: Float[Tensor, "M D"]
-    feature: Float[Tensor, "M H"]
+    logits: Float[Tensor, "N Vd"]  # of the drafter
+    p: Float[Tensor, "N Vd"]  # the teacher
+    p_full: Float[Tensor, "N Vd"]  # the target's; sum to the draft vocabulary's share
+    argmax_in_vocab: Bool[Tensor, " N"]  # the target's top-1 token is in the draft vocabulary
+    token: Int[Tensor, " N"]  # the text's, as a draft id; -1: not in the draft vocabulary
+    state: Float[Tensor, "M D"]  # the drafter's
+    feature: Float[Tensor, "M H"]  # the target's last state, which `state` approximates
 
     @cached_property
     def log_q(self) -> Float[Tensor, "N Vd"]:
@@ -68,24 +57,17 @@ class LossInputs:
 class LossSpec(NamedTuple):
     """Definition of a term.
 
-    Attributes:
-        loss: value of every row, given the term's parameter.
-        meaning: one line with the source.
-        rows: which rows it counts: "top1" (the target's top-1 token is in the draft vocabulary),
-            "token" (the text's token is) or "all".
-        default: of the parameter; None: the term has none.
-        interval: of the parameter.
-        needs_states: it compares states, which only drafters in the target's space have.
-        needs_full_head: it reads `p_full`.
+    It counts the rows whose top-1 token under the target is in the draft vocabulary ("top1"), those
+    whose token of the text is ("token"), or "all".
     """
 
-    loss: Callable[[LossInputs, float], Float[Tensor, " N"]]
+    loss: Callable[[LossInputs, float], Float[Tensor, " N"]]  # of every row, given the parameter
     meaning: str
     rows: str = "top1"
-    default: float | None = None
-    interval: str = ""
-    needs_states: bool = False
-    needs_full_head: bool = False
+    default: float | None = None  # of the parameter; None: the term has none
+    interval: str = ""  # of the parameter
+    needs_states: bool = False  # compares states, which only drafters in the target's space have
+    needs_full_head: bool = False  # reads `p_full`
 
 
 @dataclass(frozen=True)
@@ -109,17 +91,12 @@ class Term:
 
 
 def parse_loss(parts: Sequence[str]) -> tuple[Term, ...]:
-    """Return the terms of a loss: ["0.5*jsd:0.1", "tv"].
-
-    Raises:
-        ConfigError: drafter.loss is empty or has an unknown term.
-    """
+    """Return the terms of a loss: ["0.5*jsd:0.1", "tv"]."""
     terms = tuple(_term(part) for part in parts)
     names = [term.name for term in terms]
     if not terms or len(set(names)) < len(names):
-        raise ConfigError(
-            "drafter.loss", list(parts), "A loss is one term or several different ones.", _SYNTAX
-        )
+        why = "A loss is one term or several different ones."
+        raise ConfigError("drafter.loss", list(parts), why, _SYNTAX)
     return terms
 
 
@@ -148,34 +125,27 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
         mean:0.3          .1 .1 .1     an equal share for each (DeepSeek-V3)
         1/0.5/0.25        as written, one per depth
 
-    Raises:
-        ConfigError: drafter.depth_weights is none of these.
+    Any other text raises a `ConfigError`.
     """
     name, _, number = text.partition(":")
     try:
         if name == "first" and not number:
-            return [1.0] + [0.0] * (depths - 1)
-        if name in ("geometric", "normalised"):
+            weights = [1.0] + [0.0] * (depths - 1)
+        elif name in ("geometric", "normalised"):
             weights = [float(number) ** d for d in range(depths)]
-            total = sum(weights) if name == "normalised" else 1.0
-            return _validated([weight / total for weight in weights])
-        if name == "mean":
-            return _validated([float(number) / depths] * depths)
-        weights = [float(part) for part in text.split("/")]
-        if len(weights) == depths:
-            return _validated(weights)
+        elif name == "mean":
+            weights = [float(number) / depths] * depths
+        else:
+            weights = [float(part) for part in text.split("/")]
     except ValueError:
-        pass
+        weights = []
+    if len(weights) == depths and all(0 <= w < math.inf for w in weights) and any(weights):
+        total = sum(weights) if name == "normalised" else 1.0
+        return [weight / total for weight in weights]
     raise ConfigError(
         "drafter.depth_weights", text, f"This does not give weights to {depths} depths.",
         "Use first, geometric:0.8, normalised:0.6, mean:0.3, or one number per depth: 1/0.5/0.25.",
     )  # fmt: skip
-
-
-def _validated(weights: list[float]) -> list[float]:
-    if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
-        raise ValueError("weights must be finite, not negative, and not all zero")
-    return weights
 
 
 # ---- the terms ----
@@ -274,24 +244,16 @@ LOSSES: dict[str, LossSpec] = {
     "kl": LossSpec(kl, "forward KL(p|q)"),
     "reverse_kl": LossSpec(reverse_kl, "reverse KL(q|p) (DistillSpec, arXiv:2310.08461)"),
     "jsd": LossSpec(jsd, "Jensen-Shannon with beta (DistillSpec)", "top1", 0.5, "(0, 1)"),
-    "tv": LossSpec(
-        total_variation, "total variation, the rejection rate", "all", needs_full_head=True
-    ),
-    "lk": LossSpec(
-        likelihood_of_acceptance, "-log alpha (LK, arXiv:2602.23881)", "all", needs_full_head=True
-    ),
-    "lk_hybrid": LossSpec(
-        hybrid, "adaptive mix of kl and tv with eta (LK)", "all", 3.0, "(0, inf)",
-        needs_full_head=True,
-    ),
+    "tv": LossSpec(total_variation, "total variation, the rejection rate", "all",
+                   needs_full_head=True),
+    "lk": LossSpec(likelihood_of_acceptance, "-log alpha (LK, arXiv:2602.23881)", "all",
+                   needs_full_head=True),
+    "lk_hybrid": LossSpec(hybrid, "adaptive mix of kl and tv with eta (LK)", "all", 3.0, "(0, inf)",
+                          needs_full_head=True),
     "ce": LossSpec(hard_cross_entropy, "cross-entropy of the text's token", "token"),
-    "topk": LossSpec(
-        top_k, "the target's K most probable tokens (HASS)", "all", 10.0, "[1, inf)",
-        needs_full_head=True,
-    ),
-    "smooth_l1": LossSpec(
-        smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0, "(0, inf)",
-        needs_states=True,
-    ),
+    "topk": LossSpec(top_k, "the target's K most probable tokens (HASS)", "all", 10.0, "[1, inf)",
+                     needs_full_head=True),
+    "smooth_l1": LossSpec(smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0,
+                          "(0, inf)", needs_states=True),
 }  # fmt: skip
 _SYNTAX = f"Write weight*name or name, of: {', '.join(LOSSES)}."

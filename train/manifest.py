@@ -6,6 +6,7 @@ import platform
 import resource
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import psutil
 import torch
 
 from outrider.conf.files import write, write_json
-from outrider.conf.schema import Config, resolved, to_yaml
+from outrider.conf.schema import Config, to_yaml
 
 PACKAGES = (
     "outrider", "torch", "transformers", "accelerate", "deepspeed", "datasets", "hydra-core",
@@ -60,11 +61,8 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the name of the processor; on Linux its model."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    file = Path("/proc/cpuinfo")  # of Linux
+    lines = file.read_text().splitlines() if file.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
 
@@ -77,7 +75,7 @@ def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
         {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "argv": sys.argv,
-            "config": resolved(config),
+            "config": asdict(config),
             "versions": versions(),
             "git": git_state(),
             "machine": machine(),

@@ -1,7 +1,4 @@
-"""Sums of what one forward of the objective measures; they add over micro-batches and ranks.
-
-Legend: D depths.
-"""
+"""Sums of what one forward measures at D depths; they add over micro-batches and ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,27 +12,20 @@ from torch import Tensor
 class MetricSums:
     """Sums per depth over supervised rows. `means` divides them by `rows`.
 
-    Attributes:
-        names: of the terms of the loss.
-        loss: all terms together, before the weight of the depth.
-        agree: the drafter's top-1 token is the target's.
-        alpha: sum over tokens of min(p, q), the probability that sampling accepts at temperature 1.
-        rows: supervised rows.
-        terms: each term on its own, unweighted.
-        term_rows: rows that each term counts.
-        target_loss: Medusa-2: loss of the changed target under the original one, and its rows.
-        rounds: tokens that decoding this text emits in rounds, then the expected rounds of a greedy
-            and of a sampled chain (acceptance_forecast.py). alpha and rounds only where measured.
+    `rounds` holds the tokens that decoding this text emits in rounds, then the expected rounds of a
+    greedy and of a sampled chain (acceptance_forecast.py). It and `alpha` are 0 where not measured.
     """
 
-    names: tuple[str, ...]
-    loss: Float[Tensor, " D"]
-    agree: Float[Tensor, " D"]
-    alpha: Float[Tensor, " D"]
+    names: tuple[str, ...]  # of the terms of the loss
+    loss: Float[Tensor, " D"]  # all terms together, before the weight of the depth
+    agree: Float[Tensor, " D"]  # the drafter's top-1 token is the target's
+    alpha: Float[
+        Tensor, " D"
+    ]  # sum of min(p, q): the chance that sampling at temperature 1 accepts
     rows: Float[Tensor, " D"]
-    terms: Float[Tensor, "terms D"]
-    term_rows: Float[Tensor, "terms D"]
-    target_loss: Float[Tensor, "2"]
+    terms: Float[Tensor, "terms D"]  # each term on its own, unweighted
+    term_rows: Float[Tensor, "terms D"]  # rows that each term counts
+    target_loss: Float[Tensor, "2"]  # Medusa-2: of the changed target under the original; its rows
     rounds: Float[Tensor, "3"]
 
     @classmethod

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -15,9 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.conf.files import append, write
 from outrider.conf.schema import Config
+from outrider.data.reporter import LINE
 from outrider.train.trackers import TrackerThread
-
-LINE = 60.0  # seconds between lines of progress without a terminal
 
 
 class Metric(NamedTuple):
@@ -29,32 +27,26 @@ class Metric(NamedTuple):
 
 
 METRICS = {
-    "loss": Metric(
-        "nats", "mean over supervised rows", "the terms of drafter.loss together, depth d"
-    ),
-    "term.<name>": Metric(
-        "nats", "mean over rows it counts", "one term alone, where there are several"
-    ),
+    "loss": Metric("nats", "mean over supervised rows",
+                   "the terms of drafter.loss together, depth d"),
+    "term.<name>": Metric("nats", "mean over rows it counts",
+                          "one term alone, where there are several"),
     "agree": Metric("share", "mean over supervised rows", "drafter's top-1 token is the target's"),
     "alpha": Metric("share", "mean over supervised rows", "sum of min(p, q) at temperature 1"),
-    "accept_length": Metric(
-        "tokens", "emitted / expected rounds", "greedy tau of a chain of drafter.depths"
-    ),
-    "accept_length_sampling": Metric(
-        "tokens", "emitted / expected rounds", "the same at temperature 1"
-    ),
+    "accept_length": Metric("tokens", "emitted / expected rounds",
+                            "greedy tau of a chain of drafter.depths"),
+    "accept_length_sampling": Metric("tokens", "emitted / expected rounds",
+                                     "the same at temperature 1"),
     "kept": Metric("nats", "mean over answer rows", "cost of the changed target (Medusa-2)"),
     "objective": Metric("nats", "weights x losses, keep x kept", "what is minimised"),
     "grad_norm": Metric("1", "of the last step", "norm of the gradient before clipping"),
-    "update_ratio": Metric(
-        "1", "of the last step", "norm of the step / norm of the weights (not under zero3)"
-    ),
+    "update_ratio": Metric("1", "of the last step",
+                           "norm of the step / norm of the weights (not under zero3)"),
     "skipped": Metric("steps", "since the start", "bad steps that were skipped"),
     "lr": Metric("1", "of the last step", "learning rate"),
-    "tokens_per_second": Metric(
-        "1/s", "average since the start", "tokens trained on, all ranks, evaluations included"
-    ),
-}
+    "tokens_per_second": Metric("1/s", "average since the start",
+                                "tokens trained on, all ranks, evaluations included"),
+}  # fmt: skip
 
 
 class MetricsLog:
@@ -76,12 +68,7 @@ class MetricsLog:
         self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.bar.stop()
 
     def rewind(self, step: int) -> None:

@@ -4,6 +4,7 @@ Returns sums and counts, never means: the caller divides once, by the counts of 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from outrider.models.drafter import Drafter
 from outrider.models.interface import Guess, Trace
-from outrider.train.chunked_loss import ChunkedLoss, fused_loss
-from outrider.train.losses import Term, parse_loss
+from outrider.train.chunked_loss import ChunkedLoss
+from outrider.train.losses import parse_loss
 from outrider.train.metric_sums import MetricSums
 from outrider.train.teacher import TargetHead, Teacher
 
@@ -24,19 +25,13 @@ class Objective(nn.Module):
     """The module that accelerate wraps: the drafter, and the target as its teacher."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        target: TargetHead,
-        *,
-        weights: list[float],
-        loss: Sequence[str] = ("soft_ce",),
-        renormalise: bool = True,
+        self, drafter: Drafter, target: TargetHead, *, weights: list[float],
+        loss: Sequence[str] = ("soft_ce",), renormalise: bool = True,
         path: Literal["fused", "kept", "plain"] = "fused",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             weights: of depths 1, 2, ...; depths of weight 0 are only measured.
-            loss: terms, see losses.py.
             renormalise: the teacher sums to 1 over the draft vocabulary.
             path: how chunks use autograd, see chunked_loss.py; results are the same.
         """
@@ -61,46 +56,27 @@ class Objective(nn.Module):
 
         Args:
             denominators: per depth, the supervised rows of the whole step.
-            measure: unroll all depths, and compute the costly metrics (alpha, rounds).
+            measure: unroll all depths, and compute alpha and rounds.
         """
         trained = max(i for i, weight in enumerate(self.weights, start=1) if weight)
-        changed, guesses = self._unroll(trace, len(self.weights) if measure else trained)
-        device = trace.last.device
-        denominators, sums = denominators.to(device), self.zero_sums(device)
-        scale = torch.tensor(self.weights, device=device) / denominators
-        loss = self._loss(trace, guesses, scale, sums, self.terms, measure)
-        if changed is not None:
-            own = MetricSums.zero(1, device)
-            scale = self.drafter.target_loss_weight / denominators[:1]
-            loss = loss + self._loss(trace, [changed], scale, own, TARGET_LOSS, False)
-            sums.target_loss.copy_(torch.stack([own.loss[0], own.rows[0]]))
-        return loss, sums
-
-    def _unroll(self, trace: Trace, depths: int) -> tuple[Guess | None, list[Guess]]:
-        """Return the guess at depth 0, of a drafter that changes its target, and the others."""
         changed, guesses = None, list[Guess]()
         for guess in self.drafter.unroll(trace):
             if guess.depth:
                 guesses.append(guess)
-            else:
+            else:  # of a drafter that changes its target
                 changed = guess
-            if len(guesses) == depths:
+            if len(guesses) == (len(self.weights) if measure else trained):
                 break
-        return changed, guesses
-
-    def _loss(
-        self,
-        trace: Trace,
-        guesses: Sequence[Guess],
-        scale: Float[Tensor, " D"],
-        sums: MetricSums,
-        terms: Sequence[Term],
-        measure: bool,
-    ) -> Float[Tensor, ""]:
-        loss = ChunkedLoss(
-            self.drafter, self.teacher, trace, guesses, scale, sums, terms,
-            path=self.path, full=self.needs_full_head(measure), measure=measure,
-        )  # fmt: skip
-        if self.path == "fused" and torch.is_grad_enabled():
-            return fused_loss(loss)
-        return loss.run(loss.hidden, None)
+        device = trace.last.device
+        denominators, sums = denominators.to(device), self.zero_sums(device)
+        scale = torch.tensor(self.weights, device=device) / denominators
+        chunked = partial(ChunkedLoss, self.drafter, self.teacher, trace, path=self.path)
+        full = self.needs_full_head(measure)
+        loss = chunked(guesses, scale, sums, self.terms, full=full, measure=measure).loss()
+        if changed is not None:
+            own, full = MetricSums.zero(1, device), self.needs_full_head(False)
+            scale = self.drafter.target_loss_weight / denominators[:1]
+            parts = [changed], scale, own, TARGET_LOSS
+            loss = loss + chunked(*parts, full=full, measure=False).loss()
+            sums.target_loss.copy_(torch.stack([own.loss[0], own.rows[0]]))
+        return loss, sums

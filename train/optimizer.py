@@ -16,8 +16,7 @@ def build_optimizer(
     Each group has an `lr_factor`, which the loop multiplies with the learning rate of the step.
 
     Raises:
-        ConfigError: DeepSpeed with several groups. It links the moments for saving after the step
-            of the first group and misses those of the others.
+        ConfigError: DeepSpeed with several groups: it can save the moments of the first only.
     """
     groups = dict[tuple[float, float], list[nn.Parameter]]()
     factors = drafter.lr_factors()

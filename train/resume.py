@@ -1,12 +1,12 @@
 """Continuation of a run from its newest checkpoint."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from outrider.conf.compose import flatten
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import read_json, remove_folder
-from outrider.conf.schema import resolved
 from outrider.train import checkpoint
 from outrider.train.settings import parse, read_saved_config
 from outrider.train.trackers import IDENTITY
@@ -23,23 +23,27 @@ CHANGEABLE = (
     "data.generate.minutes", "data.traces", "data.max_gb", "data.workers", "record.damaged",
     "record.share", "record.shard", "record.check_every",
 )  # fmt: skip
+OTHER_FOLDER = "Choose another run.dir, or start over with train.resume=never."
 
 
 def resume(run: Trainer) -> list[str] | None:
-    """Load the newest checkpoint, as `train.resume` says.
+    """Load the newest checkpoint, as `train.resume` says, and quarantine damaged ones.
 
     Returns:
         Messages for the user; None when the run starts from the beginning.
 
     Raises:
-        RunError: there is no checkpoint and train.resume=must, or the run was trained on other
-            data.
-        ConfigError: the run began with another setting.
-        CorruptFile: all checkpoints are damaged.
+        RunError: no undamaged checkpoint, where one is needed.
+        RunError, ConfigError: as `require_same_run`.
     """
     mode, checkpoints = run.config.train.resume, run.checkpoints()
     if mode == "never":
-        _remove_results(run)
+        run.accelerator.wait_for_everyone()
+        if run.main:
+            for name in ("checkpoints", "best", "drafter"):
+                remove_folder(run.folder / name)
+            for name in ("metrics.jsonl", IDENTITY):
+                (run.folder / name).unlink(missing_ok=True)
         return None
     if not checkpoints:
         if mode == "must":
@@ -56,15 +60,6 @@ def resume(run: Trainer) -> list[str] | None:
         for _, folder in zip(errors, reversed(checkpoints), strict=False):
             checkpoint.quarantine(folder)
     return [f"{error.message} Continuing from step {progress.step}." for error in errors]
-
-
-def _remove_results(run: Trainer) -> None:
-    run.accelerator.wait_for_everyone()
-    if run.main:
-        for folder in ("checkpoints", "best", "drafter"):
-            remove_folder(run.folder / folder)
-        for file in ("metrics.jsonl", IDENTITY):
-            (run.folder / file).unlink(missing_ok=True)
 
 
 def _create_moments(run: Trainer) -> None:
@@ -89,26 +84,19 @@ def require_same_run(run: Trainer) -> None:
         ConfigError: a setting differs that is not in CHANGEABLE.
     """
     # parsed again, because an older file lacks settings, which then have their defaults
-    saved = dict(flatten(resolved(parse(read_saved_config(run.folder)))))
+    saved = dict(flatten(asdict(parse(read_saved_config(run.folder)))))
     about = read_json(run.folder / "manifest.json", checkpoint.FIX).get("data", {})
     if about.get("sha256_documents") != run.data.about["sha256_documents"]:
-        raise RunError(
-            f"{run.folder} was trained on other text than this run has.",
-            "Choose another run.dir, or start over with train.resume=never.",
-        )
+        raise RunError(f"{run.folder} was trained on other text than this run has.", OTHER_FOLDER)
     if _lossy_layout(about) != _lossy_layout(run.data.about):
-        raise RunError(
-            f"{run.folder} was trained from {_describe_traces(about)}, and this run would continue "
-            f"from {_describe_traces(run.data.about)}.",
-            "Give the data.traces that it began with, or start over with train.resume=never.",
-        )
-    for name, value in flatten(resolved(run.config)):
+        old, new = _describe_traces(about), _describe_traces(run.data.about)
+        why = f"{run.folder} was trained from {old}, and this run would continue from {new}."
+        fix = "Give the data.traces that it began with, or start over with train.resume=never."
+        raise RunError(why, fix)
+    for name, value in flatten(asdict(run.config)):
         if not name.startswith(CHANGEABLE) and saved.get(name) != value:
-            raise ConfigError(
-                name, value,
-                f"{run.folder} holds a run that began with {name} = {saved.get(name)!r}.",
-                "Choose another run.dir, or start over with train.resume=never.",
-            )  # fmt: skip
+            why = f"{run.folder} holds a run that began with {name} = {saved.get(name)!r}."
+            raise ConfigError(name, value, why, OTHER_FOLDER)
 
 
 def _lossy_layout(about: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -122,6 +110,5 @@ def _lossy_layout(about: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _describe_traces(about: Mapping[str, Any]) -> str:
-    if "layout" not in about:
-        return "the target's own output"
-    return f"{about['traces']} ({about['layout']})"
+    online = "the target's own output"
+    return f"{about['traces']} ({about['layout']})" if "layout" in about else online

@@ -14,11 +14,7 @@ def fraction_done(train: TrainConfig, progress: Progress) -> float:
 
 
 def learning_rate(train: TrainConfig, fraction: float) -> float:
-    """Return a linear warm-up followed by `train.schedule`.
-
-    Args:
-        fraction: share of the run that is over, 0..1.
-    """
+    """Return a linear warm-up followed by `train.schedule`; `fraction` of the run is over."""
     warmup = train.warmup
     if isinstance(warmup, int):
         warmup = warmup / max(1, train.max_steps or 1000)

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -9,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from outrider.conf.compose import choices, compose, fixed_by_run, flatten, to_container
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
-from outrider.conf.schema import GROUPS, Config, resolved
+from outrider.conf.schema import GROUPS, Config
 
 DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
 INPUT_FILES = ("data.path", "data.given", "eval.prompts")  # keys of files that a run reads
@@ -20,10 +21,7 @@ CHANGEABLE_KEYS = (  # an evaluation may set them differently from the training
 
 
 def parse(node: DictConfig) -> Config:
-    """Validate a composed configuration; loads no model.
-
-    Args:
-        node: what `compose` returns, or the `config.yaml` of a run folder.
+    """Validate what `compose` returns, or the `config.yaml` of a run folder; loads no model.
 
     Raises:
         ConfigError: the first unknown key, wrong type, value out of range, or contradiction.
@@ -48,10 +46,7 @@ def parse(node: DictConfig) -> Config:
 def drafter_schema(values: object) -> type:
     """Return the `Config` dataclass of the drafter named in `values`.
 
-    A drafter is found by file name alone, so a configuration cannot name code to run.
-
-    Raises:
-        ConfigError: no name, or no file of that name in models/drafters.
+    A drafter is found by its file's name alone, so a configuration cannot name code to run.
     """
     name = values.get("name") if isinstance(values, dict) else None
     known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
@@ -64,15 +59,11 @@ def drafter_schema(values: object) -> type:
 
 
 def check_files(config: Config, *keys: str) -> None:
-    """Refuse keys such as data.path that name a missing file.
-
-    Raises:
-        ConfigError: the key is set and its path does not exist.
-    """
+    """Raise a `ConfigError` for a key such as data.path that names a missing file."""
     from outrider.data.sources import data_source, suite_source
 
     sources = {"data.path": data_source, "data.given": data_source, "eval.prompts": suite_source}
-    values = dict(flatten(resolved(config)))
+    values = dict(flatten(asdict(config)))
     for key in keys:
         path = values.get(key)
         if path is not None and key in sources:
@@ -82,14 +73,11 @@ def check_files(config: Config, *keys: str) -> None:
             raise ConfigError(key, path, "There is no such file or folder.", fix)
 
 
-# ---- evaluation ----------------------------------------------------------------------------------
-
-
 def load_run(folder: str | Path, overrides: list[str]) -> Config:
     """Return the configuration for measuring a finished run.
 
-    Target, data, drafter, train and launch come from `<folder>/config.yaml`; eval and decode from
-    conf/eval.yaml and `overrides`, which may also set CHANGEABLE_KEYS.
+    All comes from `<folder>/config.yaml`, except for eval and decode, which conf/eval.yaml and
+    `overrides` set, and for CHANGEABLE_KEYS in `overrides`.
 
     Raises:
         RunError: the folder has no readable config.yaml.
@@ -100,8 +88,8 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
     saved.eval, saved.decode = evaluation.eval, evaluation.decode
     saved.run.dir = str(folder)
     for key in CHANGEABLE_KEYS:
-        if OmegaConf.select(evaluation, key) is not None:
-            OmegaConf.update(saved, key, OmegaConf.select(evaluation, key))
+        if (value := OmegaConf.select(evaluation, key)) is not None:
+            OmegaConf.update(saved, key, value)
     return parse(saved)
 
 
@@ -110,9 +98,6 @@ def load_published(overrides: list[str]) -> Config:
 
     The target is chosen as in training, or `target=` names a folder or hub id. `drafter` is a
     placeholder until the drafter's files are read.
-
-    Raises:
-        ConfigError: no target, no folder for the report, or an unknown key.
     """
     words = [word for word in overrides if word.startswith(("target=", "target."))]
     evaluation = _compose_evaluation([word for word in overrides if word not in words])
@@ -148,17 +133,11 @@ def _expand_target(words: list[str]) -> list[str]:
 
 
 def read_saved_config(folder: Path) -> DictConfig:
-    """Read a run folder's `config.yaml`, not yet validated.
-
-    Raises:
-        RunError: missing, unreadable, or not a run's configuration.
-    """
+    """Read a run folder's `config.yaml`, not yet validated; a `RunError` if it is not one."""
     path = folder / "config.yaml"
     if not path.is_file():
-        raise RunError(
-            f"{folder} is not a run folder: it has no config.yaml.",
-            "Use the run.dir of a finished training run: python eval.py run.dir=runs/...",
-        )
+        fix = "Use the run.dir of a finished training run: python eval.py run.dir=runs/..."
+        raise RunError(f"{folder} is not a run folder: it has no config.yaml.", fix)
     fix = "Restore it, or train again."
     try:
         saved = OmegaConf.load(path)

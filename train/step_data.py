@@ -27,18 +27,9 @@ class StepData:
     """Training rows of one rank; recorded traces are read ahead in threads."""
 
     def __init__(
-        self,
-        config: Config,
-        data: TrainingData,
-        drafter: Drafter,
-        target: Target,
-        rank: int,
-        world: int,
-    ) -> None:
-        """
-        Raises:
-            ValueError: a step has no rows.
-        """
+        self, config: Config, data: TrainingData, drafter: Drafter, target: Target,
+        rank: int, world: int,
+    ) -> None:  # fmt: skip
         self.drafter, self.device = drafter, target.device
         self.source, self.online = data.trace_sources(target).train, TargetTraces(target)
         rows = config.train.batch_tokens // config.data.max_length
@@ -47,11 +38,7 @@ class StepData:
         self.prefetcher = Prefetcher(self._read, config.data.workers, config.train.max_steps)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Return what this rank trains on, with text of the drafter's own where it asks for it.
-
-        Raises:
-            ConfigError: the rows of a step do not divide evenly.
-        """
+        """Return what this rank trains on, with on-policy text where the drafter generates it."""
         return [self._on_policy(batch) for batch in self._batches(step)]
 
     def traces(self, step: int, micro_batches: list[MicroBatch]) -> Iterator[Trace]:
@@ -63,7 +50,6 @@ class StepData:
                 yield source.trace(batch, self.device)
 
     def close(self) -> None:
-        """End the threads."""
         self.prefetcher.close()
 
     def _batches(self, step: int) -> list[Batch]:

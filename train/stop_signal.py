@@ -1,30 +1,20 @@
 """SIGINT and SIGTERM as a flag that the loop reads between steps."""
 
 import signal
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-class StopSignal:
-    """A context in which both signals set `received` instead of ending the process."""
-
-    def __init__(self) -> None:
-        self.received = False
-        self._handlers: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._receive)
-        return self
-
-    def _receive(self, _number: int, _frame: FrameType | None) -> None:
-        self.received = True
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for number, handler in self._handlers.items():
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Yield a list to which both signals append their number, instead of ending the process."""
+    received = list[int]()
+    handlers = {
+        number: signal.signal(number, lambda number, _frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -37,29 +37,18 @@ class TargetHead(Protocol):
 
 
 class TeacherRows(NamedTuple):
-    """The teacher at some rows.
+    """The teacher at some rows."""
 
-    Attributes:
-        p: sums to 1 over the draft vocabulary; without `renormalise` the same as `p_full`.
-        p_full: the target's probabilities; the same as p where they are not needed.
-        argmax: the target's top-1 token, of the whole vocabulary.
-        argmax_in_vocab: that token is in the draft vocabulary.
-    """
-
-    p: Float[Tensor, "N Vd"]
-    p_full: Float[Tensor, "N Vd"]
-    argmax: Int[Tensor, " N"]
-    argmax_in_vocab: Bool[Tensor, " N"]
+    p: Float[Tensor, "N Vd"]  # sums to 1 over the draft vocabulary; without `renormalise`, p_full
+    p_full: Float[Tensor, "N Vd"]  # the target's; the same as p where they are not needed
+    argmax: Int[Tensor, " N"]  # the target's top-1 token, of the whole vocabulary
+    argmax_in_vocab: Bool[Tensor, " N"]  # that token is in the draft vocabulary
 
 
 class Teacher:
     """The target's distribution, restricted to the draft vocabulary."""
 
     def __init__(self, target: TargetHead, vocab: DraftVocab, renormalise: bool) -> None:
-        """
-        Args:
-            renormalise: `TeacherRows.p` sums to 1 over the draft vocabulary.
-        """
         self.target, self.vocab, self.renormalise = target, vocab, renormalise
 
     def compute(

@@ -11,13 +11,14 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
-from outrider.conf.schema import Config, resolved
+from outrider.conf.schema import Config
 
 IDENTITY = "wandb-id.txt"  # in the run folder: id of the wandb run
 QUEUE_SIZE = 1000  # calls that may wait for a tracker
@@ -25,20 +26,15 @@ PATIENCE = 30.0  # seconds that the end of a run waits for them
 
 
 class AnswerSample(NamedTuple):
-    """A decoded prompt.
-
-    Attributes:
-        counts: tokens by origin.
-        marked, coloured: its text with the origin of the tokens, plain and as html.
-    """
+    """A decoded prompt."""
 
     id: str
     category: str
     prompt: str
     tau: float | None
-    counts: dict[str, int]
-    marked: str
-    coloured: str
+    counts: dict[str, int]  # tokens by origin
+    marked: str  # its text with the origin of the tokens
+    coloured: str  # the same as html
 
 
 class ReportSummary(NamedTuple):
@@ -53,9 +49,7 @@ class ReportSummary(NamedTuple):
 class Tracker(Protocol):
     """A service that receives metrics and reports."""
 
-    def log(self, step: int, kind: str, values: dict[str, float]) -> None:
-        """`kind` is train, held or skipped."""
-        ...
+    def log(self, step: int, kind: str, values: dict[str, float]) -> None: ...
 
     def report(self, summary: ReportSummary) -> None: ...
 
@@ -75,7 +69,7 @@ class Wandb:
         settings, folder = config.train.wandb, Path(config.run.dir)
         self.run = wandb.init(
             project=settings.project, mode=settings.mode, dir=str(folder), name=folder.name,
-            config=resolved(config), id=_identity(folder),
+            config=asdict(config), id=_identity(folder),
             resume="allow" if settings.mode == "online" else None,
             settings=_with_timeouts(wandb.Settings),
         )  # fmt: skip
@@ -91,16 +85,11 @@ class Wandb:
         )
         for a in summary.answers:
             html = self.wandb.Html(a.coloured, inject=False)
-            table.add_data(
-                a.id, a.category, a.prompt, a.tau, *a.counts.values(), a.marked, html
-            )  # fmt: skip
-        self.run.log({f"{summary.name}/answers": table})
-        self.run.summary.update(
-            {f"{summary.name}/{k}": value for k, value in summary.numbers.items()}
-        )
-        artifact = self.wandb.Artifact(
-            f"{summary.name}-{self.run.id}", "report", metadata=summary.numbers
-        )
+            table.add_data(a.id, a.category, a.prompt, a.tau, *a.counts.values(), a.marked, html)
+        name, numbers = summary.name, summary.numbers
+        self.run.log({f"{name}/answers": table})
+        self.run.summary.update({f"{name}/{key}": number for key, number in numbers.items()})
+        artifact = self.wandb.Artifact(f"{name}-{self.run.id}", "report", metadata=numbers)
         for file in summary.files:
             artifact.add_file(str(file), policy="immutable")  # not copied
         self.run.log_artifact(artifact)
@@ -141,9 +130,8 @@ class TensorBoard:
         for name, value in summary.numbers.items():
             self.writer.add_scalar(f"{summary.name}/{name}", value)
         text = "\n\n".join(f"{a.id}: {a.prompt}\n\n{a.marked}" for a in summary.answers)
-        self.writer.add_text(
-            f"{summary.name}/answers", "\n".join(f"    {x}" for x in text.split("\n"))
-        )
+        indented = "\n".join(f"    {line}" for line in text.split("\n"))
+        self.writer.add_text(f"{summary.name}/answers", indented)
 
     def close(self) -> None:
         self.writer.close()
@@ -153,11 +141,7 @@ class TensorBoard:
 def open_trackers(
     config: Config, show: Callable[[str], None], main: bool
 ) -> Iterator[list["TrackerThread"]]:
-    """Yield the configured trackers of the main rank; close them afterwards.
-
-    Args:
-        show: prints a message.
-    """
+    """Yield the configured trackers of the main rank; close them afterwards."""
     trackers = []
     if main and config.train.wandb.mode != "disabled":
         trackers.append(TrackerThread("wandb", partial(Wandb, config), show))
@@ -171,10 +155,7 @@ def open_trackers(
 
 
 def require_packages(config: Config) -> None:
-    """
-    Raises:
-        ConfigError: the package of a configured tracker is missing.
-    """
+    """Raise a `ConfigError` if the package of a configured tracker is missing."""
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install tensorboard (or: pip install outrider[tensorboard])"
         raise ConfigError("train.tensorboard", True, "The package is missing.", fix)
@@ -187,12 +168,7 @@ class TrackerThread:
         self, name: str, make: Callable[[], Tracker], show: Callable[[str], None],
         patience: float = PATIENCE,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            make: opens the tracker; it may fail or block forever.
-            show: prints a message about an error, or about what was dropped.
-            patience: most seconds that `close` waits.
-        """
+        """`make` may fail or block forever; `close` waits `patience` seconds at most."""
         self.name, self._show, self._patience = name, show, patience
         self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(QUEUE_SIZE)
         self.dropped, self.failed = 0, False

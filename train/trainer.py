@@ -32,12 +32,9 @@ class Trainer:
     """One run on one rank.
 
     Attributes:
-        target: the frozen model.
         drafter: the trained model; `objective` holds it, `model` is the objective as accelerate
             wraps it.
         rows: packed rows per optimizer step, over all ranks.
-        main: this is the main rank.
-        step_data: micro-batches and traces.
         progress: what a checkpoint stores beside weights and moments.
         initialisation: where the first weights come from, for messages.
         start_seconds: time that it took to find them; None for a continued run.
@@ -46,11 +43,7 @@ class Trainer:
     def __init__(
         self, config: Config, loaded: LoadedTarget, data: TrainingData, *, begin: bool = True
     ) -> None:
-        """Build drafter, objective and optimizer, and hand them to accelerate.
-
-        Args:
-            begin: find first weights; without them nothing can be trained, only estimated.
-        """
+        """Build everything; with `begin=False`, without first weights, only to estimate costs."""
         cfg: Any = config.drafter
         self.config, self.data, self.target = config, data, loaded.target
         self.folder, self.sources = Path(config.run.dir), data.trace_sources(loaded.target)
@@ -103,8 +96,6 @@ class Trainer:
         """Return the checkpoints of the run folder, oldest first."""
         return checkpoint.list_checkpoints(self.folder / "checkpoints")
 
-    # ---- a step ----
-
     def seed_step(self, step: int) -> None:
         """Seed noise and dropout by the run's seed, the step and the rank alone."""
         rank = self.accelerator.process_index
@@ -112,10 +103,7 @@ class Trainer:
         torch.manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:7], "big"))
 
     def loss_denominators(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """Return the supervised rows of the whole step per depth, over all ranks.
-
-        With `drafter.normalise=tokens`, as in older reference code, every token counts.
-        """
+        """Return the supervised rows of the whole step per depth; all with normalise=tokens."""
         cfg: Any = self.config.drafter
         if cfg.normalise == "tokens":
             return torch.full((cfg.depths,), float(self.rows * self.config.data.max_length))
@@ -127,16 +115,15 @@ class Trainer:
         out: Tensor = self.accelerator.reduce(values.to(self.target.device), "sum")
         return out
 
-    def sum_over_ranks(self, sums: MetricSums) -> MetricSums:
-        return sums.unflatten(self.reduce(sums.flatten()))
+    def means(self, sums: MetricSums) -> dict[str, float]:
+        """Return the metrics of the sums of all ranks."""
+        return sums.unflatten(self.reduce(sums.flatten())).means()
 
     def copy_weights(self) -> list[Tensor]:
         """Return copies of the trained parameters; none with ZeRO-3, where ranks hold slices."""
         if self.config.launch.name == "zero3":
             return []
         return [p.detach().clone() for p in self.objective.parameters() if p.requires_grad]
-
-    # ---- held-out rows, checkpoints ----
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -156,7 +143,7 @@ class Trainer:
             with self.accelerator.autocast():
                 sums.add(self.objective(trace, denominators, True)[1])
         self.objective.train()
-        return self.sum_over_ranks(sums).means()
+        return self.means(sums)
 
     def save(self) -> None:
         """Copy what a checkpoint needs, and write it while training goes on."""
@@ -164,7 +151,7 @@ class Trainer:
         optimizer = self.optimizer if progress.step > 0 else None
         tensors = checkpoint.collect_state(self.objective, optimizer)
         if self.main:
-            self.writer.submit(tensors, progress)
+            self.writer.save(tensors, progress)
 
     def close(self) -> None:
         """End threads, once the last checkpoint is written."""
