@@ -1,4 +1,4 @@
-"""Tiny random models of every family that Outrider claims to drive."""
+"""Tiny random models of every family that Outrider supports."""
 
 from typing import Any
 

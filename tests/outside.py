@@ -1,4 +1,4 @@
-"""Drafters of every kind in every format that holds them, and functions that compare them."""
+"""All pairs of drafter and format, and functions that compare drafters."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     name: str
     word: str
     changes: dict[str, Any]
-    whole: bool  # whether it can propose every token
+    whole: bool  # whether the draft vocabulary is full
 
     def drafter(self, target: Target) -> Drafter:
         return randomise(tiny.drafter(self.name, target, vocab(self.whole), **self.changes))
@@ -140,8 +140,8 @@ def publish_as(
 def edit_config(path: Path, **changes: object) -> Path:
     """Change fields of config.json; None removes them."""
     config = {**json.loads((path / "config.json").read_text()), **changes}
-    gone = {k for k, v in changes.items() if v is None}
-    rest = {k: v for k, v in config.items() if k not in gone}
+    removed = {k for k, v in changes.items() if v is None}
+    rest = {k: v for k, v in config.items() if k not in removed}
     (path / "config.json").write_text(json.dumps(rest))
     return path
 

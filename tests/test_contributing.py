@@ -22,14 +22,14 @@ def blocks() -> list[str]:
     return re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
 
 
-def test_the_example_is_short() -> None:
+def test_example_has_at_most_forty_lines() -> None:
     """Forty lines of code: no blank lines, no docstring."""
     model = re.sub(r'"""(.*?)"""\n', "", blocks()[0], flags=re.DOTALL)
     assert len([line for line in model.splitlines() if line.strip()]) <= 40
 
 
 @pytest.mark.slow
-def test_the_example_is_a_drafter(tmp_path: Path) -> None:
+def test_example_passes_the_drafter_tests(tmp_path: Path) -> None:
     """Three files in a copy of the checkout; their own test and the contract pass."""
     for folder in FOLDERS:
         shutil.copytree(
@@ -39,15 +39,15 @@ def test_the_example_is_a_drafter(tmp_path: Path) -> None:
             ignore=shutil.ignore_patterns("__pycache__"),
         )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    places = ("models/drafters/cell.py", "conf/drafter/cell.yaml", "tests/test_cell.py")
-    for place, text in zip(places, blocks(), strict=True):
-        (tmp_path / place).write_text(text, encoding="utf-8")
+    files = ("models/drafters/cell.py", "conf/drafter/cell.yaml", "tests/test_cell.py")
+    for file, text in zip(files, blocks(), strict=True):
+        (tmp_path / file).write_text(text, encoding="utf-8")
     tests = [
         "tests/test_cell.py",
         "tests/test_drafter_contract.py",
         "tests/test_acceptance_forecast.py",
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "cell", "-p", "no:cacheprovider", *tests],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -55,11 +55,11 @@ def test_the_example_is_a_drafter(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 20
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", result.stdout)[0]) > 20
 
 
-def test_every_drafter_has_its_page() -> None:
+def test_every_drafter_has_a_page() -> None:
     """By one template: the same headings in the same order."""
     headings = {}
     for name in drafters.names():
@@ -70,7 +70,7 @@ def test_every_drafter_has_its_page() -> None:
 
 
 @pytest.mark.parametrize("name", drafters.names())
-def test_a_page_explains_every_setting(name: str) -> None:
+def test_page_explains_every_setting(name: str) -> None:
     page = (ROOT / "docs" / "drafters" / f"{name}.md").read_text(encoding="utf-8")
     table = page[page.index("## Settings") : page.index("## Logged metrics")]
     fields = drafters.drafter_module(name).Config.__dataclass_fields__

@@ -37,7 +37,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Models as their authors would publish them."""
+    """Folders of published models."""
     found = {}
     for family in PRETRAINED:
         found[family] = str(tmp_path_factory.mktemp(family))
@@ -45,8 +45,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-def draft_lm(of: Target, kept: DraftVocab | None = None, **changes: Any) -> DraftLm:
-    drafter = tiny.drafter("draft_lm", of, kept, **changes)
+def draft_lm(of: Target, vocab: DraftVocab | None = None, **changes: Any) -> DraftLm:
+    drafter = tiny.drafter("draft_lm", of, vocab, **changes)
     assert isinstance(drafter, DraftLm)
     return drafter.eval()
 
@@ -57,13 +57,13 @@ def whole() -> DraftVocab:
 
 @torch.no_grad()
 def alone(model: Any, text: list[int]) -> Tensor:
-    """What a model of transformers says behind a text: no cache, no mask, no code of ours."""
+    """Return the logits of transformers after a text, without cache or mask."""
     out: Tensor = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
     return out
 
 
 def supervised(trace: Trace, depth: int) -> list[tuple[int, int, int]]:
-    """(row, start of the document, t) of every guess that counts."""
+    """(row, start of the document, t) of every supervised guess."""
     return [
         (row, start, t)
         for row, start, stop in tiny.document_spans(trace)
@@ -72,15 +72,15 @@ def supervised(trace: Trace, depth: int) -> list[tuple[int, int, int]]:
     ]
 
 
-# ---- one pass holds all depths -------------------------------------------------------------------
+# ---- one pass gives all depths -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", [None, *PRETRAINED])
 @torch.no_grad()
-def test_the_unroll_equals_the_model_alone_on_every_prefix(
+def test_unroll_equals_the_model_on_every_prefix(
     target: Target, folders: dict[str, str], family: str | None
 ) -> None:
-    """Depth d, row t: the model's own word behind x_0..x_{t+d} of the row's document."""
+    """Depth d, row t: the model's logits after x_0..x_{t+d} of the row's document."""
     drafter = draft_lm(target, path=None if family is None else folders[family])
     trace, compared = tiny.packed_trace(target), 0
     for guess in drafter.unroll(trace):
@@ -94,7 +94,7 @@ def test_the_unroll_equals_the_model_alone_on_every_prefix(
 
 
 @torch.no_grad()
-def test_a_depth_is_the_depth_above_one_row_later(target: Target) -> None:
+def test_a_depth_is_the_previous_depth_one_row_later(target: Target) -> None:
     first, second, third = (g.hidden for g in draft_lm(target).unroll(tiny.packed_trace(target)))
     assert torch.equal(first[:, 1:-1], second[:, :-2])
     assert torch.equal(second[:, 1:-2], third[:, :-3])
@@ -115,19 +115,19 @@ def test_only_the_first_depth_is_trained() -> None:
 
 @pytest.mark.parametrize("size", [tiny.DRAFTED, V])
 def test_alpha_is_the_acceptance_probability(target: Target, size: int) -> None:
-    """Of each position: sum over tokens of min(p, q), q being 0 where nothing can be drafted."""
+    """Of each position: sum over tokens of min(p, q), q is 0 outside the draft vocabulary."""
     drafter, trace = draft_lm(target, tiny.vocab(size)), tiny.packed_trace(target)
     _, sums = Objective(drafter, target, weights=[1.0, 0.0, 0.0])(trace, torch.ones(3), True)
     for depth in (1, 2, 3):
-        chance = 0.0
+        alpha = 0.0
         for row, start, t in supervised(trace, depth):
             text = trace.ids[row, start : t + depth + 1].tolist()
             p = alone(target.model, text).softmax(0).tolist()
-            kept = drafter.vocab.target_ids
-            q = alone(drafter.lm.model, text)[kept].softmax(0).tolist()
-            chance += sum(min(p[v], qv) for v, qv in zip(kept.tolist(), q, strict=True))
+            draft_ids = drafter.vocab.target_ids
+            q = alone(drafter.lm.model, text)[draft_ids].softmax(0).tolist()
+            alpha += sum(min(p[v], qv) for v, qv in zip(draft_ids.tolist(), q, strict=True))
         assert sums.rows[depth - 1] == len(supervised(trace, depth))
-        assert float(sums.alpha[depth - 1]) == pytest.approx(chance, rel=1e-4)
+        assert float(sums.alpha[depth - 1]) == pytest.approx(alpha, rel=1e-4)
 
 
 @pytest.mark.parametrize("loss", ["kl", "reverse_kl", "jsd:0.5", "tv"])
@@ -136,45 +136,45 @@ def test_the_target_itself_is_a_perfect_draft_model(loss: str, tmp_path: Path) -
     target = tiny.target("llama", seed=7)
     target.model.save_pretrained(tmp_path)
     drafter = draft_lm(target, whole(), path=str(tmp_path))
-    judge = Objective(drafter, target, weights=[1.0, 1.0, 1.0], loss=[loss])
-    _, sums = judge(tiny.packed_trace(target), torch.ones(3), True)
+    objective = Objective(drafter, target, weights=[1.0, 1.0, 1.0], loss=[loss])
+    _, sums = objective(tiny.packed_trace(target), torch.ones(3), True)
     torch.testing.assert_close(sums.loss, torch.zeros(3).double(), atol=1e-3, rtol=0)
     torch.testing.assert_close(sums.alpha, sums.rows, atol=1e-3, rtol=0)
 
 
-# ---- memory --------------------------------------------------------------------------------------
+# ---- decoding state ------------------------------------------------------------------------------
 
 
-def tensors(memory: DraftLmState) -> list[Tensor]:
-    pairs = [tensor for pair in memory.rows for tensor in pair]
-    return [*pairs, memory.positions, memory.hidden, memory.ancestors]
+def tensors(state: DraftLmState) -> list[Tensor]:
+    pairs = [tensor for pair in state.rows for tensor in pair]
+    return [*pairs, state.positions, state.hidden, state.ancestors]
 
 
 @torch.no_grad()
 def test_a_state_is_never_mutated(target: Target) -> None:
     drafter, trace = draft_lm(target), tiny.packed_trace(target)
-    memory = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
-    wider = drafter.step(memory, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))[1]
-    kept = [copy.deepcopy(tensors(memory)), copy.deepcopy(tensors(wider))]
-    drafter.step(memory, 2, torch.tensor([7]), torch.tensor([0]))
-    drafter.step(wider, 3, torch.tensor([5, 6, 8]), torch.tensor([1, 0, 1]))
-    drafter.absorb(memory, tiny.verified_rows(trace, 1, 6, 9))
-    for now, before in zip((memory, wider), kept, strict=True):
+    state = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
+    branch = drafter.step(state, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))[1]
+    saved = [copy.deepcopy(tensors(state)), copy.deepcopy(tensors(branch))]
+    drafter.step(state, 2, torch.tensor([7]), torch.tensor([0]))
+    drafter.step(branch, 3, torch.tensor([5, 6, 8]), torch.tensor([1, 0, 1]))
+    drafter.absorb(state, tiny.verified_rows(trace, 1, 6, 9))
+    for now, before in zip((state, branch), saved, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(tensors(now), before, strict=True))
 
 
 @torch.no_grad()
-def test_the_lasting_state_holds_the_text_and_no_branch(target: Target) -> None:
-    """Six rows verified: x_0..x_6 are read. Drafted tokens live in their branch alone."""
+def test_state_holds_the_text_and_no_branch(target: Target) -> None:
+    """Six rows verified: x_0..x_6 are read. Drafted tokens are stored in their branch only."""
     drafter, trace = draft_lm(target), tiny.packed_trace(target)
-    memory = branch = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
+    state = branch = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     for depth in (1, 2, 3):
         _, branch = drafter.step(branch, depth, torch.tensor([4]), torch.tensor([0]))
-    longer = drafter.absorb(memory, tiny.verified_rows(trace, 1, 6, 9))
-    assert memory.positions.tolist() == [list(range(7))]
+    longer = drafter.absorb(state, tiny.verified_rows(trace, 1, 6, 9))
+    assert state.positions.tolist() == [list(range(7))]
     assert branch.positions.tolist() == [list(range(9))]  # depth 1 reads nothing new
     assert longer.positions.tolist() == [list(range(10))]
-    assert [len(m.rows) for m in (memory, branch, longer)] == [drafter.lm.num_layers] * 3
+    assert [len(m.rows) for m in (state, branch, longer)] == [drafter.lm.num_layers] * 3
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -221,26 +221,26 @@ def test_default_sizes_follow_the_target(
 
 @torch.no_grad()
 def test_cached_head_rows_follow_the_weights(target: Target) -> None:
-    """They are kept between steps of decoding only: every change of the weights is seen."""
+    """They are cached between decoding steps only; every change of the weights takes effect."""
     drafter = draft_lm(target)
     hidden, weight = torch.randn(3, 16), drafter.lm_head.weight
 
-    def right() -> bool:
+    def matches() -> bool:
         return torch.equal(drafter.head(hidden), hidden @ weight[drafter.vocab.target_ids].mT)
 
-    assert right()
+    assert matches()
     weight.mul_(2)
-    assert right()
+    assert matches()
     other = {name: value + 1 for name, value in drafter.state_dict().items() if "body" in name}
     drafter.load_state_dict(other, strict=False)
-    assert right()
-    weight.data.mul_(3)  # as DeepSpeed does, unseen
+    assert matches()
+    weight.data.mul_(3)  # as DeepSpeed does, without a version counter
     with torch.enable_grad():
-        drafter.head(hidden)  # and trains before
-    assert right()
+        drafter.head(hidden)  # a training step comes before
+    assert matches()
     drafter.to(torch.float64)
     hidden = hidden.double()
-    assert right()
+    assert matches()
 
 
 def test_rotary_frequencies_stay_exact_in_bfloat16(target: Target) -> None:
@@ -336,22 +336,22 @@ def batch() -> Batch:
     return Batch(ids, answer, document, positions)
 
 
-def writer(target: Target, folders: dict[str, str], **changes: Any) -> DraftLm:
-    """With a model of large random weights, so that its favourites are clear."""
+def on_policy_drafter(target: Target, folders: dict[str, str], **changes: Any) -> DraftLm:
+    """A model of large random weights, so that its top-1 tokens are clear."""
     settings: dict[str, Any] = {"path": folders["mistral"], "on_policy": 1.0, **changes}
     drafter = draft_lm(target, whole(), **settings)
     drafter.lm.text_config.eos_token_id = changes.get("eos")
     return drafter
 
 
-def rewritten(drafter: DraftLm, text: Batch) -> Batch:
+def on_policy_text(drafter: DraftLm, text: Batch) -> Batch:
     out = drafter.on_policy_batch(text)
     assert out is not None
     return out
 
 
 def prompt_of(text: Batch, name: int) -> tuple[int, list[int], int]:
-    """(row, columns, length of what is kept in front of the answer)."""
+    """(row, columns, length of the prompt)."""
     row = name % 2
     columns = torch.nonzero(text.document[row] == name).flatten().tolist()
     return row, columns, max(1, len(OPENINGS[name][0]))
@@ -369,16 +369,16 @@ def test_prompts_stay_and_answers_are_marked(
 ) -> None:
     text = batch()
     before = Batch(*(column.clone() for column in text))
-    out = rewritten(writer(target, folders, write_tokens=most), text)
+    out = on_policy_text(on_policy_drafter(target, folders, write_tokens=most), text)
     assert all(torch.equal(a, b) for a, b in zip(text, before, strict=True))
     assert torch.equal(out.positions, text.positions)
     untouched = text.document < 0
     for name, (_, length) in enumerate(OPENINGS):
-        row, columns, kept = prompt_of(text, name)
-        written = min(most, len(columns) - kept) if length else 0
-        end = columns[0] + kept + written if length else columns[-1] + 1
+        row, columns, prompt = prompt_of(text, name)
+        written = min(most, len(columns) - prompt) if length else 0
+        end = columns[0] + prompt + written if length else columns[-1] + 1
         for column in columns:
-            if column < columns[0] + kept or not length:
+            if column < columns[0] + prompt or not length:
                 untouched[row, column] = True
             elif column < end:
                 assert out.answer[row, column]
@@ -395,56 +395,59 @@ def test_prompts_stay_and_answers_are_marked(
 def test_low_temperature_samples_are_greedy_continuations(
     target: Target, folders: dict[str, str], family: str
 ) -> None:
-    """Prompts of five lengths at once, no document hearing another; no dropout in training mode."""
-    drafter = writer(target, folders, write_temperature=COLD, path=folders[family]).train()
-    out = rewritten(drafter, batch())
+    """Prompts of five lengths at once, separate documents; no dropout in training mode."""
+    drafter = on_policy_drafter(
+        target, folders, write_temperature=COLD, path=folders[family]
+    ).train()
+    out = on_policy_text(drafter, batch())
     assert drafter.training
     assert drafter.body.training
     drafter.eval()
     for name, (_, length) in enumerate(OPENINGS):
-        row, columns, kept = prompt_of(batch(), name)
-        for column in columns[kept:] if length else []:
-            said = alone(drafter.lm.model, out.ids[row, columns[0] : column].tolist())
-            assert out.ids[row, column] == said.argmax()
+        row, columns, prompt = prompt_of(batch(), name)
+        for column in columns[prompt:] if length else []:
+            logits = alone(drafter.lm.model, out.ids[row, columns[0] : column].tolist())
+            assert out.ids[row, column] == logits.argmax()
 
 
 def test_samples_follow_the_models_distribution() -> None:
     """First tokens of many equal prompts; V = 5, four of them draftable, temperature 0.7."""
     size: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     target = tiny.target(vocab_size=5, **size)
-    kept, count = tiny.vocab(4, 5), 4000
-    drafter = draft_lm(target, kept, on_policy=1.0, write_tokens=1, write_temperature=0.7)
+    vocab, count = tiny.vocab(4, 5), 4000
+    drafter = draft_lm(target, vocab, on_policy=1.0, write_tokens=1, write_temperature=0.7)
     with torch.no_grad():
         drafter.lm_head.weight.mul_(15)
     ids, document = torch.tensor([[1, 3, 4]]).repeat(count, 1), torch.arange(count)[:, None]
     answer = torch.tensor([[False, False, True]]).repeat(count, 1)
     text = Batch(ids, answer, document.repeat(1, 3), torch.arange(3).repeat(count, 1))
     torch.manual_seed(0)
-    drawn = rewritten(drafter, text).ids[:, 2].bincount(minlength=5) / count
-    chances = torch.zeros(5)
-    chances[kept.target_ids] = (alone(drafter.lm.model, [1, 3])[kept.target_ids] / 0.7).softmax(0)
-    assert chances.max() < 0.9
-    sigma = (chances * (1 - chances) / count).sqrt()
-    assert (drawn - chances).abs().le(4 * sigma).all()
+    frequencies = on_policy_text(drafter, text).ids[:, 2].bincount(minlength=5) / count
+    expected = torch.zeros(5)
+    logits = alone(drafter.lm.model, [1, 3])[vocab.target_ids]
+    expected[vocab.target_ids] = (logits / 0.7).softmax(0)
+    assert expected.max() < 0.9
+    sigma = (expected * (1 - expected) / count).sqrt()
+    assert (frequencies - expected).abs().le(4 * sigma).all()
 
 
 @pytest.mark.parametrize("eos", [5, [5, *range(20, 45)]])
 def test_an_answer_ends_with_the_first_end_token(
     target: Target, folders: dict[str, str], eos: int | list[int]
 ) -> None:
-    """Against the same writing with no end tokens known, cut by hand."""
-    drafter, ends = writer(target, folders), [eos] if isinstance(eos, int) else eos
+    """Against the same samples without end tokens, cut by hand."""
+    drafter, ends = on_policy_drafter(target, folders), [eos] if isinstance(eos, int) else eos
     outs = []
     for known in (None, eos):
         drafter.lm.text_config.eos_token_id = known
         torch.manual_seed(1)
-        outs.append(rewritten(drafter, batch()))
+        outs.append(on_policy_text(drafter, batch()))
     free, out = outs
     cuts = 0
     for name, (_, length) in enumerate(OPENINGS):
-        row, columns, kept = prompt_of(batch(), name)
+        row, columns, prompt = prompt_of(batch(), name)
         ended = False
-        for column in columns[kept:] if length else []:
+        for column in columns[prompt:] if length else []:
             assert out.document[row, column] == (-1 if ended else name)
             assert ended or out.ids[row, column] == free.ids[row, column]
             cuts += ended
@@ -464,14 +467,14 @@ def test_the_share_of_rewritten_batches_is_on_policy(
 
 
 def test_a_batch_without_answers_is_unchanged(target: Target, folders: dict[str, str]) -> None:
-    silent = batch()._replace(answer=torch.zeros(2, WIDE).bool())
-    assert writer(target, folders).on_policy_batch(silent) is None
+    unanswered = batch()._replace(answer=torch.zeros(2, WIDE).bool())
+    assert on_policy_drafter(target, folders).on_policy_batch(unanswered) is None
 
 
 def test_sampled_answers_are_supervised(target: Target, folders: dict[str, str]) -> None:
-    """The target judges the new text; every written token but a document's second counts once."""
-    drafter = writer(target, folders, write_tokens=3)
-    out = rewritten(drafter, batch())
+    """All sampled tokens but the second of a document are supervised."""
+    drafter = on_policy_drafter(target, folders, write_tokens=3)
+    out = on_policy_text(drafter, batch())
     trace = target.trace(*out)
     written = sum(min(3, length) for prompt, length in OPENINGS if prompt)
     assert (

@@ -1,7 +1,7 @@
-"""Several prompts at once: what every drafter owes, for every name there is.
+"""Batches of prompts, for every drafter.
 
 The reference is the loop of `Drafter`: one prompt after the other. Prompts differ in length, are at
-different points of their texts, join when others are under way, and leave.
+different points of their texts, join while others are decoded, and leave.
 """
 
 import copy
@@ -34,7 +34,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 CASES = [(name, changes) for name in drafters.names() for changes in [{}, *VARIANTS.get(name, [])]]
 LABELS = [f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
 # of each document: rows absorbed alone, and rows absorbed together; two join, one has a single row
-STANDS = ((5, 3), (1, 1), (0, 3), (10, 2), (0, 1))
+ROW_COUNTS = ((5, 3), (1, 1), (0, 3), (10, 2), (0, 1))
 CHAIN = (1, 1, 1, 1)
 TREE = (1, 3, 2, 4)  # nodes at each level
 
@@ -46,14 +46,14 @@ def target() -> Target:
 
 @pytest.fixture(params=CASES, ids=LABELS)
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
-    """Away from its first weights: heads that are still equal would hide a mistake."""
+    """Perturbed weights: heads that are still equal would hide a mistake."""
     name, changes = request.param
-    found = tiny.drafter(name, target, **changes).eval()
+    perturbed = tiny.drafter(name, target, **changes).eval()
     torch.manual_seed(7)
     with torch.no_grad():
-        for value in found.parameters():
+        for value in perturbed.parameters():
             value.add_(0.05 * torch.randn_like(value))
-    return found
+    return perturbed
 
 
 @pytest.fixture
@@ -69,46 +69,46 @@ def _no_grad() -> Iterator[None]:
 
 
 def parts(trace: Trace, lengths: Sequence[tuple[int, int]]) -> list[Trace]:
-    """Rows first..stop of every document, as the decoder hands them over."""
+    """Rows first..stop of every document, as the decoder passes them."""
     places = zip(tiny.document_spans(trace), lengths, strict=True)
     return [
         tiny.verified_rows(trace, row, start + a, start + b) for (row, start, _), (a, b) in places
     ]
 
 
-def begun(drafter: Drafter, trace: Trace) -> list[State | None]:
-    """States of the prompts that are under way; None for those that join."""
-    firsts = parts(trace, [(0, before) for before, _ in STANDS])
-    pairs = zip(firsts, STANDS, strict=True)
+def begin(drafter: Drafter, trace: Trace) -> list[State | None]:
+    """States of the prompts already started; None for new ones."""
+    firsts = parts(trace, [(0, before) for before, _ in ROW_COUNTS])
+    pairs = zip(firsts, ROW_COUNTS, strict=True)
     return [drafter.absorb(None, first) if before else None for first, (before, _) in pairs]
 
 
-def arriving(trace: Trace) -> list[Trace]:
-    return parts(trace, [(before, before + more) for before, more in STANDS])
+def new_rows(trace: Trace) -> list[Trace]:
+    return parts(trace, [(before, before + more) for before, more in ROW_COUNTS])
 
 
 def loop(drafter: Drafter, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
     return Drafter.absorb_batch(drafter, states, traces)
 
 
-def drafted(depth: int, count: int, above: int, prompts: int) -> tuple[Tensor, Tensor]:
+def draft_level(depth: int, count: int, above: int, prompts: int) -> tuple[Tensor, Tensor]:
     """Tokens and parents of one level, other ones for every prompt."""
     generator = torch.Generator().manual_seed(depth)
     ids = torch.randint(3, tiny.VOCAB, (prompts, count), generator=generator)
     return ids, torch.randint(above, (prompts, count), generator=generator)
 
 
-def walked(
+def walk(
     drafter: Drafter, states: Sequence[State], levels: Sequence[int], together: bool
 ) -> tuple[list[Tensor], list[State]]:
-    """Logits [B, N, Vd] of every level, and the states behind the last."""
+    """Logits [B, N, Vd] of every level, and the states after the last."""
     step = drafter.step_batch if together else lambda *level: Drafter.step_batch(drafter, *level)
-    found, above, now = [], 1, list(states)
+    outputs, above, now = [], 1, list(states)
     for depth, count in enumerate(levels[: drafter.max_depth], start=1):
-        logits, now = step(now, depth, *drafted(depth, count, above, len(states)))
-        found.append(logits)
+        logits, now = step(now, depth, *draft_level(depth, count, above, len(states)))
+        outputs.append(logits)
         above = count
-    return found, now
+    return outputs, now
 
 
 def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
@@ -118,7 +118,7 @@ def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def tensors(state: Any) -> list[Tensor]:
-    """Everything that a state holds."""
+    """All tensors of a state."""
     if isinstance(state, Tensor):
         return [state]
     if dataclasses.is_dataclass(state):
@@ -126,7 +126,7 @@ def tensors(state: Any) -> list[Tensor]:
     return [x for part in state for x in tensors(part)] if isinstance(state, list | tuple) else []
 
 
-# ---- together is one by one ----------------------------------------------------------------------
+# ---- batches equal separate prompts --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("levels", [CHAIN, TREE], ids=["chain", "tree"])
@@ -134,19 +134,19 @@ def test_batched_prompts_equal_separate_prompts(
     drafter: Drafter, trace: Trace, levels: tuple[int, ...]
 ) -> None:
     """Old, short and new prompts in one call."""
-    states, news = begun(drafter, trace), arriving(trace)
-    found, _ = walked(drafter, drafter.absorb_batch(states, news), levels, together=True)
-    expected, _ = walked(drafter, loop(drafter, states, news), levels, together=False)
-    assert equal(found, expected)
-    assert len(found) == min(len(levels), drafter.max_depth)
+    states, rows = begin(drafter, trace), new_rows(trace)
+    outputs, _ = walk(drafter, drafter.absorb_batch(states, rows), levels, together=True)
+    expected, _ = walk(drafter, loop(drafter, states, rows), levels, together=False)
+    assert equal(outputs, expected)
+    assert len(outputs) == min(len(levels), drafter.max_depth)
 
 
 def test_swapped_states_fail_the_comparison(drafter: Drafter, trace: Trace) -> None:
     """The control of the test above: at every level, for every prompt."""
-    states = drafter.absorb_batch(begun(drafter, trace), arriving(trace))
-    found, _ = walked(drafter, states, TREE, together=True)
-    wrong, _ = walked(drafter, [states[-1], *states[:-1]], TREE, together=True)
-    for a, b in zip(found, wrong, strict=True):
+    states = drafter.absorb_batch(begin(drafter, trace), new_rows(trace))
+    outputs, _ = walk(drafter, states, TREE, together=True)
+    wrong, _ = walk(drafter, [states[-1], *states[:-1]], TREE, together=True)
+    for a, b in zip(outputs, wrong, strict=True):
         assert not any(torch.allclose(x, y, atol=100 * CLOSE) for x, y in zip(a, b, strict=True))
 
 
@@ -156,42 +156,42 @@ def test_a_prompt_does_not_depend_on_others_in_the_batch(drafter: Drafter, trace
     other = tiny.with_other_states(
         tiny.with_tokens(other, 1, 0, [6] * tiny.LENGTH), 1, 0, tiny.LENGTH
     )
-    found = []
+    outputs = []
     for text in (trace, other):
-        states = drafter.absorb_batch(begun(drafter, text), arriving(text))
-        found.append(walked(drafter, states, TREE, together=True)[0])
-    assert equal([x[:1] for x in found[0]], [x[:1] for x in found[1]])
-    assert not equal([x[1:] for x in found[0]], [x[1:] for x in found[1]])
+        states = drafter.absorb_batch(begin(drafter, text), new_rows(text))
+        outputs.append(walk(drafter, states, TREE, together=True)[0])
+    assert equal([x[:1] for x in outputs[0]], [x[:1] for x in outputs[1]])
+    assert not equal([x[1:] for x in outputs[0]], [x[1:] for x in outputs[1]])
 
 
 def test_prompts_join_and_leave_the_batch(drafter: Drafter, trace: Trace) -> None:
-    """Four rounds of drafting; in each, others are served, each with its own number of rows."""
+    """Four rounds with different prompts, each with its own number of rows."""
     rounds = [[0, 3], [0, 1, 3], [1, 2, 3, 4], [3]]
     states: list[State | None] = [None] * 5
     alone: list[State | None] = [None] * 5
     read = [0] * 5
     for number, served in enumerate(rounds):
         counts = [1 + (number + i) % 3 for i in range(5)]
-        news = parts(trace, [(a, a + n) for a, n in zip(read, counts, strict=True)])
-        chosen = [news[i] for i in served]
+        rows = parts(trace, [(a, a + n) for a, n in zip(read, counts, strict=True)])
+        chosen = [rows[i] for i in served]
         after = drafter.absorb_batch([states[i] for i in served], chosen)
         expected = loop(drafter, [alone[i] for i in served], chosen)
-        for i, mine, theirs in zip(served, after, expected, strict=True):
-            states[i], alone[i], read[i] = mine, theirs, read[i] + counts[i]
+        for i, ours, theirs in zip(served, after, expected, strict=True):
+            states[i], alone[i], read[i] = ours, theirs, read[i] + counts[i]
         assert equal(
-            walked(drafter, after, TREE, together=True)[0],
-            walked(drafter, expected, TREE, together=False)[0],
+            walk(drafter, after, TREE, together=True)[0],
+            walk(drafter, expected, TREE, together=False)[0],
         )
 
 
 def test_a_batch_of_one_is_the_prompt_itself(drafter: Drafter, trace: Trace) -> None:
-    """Behind states that were made together, a prompt goes on alone."""
-    states = drafter.absorb_batch(begun(drafter, trace), arriving(trace))
-    together, _ = walked(drafter, states, TREE, together=True)
+    """A prompt absorbed in a batch continues alone."""
+    states = drafter.absorb_batch(begin(drafter, trace), new_rows(trace))
+    together, _ = walk(drafter, states, TREE, together=True)
     for i, state in enumerate(states):
         above, now = 1, state
         for depth, logits in enumerate(together, start=1):
-            ids, parents = drafted(depth, logits.shape[1], above, len(states))
+            ids, parents = draft_level(depth, logits.shape[1], above, len(states))
             alone, now = drafter.step(now, depth, ids[i], parents[i])
             assert equal([logits[i]], [alone])
             above = logits.shape[1]
@@ -201,38 +201,40 @@ def test_a_batch_of_one_is_the_prompt_itself(drafter: Drafter, trace: Trace) -> 
 
 
 def test_no_state_is_modified(drafter: Drafter, trace: Trace) -> None:
-    """Neither those that were read on from, nor those that were drafted from, at any level."""
-    states, news = begun(drafter, trace), arriving(trace)
-    after = drafter.absorb_batch(states, news)
-    _, middle = walked(drafter, after, TREE[:2], together=True)
-    held = [state for state in (*states, *after, *middle) if state is not None]
-    before = [copy.deepcopy(tensors(state)) for state in held]
-    first, _ = walked(drafter, after, TREE, together=True)
-    walked(drafter, list(reversed(after)), CHAIN, together=True)
-    drafter.absorb_batch(states, news)
-    drafter.absorb_batch(list(after), parts(trace, [(a + b, a + b + 1) for a, b in STANDS]))
+    """Neither by absorbing nor by drafting, at any level."""
+    states, rows = begin(drafter, trace), new_rows(trace)
+    after = drafter.absorb_batch(states, rows)
+    _, middle = walk(drafter, after, TREE[:2], together=True)
+    all_states = [state for state in (*states, *after, *middle) if state is not None]
+    before = [copy.deepcopy(tensors(state)) for state in all_states]
+    first, _ = walk(drafter, after, TREE, together=True)
+    walk(drafter, list(reversed(after)), CHAIN, together=True)
+    drafter.absorb_batch(states, rows)
+    drafter.absorb_batch(list(after), parts(trace, [(a + b, a + b + 1) for a, b in ROW_COUNTS]))
     drafter.step_batch(
-        middle[::-1], min(3, drafter.max_depth), *drafted(3, 4, TREE[1], len(middle))
+        middle[::-1], min(3, drafter.max_depth), *draft_level(3, 4, TREE[1], len(middle))
     )
-    again, _ = walked(drafter, after, TREE, together=True)
+    again, _ = walk(drafter, after, TREE, together=True)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    for state, kept in zip(held, before, strict=True):
+    for state, saved in zip(all_states, before, strict=True):
         now = tensors(state)
         assert now
-        assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(now, saved, strict=True))
 
 
 def test_a_single_prompt_drafter_runs_a_batch() -> None:
     """The loop itself, by a drafter that checks what it is given."""
-    told = tiny.ScriptedDrafter(tiny.random_logits(tiny.VOCAB), tiny.VOCAB)
+    scripted = tiny.ScriptedDrafter(tiny.random_logits(tiny.VOCAB), tiny.VOCAB)
     trace = tiny.packed_trace(tiny.target())
-    states = told.absorb_batch(
-        told.absorb_batch([None] * 2, parts(trace, [(0, 4), (0, 2), (0, 0), (0, 0), (0, 0)])[:2]),
+    states = scripted.absorb_batch(
+        scripted.absorb_batch(
+            [None] * 2, parts(trace, [(0, 4), (0, 2), (0, 0), (0, 0), (0, 0)])[:2]
+        ),
         parts(trace, [(4, 5), (2, 6), (0, 0), (0, 0), (0, 0)])[:2],
     )
     texts = [trace.ids[0, :6], trace.ids[0, 9:16]]
     assert [state.text for state in states] == [tuple(text.tolist()) for text in texts]
     newest = torch.stack([text[-1:] for text in texts])
-    logits, _ = told.step_batch(states, 1, newest, torch.zeros_like(newest))
-    rows = [told.row(tuple(text.tolist())) for text in texts]
+    logits, _ = scripted.step_batch(states, 1, newest, torch.zeros_like(newest))
+    rows = [scripted.row(tuple(text.tolist())) for text in texts]
     assert torch.equal(logits, torch.stack(rows)[:, None])

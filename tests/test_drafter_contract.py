@@ -179,7 +179,7 @@ def test_new_prompts_absorbed_together_equal_separate_ones(drafter: Drafter, tra
 
 
 def test_a_drafter_does_not_modify_its_inputs(drafter: Drafter, trace: Trace) -> None:
-    """Positions and parents are kept by the decoder and given to all who come."""
+    """The decoder reuses positions and parents."""
     rows = tiny.verified_rows(trace, 1, 0, 8)
     given = [part for part in vars(rows).values() if isinstance(part, Tensor)]
     ids, parents = torch.tensor([4, 9]), torch.zeros(2, dtype=torch.long)
@@ -307,16 +307,16 @@ def test_greedy_output_equals_plain_decoding(name: str, trained: bool, family: s
 
 # ---- 5: sampling follows the target's distribution -----------------------------------------------
 
-LAWS: list[tuple[Policy, Sampling]] = [
+SAMPLED: list[tuple[Policy, Sampling]] = [
     (Chain(2), Sampling(0.8, 1.0, 2)),
     (DynamicTree(depth=2, width=2, budget=3), Sampling(0.8, 1.0, 2)),
     (StaticTree(((0,), (1,), (0, 0)), "drawn"), Sampling(0.8, 1.0, 2)),
 ]
-PROMPT, BUDGET = [1, 3, 4, 2], 4  # the first round still has room for two guesses
+PROMPT, BUDGET = [1, 3, 4, 2], 4  # the first round can still draft two tokens
 
 
-def law_of(decoder: Engine) -> Law:
-    """The exact joint law of what the engine emits: every outcome of every coin, run once."""
+def emitted_distribution(decoder: Engine) -> Law:
+    """Return the exact joint distribution of the engine's output, over all random outcomes."""
 
     def run(rng: RandomSource) -> Context:
         tiny.inject_random_source(decoder, rng)
@@ -325,20 +325,20 @@ def law_of(decoder: Engine) -> Law:
     return enumerate_law(run)
 
 
-def plain_law(target: Target, sampling: Sampling) -> Law:
-    """By the chain rule on the model's own rows."""
-    law: Law = {(): 1.0}
+def plain_distribution(target: Target, sampling: Sampling) -> Law:
+    """Return the distribution of plain sampling, by the chain rule."""
+    distribution: Law = {(): 1.0}
     with torch.no_grad():
         for _ in range(BUDGET):
-            ids = torch.tensor([[*PROMPT, *said] for said in law])
+            ids = torch.tensor([[*PROMPT, *tokens] for tokens in distribution])
             rows = sampling.probs(target.model(input_ids=ids, use_cache=False).logits[:, -1])
-            law = {
-                (*said, token): chance * p
-                for (said, chance), row in zip(law.items(), rows.tolist(), strict=True)
+            distribution = {
+                (*tokens, token): q * p
+                for (tokens, q), row in zip(distribution.items(), rows.tolist(), strict=True)
                 for token, p in enumerate(row)
                 if p > 0
             }
-    return law
+    return distribution
 
 
 def five_token_pair(name: str) -> tuple[Target, Drafter]:
@@ -349,15 +349,15 @@ def five_token_pair(name: str) -> tuple[Target, Drafter]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "sampling"), LAWS, ids=["chain", "tree", "drawn tree"])
+@pytest.mark.parametrize(("policy", "sampling"), SAMPLED, ids=["chain", "tree", "drawn tree"])
 @each_drafter
 def test_sampling_has_exactly_the_distribution_of_plain_sampling(
     name: str, policy: Policy, sampling: Sampling
 ) -> None:
-    """Four tokens jointly, V = 5, four of them draftable; float32 is all that is lost."""
+    """Four tokens jointly, V = 5, four of them draftable; exact up to float32 rounding."""
     target, drafter = five_token_pair(name)
     decoder = Engine(target, drafter, policy, sampling=sampling)
-    assert distance(law_of(decoder), plain_law(target, sampling)) < 1e-5
+    assert distance(emitted_distribution(decoder), plain_distribution(target, sampling)) < 1e-5
 
 
 @pytest.mark.slow
@@ -365,9 +365,9 @@ def test_sampling_has_exactly_the_distribution_of_plain_sampling(
 def test_a_bonus_from_unwarped_logits_has_another_distribution(name: str) -> None:
     """The control of the test above."""
     target, drafter = five_token_pair(name)
-    policy, sampling = LAWS[0]
+    policy, sampling = SAMPLED[0]
     wrong = tiny.RawBonus(target, drafter, policy, sampling=sampling)
-    assert distance(law_of(wrong), plain_law(target, sampling)) > 0.01
+    assert distance(emitted_distribution(wrong), plain_distribution(target, sampling)) > 0.01
 
 
 # ---- 6, 7, 8 -------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_loaded_drafter_has_equal_logits(name: str, target: Target, tmp_path: 
     drafter = tiny.drafter(name, target).eval()
     trace = tiny.packed_trace(target)
     native.save(drafter, tmp_path, target, tiny.config(name), {})
-    torch.manual_seed(99)  # what is not in the file would start elsewhere
+    torch.manual_seed(99)  # what is not in the file would be initialised otherwise
     again, _ = native.load(tmp_path, target)
     before, after = unrolled(drafter, trace), unrolled(again, trace)
     assert all(torch.equal(before[depth], after[depth]) for depth in before)
@@ -401,7 +401,7 @@ def test_every_yaml_has_its_drafter() -> None:
 
 @each_drafter
 def test_thirty_steps_lower_the_loss(name: str) -> None:
-    """It cannot fall below the target's entropy; a third of what lies above is gone."""
+    """The part above the target's entropy, the lower bound, falls by a third."""
     target, answers, _ = tiny.half_trained(name, "llama")
     pupil = tiny.drafter(name, target, tiny.vocab(tiny.VOCAB))
     trace = tiny.answered_trace(target, answers)

@@ -34,8 +34,8 @@ def eagle(target: Target, name: str = "eagle", **changes: Any) -> Eagle:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_parameters_are_those_of_published_checkpoints(target: Target, bias: bool) -> None:
-    """No norm in front of the layer or behind it, no head; the embedding stays with the target."""
+def test_parameters_match_published_checkpoints(target: Target, bias: bool) -> None:
+    """No norm before or after the layer, no head, no embedding."""
     a, m = "layers.0.self_attn", "layers.0.mlp"
     expected = {
         "fc.weight": (H, 2 * H),
@@ -54,19 +54,19 @@ def test_parameters_are_those_of_published_checkpoints(target: Target, bias: boo
 
 
 class Literal:
-    """EAGLE as its paper reads: one row after the other, drafting from the end of a true prefix."""
+    """Reference implementation: one row at a time, from the end of a true prefix."""
 
     def __init__(self, drafter: Eagle, trace: Trace, row: int, start: int) -> None:
         self.w: dict[str, Tensor] = dict(drafter.state_dict())
         self.drafter, self.trace, self.row, self.start = drafter, trace, row, start
 
-    def fused(self, position: int, state: Tensor) -> Tensor:
+    def fuse(self, position: int, state: Tensor) -> Tensor:
         """Of the pair (token x_{position+1}, feature at position), in that order."""
         token = self.trace.ids[self.row, self.start + position + 1]
         both = torch.cat([self.drafter.target.embed(token), state])
         return self.w["fc.weight"] @ both + self.w.get("fc.bias", torch.zeros(H))
 
-    def rotated(self, x: Tensor, position: int) -> Tensor:
+    def rotate(self, x: Tensor, position: int) -> Tensor:
         turn = position * 10000.0 ** (-torch.arange(SIZE // 2) / (SIZE // 2))
         both = torch.complex(x[: SIZE // 2], x[SIZE // 2 :]) * torch.exp(1j * turn)
         return torch.cat([both.real, both.imag])
@@ -80,7 +80,7 @@ class Literal:
             q = (w["self_attn.q_proj.weight"] @ read[last]).split(SIZE)[head]
             k = [(w["self_attn.k_proj.weight"] @ x).split(SIZE)[shared] for x in read]
             v = [(w["self_attn.v_proj.weight"] @ x).split(SIZE)[shared] for x in read]
-            scores = [self.rotated(q, last) @ self.rotated(x, i) for i, x in enumerate(k)]
+            scores = [self.rotate(q, last) @ self.rotate(x, i) for i, x in enumerate(k)]
             weights = (torch.stack(scores) / SIZE**0.5).softmax(0)
             heads.append(weights @ torch.stack(v))
         x = read[last] + w["self_attn.o_proj.weight"] @ torch.cat(heads)
@@ -92,19 +92,19 @@ class Literal:
     def guesses(self, t: int, depths: int) -> list[Tensor]:
         """Logits of x_{t+2}, x_{t+3}, .. after the true prefix x_0..x_t and the text's tokens."""
         states = [self.trace.last[self.row, self.start + i] for i in range(t + 1)]
-        read = [self.fused(i, state) for i, state in enumerate(states)]
+        read = [self.fuse(i, state) for i, state in enumerate(states)]
         out = []
         for depth in range(1, depths + 1):
             feature = self.layer(read)
             out.append(self.drafter.head(feature))
             if depth < depths:
-                read.append(self.fused(t + depth, feature))
+                read.append(self.fuse(t + depth, feature))
         return out
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_the_unroll_is_drafting_from_every_true_prefix(target: Target, bias: bool) -> None:
+def test_unroll_equals_drafting_from_every_prefix(target: Target, bias: bool) -> None:
     drafter = eagle(target, bias=bias).eval()
     for name, p in drafter.named_parameters():
         if name.endswith(("norm.weight", "bias")):
@@ -128,7 +128,7 @@ def test_the_unroll_is_drafting_from_every_true_prefix(target: Target, bias: boo
 # ---- the objective -------------------------------------------------------------------------------
 
 
-def test_the_loss_is_features_plus_a_tenth_of_the_distribution(target: Target) -> None:
+def test_loss_is_smooth_l1_plus_a_tenth_of_cross_entropy(target: Target) -> None:
     """At depth 1: mean over H of Smooth-L1 to the target's next state, + 0.1 cross-entropy."""
     drafter = tiny.drafter("eagle", target, tiny.vocab(tiny.VOCAB), noise=0.0)
     trace = tiny.packed_trace(target)
@@ -140,10 +140,10 @@ def test_the_loss_is_features_plus_a_tenth_of_the_distribution(target: Target) -
     following = trace.last.roll(-1, 1)[rows]
     gap = (guess - following).abs()
     smooth = torch.where(gap < 1, gap.square() / 2, gap - 0.5).mean()
-    kept = drafter.vocab.target_ids
+    draft_ids = drafter.vocab.target_ids
     logits = target.logits(following)
-    p = logits[:, kept].softmax(-1)
-    nats = -(p * target.logits(guess)[:, kept].log_softmax(-1)).sum(-1)
+    p = logits[:, draft_ids].softmax(-1)
+    nats = -(p * target.logits(guess)[:, draft_ids].log_softmax(-1)).sum(-1)
     nats = nats * drafter.vocab.t2d[logits.argmax(-1)]
     torch.testing.assert_close(loss, smooth + 0.1 * nats.mean())
 
@@ -151,22 +151,22 @@ def test_the_loss_is_features_plus_a_tenth_of_the_distribution(target: Target) -
 # ---- noise ---------------------------------------------------------------------------------------
 
 
-def disturbed(target: Target, **changes: Any) -> tuple[Tensor, Trace]:
+def noise_of(target: Target, **changes: Any) -> tuple[Tensor, Trace]:
     drafter, trace = eagle(target, **changes).train(), tiny.packed_trace(target)
     return (drafter.initial_state(trace) - trace.last.flatten(0, 1)).view_as(trace.last), trace
 
 
-def test_noise_is_uniform_of_the_papers_width_and_in_training_only(target: Target) -> None:
-    noise, trace = disturbed(target)
+def test_noise_is_uniform_and_in_training_only(target: Target) -> None:
+    noise, trace = noise_of(target)
     assert 0.095 < noise.abs().max() <= 0.1
     torch.testing.assert_close(noise.std(), torch.tensor(0.2 / 12**0.5), atol=0.003, rtol=0)
     drafter = eagle(target).eval()
     assert torch.equal(drafter.initial_state(trace), trace.last.flatten(0, 1))
 
 
-def test_the_codes_noise_shrinks_with_the_length_of_the_document(target: Target) -> None:
+def test_noise_by_length_shrinks_with_the_document(target: Target) -> None:
     """0.2 * 512 / S: at 14 rows that is 7.3, at 5 rows 20.5."""
-    noise, trace = disturbed(target, noise_by_length=True)
+    noise, trace = noise_of(target, noise_by_length=True)
     for row, start, stop in tiny.document_spans(trace):
         largest = noise[row, start:stop].abs().max()
         half = 0.1 * 512 / (stop - start)
@@ -176,8 +176,8 @@ def test_the_codes_noise_shrinks_with_the_length_of_the_document(target: Target)
 # ---- first weights -------------------------------------------------------------------------------
 
 
-def test_the_linear_start_predicts_features_better_than_the_mean(target: Target) -> None:
-    """A regression explains something of the next state; random weights do worse than nothing."""
+def test_linear_init_predicts_states_better_than_the_mean(target: Target) -> None:
+    """The regression beats the mean of the next states; random weights do not."""
     trace = tiny.packed_trace(target)
     rows, losses = trace.supervised_mask(1), {}
     for init in ("linear", "random"):
@@ -185,12 +185,12 @@ def test_the_linear_start_predicts_features_better_than_the_mean(target: Target)
         drafter.initialise(target, [trace])
         guess = next(drafter.unroll(trace)).hidden[rows]
         losses[init] = float((guess.detach() - trace.last.roll(-1, 1)[rows]).square().mean())
-    nothing = trace.last.roll(-1, 1)[rows]
-    assert losses["linear"] < float((nothing - nothing.mean(0)).square().mean()) < losses["random"]
+    targets = trace.last.roll(-1, 1)[rows]
+    assert losses["linear"] < float((targets - targets.mean(0)).square().mean()) < losses["random"]
 
 
 @pytest.mark.parametrize(("first", "then"), [("eagle", "hass"), ("hass", "eagle")])
-def test_hass_and_eagle_load_each_others_weights(
+def test_hass_and_eagle_exchange_weights(
     target: Target, tmp_path: Path, first: str, then: str
 ) -> None:
     """One network under two names; its head is the target's, so the vocabulary may differ."""
@@ -203,7 +203,7 @@ def test_hass_and_eagle_load_each_others_weights(
         assert torch.equal(after.get_parameter(name), p)
 
 
-def test_a_warm_start_from_another_network_is_refused(target: Target, tmp_path: Path) -> None:
+def test_warm_start_from_another_network_is_refused(target: Target, tmp_path: Path) -> None:
     other = tiny.drafter("eagle3", target)
     native.save(other, tmp_path, target, tiny.config("eagle3"), {})
     with pytest.raises(RunError, match="eagle3"):

@@ -32,7 +32,7 @@ def eagle3(target: Target, **changes: Any) -> Eagle3:
 def built(target: Target, **changes: Any) -> Eagle3:
     drafter = eagle3(target, **changes)
     torch.manual_seed(5)
-    with torch.no_grad():  # norms of 1 and one scale for all taps would hide where they belong
+    with torch.no_grad():  # norms of 1 and one scale for all taps would hide a wrong order
         for name, value in (*drafter.named_parameters(), ("tap_scale", drafter.tap_scale)):
             if name.endswith(("norm.weight", "tap_scale")):
                 value.uniform_(0.5, 1.5)
@@ -66,8 +66,8 @@ def test_default_taps_exist_and_ascend() -> None:
         assert len(taps) == (3 if layers > 3 else min(2, layers))
 
 
-def test_parameters_have_the_names_and_shapes_of_published_checkpoints(target: Target) -> None:
-    """The table of the SGLang flavour: attention reads [embedding; state], twice the width."""
+def test_parameters_match_published_checkpoints(target: Target) -> None:
+    """Keys of SGLang's format; attention reads [embedding; state], twice the hidden size."""
     shapes = {name: tuple(p.shape) for name, p in built(target).named_parameters()}
     assert shapes == {
         "fc.weight": (H, 3 * H),
@@ -98,7 +98,7 @@ def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
 
 
 class Literal:
-    """The training-time test as its table reads: one row, one depth, one head at a time.
+    """Reference implementation of training-time test: one row, one depth, one head at a time.
 
     depth d, row t: embedding of x_{t+d}; state g_t, or the row's own output of depth d-1; rotary
     position t+d-1; keys of depth 1 at all rows <= t, and the row's own keys of depths 2..d.
@@ -121,7 +121,7 @@ class Literal:
         )
 
     def project(self, which: str, x: Tensor, position: int) -> list[Tensor]:
-        """One vector per head; queries and keys turned by position * theta^(-2i/size)."""
+        """One vector per head; queries and keys rotated by position * theta^(-2i/size)."""
         heads = list((self.w[f"midlayer.self_attn.{which}_proj.weight"] @ x).split(SIZE))
         return heads if which == "v" else [self.turn(head, position) for head in heads]
 
@@ -220,11 +220,11 @@ def test_every_depth_depends_on_the_newest_token(target: Target) -> None:
         ids[1, 6 + newest] = following[1, 5 + newest] = (int(ids[1, 6 + newest]) + 9) % tiny.VOCAB
         changed = dataclasses.replace(trace, ids=ids, next_ids=following)
         after = [guess.hidden for guess in drafter.unroll(changed)]
-        felt = [not torch.allclose(a[1, 6], b[1, 6]) for a, b in zip(before, after, strict=True)]
-        assert felt == [depth >= newest for depth in (1, 2, 3)]
+        differs = [not torch.allclose(a[1, 6], b[1, 6]) for a, b in zip(before, after, strict=True)]
+        assert differs == [depth >= newest for depth in (1, 2, 3)]
 
 
-# ---- memory --------------------------------------------------------------------------------------
+# ---- decoding state ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -233,19 +233,19 @@ def test_a_state_is_never_mutated(target: Target) -> None:
     trace = tiny.packed_trace(target)
     memory = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     wider = drafter.step(memory, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))[1]
-    kept = [copy.deepcopy(memory), copy.deepcopy(wider)]
+    saved = [copy.deepcopy(memory), copy.deepcopy(wider)]
     drafter.step(memory, 1, torch.tensor([3]), torch.tensor([0]))
     drafter.step(memory, 2, torch.tensor([7]), torch.tensor([0]))
     drafter.step(wider, 3, torch.tensor([5, 6, 8]), torch.tensor([1, 0, 1]))
     drafter.absorb(memory, tiny.verified_rows(trace, 1, 6, 9))
-    for now, before in zip((memory, wider), kept, strict=True):
+    for now, before in zip((memory, wider), saved, strict=True):
         for field in dataclasses.fields(SelfFeedingState):
             torch.testing.assert_close(getattr(now, field.name), getattr(before, field.name))
 
 
 @torch.no_grad()
-def test_the_lasting_state_grows_by_verified_rows_only(target: Target) -> None:
-    """Keys of a branch live in that branch's memory and nowhere else."""
+def test_state_grows_by_verified_rows_only(target: Target) -> None:
+    """Keys of a branch are stored in that branch's state only."""
     drafter = built(target)
     trace = tiny.packed_trace(target)
     memory = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
@@ -272,13 +272,13 @@ def first_loss(target: Target, init: str) -> float:
 
 
 @pytest.mark.parametrize("heads", [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}])
-def test_the_linear_start_is_ahead_of_chance(heads: dict[str, Any]) -> None:
+def test_linear_init_beats_random_weights(heads: dict[str, Any]) -> None:
     target = tiny.target(**heads)
     linear, random = (first_loss(target, init) for init in ("linear", "random"))
     assert linear < random - 0.05
 
 
-def test_a_text_without_answers_leaves_random_weights(target: Target) -> None:
+def test_text_without_answers_leaves_random_weights(target: Target) -> None:
     drafter = eagle3(target, init="linear")
     trace = tiny.packed_trace(target)
     silent = dataclasses.replace(trace, answer=torch.zeros_like(trace.answer))
@@ -308,7 +308,7 @@ def test_rows_first_attend_to_themselves() -> None:
         assert weights.diagonal()[1:].median() > 0.5
 
 
-# ---- what the field added ------------------------------------------------------------------------
+# ---- later variants ------------------------------------------------------------------------------
 
 VARIANTS: list[dict[str, Any]] = [
     {"layers": 3},
@@ -346,7 +346,7 @@ def test_every_variant_decodes_as_it_was_trained(target: Target, changes: dict[s
 
 
 def test_every_variant_is_another_network(target: Target) -> None:
-    """The control: with the same shared weights, each switch changes what is said."""
+    """The control: with the same shared weights, each setting changes the logits."""
     plain, trace = built(target), tiny.packed_trace(target)
     before = list(plain.unroll(trace))[1].hidden
     for changes in VARIANTS:
@@ -357,8 +357,8 @@ def test_every_variant_is_another_network(target: Target) -> None:
         assert not torch.allclose(list(drafter.unroll(trace))[1].hidden, before, atol=1e-4)
 
 
-def test_extra_layers_and_norms_have_the_names_of_published_checkpoints(target: Target) -> None:
-    """Layers behind the first are ordinary ones, H wide; q and k norms are as wide as a head."""
+def test_names_of_extra_layers_and_norms(target: Target) -> None:
+    """Later layers read H values; q and k norms have the head size."""
     shapes = {
         name: tuple(p.shape)
         for name, p in eagle3(
@@ -372,10 +372,10 @@ def test_extra_layers_and_norms_have_the_names_of_published_checkpoints(target: 
     assert [shapes[f"fc_norm.{i}.weight"] for i in range(3)] == [(H,)] * 3
 
 
-def test_the_linear_start_holds_for_more_layers_too(target: Target) -> None:
-    """Those behind the first add nothing yet: the guesses are those of one layer."""
+def test_linear_init_of_several_layers(target: Target) -> None:
+    """Later layers output zero at first: the guesses are those of one layer."""
     one, two = (eagle3(target, layers=layers, init="linear").eval() for layers in (1, 2))
-    two.load_state_dict(one.state_dict(), strict=False)  # the random parts alike
+    two.load_state_dict(one.state_dict(), strict=False)  # equal random weights
     trace, guesses = tiny.packed_trace(target), []
     for drafter in (one, two):
         drafter.initialise(target, [trace])

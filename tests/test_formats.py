@@ -1,4 +1,4 @@
-"""Every format and every drafter: what is written is recognised, read, written again, exactly."""
+"""Every format and drafter: written folders are recognised, read and rewritten exactly."""
 
 import dataclasses
 import json
@@ -40,13 +40,11 @@ def target() -> Target:
     return tiny.target()
 
 
-# ---- there and back ------------------------------------------------------------------------------
+# ---- round trips ---------------------------------------------------------------------------------
 
 
 @each_case
-def test_a_written_drafter_is_recognised_and_read_exactly(
-    case: Case, target: Target, tmp_path: Path
-) -> None:
+def test_round_trip_is_exact(case: Case, target: Target, tmp_path: Path) -> None:
     drafter = case.drafter(target)
     cfg = getattr(drafter, "cfg", None) or tiny.config(case.name, **case.changes)
     case.format.write(drafter, target, cfg, tmp_path / "out")
@@ -63,9 +61,7 @@ def test_a_written_drafter_is_recognised_and_read_exactly(
 
 
 @each_case
-def test_what_was_read_is_written_with_equal_bytes(
-    case: Case, target: Target, tmp_path: Path
-) -> None:
+def test_rewritten_weights_are_byte_identical(case: Case, target: Target, tmp_path: Path) -> None:
     drafter = case.drafter(target).to(torch.bfloat16)
     first, second = tmp_path / "first", tmp_path / "second"
     case.format.write(drafter, target, getattr(drafter, "cfg", None), first)
@@ -79,10 +75,10 @@ def test_what_was_read_is_written_with_equal_bytes(
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.word != "native"], ids=str)
-def test_a_folder_without_our_own_file_is_read_where_it_leaves_nothing_open(
+def test_folder_without_outrider_json_is_read_unless_ambiguous(
     case: Case, target: Target, tmp_path: Path
 ) -> None:
-    """As a published one: weights and logits alike; the recipe is then the defaults'."""
+    """Weights and logits are equal; training settings become the defaults."""
     drafter = case.drafter(target)
     case.format.write(drafter, target, getattr(drafter, "cfg", None), tmp_path / "out")
     (tmp_path / "out" / "outrider.json").unlink()
@@ -95,36 +91,34 @@ def test_a_folder_without_our_own_file_is_read_where_it_leaves_nothing_open(
     assert not read.training
     assert not any(p.requires_grad for p in read.parameters())
     ours, theirs = outside.logits(drafter, target), outside.logits(read, target)
-    for a, b in zip(ours[:1], theirs[:1], strict=True):  # depth 1: deeper ones ask the recipe
+    for a, b in zip(ours[:1], theirs[:1], strict=True):  # deeper ones depend on the settings
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", drafters.names())
-def test_a_drafter_that_travelled_decodes_round_for_round_as_before(
-    name: str, tmp_path: Path
-) -> None:
-    """Half trained, through every format that holds it."""
+def test_exported_drafter_decodes_identically(name: str, tmp_path: Path) -> None:
+    """A half-trained drafter, exported to every format that holds it."""
     of, answers, drafter = tiny.half_trained(name, "llama")
-    wanted = rounds(of, drafter)
-    assert any(kept for _, accepted in wanted for kept in accepted)
-    held = [word for word, why in formats.export_refusals(drafter, name, of).items() if not why]
-    assert len(held) > 1
-    for word in held:
+    expected = rounds(of, drafter)
+    assert any(count for _, accepted in expected for count in accepted)
+    words = [word for word, why in formats.export_refusals(drafter, name, of).items() if not why]
+    assert len(words) > 1
+    for word in words:
         cfg = getattr(drafter, "cfg", None)
         formats.find(word, name).write(drafter, of, cfg, tmp_path / word)
         found = rounds(of, formats.load(tmp_path / word, of)[0])
-        assert found == wanted
+        assert found == expected
         assert [ids for ids, _ in found] == [list(answer) for answer in answers]
 
 
 def rounds(of: Target, drafter: Drafter) -> list[tuple[list[int], list[int]]]:
-    """Of every prompt: what was said, and how many guesses each round kept."""
+    """Return, for every prompt, the output and the number of accepted tokens per round."""
     engine = Engine(of, drafter, DynamicTree(depth=3, width=4, budget=12))
     outs = [engine.generate(prompt, tiny.ANSWER) for prompt in tiny.PROMPTS]
     return [(list(out.ids), list(out.accepted)) for out in outs]
 
 
-def test_a_run_can_be_loaded_in_another_precision(target: Target, tmp_path: Path) -> None:
+def test_load_converts_dtype(target: Target, tmp_path: Path) -> None:
     drafter = tiny.drafter("eagle3", target)
     formats.find("sglang", "eagle3").write(drafter, target, None, tmp_path / "out")
     read, _ = formats.load(tmp_path / "out", target, torch.bfloat16)
@@ -137,7 +131,7 @@ def test_a_run_can_be_loaded_in_another_precision(target: Target, tmp_path: Path
 
 @pytest.mark.parametrize("name", drafters.names())
 @pytest.mark.parametrize("word", formats.format_names())
-def test_every_pair_is_a_format_or_a_reason(name: str, word: str) -> None:
+def test_every_pair_is_supported_or_explained(name: str, word: str) -> None:
     if word in TABLE[name]:
         form = formats.find(word, name)
         assert word in form.names
@@ -149,14 +143,13 @@ def test_every_pair_is_a_format_or_a_reason(name: str, word: str) -> None:
     assert "no such format" not in caught.value.why
 
 
-def test_the_cases_walk_every_format() -> None:
-    """Of the tests above, by name and drafter."""
-    walked = {(case.format, case.name) for case in CASES}
-    there = {(f, n) for f in formats.all_formats() for n in (f.drafters or drafters.names())}
-    assert walked == there
+def test_cases_cover_every_format() -> None:
+    covered = {(case.format, case.name) for case in CASES}
+    existing = {(f, n) for f in formats.all_formats() for n in (f.drafters or drafters.names())}
+    assert covered == existing
 
 
-def test_an_engine_that_cannot_serve_a_drafter_is_refused_with_the_reason() -> None:
+def test_unsupported_pair_is_refused_with_reason() -> None:
     with pytest.raises(ConfigError, match="no Medusa heads; vLLM has"):
         formats.find("sglang", "medusa")
     with pytest.raises(ConfigError, match="inside a copy of their target"):
@@ -194,7 +187,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], bool, str]] = [
 
 
 @pytest.mark.parametrize(("name", "word", "changes", "whole", "why"), REFUSED, ids=str)
-def test_what_an_engine_would_serve_as_another_drafter_is_not_written(
+def test_drafter_outside_the_format_is_refused(
     target: Target,
     tmp_path: Path,
     name: str,
@@ -211,8 +204,8 @@ def test_what_an_engine_would_serve_as_another_drafter_is_not_written(
     assert why in formats.export_refusals(drafter, name, target)[form.names[0]]
 
 
-def test_modules_of_a_target_with_scaled_positions_are_not_written(tmp_path: Path) -> None:
-    """They would be served with the target's own; a drafter of its own config keeps plain ones."""
+def test_mtp_export_refuses_scaled_rope(tmp_path: Path) -> None:
+    """MTP modules run with the target's rotary embedding; other drafters have their own config."""
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     scaled = tiny.target(rope_parameters=rope)
     for case in (Case("mtp", "deepseek", {}, True), Case("eagle3", "sglang", {}, False)):
@@ -224,7 +217,7 @@ def test_modules_of_a_target_with_scaled_positions_are_not_written(tmp_path: Pat
     assert config["rope_parameters"]["rope_type"] == "default"
 
 
-# ---- what is in no format ------------------------------------------------------------------------
+# ---- unknown folders -----------------------------------------------------------------------------
 
 
 def stored(path: Path, config: dict[str, Any], keys: dict[str, tuple[int, ...]]) -> Path:
@@ -235,18 +228,16 @@ def stored(path: Path, config: dict[str, Any], keys: dict[str, tuple[int, ...]])
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "is a DFlash drafter"),
         ({"speculators_model_type": "peagle"}, "speculators folder of type peagle"),
         ({}, r"no format that Outrider reads; its tensors begin with fc\.weight"),
     ],
 )
-def test_a_folder_of_another_kind_is_named(
-    tmp_path: Path, config: dict[str, Any], says: str
-) -> None:
+def test_unknown_folder_is_named(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     folder = stored(tmp_path / "f", config, {"fc.weight": (32, 160), "hidden_norm.weight": (32,)})
-    with pytest.raises(RunError, match=says):
+    with pytest.raises(RunError, match=message):
         formats.recognise(folder)
 
 
@@ -254,7 +245,7 @@ def test_a_folder_of_another_kind_is_named(
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt", "x.pth"])
-def test_a_pickle_is_refused_unopened_with_the_way_out(tmp_path: Path, name: str) -> None:
+def test_pickle_is_refused_with_conversion_hint(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(pickle.dumps(_Bomb()))
     with pytest.raises(RunError, match=r"is a pickle[\s\S]*weights_only=True"):
@@ -262,7 +253,7 @@ def test_a_pickle_is_refused_unopened_with_the_way_out(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_in_disguise_is_refused_unopened(tmp_path: Path, zipped: bool) -> None:
+def test_pickle_named_safetensors_is_refused(tmp_path: Path, zipped: bool) -> None:
     (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "model.safetensors"
     if zipped:
@@ -273,7 +264,7 @@ def test_a_pickle_in_disguise_is_refused_unopened(tmp_path: Path, zipped: bool) 
         formats.recognise(tmp_path)
 
 
-def test_headers_of_every_length_are_told_from_pickles(tmp_path: Path) -> None:
+def test_header_is_not_mistaken_for_a_pickle(tmp_path: Path) -> None:
     """A header of 640 bytes begins as a pickle does."""
     (tmp_path / "config.json").write_text("{}")
     for size in range(400, 1300, 8):
@@ -304,7 +295,7 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-def test_shards_are_written_with_an_index_and_read_back(shards: Path) -> None:
+def test_sharded_weights_round_trip(shards: Path) -> None:
     assert len(list(shards.glob("*.safetensors"))) == 3
     opened = WeightFolder(shards)
     assert set(opened.shapes) == {f"part.{i}" for i in range(6)}
@@ -318,44 +309,42 @@ def index_of(shards: Path) -> dict[str, Any]:
     return found
 
 
-DAMAGES = ["cut", "gone", "moved", "unlisted", "short", "uncounted", "outside", "bit"]
+DAMAGES = ["cut", "missing", "moved", "unlisted", "short", "uncounted", "outside", "bit"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_shard_is_refused_and_named(shards: Path, damage: str) -> None:
+def test_damaged_shard_is_named(shards: Path, damage: str) -> None:
     index, names = index_of(shards), sorted(f.name for f in shards.glob("*.safetensors"))
     file = shards / names[1]
-    says = names[1]
+    message = names[1]
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-40])
-        says += " cannot be read.*truncated"
-    elif damage == "gone":
+        message += " cannot be read.*truncated"
+    elif damage == "missing":
         file.unlink()
     elif damage == "moved":
-        index["weight_map"]["part.0"], says = names[1], r"disagree about part\.0"
+        index["weight_map"]["part.0"], message = names[1], r"disagree about part\.0"
     elif damage == "unlisted":
         del index["weight_map"]["part.5"]
-        says = r"disagree about part\.5"
+        message = r"disagree about part\.5"
     elif damage == "short":
-        index["metadata"]["total_size"], says = 10**9, "has total_size 1,000,000,000 bytes"
+        index["metadata"]["total_size"], message = 10**9, "has total_size 1,000,000,000 bytes"
     elif damage == "uncounted":
-        index["metadata"], says = ["total_size"], "does not map weights to files"
+        index["metadata"], message = ["total_size"], "does not map weights to files"
     elif damage == "outside":
-        index["weight_map"]["part.0"], says = "../x.safetensors", "does not map weights to files"
+        index["weight_map"]["part.0"], message = "../x.safetensors", "does not map weights to files"
     else:
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(bytes(data))
     (shards / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(RunError, match=says):
+    with pytest.raises(RunError, match=message):
         WeightFolder(shards).check_hashes(
             json.loads((shards / "outrider.json").read_text())["sha256"]
         )
 
 
-def test_a_folder_appears_whole_or_not_at_all(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_is_atomic(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     form, drafter = formats.find("sglang", "eagle3"), tiny.drafter("eagle3", target)
     form.write(drafter, target, None, tmp_path / "out")
     before = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
@@ -372,24 +361,22 @@ def test_a_folder_appears_whole_or_not_at_all(
 
 
 @pytest.mark.parametrize("word", ["sglang", "native"])
-def test_nothing_that_we_did_not_write_is_replaced(
-    target: Target, tmp_path: Path, word: str
-) -> None:
+def test_foreign_folder_is_not_replaced(target: Target, tmp_path: Path, word: str) -> None:
     form, drafter = formats.find(word, "eagle3"), tiny.drafter("eagle3", target)
     form.write(drafter, target, tiny.config("eagle3"), tmp_path / "out")
     form.write(drafter, target, tiny.config("eagle3"), tmp_path / "out")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text('{"precious": 1}')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"precious": 1}')
     with pytest.raises(RunError, match="not written by Outrider"):
-        form.write(drafter, target, tiny.config("eagle3"), tmp_path / "mine")
-    assert (tmp_path / "mine" / "config.json").read_text() == '{"precious": 1}'
+        form.write(drafter, target, tiny.config("eagle3"), tmp_path / "other")
+    assert (tmp_path / "other" / "config.json").read_text() == '{"precious": 1}'
 
 
 # ---- outrider.json -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"format": "vllm"}, "has format vllm"),
         ({"taps": [0, 1, 3]}, "a tap is shifted"),
@@ -403,14 +390,14 @@ def test_nothing_that_we_did_not_write_is_replaced(
         ({"sha256": {"model.safetensors": "0"}}, "not the ones that were written"),
     ],
 )
-def test_what_lies_beside_the_weights_must_agree_with_them(
-    target: Target, tmp_path: Path, change: dict[str, Any], says: str
+def test_contradicting_outrider_json_is_refused(
+    target: Target, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     form, drafter = formats.find("sglang", "eagle3"), tiny.drafter("eagle3", target)
     form.write(drafter, target, None, tmp_path / "out")
     file = tmp_path / "out" / "outrider.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(RunError, match=says) as caught:
+    with pytest.raises(RunError, match=message) as caught:
         formats.load(tmp_path / "out", target)
     assert caught.value.fix
 
@@ -418,23 +405,23 @@ def test_what_lies_beside_the_weights_must_agree_with_them(
 @pytest.mark.parametrize(
     "change", [{"target": "llama"}, {"taps": 3}, {"drafter": []}, {"shape": 1}, {"sha256": "0"}, {}]
 )
-def test_a_folder_of_ours_that_was_edited_badly_is_refused(
+def test_badly_edited_native_folder_is_refused(
     target: Target, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     form, drafter = formats.find("native", "eagle3"), tiny.drafter("eagle3", target)
     form.write(drafter, target, None, tmp_path / "out")
     outside.edit_config(tmp_path / "out", **change)
-    if not change:  # a weight that everything else is read by
+    if not change:  # the draft vocabulary, without which nothing can be read
         file = tmp_path / "out" / "model.safetensors"
-        kept = {k: v for k, v in load_file(file).items() if k != "vocab.d2t"}
-        save_file(kept, file)
+        rest = {k: v for k, v in load_file(file).items() if k != "vocab.d2t"}
+        save_file(rest, file)
         outside.edit_config(tmp_path / "out", sha256=sha256_of(file))
     with pytest.raises(RunError, match="out") as caught:
         formats.load(tmp_path / "out", target)
     assert caught.value.fix
 
 
-def test_a_drafter_of_another_target_is_refused(target: Target, tmp_path: Path) -> None:
+def test_other_target_is_refused(target: Target, tmp_path: Path) -> None:
     form, drafter = formats.find("sglang", "eagle3"), tiny.drafter("eagle3", target)
     form.write(drafter, target, None, tmp_path / "out")
     with pytest.raises(RunError, match="trained for llama, and this target has other weights"):

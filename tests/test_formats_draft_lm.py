@@ -1,4 +1,4 @@
-"""A draft model's plain folder: transformers reads it, and we read what transformers wrote."""
+"""Draft models as Hugging Face folders, exchanged with transformers in both directions."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 @torch.no_grad()
-def test_transformers_reads_what_was_written(target: Target, tmp_path: Path) -> None:
+def test_transformers_loads_the_export(target: Target, tmp_path: Path) -> None:
     drafter = outside.randomise(tiny.drafter("draft_lm", target, outside.vocab(whole=True)))
     formats.find("vllm", "draft_lm").write(drafter, target, None, tmp_path / "f")
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "f", use_safetensors=True)
@@ -56,9 +56,7 @@ def test_transformers_reads_what_was_written(target: Target, tmp_path: Path) -> 
     torch.testing.assert_close(ours[:8], logits[1:], atol=1e-4, rtol=1e-4)
 
 
-def test_a_published_model_is_read_and_written_with_equal_weights(
-    target: Target, theirs: Path, tmp_path: Path
-) -> None:
+def test_published_model_round_trips(target: Target, theirs: Path, tmp_path: Path) -> None:
     form = formats.recognise(theirs)
     assert form is formats.find("transformers", "draft_lm")
     read, cfg = form.read(theirs, target)
@@ -71,7 +69,7 @@ def test_a_published_model_is_read_and_written_with_equal_weights(
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "names code to run"),
         ({"model_type": "evil"}, "could not be loaded"),
@@ -81,52 +79,50 @@ def test_a_published_model_is_read_and_written_with_equal_weights(
         (layers(1), r"holds model\.layers\.1.* does not know"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(
-    target: Target, theirs: Path, changes: dict[str, Any], says: str
+def test_contradicting_config_is_refused(
+    target: Target, theirs: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """Missing layers are not drawn at random, unknown ones not left out, code not run."""
+    """Missing layers are not initialised, unknown ones not skipped, code not run."""
     file = theirs / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with pytest.raises(RunError, match=says):
+    with pytest.raises(RunError, match=message):
         formats.load(theirs, target)
 
 
-def test_a_truncated_shard_is_refused(target: Target, theirs: Path) -> None:
+def test_truncated_shard_is_refused(target: Target, theirs: Path) -> None:
     file = sorted(theirs.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(RunError, match=f"{file.name} cannot be read"):
         formats.load(theirs, target)
 
 
-def test_a_model_with_another_vocabulary_is_refused(theirs: Path) -> None:
+def test_other_vocabulary_is_refused(theirs: Path) -> None:
     with pytest.raises(RunError, match="has 61 tokens and the target 64"):
         formats.load(theirs, tiny.target(vocab_size=64))
 
 
-# ---- transformers drafts with it -----------------------------------------------------------------
+# ---- assisted generation in transformers ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def exported(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The lower layers of the embedded target, published as its draft model."""
-    room = tmp_path_factory.mktemp("exported")
-    cfg = Config(path=str(shallow(room / "shallow")))
+    folder = tmp_path_factory.mktemp("exported")
+    cfg = Config(path=str(shallow(folder / "shallow")))
     whole = DraftVocab.identity(loaded.target.vocab_size)
     drafter = drafters.build(cfg, loaded.target, whole)
-    formats.find("transformers", "draft_lm").write(drafter, loaded.target, None, room / "out")
-    return room / "out"
+    formats.find("transformers", "draft_lm").write(drafter, loaded.target, None, folder / "out")
+    return folder / "out"
 
 
 @pytest.mark.slow
-def test_transformers_drafts_with_the_folder_and_says_what_plain_decoding_says(
-    loaded: LoadedTarget, exported: Path
-) -> None:
+def test_assisted_generation_equals_plain_decoding(loaded: LoadedTarget, exported: Path) -> None:
     theirs, assistant = (
         hf.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
         for place in (TINY, exported)
     )
-    asked = list[object]()
-    theirs.model.register_forward_pre_hook(lambda *_: asked.append(None))
+    calls = list[object]()
+    theirs.model.register_forward_pre_hook(lambda *_: calls.append(None))
     stops = Stops(stop_ids(loaded.tokenizer, loaded.target))
     plain = Engine(loaded.target, None, None, stops=stops)
     tokens = 0
@@ -136,11 +132,11 @@ def test_transformers_drafts_with_the_folder_and_says_what_plain_decoding_says(
         ours = plain.generate(ids[0].tolist(), 48).ids
         assert out[0, ids.shape[1] :].tolist() == ours
         tokens += len(ours)
-    assert len(asked) < 0.8 * tokens, "some of its guesses were accepted"
+    assert len(calls) < 0.8 * tokens, "some of its guesses were accepted"
 
 
 @pytest.mark.slow
-def test_the_cards_command_for_transformers_runs(loaded: LoadedTarget, exported: Path) -> None:
+def test_transformers_command_of_the_card_runs(loaded: LoadedTarget, exported: Path) -> None:
     drafter, cfg = formats.load(exported, loaded.target)
     found = serve_commands("transformers", drafter, cfg, str(exported), str(TINY), "tiny")
     title, command = found.commands[0]

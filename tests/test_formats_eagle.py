@@ -1,4 +1,4 @@
-"""EAGLE-1 folders that somebody else wrote: the bias, the flavours, and what is refused."""
+"""EAGLE-1 folders of other projects: the bias, the three formats, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -34,10 +34,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_each_flavour_says_the_bias_in_its_own_way(
+def test_each_format_stores_the_bias_differently(
     target: Target, tmp_path: Path, bias: bool
 ) -> None:
-    """SGLang's fc has one in any case, and `bias` would give its attention one too."""
+    """SGLang's fc always has a bias, and reads `bias` as that of the attention."""
     drafter = built(target, bias=bias)
     official = outside.publish_as(drafter, target, tmp_path / "e", "eagle")
     assert config_of(official)["bias"] is bias
@@ -48,7 +48,7 @@ def test_each_flavour_says_the_bias_in_its_own_way(
 
 
 @torch.no_grad()
-def test_vllm_takes_a_bias_that_is_zero_alone(target: Target, tmp_path: Path) -> None:
+def test_vllm_accepts_a_zero_bias_only(target: Target, tmp_path: Path) -> None:
     drafter = built(target)
     drafter.get_parameter("fc.bias").zero_()
     folder = outside.publish_as(drafter, target, tmp_path / "v", "vllm")
@@ -56,14 +56,14 @@ def test_vllm_takes_a_bias_that_is_zero_alone(target: Target, tmp_path: Path) ->
     outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
-def test_a_folder_is_of_one_flavour_by_what_it_says(target: Target, tmp_path: Path) -> None:
+def test_format_is_recognised_from_the_files(target: Target, tmp_path: Path) -> None:
     drafter = built(target, bias=False)
     for word in ("eagle", "sglang", "vllm"):
         folder = outside.publish_as(drafter, target, tmp_path / word, word)
         assert formats.recognise(folder) is formats.find(word, "eagle")
 
 
-def test_flavours_can_be_turned_into_each_other(target: Target, tmp_path: Path) -> None:
+def test_conversion_between_formats_is_exact(target: Target, tmp_path: Path) -> None:
     drafter = built(target)
     here, form = tmp_path / "start", formats.find("eagle", "eagle")
     form.write(drafter, target, None, here)
@@ -75,8 +75,8 @@ def test_flavours_can_be_turned_into_each_other(target: Target, tmp_path: Path) 
     assert (here / "model.safetensors").read_bytes() == first
 
 
-def test_a_hass_drafter_keeps_its_name(target: Target, tmp_path: Path) -> None:
-    """By our own file; without it, it is the eagle that it decodes as."""
+def test_hass_name_is_stored_in_outrider_json(target: Target, tmp_path: Path) -> None:
+    """Without outrider.json the folder is read as eagle."""
     drafter = tiny.drafter("hass", target, outside.vocab(whole=True))
     formats.find("eagle", "hass").write(drafter, target, None, tmp_path / "f")
     assert formats.load(tmp_path / "f", target)[1].name == "hass"
@@ -102,16 +102,16 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("word", "changes", "says"), CONFIGS, ids=str)
+@pytest.mark.parametrize(("word", "changes", "message"), CONFIGS, ids=str)
 @torch.no_grad()
-def test_a_config_that_our_drafter_cannot_be_is_refused_with_the_cause(
-    target: Target, tmp_path: Path, word: str, changes: dict[str, Any], says: str
+def test_unsupported_config_is_refused(
+    target: Target, tmp_path: Path, word: str, changes: dict[str, Any], message: str
 ) -> None:
     drafter = built(target)
     if word == "vllm":
         drafter.get_parameter("fc.bias").zero_()
     folder = outside.publish_as(drafter, target, tmp_path / "f", word, **changes)
-    with pytest.raises(RunError, match=says) as caught:
+    with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
 
@@ -121,28 +121,29 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "para norms": (lambda t: t.update({"embedding_layernorm.weight": ONES}), "HASS's two norms"),
     "a norm": (lambda t: t.update({"layers.0.input_layernorm.weight": ONES}), "does not know"),
     "a head": (lambda t: t.update({"lm_head.weight": ONES}), r"holds lm_head\.weight"),
-    "lost": (lambda t: t.pop("layers.0.mlp.down_proj.weight"), r"lacks layers\.0\.mlp\.down_proj"),
+    "missing": (
+        lambda t: t.pop("layers.0.mlp.down_proj.weight"),
+        r"lacks layers\.0\.mlp\.down_proj",
+    ),
     "embedding": (lambda t: t["embed_tokens.weight"].add_(1), "differs from the target's"),
 }
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_that_our_drafter_cannot_have_are_refused_with_the_cause(
-    target: Target, tmp_path: Path, name: str
-) -> None:
-    change, says = WEIGHTS[name]
+def test_unsupported_weights_are_refused(target: Target, tmp_path: Path, name: str) -> None:
+    change, message = WEIGHTS[name]
     folder = outside.publish_as(built(target), target, tmp_path / "f", "eagle")
     outside.rewrite_weights(folder, change)
-    with pytest.raises(RunError, match=says) as caught:
+    with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
 
 
-# ---- training goes on ----------------------------------------------------------------------------
+# ---- warm start ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["eagle", "hass"])
-def test_a_published_drafter_can_be_trained_on(target: Target, tmp_path: Path, name: str) -> None:
+def test_warm_start_from_a_published_drafter(target: Target, tmp_path: Path, name: str) -> None:
     theirs = built(target).to(torch.float16)
     folder = outside.publish_as(theirs, target, tmp_path / "f", "eagle")
     ours = tiny.drafter(name, target, outside.vocab(whole=True), warm_start=str(folder))

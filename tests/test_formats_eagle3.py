@@ -1,4 +1,4 @@
-"""EAGLE-3 folders that somebody else wrote: what they leave open, and every way to be refused."""
+"""EAGLE-3 folders of other projects: conventions, ambiguities, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from outrider.models.target import Target
 from tests import outside, tiny
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-N, USUAL = 8, (1, 3, 4)  # layers of the target, and its low, middle and high ones
+N, DEFAULT_TAPS = 8, (1, 3, 4)  # layers of the target; its low, middle and high ones
 
 
 @pytest.fixture(scope="module")
@@ -34,46 +34,44 @@ def drafter(target: Target) -> Drafter:
 # ---- conventions that the files resolve ----------------------------------------------------------
 
 
-def test_usual_layers_need_not_be_named(drafter: Drafter, target: Target, tmp_path: Path) -> None:
-    """Engines agree on which they are: outputs 1, n/2 - 1, n - 4."""
+def test_default_taps_need_not_be_named(drafter: Drafter, target: Target, tmp_path: Path) -> None:
+    """All engines default to the outputs 1, n/2 - 1, n - 4."""
     folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config=None)
     read, cfg = formats.load(folder, target)
-    assert read.taps == cfg.taps == drafter.taps == USUAL
+    assert read.taps == cfg.taps == drafter.taps == DEFAULT_TAPS
     outside.assert_equal_weights(drafter, read)
 
 
 @pytest.mark.parametrize(("word", "first"), [("sglang", 0), ("vllm", 1), ("speculators", 1)])
-def test_layer_numbers_mean_outputs_for_sglang_and_inputs_for_vllm(
+def test_layer_ids_are_outputs_for_sglang_and_inputs_for_vllm(
     target: Target, tmp_path: Path, word: str, first: int
 ) -> None:
     drafter = tiny.drafter("eagle3", target, taps=(0, 2, 5))
     folder = outside.publish_as(drafter, target, tmp_path / "f", word)
     config = json.loads((folder / "config.json").read_text())
-    told = config.get(IDS) or config["eagle_config"][IDS]
-    assert told == [tap + first for tap in (0, 2, 5)]
+    ids = config.get(IDS) or config["eagle_config"][IDS]
+    assert ids == [tap + first for tap in (0, 2, 5)]
     assert formats.load(folder, target)[0].taps == (0, 2, 5)
 
 
-def test_vllms_usual_numbers_may_be_meant_as_outputs_if_it_is_said(
-    target: Target, tmp_path: Path
-) -> None:
+def test_outrider_json_settles_ids_equal_to_vllms_defaults(target: Target, tmp_path: Path) -> None:
     drafter = tiny.drafter("eagle3", target, taps=(2, 4, 5))
     form = formats.find("sglang", "eagle3")
     form.write(drafter, target, None, tmp_path / "f")
     assert form.read(tmp_path / "f", target)[0].taps == (2, 4, 5)
 
 
-@pytest.mark.parametrize("wrapped", ["model.", "module.", "draft_model.model."])
-def test_what_a_drafter_was_wrapped_in_is_taken_off(
-    drafter: Drafter, target: Target, tmp_path: Path, wrapped: str
+@pytest.mark.parametrize("prefix", ["model.", "module.", "draft_model.model."])
+def test_key_prefixes_are_stripped(
+    drafter: Drafter, target: Target, tmp_path: Path, prefix: str
 ) -> None:
     folder = outside.rename_keys(
-        outside.publish_as(drafter, target, tmp_path / "f"), lambda key: wrapped + key
+        outside.publish_as(drafter, target, tmp_path / "f"), lambda key: prefix + key
     )
     outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
-def test_other_names_of_the_same_parts_are_known(target: Target, tmp_path: Path) -> None:
+def test_alternative_key_names_are_read(target: Target, tmp_path: Path) -> None:
     """SGLang's aux_norm_*, and layers.0 for midlayer, as ModelOpt writes it."""
     drafter = outside.randomise(tiny.drafter("eagle3", target, fc_norm=True))
     folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config=None)
@@ -89,7 +87,7 @@ def test_other_names_of_the_same_parts_are_known(target: Target, tmp_path: Path)
     )
 
 
-def test_a_copy_of_the_targets_embedding_may_lie_beside(
+def test_copy_of_the_target_embedding_is_accepted(
     drafter: Drafter, target: Target, tmp_path: Path
 ) -> None:
     folder = outside.publish_as(drafter, target, tmp_path / "f")
@@ -101,8 +99,8 @@ def test_a_copy_of_the_targets_embedding_may_lie_beside(
         formats.load(folder, target)
 
 
-def test_sizes_that_are_not_the_targets_are_kept(target: Target, tmp_path: Path) -> None:
-    """Heads, MLP, base of the rotary embedding; also through our own folder, and out again."""
+def test_other_sizes_than_the_target_round_trip(target: Target, tmp_path: Path) -> None:
+    """Heads, MLP and rotary base, also through the native format and back."""
     other = tiny.target(
         num_hidden_layers=N, intermediate_size=20, num_key_value_heads=4, head_dim=6,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rms_norm_eps=1e-4,
@@ -128,23 +126,23 @@ def test_sizes_that_are_not_the_targets_are_kept(target: Target, tmp_path: Path)
     assert (folder / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
 
 
-def test_maps_may_be_of_any_whole_type(drafter: Drafter, target: Target, tmp_path: Path) -> None:
+def test_vocab_maps_may_have_any_dtype(drafter: Drafter, target: Target, tmp_path: Path) -> None:
     folder = outside.publish_as(drafter, target, tmp_path / "f")
     outside.rewrite_weights(folder, lambda t: t.update(d2t=t["d2t"].int(), t2d=t["t2d"].byte()))
     outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
-def test_a_config_that_says_no_base_has_llamas(
+def test_missing_rope_theta_has_llamas_default(
     drafter: Drafter, target: Target, tmp_path: Path
 ) -> None:
-    gone: dict[str, Any] = {"rope_theta": None, "rope_parameters": None, "rms_norm_eps": None}
-    folder = outside.publish_as(drafter, target, tmp_path / "f", **gone)
+    missing: dict[str, Any] = {"rope_theta": None, "rope_parameters": None, "rms_norm_eps": None}
+    folder = outside.publish_as(drafter, target, tmp_path / "f", **missing)
     read, _ = formats.load(folder, target)
     assert isinstance(read, Eagle3)
     assert (read.shape.rope_theta, read.shape.eps) == (10000.0, 1e-6)
 
 
-def test_every_flavour_can_be_turned_into_every_other(
+def test_conversion_between_formats_is_exact(
     drafter: Drafter, target: Target, tmp_path: Path
 ) -> None:
     here = tmp_path / "start"
@@ -158,10 +156,8 @@ def test_every_flavour_can_be_turned_into_every_other(
 
 
 @torch.no_grad()
-def test_the_sizes_of_the_taps_go_into_the_matrix_that_reads_them(
-    target: Target, tmp_path: Path
-) -> None:
-    """Files have no place for them. Bit for bit where they are powers of two."""
+def test_tap_scale_is_folded_into_fc(target: Target, tmp_path: Path) -> None:
+    """Exact for powers of two."""
     for sizes, exact in (((0.5, 4.0, 2.0), True), ((0.3, 1.7, 0.9), False)):
         drafter = outside.randomise(tiny.drafter("eagle3", target))
         assert isinstance(drafter, Eagle3)
@@ -177,9 +173,7 @@ def test_the_sizes_of_the_taps_go_into_the_matrix_that_reads_them(
             assert torch.equal(ours, theirs) or not exact
 
 
-def test_the_sizes_that_training_finds_are_taken_up_without_a_rounding(
-    target: Target, tmp_path: Path
-) -> None:
+def test_tap_scale_of_training_folds_exactly(target: Target, tmp_path: Path) -> None:
     drafter = tiny.drafter("eagle3", target)
     assert isinstance(drafter, Eagle3)
     trace = tiny.packed_trace(target)
@@ -198,7 +192,7 @@ def test_the_sizes_that_training_finds_are_taken_up_without_a_rounding(
 
 
 @torch.no_grad()
-def test_a_normed_residual_is_what_the_first_layer_adds_to(target: Target) -> None:
+def test_normed_residual_feeds_the_first_layer(target: Target) -> None:
     drafter = tiny.drafter("eagle3", target, **outside.NORMED)
     assert isinstance(drafter, Eagle3)
     embedding, state = torch.randn(3, 32), torch.randn(3, 32)
@@ -207,16 +201,16 @@ def test_a_normed_residual_is_what_the_first_layer_adds_to(target: Target) -> No
     assert torch.equal(read, drafter.midlayer.concat_inputs(embedding, state))
 
 
-# ---- what they leave open ------------------------------------------------------------------------
+# ---- ambiguities ---------------------------------------------------------------------------------
 
 
-def test_a_doubt_is_refused_and_ended_by_hand(
+def test_ambiguity_is_refused_and_settled_by_outrider_json(
     drafter: Drafter, target: Target, tmp_path: Path
 ) -> None:
-    """Layers under names that suit both engines; `norm_output`, which two projects mean."""
-    told = {"use_aux_hidden_state": True, IDS: [0, 2, 5]}
+    """Layer names that suit both engines; `norm_output`, which two projects define differently."""
+    eagle_config = {"use_aux_hidden_state": True, IDS: [0, 2, 5]}
     folder = outside.publish_as(
-        drafter, target, tmp_path / "f", eagle_config=told, norm_output=True
+        drafter, target, tmp_path / "f", eagle_config=eagle_config, norm_output=True
     )
     outside.rename_keys(folder, lambda key: key.replace("midlayer.", "layers.0."))
     with pytest.raises(
@@ -226,8 +220,8 @@ def test_a_doubt_is_refused_and_ended_by_hand(
     (folder / "outrider.json").write_text(json.dumps({"taps": [1, 3, 6]}))
     with pytest.raises(RunError, match=r"norm_output is [\s\S]*outrider\.json"):
         formats.load(folder, target)
-    said = {"taps": [1, 3, 6], "drafter": {"feedback": "raw", "depths": 7}}
-    (folder / "outrider.json").write_text(json.dumps(said))
+    content = {"taps": [1, 3, 6], "drafter": {"feedback": "raw", "depths": 7}}
+    (folder / "outrider.json").write_text(json.dumps(content))
     read, cfg = formats.load(folder, target)
     assert (read.taps, cfg.feedback, cfg.depths) == ((1, 3, 6), "raw", 7)
     outside.assert_equal_weights(drafter, read)
@@ -282,28 +276,33 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("word", "changes", "says"), CONFIGS, ids=str)
-def test_a_config_that_our_drafter_cannot_be_is_refused_with_the_cause(
-    drafter: Drafter, target: Target, tmp_path: Path, word: str, changes: dict[str, Any], says: str
+@pytest.mark.parametrize(("word", "changes", "message"), CONFIGS, ids=str)
+def test_unsupported_config_is_refused(
+    drafter: Drafter,
+    target: Target,
+    tmp_path: Path,
+    word: str,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     folder = outside.publish_as(drafter, target, tmp_path / "f", word, **changes)
-    with pytest.raises(RunError, match=says) as caught:
+    with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
 
 
-def other_key(tensors: dict[str, Tensor]) -> None:
+def rename_q_proj(tensors: dict[str, Tensor]) -> None:
     tensors["midlayer.self_attn.q_prj.weight"] = tensors.pop("midlayer.self_attn.q_proj.weight")
 
 
-def wide_again(tensors: dict[str, Tensor]) -> None:
-    """The first layer reads twice the width; here it was cut to one."""
+def narrow_k_proj(tensors: dict[str, Tensor]) -> None:
+    """Cut the first layer's input, twice the hidden size, to one."""
     key = "midlayer.self_attn.k_proj.weight"
     tensors[key] = tensors[key][:, :32].contiguous()
 
 
 WEIGHTS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
-    ("renamed", other_key, r"lacks midlayer.*q_proj.*holds .*q_prj.*is it .*q_proj"),
+    ("renamed", rename_q_proj, r"lacks midlayer.*q_proj.*holds .*q_prj.*is it .*q_proj"),
     ("missing", lambda t: t.pop("norm.weight"), r"lacks norm\.weight"),
     ("unknown", lambda t: t.update({"fc.bias": torch.ones(32)}), r"holds fc\.bias"),
     ("no d2t", lambda t: t.pop("d2t"), "d2t is missing"),
@@ -322,7 +321,7 @@ WEIGHTS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
         "d2t names",
     ),
     ("int8", lambda t: t.update({"fc.weight": t["fc.weight"].char()}), r"fc.weight is quantised"),
-    ("cut", wide_again, r"k_proj.weight is \[16, 32\], and .* require \[16, 64\]"),
+    ("cut", narrow_k_proj, r"k_proj.weight is \[16, 32\], and .* require \[16, 64\]"),
     (
         "twice",
         lambda t: t.update({"layers.0.hidden_norm.weight": torch.ones(32)}),
@@ -334,24 +333,24 @@ WEIGHTS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "says"), WEIGHTS, ids=lambda x: x if isinstance(x, str) else ""
+    ("name", "change", "message"), WEIGHTS, ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_weights_that_our_drafter_cannot_have_are_refused_with_the_cause(
+def test_unsupported_weights_are_refused(
     drafter: Drafter,
     target: Target,
     tmp_path: Path,
     name: str,
     change: Callable[[dict[str, Tensor]], object],
-    says: str,
+    message: str,
 ) -> None:
     folder = outside.publish_as(drafter, target, tmp_path / name)
     outside.rewrite_weights(folder, change)
-    with pytest.raises(RunError, match=says) as caught:
+    with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
 
 
-def test_layers_that_are_not_usual_must_be_named(target: Target, tmp_path: Path) -> None:
+def test_other_taps_than_the_default_must_be_named(target: Target, tmp_path: Path) -> None:
     drafter = tiny.drafter("eagle3", target, taps=(0, 2))
     folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config=None)
     with pytest.raises(RunError, match=r"does not name the 2 layers[\s\S]*outrider\.json"):

@@ -1,8 +1,8 @@
-"""What an engine makes of the files: its loader's rules on our keys, and the network it then runs.
+"""Exported files as engines read them: the loader's name rules, and the network.
 
 vLLM and SGLang cannot run here. Their rules for names are restated from docs/formats.md, and the
 networks from the papers, on the files alone: weights, config.json and a Hugging Face target whose
-hidden states are picked as each engine counts them.
+hidden states are numbered as each engine numbers them.
 """
 
 import json
@@ -51,7 +51,7 @@ def body_of(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# ---- the parameters that an engine makes from config.json ----------------------------------------
+# ---- parameters that an engine creates from config.json ------------------------------------------
 
 
 def engine_layer(p: str, cfg: dict[str, Any], wide: int, norms: tuple[str, ...]) -> Shapes:
@@ -70,9 +70,9 @@ def engine_layer(p: str, cfg: dict[str, Any], wide: int, norms: tuple[str, ...])
 
 
 def engine_eagle3(config: dict[str, Any], deeper: str) -> Shapes:
-    """Those of vLLM and SGLang: only the norm of the layers behind the first has two names."""
+    """Return the parameters; the input norm of later layers has another name in each engine."""
     cfg = body_of(config)
-    hidden, aux = cfg["hidden_size"], len(taps_told(config))
+    hidden, aux = cfg["hidden_size"], len(tap_ids(config))
     out: Shapes = {
         "model.fc.weight": (hidden, aux * hidden), "model.norm.weight": (hidden,),
         "lm_head.weight": (config["draft_vocab_size"], hidden),
@@ -96,16 +96,16 @@ def engine_eagle(config: dict[str, Any], bias: bool) -> Shapes:
     return out | {"model.embed_tokens.weight": (cfg["vocab_size"], hidden)}
 
 
-def taps_told(config: dict[str, Any]) -> list[int]:
+def tap_ids(config: dict[str, Any]) -> list[int]:
     name = "eagle_aux_hidden_state_layer_ids"
     return list(config.get(name) or config["eagle_config"][name])
 
 
-# ---- and the names that its loader turns ours into -----------------------------------------------
+# ---- names after the loader's rules --------------------------------------------------------------
 
 
 def loaded(folder: Path, parameters: Shapes) -> Shapes:
-    """Every key goes where the rules send it; several go into one stacked parameter."""
+    """Rename every key by the rules; several keys share one stacked parameter."""
     out: Shapes = {}
     for key, value in outside.weights(folder).items():
         if key in ("d2t", "t2d"):
@@ -114,14 +114,14 @@ def loaded(folder: Path, parameters: Shapes) -> Shapes:
         name = name if name.startswith("lm_head") else f"model.{name}"
         for part, whole in STACKED.items():
             name = name.replace(f".{part}.", f".{whole}.")
-        assert name in parameters, f"{key} would be skipped in silence, or end the loading"
+        assert name in parameters, f"{key} would be skipped silently, or fail"
         rows = out.get(name, (0,))[0] if any(w in name for w in STACKED.values()) else 0
         out[name] = (rows + value.shape[0], *value.shape[1:])
     return out
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_a_loader_fills_every_parameter_and_skips_no_key(case: Case, folder: Path) -> None:
+def test_loader_fills_every_parameter(case: Case, folder: Path) -> None:
     config = config_of(folder)
     if case.name == "eagle3":
         deeper = "hidden_norm" if case.word == "sglang" else "input_layernorm"
@@ -129,35 +129,35 @@ def test_a_loader_fills_every_parameter_and_skips_no_key(case: Case, folder: Pat
     else:
         parameters = engine_eagle(config, bias=case.word == "sglang" or bool(config.get("bias")))
     found = loaded(folder, parameters)
-    lent = {"model.embed_tokens.weight"}  # absent: the engine shares the target's
-    assert {k: v for k, v in parameters.items() if k not in lent - found.keys()} == found
+    shared = {"model.embed_tokens.weight"}  # absent: the engine shares the target's
+    assert {k: v for k, v in parameters.items() if k not in shared - found.keys()} == found
 
 
-def test_medusa_heads_fill_vllms_parameters(target: Target, tmp_path: Path) -> None:
+def test_medusa_keys_match_vllm(target: Target, tmp_path: Path) -> None:
     for case in (c for c in CASES if (c.name, c.word) == ("medusa", "vllm")):
         folder = tmp_path / str(case)
         case.format.write(case.drafter(target), target, None, folder)
         config = config_of(folder)
         hidden, size = config["hidden_size"], config["truncated_vocab_size"]
-        wanted: Shapes = {"lm_head.weight": (size, hidden)}
+        expected: Shapes = {"lm_head.weight": (size, hidden)}
         if not config["original_lm_head"]:
-            wanted = {f"lm_heads.{h}.weight": (size, hidden) for h in range(config["num_heads"])}
+            expected = {f"lm_heads.{h}.weight": (size, hidden) for h in range(config["num_heads"])}
         for h in range(config["num_heads"]):
             for n in range(config["num_hidden_layers"]):
-                wanted |= {f"blocks.{h}.layers.{n}.weight": (hidden, hidden)}
-                wanted |= (
+                expected |= {f"blocks.{h}.layers.{n}.weight": (hidden, hidden)}
+                expected |= (
                     {f"blocks.{h}.layers.{n}.bias": (hidden,)} if config["medusa_fc_bias"] else {}
                 )
         if size < config["vocab_size"]:
-            wanted |= {"token_map": (size,)}
-        assert {k: tuple(v.shape) for k, v in outside.weights(folder).items()} == wanted
+            expected |= {"token_map": (size,)}
+        assert {k: tuple(v.shape) for k, v in outside.weights(folder).items()} == expected
 
 
 # ---- the network, from the files alone -----------------------------------------------------------
 
 
 class Engine:
-    """EAGLE or EAGLE-3 over the rows of one document, as its papers have it."""
+    """EAGLE or EAGLE-3 over the rows of one document, after the papers."""
 
     def __init__(self, folder: Path, word: str) -> None:
         self.config, self.w, self.word = config_of(folder), outside.weights(folder), word
@@ -209,40 +209,38 @@ class Engine:
         return x
 
     def start(self, states: tuple[Tensor, ...]) -> Tensor:
-        """Of the target's hidden states, embedding first, the last one behind the final norm."""
+        """Return the first state, from hidden states; the last one is after the final norm."""
         if not self.three:
             return states[-1]
-        shift = 1 if self.word == "sglang" else 0  # outputs are told there, inputs elsewhere
-        aux = [states[i + shift] for i in taps_told(self.config)]
+        shift = 1 if self.word == "sglang" else 0  # SGLang numbers outputs, others inputs
+        aux = [states[i + shift] for i in tap_ids(self.config)]
         if self.config["fc_norm"]:
             aux = [self.norm(f"fc_norm.{i}", tap) for i, tap in enumerate(aux)]
         return torch.cat(aux, -1) @ self.w["fc.weight"].T
 
     def logits(self, x: Tensor, head: Tensor) -> Tensor:
-        """Over the target's vocabulary; -inf where nothing can be proposed."""
+        """Return logits over the target's vocabulary; -inf outside the draft vocabulary."""
         if not self.three:
             return x @ head.T
-        said = self.norm("norm", x) @ self.w["lm_head.weight"].T
+        logits = self.norm("norm", x) @ self.w["lm_head.weight"].T
         out = torch.full((len(x), self.cfg["vocab_size"]), -torch.inf)
-        d2t = self.w.get("d2t", torch.zeros(said.shape[1], dtype=torch.long))
-        out[:, torch.arange(len(d2t)) + d2t] = said
+        d2t = self.w.get("d2t", torch.zeros(logits.shape[1], dtype=torch.long))
+        out[:, torch.arange(len(d2t)) + d2t] = logits
         return out
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
 @torch.no_grad()
-def test_the_network_in_the_files_guesses_what_our_drafter_guesses(
-    case: Case, folder: Path, target: Target
-) -> None:
-    """Depth 1 at every row, depth 2 behind the one that our unroll says it for."""
+def test_exported_network_has_equal_logits(case: Case, folder: Path, target: Target) -> None:
+    """Depth 1 at every row, depth 2 at one row."""
     drafter, engine = case.drafter(target), Engine(folder, case.word)
     ids = torch.randint(3, tiny.VOCAB, (1, 12), generator=torch.Generator().manual_seed(4))
-    said = target.model(input_ids=ids, output_hidden_states=True).hidden_states
-    states = tuple(state[0] for state in said)
+    hidden = target.model(input_ids=ids, output_hidden_states=True).hidden_states
+    states = tuple(state[0] for state in hidden)
     embedding, head = target.embed(ids[0]), target.head_weight
     start = engine.start(states)[:-1]
     first = engine.run(embedding[1:], start)
-    ours = guessed(drafter, target, ids)
+    ours = draft_logits(drafter, target, ids)
     compare(engine.logits(first, head)[:10], ours[0][:10])
     row = 6
     fed = first[row : row + 1]
@@ -253,16 +251,16 @@ def test_the_network_in_the_files_guesses_what_our_drafter_guesses(
     compare(engine.logits(second[-1:], head), ours[1][row : row + 1])
 
 
-def guessed(drafter: Drafter, target: Target, ids: Tensor) -> list[Tensor]:
-    """Rows over the target's vocabulary, of depths 1, 2, .."""
+def draft_logits(drafter: Drafter, target: Target, ids: Tensor) -> list[Tensor]:
+    """Return logits over the target's vocabulary, of depths 1, 2, .."""
     target.set_taps(drafter.taps)
     row = torch.arange(ids.shape[1])[None]
     trace: Trace = target.trace(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids), row)
     found = []
     for guess in drafter.unroll(trace):
-        said = drafter.head(guess.hidden[0])
-        out = torch.full((len(said), tiny.VOCAB), -torch.inf)
-        out[:, drafter.vocab.target_ids] = said
+        logits = drafter.head(guess.hidden[0])
+        out = torch.full((len(logits), tiny.VOCAB), -torch.inf)
+        out[:, drafter.vocab.target_ids] = logits
         found.append(out)
     return found
 
@@ -273,8 +271,8 @@ def compare(engine: Tensor, ours: Tensor) -> None:
 
 
 @torch.no_grad()
-def test_medusa_heads_in_the_files_guess_what_ours_guess(target: Target, tmp_path: Path) -> None:
-    """Head i of the file, on the state behind the final norm, speaks of the token i + 2 on."""
+def test_exported_medusa_heads_have_equal_logits(target: Target, tmp_path: Path) -> None:
+    """Head i reads the state after the final norm and predicts the token i + 2 ahead."""
     for case in (c for c in CASES if c.name == "medusa" and c.word != "native"):
         drafter, folder = case.drafter(target), tmp_path / str(case)
         case.format.write(drafter, target, None, folder)

@@ -1,4 +1,4 @@
-"""Medusa folders that somebody else wrote: heads, layers, vocabularies, and what is refused."""
+"""Medusa folders of other projects: heads, layers, vocabularies, and what is refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,19 +24,17 @@ def built(target: Target, whole: bool = True, **changes: Any) -> Drafter:
     return outside.randomise(tiny.drafter("medusa", target, outside.vocab(whole), **changes))
 
 
-def test_what_heads_were_wrapped_in_is_taken_off(target: Target, tmp_path: Path) -> None:
-    for word, wrapped in (("medusa", "medusa_head."), ("vllm", "medusa_heads.")):
+def test_key_prefixes_are_stripped(target: Target, tmp_path: Path) -> None:
+    for word, prefix in (("medusa", "medusa_head."), ("vllm", "medusa_heads.")):
         drafter = built(target)
         folder = outside.publish_as(drafter, target, tmp_path / word, word)
-        outside.rename_keys(folder, lambda key, wrapped=wrapped: wrapped + key)  # type: ignore[misc]
+        outside.rename_keys(folder, lambda key, prefix=prefix: prefix + key)  # type: ignore[misc]
         outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
 @torch.no_grad()
-def test_layers_that_are_one_module_repeated_are_written_and_read(
-    target: Target, tmp_path: Path
-) -> None:
-    """As the authors' code has them: equal tensors under several keys."""
+def test_repeated_layers_round_trip(target: Target, tmp_path: Path) -> None:
+    """The authors' code repeats one module: equal tensors under several keys."""
     drafter = built(target, res_layers=2)
     for key, value in drafter.named_parameters():
         if ".layers.1." in key:
@@ -51,7 +49,7 @@ def test_layers_that_are_one_module_repeated_are_written_and_read(
 
 
 @torch.no_grad()
-def test_heads_without_a_bias_stay_without_one(target: Target, tmp_path: Path) -> None:
+def test_heads_without_bias_round_trip(target: Target, tmp_path: Path) -> None:
     drafter = built(target, whole=False)
     for key, value in drafter.named_parameters():
         if key.endswith(".bias"):
@@ -61,9 +59,7 @@ def test_heads_without_a_bias_stay_without_one(target: Target, tmp_path: Path) -
     outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
-def test_a_shared_head_may_stand_under_the_name_of_the_first(
-    target: Target, tmp_path: Path
-) -> None:
+def test_shared_head_may_have_the_name_of_the_first(target: Target, tmp_path: Path) -> None:
     drafter = built(target, own_heads=False)
     folder = outside.publish_as(drafter, target, tmp_path / "f", "vllm")
     outside.rename_keys(folder, lambda key: key.replace("lm_head.", "lm_heads.0."))
@@ -92,26 +88,26 @@ DAMAGE: list[tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], object] | 
 
 
 @pytest.mark.parametrize(
-    ("word", "changes", "change", "says"), DAMAGE, ids=lambda x: "" if callable(x) else str(x)
+    ("word", "changes", "change", "message"), DAMAGE, ids=lambda x: "" if callable(x) else str(x)
 )
-def test_what_contradicts_itself_is_refused_with_the_cause(
+def test_contradiction_is_refused(
     target: Target,
     tmp_path: Path,
     word: str,
     changes: dict[str, Any],
     change: Callable[[dict[str, Tensor]], object] | None,
-    says: str,
+    message: str,
 ) -> None:
     drafter = built(target, whole=word == "medusa")
     folder = outside.publish_as(drafter, target, tmp_path / "f", word, **changes)
     if change is not None:
         outside.rewrite_weights(folder, change)
-    with pytest.raises(RunError, match=says) as caught:
+    with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
 
 
-def test_a_head_of_another_width_is_refused(target: Target, tmp_path: Path) -> None:
+def test_other_width_is_refused(target: Target, tmp_path: Path) -> None:
     folder = outside.publish_as(built(target), target, tmp_path / "f", "medusa")
     with pytest.raises(
         RunError, match=r"is \[32, 32\], and config.json and target require \[16, 16\]"

@@ -1,4 +1,4 @@
-"""MTP modules as a drafter's folder: the halves, the norms, a copy of the target around them."""
+"""MTP modules as a drafter's folder: order of inputs, norms, and merging into the target."""
 
 import json
 import shutil
@@ -38,12 +38,12 @@ def built(target: Target, **changes: Any) -> Drafter:
     return outside.randomise(tiny.drafter("mtp", target, outside.vocab(whole=True), **changes))
 
 
-# ---- what the layouts mean -----------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_the_modules_in_the_file_guess_what_ours_guess(target: Target, tmp_path: Path) -> None:
-    """A second reading of the paper on the file's tensors; [state; embedding] was turned round."""
+def test_exported_modules_have_equal_logits(target: Target, tmp_path: Path) -> None:
+    """A reference implementation on the file's tensors; [state; embedding] is swapped there."""
     for order in ("embedding_first", "state_first"):
         drafter = built(target, order=order)
         folder = outside.publish_as(drafter, target, tmp_path / order, "deepseek")
@@ -56,15 +56,15 @@ def test_the_modules_in_the_file_guess_what_ours_guess(target: Target, tmp_path:
         ids = torch.randint(3, 61, (1, 12), generator=torch.Generator().manual_seed(4))
         row = torch.arange(12)[None]
         trace = target.trace(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids), row)
-        wanted = expected(
+        reference = expected(
             target, [Module(target, s, DEEPSEEK, "") for s in stages], ids[0], trace.last[0]
         )
-        for guess, want in zip(drafter.unroll(trace), wanted, strict=True):
-            said = drafter.head(guess.hidden)[0, : len(want)]
-            torch.testing.assert_close(said, want, atol=1e-4, rtol=1e-4)
+        for guess, want in zip(drafter.unroll(trace), reference, strict=True):
+            logits = drafter.head(guess.hidden)[0, : len(want)]
+            torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
 
 
-def test_norms_of_the_qwen_layout_lack_one(target: Target, tmp_path: Path) -> None:
+def test_qwen_layout_stores_norms_minus_one(target: Target, tmp_path: Path) -> None:
     drafter = built(target, depths=1)
     folder = outside.publish_as(drafter, target, tmp_path / "f", "qwen3_next")
     stored = outside.weights(folder)["mtp.norm.weight"]
@@ -72,7 +72,7 @@ def test_norms_of_the_qwen_layout_lack_one(target: Target, tmp_path: Path) -> No
 
 
 @torch.no_grad()
-def test_norms_far_from_one_come_back_within_a_rounding(target: Target, tmp_path: Path) -> None:
+def test_norms_far_from_one_round_trip_within_rounding(target: Target, tmp_path: Path) -> None:
     drafter = built(target, depths=1)
     weight = drafter.get_parameter("stages.0.norm.weight")
     weight.copy_(torch.logspace(-3, 2, 32))
@@ -82,8 +82,8 @@ def test_norms_far_from_one_come_back_within_a_rounding(target: Target, tmp_path
     assert float((read - weight)[weight < 1].abs().max()) <= 2**-24
 
 
-def test_the_reader_of_targets_finds_the_same_modules(target: Target, tmp_path: Path) -> None:
-    """`drafter.init=target` can begin with what was written."""
+def test_exported_modules_can_initialise_a_drafter(target: Target, tmp_path: Path) -> None:
+    """`drafter.init=target` reads an exported folder."""
     drafter = built(target)
     found = mtp_target.read_modules(
         outside.publish_as(drafter, target, tmp_path / "f", "deepseek"), target.num_layers
@@ -93,11 +93,11 @@ def test_the_reader_of_targets_finds_the_same_modules(target: Target, tmp_path: 
             assert torch.equal(value, drafter.state_dict()[f"stages.{k}.{key}"])
 
 
-# ---- into a copy of the target -------------------------------------------------------------------
+# ---- merging into a copy of the target -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", ["deepseek", "qwen3_next"])
-def test_a_stitched_copy_is_the_target_and_the_drafter(
+def test_merged_folder_holds_target_and_drafter(
     target: Target, home: Path, tmp_path: Path, word: str
 ) -> None:
     drafter = built(target, **({"depths": 1} if word == "qwen3_next" else {}))
@@ -116,9 +116,7 @@ def test_a_stitched_copy_is_the_target_and_the_drafter(
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
-def test_modules_that_the_target_came_with_are_replaced(
-    target: Target, home: Path, tmp_path: Path
-) -> None:
+def test_merging_replaces_existing_modules(target: Target, home: Path, tmp_path: Path) -> None:
     for seed, into in ((2, home), (8, tmp_path / "2")):
         drafter = tiny.drafter("mtp", target, outside.vocab(whole=True), seed=seed)
         formats.find("deepseek", "mtp").write(drafter, target, None, tmp_path / f"alone{seed}")
@@ -129,8 +127,8 @@ def test_modules_that_the_target_came_with_are_replaced(
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "llama_tied"])
-def test_targets_of_other_families_can_be_stitched(tmp_path: Path, family: str) -> None:
-    """Their folder says another type of layer; the modules' own are plain ones of their sizes."""
+def test_merging_into_other_families(tmp_path: Path, family: str) -> None:
+    """The target's layers are of another type; the modules are Llama layers of the same sizes."""
     other = tiny.target(family)
     other.model.save_pretrained(tmp_path / "whole")
     drafter = built(other)
@@ -140,7 +138,7 @@ def test_targets_of_other_families_can_be_stitched(tmp_path: Path, family: str) 
     outside.assert_equal_weights(drafter, formats.load(tmp_path / "both", other)[0])
 
 
-def test_modules_in_a_target_with_scaled_positions_are_refused(
+def test_merged_folder_with_scaled_rope_is_refused(
     target: Target, home: Path, tmp_path: Path
 ) -> None:
     formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "alone")
@@ -151,17 +149,15 @@ def test_modules_in_a_target_with_scaled_positions_are_refused(
         formats.load(tmp_path / "both", tiny.target(rope_parameters=rope))
 
 
-def test_modules_of_other_sizes_are_read_and_not_written_behind_a_target(
-    target: Target, tmp_path: Path
-) -> None:
+def test_modules_of_other_sizes_are_read_but_not_exported(target: Target, tmp_path: Path) -> None:
     other = tiny.target(intermediate_size=20, rms_norm_eps=1e-4)
     folder = outside.publish_as(built(other, depths=1), other, tmp_path / "f", "qwen3_next")
     read, _ = formats.load(folder, target)
     assert "have other sizes" in formats.find("qwen3_next", "mtp").refuses(read, target)
 
 
-def test_a_target_in_one_file_can_be_stitched(target: Target, tmp_path: Path) -> None:
-    """A lone model.safetensors would be read in the place of the index."""
+def test_merging_into_a_single_file_target(target: Target, tmp_path: Path) -> None:
+    """A lone model.safetensors would be read instead of the index."""
     target.model.save_pretrained(tmp_path / "whole")
     drafter = built(target, depths=1)
     formats.find("deepseek", "mtp").write(drafter, target, None, tmp_path / "alone")
@@ -170,9 +166,7 @@ def test_a_target_in_one_file_can_be_stitched(target: Target, tmp_path: Path) ->
     outside.assert_equal_weights(drafter, formats.load(tmp_path / "both", target)[0])
 
 
-def test_modules_of_another_target_are_not_stitched(
-    target: Target, home: Path, tmp_path: Path
-) -> None:
+def test_merging_refuses_another_target(target: Target, home: Path, tmp_path: Path) -> None:
     other = tiny.target(num_hidden_layers=6)
     formats.find("deepseek", "mtp").write(built(other, depths=1), other, None, tmp_path / "alone")
     with pytest.raises(RunError, match=r"num_hidden_layers is 6, and in .* 4"):
@@ -183,10 +177,8 @@ def test_modules_of_another_target_are_not_stitched(
         formats.load(tmp_path / "alone", target)
 
 
-def test_a_target_whose_layers_have_other_names_is_refused(
-    target: Target, home: Path, tmp_path: Path
-) -> None:
-    """Engines would not find modules there, nor should we write where nobody looks."""
+def test_merging_refuses_other_layer_names(target: Target, home: Path, tmp_path: Path) -> None:
+    """Engines do not look for modules there."""
     formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "alone")
     shutil.copytree(home, tmp_path / "other")
     for file in (tmp_path / "other").glob("*.safetensors"):
@@ -201,14 +193,14 @@ def test_a_target_whose_layers_have_other_names_is_refused(
     assert not (tmp_path / "both").exists()
 
 
-def test_a_speculator_is_not_stitched(target: Target, home: Path, tmp_path: Path) -> None:
+def test_merging_refuses_speculators_layout(target: Target, home: Path, tmp_path: Path) -> None:
     form = formats.find("speculators", "mtp")
     form.write(built(target, depths=1), target, None, tmp_path / "alone")
     with pytest.raises(RunError, match="format=deepseek or qwen3_next"):
         mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
 
 
-def test_damage_inside_a_stitched_copy_is_found(target: Target, home: Path, tmp_path: Path) -> None:
+def test_damage_in_a_merged_folder_is_refused(target: Target, home: Path, tmp_path: Path) -> None:
     formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "alone")
     mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
     cut = tmp_path / "cut"
@@ -229,35 +221,33 @@ def test_damage_inside_a_stitched_copy_is_found(target: Target, home: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("word", "name", "says"),
+    ("word", "name", "message"),
     [
         ("deepseek", "model.layers.4.self_attn.kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa"),
         ("qwen3_next", "mtp.layers.0.mlp.experts.0.gate_proj.weight", "experts.0.gate_proj"),
         ("speculators", "mtp_layers.0.input_proj.bias", "input_proj.bias"),
     ],
 )
-def test_parts_that_our_modules_have_not_are_named(
-    target: Target, tmp_path: Path, word: str, name: str, says: str
+def test_unknown_key_is_named(
+    target: Target, tmp_path: Path, word: str, name: str, message: str
 ) -> None:
     folder = outside.publish_as(built(target, depths=1), target, tmp_path / "f", word)
     outside.rewrite_weights(folder, lambda t: t.update({name: torch.ones(3)}))
-    with pytest.raises(RunError, match=f"holds .*{says}.* does not know"):
+    with pytest.raises(RunError, match=f"holds .*{message}.* does not know"):
         formats.load(folder, target)
 
 
 @pytest.mark.parametrize("end", ["embed_tokens", "shared_head.head"])
-def test_ends_that_are_not_the_targets_are_refused(
-    target: Target, tmp_path: Path, end: str
-) -> None:
+def test_other_embedding_or_head_is_refused(target: Target, tmp_path: Path, end: str) -> None:
     folder = outside.publish_as(built(target, depths=1), target, tmp_path / "f", "deepseek")
     outside.rewrite_weights(folder, lambda t: t[f"model.layers.4.{end}.weight"].add_(1))
     with pytest.raises(RunError, match=f"{end}.weight differs from the target's"):
         formats.load(folder, target)
 
 
-def test_a_module_may_be_run_in_a_loop_if_it_is_said(target: Target, tmp_path: Path) -> None:
+def test_outrider_json_selects_recurrent_mode(target: Target, tmp_path: Path) -> None:
     folder = outside.publish_as(built(target, depths=1), target, tmp_path / "f", "deepseek")
-    said = {"drafter": {"mode": "recurrent", "depths": 5}}
-    (folder / "outrider.json").write_text(json.dumps(said))
+    content = {"drafter": {"mode": "recurrent", "depths": 5}}
+    (folder / "outrider.json").write_text(json.dumps(content))
     cfg = formats.load(folder, target)[1]
     assert (cfg.mode, cfg.depths) == ("recurrent", 5)

@@ -46,7 +46,7 @@ SIZES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @cache
 def large(name: str) -> Target:
-    """All of it but the numbers."""
+    """Return a target on the meta device."""
     kind, fields = SIZES[name]
     both = {"hidden_size": H, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def medusa(target: Target, v: int, first: str, last: str) -> Shapes:
 
 
 def expected(name: str, word: str, target: Target) -> Shapes:
-    """What the published checkpoints hold, written out by hand."""
+    """Return the keys and shapes of published checkpoints, written by hand."""
     embedding: Shapes = {"embed_tokens.weight": (target.vocab_size, H)}
     n = target.num_layers
     if name == "eagle3":
@@ -143,7 +143,7 @@ ALL = [
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("name", "word", "changes", "count"), ALL, ids=str)
-def test_keys_and_shapes_are_those_of_published_checkpoints(
+def test_keys_and_shapes_match_published_checkpoints(
     size: str, name: str, word: str, changes: dict[str, Any], count: int
 ) -> None:
     target, form = large(size), formats.find(word, name)
@@ -155,7 +155,7 @@ def test_keys_and_shapes_are_those_of_published_checkpoints(
     assert len(found) == count
 
 
-def test_parameters_are_as_many_as_published() -> None:
+def test_parameter_counts_match_published_checkpoints() -> None:
     """EAGLE-3 and EAGLE-1 for Qwen3-8B; of EAGLE-1 most are the target's embedding."""
     target = large("Qwen3-8B")
     for name, word, whole, millions in (
@@ -171,9 +171,7 @@ def test_parameters_are_as_many_as_published() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("word", "one"), [("sglang", 0), ("vllm", 1), ("speculators", 1)])
-def test_a_config_says_the_drafter_and_nothing_else_of_its_target(
-    size: str, word: str, one: int
-) -> None:
+def test_config_describes_the_drafter_only(size: str, word: str, one: int) -> None:
     """Plain frequencies of the target's base, its longest text, its vocabulary; known fields."""
     target, form = large(size), formats.find(word, "eagle3")
     assert isinstance(form, ExternalFormat)
@@ -202,8 +200,8 @@ def test_a_config_says_the_drafter_and_nothing_else_of_its_target(
 
 @pytest.mark.parametrize("case", [c for c in outside.CASES if c.word != "native"], ids=str)
 @torch.no_grad()
-def test_the_written_json_turns_heads_as_our_layers_do(case: outside.Case, tmp_path: Path) -> None:
-    """Queries turned by transformers from what lies on disk, up to the target's longest text."""
+def test_written_rope_equals_that_of_the_layers(case: outside.Case, tmp_path: Path) -> None:
+    """Rotate queries by transformers with the written config, at every position."""
     target = tiny.target(rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
     if case.name in ("medusa", "draft_lm"):
         return
@@ -216,11 +214,11 @@ def test_the_written_json_turns_heads_as_our_layers_do(case: outside.Case, tmp_p
     positions = torch.arange(config["max_position_embeddings"])
     x = torch.randn(len(positions), 4, config["head_dim"])
     cos, sin = LlamaRotaryEmbedding(kind(**config))(x, positions[None])
-    turned, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
-    torch.testing.assert_close(apply_rotary(x, positions, 5000.0), turned[0].transpose(0, 1))
+    rotated, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    torch.testing.assert_close(apply_rotary(x, positions, 5000.0), rotated[0].transpose(0, 1))
 
 
-def test_a_json_that_would_turn_otherwise_is_noticed() -> None:
+def test_contradicting_rope_is_refused() -> None:
     shape = tiny.target().shape()
     config = {
         **hf_config.layer_fields({"w": torch.ones(1)}, shape),

@@ -43,13 +43,13 @@ def masks(size: int, forward: int) -> list[Tensor]:
     return [row - column >= newest, *exact]
 
 
-def test_the_masks_are_those_of_the_paper() -> None:
+def test_masks_match_the_paper() -> None:
     for version, mask in enumerate(masks(5, 3)):
         assert mask.int().tolist() == THIRD[version]
 
 
 @pytest.mark.parametrize("forward", [1, 2, 3, 4])
-def test_the_masks_are_disjoint_and_together_causal(forward: int) -> None:
+def test_masks_partition_the_causal_mask(forward: int) -> None:
     together = torch.stack([mask.int() for mask in masks(6, forward)]).sum(0)
     assert torch.equal(together, torch.ones(6, 6).tril().int())
 
@@ -87,7 +87,7 @@ class InPositions:
 
 
 @torch.no_grad()
-def test_the_shared_unroll_has_the_contexts_of_hass(target: Target) -> None:
+def test_unroll_has_the_contexts_of_hass(target: Target) -> None:
     """Forward n + 1 at column r is depth n + 1 of the row t = r - n, where the draft began."""
     drafter, trace = hass(target).eval(), tiny.packed_trace(target)
     unrolled = {guess.depth: guess.hidden for guess in drafter.unroll(trace)}
@@ -112,8 +112,8 @@ def gradients(drafter: Hass, target: Target, trace: Trace, weights: list[float])
     return [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
 
 
-def test_each_step_is_learned_on_its_own(target: Target) -> None:
-    """Detached: the gradient of the last step is that of its own forward, inputs held fixed.
+def test_steps_are_detached(target: Target) -> None:
+    """Detached: the gradient of the last step is that of its own forward, with fixed inputs.
 
     So it equals the gradient when the states of the steps before are constants.
     """
@@ -131,7 +131,7 @@ def test_each_step_is_learned_on_its_own(target: Target) -> None:
     assert not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, through, strict=True))
 
 
-def test_the_top_k_loss_counts_the_top_tokens_again(target: Target) -> None:
+def test_top_k_loss_adds_the_top_tokens(target: Target) -> None:
     """With K = V the top-K term is the soft cross-entropy again: 0.1 + w of it in all."""
     trace, losses = tiny.packed_trace(target), []
     drafter = tiny.drafter("hass", target, tiny.vocab(tiny.VOCAB), noise=0.0)

@@ -31,7 +31,7 @@ each_kind = pytest.mark.parametrize("changes", KINDS, ids=str)
 
 @pytest.fixture
 def target() -> Target:
-    return tiny.target()  # of this test alone: some change it
+    return tiny.target()  # one per test: some tests change it
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def medusa2(target: Target, **changes: Any) -> Medusa:
     return medusa(target, **settings, **changes)
 
 
-def stirred(drafter: Medusa, scale: float = 0.05) -> Medusa:
-    """No parameter is what it was at first, none is zero."""
+def perturb(drafter: Medusa, scale: float = 0.05) -> Medusa:
+    """Change every parameter from its initial value; none is zero."""
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -87,13 +87,13 @@ def test_untrained_heads_repeat_the_target(
 
 
 @torch.no_grad()
-def test_the_linear_start_is_ahead_of_repeating_the_target(target: Target, trace: Trace) -> None:
-    """A linear map of its states cannot be right about random text, but it knows its own size."""
+def test_linear_init_beats_copied_heads(target: Target, trace: Trace) -> None:
+    """A linear fit cannot predict random text, but its logits have the best scale."""
     losses = {}
     for init in ("linear", "copy"):
         drafter = medusa(target, init=init)
-        said = drafter.initialise(target, [trace])
-        assert ("linear fit" in said) == (init == "linear")
+        description = drafter.initialise(target, [trace])
+        assert ("linear fit" in description) == (init == "linear")
         objective = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
         losses[init] = float(objective(trace, torch.ones(tiny.DEPTHS))[0])
     assert losses["linear"] < losses["copy"]
@@ -104,11 +104,11 @@ def test_heads_equal_loops_over_rows_depths_and_layers(
     target: Target, trace: Trace, own_heads: bool
 ) -> None:
     """Each layer adds z sigmoid(z), z = W x + b; then the matrix of the head or of the target."""
-    drafter = stirred(medusa(target, own_heads=own_heads, res_layers=2))
-    w, kept = dict(drafter.state_dict()), drafter.vocab.target_ids
+    drafter = perturb(medusa(target, own_heads=own_heads, res_layers=2))
+    w, draft_ids = dict(drafter.state_dict()), drafter.vocab.target_ids
     for depth, found in logits(drafter, trace).items():
         head = f"blocks.{depth - 1}.layers"
-        matrix = w[f"lm_heads.{depth - 1}.weight"] if own_heads else target.head_weight[kept]
+        matrix = w[f"lm_heads.{depth - 1}.weight"] if own_heads else target.head_weight[draft_ids]
         for row in range(trace.ids.shape[0]):
             for t in range(trace.ids.shape[1]):
                 x = trace.last[row, t]
@@ -125,54 +125,52 @@ def test_parameters_have_the_documented_names_and_number(
     """K L (H^2 + H), and K Vd H where each head has its own matrix; names as in vLLM."""
     drafter = medusa(target, own_heads=own_heads, res_layers=layers)
     shapes = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for k in range(tiny.DEPTHS):
-        wanted |= {f"blocks.{k}.layers.{i}.weight": (H, H) for i in range(layers)}
-        wanted |= {f"blocks.{k}.layers.{i}.bias": (H,) for i in range(layers)}
-        wanted |= {f"lm_heads.{k}.weight": (tiny.DRAFTED, H)} if own_heads else {}
-    assert shapes == wanted
+        expected |= {f"blocks.{k}.layers.{i}.weight": (H, H) for i in range(layers)}
+        expected |= {f"blocks.{k}.layers.{i}.bias": (H,) for i in range(layers)}
+        expected |= {f"lm_heads.{k}.weight": (tiny.DRAFTED, H)} if own_heads else {}
+    assert shapes == expected
     numbers = layers * (H * H + H) + own_heads * tiny.DRAFTED * H
     assert sum(p.numel() for p in drafter.parameters()) == tiny.DEPTHS * numbers
 
 
-def test_with_own_matrices_there_is_no_common_head(target: Target) -> None:
+def test_own_heads_have_no_common_head(target: Target) -> None:
     with pytest.raises(AssertionError, match="heads"):
         medusa(target, own_heads=True).head(torch.zeros(1, H))
 
 
-def test_the_loss_of_the_paper_is_cross_entropy_of_the_tokens_weighted_by_depth(
-    target: Target, trace: Trace
-) -> None:
+def test_loss_of_the_paper_is_weighted_cross_entropy(target: Target, trace: Trace) -> None:
     """sum_k 0.8^k CE(head_k(h_t), x_{t+1+k}) / 0.8: the paper's weights begin one power later."""
-    drafter = stirred(medusa(target, draft_vocab_size=None))
+    drafter = perturb(medusa(target, draft_vocab_size=None))
     weights = [0.8**k / 0.8 for k in range(1, tiny.DEPTHS + 1)]
     objective = Objective(drafter, target, weights=weights, loss=["ce"])
     loss, _ = objective(trace, torch.ones(tiny.DEPTHS))
-    wanted, said = 0.0, logits(drafter, trace)
+    expected, logits_of_depth = 0.0, logits(drafter, trace)
     for row, start, stop in tiny.document_spans(trace):
         for t in range(start, stop):
             for k in range(1, tiny.DEPTHS + 1):
-                place = t + 1 + k  # of the token that head k speaks of
-                if place < stop and trace.answer[row, place]:
-                    chances = said[k][row, t].exp()
-                    chance = chances[trace.ids[row, place]] / chances.sum()
-                    wanted -= 0.8**k / 0.8 * math.log(float(chance))
-    torch.testing.assert_close(loss.item(), wanted, atol=1e-3, rtol=1e-5)
+                position = t + 1 + k  # of the token that head k predicts
+                if position < stop and trace.answer[row, position]:
+                    probs = logits_of_depth[k][row, t].exp()
+                    prob = probs[trace.ids[row, position]] / probs.sum()
+                    expected -= 0.8**k / 0.8 * math.log(float(prob))
+    torch.testing.assert_close(loss.item(), expected, atol=1e-3, rtol=1e-5)
 
 
 @each_kind
-def test_all_nodes_of_a_level_have_equal_children_and_the_state_is_one_row(
+def test_nodes_of_a_level_have_equal_logits(
     target: Target, trace: Trace, changes: dict[str, Any]
 ) -> None:
-    drafter = stirred(medusa(target, **changes))
+    drafter = perturb(medusa(target, **changes))
     first = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     state = drafter.absorb(first, tiny.verified_rows(trace, 1, 6, 9))
     assert torch.equal(state, trace.last[1, 8:9])
-    ids, said = torch.tensor([5]), logits(drafter, trace)
+    ids, logits_of_depth = torch.tensor([5]), logits(drafter, trace)
     for depth in range(1, drafter.max_depth + 1):
         found, state = drafter.step(state, depth, ids, torch.zeros_like(ids))
         assert found.shape == (len(ids), tiny.DRAFTED)
-        torch.testing.assert_close(found, said[depth][1, 8].expand_as(found))
+        torch.testing.assert_close(found, logits_of_depth[depth][1, 8].expand_as(found))
         ids = torch.arange(depth + 1)
     assert drafter.max_depth == tiny.DEPTHS
 
@@ -180,9 +178,9 @@ def test_all_nodes_of_a_level_have_equal_children_and_the_state_is_one_row(
 def test_float32_heads_run_on_a_bfloat16_target(target: Target, trace: Trace) -> None:
     """As in training without autocast: the weights are masters, the target is as stored."""
     for changes in KINDS:
-        exact = logits(stirred(medusa(target, **changes)), trace)
+        exact = logits(perturb(medusa(target, **changes)), trace)
         rounded = Target(copy.deepcopy(target.model).bfloat16())
-        drafter = stirred(medusa(target, **changes))
+        drafter = perturb(medusa(target, **changes))
         drafter.target = rounded
         found = logits(drafter, tiny.packed_trace(rounded))
         for depth, rows in found.items():
@@ -209,7 +207,7 @@ def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
         Config(**wrong)  # type: ignore[arg-type]
 
 
-def test_medusa_2_is_one_setting_beside_the_whole_vocabulary() -> None:
+def test_medusa_2_needs_the_full_vocabulary() -> None:
     config = parse(
         compose(["drafter=medusa", "drafter.adapter_rank=32", "drafter.draft_vocab_size=null"])
     )
@@ -218,7 +216,7 @@ def test_medusa_2_is_one_setting_beside_the_whole_vocabulary() -> None:
 
 
 def test_a_loss_on_features_is_refused() -> None:
-    """A head's state stands where logits come from, not where the target's next state stands."""
+    """A head's state is an input of the head, not an estimate of the target's next state."""
     with pytest.raises(ConfigError, match="compares hidden states") as caught:
         parse(compose(["drafter=medusa", "drafter.loss=[smooth_l1]"]))
     assert caught.value.key == "drafter.loss"
@@ -235,8 +233,8 @@ def test_untrained_adapters_do_not_change_the_target(target: Target, trace: Trac
     assert [guess.depth for guess in guesses] == [1, 2, 3]
 
 
-def test_training_leaves_no_trace_in_the_target(target: Target, trace: Trace) -> None:
-    own, first, *_ = stirred(medusa2(target)).unroll(trace)
+def test_training_does_not_change_the_target(target: Target, trace: Trace) -> None:
+    own, first, *_ = perturb(medusa2(target)).unroll(trace)
     assert not torch.allclose(own.hidden, trace.last, atol=0.01)
     assert not torch.allclose(first.hidden, own.hidden, atol=0.01)
     assert torch.equal(tiny.packed_trace(target).last, trace.last)
@@ -251,10 +249,10 @@ def test_no_graph_is_recorded_without_gradients(target: Target, trace: Trace) ->
 
 
 @pytest.mark.parametrize("own_heads", [False, True])
-def test_gradients_reach_adapters_and_heads_and_no_weight_of_the_target(
+def test_gradients_reach_adapters_and_heads_only(
     target: Target, trace: Trace, own_heads: bool
 ) -> None:
-    drafter = stirred(medusa2(target, own_heads=own_heads))
+    drafter = perturb(medusa2(target, own_heads=own_heads))
     states = [(hidden.flatten(0, 1), depth) for depth, hidden in drafter.unroll(trace)]
     found = drafter.heads_by_depth([state for state, _ in states], [depth for _, depth in states])
     found.logsumexp(-1).sum().backward()
@@ -262,22 +260,20 @@ def test_gradients_reach_adapters_and_heads_and_no_weight_of_the_target(
     assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
 
 
-def test_the_target_loss_is_cross_entropy_of_the_old_target_under_the_new(
-    target: Target, trace: Trace
-) -> None:
-    """Row t of the changed target against row t of the old one, wherever x_{t+1} counts."""
+def test_target_loss_is_cross_entropy_with_the_original(target: Target, trace: Trace) -> None:
+    """Row t of the changed target against row t of the old one, wherever x_{t+1} is supervised."""
     weights, divide = [1.0] * tiny.DEPTHS, torch.ones(tiny.DEPTHS)
     losses = [
-        Objective(stirred(medusa2(target, keep=keep)), target, weights=weights)(trace, divide)[0]
+        Objective(perturb(medusa2(target, keep=keep)), target, weights=weights)(trace, divide)[0]
         for keep in (0.0, 0.5)
     ]
-    changed, wanted = tiny.packed_trace(merged(target, stirred(medusa2(target)))), 0.0
+    changed, expected = tiny.packed_trace(merged(target, perturb(medusa2(target)))), 0.0
     for row, start, stop in tiny.document_spans(trace):
         for t in range(start, stop - 1):
             if trace.answer[row, t + 1]:
                 old, new = (target.logits(x.last[row, t]).softmax(-1) for x in (trace, changed))
-                wanted -= 0.5 * float((old * new.log()).sum())
-    torch.testing.assert_close((losses[1] - losses[0]).item(), wanted, atol=1e-2, rtol=1e-4)
+                expected -= 0.5 * float((old * new.log()).sum())
+    torch.testing.assert_close((losses[1] - losses[0]).item(), expected, atol=1e-2, rtol=1e-4)
 
 
 def learn(drafter: Medusa, target: Target, trace: Trace) -> None:
@@ -292,7 +288,7 @@ def learn(drafter: Medusa, target: Target, trace: Trace) -> None:
         optimizer.step()
 
 
-def test_a_larger_target_loss_weight_keeps_the_target_nearer(target: Target) -> None:
+def test_target_loss_limits_the_change(target: Target) -> None:
     moved = []
     trace = tiny.answered_trace(
         target, [tiny.greedy_tokens(target, prompt) for prompt in tiny.PROMPTS]
@@ -318,25 +314,25 @@ def test_adapters_have_a_separate_learning_rate(target: Target) -> None:
 
 def merged(target: Target, drafter: Medusa) -> Target:
     """A copy of the target with W + (alpha / rank) B A written into its matrices."""
-    twin = Target(copy.deepcopy(target.model))
+    clone = Target(copy.deepcopy(target.model))
     assert drafter.adapters is not None
     with torch.no_grad():
-        for name, linear in linear_layers(twin.layers):
+        for name, linear in linear_layers(clone.layers):
             pair = drafter.adapters.pairs[name]
             assert isinstance(pair, LoraPair)
             linear.weight += ALPHA / RANK * pair.b @ pair.a
-    return twin
+    return clone
 
 
 def test_patch_target_attaches_the_adapters_once(target: Target, trace: Trace) -> None:
-    drafter = stirred(medusa2(target))
-    wanted = tiny.packed_trace(merged(target, drafter)).last
+    drafter = perturb(medusa2(target))
+    expected = tiny.packed_trace(merged(target, drafter)).last
     trained = next(drafter.unroll(trace)).hidden
     for _ in range(2):
-        said = drafter.patch_target(target)
-        assert said == "the target is changed by LoRA adapters of rank 4 (Medusa-2)"
-        torch.testing.assert_close(tiny.packed_trace(target).last, wanted, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(trained, wanted, atol=1e-4, rtol=1e-4)
+        description = drafter.patch_target(target)
+        assert description == "the target is changed by LoRA adapters of rank 4 (Medusa-2)"
+        torch.testing.assert_close(tiny.packed_trace(target).last, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(trained, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(next(drafter.unroll(trace)).hidden, trained)
 
 
@@ -346,7 +342,7 @@ def test_without_adapters_nothing_is_changed(target: Target, trace: Trace) -> No
 
 
 def test_steps_on_the_changed_target_repeat_the_unroll(target: Target, trace: Trace) -> None:
-    drafter = stirred(medusa2(target))
+    drafter = perturb(medusa2(target))
     trained = logits(drafter, trace)
     drafter.patch_target(target)
     now = tiny.packed_trace(target)
@@ -361,24 +357,22 @@ def test_steps_on_the_changed_target_repeat_the_unroll(target: Target, trace: Tr
 
 @pytest.mark.parametrize("own_heads", [False, True])
 @pytest.mark.parametrize("policy", [Chain(3), DynamicTree(depth=3, width=3, budget=7)], ids=str)
-def test_greedy_decoding_is_that_of_the_changed_target(
+def test_greedy_decoding_equals_the_changed_target(
     target: Target, policy: Policy, own_heads: bool
 ) -> None:
-    drafter = stirred(medusa2(target, own_heads=own_heads), scale=0.1)
+    drafter = perturb(medusa2(target, own_heads=own_heads), scale=0.1)
     before = [tiny.greedy_tokens(target, prompt) for prompt in tiny.PROMPTS]
-    wanted = [tiny.greedy_tokens(merged(target, drafter), prompt) for prompt in tiny.PROMPTS]
-    assert wanted != before
+    expected = [tiny.greedy_tokens(merged(target, drafter), prompt) for prompt in tiny.PROMPTS]
+    assert expected != before
     drafter.patch_target(target)
     fast, plain = Engine(target, drafter, policy), Engine(target, None, None)
-    for prompt, answer in zip(tiny.PROMPTS, wanted, strict=True):
+    for prompt, answer in zip(tiny.PROMPTS, expected, strict=True):
         assert fast.generate(prompt, tiny.ANSWER).ids == answer
         assert plain.generate(prompt, tiny.ANSWER).ids == answer
 
 
-def test_a_loaded_drafter_changes_another_copy_of_the_target_equally(
-    target: Target, tmp_path: Path
-) -> None:
-    drafter = stirred(medusa2(target))
+def test_loaded_drafter_changes_the_target_equally(target: Target, tmp_path: Path) -> None:
+    drafter = perturb(medusa2(target))
     native.save(drafter, tmp_path, target, drafter.cfg, {})
     fresh = tiny.target()
     again, _ = native.load(tmp_path, fresh)

@@ -70,7 +70,7 @@ def stepped(drafter: Mtp, memory: Any, tokens: list[int]) -> list[Tensor]:
 
 
 def test_parameters_have_the_names_and_shapes_of_the_published_module(target: Target) -> None:
-    """DeepSeek's names; the decoder layer's own ones stand under `block`."""
+    """DeepSeek's names; those of the decoder layer are under `block`."""
     shapes = {name: tuple(p.shape) for name, p in built(target, depths=1).named_parameters()}
     assert shapes == {
         "stages.0.enorm.weight": (H,),
@@ -113,7 +113,7 @@ def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
         Config(**wrong)
 
 
-def test_a_start_from_the_target_needs_its_folder() -> None:
+def test_target_init_needs_warm_start() -> None:
     with pytest.raises(ValueError, match="warm_start"):
         Config(init="target")
 
@@ -235,22 +235,24 @@ def test_fast_and_reference_attention_give_equal_gradients(target: Target, mode:
         torch.testing.assert_close(fast, grads[1][name], atol=1e-4, rtol=1e-4, msg=name)
 
 
-# ---- what a row sees -----------------------------------------------------------------------------
+# ---- inputs of a row -----------------------------------------------------------------------------
 
-FELT = {  # tokens x0..x7 that the chain's guess at rows 0..3 feels; x0 is in states alone
+READ_TOKENS = {  # tokens x0..x7 that guesses at rows 0..3 depend on; x0 only through states
     1: ["01000000", "01100000", "01110000", "01111000"],
     2: ["01100000", "01110000", "01111000", "01111100"],
     3: ["01110000", "01111000", "01111100", "01111110"],
 }
-FELT_STATES = ["10000000", "11000000", "11100000", "11110000"]  # at every depth
+READ_STATES = ["10000000", "11000000", "11100000", "11110000"]  # at every depth
 
 
 def changes(drafter: Mtp, before: Trace, after: list[Trace], depth: int) -> list[str]:
     """For rows 0..3, a 1 for every changed trace that changes the guess."""
-    said = unrolled(drafter, before)[depth - 1]
+    ours = unrolled(drafter, before)[depth - 1]
     others = [unrolled(drafter, trace)[depth - 1] for trace in after]
-    felt = [[int(not torch.equal(said[0, t], other[0, t])) for other in others] for t in range(4)]
-    return ["".join(map(str, row)) for row in felt]
+    changed = [
+        [int(not torch.equal(ours[0, t], other[0, t])) for other in others] for t in range(4)
+    ]
+    return ["".join(map(str, row)) for row in changed]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -261,8 +263,8 @@ def test_module_k_reads_k_tokens_after_the_row_and_no_later_state(
     drafter, trace = built(target), text(target)
     tokens = [tiny.with_tokens(trace, 0, j, [(int(trace.ids[0, j]) + 7) % 61]) for j in range(8)]
     states = [tiny.with_other_states(trace, 0, j, j + 1) for j in range(8)]
-    assert changes(drafter, trace, tokens, depth) == FELT[depth]
-    assert changes(drafter, trace, states, depth) == FELT_STATES
+    assert changes(drafter, trace, tokens, depth) == READ_TOKENS[depth]
+    assert changes(drafter, trace, states, depth) == READ_STATES
 
 
 @torch.no_grad()
@@ -319,16 +321,16 @@ def test_module_k_keeps_k_minus_1_rows_fewer_than_there_are(target: Target, rows
     assert [len(keys) for keys in memory.keys] == expected
     _, branch = drafter.step(memory, 2, torch.tensor([4]), ONLY)
     _, branch = drafter.step(branch, 3, torch.tensor([5]), ONLY)
-    assert [len(keys) for keys in branch.keys] == expected  # drafted rows are kept nowhere
+    assert [len(keys) for keys in branch.keys] == expected  # drafted rows are not stored
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
 @pytest.mark.parametrize("onto", ["root", "branch"])
 @torch.no_grad()
-def test_after_partial_acceptance_the_state_is_that_of_the_text(
+def test_state_after_partial_acceptance_is_that_of_the_text(
     target: Target, accepted: int, onto: str
 ) -> None:
-    """Eight rows, three drafts of which the first `accepted` are right, and the round's verdict."""
+    """Eight rows, three drafts of which the first `accepted` are right, and the outcome."""
     drafter, trace = built(target, depths=4), text(target, 14)
     memory = drafter.absorb(None, tiny.verified_rows(trace, 0, 0, 8))
     right = trace.ids[0, 9:12].tolist()
@@ -347,7 +349,7 @@ def test_after_partial_acceptance_the_state_is_that_of_the_text(
 
 @torch.no_grad()
 def test_rejected_drafts_left_in_the_state_would_change_logits(target: Target) -> None:
-    """The control of the test above: rows 6 and 7 absorbed with drafted tokens behind them."""
+    """The control of the test above: rows 6 and 7 absorbed with drafted tokens after them."""
     drafter, trace = built(target), text(target)
     wrong = tiny.with_tokens(trace, 0, 8, [(int(trace.ids[0, 8]) + 7) % 61])
     fresh = drafter.absorb(None, tiny.verified_rows(trace, 0, 0, 9))
@@ -363,12 +365,12 @@ def test_a_state_is_never_mutated(target: Target) -> None:
     drafter, trace = built(target), text(target)
     memory = drafter.absorb(None, tiny.verified_rows(trace, 0, 0, 6))
     wider = drafter.step(memory, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))[1]
-    kept = [copy.deepcopy(memory), copy.deepcopy(wider)]
+    saved = [copy.deepcopy(memory), copy.deepcopy(wider)]
     drafter.step(memory, 1, torch.tensor([3]), ONLY)
     drafter.step(memory, 2, torch.tensor([7]), ONLY)
     drafter.step(wider, 3, torch.tensor([5, 6, 8]), torch.tensor([1, 0, 1]))
     drafter.absorb(memory, tiny.verified_rows(trace, 0, 6, 9))
-    for now, before in zip((memory, wider), kept, strict=True):
+    for now, before in zip((memory, wider), saved, strict=True):
         for field in dataclasses.fields(MtpChainState):
             torch.testing.assert_close(getattr(now, field.name), getattr(before, field.name))
 
@@ -377,7 +379,7 @@ def test_a_state_is_never_mutated(target: Target) -> None:
 
 
 @torch.no_grad()
-def test_the_default_weights_and_hard_labels_are_the_formula_of_deepseek(target: Target) -> None:
+def test_hard_label_loss_is_that_of_deepseek(target: Target) -> None:
     """lambda/D sum_k CE_k, lambda = 0.3: cross-entropies of x_{t+k+1}, a mean over rows each."""
     drafter = tiny.drafter("mtp", target, tiny.vocab(tiny.VOCAB)).eval()
     weights = parse_depth_weights(Config().depth_weights, 3)
@@ -398,7 +400,7 @@ def test_the_default_weights_and_hard_labels_are_the_formula_of_deepseek(target:
 
 
 def first_losses(target: Target, **settings: Any) -> Tensor:
-    """Nats per row at every depth, of text that was not fitted to."""
+    """Nats per row at every depth, on held-out text."""
     drafter = tiny.drafter("mtp", target, **settings)
     drafter.initialise(target, iter(tiny.packed_trace(target, seed=seed) for seed in range(1, 60)))
     judge = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
@@ -408,7 +410,7 @@ def first_losses(target: Target, **settings: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if "depths" not in v], ids=str)
-def test_the_linear_start_is_ahead_of_chance(target: Target, variant: dict[str, Any]) -> None:
+def test_linear_init_beats_random_weights(target: Target, variant: dict[str, Any]) -> None:
     """At every depth that has a regression of its own."""
     linear, random = (first_losses(target, init=init, **variant) for init in ("linear", "random"))
     fitted = 1 if variant.get("mode") == "recurrent" else tiny.DEPTHS
@@ -416,20 +418,20 @@ def test_the_linear_start_is_ahead_of_chance(target: Target, variant: dict[str, 
 
 
 @torch.no_grad()
-def test_the_first_module_starts_as_the_ridge_regression_of_the_next_state(target: Target) -> None:
-    """Solved here from the normal equations of the rows that count; layers add nothing yet."""
+def test_first_module_is_the_ridge_regression(target: Target) -> None:
+    """Against the normal equations of the supervised rows; the layers output zero."""
     drafter = tiny.drafter("mtp", target, init="linear")
     assert isinstance(drafter, Mtp)
     traces = [tiny.packed_trace(target, seed=seed) for seed in range(20)]
     drafter.initialise(target, traces)
-    known, wanted = [], []
+    inputs, targets = [], []
     for trace in traces:
         for row, t in trace.supervised_mask(1).nonzero().tolist():
             halves = [target.embed(trace.ids[row, t + 1]), trace.last[row, t]]
             units = [x / (x.square().mean() + target.shape().eps).sqrt() for x in halves]
-            known.append(torch.cat(units))
-            wanted.append(trace.last[row, t + 1])
-    x, y = torch.stack(known).double(), torch.stack(wanted).double()
+            inputs.append(torch.cat(units))
+            targets.append(trace.last[row, t + 1])
+    x, y = torch.stack(inputs).double(), torch.stack(targets).double()
     spread = y.std(0, unbiased=False)
     moment = x.T @ x / len(x)
     damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(2 * H)
@@ -446,7 +448,7 @@ def test_the_first_module_starts_as_the_ridge_regression_of_the_next_state(targe
     torch.testing.assert_close(hidden[row, t], expected, atol=1e-3, rtol=1e-3)
 
 
-def test_a_text_without_answers_leaves_random_weights(target: Target) -> None:
+def test_text_without_answers_leaves_random_weights(target: Target) -> None:
     drafter = tiny.drafter("mtp", target, init="linear")
     trace = tiny.packed_trace(target)
     silent = dataclasses.replace(trace, answer=torch.zeros_like(trace.answer))

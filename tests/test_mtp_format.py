@@ -1,4 +1,4 @@
-"""MTP modules in a target's folder: tiny checkpoints in both layouts, read and evaluated anew."""
+"""MTP modules in a target's folder: tiny checkpoints in both layouts against a reference."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def weights(prefix: str, ends: Ends, layer: str, seed: int, qk: bool = False) ->
 
 
 def body() -> dict[str, Tensor]:
-    """What else lies in the folder: the target's own weights, and copies of its ends."""
+    """Other weights of the folder: the target's own."""
     own = {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(2, 2) for i in range(LAYERS)}
     return {**own, "model.norm.weight": torch.ones(2), "model.embed_tokens.weight": torch.ones(2)}
 
@@ -85,14 +85,14 @@ def target() -> Target:
     return tiny.target()
 
 
-def warm(target: Target, folder: Path, **changes: Any) -> Mtp:
+def initialised(target: Target, folder: Path, **changes: Any) -> Mtp:
     drafter = tiny.drafter("mtp", target, init="target", warm_start=str(folder), **changes)
     assert isinstance(drafter, Mtp)
     drafter.initialise(target, [])
     return drafter.eval()
 
 
-# ---- a second reading of the papers, on the file's own tensors -----------------------------------
+# ---- reference implementation after the papers, on the file's tensors ----------------------------
 
 
 class Module:
@@ -107,7 +107,7 @@ class Module:
         return x / size * (self.raw[f"{name}.weight"] + self.one)
 
     def heads(self, which: str, x: Tensor) -> Tensor:
-        """[T, heads, C], turned as complex numbers; key heads repeated."""
+        """[T, heads, C], rotated as complex numbers; key heads repeated."""
         name = f"{self.layer}self_attn.{which}"
         out: Tensor = (x @ self.raw[f"{name}_proj.weight"].T).unflatten(-1, (-1, SIZE))
         if which == "v":
@@ -148,14 +148,14 @@ def expected(target: Target, modules: list[Module], ids: Tensor, last: Tensor) -
         yield target.logits(module.norm(module.ends[-1], state))
 
 
-def checked(target: Target, drafter: Mtp, modules: list[Module]) -> None:
+def check(target: Target, drafter: Mtp, modules: list[Module]) -> None:
     ids = torch.randint(3, tiny.VOCAB, (1, 12), generator=torch.Generator().manual_seed(4))
     row = torch.arange(12)[None]
     trace = target.trace(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids), row)
     found = [drafter.head(guess.hidden)[0] for guess in drafter.unroll(trace)]
-    wanted = list(expected(target, modules, ids[0], trace.last[0]))
-    assert len(found) == len(wanted)
-    for logits, want in zip(found, wanted, strict=True):
+    reference = list(expected(target, modules, ids[0], trace.last[0]))
+    assert len(found) == len(reference)
+    for logits, want in zip(found, reference, strict=True):
         want = want if drafter.vocab.is_full else want[:, drafter.vocab.target_ids]
         torch.testing.assert_close(logits[: len(want)], want, atol=1e-4, rtol=1e-4)
 
@@ -167,43 +167,39 @@ def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("qk", [False, True])
 @torch.no_grad()
-def test_the_deepseek_layout_computes_what_its_weights_say(
+def test_deepseek_layout_matches_reference(
     target: Target, tmp_path: Path, shards: int, qk: bool
 ) -> None:
     tensors = deepseek(2, qk)
-    drafter = warm(target, stored(tmp_path, tensors, shards), depths=2, qk_norm=qk)
+    drafter = initialised(target, stored(tmp_path, tensors, shards), depths=2, qk_norm=qk)
     raw = [part(tensors, f"model.layers.{LAYERS + k}.") for k in range(2)]
-    checked(target, drafter, [Module(target, each, DEEPSEEK, "") for each in raw])
+    check(target, drafter, [Module(target, each, DEEPSEEK, "") for each in raw])
 
 
 @pytest.mark.parametrize("qk", [False, True])
 @torch.no_grad()
-def test_the_qwen3_next_layout_computes_what_its_weights_say(
-    target: Target, tmp_path: Path, qk: bool
-) -> None:
+def test_qwen3_next_layout_matches_reference(target: Target, tmp_path: Path, qk: bool) -> None:
     tensors = qwen(qk)
-    drafter = warm(target, stored(tmp_path, tensors), depths=1, qk_norm=qk)
-    checked(target, drafter, [Module(target, part(tensors, "mtp."), QWEN, "layers.0.")])
+    drafter = initialised(target, stored(tmp_path, tensors), depths=1, qk_norm=qk)
+    check(target, drafter, [Module(target, part(tensors, "mtp."), QWEN, "layers.0.")])
 
 
 @torch.no_grad()
-def test_modules_that_a_longer_chain_adds_begin_as_copies_of_the_last(
-    target: Target, tmp_path: Path
-) -> None:
+def test_additional_modules_copy_the_last(target: Target, tmp_path: Path) -> None:
     tensors = deepseek(2)
-    drafter = warm(target, stored(tmp_path, tensors), depths=3)
+    drafter = initialised(target, stored(tmp_path, tensors), depths=3)
     raw = [part(tensors, f"model.layers.{LAYERS + k}.") for k in (0, 1, 1)]
-    checked(target, drafter, [Module(target, each, DEEPSEEK, "") for each in raw])
+    check(target, drafter, [Module(target, each, DEEPSEEK, "") for each in raw])
 
 
-def test_a_recurrent_drafter_takes_the_first_module(target: Target, tmp_path: Path) -> None:
+def test_recurrent_drafter_loads_the_first_module(target: Target, tmp_path: Path) -> None:
     tensors = deepseek(2)
-    drafter = warm(target, stored(tmp_path, tensors), mode="recurrent")
+    drafter = initialised(target, stored(tmp_path, tensors), mode="recurrent")
     first = tensors[f"model.layers.{LAYERS}.eh_proj.weight"]
     assert torch.equal(drafter.state_dict()["stages.0.eh_proj.weight"], first)
 
 
-# ---- what cannot be read -------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -216,7 +212,7 @@ def test_a_recurrent_drafter_takes_the_first_module(target: Target, tmp_path: Pa
         "eh_proj.weight_scale_inv",
     ],
 )
-def test_the_first_key_that_cannot_be_read_is_named(tmp_path: Path, key: str) -> None:
+def test_unsupported_key_is_named(tmp_path: Path, key: str) -> None:
     for prefix, tensors in (("model.layers.4.", deepseek(1)), ("mtp.layers.0.", qwen())):
         folder = stored(tmp_path, {**tensors, prefix + key: torch.ones(2)})
         with pytest.raises(RunError, match=re.escape(prefix + key)):
@@ -224,7 +220,7 @@ def test_the_first_key_that_cannot_be_read_is_named(tmp_path: Path, key: str) ->
 
 
 @pytest.mark.parametrize("prefix", ["model.layers.4.", "mtp."])
-def test_a_missing_weight_is_named(tmp_path: Path, prefix: str) -> None:
+def test_missing_weight_is_named(tmp_path: Path, prefix: str) -> None:
     tensors = deepseek(1) if prefix != "mtp." else qwen()
     name = "mlp.up_proj.weight" if prefix != "mtp." else "layers.0.mlp.up_proj.weight"
     del tensors[prefix + name]
@@ -232,20 +228,20 @@ def test_a_missing_weight_is_named(tmp_path: Path, prefix: str) -> None:
         mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
-def test_one_of_two_head_norms_is_not_enough(tmp_path: Path) -> None:
+def test_missing_key_norm_is_refused(tmp_path: Path) -> None:
     tensors = deepseek(1, qk=True)
     del tensors["model.layers.4.self_attn.k_norm.weight"]
     with pytest.raises(RunError, match=r"lacks self_attn\.k_norm\.weight"):
         mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
-def test_a_gap_between_modules_is_refused(tmp_path: Path) -> None:
+def test_gap_between_modules_is_refused(tmp_path: Path) -> None:
     tensors = {k: v for k, v in deepseek(3).items() if not k.startswith("model.layers.5.")}
     with pytest.raises(RunError, match="gaps"):
         mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
-def test_a_folder_without_modules_is_refused(tmp_path: Path) -> None:
+def test_folder_without_modules_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no MTP modules"):
         mtp_target.read_modules(stored(tmp_path, body()), LAYERS)
 
@@ -254,28 +250,28 @@ def test_a_folder_without_modules_is_refused(tmp_path: Path) -> None:
     "config",
     [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.25}}],
 )
-def test_heads_that_are_turned_in_part_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_partial_rotary_embedding_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(RunError, match="rotary embedding is partial"):
         mtp_target.read_modules(stored(tmp_path, deepseek(1), **config), LAYERS)
 
 
-def test_gated_queries_of_twice_the_width_are_refused(target: Target, tmp_path: Path) -> None:
+def test_gated_queries_are_refused(target: Target, tmp_path: Path) -> None:
     """The attention of Qwen3-Next itself."""
     key = "mtp.layers.0.self_attn.q_proj.weight"
     folder = stored(tmp_path, {**qwen(), key: torch.ones(2 * HEADS * SIZE, H)})
     with pytest.raises(RunError, match=r"size mismatch for block\.self_attn\.q_proj"):
-        warm(target, folder)
+        initialised(target, folder)
 
 
 @pytest.mark.parametrize("change", [{"order": "state_first"}, {"qk_norm": True}])
-def test_settings_that_the_weights_contradict_are_refused(
+def test_contradicting_settings_are_refused(
     target: Target, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=f"drafter.{next(iter(change))}"):
-        warm(target, stored(tmp_path, deepseek(1)), **change)
+        initialised(target, stored(tmp_path, deepseek(1)), **change)
 
 
-def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+def test_damaged_folder_is_refused(tmp_path: Path) -> None:
     folder = stored(tmp_path, deepseek(1), shards=2)
     (folder / "model-0.safetensors").write_bytes(b"torn")
     with pytest.raises(RunError, match=r"model-0\.safetensors cannot be read"):

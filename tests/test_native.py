@@ -1,4 +1,4 @@
-"""Outrider's own checkpoint folder: what it holds, and every way in which it is refused."""
+"""Outrider's own checkpoint folder: its content, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -41,19 +41,19 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-# ---- what is written -----------------------------------------------------------------------------
+# ---- content -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_the_loaded_drafter_says_the_same(folder: Path, drafter: Drafter, target: Target) -> None:
-    """In training and in decoding, whatever the seed of the day; its vocabulary included."""
+def test_loaded_drafter_has_equal_logits(folder: Path, drafter: Drafter, target: Target) -> None:
+    """In training and in decoding, whatever the seed."""
     torch.manual_seed(99)
     loaded, cfg = native.load(folder, target)
     assert cfg == tiny.config("eagle3", taps=drafter.taps)
     assert torch.equal(loaded.vocab.target_ids, drafter.vocab.target_ids)
     trace = tiny.packed_trace(target)
-    for mine, theirs in zip(drafter.unroll(trace), loaded.unroll(trace), strict=True):
-        assert torch.equal(drafter.head(mine.hidden), loaded.head(theirs.hidden))
+    for ours, theirs in zip(drafter.unroll(trace), loaded.unroll(trace), strict=True):
+        assert torch.equal(drafter.head(ours.hidden), loaded.head(theirs.hidden))
     for one in (drafter, loaded):
         state = one.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
         logits, _ = one.step(state, 1, torch.tensor([3]), torch.tensor([0]))
@@ -62,8 +62,8 @@ def test_the_loaded_drafter_says_the_same(folder: Path, drafter: Drafter, target
     assert torch.equal(logits, expected)
 
 
-def test_the_loaded_drafter_is_ready_to_decode(folder: Path, target: Target) -> None:
-    """Eval mode, frozen, in the target's dtype or the one asked for; the target's taps are set."""
+def test_loaded_drafter_is_ready_to_decode(folder: Path, target: Target) -> None:
+    """Eval mode, frozen, in the target's dtype or the requested one; the target's taps are set."""
     target.set_taps(())
     loaded, _ = native.load(folder, target)
     assert target.taps == loaded.taps
@@ -75,9 +75,7 @@ def test_the_loaded_drafter_is_ready_to_decode(folder: Path, target: Target) -> 
     assert half.vocab.d2t.dtype == torch.int64
 
 
-def test_the_folder_holds_two_files_and_says_what_they_are(
-    folder: Path, drafter: Drafter, target: Target
-) -> None:
+def test_folder_holds_config_and_weights(folder: Path, drafter: Drafter, target: Target) -> None:
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     config = json.loads((folder / "config.json").read_text())
     assert config["format"] == native.FORMAT
@@ -91,7 +89,7 @@ def test_the_folder_holds_two_files_and_says_what_they_are(
     assert not any(value.shape == target.head_weight.shape for value in stored.values())
 
 
-def test_a_second_save_replaces_the_first(folder: Path, target: Target) -> None:
+def test_second_save_replaces_the_first(folder: Path, target: Target) -> None:
     newer = tiny.drafter("eagle3", target, seed=8)
     native.save(newer, folder, target, tiny.config("eagle3"), {"step": 60})
     loaded, _ = native.load(folder, target)
@@ -139,7 +137,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_folder_is_refused_with_what_is_wrong_and_what_to_do(
+def test_damaged_folder_is_refused_with_reason_and_fix(
     name: str, folder: Path, target: Target
 ) -> None:
     damage, message = DAMAGE[name]
@@ -150,31 +148,29 @@ def test_a_damaged_folder_is_refused_with_what_is_wrong_and_what_to_do(
 
 
 @pytest.mark.parametrize("field", ["target", "drafter", "taps", "sha256"])
-def test_a_config_without_one_of_its_parts_is_refused(
-    field: str, folder: Path, target: Target
-) -> None:
+def test_incomplete_config_is_refused(field: str, folder: Path, target: Target) -> None:
     edit(folder, lambda config: config.pop(field))
     with pytest.raises(RunError):
         native.load(folder, target)
 
 
-def test_other_weights_of_the_same_shape_are_refused(folder: Path) -> None:
+def test_target_with_other_weights_is_refused(folder: Path) -> None:
     other = tiny.target(seed=1)
     with pytest.raises(RunError, match=r"trained for other weights[\s\S]*trained for: llama"):
         native.load(folder, other)
 
 
-def test_another_vocabulary_is_refused_with_both_sizes(folder: Path) -> None:
+def test_other_vocabulary_is_refused_with_both_sizes(folder: Path) -> None:
     with pytest.raises(RunError, match="vocab 61, and llama has 64"):
         native.load(folder, tiny.target(vocab_size=64))
 
 
-def test_another_depth_is_refused(folder: Path) -> None:
+def test_other_layer_count_is_refused(folder: Path) -> None:
     with pytest.raises(RunError, match="layers 4, and llama has 6"):
         native.load(folder, tiny.target(num_hidden_layers=6))
 
 
-def test_a_refused_folder_is_left_as_it_was(folder: Path) -> None:
+def test_refused_folder_is_unchanged(folder: Path) -> None:
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(RunError):
         native.load(folder, tiny.target(seed=1))
