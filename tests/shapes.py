@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from jaxtyping import config
 
 EACH = 5  # checks of a function's arguments, and as many of its results
 CALLS = 20_000
+PEP_484 = BeartypeConf(is_pep484_tower=True)  # an int is a float, as for mypy
 
 Calls = dict[Callable[..., Any] | None, int]  # of every function; None: of all
 
@@ -42,7 +43,7 @@ def unchecked() -> Iterator[None]:
 
 def first_checks(function: Callable[..., Any]) -> Callable[..., Any]:
     """Apply `beartype` to the first EACH calls."""
-    checked = beartype(function)
+    checked = beartype(conf=PEP_484)(function)
 
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
