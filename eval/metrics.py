@@ -188,7 +188,7 @@ def conditional(accept_at: Sequence[float]) -> list[float | None]:
     return [ratio(deep, shallow) for shallow, deep in pairwise([1.0, *accept_at])]
 
 
-def ratio(over: int | float | None, under: int | float | None) -> float | None:
+def ratio(over: float | None, under: float | None) -> float | None:
     """Return `over / under`; None if either is missing or `under` is 0."""
     return None if over is None or not under else over / under
 
@@ -207,7 +207,7 @@ def median_clock(clocks: Sequence[RoundTimes]) -> RoundTimes:
 
 
 def bootstrap(
-    terms: Sequence[Sequence[int | float]] | np.ndarray, groups: Sequence[Hashable], seed: int
+    terms: Sequence[Sequence[float]] | np.ndarray, groups: Sequence[Hashable], seed: int
 ) -> tuple[float, float] | None:
     """Return the 95 % percentile interval of a ratio of sums, groups drawn with replacement.
 

@@ -167,7 +167,7 @@ def headline(setting: dict[str, Any]) -> str:
     return f"{models}: {describe_policy(setting)}, {sampling}, {hardware}"
 
 
-def format_number(value: int | float | None, digits: int = 2, unit: str = "") -> str:
+def format_number(value: float | None, digits: int = 2, unit: str = "") -> str:
     """Format a number; `-` for None."""
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 

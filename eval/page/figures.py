@@ -26,8 +26,7 @@ BAR = 0.15  # inches per bar of a group
 MAX_LABEL = 24  # characters
 LEGEND_WIDTH, LEGEND_LABEL = 66, 33  # characters
 INVALID = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-Number = int | float
-Interval = Sequence[Number] | None  # low and high
+Interval = Sequence[float] | None  # low and high
 
 
 class Theme(NamedTuple):
@@ -94,7 +93,7 @@ def _legend(axes: Any) -> None:
 
 
 def curves(
-    lines: Mapping[str, Sequence[tuple[Number, Number]]],
+    lines: Mapping[str, Sequence[tuple[float, float]]],
     xlabel: str,
     ylabel: str,
     intervals: Mapping[str, Sequence[Interval]] | None = None,
@@ -130,14 +129,14 @@ def curves(
 
 
 def _known(
-    at: Sequence[Number], intervals: Mapping[str, Sequence[Interval]] | None, name: str
-) -> list[tuple[Number, Sequence[Number]]]:
+    at: Sequence[float], intervals: Mapping[str, Sequence[Interval]] | None, name: str
+) -> list[tuple[float, Sequence[float]]]:
     """Return the known intervals and their coordinates."""
     values = (intervals or {}).get(name, ())
     return [(x, interval) for x, interval in zip(at, values, strict=False) if interval]
 
 
-def _scale(axes: Any, points: Sequence[tuple[Number, Number]], log: bool) -> None:
+def _scale(axes: Any, points: Sequence[tuple[float, float]], log: bool) -> None:
     """Set integer ticks for integer x, and a logarithmic y axis for positive y."""
     if all(float(x).is_integer() for x, _ in points):
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -150,7 +149,7 @@ def _scale(axes: Any, points: Sequence[tuple[Number, Number]], log: bool) -> Non
 
 def bars(
     names: Sequence[str],
-    values: Mapping[str, Sequence[Number | None]],
+    values: Mapping[str, Sequence[float | None]],
     xlabel: str,
     intervals: Mapping[str, Sequence[Interval]] | None = None,
     level: float | None = None,
@@ -186,9 +185,7 @@ def _name_rows(axes: Any, names: Sequence[str], xlabel: str) -> None:
     axes.set(xlabel=xlabel)
 
 
-def stacked_bars(
-    names: Sequence[str], parts: Mapping[str, Sequence[Number]], xlabel: str
-) -> DrawFn:
+def stacked_bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], xlabel: str) -> DrawFn:
     """Draw a horizontal bar of parts for every name, first on top."""
     rows = range(len(names))
 
@@ -205,10 +202,10 @@ def stacked_bars(
 
 
 def heatmap(
-    values: Sequence[Sequence[Number | None]],
+    values: Sequence[Sequence[float | None]],
     columns: tuple[str, Sequence[object]],
     rows: tuple[str, Sequence[object]],
-    limits: tuple[Number, Number],
+    limits: tuple[float, float],
 ) -> DrawFn:
     """Draw a list of numbers for every row as colours.
 
@@ -235,11 +232,11 @@ def heatmap(
 
 
 def points(
-    groups: Mapping[str, Sequence[tuple[Number, Number]]],
+    groups: Mapping[str, Sequence[tuple[float, float]]],
     xlabel: str,
     ylabel: str,
     diagonal: bool = False,
-    front: Sequence[tuple[Number, Number]] = (),
+    front: Sequence[tuple[float, float]] = (),
 ) -> DrawFn:
     """Draw points in groups, those of `front` joined by a line; `diagonal`: of equal numbers."""
 

@@ -69,11 +69,11 @@ ASSUMPTIONS = (
 class ModelSize:
     """What one forward of a model reads and computes."""
 
-    parameters: int | float  # of all multiplied matrices; embeddings only looked up do not count
-    weights: int | float  # their bytes
-    kv: int | float  # bytes of keys and values per cached token, over all layers
+    parameters: float  # of all multiplied matrices; embeddings only looked up do not count
+    weights: float  # their bytes
+    kv: float  # bytes of keys and values per cached token, over all layers
     hidden: int  # width of a layer's queries, heads x head size
-    layers: int | float  # those with attention
+    layers: float  # those with attention
 
     @classmethod
     def of(cls, target: Target) -> "ModelSize":

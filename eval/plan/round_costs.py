@@ -30,7 +30,7 @@ class TimeGrid:
     axes: Mapping[str, tuple[int, ...]]
     ms: Mapping[tuple[int, ...], float]
 
-    def at(self, **point: int | float) -> float:
+    def at(self, **point: float) -> float:
         """Return the time at one point; outside the grid it is a ValueError."""
         for name, points in self.axes.items():
             if not points[0] <= point[name] <= points[-1]:
@@ -43,7 +43,7 @@ class TimeGrid:
         grid = np.reshape(values, [*map(len, axes.values())])
         return float(interpn([*axes.values()], grid, [point[name] for name in axes])[0])
 
-    def fields(self) -> list[dict[str, int | float]]:
+    def fields(self) -> list[dict[str, float]]:
         """Return the measured points, for json."""
         return [dict(zip((*self.axes, "ms"), (*p, v), strict=True)) for p, v in self.ms.items()]
 
