@@ -6,12 +6,14 @@ compose. Hydra's exceptions become `ConfigError`.
 """
 
 import functools
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -19,11 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, leaf_fields, unknown_key
 
 T = TypeVar("T")
 CONF = Path(__file__).parent
+YAML_BYTES, YAML_DEPTH = 1 << 18, 32  # of a saved configuration, which has 5 KB and 4 levels
 
 
 def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
@@ -61,6 +64,46 @@ def to_container(node: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
         raise ConfigError(key, error.value, why, f"Set a value: {key}=...") from None
     assert isinstance(values, dict), "a DictConfig becomes a dict"
     return {str(name): value for name, value in values.items()}
+
+
+def refuse_interpolations(values: Mapping[str, Any], place: str = "") -> None:
+    """Raise a `ConfigError` for text with ${...} in resolved values: it would be resolved again.
+
+    The text itself is not shown: it may be a value of the environment.
+    """
+    for key, value in flatten(values):
+        if "${" in f"{key} {value}":
+            why = "It holds ${...}: only the command line of a new run may, and only once."
+            fix = "Write the value itself."
+            raise ConfigError(f"{place}{key}" if "${" not in key else place, "${...}", why, fix)
+
+
+def read_yaml(file: Path, fix: str) -> DictConfig:
+    """Read a saved yaml file as data: no ${...}, no aliases; size and depth are bounded.
+
+    Raises:
+        RunError: it cannot be read, or is not a mapping; the message ends with `fix`.
+        ConfigError: it holds an interpolation.
+    """
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(YAML_BYTES + 1).decode()
+        if len(text) > YAML_BYTES:
+            raise ValueError(f"it is larger than {YAML_BYTES} bytes")
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > YAML_DEPTH or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"it has aliases, or is nested deeper than {YAML_DEPTH} levels")
+        node = OmegaConf.load(io.StringIO(text))
+        if not isinstance(node, DictConfig):
+            raise ValueError("it is not a mapping")
+        values = to_container(node, resolve=False)
+    except Exception as error:  # yaml and OmegaConf raise many kinds
+        raise RunError(f"{file} cannot be read: {error}", fix) from None
+    refuse_interpolations(values, f"{file}: ")
+    return node
 
 
 def groups(root: str = "train") -> dict[str, str | None]:

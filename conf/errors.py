@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from outrider.conf.shown_text import for_terminal
+
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, quota, file size limit
 RANK_0_HEAD_START = 3.0  # seconds before other ranks exit, so that rank 0 prints the error
 FREE_SPACE = "Free some space and run the same command again; all saved files are complete."
@@ -74,6 +76,6 @@ def exit_on_error(program: str) -> Iterator[None]:
             kind = "config error" if isinstance(error, ConfigError) else "error"
             where = f"{program} [rank {rank}]" if rank else program
             with suppress(OSError):  # stderr may be a file on the full disk
-                sys.stderr.write(f"{where}: {kind}: {error}\n")  # one write: ranks do not mix
+                sys.stderr.write(f"{where}: {kind}: {for_terminal(error)}\n")  # one write per rank
                 sys.stderr.flush()
         raise SystemExit(getattr(error, "code", 2)) from None

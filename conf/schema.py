@@ -13,6 +13,7 @@ from typing import Any, Literal, get_type_hints
 from omegaconf import OmegaConf
 
 from outrider.conf.fields import option
+from outrider.conf.shown_text import mask_values
 
 COUNT = "[1, inf)"
 COUNT0 = "[0, inf)"
@@ -360,5 +361,5 @@ GROUPS = {name: kind for name, kind in get_type_hints(Config).items() if name !=
 
 
 def to_yaml(config: Config) -> str:
-    """Return the text of a run folder's `config.yaml`, which `parse` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    """Return the text of a run's `config.yaml`, which `parse` reads back; secrets are masked."""
+    return OmegaConf.to_yaml(OmegaConf.create(mask_values(dataclasses.asdict(config))))

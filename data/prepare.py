@@ -1,7 +1,7 @@
 """The commands `outrider prepare` and `outrider record`: training data on disk, before a run."""
 
-from rich.console import Console
 
+from outrider.conf.console import Console
 from outrider.conf.schema import Config
 from outrider.data.corpus import load_text, load_training_data
 from outrider.data.record.writer import write_recording

@@ -2,8 +2,11 @@
 
 import time
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from outrider.conf.console import Console
 
 LINE = 60.0  # seconds between lines of progress without a terminal
 
@@ -21,11 +24,12 @@ class Reporter:
     def print(self, message: RenderableType) -> None:
         """Print a message or a table, without highlighted numbers and without wrapped paths."""
         if self.main:
-            self.console.print(message, highlight=False, soft_wrap=isinstance(message, str))
+            soft = isinstance(message, str | Text)
+            self.console.print(message, highlight=False, soft_wrap=soft)
 
     def note(self, message: str) -> None:
         """Print a message that the user should read although nothing failed."""
-        self.print(f"[yellow]note:[/yellow] {message}")
+        self.print(Text.assemble(("note:", "yellow"), f" {message}"))
 
     def progress(self, verb: str, total: int, unit: str) -> "TokenProgress":
         """Return a progress bar over `total` units, as a context manager."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import sha256_of
+from outrider.conf.shown_text import mask_address, mask_credentials
 from outrider.data.dataset_registry import CATEGORY_COLUMNS, DATASETS, SUITES, DatasetSpec
 from outrider.data.readers import SUFFIXES, BadRowPolicy, read_records
 
@@ -92,7 +93,8 @@ class Source:
         if not self.name:
             return ""
         part = f" ({self.splits[0]})" if self.splits and self.local_path is None else ""
-        return f"{self.name}: {self.location}{part}, licence {self.spec.licence}"
+        place = mask_credentials(self.location)
+        return f"{self.name}: {place}{part}, licence {self.spec.licence}"
 
 
 def data_source(
@@ -149,7 +151,8 @@ def _download(address: str, option: str) -> Path:
 
     from outrider.conf.paths import cache_home
 
-    name = f"{hashlib.sha256(address.encode()).hexdigest()[:16]}-{address.rpartition('/')[2]}"
+    shown = mask_credentials(address)  # a saved run, which has only this, finds the same file
+    name = f"{hashlib.sha256(shown.encode()).hexdigest()[:16]}-{shown.rpartition('/')[2]}"
     file = cache_home() / "files" / name
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +177,7 @@ def _reaching(option: str, location: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = f"It could not be read: {_first_line(error)}"
+        why = f"It could not be read: {mask_address(location, _first_line(error))}"
         fix = "Check the name and the network, or give a copy: NAME@FILE."
         raise ConfigError(option, location, why, fix) from None
 
@@ -244,5 +247,7 @@ def _with_run_errors(rows: Iterator[dict[str, Any]], source: Source) -> Iterator
         except Exception as error:  # of arrow, json, the network: there is no common class
             why = _first_line(error.__cause__ or error)
             fix = "Download or write it again, or give its file."
-            raise RunError(f"{source.location} cannot be read on: {why}", fix) from None
+            shown = mask_credentials(source.location)
+            why = mask_address(source.location, why)
+            raise RunError(f"{shown} cannot be read on: {why}", fix) from None
         yield row

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.cells import cell_len, chop_cells
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
 from outrider.eval.decoder import Chat as Dialogue
@@ -109,6 +110,8 @@ class Session:
                 _print_dim(self.console, f"unknown command {line.split()[0]}")
             for command, meaning in COMMANDS.items():
                 _print_dim(self.console, f"{command:<8}{meaning}")
+        elif any("\ud800" <= c <= "\udfff" for c in line):  # bytes that are not UTF-8
+            _print_dim(self.console, "not answered: the line is not text in UTF-8")
         elif line:
             self.answer(line)
 
@@ -295,5 +298,7 @@ def _read_line(console: Console) -> str:
             import readline  # noqa: F401 - gives `input` its editing keys and a history
         return input("> ")
     line = input()
+    with suppress(UnicodeError):  # of a locale that is not UTF-8
+        line = line.encode(sys.stdin.encoding, "surrogateescape").decode()
     console.out(f"> {line}", highlight=False)
     return line

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.tree import Tree
 
 from outrider.conf.errors import RunError
+from outrider.conf.shown_text import mask_credentials
 
 DRAFTER_FILES = ["*.json", "*.safetensors"]  # what a drafter needs; never a pickle
 RETRY = "Log in (hf auth login, or HF_TOKEN) and repeat the command; it continues the upload."
@@ -75,7 +76,7 @@ def without_token(error: Exception) -> str:
     """Return the first line of an error, without the user's token."""
     from huggingface_hub import get_token
 
-    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    message = mask_credentials((str(error).strip() or type(error).__name__).splitlines()[0])
     token = get_token()
     return message.replace(token, "***") if token else message
 

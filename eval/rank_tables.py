@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.files import read_json, write_json
 from outrider.conf.schema import Config

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
+from outrider.conf.console import Console
 from outrider.conf.schema import Config
 from outrider.data.suite import load_suite
 from outrider.data.training_data import TrainingData

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import read_json, write, write_json
+from outrider.conf.shown_text import mask_values
 from outrider.eval.report import png
 
 STUDY = "study.db"
@@ -114,7 +115,7 @@ def show(folder: Path, console: Console) -> None:
     ]
     best = complete[0].number if complete else None
     content = {"format": FORMAT, **study.user_attrs, "importance": shares, "best": best}
-    write_json(folder / "search.json", {**content, "trials": rows})
+    write_json(folder / "search.json", mask_values({**content, "trials": rows}))
     if complete:
         write(folder / "search.png", _plot(complete, shares, metric))
         console.print(f"written: {folder}/search.json, search.png", highlight=False)

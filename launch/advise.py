@@ -20,10 +20,10 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Column, Table
 
 from outrider.conf.commands import AdviseConfig
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import folder_lock, read_json, write, write_json
 from outrider.conf.schema import Config, WandbConfig

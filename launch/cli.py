@@ -8,17 +8,26 @@ import atexit
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import outrider
 from outrider.conf.errors import ConfigError, exit_on_error
+from outrider.conf.shown_text import for_terminal
 from outrider.launch.verbs import BENCHES, VERBS, Verb
 
 Config = Any  # conf.schema.Config, whose import help does not wait for
 
 
 def command(argv: Sequence[str] | None = None, program: str = "outrider") -> NoReturn:
-    """Run `main` and end the process."""
+    """Run `main` and end the process.
+
+    A character that the locale lacks is printed escaped; a byte that is no text reaches `chat`.
+    """
+    outputs = ((sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace"))
+    for stream, errors in ((sys.stdin, "surrogateescape"), *outputs):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     try:
         code: Any = main(argv, program)
     except SystemExit as stop:
@@ -179,7 +188,7 @@ def _multirun(name: str, overrides: list[str]) -> int:
 
 
 def _print(text: str) -> int:
-    print(text)
+    print(for_terminal(text))
     return 0
 
 

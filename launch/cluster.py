@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from outrider.conf.clusters import ClusterConfig, list_machines
 from outrider.conf.compose import compose, verb_group
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
 from outrider.conf.schema import Config

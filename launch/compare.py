@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from outrider.conf.console import Console
 from outrider.eval import compare as tables
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
-from rich.console import Console
+from rich.text import Text
 
 from outrider.conf.compose import compose
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.conf.sweeps import RANGE_FIX, SweepConfig, to_override
@@ -48,7 +49,8 @@ def run_grid(overrides: list[str], settings: SweepConfig) -> int:
     for job, config, code in zip(combinations, configs, codes, strict=True):
         if code:
             log = "" if pool.prints else f" ({config.run.dir}/output.txt)"
-            console.print(f"[red]failed with exit code {code}:[/red] {' '.join(job)}{log}")
+            failed = (f"failed with exit code {code}:", "red")
+            console.print(Text.assemble(failed, f" {' '.join(job)}{log}"))
     return next((code for code in codes if code), 0)
 
 
@@ -65,10 +67,11 @@ def _run_all(
         if pool.prints:
             console.rule(title)
             return pool.run("train", job)
-        console.print(f"{title}  [dim]{config.run.dir}/output.txt[/dim]", highlight=False)
+        output = (f"{config.run.dir}/output.txt", "dim")
+        console.print(Text.assemble(f"{title}  ", output), highlight=False)
         code = pool.run("train", job, Path(config.run.dir) / "output.txt")
-        result = "done" if code == 0 else f"[red]exit code {code}[/red]"
-        console.print(f"run {number + 1}: {result}", highlight=False)
+        result = ("done", "") if code == 0 else (f"exit code {code}", "red")
+        console.print(Text.assemble(f"run {number + 1}: ", result), highlight=False)
         return code
 
     if pool.sweep.jobs == 1:

@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from outrider.conf.commands import VERB_GROUPS
 from outrider.conf.compose import CONF, choices, default_values, flatten, groups
+from outrider.conf.console import Console
 from outrider.conf.fields import describe_interval, leaf_fields
 from outrider.conf.schema import GROUPS
 from outrider.launch.verbs import VERBS, Verb

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Column, Table
 from torch import nn
 
 from outrider.conf.commands import MemoryConfig
 from outrider.conf.compose import compose, verb_group
+from outrider.conf.console import Console
 from outrider.conf.schema import Config, LaunchConfig
 from outrider.eval.plan.roofline import MACHINES
 from outrider.launch.cluster import assume_world_size

@@ -23,13 +23,14 @@ from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from outrider.conf.compose import compose, flatten
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import folder_lock
 from outrider.conf.schema import Config
+from outrider.conf.shown_text import mask_values
 from outrider.conf.sweeps import SweepConfig, to_override
 from outrider.eval import search_results
 from outrider.eval.search_results import short_name
@@ -97,7 +98,7 @@ def _open_study(overrides: list[str], sweep: SweepConfig) -> optuna.Study:
     seed = sweep.seed + len(study.get_trials(deepcopy=False))
     study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
     settings = {"overrides": overrides, "over": sweep.over, "metric": sweep.metric}
-    for name, value in json.loads(json.dumps(settings)).items():
+    for name, value in json.loads(json.dumps(mask_values(settings))).items():
         known = study.user_attrs.get(name, value)
         if known != value:
             why = f"{folder} has a search with {name} = {known}."
@@ -239,14 +240,15 @@ class Search:
     def _print_trial(
         self, trial: optuna.Trial, values: dict[str, Any], state: TrialState, value: Any, code: int
     ) -> None:
-        result = f"[red]exit code {code}[/red], see output.txt"
+        result = Text.assemble((f"exit code {code}", "red"), ", see output.txt")
         if state != TrialState.FAIL:
-            result = "[dim]pruned[/dim]" if value is None else f"{value:.3f}"
+            result = Text("pruned", "dim") if value is None else Text(f"{value:.3f}")
         texts = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in values.items()}
-        params = escape("  ".join(f"{short_name(name)}={text}" for name, text in texts.items()))
+        params = "  ".join(f"{short_name(name)}={text}" for name, text in texts.items())
         complete = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
         best = f"  best {self.study.best_value:.3f}" if complete else ""
-        self.console.print(f"trial {trial.number}: {result}  {params}{best}", highlight=False)
+        line = Text.assemble(f"trial {trial.number}: ", result, f"  {params}{best}")
+        self.console.print(line, highlight=False)
 
 
 class PruningWatch:

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
+from outrider.conf.console import Console
 from outrider.conf.files import folder_lock, read_json, write_json
 from outrider.conf.schema import Config
 from outrider.data.corpus import load_training_data

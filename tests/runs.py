@@ -5,9 +5,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from outrider.conf.compose import compose
+from outrider.conf.console import Console
 from outrider.conf.schema import Config
 from outrider.train.settings import parse
 

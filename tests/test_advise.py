@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from outrider.conf.commands import AdviseConfig
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.data.pack import split
 from outrider.data.training_data import TrainingData

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.eval.report import Mismatch
 from outrider.launch.bench import against_transformers, assisted

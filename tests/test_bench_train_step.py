@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 import torch
-from rich.console import Console
 
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.launch.bench.train_step import Options, build_case, compare_paths, train_step
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from outrider.conf.commands import DoctorConfig
+from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.schema import TargetConfig
 from outrider.data.conversations import Message

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.conf.compose import compose
+from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config, to_yaml
 from outrider.data.conversations import Message, Prompt

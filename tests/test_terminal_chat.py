@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from torch import Tensor
 
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
 from outrider.data.conversations import Message

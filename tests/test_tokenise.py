@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.data.conversations import Message, Summary
 from outrider.data.reporter import Reporter

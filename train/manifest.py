@@ -16,6 +16,7 @@ import torch
 
 from outrider.conf.files import write, write_json
 from outrider.conf.schema import Config, to_yaml
+from outrider.conf.shown_text import mask_values
 
 PACKAGES = (
     "outrider", "torch", "transformers", "accelerate", "deepspeed", "datasets", "hydra-core",
@@ -74,12 +75,12 @@ def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
         folder / "manifest.json",
         {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "argv": sys.argv,
-            "config": asdict(config),
+            "argv": mask_values(sys.argv),
+            "config": mask_values(asdict(config)),
             "versions": versions(),
             "git": git_state(),
             "machine": machine(),
-            **facts,
+            **mask_values(facts),
         },
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from outrider.conf.compose import flatten
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import read_json, remove_folder
+from outrider.conf.shown_text import mask_values
 from outrider.train import checkpoint
 from outrider.train.settings import parse, read_saved_config
 from outrider.train.trackers import IDENTITY
@@ -93,7 +94,7 @@ def require_same_run(run: Trainer) -> None:
         why = f"{run.folder} was trained from {old}, and this run would continue from {new}."
         fix = "Give the data.traces that it began with, or start over with train.resume=never."
         raise RunError(why, fix)
-    for name, value in flatten(asdict(run.config)):
+    for name, value in flatten(mask_values(asdict(run.config))):
         if not name.startswith(CHANGEABLE) and saved.get(name) != value:
             why = f"{run.folder} holds a run that began with {name} = {saved.get(name)!r}."
             raise ConfigError(name, value, why, OTHER_FOLDER)

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from outrider.conf.compose import choices, compose, fixed_by_run, flatten, to_container
+from outrider.conf.compose import (
+    choices,
+    compose,
+    fixed_by_run,
+    flatten,
+    read_yaml,
+    refuse_interpolations,
+    to_container,
+)
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
 from outrider.conf.schema import GROUPS, Config
@@ -29,6 +37,7 @@ def parse(node: DictConfig) -> Config:
     from outrider.train.checks import CHECKS
 
     values = to_container(node)
+    refuse_interpolations(values)
     schemas = {**GROUPS, "drafter": drafter_schema(values.get("drafter"))}
     for group, content in values.items():
         if group not in schemas:
@@ -84,6 +93,7 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
         ConfigError: an override that does not exist or would change what was trained.
     """
     evaluation = _compose_evaluation(overrides)
+    refuse_interpolations({"run": {"dir": str(folder)}})
     saved = read_saved_config(Path(folder))
     saved.eval, saved.decode = evaluation.eval, evaluation.decode
     saved.run.dir = str(folder)
@@ -112,12 +122,13 @@ def load_published(overrides: list[str]) -> Config:
 
 
 def _compose_evaluation(overrides: list[str]) -> DictConfig:
-    """Compose conf/eval.yaml; refuse `+train.lr=1`, which an evaluation would ignore."""
-    node = compose(overrides, "eval")
-    for key, value in flatten(to_container(node)):
+    """Compose conf/eval.yaml, resolved; refuse `+train.lr=1`, which an evaluation would ignore."""
+    values = to_container(compose(overrides, "eval"))
+    refuse_interpolations(values)
+    for key, value in flatten(values):
         if not key.startswith(("eval.", "decode.")) and key not in ("run.dir", *CHANGEABLE_KEYS):
             raise fixed_by_run(key, value)
-    return node
+    return OmegaConf.create(values)
 
 
 def _expand_target(words: list[str]) -> list[str]:
@@ -139,10 +150,8 @@ def read_saved_config(folder: Path) -> DictConfig:
         fix = "Use the run.dir of a finished training run: python eval.py run.dir=runs/..."
         raise RunError(f"{folder} is not a run folder: it has no config.yaml.", fix)
     fix = "Restore it, or train again."
-    try:
-        saved = OmegaConf.load(path)
-    except Exception as error:  # yaml and OmegaConf raise many kinds
-        raise RunError(f"{path} cannot be read: {error}", fix) from None
-    if not isinstance(saved, DictConfig) or not {"run", "target", "drafter"} <= set(saved):
+    saved = read_yaml(path, fix)
+    groups = [saved.get(name) for name in ("run", "target", "drafter")]
+    if not all(isinstance(group, DictConfig) for group in groups):
         raise RunError(f"{path} is not the configuration of a run.", fix)
     return saved

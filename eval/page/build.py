@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 import outrider
 from outrider.conf.commands import ReportConfig
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.schema import Config
+from outrider.conf.shown_text import for_terminal
 from outrider.eval import compare
 from outrider.eval.calibration import calibrate
 from outrider.eval.compare import RunResults
@@ -57,7 +57,7 @@ def write_comparison(
     title = f"{len(runs)} runs compared" if runs else "Results of searches"
     page = _page(title, [], sections, [*(run.folder for run in runs), *searches])
     for file in write_page(page, folder):
-        print(f"written: {file}")
+        print(for_terminal(f"written: {file}"))
 
 
 def _page(

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from outrider.conf.files import write
+from outrider.conf.shown_text import mask_credentials
 from outrider.eval.page.answers import LEGEND
 from outrider.eval.page.elements import Collapsible, Figure, Note, Page, Part, Table
 
@@ -79,7 +80,7 @@ def _environment(escape: bool) -> Environment:
 def _clean(value: Any) -> Any:
     """Replace invalid characters in strings; markup of the templates is left alone."""
     plain = isinstance(value, str) and not isinstance(value, Markup)
-    return INVALID.sub("\N{REPLACEMENT CHARACTER}", value) if plain else value
+    return INVALID.sub("\N{REPLACEMENT CHARACTER}", mask_credentials(value)) if plain else value
 
 
 def markdown(text: str) -> str:

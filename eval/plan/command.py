@@ -18,10 +18,10 @@ from statistics import mean
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 
 from outrider.conf.commands import PlanConfig
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
 from outrider.data.suite import load_suite

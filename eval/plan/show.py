@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from outrider.conf.files import write, write_json
 from outrider.eval.plan.surface import Plan, PlanRow
@@ -117,7 +118,7 @@ def check_table(checks: Sequence[Check]) -> Table:
     )
     for check in checks:
         colour = "green" if abs(check.error) <= TOLERANCE else "red"
-        row, error = check.row, f"[{colour}]{100 * check.error:+.1f} %[/{colour}]"
+        row, error = check.row, Text(f"{100 * check.error:+.1f} %", colour)
         taus = f"{row.tau:.2f}", f"{check.tau:.2f}"
         speedups = f"{row.speedup:.2f}x", f"{check.speedup:.2f}x"
         table.add_row(row.label, str(row.batch), *taus, *speedups, error)

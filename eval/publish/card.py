@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+from markupsafe import Markup
 
 from outrider.conf.commands import REPO, PublishConfig
+from outrider.conf.errors import CorruptFile
 from outrider.conf.files import fingerprint, read_json
 from outrider.conf.schema import Config
-from outrider.eval.page.write import markdown
+from outrider.conf.shown_text import escape_controls, mask_home
+from outrider.eval.page.write import code, markdown
 from outrider.eval.publish.serve_commands import serve_commands
 from outrider.eval.report import FORMAT, describe_policy, format_number
 from outrider.models.drafter import Drafter
@@ -53,11 +56,33 @@ def write_card(subject: CardSubject, repo: str | None) -> str:
     """Return README.md: the hub's metadata block, then the page; `repo` is None without upload."""
     environment = Environment(
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
+        lstrip_blocks=True, keep_trailing_newline=True, autoescape=False, finalize=_escape,
     )  # fmt: skip
-    environment.filters |= {"number": format_number, "md": markdown, "policy": describe_policy}
-    values = template_values(subject, repo or "FOLDER")
-    page = environment.get_template("card.jinja").render(**values)
+    environment.filters |= {
+        "number": format_number, "policy": describe_policy,
+        "code": lambda text: Markup(code(escape_controls(str(text)))),
+        "block": lambda text: Markup(escape_controls(text)),
+    }  # fmt: skip
+    try:
+        values = template_values(subject, repo or "FOLDER")
+        page = environment.get_template("card.jinja").render(**values)
+        metadata = _metadata(subject, repo)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, UndefinedError) as error:
+        message = f"The files of {subject.config.run.dir} have unexpected content: {error!r}"
+        raise CorruptFile(message, "Restore them, or measure and plan again.") from None
+    return mask_home(escape_controls(f"---\n{metadata}\n---\n\n{page}"))
+
+
+def _escape(value: Any) -> Any:
+    """Escape what the template prints: text of the run's files is never Markdown or HTML."""
+    if isinstance(value, Markup | int | float):
+        return value
+    text = escape_controls(str(value))
+    return " " * text.startswith(" ") + markdown(text)
+
+
+def _metadata(subject: CardSubject, repo: str | None) -> str:
+    """Return the metadata block, which the yaml library quotes."""
     name = subject.cfg.name
     metadata = ModelCardData(
         **license_fields(subject.config, subject.settings),
@@ -69,7 +94,7 @@ def write_card(subject: CardSubject, repo: str | None) -> str:
         eval_results=eval_results(subject.reports) or None,
         model_name=(repo or f"{name}-{subject.target.name}").rpartition("/")[2],
     )
-    return f"---\n{metadata.to_yaml()}\n---\n\n{page}"
+    return str(metadata.to_yaml())
 
 
 def license_fields(config: Config, settings: PublishConfig) -> dict[str, Any]:
@@ -80,7 +105,7 @@ def license_fields(config: Config, settings: PublishConfig) -> dict[str, Any]:
     if target.path is None:  # it has a name
         return {"license": OWN.get(target.name, UNKNOWN)}
     card = _target_card(target.path, target.revision)
-    fields = {key: card[key] for key in LICENSE if card.get(key)}
+    fields = {key: card[key] for key in LICENSE if isinstance(card.get(key), str) and card[key]}
     return fields if "license" in fields else {"license": UNKNOWN}
 
 
@@ -167,7 +192,7 @@ def _training_values(run: Path) -> dict[str, Any]:
 def train_command(manifest: Mapping[str, Any]) -> str:
     """Return the command that started the run, without local settings; "" if unknown."""
     words = [str(word) for word in manifest.get("argv", [])[1:]]
-    words = [word for word in words if not word.startswith(PRIVATE)]
+    words = [escape_controls(w).replace("\n", "\\n") for w in words if not w.startswith(PRIVATE)]
     words = words[1:] if words[:1] == ["train"] else words
     return shlex.join(["outrider", "train", *words]) if manifest.get("argv") else ""
 

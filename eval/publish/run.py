@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from outrider.conf.commands import PublishConfig
+from outrider.conf.console import Console
 from outrider.conf.files import write
 from outrider.conf.schema import Config
 from outrider.eval.hub import file_tree, upload

@@ -32,12 +32,11 @@ def main(words: list[str] | None = None) -> int:
     if not problems:
         problems, logits, skipped = check_logits(args.folder, args.target)
         checked += logits
-    for line in checked:
-        print(f"checked: {line}")
-    if skipped:
-        print(f"golden logits not checked: {skipped}")
-    for problem in problems:
-        print(f"WRONG: {problem}")
+    lines = [f"checked: {line}" for line in checked]
+    lines += [f"golden logits not checked: {skipped}"] * bool(skipped)
+    lines += [f"WRONG: {problem}" for problem in problems]
+    for line in lines:  # names in the files may hold control characters
+        print("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in line))
     print("FAILED" if problems else "OK")
     return int(bool(problems))
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from outrider.conf.compose import flatten, parse_words
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
 from outrider.data.suite import load_suite

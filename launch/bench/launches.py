@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from outrider.conf.compose import parse_words
+from outrider.conf.console import Console
 from outrider.conf.fields import option
 from outrider.conf.files import read_json, read_lines, read_tensors
 from outrider.launch.bench.machine import number_table, run_command, save_result
@@ -104,8 +105,9 @@ def launches(words: list[str]) -> int:
         table.add_row(*map(str, variant), *cells)
     console.print(table)
     equal = all(row["losses"] < LOSS and row["weights"] < WEIGHT for row in rows)
-    verdict = "equal" if equal else "[red]NOT EQUAL[/red]"
-    console.print(f"{verdict} (losses within {LOSS:g}, weights within {WEIGHT:g} of their norm)")
+    verdict = ("equal", "") if equal else ("NOT EQUAL", "red")
+    bounds = f" (losses within {LOSS:g}, weights within {WEIGHT:g} of their norm)"
+    console.print(Text.assemble(verdict, bounds))
     settings = dataclasses.asdict(options)
     save_result(options.out, {"options": settings, "rows": rows, "equal": equal})
     return int(not equal)

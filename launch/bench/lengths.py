@@ -10,9 +10,9 @@ import time
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 
 from outrider.conf.compose import parse_words
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import TargetConfig

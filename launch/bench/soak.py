@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
 from outrider.conf.compose import parse_words
+from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.fields import option
 from outrider.conf.files import read_tensors

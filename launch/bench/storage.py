@@ -17,10 +17,10 @@ import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from rich.console import Console
 from rich.table import Table
 
 from outrider.conf.compose import parse_words
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.files import read_json

@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from outrider.conf.compose import parse_words
+from outrider.conf.console import Console
 from outrider.conf.fields import option
 from outrider.launch.bench import machine
 from outrider.models.decode.argmax import first_argmax

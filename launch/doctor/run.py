@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from outrider.conf.commands import DoctorConfig
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import write_json
 from outrider.conf.schema import Config
+from outrider.conf.shown_text import mask_values
 from outrider.data.contamination import OverlapError
 from outrider.data.corpus import load_training_data, recording_config
 from outrider.data.record.writer import Recorder
@@ -45,7 +46,7 @@ def doctor(config: Config, options: DoctorConfig) -> int:
     console.print(finding.verdict(groups), style="bold")
     result = finding.to_json(groups)
     if options.json and main:
-        write_json(Path(options.json).expanduser(), result)
+        write_json(Path(options.json).expanduser(), mask_values(result))
         console.print(f"written: {options.json}", highlight=False)
     process.destroy_group()
     return 0 if result["may_start"] else 1

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import read_json, sha256_of, write_json
+from outrider.conf.shown_text import mask_home, mask_values
 from outrider.models import drafters
 from outrider.models.drafter import Drafter
 from outrider.models.formats.atomic_folder import atomic_folder, write_weights
@@ -241,7 +242,8 @@ def write_sidecar(folder: Path, content: Mapping[str, Any]) -> None:
     opened = WeightFolder(folder)
     sha256 = {name: sha256_of(folder / name) for name in set(opened.files.values())}
     tensors = {k: {"dtype": opened.dtypes[k], "shape": list(v)} for k, v in opened.shapes.items()}
-    write_json(folder / SIDECAR, {**content, "sha256": sha256, "tensors": tensors})
+    published = mask_values(content, mask_home)
+    write_json(folder / SIDECAR, {**published, "sha256": sha256, "tensors": tensors})
 
 
 def read_sidecar(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import fingerprint, read_json, read_tensors, write_json, write_tensors
+from outrider.conf.shown_text import mask_home, mask_values
 from outrider.models import drafters
 from outrider.models.drafter import Drafter
 from outrider.models.formats.weight_folder import WeightFolder
@@ -104,7 +105,7 @@ def save(
         "sha256": sha256,
         "about": about,
     }
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", mask_values(config, mask_home))
 
 
 def _read_files(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:

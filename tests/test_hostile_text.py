@@ -1,0 +1,121 @@
+"""Everything shown is escaped for where it is shown: terminal, Markdown, yaml; chat reads bytes."""
+
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from outrider.conf.console import Console
+from outrider.conf.errors import ConfigError, RunError, exit_on_error
+from outrider.conf.shown_text import escape_controls, for_terminal
+from outrider.data.reporter import Reporter
+from outrider.eval import chat
+
+ATTACKS = {
+    "title": "\x1b]0;owned\x07", "clear": "\x1b[2J", "c1": "\x9b31m", "return": "ok\rno",
+    "back": "a\x08b", "null": "a\x00b", "bidi": "a\u202eb", "isolate": "\u2066x\u2069",
+    "surrogate": "\udcff", "separator": "a\u2028b", "delete": "\x7f",
+}  # fmt: skip
+MARKUP = "[/x] [red]a[/red] [link=http://h]b[/link] :smile: [0]"
+
+
+def printed(*things: Any, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    console.print(*things, **options)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def assert_harmless(text: str) -> None:
+    assert escape_controls(text) == text
+    text.encode()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_terminal_receives_no_control_characters(name: str) -> None:
+    attack = ATTACKS[name]
+    table = Table("column", attack, title=attack, caption=attack)
+    table.add_row(attack, Text(attack, "red"))
+    shown = (attack, Text(attack), table, Panel(attack, title=attack), {attack: [attack]})
+    for thing in shown:
+        assert_harmless(printed(thing))
+    assert "\\x" in printed(attack) or "\\u" in printed(attack)
+    assert_harmless(for_terminal(attack))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("kind", [ConfigError, RunError])
+def test_errors_are_escaped(name: str, kind: type[Exception], capsys: Any) -> None:
+    attack = ATTACKS[name]
+    words = [attack] * (4 if kind is ConfigError else 2)
+    with pytest.raises(SystemExit), exit_on_error("outrider"):
+        raise kind(*words)
+    assert_harmless(capsys.readouterr().err)
+
+
+def test_text_of_files_is_not_markup() -> None:
+    assert printed(MARKUP) == f"{MARKUP}\n"
+    table = Table()
+    table.add_row(MARKUP)
+    assert MARKUP in printed(table)
+    console = Console(file=io.StringIO(), width=200)
+    Reporter(console).note(MARKUP)
+    assert console.file.getvalue() == f"note: {MARKUP}\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "two\nlines\tand a tab", "H\u00f6lder \U0001f600", "\u05d0"]
+)
+def test_ordinary_text_is_unchanged(text: str) -> None:
+    assert for_terminal(text) == text
+    assert escape_controls(text) == text
+
+
+def test_colours_still_reach_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(Text("x", "red"))
+    assert "\x1b[31mx" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# ---- bytes that are not UTF-8 ----
+
+READ = """
+import sys
+from outrider.launch import cli
+def verb(words, program):
+    from outrider.conf.console import Console
+    from outrider.eval.chat import _read_line
+    console = Console()
+    while True:
+        try:
+            print(ascii(_read_line(console)))
+        except EOFError:
+            return 0
+cli.main = verb
+cli.command([])
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_bytes_of_a_pipe_do_not_end_the_chat(encoding: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", READ], input=b"caf\xc3\xa9\n\xff\xfe\nbye\n", capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding}, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert b"Traceback" not in process.stderr
+    lines = [line for line in process.stdout.splitlines() if line.startswith(b"'")]
+    assert lines[0] == rb"'caf\xe9'"
+    assert lines[2] == b"'bye'"
+
+
+def test_line_that_is_not_text_is_not_answered() -> None:
+    console = Console(file=io.StringIO())
+    session = chat.Session(console, lambda: None, 1)  # type: ignore[arg-type, return-value]
+    session.handle("a\udcff")
+    assert "not text in UTF-8" in console.file.getvalue()  # type: ignore[attr-defined]
