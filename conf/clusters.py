@@ -10,7 +10,7 @@ from outrider.conf.fields import option
 
 COUNT = "[1, inf)"
 HOSTFILE_LINE = re.compile(
-    r"(?P<host>[\w.-]+)\s+slots\s*=\s*(?P<slots>\d+)(\s+max_slots\s*=\s*\d+)?"
+    r"(?P<host>[\w.-]+)\s+slots\s*=\s*(?P<slots>\d{1,4})(\s+max_slots\s*=\s*\d+)?"
 )
 
 
@@ -26,8 +26,8 @@ class ClusterConfig:
     """Machines and launcher."""
 
     by: Literal["torchrun", "accelerate", "slurm"] = option("torchrun", "launcher of the processes")
-    nodes: int = option(1, "machines", COUNT)
-    gpus: int = option(1, "processes per machine, one per GPU", COUNT)
+    nodes: int = option(1, "machines", "[1, 65536]")
+    gpus: int = option(1, "processes per machine, one per GPU", "[1, 1024]")
     host: str | None = option(None, "name or address of the first of several machines")
     hosts: str | None = option(
         None, "hostfile, replaces nodes, gpus and host; lines like 'node-0 slots=8'"
@@ -47,8 +47,8 @@ def list_machines(cluster: ClusterConfig) -> list[Machine]:
         return [Machine(cluster.host or "", cluster.gpus)] * cluster.nodes
     for name in ("nodes", "gpus", "host"):
         if getattr(cluster, name) != getattr(ClusterConfig, name):
-            why = f"The hostfile {cluster.hosts} sets it too."
-            raise ConfigError(f"cluster.{name}", getattr(cluster, name), why, "Drop one of them.")
+            why = f"The hostfile {cluster.hosts} also defines it."
+            raise ConfigError(f"cluster.{name}", getattr(cluster, name), why, "Set only one.")
     if cluster.by == "slurm":
         why = "Slurm chooses the machines itself."
         raise ConfigError("cluster.hosts", cluster.hosts, why, "Set cluster.nodes, cluster.gpus.")

@@ -1,4 +1,4 @@
-"""Settings of single verbs: each verb's own group of `conf/`, which is not part of a run."""
+"""Settings of the commands other than train and eval: one group of `conf/` for each."""
 
 import dataclasses
 import re
@@ -10,6 +10,7 @@ from outrider.conf.clusters import ClusterConfig
 from outrider.conf.compose import compose, to_container
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict, option
+from outrider.conf.schema import DEPTHS, NODES, TOKENS
 from outrider.conf.sweeps import SweepConfig
 
 COUNT = "[1, inf)"
@@ -22,13 +23,13 @@ Gpu = Literal["h100", "h200", "a100", "b200", "rtx4090", "mi300x"]
 class PlanConfig:
     """Draft shapes, workloads and the hardware of a speedup prediction."""
 
-    depths: tuple[int, ...] = option((1, 2, 3, 4), "draft tokens along one path", COUNT)
-    widths: tuple[int, ...] = option((1, 2, 4), "children per node; 1: a chain", COUNT)
-    nodes: tuple[int, ...] = option((4, 8, 16), "draft tokens per tree", COUNT)
-    batches: tuple[int, ...] = option((1, 4, 16), "prompts decoded together", COUNT)
-    contexts: tuple[int, ...] = option((64, 256), "cached tokens before a round", COUNT)
+    depths: tuple[int, ...] = option((1, 2, 3, 4), "draft tokens along one path", DEPTHS)
+    widths: tuple[int, ...] = option((1, 2, 4), "children per node; 1: a chain", NODES)
+    nodes: tuple[int, ...] = option((4, 8, 16), "draft tokens per tree", NODES)
+    batches: tuple[int, ...] = option((1, 4, 16), "prompts decoded together", "[1, 65536]")
+    contexts: tuple[int, ...] = option((64, 256), "cached tokens before a round", TOKENS)
     prompts: int = option(8, "prompts of eval.prompts to measure acceptance on", COUNT)
-    new_tokens: int = option(64, "tokens per answer", COUNT)
+    new_tokens: int = option(64, "tokens per answer", TOKENS)
     repeats: int = option(15, "measurements of each forward; the median counts", COUNT)
     check: int = option(5, "settings also decoded to check the prediction; 0: none", "[0, inf)")
     machine: Gpu | None = option(None, "predict for this GPU; null: measure this machine")
@@ -58,7 +59,7 @@ class PublishConfig:
     private: bool = option(True, "create the repository as private")
     dry_run: bool = option(False, "write and check the folder, list its files, upload nothing")
     prompts: int = option(3, "prompts of the run's suite, decoded before and after export", COUNT)
-    new_tokens: int = option(32, "tokens per answer", COUNT)
+    new_tokens: int = option(32, "tokens per answer", TOKENS)
     license: str | None = option(None, "license of the drafter; null: the target's")
     base_model: str | None = option(None, "hub id of the target; null: target.path, if it is one")
     datasets: tuple[str, ...] = option((), "hub ids of the training data, for the card")

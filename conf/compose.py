@@ -46,7 +46,7 @@ def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
         why = "This is not an override."
         fix = "Write key=value; quote special characters: 'key=\"a, b\"'."
         raise ConfigError("overrides", error.override, why, fix) from None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise _translate(error, overrides, root) from None
 
 
@@ -155,7 +155,7 @@ def known_keys(root: str = "train") -> tuple[str, ...]:
 
 
 def verb_group(schema: type[T], name: str, overrides: Sequence[str]) -> tuple[T, list[str]]:
-    """Read a group that only one verb has; return its settings and the other overrides."""
+    """Read the group of a command; return its settings and the other overrides."""
     own = [word for word in overrides if word.startswith(f"{name}.")]
     settings = from_dict(schema, to_container(compose(own, f"{name}/default"))[name], name)
     return settings, [word for word in overrides if word not in own]
@@ -194,7 +194,7 @@ def _parse(kind: Any, text: str) -> Any:
 
 
 def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigError:
-    """Return the ConfigError for Hydra's exception; with its first line where no rule fits."""
+    """Return the ConfigError for Hydra's exception; with its first line if no case applies."""
     values = {left.lstrip("+~"): right for left, _, right in (o.partition("=") for o in overrides)}
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
@@ -213,7 +213,7 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
 
 
 def _misplaced_key(key: str, value: str, message: str, root: str) -> ConfigError:
-    """Return the error for a key of another choice, of another root, or of none."""
+    """Return the error for a key that belongs to another choice or root, or does not exist."""
     group = key.partition(".")[0]
     files = choices(group) if group != key else []
     owners = [choice for choice in files if key in default_values(f"{group}/{choice}")]

@@ -14,6 +14,7 @@ from outrider.conf.shown_text import for_terminal
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, quota, file size limit
 RANK_0_HEAD_START = 3.0  # seconds before other ranks exit, so that rank 0 prints the error
+SHOWN = 500  # characters of a value in a message
 FREE_SPACE = "Free some space and run the same command again; all saved files are complete."
 
 
@@ -21,8 +22,17 @@ class ConfigError(ValueError):
     """An invalid setting, found before a model is loaded: key and value, reason, fix."""
 
     def __init__(self, key: str, value: object, why: str, fix: str) -> None:
-        super().__init__(f"{key} = {value!r}\n  {why}\n  {fix}")
+        super().__init__(f"{key} = {_shown(value)}\n  {why}\n  {fix}")
         self.key, self.value, self.why, self.fix = key, value, why, fix
+
+
+def _shown(value: object) -> str:
+    """Return the representation of a value, its first SHOWN characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python converts, endless depth
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 class RunError(RuntimeError):

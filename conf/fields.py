@@ -1,16 +1,18 @@
-"""Conversion of plain values into frozen dataclasses; every misfit names its key.
+"""Conversion of plain values into frozen dataclasses; every error names its key.
 
 A dataclass is the schema: type hints and `Literal` say what a value may be, and `option(...)` adds
 the help text and the interval.
 
 Differs from OmegaConf's structured configs: frozen classes, Literal and tuples work. Differs from
-pydantic: true is not a number, nan is refused, and only lossless conversions happen (1 -> 1.0,
-2e3 -> 2000, 2026 -> "2026").
+pydantic: true is not a number, and only lossless conversions happen (1 -> 1.0, 2e3 -> 2000,
+2026 -> "2026"). Nothing is unbounded: numbers end at LARGEST unless their interval says otherwise,
+text and lists have a longest length, and nan and control characters are refused.
 """
 
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,6 +20,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from outrider.conf.errors import ConfigError
 
 T = TypeVar("T")
+LARGEST = 1e9  # of a number whose interval has no other end
+MAX_TEXT, MAX_LIST, MAX_DEPTH = 4096, 4096, 16  # characters; entries; lists inside lists
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # tab and newline are text
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -27,7 +32,8 @@ def option(default: Any, meaning: str, within: str = "") -> Any:
     Args:
         default: must equal the value in the group's default yaml (a test compares them).
         meaning: one line for `--help`, with the unit.
-        within: interval in mathematical notation, "(0, 1]" or "[1, inf)"; "" allows anything.
+        within: interval in mathematical notation, "(0, 1]" or "[1, inf)"; "" is any number. An
+            infinite end stands for LARGEST.
     """
     return dataclasses.field(default=default, metadata={"help": meaning, "within": within})
 
@@ -61,24 +67,51 @@ def from_dict(schema: type[T], values: Mapping[str, Any], prefix: str) -> T:
         key = f"{prefix}.{name}".lstrip(".")
         if name not in fields:
             raise unknown_key(key, value, [f"{prefix}.{field}".lstrip(".") for field in fields])
+        check_plain(value, key)
         converted[name] = convert(hints[name], value, key)
         check_interval(fields[name].metadata.get("within", ""), converted[name], key)
     try:
         return schema(**converted)
     except ConfigError:
         raise
-    except ValueError as error:
+    except OSError as error:  # of a path that the system refuses
+        raise ConfigError(prefix, values, f"{error.strerror}.", _advice(prefix)) from None
+    except (ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
         raise _translate(error, converted, prefix) from None
 
 
-def _translate(error: ValueError, values: Mapping[str, Any], prefix: str) -> ConfigError:
-    """Return the ConfigError for a dataclass's ValueError "depths = 0: reason"."""
+def _translate(error: Exception, values: Mapping[str, Any], prefix: str) -> ConfigError:
+    """Return the ConfigError for a dataclass's error "depths = 0: reason"."""
     left, _, why = str(error).partition(": ")
     name = left.partition(" = ")[0].rpartition(".")[2]
     if not why or name not in values:
         return ConfigError(prefix, values.get(name, ""), f"{error}.", _advice(prefix))
     key = f"{prefix}.{name}".lstrip(".")
     return ConfigError(key, values[name], f"The value is invalid: {why}.", _advice(key))
+
+
+def check_plain(value: Any, key: str, depth: int = 0) -> None:
+    """Raise a `ConfigError` for text, a list or a number, also inside, that no setting can have."""
+    why = ""
+    if isinstance(value, float) and not math.isfinite(value):
+        why = "The number must be finite."
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        why = "The number must have 64 bits at most."
+    elif isinstance(value, str) and (found := UNPRINTABLE.search(value)):
+        why = f"The text must not contain the control character {found[0]!r}."
+    elif isinstance(value, str | list | tuple | Mapping):
+        largest = MAX_TEXT if isinstance(value, str) else MAX_LIST
+        if len(value) > largest:
+            unit = "characters" if isinstance(value, str) else "entries"
+            why = f"{len(value)} {unit} are too many: {largest} at most."
+        elif depth > MAX_DEPTH:
+            why = f"Lists inside lists end at depth {MAX_DEPTH}."
+    if why:
+        raise ConfigError(key, value, why, _advice(key))
+    if isinstance(value, list | tuple | Mapping):
+        inside = [*value, *value.values()] if isinstance(value, Mapping) else value
+        for item in inside:
+            check_plain(item, key, depth + 1)
 
 
 def convert(kind: Any, value: Any, key: str) -> Any:
@@ -92,8 +125,7 @@ def convert(kind: Any, value: Any, key: str) -> Any:
         return _convert_sequence(origin, get_args(kind), value, key)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return from_dict(kind, value, key)  # type: ignore[arg-type]
-    finite = not isinstance(value, float) or math.isfinite(value)
-    if kind is Any or (kind in TYPE_NAMES and type(value) is kind and finite):
+    if kind is Any or (kind in TYPE_NAMES and type(value) is kind):
         return value
     if kind is float and type(value) is int:
         return float(value)
@@ -139,20 +171,28 @@ def _convert_sequence(origin: Any, kinds: tuple[Any, ...], values: Any, key: str
 
 
 def check_interval(within: str, value: Any, key: str) -> None:
-    """Raise a `ConfigError` for a number, also in a list, outside an interval such as "(0, 1]"."""
-    if not within or value is None:
-        return
+    """Raise a `ConfigError` for a number, also in a list, outside an interval such as "(0, 1]".
+
+    "" and infinite ends stand for -LARGEST and LARGEST.
+    """
+    within = within or "(-inf, inf)"
     low, high = (float(end) for end in within[1:-1].split(","))
     for number in value if isinstance(value, list | tuple) else [value]:
+        if type(number) not in (int, float):
+            continue
         above = number > low if within[0] == "(" else number >= low
         below = number < high if within[-1] == ")" else number <= high
         if not (above and below):
             why = f"The value must be {describe_interval(within)}."
-            raise ConfigError(key, value, why, _advice(key))
+        elif abs(number) > LARGEST and math.inf in (abs(low), high):
+            why = f"The value must be between -{LARGEST:.0f} and {LARGEST:.0f}."
+        else:
+            continue
+        raise ConfigError(key, value, why, _advice(key))
 
 
 def describe_interval(within: str) -> str:
-    """Return an interval for people: "[1, inf)" is ">= 1", "(0, 1]" is "in (0, 1]"."""
+    """Format an interval for messages: "[1, inf)" is ">= 1", "(0, 1]" is "in (0, 1]"."""
     low, _, high = within[1:-1].partition(", ")
     if high == "inf":
         return f"{'>=' if within[0] == '[' else '>'} {low}"

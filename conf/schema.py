@@ -12,11 +12,16 @@ from typing import Any, Literal, get_type_hints
 
 from omegaconf import OmegaConf
 
-from outrider.conf.fields import option
+from outrider.conf.fields import check_interval, option
 from outrider.conf.shown_text import mask_values
 
 COUNT = "[1, inf)"
 COUNT0 = "[0, inf)"
+TOKENS = "[1, 4194304]"  # of a row, an answer or a cache
+DEPTHS = "[1, 1024]"  # draft tokens along one path; also of layers and heads
+WIDTH = "[1, 65536]"  # of hidden states and attention heads
+MAX_GRID = 64  # decodings of one evaluation
+NODES = "[1, 4096]"  # of a tree: its attention mask has their square
 PROBABILITY = "[0, 1]"
 THINKING_ARG = "enable_thinking"  # as Qwen3 and later models name it
 
@@ -32,7 +37,8 @@ def parse_template_args(thinking: bool | None, words: Sequence[str]) -> dict[str
             raise ValueError(f"template_args = {word}: {name} is set twice")
         try:
             args[name] = json.loads(value)
-        except ValueError:
+            json.dumps(args[name], allow_nan=False)
+        except (ValueError, RecursionError):
             args[name] = value
     return args
 
@@ -82,17 +88,17 @@ class GenerateConfig:
     minutes: float | None = option(None, "time limit in minutes; null: none", "(0, inf)")
     samples: int | None = option(None, "number of answers; null: one per prompt", COUNT)
     self_prompted: bool = option(False, "the target also generates the `samples` prompts (Magpie)")
-    max_new_tokens: int = option(256, "tokens per answer at most", COUNT)
+    max_new_tokens: int = option(256, "tokens per answer at most", TOKENS)
     temperature: float = option(0.5, "sampling temperature of answers; 0: greedy", "[0, inf)")
     top_p: float = option(1.0, "nucleus sampling of answers: probability mass kept", "(0, 1]")
-    batch: int = option(64, "answers generated at once", COUNT)
-    record: bool = option(True, "also store the target's features, so that training skips its run")
+    batch: int = option(64, "answers generated at once", "[1, 65536]")
+    record: bool = option(True, "also store the target's features: training needs no forward")
     endpoint: str | None = option(
         None, "http://HOST:PORT/v1 of an OpenAI-compatible server that generates; stores text only"
     )
     model: str | None = option(None, "name of the target on the server; null: its only model")
     timeout: float = option(600.0, "seconds to wait for an answer of the server", "(0, inf)")
-    retries: int = option(8, "retries of a failed request, with growing pauses", COUNT0)
+    retries: int = option(8, "retries of a failed request, with growing pauses", "[0, 1000]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +116,7 @@ class DataConfig:
     overlap: Literal["refuse", "drop", "keep"] = option(
         "refuse", "training questions that nearly equal one of eval.prompts: refuse, drop or keep"
     )
-    max_length: int = option(256, "tokens per row at most", "[8, inf)")
+    max_length: int = option(256, "maximum number of tokens per row", "[8, 4194304]")
     long: Literal["cut", "drop"] = option("cut", "conversations that are too long: cut or drop")
     shortest: int = option(1, "answer tokens per conversation at least", COUNT)
     supervise: Literal["all", "last", "each"] = option(
@@ -125,7 +131,7 @@ class DataConfig:
     )
     traces: str | None = option(None, "folder of recorded features; `record` writes it")
     max_gb: float | None = option(None, "GB per recording at most; null: the free disk", "(0, inf)")
-    workers: int = option(1, "threads that prefetch recorded features; 0: none", COUNT0)
+    workers: int = option(1, "threads that prefetch recorded features; 0: none", "[0, 1024]")
     given: str | None = option(None, "existing conversations mixed into data=self; as data.path")
     given_share: float = option(0.5, "share of data.given among all conversations", "(0, 1)")
     generate: GenerateConfig | None = option(None, "self-generated training data (data=self)")
@@ -143,7 +149,7 @@ class RecordConfig:
     top: int = option(
         0, "top-k teacher probabilities per row; 0: the target's last hidden state", "[0, 256]"
     )
-    shard: int = option(65536, "tokens per file", COUNT)
+    shard: int = option(65536, "tokens per file", "[1, 16777216]")
     check_every: int = option(64, "files between comparisons with a plain forward", COUNT)
     share: str = option("1/1", "files that this machine records: 2/4 is the second quarter")
     damaged: Literal["refuse", "skip", "again"] = option(
@@ -151,7 +157,7 @@ class RecordConfig:
     )
 
     def __post_init__(self) -> None:
-        match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", self.share)
+        match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", self.share, re.ASCII)
         if match is None or int(match[1]) > int(match[2]):
             raise ValueError(f"share = {self.share}: write 1/4 for the first of four machines")
 
@@ -167,18 +173,21 @@ class DrafterConfig:
     """Settings that every drafter has; the `Config` of each drafter adds its own."""
 
     name: str = ""
-    depths: int = 4  # draft tokens per row in training; held-out text is measured at all depths
-    draft_vocab_size: int | None = None  # most frequent answer tokens, which are drafted; None: all
+    depths: int = option(
+        4, "", DEPTHS
+    )  # draft tokens per row in training; held-out text is measured at all depths
+    draft_vocab_size: int | None = option(
+        None, "", COUNT
+    )  # most frequent answer tokens, which are drafted; None: all
     loss: tuple[str, ...] = ("soft_ce",)  # sum of terms such as "0.1*soft_ce" (train/losses.py)
     depth_weights: str = "geometric:0.8"  # see losses.parse_depth_weights; 0: only measured
     renormalise: bool = True  # the teacher's probabilities sum to 1 over the draft vocabulary
     normalise: str = "rows"  # mean over supervised "rows", or over all "tokens" of the batch
 
     def __post_init__(self) -> None:
-        for name in ("depths", "draft_vocab_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} = {value}: must be at least 1")
+        for field in dataclasses.fields(self):
+            within = field.metadata.get("within", "")
+            check_interval(within, getattr(self, field.name), f"drafter.{field.name}")
         self.require_choice("normalise", "rows", "tokens")
 
     def why_unsupported(self, launch: str) -> str:
@@ -205,7 +214,9 @@ class TrainConfig:
 
     max_steps: int | None = option(300, "optimizer steps; null: until max_minutes", COUNT)
     max_minutes: float | None = option(None, "minutes; null: until max_steps", "(0, inf)")
-    batch_tokens: int = option(2048, "tokens per optimizer step, of all ranks together", COUNT)
+    batch_tokens: int = option(
+        2048, "tokens per optimizer step, of all ranks together", "[1, 268435456]"
+    )
     lr: float = option(3.5e-3, "peak learning rate", "(0, 1]")
     warmup: int | float = option(0.04, "warm-up: steps (30) or a share of them (0.04)", "[0, inf)")
     schedule: Literal["cosine", "linear", "constant"] = option(
@@ -243,11 +254,11 @@ class LaunchConfig:
         "single", "kind of parallel training (choose with launch=...)"
     )
     precision: Literal["no", "bf16"] = option("no", "autocast; master weights stay float32")
-    accumulation: int = option(1, "forward passes per optimizer step and rank", COUNT)
+    accumulation: int = option(1, "forward passes per optimizer step and rank", "[1, 65536]")
     offload: Literal["none", "optimizer", "parameters"] = option(
         "none", "keep in CPU memory: the optimizer (zero2, zero3), or also the parameters (zero3)"
     )
-    wait: float = option(30.0, "minutes that a rank waits for other ranks", "(0, inf)")
+    wait: float = option(30.0, "minutes that a rank waits for other ranks", "(0, 525600]")
 
     def __post_init__(self) -> None:
         launches = {"optimizer": ("zero2", "zero3"), "parameters": ("zero3",)}.get(self.offload)
@@ -268,7 +279,7 @@ class EvalConfig:
     prompts: str | None = option(
         None, "file, folder, hub id or name (mt_bench, ...) of prompts; null: the embedded suite"
     )
-    max_new_tokens: int = option(128, "tokens per answer at most", COUNT)
+    max_new_tokens: int = option(128, "tokens per answer at most", TOKENS)
     limit: int | None = option(None, "prompts to use; null: all", COUNT)
     out: str = option("eval", "report: <run.dir>/eval/<out>.json and <out>.outputs.jsonl")
     warmup: int = option(2, "prompts decoded before timing starts", "[0, inf)")
@@ -278,6 +289,10 @@ class EvalConfig:
         (), "measure several: policy@temperature, as in [chain@0, dynamic_tree@1]"
     )
 
+    def __post_init__(self) -> None:
+        if len(self.grid) > MAX_GRID:
+            raise ValueError(f"grid = {list(self.grid)}: {MAX_GRID} decodings at most")
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
@@ -286,9 +301,9 @@ class DecodeConfig:
     name: Literal["chain", "static_tree", "sampled_tree", "dynamic_tree", "opt_tree"] = option(
         "chain", "draft policy (choose with decode=...)"
     )
-    depth: int = option(3, "draft tokens along one path", COUNT)
-    width: int = option(1, "children per node, and nodes expanded per level", COUNT)
-    nodes: int = option(3, "draft tokens that the target verifies in one forward", COUNT)
+    depth: int = option(3, "draft tokens along one path", DEPTHS)
+    width: int = option(1, "children per node, and nodes expanded per level", NODES)
+    nodes: int = option(3, "draft tokens that the target verifies in one forward", NODES)
     draft: Literal["auto", "best", "drawn", "independent", "coupled"] = option(
         "auto",
         "draft tokens above temperature 0: best (the drafter's top-k), drawn (sampled without "
@@ -311,7 +326,7 @@ class DecodeConfig:
     top_k: int = option(0, "most likely tokens kept; 0: all", "[0, inf)")
     min_p: float = option(0.0, "smallest probability kept, relative to the top-1's", PROBABILITY)
     repetition_penalty: float = option(1.0, "above 1: lowers earlier tokens' logits", "(0, inf)")
-    banned: tuple[int, ...] = option((), "token ids that are never generated")
+    banned: tuple[int, ...] = option((), "token ids that are never generated", COUNT0)
 
     @property
     def kind(self) -> str:

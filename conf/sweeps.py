@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from outrider.conf.compose import compose, to_container
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import from_dict, option
+from outrider.conf.fields import LARGEST, from_dict, option
 
 COUNT = "[1, inf)"
 RANGE_FIX = "Use a list of values, or a range: {low: 1e-4, high: 1e-2, log: true}."
@@ -19,22 +19,24 @@ class SweepConfig:
 
     dir: str = option("runs/sweep", "folder of a search and its runs; with Slurm, of the job files")
     by: Literal["local", "slurm"] = option("local", "start runs here, or as Slurm jobs")
-    jobs: int = option(1, "runs at a time; with Slurm, jobs in the queue at a time", COUNT)
+    jobs: int = option(1, "runs at a time; with Slurm, jobs in the queue at a time", "[1, 4096]")
     devices: tuple[str, ...] = option((), "GPUs of each job: ['0,1','2,3']; empty: all GPUs")
-    processes: int = option(1, "ranks per run (choose launch=ddp or zero*)", COUNT)
-    retries: int = option(0, "restarts of a failed run", "[0, inf)")
+    processes: int = option(1, "ranks per run (choose launch=ddp or zero*)", "[1, 65536]")
+    retries: int = option(0, "restarts of a failed run", "[0, 1000]")
     partition: str | None = option(None, "slurm: partition; null: the cluster's default")
     hours: float = option(24.0, "slurm: time limit of a job, which is then requeued", "(0, inf)")
     gpus: int = option(1, "slurm: GPUs per job, one per rank; 0: none", "[0, inf)")
     cores: int = option(8, "slurm: CPU cores per job", COUNT)
     grace: int = option(120, "slurm: seconds before the time limit at which a run saves", COUNT)
-    trials: int | None = option(None, "runs of a search; null: a grid over all combinations", COUNT)
+    trials: int | None = option(
+        None, "runs of a search; null: a grid over all combinations", "[1, 65536]"
+    )
     minutes: float | None = option(None, "start no run of a search after this time", "(0, inf)")
     metric: Literal["accept_length", "accept_length_sampling", "tau", "speedup"] = option(
         "accept_length", "search objective: held-out, or (tau, speedup) of the run's first decoding"
     )
     prune: bool = option(True, "stop runs below the median at a held-out evaluation")
-    seed: int = option(0, "seed of the search")
+    seed: int = option(0, "seed of the search", "[0, 4294967295]")
     over: Any = option(None, "key -> list of values, or range with low and high")
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ def _values_error(values: Any) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= LARGEST
 
 
 def read_sweep(overrides: Sequence[str]) -> tuple[SweepConfig, list[str]]:

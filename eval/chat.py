@@ -69,7 +69,8 @@ def chat(
     console = console or Console()
     policy = policy_of(config.decode, read_tables(Path(config.run.dir)))
     decoder = Decoder.from_config(config, policy)
-    how = {**sampling_of(config.decode)._asdict(), "rule": rule_of(config.decode, policy)}
+    sampling = sampling_of(config.decode, decoder.target.vocab_size)
+    how = {**sampling._asdict(), "rule": rule_of(config.decode, policy)}
     session = Session(
         console, lambda: decoder.chat(seed=config.run.seed, **how), config.eval.max_new_tokens
     )

@@ -103,7 +103,7 @@ class Measurement:
         self.records, self.outputs = list[Record](), list[dict[str, Any]]()
         self.mismatches, self.left_out = list[Mismatch](), list[str]()
         decode, stops = config.decode, Stops(stop_ids(tokenizer, target))
-        sampling = sampling_of(decode)
+        sampling = sampling_of(decode, target.vocab_size)
         self.policy = policy = policy_of(decode, read_tables(Path(config.run.dir)))
         rule = rule_of(decode, policy)
         self.rule = rule.name

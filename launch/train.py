@@ -15,7 +15,7 @@ from outrider.data.training_data import TrainingData
 from outrider.eval.run import quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.models import drafters, load, process
-from outrider.models.decode.from_config import decodings
+from outrider.models.decode.from_config import decodings, sampling_of
 from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
 from outrider.models.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
@@ -37,6 +37,8 @@ def train(config: Config) -> int:
     console = Console(quiet=not main)
     loaded = load.load_target(config.target, process.device())
     console.print(f"target: {loaded.source}")
+    for _, decode in decodings(config):
+        sampling_of(decode, loaded.target.vocab_size)
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     if taps == default_taps(loaded.target.num_layers) != eagle3_taps(loaded.target.num_layers):
         console.print(f"target has {loaded.target.num_layers} layers: taps adapted to {list(taps)}")

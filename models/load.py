@@ -22,6 +22,7 @@ from outrider.models import target_check
 from outrider.models.chat_template import set_template_args
 from outrider.models.placement import (
     TensorParallelTarget,
+    check_devices,
     on_own_devices,
     quantization_config,
     require_sharded_layers,
@@ -52,6 +53,7 @@ def stop_ids(tokenizer: Any, target: Target) -> list[int]:
 
 def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> LoadedTarget:
     """Load a target and check it; `device` is the drafter's, and by default the target's."""
+    check_devices(settings.devices)
     weights, source = locate_weights(settings)
     target = _load_placed(weights, settings, torch.device(device))
     tokenizer = load_tokenizer(settings)

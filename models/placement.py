@@ -4,11 +4,11 @@
     sharded      a shard of every decoder layer on every rank, gathered while the layer runs, as in
                  ZeRO-3 and FSDP (arXiv:1910.02054)
     tensor       tensor parallel, by transformers' plan for the family (arXiv:1909.08053)
-    apart        on devices of its own, beside those of the ranks
+    apart        on separate devices, not those of the ranks
 
-The drafter uses embedding and head, so every rank has them in full. With `tensor`, one forward runs
-the rows of all ranks, and each rank gets its own rows of the result. With `sharded`, only rank 0
-reads the weights from the disk and sends the shards.
+The drafter uses embedding and head, so every rank has complete copies. With `tensor`, one forward
+runs the rows of all ranks, and each rank gets its own rows of the result. With `sharded`, only rank
+0 reads the weights from the disk and sends the shards.
 """
 
 import importlib.util
@@ -75,6 +75,19 @@ def shard_layers(model: Any, empty: Any, device: torch.device) -> Any:
             buffer.copy_(buffers[name])
         dist.broadcast(buffer, 0)
     return empty
+
+
+def check_devices(devices: Sequence[str]) -> None:
+    """Raise ConfigError for a name in target.devices that is no device of this machine."""
+    for name in devices:
+        try:
+            torch.zeros(1, device=name).item()
+            if len(devices) > 1 and torch.device(name).index is None:
+                raise RuntimeError("several devices need numbers")
+        except (RuntimeError, AssertionError) as error:
+            found = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+            why = f"{name!r} is no device here: {(str(error) or repr(error)).splitlines()[0]}"
+            raise ConfigError("target.devices", list(devices), why, f"Use: {found}.") from None
 
 
 def on_own_devices(model: Any, devices: Sequence[str]) -> Any:

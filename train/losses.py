@@ -111,6 +111,7 @@ def _term(text: str) -> Term:
         raise ConfigError("drafter.loss", text, f"{name} takes no number.", _SYNTAX)
     if weight == 0:
         raise ConfigError("drafter.loss", text, "A term of weight 0 has no effect.", "Remove it.")
+    check_interval("", weight, f"drafter.loss: the weight of {name}")
     value = float(parameter) if parameter else spec.default or 0.0
     check_interval(spec.interval, value, f"drafter.loss: the number of {name}")
     return Term(weight, name, value)
@@ -132,14 +133,15 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
         if name == "first" and not number:
             weights = [1.0] + [0.0] * (depths - 1)
         elif name in ("geometric", "normalised"):
-            weights = [float(number) ** d for d in range(depths)]
+            rate = float(number)
+            weights = [rate**d for d in range(depths)] if math.isfinite(rate) else []
         elif name == "mean":
             weights = [float(number) / depths] * depths
         else:
             weights = [float(part) for part in text.split("/")]
-    except ValueError:
+    except (ValueError, OverflowError):
         weights = []
-    if len(weights) == depths and all(0 <= w < math.inf for w in weights) and any(weights):
+    if 0 < len(weights) == depths and all(0 <= w < math.inf for w in weights) and any(weights):
         total = sum(weights) if name == "normalised" else 1.0
         return [weight / total for weight in weights]
     raise ConfigError(

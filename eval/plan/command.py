@@ -98,7 +98,7 @@ class PlanStudy:
             why = "Other models and budgets can be predicted only for a given machine."
             fix = "Add plan.machine=h100, or plan.bandwidth and plan.flops."
             raise ConfigError("plan.machine", None, why, fix)
-        self.sampling = sampling_of(config.decode)
+        self.sampling = sampling_of(config.decode, self.target.vocab_size)
         self.stops = Stops(stop_ids(self.tokenizer, self.target))
         suite = load_suite(config, options.prompts)
         self.prompts = [prompt_ids(self.tokenizer, prompt.first_messages()) for prompt in suite]

@@ -44,12 +44,12 @@ class Options:
 
     target: str = option("tiny", "tiny, smollm2, or folder or hub id of a language model")
     draft: str = option("", "run folder of a draft_lm, or folder or hub id of a language model")
-    gamma: int = option(4, "draft tokens of a round", "[1, inf)")
-    lookup: int = option(10, "draft tokens of transformers' prompt lookup", "[1, inf)")
+    gamma: int = option(4, "draft tokens of a round", "[1, 1024]")
+    lookup: int = option(10, "draft tokens of transformers' prompt lookup", "[1, 1024]")
     prompts: int = option(8, "prompts to decode", "[1, inf)")
-    new_tokens: int = option(64, "tokens of each answer", "[1, inf)")
+    new_tokens: int = option(64, "tokens of each answer", "[1, 4194304]")
     repeats: int = option(3, "repetitions of each call; medians count", "[1, inf)")
-    threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, inf)")
+    threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
     out: str = option("", "JSON file for the result")
 
 

@@ -58,9 +58,9 @@ class Options:
 
     run: RunFolder = dataclasses.field(default_factory=RunFolder)
     limit: int = option(16, "prompts", "[1, inf)")
-    tokens: int = option(64, "tokens of each answer", "[1, inf)")
+    tokens: int = option(64, "tokens of each answer", "[1, 4194304]")
     repeats: int = option(5, "repetitions; medians count", "[1, inf)")
-    batches: tuple[int, ...] = option((1, 4, 16), "batch sizes (bench batch)", "[1, inf)")
+    batches: tuple[int, ...] = option((1, 4, 16), "batch sizes (bench batch)", "[1, 65536]")
     forward: Literal["lean", "modules"] = option(
         "lean", "of the target; lean: Outrider's own, modules: transformers' modules"
     )

@@ -33,12 +33,12 @@ class Options:
     """Options of `outrider bench lengths`."""
 
     lengths: tuple[int, ...] = option(
-        (1024, 2048, 4096, 8192, 16384, 32768), "row lengths, tokens", "[16, inf)"
+        (1024, 2048, 4096, 8192, 16384, 32768), "row lengths, tokens", "[16, 4194304]"
     )
     drafter: str = option("eagle3", "which drafter takes the step")
-    depths: int = option(4, "its draft depths", "[1, inf)")
+    depths: int = option(4, "its draft depths", "[1, 1024]")
     recompute: tuple[Literal["no", "yes"], ...] = option(("no", "yes"), "gradient checkpointing")
-    threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, inf)")
+    threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
     out: str = option("", "JSON file for the result")
 
     def __post_init__(self) -> None:

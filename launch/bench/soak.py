@@ -50,7 +50,7 @@ class Options:
     """Options of `outrider bench soak`."""
 
     faults: int = option(20, "faults to inject", "[1, inf)")
-    ranks: int = option(2, "processes of the run", "[1, inf)")
+    ranks: int = option(2, "processes of the run", "[1, 1024]")
     launch: str = option("ddp", "how ranks share the work: ddp, zero1, zero2, zero3")
     seed: int = option(0, "of the faults and their times")
     dir: str = option("runs/soak", "folder of the two runs; its content is removed first")

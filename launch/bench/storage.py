@@ -47,7 +47,7 @@ class Options:
     )
     steps: int = option(150, "optimizer steps of each run", "[1, inf)")
     prompts: int = option(8, "prompts to decode; 0: none", "[0, inf)")
-    new_tokens: int = option(64, "tokens of each answer", "[0, inf)")
+    new_tokens: int = option(64, "tokens of each answer", "[0, 4194304]")
     folder: str = option("runs/storage", "folder of the runs")
     out: str = option("", "JSON file for the result")
 

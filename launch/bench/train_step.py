@@ -42,18 +42,18 @@ Precision = Literal["fp32", "bf16"]
 class Options:
     """Options of `outrider bench train-step`; the defaults are the sizes of SmolLM2-135M."""
 
-    hidden: int = option(576, "hidden size of the target", "[1, inf)")
-    intermediate: int = option(1536, "size of its feed-forward layers", "[1, inf)")
-    heads: int = option(9, "attention heads", "[1, inf)")
-    kv_heads: int = option(3, "key-value heads", "[1, inf)")
-    vocab: int = option(49152, "vocabulary of the target", "[1, inf)")
-    draft_vocab: int = option(8192, "vocabulary of the drafter", "[1, inf)")
-    rows: int = option(4, "rows of a batch", "[1, inf)")
-    length: int = option(512, "tokens of a row", "[1, inf)")
+    hidden: int = option(576, "hidden size of the target", "[1, 65536]")
+    intermediate: int = option(1536, "size of its feed-forward layers", "[1, 65536]")
+    heads: int = option(9, "attention heads", "[1, 65536]")
+    kv_heads: int = option(3, "key-value heads", "[1, 65536]")
+    vocab: int = option(49152, "vocabulary of the target", "[1, 4194304]")
+    draft_vocab: int = option(8192, "vocabulary of the drafter", "[1, 4194304]")
+    rows: int = option(4, "rows of a batch", "[1, 65536]")
+    length: int = option(512, "tokens of a row", "[1, 4194304]")
     repeats: int = option(5, "timed steps of each path", "[1, inf)")
-    threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, inf)")
+    threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
     out: str = option("", "JSON file for the result")
-    depths: tuple[int, ...] = option((3, 7), "draft depths", "[1, inf)")
+    depths: tuple[int, ...] = option((3, 7), "draft depths", "[1, 1024]")
     precision: tuple[Precision, ...] = option(("fp32", "bf16"), "precisions of a step")
     paths: tuple[Path, ...] = option(("noted", "fast", "reference"), "paths to compare")
 

@@ -29,9 +29,14 @@ from outrider.models.drafter import Drafter
 Tables = Mapping[str, Tensor]  # eval/rank_tables.py: "best@0", "drawn@1", .. -> table [D, K]
 
 
-def sampling_of(decode: DecodeConfig) -> Sampling:
-    """Return the sampling parameters."""
-    return Sampling(*(getattr(decode, field) for field in Sampling._fields))
+def sampling_of(decode: DecodeConfig, vocab: int) -> Sampling:
+    """Return the sampling parameters; ConfigError if they are invalid for the target."""
+    try:
+        return Sampling(*(getattr(decode, field) for field in Sampling._fields)).check(vocab)
+    except ValueError as error:
+        key = str(error).partition("=")[0].partition(":")[0]
+        why, fix = f"{error}.", "See outrider eval --help."
+        raise ConfigError(f"decode.{key}", getattr(decode, key, ""), why, fix) from None
 
 
 def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
@@ -50,7 +55,7 @@ def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
         return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft)
     paths = tree_shapes.read(Path(decode.tree)) if decode.tree else search_tree(decode, tables)
     if draft in SAMPLED_DRAFTS and not tree_shapes.contiguous(paths):
-        why = "Siblings are drawn one after the other: the ranks below a node must be 0, 1, 2, .."
+        why = "Siblings are sampled in sequence: ranks below a node must be 0, 1, 2, .."
         fix = "Use decode.draft=best, or fill the gaps."
         raise ConfigError("decode.tree", decode.tree, why, fix)
     return StaticTree(paths, draft)
@@ -113,7 +118,7 @@ def check_decode(decode: DecodeConfig) -> None:
         fix = "Use decode=dynamic_tree for a tree."
         raise refuse("width", "A chain has one child per node.", fix)
     if chain and decode.nodes != depth:
-        fix = "Set decode.depth alone, or use decode=dynamic_tree for a tree."
+        fix = "Set only decode.depth, or use decode=dynamic_tree for a tree."
         raise refuse("nodes", f"A chain of decode.depth={depth} has exactly {depth} nodes.", fix)
     if decode.nodes < depth:
         fix = f"Use decode.nodes={depth} or more, or a smaller depth."
@@ -130,7 +135,7 @@ def check_decode(decode: DecodeConfig) -> None:
         rule = bind_rule(decode.verify, decode.draft_kind, **decode.rule_parameters)
     except ValueError as error:
         why = f"{str(error)[0].upper()}{str(error)[1:]}."
-        raise refuse("verify", why, "Or leave it at auto.") from None
+        raise refuse("verify", why, "Use another rule, or decode.verify=auto.") from None
     if rule.chains_only and not chain:
         fix = "Use decode=chain, or traversal for a tree."
         raise refuse("verify", "It verifies chains only.", fix)

@@ -30,7 +30,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.conf.schema import DrafterConfig
+from outrider.conf.fields import option
+from outrider.conf.schema import DEPTHS, PROBABILITY, TOKENS, WIDTH, DrafterConfig
 from outrider.models import target_check
 from outrider.models.attention_masks import document_mask, extend_ancestor_mask
 from outrider.models.causal_lm import (
@@ -58,25 +59,18 @@ class Config(DrafterConfig):
     name: str = "draft_lm"
     depth_weights: str = "first"
     path: str | None = None
-    layers: int = 2
-    hidden: int | None = None
-    heads: int | None = None
+    layers: int = option(2, "", DEPTHS)
+    hidden: int | None = option(None, "", WIDTH)
+    heads: int | None = option(None, "", WIDTH)
     body: Any = None
-    on_policy: float = 0.0
-    write_temperature: float = 1.0
-    write_tokens: int = 64
+    on_policy: float = option(0.0, "", PROBABILITY)
+    write_temperature: float = option(1.0, "", "(0, inf)")
+    write_tokens: int = option(64, "", TOKENS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("layers", "hidden", "heads", "write_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} = {value}: needs at least one")
         if self.hidden is not None and self.hidden % (2 * (self.heads or 1)):
             raise ValueError(f"hidden = {self.hidden}: rotary pairs need a multiple of 2 * heads")
-        if not 0 <= self.on_policy <= 1:
-            raise ValueError(f"on_policy = {self.on_policy}: a share of the batches is in 0..1")
-        if not self.write_temperature > 0:
-            raise ValueError(f"write_temperature = {self.write_temperature}: must be above 0")
         if self.body is not None:
             refuse_code_keys(self.body)
             if not isinstance(self.body, dict) or not isinstance(self.body.get("model_type"), str):
@@ -164,7 +158,7 @@ class DraftLm(BatchDrafter):
     def absorb_batch(
         self, states: Sequence[DraftLmState | None], traces: Sequence[Trace]
     ) -> list[DraftLmState]:
-        """Extend known prompts in one forward, and new ones, of other lengths, in another."""
+        """Extend prompts with a state in one forward, and start new prompts in another."""
         out = dict[int, DraftLmState]()
         for new in (False, True):
             group = [i for i, state in enumerate(states) if (state is None) == new]
@@ -175,7 +169,7 @@ class DraftLm(BatchDrafter):
     def _append_tokens(
         self, states: Sequence[DraftLmState | None], traces: Sequence[Trace]
     ) -> list[DraftLmState]:
-        """Return the states after decided tokens, of which prompts may have different numbers."""
+        """Return the states after decided tokens, whose number may differ between prompts."""
         if not states:
             return []
         ids, positions = [t.next_ids[0] for t in traces], [t.positions[0] + 1 for t in traces]

@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.conf.errors import RunError
+from outrider.conf.fields import option
 from outrider.conf.schema import DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.drafter import target_head_logits
@@ -44,7 +45,7 @@ class Config(DrafterConfig):
     loss: tuple[str, ...] = ("smooth_l1", "0.1*soft_ce")
     depth_weights: str = "first"
     bias: bool = True
-    noise: float = 0.2
+    noise: float = option(0.2, "", "[0, inf)")
     noise_by_length: bool = False
     warm_start: str | None = None
     init: str = "linear"
@@ -52,8 +53,6 @@ class Config(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.noise < float("inf"):
-            raise ValueError(f"noise = {self.noise}: a width is at least 0")
         self.require_choice("init", "linear", "random")
         self.require_choice("attention", "fast", "reference")
 

@@ -22,7 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outrider.conf.schema import DrafterConfig
+from outrider.conf.fields import option
+from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.interface import ModelShape, TargetEnds, Trace
 from outrider.models.layers import DecoderLayer, Norm, init_linear_weights
@@ -42,7 +43,7 @@ def eagle3_taps(layers: int) -> tuple[int, int, int]:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """Return `eagle3_taps`, or what exists of low, middle and high in a shallower target.
+    """Return `eagle3_taps`, or the low, middle and high layers that exist in a shallower target.
 
     n = 2 -> (0, 1).
     """
@@ -57,10 +58,10 @@ class Config(DrafterConfig):
     """Settings of an EAGLE-3 drafter; conf/drafter/eagle3.yaml describes each."""
 
     name: str = "eagle3"
-    draft_vocab_size: int | None = 8192
+    draft_vocab_size: int | None = option(8192, "", COUNT)
     taps: tuple[int, ...] | None = None
-    layers: int = 1
-    head_dim: int | None = None
+    layers: int = option(1, "", DEPTHS)
+    head_dim: int | None = option(None, "", "[2, 65536]")
     qk_norm: bool = False
     fc_norm: bool = False
     feedback: str = "raw"
@@ -72,9 +73,7 @@ class Config(DrafterConfig):
         super().__post_init__()
         if self.taps is not None and not 0 < len(self.taps) == len(set(self.taps)):
             raise ValueError(f"taps = {list(self.taps)}: needs one or more layers, each once")
-        if self.layers < 1:
-            raise ValueError(f"layers = {self.layers}: needs at least one")
-        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+        if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: rotary pairs need an even size")
         self.require_choice("feedback", "raw", "normed")
         self.require_choice("residual", "raw", "normed")

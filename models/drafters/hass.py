@@ -1,7 +1,7 @@
 """HASS: EAGLE's network, trained on its own states and on the target's top-k tokens.
 
 Source: Zhang et al. 2024, "Learning Harmonized Representations for Speculative Sampling",
-arXiv:2408.15766, and its code. It changes EAGLE's training in two ways, and not its decoding:
+arXiv:2408.15766, and its code. It changes EAGLE's training in two ways, but not its decoding:
 
     context alignment    n steps (here depths, 3); each reads the detached states of the one
                          before; the losses of the steps are added
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.conf.fields import option
+from outrider.conf.schema import DEPTHS
 from outrider.models.drafters import eagle
 
 
@@ -30,7 +32,7 @@ class Config(eagle.Config):
     """Settings of a HASS drafter; conf/drafter/hass.yaml describes each."""
 
     name: str = "hass"
-    depths: int = 3
+    depths: int = option(3, "", DEPTHS)
     loss: tuple[str, ...] = ("smooth_l1", "0.1*soft_ce", "topk:10")
     depth_weights: str = "geometric:1"
     detach: bool = True

@@ -28,7 +28,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.schema import DrafterConfig
+from outrider.conf.fields import option
+from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.attention_masks import document_mask
 from outrider.models.drafter import BatchDrafter, State, target_head_logits
@@ -43,26 +44,18 @@ class Config(DrafterConfig):
     """Settings of Medusa heads; conf/drafter/medusa.yaml describes each."""
 
     name: str = "medusa"
-    draft_vocab_size: int | None = 8192
+    draft_vocab_size: int | None = option(8192, "", COUNT)
     own_heads: bool = True
-    res_layers: int = 1
-    adapter_rank: int = 0
-    adapter_alpha: float = 16.0
-    adapter_rate: float = 0.25
-    keep: float = 1.0
+    res_layers: int = option(1, "", DEPTHS)
+    adapter_rank: int = option(0, "", "[0, 65536]")
+    adapter_alpha: float = option(16.0, "", "(0, inf)")
+    adapter_rate: float = option(0.25, "", "(0, inf)")
+    keep: float = option(1.0, "", "[0, inf)")
     init: str = "linear"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_choice("init", "linear", "copy")
-        if self.res_layers < 1:
-            raise ValueError(f"res_layers = {self.res_layers}: needs at least one")
-        for name in ("adapter_rank", "keep"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
-        for name in ("adapter_alpha", "adapter_rate"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         if self.adapter_rank and self.draft_vocab_size is not None:
             why = "adapters change the probability of every token, and the loss that keeps the "
             why += "target covers the draft vocabulary only, so use null with adapter_rank"
@@ -152,7 +145,7 @@ class Medusa(BatchDrafter):
     # ---- heads ----
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
-        assert not self.cfg.own_heads, "each depth has a head of its own: use heads_by_depth"
+        assert not self.cfg.own_heads, "each depth has a separate head: use heads_by_depth"
         return target_head_logits(self.target, self.vocab, hidden)
 
     def heads_by_depth(

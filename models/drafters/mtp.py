@@ -21,7 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.schema import DrafterConfig
+from outrider.conf.fields import option
+from outrider.conf.schema import DEPTHS, DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.drafter import BatchDrafter, State, target_head_logits
 from outrider.models.formats import mtp_target
@@ -39,7 +40,7 @@ class Config(DrafterConfig):
     """Settings of an MTP drafter; conf/drafter/mtp.yaml describes each."""
 
     name: str = "mtp"
-    depths: int = 3
+    depths: int = option(3, "", DEPTHS)
     depth_weights: str = "mean:0.3"
     mode: str = "chained"
     order: str = "embedding_first"
@@ -57,7 +58,7 @@ class Config(DrafterConfig):
         self.require_choice("init", "linear", "random", "target")
         self.require_choice("attention", "fast", "reference")
         if (self.init == "target") != (self.warm_start is not None):
-            why = "the target's folder, with init=target alone"
+            why = "set it to the target's folder if init=target, and to null otherwise"
             raise ValueError(f"warm_start = {self.warm_start}: {why}")
 
 
