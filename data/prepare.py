@@ -1,6 +1,5 @@
 """The commands `outrider prepare` and `outrider record`: training data on disk, before a run."""
 
-
 from outrider.conf.console import Console
 from outrider.conf.schema import Config
 from outrider.data.corpus import load_text, load_training_data

@@ -13,6 +13,7 @@ from outrider.conf.commands import PublishConfig
 from outrider.conf.compose import compose
 from outrider.conf.errors import CorruptFile
 from outrider.conf.shown_text import escape_controls
+from outrider.eval.page import elements, write
 from outrider.eval.publish import card
 from outrider.train.settings import parse
 
@@ -113,3 +114,14 @@ def test_card_has_no_home_folder_and_no_credentials(
     assert "~/x ~/y https://" in text
     for word in ("ada", "bob", "secret", "abc"):
         assert word not in text
+
+
+def test_page_has_no_credentials_and_no_overrides() -> None:
+    text = "https://me:pass-word@host/x?token=abc \u202e\u2066\x1b[2J"
+    parts = (elements.Listing("config.yaml", text), elements.Note(text, text))
+    section = elements.Section("s", text, [elements.Collapsible(text, list(parts))])
+    page = elements.Page(text, [text], [section], text)
+    for written in (write.as_html(page), write.as_markdown(page)):
+        assert "pass-word" not in written
+        assert "abc" not in written.replace("abcdef", "")
+        assert not set("\u202e\u2066\x1b") & set(written)

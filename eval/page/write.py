@@ -1,7 +1,7 @@
 """Rendering of a page to `report.html`, self-contained, and `report.md`, for a model card.
 
 Jinja escapes all text of the html. Characters that are invalid in a page (controls, lone
-surrogates) are replaced in both.
+surrogates, bidirectional overrides) are replaced in both.
 """
 
 import html
@@ -21,7 +21,9 @@ from outrider.eval.page.answers import LEGEND
 from outrider.eval.page.elements import Collapsible, Figure, Note, Page, Part, Table
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
-INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+INVALID = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
 MARKDOWN_SYNTAX = re.compile(r"([\\`*|~\[\]$#]|(?<!\w)_|_(?!\w))")
 DEFINED_ABOVE = "Defined above."
 BLANKS = re.compile("\n{3,}")
