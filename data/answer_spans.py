@@ -8,6 +8,9 @@ Cases:
 3. A template that rewrites earlier turns (it removes their thinking, for instance) breaks 2. Then
    the same prefixes are compared as text, an answer whose end was rewritten is found by rendering
    a mark in its place, and token offsets turn characters into tokens.
+   In a conversation of many answers, cases 2 and 3 render windows of neighbouring turns instead of
+   prefixes, so that time grows with the turns and not with their square. A window must reproduce
+   its part of the whole text; if it does not, prefixes are used, up to MOST answers.
 4. Without a template the text is the turns joined by newlines, each piece tokenised on its own; the
    end token closes the last answer.
 
@@ -21,19 +24,24 @@ decoding the prompt ends there. In ChatML, x marks the answer:
 """
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from jinja2 import TemplateError
 
 from outrider.conf.errors import RunError
 from outrider.data.conversations import Message
+from outrider.models import chat_template
 
 Tokenizer: TypeAlias = Any  # a transformers PreTrainedTokenizerBase; importing it costs seconds
 Span: TypeAlias = tuple[int, int]  # first index inside, first index behind
+WINDOW, MARGIN = 8, 2  # answers of a window, and further ones on either side of them
+MANY, MOST = 64, 500  # answers from which on windows are used; and that prefixes can find
+SHOWN = 8  # turns of a conversation in a message, from either end
 OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: Unicode keeps them out of text
 
 
@@ -54,31 +62,78 @@ class ChatTemplate:
 
     def text(self, messages: list[Message], *, prompt: bool = False, **more: Any) -> str:
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=prompt, **more
-                )
+            return chat_template.render(
+                self.tokenizer, messages, add_generation_prompt=prompt, **more
             )
         except TemplateError as error:
             reason = f"is refused by the chat template: {error}"
             fix = "Remove such conversations (or such turns), or use another chat template."
-            raise conversation_error(messages, reason, fix) from None
+        except Exception as error:  # a template is a program: whatever it does
+            reason = f"makes the chat template fail: {type(error).__name__}: {str(error)[:400]}"
+            fix = "Use another chat template, or correct the one of target.path."
+        raise conversation_error(messages, reason, fix)
 
     def answers(self, messages: list[Message]) -> tuple[list[int], list[Span], int]:
         """Return tokens, spans of the answers, and the number of answers that case 3 found."""
         text = self.text(messages)
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
         characters, rewritten = self.generation_blocks(messages, text), 0
+        if characters is None and len(turns) >= MANY and getattr(self.tokenizer, "is_fast", False):
+            characters, rewritten = self.spans_in_windows(messages, turns, text)
         if characters is None:
             ids = self.ids(text)
-            exact = [self.span_in_tokens(messages, i, text, ids) for i in turns]
+            exact = [self.span_in_tokens(self.prefixes(messages, i), text, ids) for i in turns]
             spans = [span for span in exact if span is not None]
             rewritten = len(turns) - len(spans)
             if rewritten:
-                characters = [self.span_in_text(messages, i, text) for i in turns]
+                pairs = (self.prefixes(messages, i) for i in turns)
+                characters = [
+                    self.span_in_text(messages, i, pair, text)
+                    for i, pair in zip(turns, pairs, strict=True)
+                ]
         if characters is not None:
             ids, spans = self.token_spans(text, characters)
-        return ids, [self.include_end_token(messages, ids, span) for span in spans], rewritten
+        special_end = cache(lambda: self.ends_with_special(messages))
+        spans = [self.include_end_token(ids, span, special_end) for span in spans]
+        return ids, spans, rewritten
+
+    def spans_in_windows(
+        self, messages: list[Message], turns: list[int], text: str
+    ) -> tuple[list[Span] | None, int]:
+        """Return the characters of every answer, and the number of rewritten ones, by windows.
+
+        None if a window does not reproduce its part of the text and MOST answers can be searched
+        by prefixes. Raises RunError if there are more.
+        """
+        system = messages[:1] if messages[0]["role"] == "system" else []
+        spans, rewritten = list[Span](), 0
+        for first in range(0, len(turns), WINDOW):
+            # with the answer before, whose place in the text is known
+            wanted = turns[max(0, first - 1) : first + WINDOW]
+            begin = turns[first - 1 - MARGIN] + 1 if first > MARGIN else 0
+            behind = first + WINDOW + MARGIN  # the first answer behind the window
+            end = turns[behind] if behind < len(turns) else len(messages)
+            head = system if begin else []
+            window, offset = [*head, *messages[begin:end]], begin - len(head)
+            part = self.text(window)
+            pairs = [self.prefixes(window, turn - offset) for turn in wanted]
+            found = [
+                self.span_in_text(window, turn - offset, pair, part)
+                for turn, pair in zip(wanted, pairs, strict=True)
+            ]
+            shift, start = (spans[-1][0] - found[0][0], found[0][0]) if first else (0, 0)
+            if text[start + shift : found[-1][1] + shift] != part[start : found[-1][1]]:
+                if len(turns) <= MOST:
+                    return None, 0
+                reason = f"has {len(turns)} answers, and its template changes them by far turns"
+                fix = f"Split it into conversations of at most {MOST} answers."
+                raise conversation_error(messages, reason, fix)
+            ids = self.ids(part)
+            new = slice(bool(first), None)
+            exact = [self.span_in_tokens(pair, part, ids) for pair in pairs[new]]
+            rewritten += exact.count(None)
+            spans += [(a + shift, b + shift) for a, b in found[new]]
+        return spans, rewritten
 
     def generation_blocks(self, messages: list[Message], text: str) -> list[Span] | None:
         """Return the characters inside `{% generation %}`; None for a template without such blocks.
@@ -105,19 +160,24 @@ class ChatTemplate:
                 plain += piece
         return spans if plain == text else None
 
-    def span_in_tokens(
-        self, messages: list[Message], turn: int, text: str, ids: list[int]
-    ) -> Span | None:
+    def prefixes(self, messages: list[Message], turn: int) -> tuple[str, str]:
+        """Return the text up to an answer, generation prompt included, and up to its end."""
+        return self.text(messages[:turn], prompt=True), self.text(messages[: turn + 1])
+
+    def span_in_tokens(self, prefixes: tuple[str, str], text: str, ids: list[int]) -> Span | None:
         """Return the tokens of an answer by prefixes in tokens (case 2); None if one differs."""
-        before = self.ids(self.text(messages[:turn], prompt=True))
-        ended = self.text(messages[: turn + 1])
-        after = ids if ended == text else self.ids(ended)
+        before = self.ids(prefixes[0])
+        after = ids if prefixes[1] == text else self.ids(prefixes[1])
         exact = ids[: len(before)] == before and ids[: len(after)] == after
         return (len(before), len(after)) if exact and len(before) < len(after) else None
 
-    def span_in_text(self, messages: list[Message], turn: int, text: str) -> Span:
+    def span_in_text(
+        self, messages: list[Message], turn: int, prefixes: tuple[str, str], text: str
+    ) -> Span:
         """Return the characters of an answer by prefixes of the text, or by a mark (case 3)."""
-        before, after = self.text(messages[:turn], prompt=True), self.text(messages[: turn + 1])
+        before, after = prefixes
+        if text.startswith(before) and text.startswith(after) and len(before) <= len(after):
+            return len(before), len(after)
         sides = self.text_around(messages, turn)
         if sides and not (text.startswith(sides[0]) and text[len(sides[0]) :].endswith(sides[1])):
             sides = None
@@ -153,12 +213,19 @@ class ChatTemplate:
     def token_spans(self, text: str, spans: list[Span]) -> tuple[list[int], list[Span]]:
         """Return the tokens of a text, and for each span of characters the tokens wholly inside."""
         ids, bounds = self.encode(text, [])
-        cuts = [first for first, _ in spans if any(start < first < end for start, end in bounds)]
+        starts = list(accumulate((start for start, _ in bounds), max))
+        ends = list(accumulate((end for _, end in bounds), max))
+        inside = [bisect_left(starts, first) for first, _ in spans]  # tokens that start before
+        cuts = [
+            first for (first, _), count in zip(spans, inside, strict=True)
+            if count and ends[count - 1] > first
+        ]  # fmt: skip
         if cuts:
             ids, bounds = self.encode(text, cuts)
+            starts = list(accumulate((start for start, _ in bounds), max))
         out = list[Span]()
         for first, last in spans:
-            begin = next((j for j, (start, _) in enumerate(bounds) if start >= first), len(ids))
+            begin = bisect_left(starts, first)
             end = begin
             while end < len(ids) and bounds[end][1] <= last:
                 end += 1
@@ -186,13 +253,15 @@ class ChatTemplate:
         spans = coded["offset_mapping"]
         return [(i, *span) for i, span in zip(coded["input_ids"], spans, strict=True)]
 
-    def include_end_token(self, messages: list[Message], ids: list[int], span: Span) -> Span:
+    def include_end_token(
+        self, ids: list[int], span: Span, special_end: Callable[[], bool]
+    ) -> Span:
         """Return the span without blanks at its end, and with the token that ends the turn."""
         start, end = span
         while end > start and self.is_blank(ids[end - 1]):
             end -= 1
         ended = end > start and ids[end - 1] in self.special
-        if not ended and self.ends_with_special(messages):
+        if not ended and special_end():
             special = self.next_special(ids, end)
             end = end if special is None else special + 1
         return start, end
@@ -241,5 +310,8 @@ def plain_pieces(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tupl
 
 
 def conversation_error(messages: Sequence[Message], reason: str, fix: str) -> RunError:
-    shown = "\n".join(f"    {turn['role']}: {turn['content'][:400]}" for turn in messages)
+    lines = [f"    {turn['role']}: {turn['content'][:400]}" for turn in messages]
+    if (left_out := len(lines) - 2 * SHOWN) > 0:
+        lines[SHOWN:-SHOWN] = [f"    ... {left_out} more turns ..."]
+    shown = "\n".join(lines)
     return RunError(f"This conversation {reason}\n{shown}", fix)
