@@ -145,7 +145,11 @@ def render_prompt(
     """
     chat = ChatTemplate(tokenizer)
     text = chat.text(list(messages), prompt=prompt)
-    return text, chat.ids(text)
+    ids = chat.ids(text)
+    if prompt and not ids:
+        fix = "Use another chat template, or correct the one of target.path."
+        raise conversation_error(messages, "becomes no text in the chat template", fix)
+    return text, ids
 
 
 def highlight_answers(tokenizer: Tokenizer, document: Document, brackets: bool = False) -> Text:

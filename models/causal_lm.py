@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
+from outrider.models import hf_folder
 from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
@@ -112,33 +112,34 @@ def build_lm(body: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        hf_folder.check_sizes(body)
         config = AutoConfig.for_model(**body)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        why = f"transformers cannot build it: {_first_line(error)}"
+    except Exception as error:  # of all kinds: a field may be anything
+        why = f"transformers cannot build it: {hf_folder.first_line(error)}"
         fix = "Use the config.json of a causal language model."
         raise ConfigError("drafter.body", body["model_type"], why, fix) from error
 
 
 def load_lm(path: str) -> Any:
     """Load a model from a folder or hub id, in float32."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    wrong = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
-    folder = Path(path).expanduser()
+    place = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(folder) if folder.is_dir() else path,
-            dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-        )  # fmt: skip
-    except (*wrong, StrictDataclassError) as error:
-        why = f"It could not be loaded: {_first_line(error)}"
+        hf_folder.check_config(place, None)
+        empty = hf_folder.empty_model(AutoConfig.from_pretrained(place, trust_remote_code=False))
+        hf_folder.check_weights(place, None, empty)
+        with hf_folder.quiet_loading():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                place, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
+        hf_folder.require_complete(model, info)
+        return model
+    except Exception as error:  # of all kinds: a file may hold anything
+        why = f"It could not be loaded: {hf_folder.first_line(error)}"
         raise ConfigError("drafter.path", path, why, FIX) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def as_target(model: Any, key: str, target: Target) -> Target:

@@ -1,4 +1,4 @@
-"""Arguments of the chat template besides the messages: thinking, the date, ...
+"""The chat template: limits for one from outside, and its arguments: thinking, the date, ...
 
 The values are assigned at the start of the template itself, so everything that renders with this
 tokenizer uses them, and the hash of the template, which every run and report stores, covers them.
@@ -9,10 +9,74 @@ tokenizer uses them, and the hash of the template, which every run and report st
 
 import hashlib
 import json
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import THINKING_ARG, parse_template_args
+
+SECONDS = 5.0  # of processor time for one text
+MEMORY = 4 * 2**30  # bytes that a template may allocate
+MEMORY_FILE = Path("/proc/self/statm")  # of Linux; elsewhere memory is not limited
+
+
+def render(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> str:
+    """Return the text of the template, in jinja2's sandbox, with limits of time, memory and length.
+
+    Raises:
+        jinja2.TemplateError: the template refuses the conversation.
+        Exception: of any kind, for a template that fails otherwise.
+    """
+    with _limits():
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+    longest = 2**20 + sum(2**12 + 16 * len(str(turn["content"])) for turn in messages)
+    if len(text) > longest:
+        raise ValueError(f"its text has {len(text):,} characters, and at most {longest:,} can be")
+    return text
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Stop the main thread, the only one that handles signals, at a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    start = time.thread_time()
+
+    def check(*_: object) -> None:
+        if time.thread_time() - start > SECONDS:  # the timer counts all threads
+            raise TimeoutError(f"it runs for more than {SECONDS:.0f} seconds")
+
+    before = signal.signal(signal.SIGVTALRM, check)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 0.5)
+    try:
+        with _memory_limit():
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def _memory_limit() -> Iterator[None]:
+    if not MEMORY_FILE.exists():
+        yield
+        return
+    import resource  # absent on Windows
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(MEMORY_FILE.read_bytes().split()[0]) * resource.getpagesize()
+    bounds = [limit for limit in (soft, hard, used + MEMORY) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def set_template_args(tokenizer: Any, args: dict[str, Any]) -> None:
@@ -24,8 +88,8 @@ def set_template_args(tokenizer: Any, args: dict[str, Any]) -> None:
     for name, value in args.items():
         if name not in template:
             key = "target.thinking" if name == THINKING_ARG else "target.template_args"
-            why = f"The chat template does not use {name}." if template else "There is none."
-            raise ConfigError(key, value, why, "Drop it, or take another target.")
+            why = f"The chat template does not use {name}." if template else "It has none."
+            raise ConfigError(key, value, why, "Remove it, or use another target.")
     # Jinja writes literals as JSON does, but none for null
     literals = {n: "none" if value is None else json.dumps(value) for n, value in args.items()}
     # +%} keeps a newline that the template begins with

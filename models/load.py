@@ -8,17 +8,18 @@ the hub. `hf` is any folder or hub id.
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
-from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.errors import DISK_FULL_ERRNOS, ConfigError, RunError
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import TargetConfig, parse_template_args
-from outrider.models import target_check
+from outrider.models import hf_folder, target_check
 from outrider.models.chat_template import set_template_args
 from outrider.models.placement import (
     TensorParallelTarget,
@@ -47,7 +48,12 @@ def stop_ids(tokenizer: Any, target: Target) -> list[int]:
     settings = getattr(target.model, "generation_config", None)
     stops: set[int] = set()
     for ids in (tokenizer.eos_token_id, getattr(settings, "eos_token_id", None)):
-        stops.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
+        ids = ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+        if wrong := [repr(i)[:80] for i in ids if type(i) is not int or abs(i) >= 2**31]:
+            why = f"Its generation settings have eos_token_id {wrong[0]}, which is no token."
+            fix = "Correct generation_config.json and config.json."
+            raise ConfigError("target", target.name, why, fix)
+        stops.update(ids)
     return sorted(stops)
 
 
@@ -59,13 +65,16 @@ def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> L
     tokenizer = load_tokenizer(settings)
     if settings.place != "ends":  # which has no layers to check
         target_check.check_target(target)
+    stop_ids(tokenizer, target)
     return LoadedTarget(target, tokenizer, source)
 
 
 def load_tokenizer(settings: TargetConfig) -> Any:
     """Load the tokenizer, with the template arguments of the settings."""
-    tokenizer = _from_pretrained("AutoTokenizer", locate_weights(settings)[0], settings)
-    set_template_args(tokenizer, parse_template_args(settings.thinking, settings.template_args))
+    weights = locate_weights(settings)[0]
+    tokenizer = _from_pretrained("AutoTokenizer", weights, settings)
+    with _refusing(weights):
+        set_template_args(tokenizer, parse_template_args(settings.thinking, settings.template_args))
     return tokenizer
 
 
@@ -89,14 +98,8 @@ def _load_placed(weights: str, settings: TargetConfig, device: torch.device) -> 
 
 def _load_ends(weights: str, settings: TargetConfig, device: torch.device) -> Any:
     """Load embedding and head; the decoder layers have no weights."""
-    from transformers.utils import logging
-
-    out, verbosity = meta_model(settings), logging.get_verbosity()
-    logging.set_verbosity_error()  # it would report every layer as unexpected
-    try:
-        ends = _load_model(weights, settings, num_hidden_layers=0).to(device)
-    finally:
-        logging.set_verbosity(verbosity)
+    out = meta_model(settings)
+    ends = _load_model(weights, settings, num_hidden_layers=0).to(device)
     out.set_input_embeddings(ends.get_input_embeddings())
     out.set_output_embeddings(ends.get_output_embeddings())
     out.generation_config = ends.generation_config
@@ -171,20 +174,30 @@ def _load_model(weights: str, settings: TargetConfig, **kwargs: Any) -> Any:
         kwargs["quantization_config"] = quantization_config(settings.quantise)
     dtype = getattr(torch, settings.dtype, settings.dtype)  # or "auto"
     kwargs |= {"dtype": dtype, "use_safetensors": True}
-    return _from_pretrained("AutoModelForCausalLM", weights, settings, **kwargs)
+    with _refusing(weights):
+        # a trusted folder may bring classes of its own
+        empty = None if settings.trust_remote_code else meta_model(settings)
+        hf_folder.check_weights(weights, settings.revision, empty)
+        kwargs["output_loading_info"] = True
+        with hf_folder.quiet_loading():
+            model, info = _from_pretrained("AutoModelForCausalLM", weights, settings, **kwargs)
+        hf_folder.require_complete(model, info, surplus="num_hidden_layers" in kwargs)
+    return model
 
 
 def meta_model(settings: TargetConfig, fields: dict[str, Any] | None = None) -> Any:
     """Return the model without weights, on the meta device; in bfloat16 if built from `fields`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    weights = str(settings.path or settings.name)
     if fields is None:
-        config = _from_pretrained("AutoConfig", locate_weights(settings)[0], settings)
+        weights = locate_weights(settings)[0]
+        config = _from_pretrained("AutoConfig", weights, settings)
         dtype = getattr(torch, settings.dtype, getattr(config, "dtype", None) or torch.float32)
     else:
         config, dtype = AutoConfig.for_model(**fields), torch.bfloat16
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with _refusing(weights):
+        return hf_folder.empty_model(config, dtype=dtype)
 
 
 def _from_pretrained(kind: str, weights: str, settings: TargetConfig, **kwargs: Any) -> Any:
@@ -192,9 +205,21 @@ def _from_pretrained(kind: str, weights: str, settings: TargetConfig, **kwargs: 
     import transformers
 
     kwargs |= {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-    try:
+    with _refusing(weights):
+        hf_folder.check_config(weights, settings.revision)
         return getattr(transformers, kind).from_pretrained(weights, **kwargs)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        why = f"It could not be loaded: {str(error).strip().splitlines()[0]}"
+
+
+@contextmanager
+def _refusing(weights: str) -> Iterator[None]:
+    """Turn every error of a file from outside, of which there are all kinds, into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if getattr(error, "errno", None) in DISK_FULL_ERRNOS:
+            raise
+        why = f"It could not be loaded: {hf_folder.first_line(error)}"
         fix = "Give a folder or hub id of a causal language model with safetensors and a tokenizer."
         raise ConfigError("target.path", weights, why, fix) from error

@@ -10,7 +10,7 @@ from outrider.models.target import Target
 
 PROBE = 8  # tokens of the prefix
 PATHS = [0], [0, 1], [0, 2], [0, 1, 3]  # from the root to each node of the tree
-FAILURES = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
 def check_target(target: Target) -> None:
@@ -18,6 +18,7 @@ def check_target(target: Target) -> None:
     before = target.taps
     try:
         target.set_taps(range(target.num_layers))
+        target.shape()
         try:
             _probe(target)
         except FAILURES:
@@ -63,6 +64,6 @@ def _probe(target: Target) -> None:
         difference = (logits[path[-1]] - own).abs().max().item()
         limit = (1e-3 if target.dtype == torch.float32 else 0.1) * max(1.0, own.abs().max().item())
         if not difference <= limit:
-            why = f"read as a tree, its logits differ from its own by {difference:.3g}."
+            why = f"its logits for a tree differ from the model's own by {difference:.3g}."
             fix = "This family has a feature that Outrider does not support; it cannot be a target."
             raise RunError(f"{target.name}: {why}", fix)

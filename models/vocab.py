@@ -11,7 +11,7 @@ lower id, and the invariants are checked whenever the maps are read.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 
@@ -37,6 +37,13 @@ class DraftVocab(nn.Module):
     @classmethod
     def identity(cls, size: int) -> "DraftVocab":
         return cls(torch.arange(size), size)
+
+    @classmethod
+    def from_offsets(cls, d2t: Shaped[Tensor, "*any"], size: int) -> "DraftVocab":
+        """Read `d2t` of a file; ValueError if it is no list of offsets to ascending ids."""
+        if d2t.ndim != 1 or d2t.is_floating_point() or d2t.is_complex() or d2t.dtype == torch.bool:
+            raise ValueError(f"d2t is {list(d2t.shape)} of {d2t.dtype}, not a list of integers")
+        return cls(d2t + torch.arange(len(d2t)), size)
 
     @classmethod
     def from_counts(cls, counts: Int[Tensor, " V"], size: int) -> "DraftVocab":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 MTP = "serves MTP modules only inside a copy of their target: use format=deepseek or qwen3_next, "
 MTP += "and merge them into it."
-NO_EAGLE1 = "The speculators schema has no EAGLE-1; vLLM and SGLang have formats of their own."
+NO_EAGLE1 = "The speculators schema has no EAGLE-1; vLLM and SGLang have separate formats."
 UNSUPPORTED = {  # (format, drafter): what the format's software lacks
     ("vllm", "mtp"): f"vLLM {MTP}",
     ("sglang", "mtp"): f"SGLang {MTP}",
@@ -54,7 +54,7 @@ def _formats_of(drafter: str) -> list["Format"]:
 
 
 def find(name: str, drafter: str) -> "Format":
-    """Return the format of this name that holds this drafter; without one, raise ConfigError."""
+    """Return the format `name` for this drafter; raise ConfigError if there is none."""
     forms = _formats_of(drafter)
     for form in forms:
         if name in form.names:
@@ -74,12 +74,13 @@ def export_refusals(drafter: "Drafter", name: str, target: "Target") -> dict[str
 def recognise(folder: Path) -> "Format":
     """Return the format of a folder, from its files."""
     from outrider.models.formats import native
-    from outrider.models.formats.weight_folder import FIX, WeightFolder
+    from outrider.models.formats.weight_folder import FIX, WeightFolder, damaged_means_error
 
     opened = WeightFolder(folder)
     if native.FORMATS[0].matches(opened):
         return native.FORMATS[0]
-    matches = [form for form in all_formats() if form.matches(opened)]
+    with damaged_means_error(folder):
+        matches = [form for form in all_formats() if form.matches(opened)]
     if len(matches) == 1:
         return matches[0]
     if matches:

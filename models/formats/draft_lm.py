@@ -1,4 +1,4 @@
-"""A draft model as a Hugging Face folder, which any engine loads beside its target.
+"""A draft model as a Hugging Face folder, which any engine loads together with its target.
 
 The folder holds a whole model, so a draft model with a reduced draft vocabulary is refused. The
 model is built from transformers' own classes; code in the folder is never run.
@@ -38,8 +38,8 @@ class HuggingFaceFormat(ExternalFormat):
         other = any(key.startswith(prefixes) or "eh_proj" in key for key in folder.shapes)
         return causal and "model_type" in folder.config and embedded and not other
 
-    def read(self, folder: Path, target: Target) -> tuple[Drafter, Any]:
-        opened = WeightFolder(folder)
+    def _read(self, opened: WeightFolder, target: Target) -> tuple[Drafter, Any]:
+        folder = opened.path
         sidecar = read_sidecar(opened, self.names[0], None, target)
         try:
             refuse_code_keys(opened.config)

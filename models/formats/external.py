@@ -1,12 +1,13 @@
-"""Checkpoint formats of other projects: the code they share.
+"""Base class of the checkpoint formats of other projects, and `outrider.json`.
 
 A format maps a drafter's parameter names to the names in the file (`rename`) and derives the
 drafter's configuration from config.json and the tensor shapes (`read_spec`). Writing and reading
 use the same map.
 
-What a format has no place for is stored beside it in `outrider.json`: the drafter's configuration,
-the taps as layer outputs, the target's fingerprint, the order of the joint projection's inputs, the
-sha256 of the weight files, and dtype and shape of every tensor. It must agree with the files.
+What a format cannot hold is stored in `outrider.json` in the same folder: the drafter's
+configuration, the taps as layer outputs, the target's fingerprint, the order of the joint
+projection's inputs, the sha256 of the weight files, and dtype and shape of every tensor. It must
+agree with the files.
 Without it the reader resolves what the format defines and refuses what is ambiguous; a hand-written
 one with `drafter` and `taps` settles it.
 """
@@ -27,7 +28,13 @@ from outrider.models.drafter import Drafter
 from outrider.models.formats.atomic_folder import atomic_folder, write_weights
 from outrider.models.formats.hf_config import weight_dtype
 from outrider.models.formats.native import NativeFormat, config_from_json, target_fingerprint
-from outrider.models.formats.weight_folder import FIX, SIDECAR, WeightFolder, equal_values
+from outrider.models.formats.weight_folder import (
+    FIX,
+    SIDECAR,
+    WeightFolder,
+    damaged_means_error,
+    equal_values,
+)
 from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
@@ -100,7 +107,7 @@ class ExternalFormat:
         return None if key.startswith("vocab.") else key
 
     def file_keys(self, folder: WeightFolder, target: Target) -> dict[str, str]:
-        """Return, for every tensor of the drafter, the name `rename` gives -> its key."""
+        """Return name in the format (see `rename`) -> key in the file, for every tensor."""
         return strip_wrappers(folder)
 
     def is_omitted(self, key: str, folder: WeightFolder) -> bool:
@@ -154,7 +161,10 @@ class ExternalFormat:
             RunError: the folder is damaged, ambiguous, made for another target, or of a network
                 that Outrider does not have.
         """
-        opened = WeightFolder(folder)
+        with damaged_means_error(folder):
+            return self._read(WeightFolder(folder), target)
+
+    def _read(self, opened: WeightFolder, target: Target) -> tuple[Drafter, Any]:
         sidecar = read_sidecar(opened, self.names[0], self.joint_order, target)
         spec = self.read_spec(opened, target, sidecar)
         cfg = drafter_config(opened, spec, sidecar)
@@ -194,7 +204,7 @@ class ExternalFormat:
 
 
 def strip_wrappers(folder: WeightFolder) -> dict[str, str]:
-    """Return key without the prefixes of training frameworks -> key."""
+    """Map each key, without the prefixes of training frameworks, to the original key."""
     out: dict[str, str] = {}
     for key in folder.shapes:
         name = key

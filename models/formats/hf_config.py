@@ -1,4 +1,4 @@
-"""A drafter's layers and vocabulary as fields of a Hugging Face config, written and read.
+"""Conversion of a drafter's layers and vocabulary to and from a Hugging Face config.
 
 Only known fields are written, never a copy of the target's config: the target's partial rotary
 embedding, M-RoPE sections or windows do not apply to the drafter. The rotary table is rebuilt from
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.hf_folder import check_sizes
 from outrider.models.interface import ModelShape
 from outrider.models.layers import apply_rotary
+from outrider.models.vocab import DraftVocab
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}
@@ -102,6 +104,7 @@ def to_hf_config(folder: WeightFolder, config: Mapping[str, Any]) -> Any:
         raise folder.error(why, "Convert it, or use another drafter.")
     fields = {k: v for k, v in config.items() if k not in ("auto_map", "model_type")}
     try:
+        check_sizes(config)
         return kinds[kind](**fields)
     except invalid as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -135,10 +138,13 @@ def read_vocab(folder: WeightFolder, keys: Mapping[str, str], vocab: int) -> Ten
         return None
     maps = folder.tensors([keys["d2t"], keys["t2d"]])
     d2t, t2d = maps[keys["d2t"]], maps[keys["t2d"]]
-    ids = d2t + torch.arange(len(d2t))
-    if len(t2d) != vocab or not torch.equal(torch.nonzero(t2d).flatten(), ids):
-        why = "d2t (an offset for each draft id) and t2d do not name the same ascending tokens."
-        raise folder.error(why)
+    why = "d2t (an offset for each draft id) and t2d do not name the same ascending tokens"
+    try:
+        ids = DraftVocab.from_offsets(d2t, vocab).target_ids
+    except ValueError as error:
+        raise folder.error(f"{why}: {error}.") from None
+    if t2d.shape != (vocab,) or not torch.equal(torch.nonzero(t2d).flatten(), ids):
+        raise folder.error(f"{why}.")
     if len(ids) != rows or folder.config.get("draft_vocab_size", rows) != rows:
         raise folder.error(f"d2t names {len(ids)} tokens and lm_head.weight {rows}.")
     return ids
@@ -148,7 +154,7 @@ def read_vocab(folder: WeightFolder, keys: Mapping[str, str], vocab: int) -> Ten
 
 
 def _refuse_two_ropes(folder: WeightFolder, config: Mapping[str, Any]) -> None:
-    """Refuse old and new fields that disagree: engines read the ones or the others."""
+    """Refuse old and new fields that disagree: engines differ in which they read."""
     new, old = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     if not isinstance(new, dict) or not isinstance(old, dict):
         raise folder.error("rope_parameters or rope_scaling of config.json is not an object.")
@@ -176,7 +182,7 @@ def require_same_rope(config: Mapping[str, Any], shape: ModelShape) -> None:
 
     if not _same_rope(LlamaConfig(**{k: v for k, v in config.items() if k != "model_type"}), shape):
         why = "config.json would describe another rotary embedding than the drafter's."
-        raise RunError(why, "This is a fault of Outrider; please report it.")
+        raise RunError(why, "This is a bug in Outrider; please report it.")
 
 
 def _same_rope(hf: Any, shape: ModelShape, count: int = 64) -> bool:

@@ -1,7 +1,7 @@
-"""Merge MTP modules into a copy of their target's folder, where engines look for them.
+"""Merging of MTP modules into a copy of their target's folder, from which engines load them.
 
-The target's files are copied unchanged, without modules that it came with; the new modules are
-stored in a file of their own.
+The target's files are copied unchanged, except for existing MTP modules; the new modules are
+stored in a separate file.
 """
 
 import shutil
@@ -13,7 +13,8 @@ from outrider.conf.files import read_json, write_json, write_tensors
 from outrider.models.formats.atomic_folder import atomic_folder
 from outrider.models.formats.hf_config import USE_TARGET
 from outrider.models.formats.mtp_drafter import is_merged, module_keys
-from outrider.models.formats.weight_folder import PICKLES, SIDECAR, WeightFolder, weights_size
+from outrider.models.formats.weight_folder import PICKLES, SIDECAR, WeightFolder
+from outrider.models.hf_folder import weights_size
 
 MODULES = "model-mtp.safetensors"
 
@@ -25,7 +26,7 @@ def merge_into_target(modules: Path, target: Path, folder: Path) -> None:
         why = "its keys are those of the speculators library, which engines do not read here."
         raise own.error(why, "Write the drafter with format=deepseek or qwen3_next.")
     if not is_merged(whole):
-        why = "its layers are not called model.layers.*, after which engines look for modules."
+        why = "its layers are not named model.layers.*, as engines require."
         raise whole.error(why, "There is no layout for such a target.")
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
         ours, theirs = own.config.get(name), whole.config.get(name)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.formats.weight_folder import WeightFolder, damaged_means_error
 
 FIX = "Use drafter.init=linear with drafter.warm_start=null, which needs no such weights."
 LAYER = (
@@ -87,7 +87,8 @@ def read_modules(folder: Path, layers: int) -> MtpWeights:
         layers: number of the target's decoder layers; DeepSeek's modules are numbered after them.
     """
     opened = WeightFolder(folder, FIX)
-    _refuse_partial_rotary(opened)
+    with damaged_means_error(folder, FIX):
+        _refuse_partial_rotary(opened)
     for layout in (DEEPSEEK, QWEN3_NEXT):
         if keys := dict(_keys(opened.shapes, layout, layers)):
             break

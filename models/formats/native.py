@@ -8,17 +8,18 @@ target's.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.fields import convert, from_dict
 from outrider.conf.files import fingerprint, read_json, read_tensors, write_json, write_tensors
 from outrider.conf.shown_text import mask_home, mask_values
-from outrider.models import drafters
+from outrider.models import drafters, hf_folder
 from outrider.models.drafter import Drafter
-from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.formats.weight_folder import WeightFolder, damaged_means_error
 from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
@@ -57,19 +58,38 @@ class NativeFormat:
             RunError: the folder is damaged or incomplete, or was made for another target.
         """
         config, tensors = _read_files(folder, target)
-        cfg, d2t = config_from_json(config["drafter"], folder), tensors["vocab.d2t"]
-        vocab = DraftVocab(d2t + torch.arange(len(d2t)), target.vocab_size)
-        if hasattr(cfg, "taps"):
-            cfg = dataclasses.replace(cfg, taps=tuple(config["taps"]))
-        try:
-            shape = ModelShape(**config["shape"]) if "shape" in config else None
+        fields = config["drafter"]
+        if "taps" in fields:
+            fields = {**fields, "taps": config["taps"]}
+        cfg = config_from_json(fields, folder)
+        with damaged_means_error(folder, FIX):
+            vocab = DraftVocab.from_offsets(tensors["vocab.d2t"], target.vocab_size)
+            shape = None if "shape" not in config else shape_from_json(config["shape"])
+            with torch.device("meta"):  # nothing is allocated for sizes that the file does not have
+                expected = drafters.build(cfg, target, vocab, shape).state_dict()
+            for name, value in expected.items():
+                if name in tensors and tensors[name].shape != value.shape:
+                    sizes = (
+                        f"it is {list(tensors[name].shape)}, and config.json {list(value.shape)}"
+                    )
+                    raise RunError(f"{folder}: size mismatch for {name}: {sizes}.", FIX)
             drafter = drafters.build(cfg, target, vocab, shape)
             for name, value in drafter.state_dict(keep_vars=True).items():
                 value.data = value.data.to(tensors[name].dtype if name in tensors else value.dtype)
             drafter.load_state_dict(tensors)
-        except (RuntimeError, TypeError) as error:
-            raise RunError(f"{folder}: {error}", FIX) from None
         return drafter.eval(), cfg
+
+
+def shape_from_json(fields: Any) -> ModelShape:
+    """Return the shape of a drafter's layers; ValueError for sizes of other types or bounds."""
+    hints = get_type_hints(ModelShape)
+    if not isinstance(fields, dict) or fields.keys() != hints.keys():
+        raise ValueError("shape does not have the fields of a shape")
+    for name, kind in hints.items():
+        value = convert(kind, fields[name], f"shape.{name}")
+        if kind is not str and not 0 < value < 2**40:
+            raise ValueError(f"shape.{name} is {value}")
+    return ModelShape(**fields)
 
 
 def target_fingerprint(target: Target) -> str:
@@ -90,7 +110,7 @@ def save(
     Args:
         cfg: the drafter's `Config`, where the drafter itself does not hold one.
         about: provenance (step, metrics, data).
-        weights: its parameters, when the module itself holds only a slice or a rounded copy.
+        weights: the drafter's parameters, if its module holds only a shard or a rounded copy.
     """
     tensors, shape = {**drafter.state_dict(), **(weights or {})}, drafters.custom_shape(drafter)
     sha256 = write_tensors(folder / "model.safetensors", tensors, {"format": FORMAT})
@@ -138,10 +158,12 @@ def config_from_json(fields: dict[str, Any], folder: Path) -> Any:
     """Return the drafter's `Config` from a folder's JSON; unknown fields are refused."""
     try:
         kind = drafters.drafter_module(str(fields["name"])).Config
-        lists = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        return kind(**lists)
-    except (ConfigError, TypeError, KeyError, ValueError) as error:
-        raise RunError(f"{folder} does not fit this version: {error}", FIX) from None
+        hf_folder.check_sizes(fields.get("body"))
+        return from_dict(kind, fields, "drafter")
+    except (ConfigError, TypeError, KeyError, ValueError, RecursionError) as error:
+        why = hf_folder.first_line(error)
+        why = f"{why}: {error.why}" if isinstance(error, ConfigError) else why
+        raise RunError(f"{folder} does not fit this version: {why}", FIX) from None
 
 
 def _require_target(folder: Path, made_for: dict[str, Any], target: Target) -> None:

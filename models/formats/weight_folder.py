@@ -1,11 +1,12 @@
 """A folder of weights in JSON and safetensors, validated when it is opened.
 
 Opening reads headers only: index and files must agree about every tensor. Pickles are never read,
-whatever their file name. `outrider.json` (`SIDECAR`) lies beside the weights.
+whatever their file name. `outrider.json` (`SIDECAR`) is in the same folder.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.conf.errors import CorruptFile, RunError
+from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.files import read_json, sha256_of
+from outrider.models import hf_folder
+from outrider.models.hf_folder import read_weight_map, weights_size
 
 SIDECAR = "outrider.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the first that exists is used
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip, pickle
 FIX = "Fetch the folder again."
+DAMAGE = (  # what Python raises for a value of another type or size
+    TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError,
+)  # fmt: skip
 CONVERT = (
     "Convert it if you trust it: torch.load(FILE, weights_only=True), then "
     "safetensors.torch.save_file(weights, 'model.safetensors'), and use that folder."
@@ -41,6 +47,8 @@ class WeightFolder:
         self.dtypes: dict[str, str] = {}  # key -> dtype as in the header, such as "BF16"
         self.files: dict[str, str] = {}  # key -> name of its file
         self.architectures: list[str] = self.config.get("architectures") or []
+        if not isinstance(self.architectures, list):
+            raise self.error(f"config.json has architectures: {self.architectures}, not a list.")
         self._read_headers()
 
     def _read_headers(self) -> None:
@@ -58,13 +66,11 @@ class WeightFolder:
         return RunError(f"{file} is {why}; it is not opened.", CONVERT)
 
     def _read_index(self, index: Path) -> None:
-        content = read_json(index, self.fix)
-        expected: Any = content.get("weight_map")
-        about: Any = content.get("metadata") or {}
+        expected = read_weight_map(index, self.fix)
+        about: Any = read_json(index, self.fix).get("metadata") or {}
         total: Any = about.get("total_size", 0) if isinstance(about, dict) else None
-        valid = isinstance(expected, dict) and isinstance(total, int | float)
-        if not valid or any(Path(str(name)).name != name for name in expected.values()):
-            raise RunError(f"{index} does not map weights to files beside it.", self.fix)
+        if not isinstance(total, int | float):
+            raise RunError(f"{index} has metadata that is not metadata of weights.", self.fix)
         names = sorted(set(expected.values()))
         for name in names:
             self._read_header(name)
@@ -78,11 +84,13 @@ class WeightFolder:
 
     def _read_header(self, name: str) -> None:
         file = self.path / name
+        if file.exists() and not file.is_file():
+            raise RunError(f"{file} is not a regular file.", self.fix)
         try:
             with file.open("rb") as stream:
                 start = stream.read(9)  # of safetensors: a length of 8 bytes, then an object
             if start.startswith(MAGIC) and start[8:] != b"{":
-                raise self._pickle(file, "a pickle in disguise")
+                raise self._pickle(file, "a pickle with the extension of safetensors")
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     tensor = opened.get_slice(key)
@@ -125,7 +133,7 @@ class WeightFolder:
     def check_keys(
         self, keys: Mapping[str, str], required: Iterable[str], optional: Iterable[str] = ()
     ) -> None:
-        """Require every required name, and refuse unknown ones, of which the error guesses one.
+        """Raise RunError for missing or unknown names; suggest the most similar missing name.
 
         Args:
             keys: name in the format -> key in the file.
@@ -139,7 +147,7 @@ class WeightFolder:
             similar = difflib.get_close_matches(unknown[0], missing, 1)
             hint = f" (is it {similar[0]}?)" if similar else ""
             stray = _summarise([keys[name] for name in unknown])
-            parts.append(f"holds {stray}, which this format does not know{hint}")
+            parts.append(f"holds {stray}, which this format does not define{hint}")
         if parts:
             raise RunError(f"{self.path} {' and '.join(parts)}.", self.fix)
 
@@ -150,7 +158,7 @@ class WeightFolder:
             raise self.error(f"{why} {list(shape)}.")
 
     def tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors as stored, in memory of their own.
+        """Return copies of the stored tensors, not views of the file's memory.
 
         Memory of the file need not be aligned, and sums over it could be rounded in another order.
         """
@@ -166,7 +174,9 @@ class WeightFolder:
         return out
 
     def check_hashes(self, hashes: Mapping[str, str]) -> None:
-        """Compare the sha256 of files."""
+        """Compare the sha256 of weight files."""
+        if unknown := sorted(hashes.keys() - set(self.files.values())):
+            raise self.error(f"{SIDECAR} has the sha256 of {unknown[0]}, which holds no weights.")
         for name, sha256 in hashes.items():
             if not (self.path / name).exists() or sha256_of(self.path / name) != sha256:
                 why = "its bytes are not the ones that were written."
@@ -177,15 +187,21 @@ class WeightFolder:
         return RunError(f"{self.path}: {why}", fix or self.fix)
 
 
+@contextmanager
+def damaged_means_error(folder: Path, fix: str = FIX) -> Iterator[None]:
+    """Turn what Python raises for values of other types or sizes into a RunError."""
+    try:
+        yield
+    except (ConfigError, RunError):
+        raise
+    except DAMAGE as error:
+        what = hf_folder.first_line(error)
+        why = f"{folder} cannot be read as a drafter: {type(error).__name__}: {what}"
+        raise RunError(why, fix) from error
+
+
 def _summarise(keys: list[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
-
-
-def weights_size(file: Path) -> int:
-    """Return the bytes of the tensors in a safetensors file, without length and header."""
-    with file.open("rb") as stream:
-        header = int.from_bytes(stream.read(8), "little")
-    return file.stat().st_size - 8 - header
 
 
 def equal_values(one: Tensor, other: Tensor) -> bool:
