@@ -1,6 +1,6 @@
 """Errors that a user can fix, and the exit code and message of each.
 
-Both are printed without a traceback, unless `OUTRIDER_DEBUG=1`. Every other exception is a bug.
+They are printed without a traceback, unless `OUTRIDER_DEBUG=1`. Every other exception is a bug.
 """
 
 import errno
@@ -46,16 +46,25 @@ class RunError(RuntimeError):
 
 
 class CorruptFile(RunError):
-    """A file is missing, truncated, or differs from what was written."""
+    """Missing, truncated or modified file."""
 
 
 class DiskFull(RunError):
-    """The disk is full, or a quota or the file size limit is reached."""
+    """Full disk, or an exceeded quota or file size limit."""
 
     code = 1
 
     def __init__(self, message: str) -> None:
         super().__init__(message, FREE_SPACE)
+
+
+class UnusablePlace(RunError):
+    """A file or folder that the system does not let this user read or write."""
+
+    code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "Choose another place, or change its permissions.")
 
 
 @contextmanager
@@ -66,7 +75,8 @@ def exit_on_error(program: str) -> Iterator[None]:
     one rank only (a truncated file, a full disk), so every rank prints its own with its number.
 
     Raises:
-        SystemExit: 2 after a ConfigError or RunError, 1 on a full disk, 130 after Ctrl-C.
+        SystemExit: 2 after a ConfigError or RunError, 1 on a full disk or unusable place, 130 after
+            Ctrl-C.
     """
     try:
         yield
@@ -74,9 +84,12 @@ def exit_on_error(program: str) -> Iterator[None]:
         raise SystemExit(130) from None
     except (ConfigError, RunError, OSError) as error:
         if isinstance(error, OSError):
-            if error.errno not in DISK_FULL_ERRNOS:
+            if error.errno in DISK_FULL_ERRNOS:
+                error = DiskFull(f"{error.filename or 'The output'} cannot grow: {error.strerror}.")
+            elif error.filename is None:
                 raise
-            error = DiskFull(f"{error.filename or 'The output'} cannot grow: {error.strerror}.")
+            else:
+                error = UnusablePlace(f"{error.filename}: {error.strerror}.")
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
         rank = int(os.environ.get("RANK", "0"))

@@ -8,10 +8,11 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from filelock import FileLock, SoftFileLock, Timeout
@@ -22,6 +23,8 @@ from safetensors.torch import save as bytes_of
 from torch import Tensor
 
 from outrider.conf.errors import DISK_FULL_ERRNOS, CorruptFile, DiskFull, RunError
+
+JSON_BYTES, LINES_BYTES, JSON_DEPTH = 1 << 26, 1 << 30, 64  # of a file, of a JSONL file; nesting
 
 
 def write(file: Path, data: bytes) -> None:
@@ -94,13 +97,16 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> It
     If another process holds it, calls `on_wait` once and waits; without `on_wait`, raises a
     `RunError`. Yields False on a file system without locks: nothing is held then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(folder, error, 0) from None
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
     except Timeout:
         if on_wait is None:
-            message = f"Another process is at work in {folder}."
+            message = f"Another process is using {folder}."
             fix = "Wait for it or stop it, or choose another folder."
             raise RunError(message, fix) from None
         on_wait()
@@ -134,27 +140,45 @@ def read_json(file: Path, fix: str) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        CorruptFile: missing, not JSON, or not an object; the message ends with `fix`.
+        CorruptFile: missing, not a regular file, too large, not JSON, or not an object; the message
+            ends with `fix`.
     """
     try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        value = parse_json(_read_bytes(file, fix, JSON_BYTES))
+    except ValueError as error:
         raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
     if not isinstance(value, dict):
         raise CorruptFile(f"{file} does not hold a JSON object.", fix)
     return value
 
 
+def parse_json(text: bytes | str) -> Any:
+    """Parse JSON of JSON_DEPTH levels at most, whose text can be encoded; else a `ValueError`."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level, depth = [value], 0
+    while level := [x for x in level if isinstance(x, dict | list)]:
+        depth += 1
+        if depth > JSON_DEPTH:
+            raise ValueError(f"it is nested deeper than {JSON_DEPTH} levels")
+        level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
+    if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is a ValueError
+    return value
+
+
 def read_lines(file: Path, fix: str, torn: bool = False) -> list[dict[str, Any]]:
-    """Read the objects of a JSONL file; `torn` skips an incomplete last line, as a crash leaves.
+    """Read the objects of a JSONL file; `torn` skips an incomplete last line (after a crash).
 
     Raises:
         CorruptFile: missing, or a line is not an object.
     """
-    entries, lines = [], _read_bytes(file, fix).splitlines()
+    entries, lines = [], _read_bytes(file, fix, LINES_BYTES).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             value = None
         if isinstance(value, dict):
@@ -164,9 +188,25 @@ def read_lines(file: Path, fix: str, torn: bool = False) -> list[dict[str, Any]]
     return entries
 
 
-def _read_bytes(file: Path, fix: str) -> bytes:
+def open_regular(file: Path) -> BinaryIO:
+    """Open a file for reading; an `OSError` for a FIFO or device, which might never end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError("it is not a regular file")
+    return file.open("rb")
+
+
+def read_bytes(file: Path, largest: int = JSON_BYTES) -> bytes:
+    """Read a regular file of `largest` bytes at most; an `OSError` otherwise."""
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > largest:
+            raise OSError(f"its {decimal(size)} are more than {decimal(largest)}")
+        return stream.read()
+
+
+def _read_bytes(file: Path, fix: str, largest: int = 1 << 50) -> bytes:
     try:
-        return file.read_bytes()
+        return read_bytes(file, largest)
     except OSError as error:
         raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
 
@@ -193,7 +233,7 @@ def read_tensors(file: Path, sha256: str | None, fix: str) -> dict[str, Tensor]:
 def sha256_of(file: Path) -> str:
     """Return the sha256 of a file in hex."""
     digest = hashlib.sha256()
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         while block := stream.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()

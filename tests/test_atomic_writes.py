@@ -94,7 +94,7 @@ def test_waiting_process_acquires_released_lock(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=second)
     with folder_lock(tmp_path):
-        with pytest.raises(RunError, match="at work"), folder_lock(tmp_path):
+        with pytest.raises(RunError, match="is using"), folder_lock(tmp_path):
             pass
         thread.start()
         assert waiting.wait(10)

@@ -277,7 +277,7 @@ def test_every_errno_of_a_full_disk_has_the_same_exit_code(
 
 def test_other_file_errors_are_not_caught() -> None:
     with pytest.raises(PermissionError), exit_on_error("train.py"):
-        raise PermissionError(errno.EACCES, "no")
+        raise PermissionError(errno.EACCES, "no")  # of no file
 
 
 def test_a_recording_on_a_full_disk_can_be_resumed(

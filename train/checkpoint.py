@@ -1,17 +1,21 @@
 """Checkpoints: atomic folders with hashes, independent of the number of ranks.
 
 A checkpoint is a folder `step-00000100` with `state.safetensors` (fp32 parameters and both moments
-of AdamW, by parameter name) and `state.json` (progress and hash). A folder with this name is
-complete: it is renamed after writing and before removal. Ranks of ZeRO hold slices: full tensors
-are gathered for saving and divided again on loading. All else that a run depends on (data order,
-random numbers, learning rate) is a function of the step and, if limited by minutes, the seconds.
+of AdamW, by parameter name) and `state.json` (progress and hashes). A folder with this name is
+complete: it is renamed after writing and before removal. Other names are not touched. Ranks of ZeRO
+hold slices: full tensors are gathered for saving and divided again on loading. All else that a run
+depends on (data order, random numbers, learning rate) is a function of the step and, if limited by
+minutes, the seconds.
 """
 
+import hashlib
+import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,8 @@ from outrider.conf.files import (
 )
 
 FIX = "Continue from an older checkpoint (remove this folder), or start with train.resume=never."
+STEP = re.compile(r"step-([0-9]{8,10})")
+PARTIAL = re.compile(r"\.step-[0-9]{8,10}\.([0-9]+|gone)")  # of `save` and `remove_folder`
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -71,28 +77,76 @@ def save(
     """
     final = folder / f"step-{progress.step:08d}"
     if final.is_dir():  # the one that was loaded: only the progress changed
-        about = read_json(final / "state.json", FIX)
-        write_json(final / "state.json", {**about, "progress": vars(progress)})
+        _, sha256 = read_state(final)
+        _write_state(final, progress, sha256)
         return
     partial = folder / f".{final.name}.{os.getpid()}"
     for left in folder.glob(".step-*"):  # of a process that was killed while it saved
-        shutil.rmtree(left, ignore_errors=True)
+        if PARTIAL.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
     try:
         sha256 = write_tensors(partial / "state.safetensors", tensors, {})
-        write_json(partial / "state.json", {"progress": vars(progress), "sha256": sha256})
+        _write_state(partial, progress, sha256)
     except RunError:
         shutil.rmtree(partial, ignore_errors=True)  # free its space
         raise
     partial.rename(final)
     sync_folder(folder)
     for old in list_checkpoints(folder)[:-last]:
-        if not every or int(old.name.removeprefix("step-")) % every:
+        if not every or step_of(old) % every:
             remove_folder(old)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return complete checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"))
+    """Return complete checkpoints, oldest first; other folders, as `step-00000014.bak`, are not."""
+    return sorted((f for f in folder.glob("step-*") if step_of(f) >= 0), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a folder is named after, as `save` does; -1 for any other name."""
+    match = STEP.fullmatch(folder.name)
+    step = int(match[1]) if match else -1
+    return step if folder.name == f"step-{step:08d}" else -1
+
+
+def read_state(folder: Path) -> tuple[Progress, str]:
+    """Return the progress of a checkpoint and the hash of its tensors.
+
+    Raises:
+        CorruptFile: `state.json` is not what was written. Files of earlier versions have no hash
+            of their own; fields, types and step are checked.
+    """
+    file = folder / "state.json"
+    about = read_json(file, FIX)
+    values, sha256 = about.get("progress"), about.get("sha256")
+    if about.get("sha256_state") not in (None, _state_hash(values, sha256)):
+        raise CorruptFile(f"{file} is damaged: its values are not the ones that were written.", FIX)
+    if not isinstance(sha256, str):
+        raise CorruptFile(f"{file} is damaged: sha256 is missing.", FIX)
+    defaults = {**vars(Progress()), "joules": 0.0}  # the last one in earlier versions
+    values = values if isinstance(values, dict) else {}
+    progress = Progress(**{k: x for k, x in values.items() if k in defaults and k != "joules"})
+    right = all(k in defaults and _is_like(x, defaults[k]) for k, x in values.items())
+    if right:
+        numbers = [*progress.recent, *progress.phases.values()]
+        right = all(_is_like(x, 0.0) for x in numbers) and progress.step == step_of(folder)
+    if not right:
+        raise CorruptFile(f"{file} is damaged: progress is not that of this step.", FIX)
+    return progress, sha256
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    return type(value) is type(default) or (type(default) is float and type(value) is int)
+
+
+def _write_state(folder: Path, progress: Progress, sha256: str) -> None:
+    values = vars(progress)
+    about = {"sha256": sha256, "sha256_state": _state_hash(values, sha256)}
+    write_json(folder / "state.json", {"progress": values, **about})
+
+
+def _state_hash(values: Any, sha256: Any) -> str:
+    return hashlib.sha256(json.dumps([values, sha256], sort_keys=True).encode()).hexdigest()
 
 
 def load_newest(
@@ -110,19 +164,27 @@ def load_newest(
     errors: list[CorruptFile] = []
     for folder in reversed(checkpoints):
         try:
-            about = read_json(folder / "state.json", FIX)
-            tensors = read_tensors(folder / "state.safetensors", about.get("sha256"), FIX)
+            progress, sha256 = read_state(folder)
+            tensors = read_tensors(folder / "state.safetensors", sha256, FIX)
         except CorruptFile as error:
             errors.append(error)
             continue
         try:
-            fields = {name: x for name, x in about["progress"].items() if name != "joules"}  # old
-            progress = Progress(**fields)
             restore_state(model, optimizer, tensors, progress.step - progress.skipped)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RunError(f"{folder} does not fit this configuration: {error}", FIX) from None
         return progress, errors
     raise errors[0]
+
+
+def remove_all(folder: Path) -> None:
+    """Remove the checkpoints, or best drafters, of a folder, and the folder if it is then empty."""
+    for old in folder.glob("*step-*"):
+        own = step_of(Path(old.name.removeprefix("damaged-"))) >= 0
+        if own or PARTIAL.fullmatch(old.name):
+            remove_folder(old)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def quarantine(folder: Path) -> Path:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outrider.conf.files import read_json, remove_folder
+from outrider.conf.errors import CorruptFile
+from outrider.conf.files import remove_folder
 from outrider.conf.schema import TrainConfig
 from outrider.train import checkpoint
 
@@ -56,9 +57,12 @@ class CheckpointWriter(BackgroundWriter):
         folder = self.folder / "checkpoints"
         checkpoint.save(folder, tensors, progress, self.keep_last, self.keep_every)
         # best drafters that no checkpoint refers to, except for the newest one
-        files = [saved / "state.json" for saved in checkpoint.list_checkpoints(folder)]
-        steps = {read_json(f, checkpoint.FIX)["progress"]["best_step"] for f in files}
-        for best in (self.folder / "best").glob("step-*"):
-            step = int(best.name.removeprefix("step-"))
+        saved = checkpoint.list_checkpoints(folder)
+        try:
+            steps = {checkpoint.read_state(place)[0].best_step for place in saved}
+        except CorruptFile:  # what it refers to is unknown: all stay
+            return
+        for best in checkpoint.list_checkpoints(self.folder / "best"):
+            step = checkpoint.step_of(best)
             if step < progress.best_step and step not in steps:
                 remove_folder(best)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.conf.files import append, write
+from outrider.conf.errors import CorruptFile
+from outrider.conf.files import LINES_BYTES, append, parse_json, read_bytes, write
 from outrider.conf.schema import Config
 from outrider.data.reporter import LINE
 from outrider.train.trackers import TrackerThread
@@ -74,7 +75,12 @@ class MetricsLog:
     def rewind(self, step: int) -> None:
         """Remove lines after a step that training continues from; it logs that step again."""
         if self.main and self.file.is_file():
-            lines = [x for x in map(_parse_line, self.file.read_text().splitlines()) if x]
+            try:
+                text = read_bytes(self.file, LINES_BYTES).decode()
+            except (OSError, ValueError) as error:
+                fix = "Remove it, and the run continues with an empty one."
+                raise CorruptFile(f"{self.file} cannot be read: {error}", fix) from None
+            lines = [x for x in map(_parse_line, text.splitlines()) if x]
             kept = [
                 x for x in lines if x["step"] < step or (x["step"], x["kind"]) == (step, "held")
             ]
@@ -102,9 +108,10 @@ class MetricsLog:
 
 
 def _parse_line(line: str) -> dict[str, Any]:
-    """Return a line of the log; {} for one that a crash truncated."""
+    """Return a line of the log; {} for one that a crash truncated, or that has no step and kind."""
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    known = isinstance(value, dict) and type(value.get("step")) is int and "kind" in value
+    return value if known else {}

@@ -41,8 +41,9 @@ def resume(run: Trainer) -> list[str] | None:
     if mode == "never":
         run.accelerator.wait_for_everyone()
         if run.main:
-            for name in ("checkpoints", "best", "drafter"):
-                remove_folder(run.folder / name)
+            for name in ("checkpoints", "best"):
+                checkpoint.remove_all(run.folder / name)
+            remove_folder(run.folder / "drafter")
             for name in ("metrics.jsonl", IDENTITY):
                 (run.folder / name).unlink(missing_ok=True)
         return None

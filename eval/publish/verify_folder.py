@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REFERENCE, HASHES, SIDECAR = "golden.safetensors", "golden.json", "outrider.json"
+LARGEST_JSON = 1 << 26  # bytes
 
 
 class Unreadable(Exception):
@@ -105,9 +106,9 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     The file is the header's length in 8 bytes, the header as JSON, and the tensors' bytes.
     """
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with _regular(file).open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= size - 8:
+        if not 2 <= length <= min(size - 8, LARGEST_JSON):
             raise ValueError("no header")
         header: dict[str, dict[str, Any]] = json.loads(stream.read(length))
     header.pop("__metadata__", None)
@@ -117,11 +118,18 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
+def _regular(file: Path) -> Path:
+    """Return a file that is safe to read: not a FIFO or device, and json that fits in memory."""
+    if not file.is_file() or (file.suffix == ".json" and file.stat().st_size > LARGEST_JSON):
+        raise OSError(f"not a regular file, or json of more than {LARGEST_JSON} bytes")
+    return file
+
+
 def read_object(file: Path, field: str) -> dict[str, Any]:
     """Return an object that is a field of a json file."""
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        content = json.loads(_regular(file).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise Unreadable(f"{file.name}: cannot be read ({error})") from None
     value = content.get(field) if isinstance(content, dict) else None
     if not isinstance(value, dict) or not value:

@@ -54,7 +54,7 @@ def parse(paths: Iterable[Sequence[int]]) -> Paths:
     """
     shape = sorted(map(tuple, paths), key=lambda path: (len(path), path))
     if not shape:
-        raise ValueError("a tree needs at least one node besides its root")
+        raise ValueError("a tree needs at least one node in addition to its root")
     nodes: set[tuple[int, ...]] = {()}
     for path in shape:
         if not path:
@@ -62,9 +62,9 @@ def parse(paths: Iterable[Sequence[int]]) -> Paths:
         if min(path) < 0:
             raise ValueError(f"path {list(path)}: ranks count from 0, the top-1")
         if path in nodes:
-            raise ValueError(f"path {list(path)} is there twice")
+            raise ValueError(f"path {list(path)} is repeated")
         if path[:-1] not in nodes:
-            raise ValueError(f"path {list(path)} has no parent: {list(path[:-1])} is not there")
+            raise ValueError(f"path {list(path)} has no parent: {list(path[:-1])} is missing")
         nodes.add(path)
     return tuple(shape)
 
@@ -82,7 +82,7 @@ def read(path: Path) -> Paths:
         RunError: missing, not json, or not a shape.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = files.parse_json(files.read_bytes(path))
         lists = isinstance(content, list) and all(isinstance(path, list) for path in content)
         if not lists or not all(type(rank) is int for path in content for rank in path):
             raise ValueError("not a list of lists of integers")
@@ -132,7 +132,7 @@ def expected(paths: Paths, table: Float[Tensor, "D K"]) -> float:
 
 
 def _rates(table: Float[Tensor, "D K"]) -> list[list[float]]:
-    """Return the rows of a table, if it holds probabilities of which siblings sum to 1 at most."""
+    """Return the rows of a table of probabilities; those of siblings sum to at most 1."""
     if table.numel() == 0 or not bool(((table >= 0) & (table <= 1)).all()):
         raise ValueError(
             "a table holds probabilities from 0 to 1, a row per depth, a column per rank"
