@@ -3,7 +3,7 @@
 Three files per measurement in `<run.dir>/eval/`: `<out>.json` (every number, and what it was
 measured on), `<out>.outputs.jsonl` (one line per prompt: the token ids of both engines, the origin
 of each token, the rejected draft tokens) and `<out>.png`. The json is written last, so it implies
-the others. Wherever tau is printed, milliseconds per round and speedup stand beside it.
+the others. Wherever tau is printed, milliseconds per round and speedup are printed too.
 """
 
 import io
@@ -124,10 +124,22 @@ def load(folder: Path, out: str) -> Report:
     for number, row in enumerate(outputs, start=1):
         if missing := [name for name in OUTPUT_FIELDS if name not in row]:
             raise CorruptFile(f"{lines}: line {number} lacks {', '.join(missing)}.", MEASURE_AGAIN)
+        if wrong := [name for name in OUTPUT_FIELDS if not _is_output(name, row[name])]:
+            why = f"{', '.join(wrong)} cannot have this value"
+            raise CorruptFile(f"{lines}: line {number}: {why}.", MEASURE_AGAIN)
     try:
         return _report(content, outputs)
+    except ValueError as error:
+        raise CorruptFile(f"{file}: {error}", MEASURE_AGAIN) from None
     except (AttributeError, KeyError, TypeError) as error:
         raise CorruptFile(f"{file} lacks a field of a report: {error}", MEASURE_AGAIN) from None
+
+
+def _is_output(name: str, value: Any) -> bool:
+    """Return whether a field of an output is text, or a list of token ids or counts."""
+    if name in ("id", "category", "prompt"):
+        return isinstance(value, str)
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 31 for x in value)
 
 
 def _report(content: dict[str, Any], outputs: list[dict[str, Any]]) -> Report:
@@ -145,6 +157,15 @@ def _report(content: dict[str, Any], outputs: list[dict[str, Any]]) -> Report:
 
 def _summary(content: dict[str, Any]) -> Summary:
     values = {f.name: content[f.name] for f in fields(Summary)}
+    for name, value in values.items():
+        kind = {"ms": dict, "shares": dict, "accept_at": list, "cond_at": list}.get(name)
+        if name.endswith("_95") and value is not None:
+            kind = list
+        parts = list(value.values()) if isinstance(value, dict) else value
+        numbers = [value] if kind is None else parts
+        right = kind is None or isinstance(value, kind)
+        if not right or not all(x is None or type(x) in (int, float) for x in numbers):
+            raise ValueError(f"{name} does not hold numbers.")
     spans = {k: tuple(v) for k, v in values.items() if k.endswith("_95") and v is not None}
     return Summary(**{**values, **spans})
 
