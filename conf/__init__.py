@@ -1,1 +1,1 @@
-"""The Hydra configuration: `train.yaml`, `eval.yaml` and one folder per group."""
+"""The Hydra configuration: `train.yaml`, `eval.yaml`, `report.yaml` and one folder per group."""

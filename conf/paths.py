@@ -1,4 +1,4 @@
-"""Folders of the user."""
+"""Cache folder of the user."""
 
 import os
 from pathlib import Path

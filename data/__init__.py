@@ -1,1 +1,1 @@
-"""Text on its way to training: conversations, answer masks, packed rows, batches."""
+"""Training data: conversations, answer masks, packed rows, batches and recorded traces."""

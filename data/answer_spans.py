@@ -15,8 +15,8 @@ Cases:
    end token closes the last answer.
 
 An answer is its text and the special token that ends the turn, since a drafter must learn to stop.
-What the template puts behind that token is not part of it. A token that would straddle the start of
-an answer (an answer that begins with a newline, behind ChatML's own) is split there, since at
+Text that the template adds after that token is excluded. A token that would straddle the start of
+an answer (an answer that begins with a newline, after ChatML's own) is split there, since at
 decoding the prompt ends there. In ChatML, x marks the answer:
 
     <|im_start|> user \n 2+2? <|im_end|> \n <|im_start|> assistant \n 4 <|im_end|> \n
@@ -38,7 +38,7 @@ from outrider.data.conversations import Message
 from outrider.models import chat_template
 
 Tokenizer: TypeAlias = Any  # a transformers PreTrainedTokenizerBase; importing it costs seconds
-Span: TypeAlias = tuple[int, int]  # first index inside, first index behind
+Span: TypeAlias = tuple[int, int]  # start, end (exclusive)
 WINDOW, MARGIN = 8, 2  # answers of a window, and further ones on either side of them
 MANY, MOST = 64, 500  # answers from which on windows are used; and that prefixes can find
 SHOWN = 8  # turns of a conversation in a message, from either end
@@ -138,7 +138,7 @@ class ChatTemplate:
     def generation_blocks(self, messages: list[Message], text: str) -> list[Span] | None:
         """Return the characters inside `{% generation %}`; None for a template without such blocks.
 
-        Each block is replaced by a filter that puts OPEN before it and CLOSE behind it. A filter is
+        Each block is replaced by a filter that puts OPEN before it and CLOSE after it. A filter is
         a block too, so Jinja trims white space as before. (transformers' assistant mask runs on to
         the end of the conversation when the last character of a block belongs to no token, and so
         marks the next question.)
@@ -192,14 +192,14 @@ class ChatTemplate:
         return start, end
 
     def text_around(self, messages: list[Message], turn: int) -> tuple[str, str] | None:
-        """Return the text before and behind the content of a turn; None if it is not shown."""
+        """Return the text before and after the content of a turn; None if it is not rendered."""
         mark = Message(role=messages[turn]["role"], content=MARK)
         text = self.text([*messages[:turn], mark, *messages[turn + 1 :]])
         head, shown, tail = text.partition(MARK)
         return (head, tail) if shown else None
 
     def end_token_length(self, messages: list[Message], text: str) -> int:
-        """Return the characters up to the end of the end token behind an answer, or 0."""
+        """Return the characters up to the end of the end token after an answer, or 0."""
         ends = "|".join(map(re.escape, self.tokenizer.convert_ids_to_tokens(list(self.special))))
         match = re.match(rf"\s*({ends})", text)
         return match.end() if match and self.ends_with_special(messages) else 0
@@ -244,7 +244,7 @@ class ChatTemplate:
         return ids, bounds
 
     def offsets(self, text: str) -> list[tuple[int, int, int]]:
-        """Return (token, first character inside, first character behind)."""
+        """Return (token, start, end) in characters; the end is exclusive."""
         try:
             coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError:

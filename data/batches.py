@@ -67,7 +67,7 @@ class Batches:
 
 
 def gather(rows: Rows, index: Int64[Tensor, " B"]) -> Batch:
-    """Return the rows with these numbers, in this order."""
+    """Return the rows with these indices, in this order."""
     columns = rows.ids, rows.document, rows.positions
     ids, document, positions = (column[index].long() for column in columns)
     return Batch(ids, rows.answer[index], document, positions)
@@ -75,7 +75,7 @@ def gather(rows: Rows, index: Int64[Tensor, " B"]) -> Batch:
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, total: int) -> Int64[Tensor, " N"]:
-    """Return the order of an epoch, from a generator of its own."""
+    """Return the permutation of an epoch, from a generator seeded by seed and epoch."""
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.randperm(total, generator=generator)

@@ -1,4 +1,4 @@
-"""Overlap of training questions with the prompts of the suite, exact or nearly.
+"""Exact and near overlap of training questions with the prompts of the evaluation suite.
 
 Two questions count as the same when the Jaccard similarity of their sets of word 5-grams is at
 least 0.8, which a change of a word or two does not hide. A suite is small: its 5-grams are indexed,
@@ -35,7 +35,7 @@ def split_words(text: str) -> list[str]:
 
 
 def ngrams(text: str) -> set[tuple[str, ...]]:
-    """Return its runs of `NGRAM` words; a shorter text is one n-gram, an empty one has none."""
+    """Return the word n-grams of a text; a shorter text is one n-gram, an empty one has none."""
     words = split_words(text)
     if len(words) < NGRAM:
         return {tuple(words)} - {()}
@@ -49,7 +49,7 @@ def jaccard(one: str, other: str) -> float:
 
 
 class NgramIndex:
-    """Texts with which another text is compared, all at once."""
+    """Inverted index of the n-grams of some texts, for nearest-text queries."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         sets = [_hashes(text) for text in texts]
@@ -73,7 +73,7 @@ class NgramIndex:
 
 
 class NearDuplicateFilter:
-    """Keep the first of texts that are nearly the same."""
+    """Filter that passes the first of several near-duplicate texts."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -109,7 +109,7 @@ class OverlapError(RunError):
 
 @dataclass
 class OverlapFilter:
-    """Compare training questions with a suite; refuse or leave out the overlaps."""
+    """Filter of training questions that overlap with a suite."""
 
     suite: Sequence[Prompt]
     mode: str  # `data.overlap`: refuse, drop or keep

@@ -53,7 +53,7 @@ RULES = {
     "rewritten": "the template changes earlier turns: answers found by text",
     "cut": "longer than data.max_length: the head is kept",
     "too long": "left out: longer than data.max_length",
-    "answers cut off": "left out: every answer is behind data.max_length",
+    "answers cut off": "left out: every answer starts after data.max_length",
 }
 
 
@@ -127,7 +127,7 @@ def read_conversations(source: Source, summary: Summary) -> Iterator[list[Messag
     if not summary.counts["used"]:
         counts = ", ".join(f"{reason}: {count}" for reason, count in summary.counts.items())
         message = f"{source.location} has no conversation with an answer ({counts or 'empty'})."
-        fix = f"Known shapes: {SHAPES}. Prompts alone are for data=self."
+        fix = f"Known shapes: {SHAPES}. Prompts without answers need data=self."
         raise RunError(f"{message} {first}".strip(), fix)
 
 

@@ -111,7 +111,7 @@ def _from_recording(
     config: Config, folder: RecordingFolder, loaded: LoadedTarget, taps: Sequence[int],
     reporter: Reporter,
 ) -> TrainingData:  # fmt: skip
-    """Return text and traces; ConfigError if other conversations than recorded are held out."""
+    """Return recorded text and traces; ConfigError if data.holdout differs from the recording's."""
     loaded.target.set_taps(taps)
     require_features_for(folder, config)
     documents, recording, left_out = open_recording(folder, taps, config.record.damaged)
@@ -159,7 +159,7 @@ def _select(
 def _self_generated(
     config: Config, loaded: LoadedTarget, overlap: OverlapFilter, reporter: Reporter
 ) -> Text:
-    """Return the target's answers, and `data.given` beside them."""
+    """Return the target's answers, mixed with conversations of `data.given` if it is set."""
     generate = config.data.generate
     assert generate is not None, "data=self has its settings"
     if loaded.target.is_remote and not generate.endpoint and not answers_exist(config, loaded):

@@ -1,4 +1,4 @@
-"""Self-generation by a server that speaks the OpenAI protocol.
+"""Self-generation by a server with an OpenAI-compatible API.
 
 A request to /completions (of vLLM, SGLang, TGI, `transformers serve`) holds the exact tokens of the
 prompt, so that only our chat template is used, or text that tokenises to them. The answer's exact
@@ -49,7 +49,7 @@ class UnverifiedAnswer(Exception):
 
 
 class EndpointGenerator:
-    """Generate answers with a server (an `AnswerBackend`), which must have the target if given."""
+    """Answer generation by a server (an `AnswerBackend`) that serves the target."""
 
     def __init__(
         self, options: GenerateConfig, tokenizer: Tokenizer, stop_ids: Sequence[int], seed: int = 0,
@@ -59,7 +59,7 @@ class EndpointGenerator:
         self.tokenizer, self.target, self.stop_ids = tokenizer, target, set(stop_ids)
         self.dialect, self.model = DIALECTS[0], options.model or ""
         self.answer_tokens = 0
-        self.counts: Counter[str] = Counter()  # answers by what became of them
+        self.counts: Counter[str] = Counter()  # answers by outcome
         try:
             import openai
         except ImportError:
@@ -128,8 +128,8 @@ class EndpointGenerator:
                     raise
         else:
             message = f"{self.url} reads our prompts as other tokens: {mismatch}."
-            raise RunError(message, "See that it serves the target, with the same tokenizer.")
-        with suppress(UnverifiedAnswer):  # uncertain tokens show nothing
+            raise RunError(message, "Serve the target with the same tokenizer.")
+        with suppress(UnverifiedAnswer):  # uncertain tokens cannot be compared
             self._check_target(prompt, self._answer_ids(response))
 
     async def _only_model(self, client: Any) -> str:
@@ -252,9 +252,9 @@ class EndpointGenerator:
         logits = self.target.logits(states.last[0, len(prompt.ids) - 1 : -1])
         agreed = sum(a == b for a, b in zip(logits.argmax(-1).tolist(), answer, strict=True))
         if 2 * agreed < len(answer):
-            message = f"{self.url} has another model than the target: {agreed} of its first "
+            message = f"{self.url} serves a different model than the target: {agreed} of its first "
             message += f"{len(answer)} greedy tokens are the target's."
-            fix = "Serve the target itself, or give the served model as target."
+            fix = "Serve the target itself, or set target to the served model."
             raise RunError(message, fix)
 
     def _convert(self, error: Exception) -> ConfigError | RunError:

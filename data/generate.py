@@ -42,7 +42,7 @@ OnAnswer: TypeAlias = Callable[[PromptTokens, GeneratedAnswer | None], bool]
 
 @runtime_checkable
 class AnswerBackend(Protocol):
-    """What generates answers: the target in this process, or a server with it."""
+    """Interface of answer generation: the target in this process, or a server."""
 
     answer_tokens: int  # generated so far
 
@@ -51,7 +51,7 @@ class AnswerBackend(Protocol):
 
 
 class SelfGenerator:
-    """Generate answers with the target in this process (an `AnswerBackend`)."""
+    """Answer generation by the target in this process (an `AnswerBackend`)."""
 
     def __init__(
         self, target: Target, stop_ids: Sequence[int], options: GenerateConfig, seed: int = 0
@@ -82,7 +82,7 @@ class SelfGenerator:
 
 
 def sort_by_length(prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
-    """Sort blocks of prompts by length: the engine prefills equal neighbours in one forward."""
+    """Sort prompts by length within blocks: prompts of equal length share one prefill."""
     blocks = [prompts[i : i + SORT_BLOCK] for i in range(0, len(prompts), SORT_BLOCK)]
     return [p for block in blocks for p in sorted(block, key=lambda p: len(p.ids))]
 
@@ -98,7 +98,7 @@ def write_answers(
     """Generate the answers that the store does not hold yet.
 
     `SHARD` consecutive prompts (sorted by length) make a shard, which is written when the last of
-    their answers ends. What a shard holds therefore depends on the prompts alone, and a call that
+    their answers ends. The content of a shard therefore depends only on the prompts; a call that
     continues after a kill writes the shards that the killed call would have written. Any other end,
     an error or Ctrl-C included, writes the finished answers of incomplete shards too.
 

@@ -1,4 +1,4 @@
-"""Documents packed into rows with little padding, and the split for validation.
+"""Packing of documents into rows of equal length, and the training/held-out split.
 
 Legend: N rows, T tokens per row.
 
@@ -109,7 +109,7 @@ def _best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 
 def split(documents: Sequence[Document], holdout: float) -> tuple[list[Document], list[Document]]:
-    """Return (training, held out) documents, decided for each by its key alone.
+    """Return (training, held-out) documents; the side of each depends only on its key.
 
     sha256 of the key gives a number u in [0, 1); the document is held out iff u < holdout. So a
     conversation stays on its side when others are added or removed, and copies of it are never on

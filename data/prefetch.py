@@ -1,4 +1,4 @@
-"""Preparation of later steps in threads while the current one trains."""
+"""Prefetching of the data of later steps in threads."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -30,7 +30,7 @@ PARQUET_ROWS = 256  # per batch
 
 @dataclass
 class BadRowPolicy:
-    """Skip and count bad rows, up to a limit."""
+    """Limit on skipped bad rows, and their count."""
 
     skip_bad: int = 0  # rows that may be skipped
     on_skip: Callable[[], None] = lambda: None
@@ -80,7 +80,7 @@ def _check_file(file: Path, path: str | Path, key: str) -> None:
     elif file.suffix not in SUFFIXES:
         why = f"A file that ends in {file.suffix or 'no suffix'} is not read."
     elif file.stat().st_size == 0:
-        why, fix = "The file is empty.", "Was it written to its end?"
+        why, fix = "The file is empty.", "Check that it was written completely."
     elif file.suffix != ".parquet" and (wide := _wide_encoding(_head(file))):
         why = f"This file is {wide}, and UTF-8 is read."
         fix = f"iconv -f {wide} -t UTF-8 {file.name} > new{file.suffix}"

@@ -33,7 +33,7 @@ from outrider.models.load import LoadedTarget, stop_ids
 
 CONVERSATIONS = Path(__file__).parent / "tiny" / "conversations.jsonl"
 PROMPTS = Path(__file__).parent / "prompts" / "general.jsonl"
-MIN_ANSWER = 32  # tokens that must fit behind a prompt
+MIN_ANSWER = 32  # tokens that must fit after a prompt
 GB = 2**30
 BYTES_PER_TOKEN = 4
 
@@ -125,7 +125,7 @@ def _options(config: Config) -> GenerateConfig:
 
 
 def _request(config: Config) -> str:
-    """Return the limits on the text, by which a store notes that it is complete."""
+    """Return the limits on the text as a key of `GeneratedStore.complete`."""
     options = _options(config)
     return json.dumps([options.minutes, options.samples])
 
@@ -150,7 +150,7 @@ def _answer_store(config: Config, loaded: LoadedTarget) -> GeneratedStore:
 
 @contextmanager
 def _exclusive(store: GeneratedStore, reporter: Reporter) -> Iterator[GeneratedStore]:
-    """Lock the folder; yield the store as it is then, without half-written files of a kill."""
+    """Lock the folder, remove partial files of killed processes, and yield the reloaded store."""
     message = f"another process writes into {store.folder}: waiting for it"
     with folder_lock(store.folder, lambda: reporter.print(message)):
         for partial in store.folder.glob(".*.tmp"):

@@ -14,7 +14,7 @@ def eval_source(config: Config) -> Source:
 
 
 def load_suite(config: Config, limit: int | None) -> list[Prompt]:
-    """Return `limit` prompts, spread evenly over the categories."""
+    """Return `limit` prompts, spread evenly over the categories; None: all."""
     source = eval_source(config)
     suite = read_prompts(source, limit if source.single_category else None)
     if limit is None or limit >= len(suite):

@@ -33,7 +33,7 @@ class Document:
     ids: Int32[np.ndarray, " S"]
     answer: Bool[np.ndarray, " S"]  # the token belongs to an answer
     key: str  # `conversation_key`; decides the side of the holdout split
-    cut: int = 0  # tokens behind `max_length`, which are left out
+    cut: int = 0  # number of tokens removed after `max_length`
     source: str = ""  # name of the data set
     rewritten: int = 0  # answers found by case 3 of answer_spans.py
 
@@ -59,7 +59,7 @@ def render(
 ) -> Document:
     """Return a conversation in tokens, cut to its first `max_length`, with its answers marked.
 
-    A document whose answers are all cut off has none. `last_only` marks the last answer alone.
+    If all answers are cut off, no token is marked. `last_only` marks only the last answer.
     Raises RunError if the template refuses the conversation, or no answer is found in its text.
     """
     if getattr(tokenizer, "chat_template", None):

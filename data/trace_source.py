@@ -1,4 +1,4 @@
-"""The interface of everything that outputs traces of packed rows, and the target as one of them.
+"""Interface of sources of traces of packed rows, and the source that runs the target.
 
 TargetTraces runs the target, `record.reader.RecordedTraces` reads a recording, and
 `record.cache.TraceCache` reads rows of earlier epochs and runs the target for the others.

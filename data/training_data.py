@@ -50,7 +50,7 @@ class TrainingData:
         return pack_documents(documents, data, len(self.counts), self.about)
 
     def trace_sources(self, target: Target) -> TraceSources:
-        """Return where traces of the two sides come from: a recording or the target."""
+        """Return the trace sources of training and held-out rows: a recording or the target."""
         online = TargetTraces(target)
         return self.recorded or TraceSources(online, online)
 

@@ -23,8 +23,8 @@ MB = 2.0**20
 # default draft and rule of a policy above temperature 0
 DEFAULT_RULES = {"chain": ("drawn", "ratio"), "sampled_tree": ("drawn", "without_replacement")}
 COST_LEGEND = (
-    "tokens/s: of training, evaluations and saves in; start: seconds for first weights; "
-    "peak: of the process, target in; alpha@d: held-out, sum of min(p, q) at depth d; "
+    "tokens/s: of training, with evaluations and saves; start: seconds of initialisation; "
+    "peak: of the process with the target; alpha@d: held-out, sum of min(p, q) at depth d; "
     "tau greedy, tau T=1: predicted on held-out text for a chain of the drafter's depths"
 )
 DECODING_LEGEND = (

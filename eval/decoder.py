@@ -278,7 +278,7 @@ Caches = dict[bool, DialogueCache]  # by whether a drafter runs: its state is pa
 
 
 class Chat:
-    """A dialogue and its caches."""
+    """A dialogue of several turns that reuses its KV caches."""
 
     def __init__(self, decoder: Decoder, setting: GenerationSettings) -> None:
         self.decoder, self.setting = decoder, setting
@@ -286,7 +286,7 @@ class Chat:
         self._caches: Caches = {True: DialogueCache(), False: DialogueCache()}
 
     def say(self, text: str, max_new_tokens: int = 256, **how: Any) -> Result:
-        """Generate the answer to the next message; `how` are settings of this turn alone."""
+        """Generate the answer to the next message; `how` are settings of this turn only."""
         return list(self.stream(text, max_new_tokens, **how))[-1].result
 
     def stream(

@@ -1,7 +1,7 @@
 """Interleaved measurement of plain and speculative decoding on the same prompts, in one process.
 
 The plain engine is first on even prompts, the speculative one on odd ones, so that a drift of the
-machine affects both. Of several repeats the median counts. A dialogue is decoded turn by turn with
+machine affects both. Medians of repeats are reported. A dialogue is decoded turn by turn with
 the *plain* answers as its history, so that both engines see the same prompt; each turn is one
 prompt. A sampled answer depends only on run.seed and the prompt's index: repeats draw the same
 tokens.

@@ -37,14 +37,14 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("tau", "tokens/round", "tokens of the rounds / rounds; bonus in, the prefill's out"),
+    Metric("tau", "tokens/round", "tokens of the rounds / rounds, with bonus, without prefill"),
     Metric("forecast", "tokens/round", "tau of a chain, predicted by teacher forcing on this text"),
     Metric("tau_95", "tokens/round", "95 % interval of tau, bootstrap over dialogues"),
     Metric("accept_at", "share", "accept@k: rounds whose first k drafts were accepted / rounds"),
     Metric("cond_at", "share", "cond@k: accept@k / accept@(k-1)"),
     Metric("alpha", "share", "accepted / tested draft tokens; the rejected one was tested"),
     Metric("prompts", "prompts", "answers decoded; every turn of a dialogue is one"),
-    Metric("tokens", "tokens", "new tokens with speculation; end tokens and the prefill's in"),
+    Metric("tokens", "tokens", "new tokens with speculation, end and prefill tokens included"),
     Metric("rounds", "rounds", "target forwards after the prefill"),
     Metric("tokens_per_second", "tokens/s", "tokens of the rounds / seconds of the rounds"),
     Metric("baseline_tokens_per_second", "tokens/s", "the same engine without a drafter"),

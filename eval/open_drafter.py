@@ -18,7 +18,7 @@ from outrider.models.target import Target
 
 
 def refuse_ranks(verb: str) -> None:
-    """Raise a RunError in one of several processes."""
+    """Raise a RunError if several processes run this verb."""
     if process.world_size() > 1:
         message = f"{verb} was started by {process.world_size()} processes; it runs in one."
         raise RunError(message, f"Use: outrider {verb} run.dir=...")

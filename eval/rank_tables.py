@@ -69,7 +69,7 @@ TABLES: dict[str, tuple[float, DraftKind]] = {
 
 
 class Ranks(NamedTuple):
-    """The table, on the CPU in float64, and the number of rows of each depth's mean."""
+    """Acceptance by rank and depth (CPU, float64), and the rows averaged at each depth."""
 
     table: Float[Tensor, "D K"]
     rows: Int[Tensor, " D"]
@@ -121,7 +121,7 @@ def rank_table(
 
 
 def guesses_to_depth(drafter: Drafter, trace: Trace, depths: int) -> list[Guess]:
-    """Return the guesses of depths 1, 2, ..; a changed target's own output (depth 0) is skipped."""
+    """Return the guesses of depths 1, 2, ..; depth 0 (output of a modified target) is skipped."""
     guesses: list[Guess] = []
     for guess in drafter.unroll(trace):
         if guess.depth:

@@ -96,7 +96,7 @@ def _time_table(total: Summary) -> Table:
 
 
 def _theory_table(total: Summary, theory: dict[str, float | int | None]) -> Table:
-    """Return measured and predicted speedups; the first two agree, the next show lost time."""
+    """Return a table of measured and predicted speedups."""
     table = Table("speedup", "factor", "how")
     step, alpha = format_number(total.ms["draft_step"]), format_number(total.alpha)
     rows = [

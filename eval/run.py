@@ -80,7 +80,7 @@ def quick_report(
     console: Console,
     services: Sequence[TrackerThread] = (),
 ) -> None:
-    """Measure the published drafter on a few prompts at the end of `train`; print and write.
+    """Measure the run's best drafter on a few prompts at the end of `train`; print and write.
 
     Uses `eval.limit` prompts, 8 if that is null. The acceptance of its ranks on held-out text is
     written first (ranks.json). The services receive every report once it is written.

@@ -1,1 +1,1 @@
-"""How a run meets its machine: single process, DDP, DeepSpeed, and the plan of its costs."""
+"""Command line, launchers, sweeps, cost estimates, checks before a run and benchmarks."""

@@ -5,7 +5,7 @@
 A pilot is a run of the configured drafter on a part of the training conversations. All pilots share
 the held-out text; each has the draft vocabulary of its own text. All take the same number of steps,
 not of epochs: with equal epochs the smallest pilot would take a few steps, most of them warm-up,
-and the fit would measure training time. A pilot counts by its best held-out evaluation, as a run.
+and the fit would measure training time. The result of a pilot is its best held-out evaluation.
 
 The prediction holds for runs of `advise.steps` steps; longer runs gain more from more text.
 Finished pilots are stored in `<run.dir>/advise` and reused.
@@ -116,7 +116,7 @@ def choose_pilots(
     return pilots
 
 
-def take_tokens(order: Sequence[Document], tokens: int | float) -> list[Document]:
+def take_tokens(order: Sequence[Document], tokens: float) -> list[Document]:
     """Return the first documents until they have so many tokens; at least one."""
     counts = accumulate(len(document.ids) for document in order)
     enough = next((n for n, count in enumerate(counts, start=1) if count >= tokens), len(order))
@@ -191,7 +191,7 @@ def _sentence(text: str, f: Forecast) -> str:
 
 
 def verdict(prediction: Forecast, largest: float) -> str:
-    """Return whether more text helps; with a caveat if it is many times the largest pilot's."""
+    """Return a sentence on whether more text helps, with a caveat for a far extrapolation."""
     factor = prediction.tokens / largest
     caveat = f" It is {factor:.0f} times the largest pilot: larger shares give a better prediction."
     caveat = caveat if factor > FAR else ""

@@ -53,7 +53,7 @@ def memory_of_run(run: "Trainer", config: Config) -> dict[str, float]:
 
 
 def _flops(run: "Trainer", size: int, rows: float, tokens: int) -> float:
-    """Count operations: 2 per weight and row forward, 4 backward; teacher's head; online target."""
+    """Return the floating-point operations of a step: drafter, teacher's head and online target."""
     trained = sum(weight > 0 for weight in run.objective.weights)
     drafter = 6.0 * size * rows * run.drafter.forward_count(trained)
     vocab, hidden = len(run.drafter.vocab), run.target.head_weight.shape[1]

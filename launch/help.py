@@ -107,7 +107,7 @@ def defaults(group: str, first: str | None) -> dict[str, str]:
 
 
 def show(value: Any) -> str:
-    """Return a value as one types it on the command line."""
+    """Return a value as written on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -31,7 +31,7 @@ ShouldStop = Callable[[], bool]
 
 
 class JobPool:
-    """Slots for runs, `sweep.jobs` of them. As a context manager it passes SIGTERM to its runs."""
+    """Pool of `sweep.jobs` slots for runs. As a context manager it forwards SIGTERM to its runs."""
 
     def __init__(self, sweep: SweepConfig) -> None:
         self.sweep, self.stopped = sweep, False

@@ -90,7 +90,7 @@ def fit_saturating(points: Sequence[Point], most: float) -> ScalingFit:
 def _start(x: np.ndarray, values: np.ndarray, c: float, most: float) -> np.ndarray:
     """Return a, b of the best curve with this c, as a start for the refinement."""
     slope, a = np.polyfit(x**-c, values, 1)
-    if a > most:  # fix a, fit b alone
+    if a > most:  # fix a, fit only b
         a, slope = most, float((x**-c) @ (values - most) / ((x**-c) @ (x**-c)))
     if slope > 0:  # acceptance falls with text: a constant is the nearest curve
         a, slope = float(values.mean()), 0.0

@@ -213,7 +213,7 @@ class Search:
         words = [*self.overrides, *own, f"run.dir={folder}"]
         code = self.pool.run("train", words, folder / "output.txt", pruning)
         if code == INTERRUPTED and not pruning.pruned:
-            if not self.pool.stopped:  # this run alone was stopped from outside
+            if not self.pool.stopped:  # only this run was stopped from outside
                 with self._lock:
                     _requeue(self.study, trial)
             return  # the study has it as running; the next search requeues it

@@ -23,7 +23,7 @@ from outrider.conf.sweeps import SweepConfig
 from outrider.launch.processes import INTERRUPTED, POLL_SECONDS, open_log
 
 EXECUTOR = "slurm"  # tests: submitit's "local", which starts processes instead of jobs
-MAX_REQUEUES = 1000  # the run itself decides when it is done
+MAX_REQUEUES = 1000  # requeue until the run is finished
 KILL_DELAY = 60.0  # seconds, longer than the time between Slurm's two signals
 FAILED = 1  # exit code of a job without a result: cancelled, or its machine failed
 
@@ -151,7 +151,7 @@ def _executor(sweep: SweepConfig, environment: dict[str, str]) -> Any:
         why, fix = "Slurm jobs need submitit.", "pip install 'outrider[slurm]'"
         raise ConfigError("sweep.by", "slurm", why, fix) from None
     except RuntimeError as error:
-        why = f"submitit finds no Slurm here: {error}"
+        why = f"Slurm is not available on this machine: {error}"
         raise ConfigError("sweep.by", sweep.by, why, "Start the sweep on a login node.") from None
     executor.update_parameters(
         timeout_min=max(1, round(60 * sweep.hours)), gpus_per_node=sweep.gpus or None,

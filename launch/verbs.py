@@ -10,7 +10,7 @@ class Verb(NamedTuple):
     target: str  # its function, "module:name"
     line: str  # what it does, for --help
     root: str = "train"  # of conf/, where its keys come from; "": it takes words instead of keys
-    group: str = ""  # group of conf/ that belongs to this verb alone
+    group: str = ""  # group of conf/ that only this verb has
     shorthand: str = ""  # key of the group that may be written without the group's name
     takes: str = "config"  # arguments: "config" (and the group's settings), "words" or "report"
     files: tuple[str, ...] = ("data.path", "data.given", "eval.prompts")  # keys; files must exist

@@ -1,1 +1,1 @@
-"""The drafters, the target they draft for, and the formats their checkpoints travel in."""
+"""Drafters, the target model, decoding, and checkpoint formats."""

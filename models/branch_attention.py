@@ -1,4 +1,4 @@
-"""Attention of a drafter's unroll: the keys of depth 1, and each row's own branch.
+"""Training attention of a drafter: over the keys of depth 1 and the row's own branch.
 
 At depth 1 every row t makes a key from true target states. At depth d the row continues its own
 branch: it attends to the depth-1 keys of its document up to its own row, and to the keys that its

@@ -64,7 +64,8 @@ def low_rank(
     """Factor `weight` with the least error on inputs of this covariance.
 
     Returns:
-        (out, into): into @ x has unit covariance times the singular values' roots.
+        (out, into): the entries of into @ x are uncorrelated; their variances are the singular
+    values.
     """
     values, vectors = torch.linalg.eigh(covariance.double())
     root = values.clamp(min=1e-9 * float(values[-1])).sqrt()
@@ -75,7 +76,7 @@ def low_rank(
 
 
 def bias_direction(x: Float[Tensor, "N F"]) -> Float[Tensor, " F"]:
-    """Return the direction on which all rows have a value of about 1, in place of a bias."""
+    """Return the vector whose product with every row is about 1, as a substitute for a bias."""
     mean = x.mean(0)
     direction = _solve(x.mT @ x / len(x), mean[:, None])[:, 0]
     return direction / (direction @ mean)

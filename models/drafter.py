@@ -1,4 +1,4 @@
-"""`Drafter`, the base class of all draft models, and the settings they share.
+"""`Drafter`, the base class of all draft models.
 
 A drafter implements three methods:
 
@@ -35,7 +35,7 @@ def target_head_logits(
 
 
 class Drafter(nn.Module):
-    """Base class of draft models. Each subclass has a file of its own in `models/drafters/`.
+    """Base class of draft models. Each subclass has a separate file in `models/drafters/`.
 
     A subclass
 
@@ -86,7 +86,7 @@ class Drafter(nn.Module):
         return {}
 
     def on_policy_batch(self, batch: Batch) -> Batch | None:
-        """Return a batch with text of the drafter's own; None: train on the batch as it is.
+        """Return the batch with text sampled from the drafter; None: train on the original batch.
 
         Draw from torch's global random generator, which the training loop seeds in every step.
         """
@@ -100,7 +100,7 @@ class Drafter(nn.Module):
         return None
 
     def forward_count(self, depths: int) -> int:
-        """Return how often a row passes through each weight in a training step, for FLOPs."""
+        """Return the number of passes of a row through each weight per step, for FLOPs."""
         return depths
 
     def activation_count(self, depths: int) -> float:

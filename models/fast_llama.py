@@ -1,4 +1,4 @@
-"""The forward of a Llama-shaped model in half of the operations, for decoding.
+"""Forward of Llama-like models with half the number of operations, for decoding.
 
 The time of a decoding step of a small model is proportional to its number of operations; here a
 decoder layer takes 25. The weights are transformers' own, and its forward is the reference:
@@ -32,7 +32,7 @@ PARTS = {
 
 
 class FastLlama(nn.Module):
-    """Run the decoder layers of a model for which `supports` is true; the weights stay its own."""
+    """Forward of the decoder layers of a model for which `supports` is true, with its weights."""
 
     def __init__(self, model: Any, layers: nn.ModuleList, fuse: bool) -> None:
         """

@@ -11,7 +11,7 @@ Worked example with six tokens, row t = 1 (o: read by the target, *: given, ?: p
     depth 1     o   o   *   ?              x2 is decided; teacher: the target's row 2
     depth 2     o   o   *   *   ?          x3 is the depth-1 token, taken from the text; row 3
 
-Legend of shape letters, used in every file:
+Legend of shape letters; a file that uses others has its own legend:
     B rows of a batch    T tokens of a row     H hidden size of the target    K tapped layers
     V target vocabulary  Vd draft vocabulary   N nodes of one tree level      D drafter width
 """

@@ -52,7 +52,7 @@ class KVCache(Cache):
         return len(self._locations)
 
     def select_slots(self, first: int, count: int) -> None:
-        """Run the next forwards on slots first..first+count-1."""
+        """Select slots first..first+count-1 for the next forwards."""
         self._window = (first, first + count)
 
     @property
@@ -151,7 +151,7 @@ class KVCache(Cache):
         return len(self._blocks) - 1, 0
 
     def commit(self, positions: Int[Tensor, "B T"]) -> None:
-        """Count the new rows as part of the selected slots, after all layers have written."""
+        """Add the new rows to the lengths of the selected slots, after all layers have written."""
         first, stop = self._window
         self._positions[first:stop].scatter_(1, self._new_columns, positions)
         for slot in range(first, stop):

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, MLP, attention and decoder layer: the parts drafters are built from.
+"""Norm, rotary embedding, MLP, attention and decoder layer: the modules of drafters.
 
 Legend: N rows, R rows of all prompts, G heads per key head, C head size, A key heads, L keys of a
 prompt, M nodes of a branch, X input width, D layer width.

@@ -1,4 +1,4 @@
-"""MTP modules, run as a chain of several or as a loop of one on its own output.
+"""MTP modules, run as a chain (one per depth) or as a loop (one module on its own output).
 
 A module joins the normed embedding of a token and a normed state to one vector, and applies a
 decoder layer; a norm precedes the target's head. In a chain, stage k at row t reads token x_{t+k}
@@ -8,7 +8,7 @@ keys of rows <= t. The tokens that row t = 2 depends on:
     stage 1    x1 x2 x3           rows 0..2 read the token after their own
     stage 2    x1 x2 x3 x4        rows 0..2 read the token after that, and stage 1's outputs
 
-With T true rows and newest token x_T, stage k can therefore run on T-k+1 rows for good; at the k-1
+With T true rows and newest token x_T, stage k can therefore run on T-k+1 rows once; at the k-1
 rows after them it reads draft tokens. The decoding state keeps keys of the former, and of stage k-1
 one output more than stage k has read. The rows of draft tokens, k-1 per node at depth k, belong to
 the round, so nothing is rolled back when drafts are rejected.

@@ -1,4 +1,4 @@
-"""On-policy text: a draft model's own answers in the place of a batch's first answers.
+"""On-policy text: answers sampled from the draft model replace the first answers of a batch.
 
 Source: DistillSpec (arXiv:2310.08461) and GKD (arXiv:2306.13649), which train on samples of the
 student.

@@ -73,7 +73,7 @@ def destroy_group() -> None:
 def wait_until(
     condition: Callable[[], tuple[bool, object]], minutes: float, what: str, poll: float = POLL
 ) -> None:
-    """Wait until another process has done its part, as long as it makes progress.
+    """Wait for another process; raise RunError if it makes no progress.
 
     Args:
         condition: returns (done, progress), such as the number of shards in a folder.
@@ -87,7 +87,7 @@ def wait_until(
         if time.monotonic() - since > 60 * minutes:
             raise RunError(
                 f"Waited {minutes:g} minutes (launch.wait) for {what}, without progress.",
-                "See whether the process that writes it is alive; raise launch.wait if it is slow.",
+                "Check that the process writing it is running; raise launch.wait if it is slow.",
             )
         time.sleep(poll)
         done, latest = condition()

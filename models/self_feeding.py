@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def maybe_checkpoint(enabled: bool, function: Callable[..., T], *inputs: Any) -> T:
-    """Return `function(*inputs)`; if enabled, save its inputs only and recompute it backwards.
+    """Return `function(*inputs)`; if enabled, save only its inputs and recompute it in backward.
 
     Source: Chen et al. 2016, arXiv:1604.06174; PyTorch's non-reentrant variant, which recomputes
     with the same random numbers.
@@ -131,7 +131,7 @@ class SelfFeeding(BatchDrafter):
         branch: Sequence[Pairs],
         plan: QueryPlan,
     ) -> tuple[Float[Tensor, "N D"], Pairs]:
-        """Run a deeper depth, with the `first` keys and values of depth 1 and those since."""
+        """Run a deeper depth, with the keys and values of all earlier depths."""
         new, attend = Pairs(), ATTENTIONS[self.attention]
         residual, x = self._embed(ids, self.next_state(hidden))
         for i, layer in enumerate(self.decoder_layers):

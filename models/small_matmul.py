@@ -1,7 +1,7 @@
 """Matrix products and attention for a few rows, as in decoding.
 
-Each calls `F.linear` or `F.scaled_dot_product_attention` with other shapes where that was measured
-to be faster (docs/log.md). Results differ in the order of sums only.
+Each function calls `F.linear` or `F.scaled_dot_product_attention` with other shapes where that was
+measured to be faster (docs/log.md). Results differ in the order of sums only.
 
 Legend: X inputs and Y outputs of a linear map; B prompts, A key heads, G query heads to each of
 them, N rows, L keys, C numbers of a head.

@@ -1,8 +1,8 @@
 """The frozen target: any causal language model of transformers, read through hooks.
 
-The only file that depends on the inside of a Hugging Face model. It locates the decoder layers, the
-embedding and the head by type, not by name; models/target_check.py verifies the result on every
-load. Families with a recurrent state (linear attention, Mamba) are refused.
+Only this file and `fast_llama.py` depend on the internals of a target's model. This one locates the
+decoder layers, the embedding and the head by type, not by name; models/target_check.py verifies the
+result on every load. Families with a recurrent state (linear attention, Mamba) are refused.
 """
 
 import copy
@@ -36,7 +36,7 @@ class TargetStates(NamedTuple):
 
 
 class Target:
-    """A frozen model with taps, a head, and a cache from which tokens can be removed."""
+    """A frozen causal language model with tapped layers and a head."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Target:
         cache: KVCache | None = None,
         grad: bool = False,
     ) -> TargetStates:
-        """Run the decoder layers on new tokens; a cache gets them appended.
+        """Run the decoder layers on new tokens, and append them to the cache, if there is one.
 
         Args:
             ids: new tokens, such as a prompt or a tree, in any order that `mask` describes.
@@ -197,7 +197,7 @@ class Target:
     def _reference_forward(
         self, ids: Tensor, positions: Tensor, masks: Any, cache: Any, taps: Sequence[int]
     ) -> tuple[list[Tensor], Tensor]:
-        """Compute what `FastLlama` does with the model's own modules."""
+        """Compute the forward of `FastLlama` with the model's own modules."""
         outputs: dict[int, Tensor] = {}
 
         def save_output(tap: int, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -261,7 +261,7 @@ def _refuse_recurrent(model: Any, name: str) -> None:
     if bad or getattr(model, "_is_stateful", False):
         why = (
             f"It keeps a recurrent state ({', '.join(bad) or 'stateful model'}), and a state "
-            "cannot take back the drafted tokens that are rejected."
+            "cannot remove rejected draft tokens."
         )
         fix = "Use a target whose layers are all attention layers."
         raise ConfigError("target", name, why, fix)

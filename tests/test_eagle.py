@@ -173,7 +173,7 @@ def test_noise_by_length_shrinks_with_the_document(target: Target) -> None:
         assert 0.9 * half < largest <= half
 
 
-# ---- first weights -------------------------------------------------------------------------------
+# ---- initial weights -----------------------------------------------------------------------------
 
 
 def test_linear_init_predicts_states_better_than_the_mean(target: Target) -> None:

@@ -258,7 +258,7 @@ def test_state_grows_by_verified_rows_only(target: Target) -> None:
     assert memory.position == 5
 
 
-# ---- first weights -------------------------------------------------------------------------------
+# ---- initial weights -----------------------------------------------------------------------------
 
 
 def first_loss(target: Target, init: str) -> float:

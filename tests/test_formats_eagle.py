@@ -119,7 +119,7 @@ def test_unsupported_config_is_refused(
 ONES = torch.ones(32)
 WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "para norms": (lambda t: t.update({"embedding_layernorm.weight": ONES}), "HASS's two norms"),
-    "a norm": (lambda t: t.update({"layers.0.input_layernorm.weight": ONES}), "does not know"),
+    "a norm": (lambda t: t.update({"layers.0.input_layernorm.weight": ONES}), "does not define"),
     "a head": (lambda t: t.update({"lm_head.weight": ONES}), r"holds lm_head\.weight"),
     "missing": (
         lambda t: t.pop("layers.0.mlp.down_proj.weight"),

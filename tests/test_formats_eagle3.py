@@ -234,7 +234,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
-    ("sglang", {"eagle_config": {IDS: [2, 4, 5]}}, "vLLM's default.*a shifted tap"),
+    ("sglang", {"eagle_config": {IDS: [2, 4, 5]}}, "vLLM's default.*would be shifted"),
     ("sglang", {"eagle_config": None, IDS: [2, 4, 5]}, "are where vLLM reads them"),
     ("sglang", {"eagle_config": {IDS: [1, 3]}}, "fc.weight reads 3"),
     ("sglang", {"eagle_config": {IDS: [4, 3, 1]}}, r"taps \[4, 3, 1\]; engines .* ascending"),

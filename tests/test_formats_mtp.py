@@ -188,7 +188,7 @@ def test_merging_refuses_other_layer_names(target: Target, home: Path, tmp_path:
         save_file(named, file)
     index = tmp_path / "other" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"model.', '"model.language_model.'))
-    with pytest.raises(RunError, match="layers are not called"):
+    with pytest.raises(RunError, match="layers are not named"):
         mtp_merge.merge_into_target(tmp_path / "alone", tmp_path / "other", tmp_path / "both")
     assert not (tmp_path / "both").exists()
 
@@ -233,7 +233,7 @@ def test_unknown_key_is_named(
 ) -> None:
     folder = outside.publish_as(built(target, depths=1), target, tmp_path / "f", word)
     outside.rewrite_weights(folder, lambda t: t.update({name: torch.ones(3)}))
-    with pytest.raises(RunError, match=f"holds .*{message}.* does not know"):
+    with pytest.raises(RunError, match=f"holds .*{message}.* does not define"):
         formats.load(folder, target)
 
 

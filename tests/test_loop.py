@@ -177,7 +177,7 @@ def test_folder_lock_is_exclusive(tmp_path: Path) -> None:
     """It can be acquired again after its release."""
     with (
         folder_lock(tmp_path),
-        pytest.raises(RunError, match="Another process is at work"),
+        pytest.raises(RunError, match="Another process is using"),
         folder_lock(tmp_path),
     ):
         pass

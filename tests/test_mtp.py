@@ -396,7 +396,7 @@ def test_hard_label_loss_is_that_of_deepseek(target: Target) -> None:
     torch.testing.assert_close(loss, expected)
 
 
-# ---- first weights -------------------------------------------------------------------------------
+# ---- initial weights -----------------------------------------------------------------------------
 
 
 def first_losses(target: Target, **settings: Any) -> Tensor:

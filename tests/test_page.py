@@ -362,7 +362,7 @@ def test_folder_of_runs_gives_a_comparison_page(tmp_path: Path) -> None:
     assert "sweep: 2 runs compared" in page.text
     assert "chain@1 speedup" in page.text
     assert "chain@0: chains decoded at temperature 0" in page.text
-    assert page.text.count("seconds for first weights;") == 1, "the cost legend appears once"
+    assert page.text.count("seconds of initialisation;") == 1, "the cost legend appears once"
     assert "1.62" not in page.text, "plans belong to one run"
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 3  # speedup, tau, curves
 

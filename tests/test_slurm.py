@@ -207,7 +207,7 @@ def test_missing_submitit_or_slurm_is_refused(
 ) -> None:
     words = ["drafter=eagle,medusa", "sweep.by=slurm", f"sweep.dir={tmp_path}"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="finds no Slurm here"):
+    with pytest.raises(ConfigError, match="Slurm is not available on this machine"):
         sweep(words)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[slurm\]'"):

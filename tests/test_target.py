@@ -125,7 +125,7 @@ def test_logits_of_some_tokens_are_a_part_of_all_logits(target: Target) -> None:
 def test_a_recurrent_family_is_refused_with_the_reason() -> None:
     config = hf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4)
     model = hf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match="cannot take back"):
+    with pytest.raises(ConfigError, match="cannot remove rejected"):
         Target(model, name="mamba")
 
 

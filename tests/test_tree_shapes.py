@@ -64,9 +64,9 @@ def test_the_order_given_does_not_matter(tree: list[tuple[int, ...]]) -> None:
         ([], "at least one node"),
         ([[0], []], "an empty path is the root"),
         ([[0], [0, -1]], r"path \[0, -1\]: ranks count from 0"),
-        ([[0], [1], [0]], r"path \[0\] is there twice"),
-        ([[0], [1, 2]], r"path \[1, 2\] has no parent: \[1\] is not there"),
-        ([[0], [0, 0, 0]], r"path \[0, 0, 0\] has no parent: \[0, 0\] is not there"),
+        ([[0], [1], [0]], r"path \[0\] is repeated"),
+        ([[0], [1, 2]], r"path \[1, 2\] has no parent: \[1\] is missing"),
+        ([[0], [0, 0, 0]], r"path \[0, 0, 0\] has no parent: \[0, 0\] is missing"),
     ],
 )
 def test_invalid_trees_are_refused(paths: list[list[int]], message: str) -> None:

@@ -1,1 +1,1 @@
-"""The command line, the configuration and the training loop."""
+"""Training: configuration checks, objective, optimizer, loop, checkpoints, metrics."""

@@ -23,7 +23,7 @@ from outrider.models.interface import Trace
 
 
 class AnswerSpan(NamedTuple):
-    """An answer without its first token, which the prefill emits."""
+    """Rows of an answer at which a decoding round may begin."""
 
     batch: int  # packed row
     first: int  # row of the first round

@@ -25,14 +25,14 @@ ENOUGH = 8  # losses before the first step can be a spike
 
 
 class BadStepGuard:
-    """Finds bad steps, with `train.skip_bad` and `train.spike`; counts skipped ones in progress."""
+    """Detector of bad steps by `train.skip_bad` and `train.spike`; counts skipped steps."""
 
     def __init__(self, progress: Progress, skip_bad: int, spike: float | None) -> None:
         self.progress, self.skip_bad, self.spike = progress, skip_bad, spike
 
     @property
     def enabled(self) -> bool:
-        """Steps may be skipped, or spikes are looked for."""
+        """Whether steps may be skipped or spikes are detected."""
         return self.skip_bad > 0 or self.spike is not None
 
     def problem(self, loss: float) -> str:

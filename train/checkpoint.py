@@ -41,7 +41,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Progress:
-    """Where a run is."""
+    """Progress of a training run."""
 
     step: int = 0  # optimizer steps done
     seconds: float = 0.0  # training time so far, for train.max_minutes
@@ -65,7 +65,7 @@ class Progress:
 def save(
     folder: Path, tensors: dict[str, Tensor], progress: Progress, last: int, every: int | None
 ) -> None:
-    """Write `folder/step-N` and remove checkpoints that need not stay. One rank calls it.
+    """Write `folder/step-N` and remove old checkpoints. Called on one rank.
 
     Args:
         tensors: from `collect_state`, which every rank calls.
@@ -207,7 +207,7 @@ def collect_state(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
 
 
 def restore_state(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: int) -> None:
-    """The reverse of `collect_state`; names or shapes that differ raise KeyError or ValueError.
+    """Load what `collect_state` returned; KeyError or ValueError for different names or shapes.
 
     Args:
         step: steps that the optimizer took, for AdamW's correction of its first moments.

@@ -1,4 +1,4 @@
-"""Contradictions between keys that are valid one by one, found before a model is loaded.
+"""Checks for contradictions between individually valid keys, before a model is loaded.
 
 Every check raises a `ConfigError` with one key, the reason and a fix.
 """

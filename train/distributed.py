@@ -1,4 +1,4 @@
-"""The Accelerator of a rank, built from `launch` alone.
+"""The Accelerator of a rank, built only from the `launch` settings.
 
 `accelerate launch train.py launch=zero2` is enough: the DeepSpeed plugin is made here. Options of
 the launcher that differ are refused, because one of the two would be ignored silently.
@@ -56,12 +56,12 @@ def require_matching_launcher(launch: LaunchConfig) -> None:
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if steps not in ("", str(launch.accumulation)):
         why = f"The launcher was told gradient_accumulation_steps {steps}, which accelerate uses."
-        fix = "Set launch.accumulation alone; drop it from the launcher."
+        fix = "Set only launch.accumulation; drop it from the launcher."
         raise ConfigError("launch.accumulation", launch.accumulation, why, fix)
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed not in ("no", launch.precision):
         why = f"The launcher was told to use --mixed_precision {mixed}."
-        fix = "Set launch.precision alone, and give the launcher --mixed_precision no."
+        fix = "Set only launch.precision, and give the launcher --mixed_precision no."
         raise ConfigError("launch.precision", launch.precision, why, fix)
 
 

@@ -32,7 +32,7 @@ class Heartbeat:
         self._reported = set[int]()
         if world > 1 and torch.distributed.is_initialized():
             store = torch.distributed.distributed_c10d._get_default_store()
-            # a connection of its own: the group's one may be blocked by a wait
+            # a separate connection: the group's may be blocked by a wait
             self.store = store.clone() if hasattr(store, "clone") else store
             self._write()
             threading.Thread(target=self._run, daemon=True).start()

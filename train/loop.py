@@ -1,6 +1,6 @@
 """The training loop.
 
-It runs once more than it steps, so that the last weights are evaluated too.
+The loop body runs once more than the optimizer steps, so the last weights are evaluated too.
 """
 
 import math
@@ -50,7 +50,7 @@ def fit(
         RunError: the loss is NaN or infinite, a checkpoint is damaged, or the disk is full.
         ConfigError: the run folder holds a run with other settings.
     """
-    with console.status("finding first weights and preparing the ranks"):
+    with console.status("initialising the drafter and the ranks"):
         run = Trainer(config, loaded, data)
     messages = resume(run)
     resumed, first_step = messages is not None, run.progress.step

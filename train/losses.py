@@ -34,7 +34,7 @@ FLOOR = 1e-30  # of an acceptance probability, before its logarithm
 
 @dataclass
 class LossInputs:
-    """Rows of a chunk, as the terms read them; no states where no term compares them."""
+    """Inputs of the loss terms for one chunk; states are empty if no term needs them."""
 
     logits: Float[Tensor, "N Vd"]  # of the drafter
     p: Float[Tensor, "N Vd"]  # the teacher
@@ -195,7 +195,7 @@ def likelihood_of_acceptance(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
 
 
 def hybrid(rows: LossInputs, eta: float) -> Float[Tensor, " N"]:
-    """A share s = exp(-eta alpha), held fixed, of KL(p | q), and 1 - s of 1 - alpha.
+    """Return s KL(p | q) + (1 - s)(1 - alpha) with s = exp(-eta alpha), without gradient through s.
 
     The KL is left out where the target's top-1 token is not in the draft vocabulary.
     """

@@ -86,7 +86,7 @@ def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return bytes of the GPU's allocator, or on a CPU of the whole process with the target."""
+    """Return the peak bytes of the CUDA allocator, or on a CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -31,14 +31,14 @@ METRICS = {
     "loss": Metric("nats", "mean over supervised rows",
                    "the terms of drafter.loss together, depth d"),
     "term.<name>": Metric("nats", "mean over rows it counts",
-                          "one term alone, where there are several"),
+                          "a single term, if the loss has several"),
     "agree": Metric("share", "mean over supervised rows", "drafter's top-1 token is the target's"),
     "alpha": Metric("share", "mean over supervised rows", "sum of min(p, q) at temperature 1"),
     "accept_length": Metric("tokens", "emitted / expected rounds",
                             "greedy tau of a chain of drafter.depths"),
     "accept_length_sampling": Metric("tokens", "emitted / expected rounds",
                                      "the same at temperature 1"),
-    "kept": Metric("nats", "mean over answer rows", "cost of the changed target (Medusa-2)"),
+    "kept": Metric("nats", "mean over answer rows", "loss of the modified target (Medusa-2)"),
     "objective": Metric("nats", "weights x losses, keep x kept", "what is minimised"),
     "grad_norm": Metric("1", "of the last step", "norm of the gradient before clipping"),
     "update_ratio": Metric("1", "of the last step",
@@ -51,7 +51,7 @@ METRICS = {
 
 
 class MetricsLog:
-    """Writes on the main rank; does nothing on the others."""
+    """Log of the metrics of a run, written by the main rank only."""
 
     def __init__(
         self, config: Config, console: Console, main: bool, trackers: Sequence[TrackerThread] = ()

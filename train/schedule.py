@@ -14,7 +14,7 @@ def fraction_done(train: TrainConfig, progress: Progress) -> float:
 
 
 def learning_rate(train: TrainConfig, fraction: float) -> float:
-    """Return a linear warm-up followed by `train.schedule`; `fraction` of the run is over."""
+    """Return the learning rate at `fraction` of the run: linear warm-up, then `train.schedule`."""
     warmup = train.warmup
     if isinstance(warmup, int):
         warmup = warmup / max(1, train.max_steps or 1000)

@@ -55,7 +55,7 @@ def parse(node: DictConfig) -> Config:
 def drafter_schema(values: object) -> type:
     """Return the `Config` dataclass of the drafter named in `values`.
 
-    A drafter is found by its file's name alone, so a configuration cannot name code to run.
+    A drafter is identified only by its file's name, so a configuration cannot name code to run.
     """
     name = values.get("name") if isinstance(values, dict) else None
     known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))

@@ -17,7 +17,7 @@ from outrider.models.target import Target
 
 
 class MicroBatch(NamedTuple):
-    """Packed rows and where their trace comes from."""
+    """Packed rows and the source of their trace."""
 
     batch: Batch
     source: TraceSource

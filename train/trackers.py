@@ -163,7 +163,7 @@ def require_packages(config: Config) -> None:
 
 
 class TrackerThread:
-    """A tracker in a thread of its own."""
+    """A tracker that runs in a separate thread."""
 
     def __init__(
         self, name: str, make: Callable[[], Tracker], show: Callable[[str], None],

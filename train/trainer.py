@@ -1,4 +1,4 @@
-"""What a training step needs: drafter, objective, optimizer, data and progress of one run."""
+"""State of a training run: drafter, objective, optimizer, data and progress."""
 
 import copy
 import hashlib
@@ -25,7 +25,7 @@ from outrider.train.objective import Objective
 from outrider.train.optimizer import build_optimizer
 from outrider.train.step_data import MicroBatch, StepData, supervised_counts
 
-INIT_ROWS = 8  # packed rows per batch while first weights are fitted
+INIT_ROWS = 8  # packed rows per batch while initial weights are fitted
 
 
 class Trainer:
@@ -36,14 +36,14 @@ class Trainer:
             wraps it.
         rows: packed rows per optimizer step, over all ranks.
         progress: what a checkpoint stores beside weights and moments.
-        initialisation: where the first weights come from, for messages.
+        initialisation: the origin of the initial weights, for messages.
         start_seconds: time that it took to find them; None for a continued run.
     """
 
     def __init__(
         self, config: Config, loaded: LoadedTarget, data: TrainingData, *, begin: bool = True
     ) -> None:
-        """Build everything; with `begin=False`, without first weights, only to estimate costs."""
+        """Build everything; with `begin=False`, without initial weights, only to estimate costs."""
         cfg: Any = config.drafter
         self.config, self.data, self.target = config, data, loaded.target
         self.folder, self.sources = Path(config.run.dir), data.trace_sources(loaded.target)
@@ -53,7 +53,7 @@ class Trainer:
         self.drafter = drafters.build(cfg, self.target, vocab).to(self.target.device)
         self.drafter.gradient_checkpointing = config.train.gradient_checkpointing
         start = time.monotonic()
-        self.initialisation = self._initialise() if begin else "first weights not yet found"
+        self.initialisation = self._initialise() if begin else "weights not yet initialised"
         resumes = self.initialisation.startswith("a checkpoint")
         self.start_seconds = None if resumes else time.monotonic() - start
         self.objective = Objective(
@@ -80,7 +80,7 @@ class Trainer:
         self.writer = CheckpointWriter(self.folder, config.train)
 
     def _initialise(self) -> str:
-        """Fit first weights on the training rows, unless a checkpoint has weights."""
+        """Fit initial weights on the training rows, unless a checkpoint has weights."""
         if self.config.train.resume != "never" and self.checkpoints():
             return "a checkpoint of this run"
         source = self.sources.train
@@ -97,7 +97,7 @@ class Trainer:
         return checkpoint.list_checkpoints(self.folder / "checkpoints")
 
     def seed_step(self, step: int) -> None:
-        """Seed noise and dropout by the run's seed, the step and the rank alone."""
+        """Seed noise and dropout from only the run's seed, the step and the rank."""
         rank = self.accelerator.process_index
         name = f"{self.config.run.seed} {step} {rank}".encode()
         torch.manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:7], "big"))
@@ -127,7 +127,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of all held-out rows, which the ranks share."""
+        """Return the metrics over all held-out rows, which are divided among the ranks."""
         cfg: Any = self.config.drafter
         held, world = self.data.held, self.accelerator.num_processes
         size = max(1, self.rows // (world * self.config.launch.accumulation))

@@ -1,1 +1,1 @@
-"""Recorded traces: what the target said about a text, written once, small, and trained from."""
+"""Recorded traces: the target's hidden states and top tokens, stored compactly for training."""

@@ -182,7 +182,7 @@ def _stat(file: Path) -> tuple[int, float]:
 
 
 def _touch(file: Path) -> None:
-    """Set the time of use by this clock; the file system's may be behind by milliseconds."""
+    """Set the time of use from this process's clock; the file system's may lag by milliseconds."""
     now = time.time()
     os.utime(file, (now, now))
 

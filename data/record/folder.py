@@ -7,7 +7,7 @@
                              layout.py, document by document; keys and sources of the documents
     shard-00000.json         sha256 and sizes; a shard without it is not written yet
 
-The bytes of a shard depend on its own documents alone, so that ranks and machines write shards side
+The bytes of a shard depend only on its documents, so that ranks and machines write shards side
 by side, and a restarted process writes the missing ones.
 """
 

@@ -1,4 +1,4 @@
-"""Which rows of a trace are stored, and in which columns of a file.
+"""Layout of a recording: the stored rows of a trace and their columns in a file.
 
 A drafter reads states of many rows (it attends to the context), and few rows are supervised: those
 in front of an answer token. The two are stored apart:
@@ -204,7 +204,7 @@ class Layout:
 
 
 def _rows_before_answer(answer: Tensor, document: Tensor | None, distance: int) -> Tensor:
-    """Return the mask of rows `distance` in front of an answer token of the same document."""
+    """Return the mask of rows that are `distance` before an answer token of the same document."""
     out = torch.zeros_like(answer)
     if distance < len(answer):
         out[:-distance] = answer[distance:]

@@ -1,4 +1,4 @@
-"""Storage of states: unchanged, in 16 bits, or in 8 bits with a scale per group of columns.
+"""Quantisation of stored hidden states: none, bfloat16, or int8 with a scale per column group.
 
     same   as the target computed them
     bf16   two bytes

@@ -110,7 +110,7 @@ def open_recording(
     for shard in range(len(folder.shard_documents)):
         try:
             if not folder.is_written(shard):
-                fix = f"Go on with it: outrider record data.traces={folder.path}"
+                fix = f"Complete it: outrider record data.traces={folder.path}"
                 raise CorruptFile(f"{folder.shard_file(shard)} has not been written.", fix)
             stored = list(folder.documents(shard))
         except CorruptFile:

@@ -81,7 +81,7 @@ class Recorder:
         self.about = {**about_of(config, loaded, data), "layout": layout_to_json(self.layout)}
         default, chosen = cache_home() / "traces" / _folder_name(self.about), config.data.traces
         self.path = default if chosen is None else Path(chosen).expanduser()
-        # a target in shares over the ranks runs on all of them at once
+        # a sharded target runs on all ranks at once
         self.in_lockstep = self.target.is_remote
         self._first: FirstTrace | None = None
 
@@ -274,9 +274,7 @@ class Recorder:
         if not difference.within_tolerance:
             key = self._documents_of(shard)[number].key
             why = f"{self.target.name} outputs other states of document {key[:12]}"
-            fix = (
-                "Nothing of this file was written. Please report this: the target is read wrongly."
-            )
+            fix = "Nothing of this file was written. Please report this: wrong states were read."
             raise RunError(f"{why} when it is packed with others: {difference}.", fix)
 
 

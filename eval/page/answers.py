@@ -21,7 +21,7 @@ LEGEND = (
 
 
 def answer_parts(run: RunFiles, tokenizer: TextDecoder | str, count: int) -> Iterator[Part]:
-    """Yield `count` answers of every report; a text as `tokenizer` is why there is none."""
+    """Yield `count` answers of every report; a string as `tokenizer` is the reason for none."""
     if isinstance(tokenizer, str):
         yield Note(f"No answers: {tokenizer}.")
         return

@@ -101,7 +101,7 @@ def curves(
     diagonal: bool = False,
     log: bool = False,
 ) -> DrawFn:
-    """Draw lines through points, with `marks` at them.
+    """Return a function that draws lines through points, with `marks` at the points.
 
     Args:
         intervals: of every point.
@@ -238,7 +238,7 @@ def points(
     diagonal: bool = False,
     front: Sequence[tuple[float, float]] = (),
 ) -> DrawFn:
-    """Draw points in groups, those of `front` joined by a line; `diagonal`: of equal numbers."""
+    """Return a scatter plot of groups of points, with the line `front` and the line x = y."""
 
     def paint(axes: Any, theme: Theme) -> None:
         for i, (name, members) in enumerate(groups.items()):

@@ -100,14 +100,14 @@ Terms = Callable[[AnswerRounds], tuple[int, int]]
 
 
 def accepted_at_least(k: int, given: int = 0) -> Terms:
-    """Count rounds with k or more accepted drafts, and rounds with `given` or more."""
+    """Return a counter of rounds with k or more accepted drafts, and with `given` or more."""
     return lambda rounds: (
         sum(a >= k for a in rounds.accepted), sum(a >= given for a in rounds.accepted),
     )  # fmt: skip
 
 
 def emitted_after(low: int, high: int) -> Terms:
-    """Count tokens and rounds after low..high-1 tokens."""
+    """Return a function that counts tokens and rounds that begin after low..high-1 tokens."""
 
     def terms(rounds: AnswerRounds) -> tuple[int, int]:
         pairs = zip(rounds.emitted, rounds.prefix_lengths, strict=True)

@@ -22,7 +22,7 @@ COSTS = (  # quantity, field of training.json, format, unit
     ("parameters trained, millions", "parameters", ".2f", 1e6),
     ("steps", "steps", ".0f", 1),
     ("seconds", "seconds", ".1f", 1),
-    ("seconds for first weights", "start_seconds", ".1f", 1),
+    ("seconds of initialisation", "start_seconds", ".1f", 1),
     ("tokens", "tokens", ".0f", 1),
     ("tokens per second", "tokens_per_second", ".0f", 1),
     ("peak memory, MB", "peak_memory_bytes", ".0f", MB),

@@ -49,7 +49,7 @@ def as_markdown(page: Page) -> str:
 
 
 def _define_once(page: Page, kinds: tuple[type, ...]) -> Page:
-    """Keep parts of these kinds, and each definition at its first use in a section."""
+    """Drop parts of other kinds, and print each definition once per section."""
     sections = [s._replace(parts=_once(s.parts, kinds, set())) for s in page.sections]
     return page._replace(sections=[section for section in sections if section.parts])
 
@@ -80,7 +80,7 @@ def _environment(escape: bool) -> Environment:
 
 
 def _clean(value: Any) -> Any:
-    """Replace invalid characters in strings; markup of the templates is left alone."""
+    """Replace invalid characters in strings; markup of the templates is unchanged."""
     plain = isinstance(value, str) and not isinstance(value, Markup)
     return INVALID.sub("\N{REPLACEMENT CHARACTER}", mask_credentials(value)) if plain else value
 

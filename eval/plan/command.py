@@ -174,7 +174,7 @@ class PlanStudy:
         return [settings[i] for i in dict.fromkeys(steps)]
 
     def _forwards(self, shapes: Sequence[DraftShape], grid: Grid) -> MeasuredClock:
-        """Time the forwards alone."""
+        """Time target and drafter forwards outside decoding."""
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         tokens = [1 + shape.nodes for shape in shapes]
         widest = math.ceil(max(shape.width for shape in shapes))

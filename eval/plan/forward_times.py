@@ -30,7 +30,7 @@ Run = Callable[[], object]
 def measure_forwards(
     target: Target, drafter: Drafter, name: str, tokens: Sequence[int], grid: Grid, repeats: int
 ) -> MeasuredClock:
-    """Measure the target over `tokens` (of tree and root) and the drafter; 1 joins both axes."""
+    """Time target and drafter forwards on the grid; both token axes also contain 1."""
     counts, wide = tuple(sorted({1, *tokens})), tuple(sorted({1, *grid.widths}))
     axes = (grid.depths, grid.batches, grid.contexts)
     levels, prompts, rows = (tuple(sorted(set(axis))) for axis in axes)
@@ -93,7 +93,7 @@ def draft_ms(
     """Return median milliseconds of absorbing `ABSORBED_ROWS` rows and drafting (width, depth).
 
     Args:
-        widths: nodes per step, from the second step on; the first step expands the root alone.
+        widths: nodes per step, from the second step on; the first step expands only the root.
         depths: steps, at most `drafter.max_depth`.
         context: rows absorbed before, at least 1.
     """
@@ -112,7 +112,7 @@ def draft_ms(
 def interleaved_medians(
     runs: Sequence[Run], before: Sequence[Run], repeats: int, device: torch.device
 ) -> list[float]:
-    """Return median milliseconds of each run, without what runs before it.
+    """Return median milliseconds of each function in `runs`; those in `before` are not timed.
 
     Runs are interleaved after one warm-up of each.
     """

@@ -2,7 +2,7 @@
 
 A forward takes the longer of its memory traffic and its arithmetic at the machine's peak rates,
 plus a fixed time. What a drafter's forward reads is recorded on the real module, step by step,
-since some steps read the head alone and others a decoder layer too.
+since some steps read only the head and others a decoder layer too.
 
 Source: the roofline model, Williams et al. 2009, "Roofline", CACM 52(4); its use for speculative
 decoding over batches and contexts, Chen et al. 2024, "MagicDec", section 3, arXiv:2408.11049.
@@ -178,7 +178,7 @@ class RooflineClock:
     """Round times of another machine, for `surface.make_plan`.
 
     Attributes:
-        drafter: sizes of a round's forwards; the last one stands for all deeper steps.
+        drafter: sizes of a round's forwards; the last one is used for all deeper steps.
         budget: cached tokens that the drafter reads at most (MagicDec); None: all.
     """
 

@@ -5,7 +5,7 @@ Two grids of forward times (`forward_times.py`) are interpolated linearly.
     target   new tokens x prompts x cached rows                 the head included
     draft    nodes per step x steps x prompts x cached rows     absorbing `ABSORBED_ROWS` included
 
-Forwards take longer within decoding than alone, and a round costs more than its forwards. Both
+Forwards take longer within decoding than in isolation, and a round has overhead. Both
 are measured on rounds of a few shapes and interpolated by a plane in depth and nodes. Times are
 milliseconds of the whole batch.
 """
@@ -79,7 +79,7 @@ class DraftShape(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Mean number of nodes per drafter step after the first, which expands the root alone."""
+        """Mean number of nodes per drafter step after the first, which expands only the root."""
         return sum(self.parents[1:]) / (self.depth - 1) if self.depth > 1 else 1.0
 
 
@@ -103,7 +103,7 @@ class DecodedRound(NamedTuple):
     """A round measured within decoding."""
 
     shape: DraftShape
-    draft: float  # multiple of the time of the forwards alone
+    draft: float  # multiple of the time of isolated forwards
     target: float  # the same
     rest: float  # ms of everything else
 

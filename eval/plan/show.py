@@ -131,7 +131,7 @@ def check_table(checks: Sequence[Check]) -> Table:
 def write_plan(
     folder: Path, plan: Plan, out: str = "plan", checks: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Write `<out>.png`, then `<out>.json`, so that the json implies the picture."""
+    """Write `<out>.png`, then `<out>.json`, so that the picture exists if the json does."""
     write(folder / f"{out}.png", plot(plan))
     write_json(folder / f"{out}.json", {**plan.fields(), "checks": list(checks)})
 

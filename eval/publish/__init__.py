@@ -1,1 +1,1 @@
-"""`outrider publish`: a drafter in somebody else's format, proved, described, uploaded."""
+"""`outrider publish`: export, verification, model card and upload of a drafter."""

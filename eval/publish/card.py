@@ -134,7 +134,7 @@ def base_model(config: Config, settings: PublishConfig) -> str | None:
 
 
 def eval_results(reports: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
-    """Return tau and speedup of every report that is not lossy, which a model-index cannot say."""
+    """Return tau and speedup of every lossless report: a model-index cannot mark lossy ones."""
     return [
         EvalResult(
             task_type="text-generation", dataset_type="prompts",

@@ -96,7 +96,7 @@ def require_equal(expected: Sequence[DecodedAnswer], answers: Sequence[DecodedAn
         ):
             if own != other:
                 message = (
-                    f"The exported drafter does not draft as the run's own: {what} of answer "
+                    f"The exported drafter differs from the run's: {what} of answer "
                     f"{number} ({ours.policy}) are {other}, expected {own}."
                 )
                 raise RunError(message, FIX)

@@ -60,7 +60,7 @@ TokenizedPrompts = list[tuple[str, list[int]]]  # name and ids of each prompt
 
 
 class BothDecoders:
-    """All systems over one pair of models; as a context it counts the target's forwards."""
+    """All systems over one pair of models; a context manager that counts the target's forwards."""
 
     def __init__(
         self, target: Target, drafter: Drafter, assistant: Any, stops: Sequence[int],

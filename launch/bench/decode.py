@@ -129,7 +129,7 @@ def rounds(words: list[str]) -> int:
 
 
 def _round_parts(run: LoadedRun, policy: Policy, sampling: Sampling) -> dict[str, float]:
-    """Return medians of the repetitions; `overhead` is the share of neither model's forwards."""
+    """Return medians of the repetitions; `overhead` is the share outside model forwards."""
     engine = run.engine(policy, sampling)
     engine.generate_all(run.requests[:2], 1)  # warm-up
     runs = (engine.generate_all(run.requests, 1) for _ in range(run.options.repeats))

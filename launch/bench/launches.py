@@ -1,4 +1,4 @@
-"""`outrider bench launches`: one recipe under every launch, and the differences of the results.
+"""`outrider bench launches`: numerical equivalence of single-process, DDP and ZeRO training.
 
 The losses of every step and the final weights are compared with those of the first run. Each rank
 computes a part of the batch, so results are equal up to the rounding of sums.

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, peak memory, processes, results."""
+"""Common code of the benchmarks: machine description, peak memory, child processes, results."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ def run_command(command: Sequence[str], env: Mapping[str, str] | None = None) ->
     if done.returncode:
         output = (done.stderr or done.stdout).strip()[-2000:]
         message = f"{shlex.join(command)} ended with {done.returncode}:\n{output}"
-        raise RunError(message, "Run it alone to see the whole output.")
+        raise RunError(message, "Run this command directly to see the whole output.")
     return done.stdout
 
 
@@ -77,7 +77,7 @@ def run_outrider(*words: str, env: Mapping[str, str] | None = None) -> str:
 
 
 def run_in_child(bench: str, options: Any, **settings: object) -> Any:
-    """Measure in a process of its own, with one setting of every list; return what it prints."""
+    """Measure in a child process, with one setting of every list; return the parsed output."""
     values = {**dataclasses.asdict(options), **settings, "out": ""}
     words = [f"{key}={value}" for key, value in values.items()]
     output = run_outrider("bench", bench, *words, env={**os.environ, CHILD: "1"})
@@ -85,7 +85,7 @@ def run_in_child(bench: str, options: Any, **settings: object) -> Any:
 
 
 def answer_parent(measure: Callable[[], Any]) -> bool:
-    """In a process of `run_in_child`, print the measurement as JSON; return whether it is one."""
+    """In a child of `run_in_child`, print the measurement as JSON; return whether it is a child."""
     if CHILD in os.environ:
         print(json.dumps(measure()))
     return CHILD in os.environ

@@ -114,7 +114,7 @@ def _table(faults: list[dict[str, Any]]) -> Table:
 
 
 class FaultyRun:
-    """A training run that can be observed and interrupted."""
+    """A training run into which faults can be injected."""
 
     def __init__(self, options: Options, folder: Path, steps: int) -> None:
         self.folder, self.log = folder, folder.with_suffix(".txt")
@@ -167,7 +167,7 @@ class FaultyRun:
             time.sleep(0.005)
 
     def advance(self, process: Launcher) -> None:
-        """Wait for some steps more than ever before, and a random time after that."""
+        """Wait until the run is 1 to 3 steps beyond its last logged step, then a random time."""
         goal = self.step() + self.random.randint(1, 3)
         self.wait_for(lambda: self.step() >= goal, process)
         time.sleep(0.2 * self.random.random())
@@ -181,7 +181,7 @@ class FaultyRun:
             self.kill(process, ranks)
 
     def kill(self, process: Launcher, ranks: list[psutil.Process] | None = None) -> None:
-        """Kill the launcher first, because it would end the ranks in an orderly way."""
+        """Kill the launcher, then the ranks; a living launcher would terminate them by SIGTERM."""
         ranks = self.ranks(process) if ranks is None else ranks
         process.kill()
         for rank in ranks:

@@ -4,7 +4,7 @@ A step is unroll, losses and backward of an EAGLE-3 drafter; the target's featur
 are timed alternately in one process; the peak memory of each is measured in a process of its own.
 
     noted       fast, with the target's top-1 tokens given, as recorded features have them
-    fast        from the target's last hidden states alone
+    fast        from the target's last hidden states only
     reference   dense mask, all rows at once, unfused losses
 
 Shape letters: B rows, T tokens of a row, V the target's vocabulary, H its hidden size.
@@ -84,7 +84,7 @@ class Case(NamedTuple):
 
 
 class _Ends:
-    """Embedding and head of a target: what a step with given features needs of it."""
+    """Stand-in target with only an embedding and a head."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
         self.weight = torch.randn(shape.vocab, shape.hidden, dtype=dtype) * shape.hidden**-0.5

@@ -1,1 +1,1 @@
-"""`outrider doctor`: what is right, doubtful and wrong about a run, before its first step."""
+"""`outrider doctor`: checks of a run before its first step."""

@@ -160,7 +160,7 @@ def _bytes_to_write(run: Trainer, loaded: LoadedTarget, sampled: bool) -> tuple[
 
 
 def require_trainable(config: Config, loaded: LoadedTarget, data: TrainingData) -> None:
-    """Refuse a run before the drafter is initialised.
+    """Raise a RunError if the text cannot train the drafter; called before its initialisation.
 
     Raises:
         RunError: no token is supervised, or the draft vocabulary covers too few.

@@ -96,7 +96,7 @@ def _find_mismatch(tokenizer: Any, dialogue: Dialogue) -> PrefixMismatch | None:
     """
     for turns in range(1, len(dialogue)):
         if not _without_system(dialogue[:turns]):
-            continue  # templates may refuse a system turn alone
+            continue  # templates may refuse a conversation of only a system turn
         answered = dialogue[turns]["role"] == "assistant"
         short, short_ids = render_prompt(tokenizer, dialogue[:turns], prompt=answered)
         long, ids = render_prompt(tokenizer, dialogue[: turns + 1], prompt=False)
@@ -171,7 +171,7 @@ def thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]
             return Finding("thinking", "ok", lacks, facts)
         return Finding("thinking", "note", f"{message}; {lacks}", facts)
     fix = {
-        None: f"The template decides about {THINKING_ARG} by itself: set target.thinking.",
+        None: f"The template's default of {THINKING_ARG} applies: set target.thinking.",
         True: "The drafter is trained without thoughts: use data=self, or target.thinking=false.",
         False: "The drafter is trained on thoughts, the target omits them: target.thinking=true.",
     }[target.thinking]

@@ -131,7 +131,7 @@ def overlap(config: Config, data: TrainingData, refused: OverlapError | None) ->
     if refused:
         return Finding("overlap", "wrong", refused.message, facts, refused.fix)
     message = f"{met} conversations contain a near copy of a prompt of the suite: dropped"
-    fix = "This is data.overlap=drop."
+    fix = "They were dropped, because data.overlap=drop."
     if policy == "keep":
         hits = _search_overlap(config, suite)
         met = len(hits)

@@ -166,7 +166,7 @@ def _trial(run: Trainer, rows: int, before: float) -> BatchTrial:
 
 
 def _on_gpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
-    """As `_on_cpu`, by trials in the memory that AdamW's moments leave."""
+    """Return as `_on_cpu`, from trials with the memory of AdamW's moments reserved."""
     device, trials = run.target.device, list[BatchTrial]()
     moments = torch.empty(MOMENTS * trained_parameters(run), dtype=torch.uint8, device=device)
     free = float(torch.cuda.mem_get_info(device)[0])

@@ -1,1 +1,1 @@
-"""The lossless speculative decoder: draft, verify, commit."""
+"""The speculative decoder: draft, verify, commit."""

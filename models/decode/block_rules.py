@@ -100,7 +100,7 @@ def traversal(
     rng: RandomSource,
     replacement: bool,
 ) -> Accepted:
-    """Traversal verification of sampled trees; accepts more than testing sibling after sibling.
+    """Traversal verification of sampled trees; accepts more than rules that test siblings in order.
 
     Args:
         replacement: siblings were drawn independently (True), or without replacement (False).

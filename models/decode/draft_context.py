@@ -1,4 +1,4 @@
-"""The drafter's side of a round: draft logits for one level of every prompt's tree after the other.
+"""Input of a draft policy: the drafter's logits, computed one tree level at a time.
 
 Logits come with penalties and bans, and with the verifier's changes; drafting time is recorded.
 
@@ -24,7 +24,7 @@ DraftScores = Callable[[Tensor, int, Tensor | None], Tensor]  # logits, depth, t
 
 
 class DraftContext:
-    """All that a policy sees of the engine while it drafts one round of a batch.
+    """State of one round of a batch, passed to the draft policy.
 
     Attributes:
         roots: the newest tokens.

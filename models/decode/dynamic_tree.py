@@ -27,7 +27,7 @@ from outrider.models.decode.tree import NEVER, Tree, rerank
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Expand the most probable nodes of each level, then keep the most probable of all.
+    """Draft tree of the most probable nodes, grown level by level and then pruned.
 
     Attributes:
         depth: maximum number of levels.
@@ -115,7 +115,7 @@ class _Candidates:
     budget: int
 
     def expected_length(self, depth: int) -> Float[Tensor, " B"]:
-        """Return the expected accepted tokens of the best tree of so many levels."""
+        """Return the expected accepted tokens of the best tree of depth `depth`."""
         scores = [scores for _, _, scores in self.levels[: depth + 1]]
         probs = torch.cat(scores, dim=1).exp()
         return probs.topk(min(self.budget + 1, probs.shape[1])).values.sum(-1) - 1
@@ -140,7 +140,7 @@ class _Candidates:
 def _layout(
     levels: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"], Int[Tensor, " A"]]:
-    """Return where all candidates are.
+    """Return depth and parent of every candidate.
 
     Args:
         levels: number of parents and of candidates of each, the root's included.

@@ -4,7 +4,7 @@ Between rounds, a request's slot of the target's cache holds every committed tok
 the root. A round runs the root and the draft tree of every request in one forward, keeps the rows
 of the accepted paths and emits one token more than was accepted. A request that has ended frees its
 slot at once; prompts of one length that start together are read in one forward. Without a drafter
-the trees consist of the root alone: that is the baseline.
+every tree is only the root, which is the baseline.
 
 An answer does not depend on the batch it is in: every request has its own slot, random numbers and
 drafter state, and padding is masked.
@@ -56,7 +56,7 @@ class Event(NamedTuple):
 
 
 class Engine:
-    """Decodes requests; `rounds` counts those of the last `run`."""
+    """Speculative decoder of a target; `rounds` is the number of rounds of the last `run`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Engine:
     # ---- entry points ----
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Output:
-        """Return one answer; its random numbers continue those of the previous answer."""
+        """Return one answer; its random numbers continue the stream of the previous call."""
         events = self.run([Request(prompt, max_new_tokens)], 1, [self.generator])
         return [event.out for event in events][-1]
 
@@ -117,7 +117,7 @@ class Engine:
         """Decode; yield each request's new tokens after every round.
 
         Args:
-            batch: requests decoded together at most.
+            batch: maximum number of requests decoded together.
             generators: one per request; None: seeded by the requests' seeds.
             dialogue: of the only request: the part of the prompt that it holds is not read again.
 

@@ -1,6 +1,6 @@
 """Lossy rules: more tokens are accepted, and the output distribution changes.
 
-    typical     accept a token that is likely enough for the target, whoever proposed it
+    typical     accept a token that is likely enough under the target, independent of q
     lenience    the ratio test with q scaled down
 
 Shape letters: B prompts, N nodes, V vocabulary.

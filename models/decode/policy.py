@@ -128,7 +128,7 @@ class Chain:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # shared by all callers
 def root_index(batch: int, device: torch.device) -> Int[Tensor, "B 1"]:
-    """Return the index of the only node of a level."""
+    """Return index 0, the root's in its level, for every prompt."""
     return torch.zeros(batch, 1, dtype=torch.long, device=device)
 
 

@@ -17,7 +17,7 @@ from outrider.models.drafter import State
 from outrider.models.kv_cache import KVCache
 
 PREFILL_TOKENS = 2048  # tokens of several prompts that one forward reads
-CHECKPOINTS = 3  # newest checkpoints of a dialogue beside the first: each holds a drafter's rows
+CHECKPOINTS = 3  # newest checkpoints of a dialogue and the first: each holds a drafter's rows
 FIRST, ACCEPTED, CORRECTION, BONUS = "first", "accepted", "correction", "bonus"
 
 
@@ -89,7 +89,7 @@ class Stops:
         self.ids, self.strings, self.decode = frozenset(ids), tuple(strings), decode
 
     def cut(self, ids: list[int], new_ids: list[int]) -> tuple[list[int], str]:
-        """Return the new tokens up to the end of the answer, and why it ends ("": it does not).
+        """Return the new tokens up to the end of the answer, and the reason of the end, or "".
 
         Args:
             ids: the answer before the new tokens.
@@ -196,9 +196,9 @@ class DialogueCache:
 
 
 def check_request(request: Request, max_positions: int, vocab: int) -> None:
-    """Raise RunError if a target with so many positions and tokens cannot decode a request."""
+    """Raise RunError if a target of these sizes cannot decode a request."""
     if not request.prompt:
-        raise RunError("A prompt is empty.", "Give at least one token, a start token for instance.")
+        raise RunError("A prompt is empty.", "Give at least one token, for example a start token.")
     least, most = min(request.prompt), max(request.prompt)
     if least < 0 or most >= vocab:
         token = least if least < 0 else most
@@ -217,7 +217,7 @@ def check_request(request: Request, max_positions: int, vocab: int) -> None:
 def same_length_batch(
     waiting: deque[tuple[int, Request]], most: int
 ) -> Iterator[tuple[int, Request]]:
-    """Yield the next request, and those after it of one length that fit into the same forward."""
+    """Yield the next request, and following ones of equal length that fit into one forward."""
     length = len(waiting[0][1].prompt)
     for _ in range(min(most, max(1, PREFILL_TOKENS // length))):
         if not waiting or len(waiting[0][1].prompt) != length:

@@ -104,7 +104,7 @@ def _greedy_tree(ids: Numbers, parents: Numbers, depths: Numbers, choice: Number
 def outcomes(
     tree: Tree, accepted: Accepted, max_logits: Float[Tensor, "B K"]
 ) -> list[RoundOutcome]:
-    """Return the result of a rule on the host; `max_logits` as for `greedy_outcomes`."""
+    """Transfer the result of a rule to the host; `max_logits` as for `greedy_outcomes`."""
     ends = accepted.length[:, None], accepted.next_ids[:, None]
     if tree.is_chain:
         return [

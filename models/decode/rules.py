@@ -1,6 +1,6 @@
 """The table of verification rules: which rule fits which kind of draft.
 
-A draft is of one of four kinds, and each has its own rules:
+A draft is of one of four kinds, and a rule fits one or several of them:
 
     best          the drafter's top-k tokens, chosen deterministically (no q rows)
     drawn         siblings drawn without replacement; in a chain, one draw per depth
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     Attributes:
         verify: (tree, p_rows, q_rows, rng, **parameters) -> Accepted; without q_rows if some of its
             drafts have none.
-        drafts: the kinds of drafts it is exact for.
+        drafts: the kinds of drafts it can verify; a lossless rule is exact for each.
         chains_only: it refuses trees that branch.
         lossy: its output does not have the target's distribution.
         parameters: parameters and their defaults; None: a value is required.

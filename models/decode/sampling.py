@@ -23,7 +23,7 @@ BELOW_ONE = 1 - 2**-52  # times any total (not denormal) is below it
 
 
 class EmptyDistribution(ValueError):
-    """A row that nothing can be drawn from."""
+    """A row of probabilities without finite, positive mass."""
 
     def __init__(self) -> None:
         super().__init__("cannot draw from a row without finite, positive mass (NaN logits?)")
@@ -124,7 +124,7 @@ def _find_slice(
 
 @runtime_checkable
 class RandomSource(Protocol):
-    """All the randomness of a round, behind one interface that a test can enumerate."""
+    """Interface to all random decisions of a round; a test can enumerate them."""
 
     def flip(self, chances: Float[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
         """Return True with the given probabilities, all independent; 0 never, 1 always."""

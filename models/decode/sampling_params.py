@@ -50,11 +50,11 @@ class Sampling(NamedTuple):
 
     @property
     def has_no_processors(self) -> bool:
-        """Neither a penalty nor a ban."""
+        """Whether there is neither a penalty nor a ban."""
         return self.repetition_penalty == 1 and not self.banned
 
     def check(self, vocab: int) -> "Sampling":
-        """Return the parameters; raise ValueError if a target of so many tokens refuses them."""
+        """Return the parameters; raise ValueError if they are invalid for `vocab` tokens."""
         warp(torch.zeros(1, 2), self.temperature, self.top_k, self.top_p, self.min_p)
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be positive")

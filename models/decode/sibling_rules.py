@@ -1,6 +1,6 @@
 """Sampled siblings: how they are drawn, and the two rules that verify them in that order.
 
-Both rules test the children of a node one after the other against a row R that starts as p. A child
+Both rules test the children of a node in order against a row R that starts as p. A child
 x is accepted with probability min(1, R(x) / q(x)); if it is rejected, R becomes max(R - q, 0),
 renormalised. If all are rejected, the token is drawn from the final R.
 
@@ -83,7 +83,7 @@ def nodes_by_rank(
         rank: 1..N-1; no two children of a node have the same.
 
     Raises:
-        ValueError: a node cannot have been drawn like this.
+        ValueError: a token cannot have been sampled from its row.
     """
     p, q = draft_probabilities(tree, p_rows, q_rows)
     misplaced = torch.zeros_like(tree.real) if replacement else repeats_sibling(tree)
@@ -99,7 +99,7 @@ def nodes_by_rank(
 
 
 class ResidualRows:
-    """The rows of all nodes while one child after the other is rejected.
+    """Target and draft rows of all nodes, updated as their children are rejected.
 
     Attributes:
         target: R of each node, renormalised.

@@ -6,7 +6,7 @@ Shape letters: B prompts, N nodes of the tree, n nodes of a level, E expanded in
 
 Source: Medusa, arXiv:2401.10774; sampled siblings, SpecInfer, arXiv:2305.09781, and Sequoia,
 arXiv:2402.12374: their shape is fixed before a token is drawn (rule R3), and whether a node is
-missing for want of probability depends on its ancestors alone.
+missing, because no token has probability left, depends only on its ancestors.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class StaticTree:
         object.__setattr__(self, "paths", parse(self.paths))
         if check_draft(self.draft) in SAMPLED_DRAFTS and not contiguous(self.paths):
             raise ValueError(
-                f"{self}: siblings are drawn one after the other, so the ranks below a node "
+                f"{self}: siblings are sampled in sequence, so the ranks of a node's children "
                 "are 0, 1, 2, .."
             )
 

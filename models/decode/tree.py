@@ -79,7 +79,7 @@ class Tree:
         levels: int,
         real: Bool[Tensor, "B N"] | None = None,
     ) -> "Tree":
-        """Return any trees; the ancestor mask follows from the parents.
+        """Build trees from parent indices; the ancestor mask follows from them.
 
         Args:
             real: None: all nodes are.
@@ -137,7 +137,7 @@ def _identity_parts(batch: int, count: int, device: torch.device) -> tuple[Tenso
 def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
     """Select the `budget` most probable candidates, which always form a tree (EAGLE-2).
 
-    Equal scores prefer the lower index; NaN comes last, with -inf. So if candidates are stored
+    Equal scores prefer the lower index; NaN counts as -inf. So if candidates are stored
     level by level, and no child scores above its parent, every parent is selected before its
     children.
 

@@ -1,4 +1,4 @@
-"""Between trees and tensors: positions and attention masks, and the rows of a round that are kept.
+"""Positions and attention masks of draft trees, and the rows kept after verification.
 
 Shape letters: B prompts, N nodes, P nodes of a path, S columns of the cache, R of a cached mask.
 """
@@ -21,7 +21,7 @@ MASK_STEP = 512  # columns by which a cached mask grows
 
 
 class KeptRows(NamedTuple):
-    """The kept rows of a round on the device; of every prompt the first ones count.
+    """The rows kept after a round, on the device; a prompt with a shorter path uses the first ones.
 
     Attributes:
         next_ids: the tokens after `ids`.

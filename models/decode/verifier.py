@@ -69,7 +69,7 @@ class Verifier(ABC):
         return
 
     def start_round(self, requests: Sequence[ActiveRequest], levels: int) -> None:
-        """Start a round whose drafts have so many levels at most."""
+        """Start a round whose drafts have at most `levels` levels."""
         self.requests = requests
 
     def random_source(self, check_mass: bool = True) -> RandomSource:
@@ -100,7 +100,7 @@ class Verifier(ABC):
 
 
 class GreedyVerifier(Verifier):
-    """Accept the longest path of the target's argmax tokens."""
+    """Verifier that accepts the longest path of the target's argmax tokens."""
 
     def decide(self, draft: Draft, logits: Float[Tensor, "B N V"]) -> Decision:
         choice, max_logits = first_max(logits)
@@ -108,7 +108,7 @@ class GreedyVerifier(Verifier):
 
 
 class SampledVerifier(Verifier):
-    """Accept by a rule with random numbers; coupled drafts are chosen with noise."""
+    """Verifier that applies a rule with random numbers; coupled drafts are chosen with noise."""
 
     noise: RoundNoise
 
@@ -131,7 +131,7 @@ class SampledVerifier(Verifier):
             self.noise = RoundNoise(noises, positions, levels + 1, self.sampling.temperature)
 
     def random_source(self, check_mass: bool = True) -> RandomSource:
-        """Return a stream of its own for every prompt.
+        """Return a random source with a separate stream for every prompt.
 
         However many numbers are used, the next stream is the same: an answer must not depend on how
         deep the other prompts of the batch are drafted.
@@ -160,7 +160,7 @@ class SampledVerifier(Verifier):
 
 
 class CoupledVerifier(SampledVerifier):
-    """Accept the longest path of the target's argmax tokens with noise.
+    """Verifier that accepts the longest path of the argmax of target logits plus noise.
 
     On a CPU a tree is descended level by level, so that only visited rows are computed.
     """

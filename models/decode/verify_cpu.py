@@ -27,7 +27,7 @@ CpuRule = Callable[[Tree, Tensor, Warp, Tensor | None, RandomSource], list[Round
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """Chooses one token per prompt: a RandomSource, or gumbel_coupling.NoiseDraws."""
+    """Source of one token per prompt: a RandomSource, or gumbel_coupling.NoiseDraws."""
 
     def draw_host(self, rows: Float[Tensor, "B V"]) -> list[int]: ...
 

@@ -52,7 +52,7 @@ def resolve_taps(cfg: Any, layers: int) -> tuple[int, ...]:
 
 
 class TargetWithShape:
-    """The ends of a target, with another shape for the drafter's own layers."""
+    """Embedding and head of a target, with another shape for the drafter's own layers."""
 
     def __init__(self, target: TargetEnds, shape: ModelShape) -> None:
         self.target, self._shape = target, shape

@@ -103,7 +103,7 @@ class Eagle(SelfFeeding):
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
         return target_head_logits(self.target, self.vocab, hidden)
 
-    # ---- first weights ----
+    # ---- initial weights ----
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:

@@ -153,7 +153,7 @@ class Eagle3(SelfFeeding):
         scaled: Tensor = each * self.tap_scale[:, None].to(taps.dtype)
         return scaled.flatten(-2)
 
-    # ---- first weights ----
+    # ---- initial weights ----
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:

@@ -119,7 +119,7 @@ class Mtp(BatchDrafter):
     def _stages(self) -> list[MtpModule]:
         return list(self.stages)  # type: ignore[arg-type]
 
-    # ---- first weights ----
+    # ---- initial weights ----
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:

@@ -71,7 +71,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], stem: str, shard: i
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with another, of which a file would hold only one."""
+    """Copy tensors that share memory with another, which safetensors cannot store."""
     seen: set[int] = set()
     out = {}
     for key, value in tensors.items():

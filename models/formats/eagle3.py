@@ -42,7 +42,7 @@ from outrider.models.target import Target
 LAST = "it taps the last decoder layer, whose output engines expose only after the final norm"
 ORDER = "engines return tapped layers in ascending order, in whatever order they are named"
 STATE_TAPS = (
-    f"State it in {SIDECAR} beside it: "
+    f"State it in {SIDECAR} in the same folder: "
     '{"taps": [1, 17, 32], "drafter": {"feedback": "raw"}}, with the layers whose output is read.'
 )
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -255,7 +255,7 @@ class Eagle3SGLang(Eagle3Format):
             return taps
         if taps == tuple(tap + 1 for tap in eagle3_taps(target.num_layers)):
             why = f"layers {value} are vLLM's default, which it reads as inputs, and SGLang as"
-            raise folder.error(f"{why} outputs, one layer later: a shifted tap.", STATE_TAPS)
+            raise folder.error(f"{why} outputs: the taps would be shifted.", STATE_TAPS)
         if taps and "layers.0.mlp.up_proj.weight" in strip_wrappers(folder):
             why = f"layers {value} are inputs for vLLM and outputs for SGLang; its names suit both."
             raise folder.error(why, STATE_TAPS)
@@ -267,7 +267,7 @@ class Eagle3SGLang(Eagle3Format):
         value = sidecar.get("drafter", {}).get("feedback")
         if value is None:
             why = "norm_output is the norm before the head for SpecForge, and that of the state"
-            raise folder.error(f"{why} fed back for SGLang: it does not say which.", STATE_TAPS)
+            raise folder.error(f"{why} fed back in SGLang; which is undefined.", STATE_TAPS)
         return str(value)
 
 

@@ -10,7 +10,7 @@ from outrider.models.load import LoadedTarget
 
 
 def fingerprints(loaded: LoadedTarget) -> dict[str, str]:
-    """Return hashes of what tokenised text and recorded features depend on."""
+    """Return hashes of target, tokenizer and template, which define recorded features."""
     return {
         "target": target_fingerprint(loaded.target),
         "tokenizer": hashlib.sha256(_rules(loaded.tokenizer).encode()).hexdigest()[:16],

@@ -89,7 +89,7 @@ class MedusaOriginal(MedusaFormat):
         return DrafterSpec("medusa", fields, target.shape())
 
     def _refuse_other_layers(self, folder: WeightFolder, keys: Mapping[str, str]) -> None:
-        """Refuse a second layer that is not the first: Medusa's code has one for both."""
+        """Refuse layers that differ from the first, since Medusa's code repeats one layer."""
         for key in [k for k in keys if re.fullmatch(r"\d+\.[1-9]\d*\.linear\..*", k)]:
             head, _, rest = key.split(".", 2)
             names = [keys[k] for k in (key, f"{head}.0.{rest}") if k in keys]

@@ -1,4 +1,4 @@
-"""MTP modules as a drafter, alone or in a copy of their target's folder (`mtp_merge.py`).
+"""Formats of MTP modules, separate or in a copy of their target's folder (`mtp_merge.py`).
 
 The layouts and their names are those of `mtp_target.py`. All of them join [embedding; state]: the
 halves of `eh_proj` are swapped for drafters trained the other way. Qwen3-Next's layout stores norms
@@ -27,7 +27,7 @@ from outrider.models.target import Target
 
 ROPE = "an engine would use the target's rotary embedding, which is scaled or partial"
 OTHER_SIZES = "its layers have other sizes than the target's, whose config engines build them from"
-FEED = "engines feed a module's output on before its norm, and this drafter the normed output"
+FEED = "engines feed back a module's output before its norm, and this drafter the normed output"
 
 
 class MtpFormat(ExternalFormat):

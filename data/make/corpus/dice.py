@@ -1,7 +1,7 @@
 """Reproducible choices whose probabilities depend on their context.
 
 A language model can only learn what is not uniform. Every context (a person, a place, a dish)
-therefore ranks the options in an order of its own, and the rank decides how often an option is
+therefore has a fixed ranking of the options, and the rank decides how often an option is
 chosen. The text has real entropy that a model can nevertheless learn.
 
 Only `random.Random.random()` is used, the one method whose stream Python keeps between versions.
