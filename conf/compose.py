@@ -222,13 +222,13 @@ def _misplaced_key(key: str, value: str, message: str, root: str) -> ConfigError
         return ConfigError(key, value, f"The chosen {group} has no such key.", fix)
     known = known_keys(root)
     if root == "eval" and key not in known and key in known_keys("train"):
-        return fixed_by_run(key, value)
+        return training_key_error(key, value)
     if key in known:
         return ConfigError(key, value, message, "--help lists the keys and choices.")
     return unknown_key(key, value, known)
 
 
-def fixed_by_run(key: str, value: object) -> ConfigError:
+def training_key_error(key: str, value: object) -> ConfigError:
     """Return the error for a training key in an evaluation."""
     why = "The run folder fixes what was trained; eval only measures it."
     return ConfigError(key, value, why, "outrider eval --help lists the keys of an evaluation.")

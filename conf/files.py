@@ -45,7 +45,7 @@ def write(file: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise write_error(file, error, len(data)) from error
+        raise as_run_error(file, error, len(data)) from error
 
 
 def append(file: Path, text: str) -> None:
@@ -54,7 +54,7 @@ def append(file: Path, text: str) -> None:
         with file.open("a") as stream:
             stream.write(text)
     except OSError as error:
-        raise write_error(file, error, len(text.encode())) from error
+        raise as_run_error(file, error, len(text.encode())) from error
 
 
 def copy_folder(source: Path, final: Path) -> None:
@@ -81,7 +81,7 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def write_error(file: Path, error: OSError, size: int) -> RunError:
+def as_run_error(file: Path, error: OSError, size: int) -> RunError:
     """Return the error for a failed write: the file's size, the reason, the free space."""
     message = f"{file} ({decimal(size)}) could not be written: {error.strerror or error}"
     if error.errno not in DISK_FULL_ERRNOS:
@@ -100,7 +100,7 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> It
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise write_error(folder, error, 0) from None
+        raise as_run_error(folder, error, 0) from None
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)

@@ -31,7 +31,7 @@ from outrider.data.suite import load_suite
 from outrider.data.tokenise import Document, conversation_key, render_all, show_samples
 from outrider.data.trace_source import TraceSources
 from outrider.data.training_data import TrainingData, pack_documents
-from outrider.models.formats.identity import fingerprints
+from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.load import LoadedTarget
 
 

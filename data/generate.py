@@ -87,7 +87,7 @@ def sort_by_length(prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
     return [p for block in blocks for p in sorted(block, key=lambda p: len(p.ids))]
 
 
-def write_answers(
+def generate_missing(
     backend: AnswerBackend,
     prompts: Sequence[PromptTokens],
     store: GeneratedStore,

@@ -16,7 +16,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.data.answer_spans import MARK, ChatTemplate, Tokenizer
 from outrider.data.contamination import NearDuplicateFilter, ngrams, split_words
 from outrider.data.conversations import Message, Prompt
-from outrider.data.generate import SHARD, AnswerBackend, PromptTokens, write_answers
+from outrider.data.generate import SHARD, AnswerBackend, PromptTokens, generate_missing
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 
 MAX_TOKENS = 256  # of a prompt
@@ -51,7 +51,7 @@ def generate_prompts(
     head, total = user_turn_prefix(tokenizer)[0], 0
     while True:
         openings = [PromptTokens(i, f"own prompt {i}", head) for i in range(total)]
-        write_answers(backend, openings, store)
+        generate_missing(backend, openings, store)
         answers = [answer for answer in store.answers() if answer.index < total]
         prompts, reasons = filter_prompts(tokenizer, answers, ends, count)
         if len(prompts) == count:

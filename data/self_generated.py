@@ -21,7 +21,12 @@ from outrider.conf.schema import Config, DataConfig, GenerateConfig
 from outrider.data import magpie
 from outrider.data.conversations import Prompt, read_prompts
 from outrider.data.endpoint import EndpointGenerator
-from outrider.data.generate import AnswerBackend, PromptTokens, SelfGenerator, write_answers
+from outrider.data.generate import (
+    AnswerBackend,
+    PromptTokens,
+    SelfGenerator,
+    generate_missing,
+)
 from outrider.data.generated_store import GeneratedStore
 from outrider.data.reporter import Reporter
 from outrider.data.sources import Source, data_source
@@ -108,7 +113,7 @@ def generate_answers(
         reporter.print(f"generating training text with the target{server} into {store.folder}")
         reporter.print(_size_estimate(tokenised, options, store.folder))
         with reporter.progress("generating", len(tokenised), "answers") as bar:
-            write_answers(backend, tokenised, store, minutes=options.minutes, tick=bar.update)
+            generate_missing(backend, tokenised, store, minutes=options.minutes, tick=bar.update)
         reporter.print(f"generated {bar.done} answers, {bar.tokens:,} tokens")
         if isinstance(backend, EndpointGenerator):
             reporter.print(backend.summary())

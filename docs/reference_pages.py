@@ -25,7 +25,7 @@ def write(folder: Path) -> None:
 
 def configuration() -> str:
     """Return a page with a table of keys per group of conf/."""
-    from outrider.conf.commands import VERB_GROUPS
+    from outrider.conf.command_settings import VERB_GROUPS
     from outrider.conf.compose import choices, default_values, groups
     from outrider.launch.help import group_keys, schema_keys
 

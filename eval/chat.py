@@ -30,7 +30,7 @@ from outrider.conf.schema import Config
 from outrider.eval.decoder import Chat as Dialogue
 from outrider.eval.decoder import Decoder, Piece, Result
 from outrider.eval.metrics import ratio
-from outrider.eval.open_drafter import refuse_ranks
+from outrider.eval.open_drafter import require_single_process
 from outrider.eval.rank_tables import read_tables
 from outrider.eval.report import format_number
 from outrider.eval.requests import PLAIN
@@ -65,7 +65,7 @@ def chat(
     Raises:
         RunError, ConfigError: the run has no drafter, or it does not support `config.decode`.
     """
-    refuse_ranks("chat")
+    require_single_process("chat")
     console = console or Console()
     policy = policy_of(config.decode, read_tables(Path(config.run.dir)))
     decoder = Decoder.from_config(config, policy)

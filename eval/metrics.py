@@ -255,15 +255,15 @@ def predicted_speedups(
     draft, forward, step = ms["draft"] or 0.0, ms["target"], ms["draft_step"] or 0.0
     extra = sum(ms[part] or 0.0 for part in ("verify", "commit", "other"))
     out: dict[str, float | int | None] = {
-        "from_times": theory.walltime_from_times(tau, draft, forward, extra, plain),
-        "no_overhead": theory.walltime_from_times(tau, draft, forward, 0.0, plain),
-        "free_verify": theory.walltime_from_times(tau, draft, plain, 0.0, plain),
+        "from_times": theory.speedup_from_times(tau, draft, forward, extra, plain),
+        "no_overhead": theory.speedup_from_times(tau, draft, forward, 0.0, plain),
+        "free_verify": theory.speedup_from_times(tau, draft, plain, 0.0, plain),
         "iid": None,
         "best_gamma": None,
     }
     if chain and summary.alpha is not None:
         verify_cost = forward / plain
-        out["iid"] = theory.walltime_factor(summary.alpha, depth, step / plain, verify_cost)
+        out["iid"] = theory.speedup_from_alpha(summary.alpha, depth, step / plain, verify_cost)
         slope = (forward - plain) / depth
         costs = {gamma: plain + slope * gamma + extra for gamma in range(1, depth + 1)}
         rates = [rate for rate in summary.cond_at if rate is not None]

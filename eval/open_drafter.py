@@ -17,7 +17,7 @@ from outrider.models.load import LoadedTarget, load_target
 from outrider.models.target import Target
 
 
-def refuse_ranks(verb: str) -> None:
+def require_single_process(verb: str) -> None:
     """Raise a RunError if several processes run this verb."""
     if process.world_size() > 1:
         message = f"{verb} was started by {process.world_size()} processes; it runs in one."

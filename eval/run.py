@@ -11,7 +11,7 @@ from outrider.data.suite import load_suite
 from outrider.data.training_data import TrainingData
 from outrider.eval.contamination_check import drop_contaminated
 from outrider.eval.measure import measure
-from outrider.eval.open_drafter import find_drafter, open_drafter, refuse_ranks
+from outrider.eval.open_drafter import find_drafter, open_drafter, require_single_process
 from outrider.eval.rank_tables import measure_held_out
 from outrider.eval.report_tables import explain_metrics, show_and_save
 from outrider.eval.token_origins import report_summary
@@ -39,7 +39,7 @@ def evaluate(config: Config, explain: bool = False) -> int:
     folder = Path(config.run.dir)
     source = find_drafter(config)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    refuse_ranks("eval")
+    require_single_process("eval")
     process.set_threads()
     target, tokenizer, origin = load_target(config.target, process.device())
     console.print(f"target: {origin}", highlight=False)

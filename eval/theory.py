@@ -71,7 +71,7 @@ def expected_tokens_from_survival(accept_at: Sequence[float]) -> float:
     return 1.0 + sum(accept_at)
 
 
-def walltime_factor(alpha: float, gamma: int, c: float, verify_cost: float = 1.0) -> float:
+def speedup_from_alpha(alpha: float, gamma: int, c: float, verify_cost: float = 1.0) -> float:
     """Return the speedup of a chain of gamma: expected tokens / (gamma * c + verify_cost).
 
     Args:
@@ -81,7 +81,7 @@ def walltime_factor(alpha: float, gamma: int, c: float, verify_cost: float = 1.0
     return expected_tokens(alpha, gamma) / (gamma * c + verify_cost)
 
 
-def walltime_from_times(
+def speedup_from_times(
     tau: float, draft_ms: float, verify_ms: float, overhead_ms: float, target_ms: float
 ) -> float:
     """Return the speedup from measured times: tau * target_ms / (draft + verify + overhead).
@@ -112,7 +112,7 @@ def best_gamma(
         if not 1 <= gamma <= len(cond_at):
             continue
         tau = expected_tokens_from_survival(survival(cond_at[:gamma]))
-        speedup = walltime_from_times(tau, gamma * draft_ms, verify_ms, 0.0, target_ms)
+        speedup = speedup_from_times(tau, gamma * draft_ms, verify_ms, 0.0, target_ms)
         if speedup > fastest:
             best, fastest = gamma, speedup
     return best

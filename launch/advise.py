@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Column, Table
 
-from outrider.conf.commands import AdviseConfig
+from outrider.conf.command_settings import AdviseConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import folder_lock, read_json, write, write_json

@@ -112,7 +112,7 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
     """Return the arguments of a verb's function, validated."""
     from pathlib import Path
 
-    from outrider.conf.commands import VERB_GROUPS, read_report
+    from outrider.conf.command_settings import VERB_GROUPS, read_report
     from outrider.conf.compose import verb_group
     from outrider.train.settings import check_files
 

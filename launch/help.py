@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from rich.table import Table
 from rich.text import Text
 
-from outrider.conf.commands import VERB_GROUPS
+from outrider.conf.command_settings import VERB_GROUPS
 from outrider.conf.compose import CONF, choices, default_values, flatten, groups
 from outrider.conf.console import Console
 from outrider.conf.fields import describe_interval, leaf_fields

@@ -24,7 +24,7 @@ import torch
 from rich.table import Column, Table
 from torch import nn
 
-from outrider.conf.commands import MemoryConfig
+from outrider.conf.command_settings import MemoryConfig
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.console import Console
 from outrider.conf.schema import Config, LaunchConfig

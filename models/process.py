@@ -1,4 +1,4 @@
-"""The process of one rank: its device, its cores, its process group."""
+"""Distributed environment of a process: rank, device, CPU threads, process group."""
 
 import os
 import time

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conf.commands import AdviseConfig
+from outrider.conf.command_settings import AdviseConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.data.pack import split

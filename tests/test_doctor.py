@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.conf.commands import DoctorConfig
+from outrider.conf.command_settings import DoctorConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.schema import TargetConfig
@@ -22,7 +22,7 @@ from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
 from outrider.launch import cli, cost_estimate
 from outrider.launch.bench.machine import resident_bytes
-from outrider.launch.doctor import costs, ranks, target, template, text, trial_steps
+from outrider.launch.doctor import costs, environment, target, template, text, trial_steps
 from outrider.launch.doctor.finding import (
     Finding,
     FindingGroup,
@@ -312,10 +312,10 @@ def test_an_unsupported_precision_is_wrong(tmp_path: Path, monkeypatch: pytest.M
             raise RuntimeError("not implemented for 'BFloat16'")
         return 1e9
 
-    monkeypatch.setattr(ranks, "matmul_rate", no_bfloat16)
-    assert ranks.precision(config(tmp_path, "launch.precision=bf16")).state == "wrong"
-    assert ranks.precision(config(tmp_path, "target.dtype=bfloat16")).state == "wrong"
-    assert ranks.precision(config(tmp_path)).state == "ok"
+    monkeypatch.setattr(environment, "matmul_rate", no_bfloat16)
+    assert environment.precision(config(tmp_path, "launch.precision=bf16")).state == "wrong"
+    assert environment.precision(config(tmp_path, "target.dtype=bfloat16")).state == "wrong"
+    assert environment.precision(config(tmp_path)).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,8 @@ def test_the_slower_precision_is_a_note(
     half: float, full: float, words: list[str], state: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ranks, "matmul_rate", lambda size: half if size == 2 else full)
-    assert ranks.precision(config(tmp_path, *words)).state == state
+    monkeypatch.setattr(environment, "matmul_rate", lambda size: half if size == 2 else full)
+    assert environment.precision(config(tmp_path, *words)).state == state
 
 
 def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,15 +340,15 @@ def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     for cores, here, state in ((4, 1, "ok"), (4, 2, "note"), (8, 1, "note"), (8, 2, "ok")):
         monkeypatch.setattr(process, "available_cores", lambda n=cores: n)
         monkeypatch.setattr(process, "local_world_size", lambda n=here: n)
-        assert ranks.threads().state == state
+        assert environment.threads().state == state
 
 
 def test_deepspeed_is_required_only_where_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "versions", lambda: {"deepspeed": "not installed"})
-    assert ranks.libraries(config(tmp_path)).state == "ok"
-    assert ranks.libraries(config(tmp_path, "launch=zero2")).state == "wrong"
+    monkeypatch.setattr(environment, "versions", lambda: {"deepspeed": "not installed"})
+    assert environment.libraries(config(tmp_path)).state == "ok"
+    assert environment.libraries(config(tmp_path, "launch=zero2")).state == "wrong"
 
 
 # ---- trial steps ----

@@ -24,7 +24,7 @@ from outrider.conf.schema import GenerateConfig
 from outrider.data.conversations import Message
 from outrider.data.corpus import load_training_data
 from outrider.data.endpoint import EndpointGenerator
-from outrider.data.generate import PromptTokens, SelfGenerator, write_answers
+from outrider.data.generate import PromptTokens, SelfGenerator, generate_missing
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.data.reporter import Reporter
 from outrider.data.tokenise import conversation_key, prompt_ids
@@ -270,7 +270,7 @@ def test_a_permanent_failure_raises_and_stored_answers_remain(
 
     def resume() -> None:
         generator = EndpointGenerator(options, loaded.tokenizer, [1])
-        write_answers(generator, questions, GeneratedStore(tmp_path, about))
+        generate_missing(generator, questions, GeneratedStore(tmp_path, about))
 
     with pytest.raises(RunError, match=r"down(.|\n)*Finished answers are stored"):
         resume()
@@ -360,9 +360,9 @@ def test_a_real_server_killed_in_the_middle_loses_and_repeats_no_answer(
                 server.start()
 
         # the first client stops halfway, and a second one continues
-        write_answers(generator, questions[:16], GeneratedStore(tmp_path, about), tick=tick)
+        generate_missing(generator, questions[:16], GeneratedStore(tmp_path, about), tick=tick)
         again = EndpointGenerator(options, loaded.tokenizer, stops, target=loaded.target)
-        write_answers(again, questions, GeneratedStore(tmp_path, about))
+        generate_missing(again, questions, GeneratedStore(tmp_path, about))
     finally:
         server.kill()
     assert kills["server"] == 1
@@ -371,7 +371,7 @@ def test_a_real_server_killed_in_the_middle_loses_and_repeats_no_answer(
     assert len({a.index for a in stored}) == len(stored) == 24 - lost
     assert lost <= 4  # at the token limit an end token may be confused with a merged token
     own = GeneratedStore(tmp_path / "own", about)
-    write_answers(SelfGenerator(loaded.target, stops, options), questions, own)
+    generate_missing(SelfGenerator(loaded.target, stops, options), questions, own)
     expected = {answer.index: answer.ids for answer in own.answers()}
     assert all(answer.ids == expected[answer.index] for answer in stored)
 

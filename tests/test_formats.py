@@ -210,7 +210,9 @@ def test_mtp_export_refuses_scaled_rope(tmp_path: Path) -> None:
     scaled = tiny.target(rope_parameters=rope)
     for case in (Case("mtp", "deepseek", {}, True), Case("eagle3", "sglang", {}, False)):
         drafter = case.drafter(scaled)
-        assert ("scaled or partial" in case.format.refuses(drafter, scaled)) == (case.name == "mtp")
+        assert ("scaled or partial" in case.format.refusal_reason(drafter, scaled)) == (
+            case.name == "mtp"
+        )
     case.format.write(drafter, scaled, None, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["rope_scaling"] is None

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from outrider.conf.errors import RunError
 from outrider.models import formats
 from outrider.models.drafter import Drafter
-from outrider.models.formats import mtp_merge, mtp_target
+from outrider.models.formats import mtp_layouts, mtp_merge
 from outrider.models.target import Target
 from tests import outside, tiny
 from tests.test_mtp_format import DEEPSEEK, Module, expected, part
@@ -85,7 +85,7 @@ def test_norms_far_from_one_round_trip_within_rounding(target: Target, tmp_path:
 def test_exported_modules_can_initialise_a_drafter(target: Target, tmp_path: Path) -> None:
     """`drafter.init=target` reads an exported folder."""
     drafter = built(target)
-    found = mtp_target.read_modules(
+    found = mtp_layouts.read_modules(
         outside.publish_as(drafter, target, tmp_path / "f", "deepseek"), target.num_layers
     )
     for k, module in enumerate(found.modules):
@@ -153,7 +153,7 @@ def test_modules_of_other_sizes_are_read_but_not_exported(target: Target, tmp_pa
     other = tiny.target(intermediate_size=20, rms_norm_eps=1e-4)
     folder = outside.publish_as(built(other, depths=1), other, tmp_path / "f", "qwen3_next")
     read, _ = formats.load(folder, target)
-    assert "have other sizes" in formats.find("qwen3_next", "mtp").refuses(read, target)
+    assert "have other sizes" in formats.find("qwen3_next", "mtp").refusal_reason(read, target)
 
 
 def test_merging_into_a_single_file_target(target: Target, tmp_path: Path) -> None:

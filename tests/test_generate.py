@@ -14,7 +14,7 @@ from outrider.conf.files import read_json, sha256_of, write_json, write_tensors
 from outrider.conf.schema import GenerateConfig
 from outrider.data.batches import gather
 from outrider.data.corpus import load_training_data
-from outrider.data.generate import PromptTokens, SelfGenerator, write_answers
+from outrider.data.generate import PromptTokens, SelfGenerator, generate_missing
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.data.reporter import Reporter
 from outrider.models import load
@@ -110,9 +110,9 @@ def test_an_interrupted_generation_continues_where_it_stopped(
 ) -> None:
     about = {"a": 1}
     store = GeneratedStore(tmp_path, about)
-    write_answers(backend(target, max_new_tokens=6), prompts[:3], store)
+    generate_missing(backend(target, max_new_tokens=6), prompts[:3], store)
     again, second = GeneratedStore(tmp_path, about), backend(target, max_new_tokens=6)
-    write_answers(second, prompts, again)
+    generate_missing(second, prompts, again)
     assert second.prompt_tokens == sum(len(p.ids) for p in prompts[3:])  # no prompt is read twice
     assert sorted(a.index for a in again.answers()) == list(range(7))
     assert not GeneratedStore(tmp_path, about).complete
@@ -129,7 +129,7 @@ def test_the_content_of_a_shard_depends_only_on_the_prompts(target: Target, tmp_
 
     def store(name: str, prompts: list[PromptTokens], batch: int = 7) -> GeneratedStore:
         store = GeneratedStore(tmp_path / name, {})
-        write_answers(backend(target, max_new_tokens=3, batch=batch), prompts, store)
+        generate_missing(backend(target, max_new_tokens=3, batch=batch), prompts, store)
         store.mark_complete(str(len(prompts)))
         return store
 
@@ -156,14 +156,14 @@ def test_the_time_limit_includes_earlier_calls(
 ) -> None:
     """The limit applies to the text, not to the process: killed calls count."""
     store, generator = GeneratedStore(tmp_path, {"a": 1}), backend(target, max_new_tokens=6)
-    write_answers(generator, prompts[:3], store, minutes=5.0)
+    generate_missing(generator, prompts[:3], store, minutes=5.0)
     assert 0 < store.seconds < 300
     again = GeneratedStore(tmp_path, {"a": 1})
     assert again.seconds == pytest.approx(store.seconds)
     again.seconds = 301.0
-    write_answers(generator, prompts, again, minutes=5.0)
+    generate_missing(generator, prompts, again, minutes=5.0)
     assert len(again.answers()) == 3
-    write_answers(generator, prompts, again, minutes=6.0)
+    generate_missing(generator, prompts, again, minutes=6.0)
     assert len(again.answers()) == 7
 
 
@@ -171,7 +171,7 @@ def test_another_or_a_damaged_store_raises(
     target: Target, prompts: list[PromptTokens], tmp_path: Path
 ) -> None:
     store = GeneratedStore(tmp_path, {"a": 1})
-    write_answers(backend(target, max_new_tokens=3), prompts, store)
+    generate_missing(backend(target, max_new_tokens=3), prompts, store)
     with pytest.raises(RunError, match="something else"):
         GeneratedStore(tmp_path, {"a": 2})
     (shard,) = tmp_path.glob("shard-*")
@@ -184,7 +184,7 @@ def test_shards_of_earlier_versions_are_read_without_their_features(
     target: Target, prompts: list[PromptTokens], tmp_path: Path
 ) -> None:
     store = GeneratedStore(tmp_path, {"a": 1})
-    write_answers(backend(target, max_new_tokens=3), prompts, store)
+    generate_missing(backend(target, max_new_tokens=3), prompts, store)
     answers, manifest = store.answers(), read_json(tmp_path / "manifest.json", "")
     (shard,) = tmp_path.glob("shard-*")
     with safe_open(shard, framework="pt") as file:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from outrider.conf.commands import PublishConfig
+from outrider.conf.command_settings import PublishConfig
 from outrider.conf.compose import compose
 from outrider.conf.errors import CorruptFile
 from outrider.conf.shown_text import escape_controls

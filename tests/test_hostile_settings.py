@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.conf.commands import VERB_GROUPS, ReportConfig
+from outrider.conf.command_settings import VERB_GROUPS, ReportConfig
 from outrider.conf.compose import compose, default_values, flatten, to_container
 from outrider.conf.errors import ConfigError, exit_on_error
 from outrider.conf.fields import LARGEST, MAX_TEXT, from_dict, leaf_fields

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import outrider
-from outrider.models.formats.identity import fingerprints
+from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.load import LoadedTarget
 from outrider.train.manifest import git_state, machine, write_manifest
 from outrider.train.settings import parse, read_saved_config

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.models.drafters.mtp import Mtp
-from outrider.models.formats import mtp_target
+from outrider.models.formats import mtp_layouts
 from outrider.models.target import Target
 from tests import tiny
 
@@ -216,7 +216,7 @@ def test_unsupported_key_is_named(tmp_path: Path, key: str) -> None:
     for prefix, tensors in (("model.layers.4.", deepseek(1)), ("mtp.layers.0.", qwen())):
         folder = stored(tmp_path, {**tensors, prefix + key: torch.ones(2)})
         with pytest.raises(RunError, match=re.escape(prefix + key)):
-            mtp_target.read_modules(folder, LAYERS)
+            mtp_layouts.read_modules(folder, LAYERS)
 
 
 @pytest.mark.parametrize("prefix", ["model.layers.4.", "mtp."])
@@ -225,25 +225,25 @@ def test_missing_weight_is_named(tmp_path: Path, prefix: str) -> None:
     name = "mlp.up_proj.weight" if prefix != "mtp." else "layers.0.mlp.up_proj.weight"
     del tensors[prefix + name]
     with pytest.raises(RunError, match=f"lacks {re.escape(name)}"):
-        mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
+        mtp_layouts.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
 def test_missing_key_norm_is_refused(tmp_path: Path) -> None:
     tensors = deepseek(1, qk=True)
     del tensors["model.layers.4.self_attn.k_norm.weight"]
     with pytest.raises(RunError, match=r"lacks self_attn\.k_norm\.weight"):
-        mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
+        mtp_layouts.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
 def test_gap_between_modules_is_refused(tmp_path: Path) -> None:
     tensors = {k: v for k, v in deepseek(3).items() if not k.startswith("model.layers.5.")}
     with pytest.raises(RunError, match="gaps"):
-        mtp_target.read_modules(stored(tmp_path, tensors), LAYERS)
+        mtp_layouts.read_modules(stored(tmp_path, tensors), LAYERS)
 
 
 def test_folder_without_modules_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no MTP modules"):
-        mtp_target.read_modules(stored(tmp_path, body()), LAYERS)
+        mtp_layouts.read_modules(stored(tmp_path, body()), LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_folder_without_modules_is_refused(tmp_path: Path) -> None:
 )
 def test_partial_rotary_embedding_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(RunError, match="rotary embedding is partial"):
-        mtp_target.read_modules(stored(tmp_path, deepseek(1), **config), LAYERS)
+        mtp_layouts.read_modules(stored(tmp_path, deepseek(1), **config), LAYERS)
 
 
 def test_gated_queries_are_refused(target: Target, tmp_path: Path) -> None:
@@ -275,11 +275,11 @@ def test_damaged_folder_is_refused(tmp_path: Path) -> None:
     folder = stored(tmp_path, deepseek(1), shards=2)
     (folder / "model-0.safetensors").write_bytes(b"torn")
     with pytest.raises(RunError, match=r"model-0\.safetensors cannot be read"):
-        mtp_target.read_modules(folder, LAYERS)
+        mtp_layouts.read_modules(folder, LAYERS)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"mtp.fc.weight": "../elsewhere.safetensors"}}))
     with pytest.raises(RunError, match="does not map weights to files"):
-        mtp_target.read_modules(folder, LAYERS)
+        mtp_layouts.read_modules(folder, LAYERS)
     index.unlink()
     with pytest.raises(RunError, match="neither"):
-        mtp_target.read_modules(folder, LAYERS)
+        mtp_layouts.read_modules(folder, LAYERS)

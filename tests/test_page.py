@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider.conf.commands import ReportConfig, read_report
+from outrider.conf.command_settings import ReportConfig, read_report
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import write_json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conf.commands import PlanConfig
+from outrider.conf.command_settings import PlanConfig
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config, to_yaml

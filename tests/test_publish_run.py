@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 
-from outrider.conf.commands import PublishConfig
+from outrider.conf.command_settings import PublishConfig
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.files import fingerprint, sha256_of
 from outrider.conf.schema import to_yaml

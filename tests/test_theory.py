@@ -10,9 +10,9 @@ from outrider.eval.theory import (
     best_gamma,
     expected_tokens,
     expected_tokens_from_survival,
+    speedup_from_alpha,
+    speedup_from_times,
     survival,
-    walltime_factor,
-    walltime_from_times,
 )
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -45,7 +45,7 @@ def test_best_gamma_and_speedup_match_the_published_table(
 ) -> None:
     assert best_gamma_at(alpha, c, limit=100) == int(gamma)
     digits = len(speedup.split(".")[1])
-    assert round(walltime_factor(alpha, int(gamma), c), digits) == float(speedup)
+    assert round(speedup_from_alpha(alpha, int(gamma), c), digits) == float(speedup)
 
 
 @given(alpha=rates, gamma=gammas)
@@ -83,13 +83,13 @@ def test_walltime_factor_agrees_with_walltime_from_times(
 ) -> None:
     """40 ms per target step, c * 40 per draft step, nothing else in the round."""
     tau = expected_tokens(alpha, gamma)
-    timed = walltime_from_times(tau, gamma * c * 40, cost * 40, 0.0, 40.0)
-    assert math.isclose(timed, walltime_factor(alpha, gamma, c, cost), rel_tol=1e-9)
+    timed = speedup_from_times(tau, gamma * c * 40, cost * 40, 0.0, 40.0)
+    assert math.isclose(timed, speedup_from_alpha(alpha, gamma, c, cost), rel_tol=1e-9)
 
 
 def test_walltime_from_times_counts_all_parts() -> None:
     """2 tokens per round of 6 + 44 + 10 = 60 ms against 40 ms per token: 4/3."""
-    assert walltime_from_times(2.0, 6.0, 44.0, 10.0, 40.0) == pytest.approx(4 / 3)
+    assert speedup_from_times(2.0, 6.0, 44.0, 10.0, 40.0) == pytest.approx(4 / 3)
 
 
 @given(alpha=st.floats(0.01, 1), c=st.floats(0, 1))
@@ -98,7 +98,7 @@ def test_speedup_exists_iff_alpha_exceeds_c(alpha: float, c: float) -> None:
     gamma = best_gamma_at(alpha, c, limit=30)
     if alpha > c + 1e-9:
         assert gamma >= 1
-        assert walltime_factor(alpha, gamma, c) >= (1 + alpha) / (1 + c) - 1e-12
+        assert speedup_from_alpha(alpha, gamma, c) >= (1 + alpha) / (1 + c) - 1e-12
     elif alpha < c - 1e-9:
         assert gamma == 0
 

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
 from outrider.data.training_data import TrainingData
-from outrider.models.formats.identity import fingerprints
+from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.load import LoadedTarget
 from outrider.train import best_drafter
 from outrider.train.bad_steps import save_batch

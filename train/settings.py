@@ -10,11 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from outrider.conf.compose import (
     choices,
     compose,
-    fixed_by_run,
     flatten,
     read_yaml,
     refuse_interpolations,
     to_container,
+    training_key_error,
 )
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
@@ -127,7 +127,7 @@ def _compose_evaluation(overrides: list[str]) -> DictConfig:
     refuse_interpolations(values)
     for key, value in flatten(values):
         if not key.startswith(("eval.", "decode.")) and key not in ("run.dir", *CHANGEABLE_KEYS):
-            raise fixed_by_run(key, value)
+            raise training_key_error(key, value)
     return OmegaConf.create(values)
 
 

@@ -33,7 +33,7 @@ from outrider.data.reporter import Reporter
 from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
 from outrider.models import process
-from outrider.models.formats.identity import fingerprints
+from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.interface import Batch, Trace
 from outrider.models.load import LoadedTarget
 from outrider.models.target import Target

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import outrider
-from outrider.conf.commands import ReportConfig
+from outrider.conf.command_settings import ReportConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.schema import Config

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from outrider.conf.commands import PlanConfig
+from outrider.conf.command_settings import PlanConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config

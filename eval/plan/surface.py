@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outrider.eval.plan.roofline import RooflineClock
 from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid, RoundCost
-from outrider.eval.theory import walltime_from_times
+from outrider.eval.theory import speedup_from_times
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.tree_shapes import Paths
 
@@ -161,7 +161,7 @@ def surface(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid) -
         for depth, width, shape, tokens in shapes:
             draft, verify, rest = clock.parts(shape, batch, context)
             times = draft, verify, draft + verify + rest, plain
-            speedup = walltime_from_times(tokens, draft, verify, rest, plain)
+            speedup = speedup_from_times(tokens, draft, verify, rest, plain)
             rows.append(PlanRow(batch, context, depth, width, shape.nodes, tokens, *times, speedup))
     return rows
 

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_fr
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 from markupsafe import Markup
 
-from outrider.conf.commands import REPO, PublishConfig
+from outrider.conf.command_settings import REPO, PublishConfig
 from outrider.conf.errors import CorruptFile
 from outrider.conf.files import fingerprint, read_json
 from outrider.conf.schema import Config

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.conf.commands import PublishConfig
+from outrider.conf.command_settings import PublishConfig
 from outrider.conf.console import Console
 from outrider.conf.files import write
 from outrider.conf.schema import Config

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.conf.commands import DoctorConfig
+from outrider.conf.command_settings import DoctorConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import write_json
@@ -27,7 +27,7 @@ from outrider.data.self_generated import answers_exist, load_prompts
 from outrider.data.tokenise import show_samples
 from outrider.data.training_data import TrainingData
 from outrider.launch import cost_estimate
-from outrider.launch.doctor import costs, finding, ranks, target, template, text, trial_steps
+from outrider.launch.doctor import costs, environment, finding, target, template, text, trial_steps
 from outrider.launch.doctor.finding import Finding, FindingGroup
 from outrider.models import drafters, load, process
 from outrider.models.load import LoadedTarget
@@ -54,8 +54,8 @@ def doctor(config: Config, options: DoctorConfig) -> int:
 
 def run_checks(config: Config, options: DoctorConfig, console: Console) -> list[FindingGroup]:
     """Return every group of findings; checks that an earlier failure prevents are left out."""
-    findings = [ranks.launcher(config), ranks.libraries(config), ranks.threads()]
-    groups = [FindingGroup("launcher", [*findings, ranks.precision(config)])]
+    findings = [environment.launcher(config), environment.libraries(config), environment.threads()]
+    groups = [FindingGroup("launcher", [*findings, environment.precision(config)])]
     if any(finding.with_state(groups, "wrong")):
         return groups
     if config.target.place in ("sharded", "tensor"):

@@ -25,7 +25,7 @@ from outrider.conf.fields import option
 from outrider.conf.schema import DEPTHS, DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.drafter import BatchDrafter, State, target_head_logits
-from outrider.models.formats import mtp_target
+from outrider.models.formats import mtp_layouts
 from outrider.models.interface import Guess, TargetEnds, Trace
 from outrider.models.layers import init_linear_weights
 from outrider.models.mtp_modules import MtpChain, MtpLoop, MtpModule
@@ -196,7 +196,7 @@ class Mtp(BatchDrafter):
     def _load_target_modules(self, target: Target) -> str:
         """Load modules of the target's checkpoint; missing ones are copies of its last."""
         folder = Path(self.cfg.warm_start or "").expanduser()
-        shipped = mtp_target.read_modules(folder, target.num_layers)
+        shipped = mtp_layouts.read_modules(folder, target.num_layers)
         for name in ("order", "qk_norm"):
             ours, theirs = getattr(self.cfg, name), getattr(shipped, name)
             if ours != theirs:
@@ -207,6 +207,6 @@ class Mtp(BatchDrafter):
             for k, stage in enumerate(self.stages):
                 stage.load_state_dict(shipped.modules[min(k, last)])
         except RuntimeError as error:
-            raise RunError(f"{self.cfg.warm_start}: {error}", mtp_target.FIX) from None
+            raise RunError(f"{self.cfg.warm_start}: {error}", mtp_layouts.FIX) from None
         used = min(len(self.stages), last + 1)
         return f"{used} of {last + 1} MTP module(s) in {self.cfg.warm_start}"

@@ -68,7 +68,7 @@ def find(name: str, drafter: str) -> "Format":
 
 def export_refusals(drafter: "Drafter", name: str, target: "Target") -> dict[str, str]:
     """Return the formats of a drafter: name -> why this one cannot be written, or ""."""
-    return {form.names[0]: form.refuses(drafter, target) for form in _formats_of(name)}
+    return {form.names[0]: form.refusal_reason(drafter, target) for form in _formats_of(name)}
 
 
 def recognise(folder: Path) -> "Format":

@@ -114,11 +114,11 @@ class EagleVLLM(EagleFormat):
     names = ("vllm",)
     served = "vLLM"
 
-    def refuses(self, drafter: Eagle, target: Target) -> str:
+    def refusal_reason(self, drafter: Eagle, target: Target) -> str:
         bias = drafter.state_dict().get("fc.bias")
         if bias is not None and (bias.is_meta or bool(bias.any())):
             return BIAS
-        return super().refuses(drafter, target)
+        return super().refusal_reason(drafter, target)
 
     def config(self, drafter: Eagle, target: Target) -> dict[str, Any]:
         layers = self.layer_fields(drafter, "LlamaForCausalLM")

@@ -67,7 +67,7 @@ class Eagle3Format(ExternalFormat):
     joint_order = JOINT_ORDER
     first_layer = "layers.0"  # prefix of the layer of a drafter that has one
 
-    def refuses(self, drafter: Eagle3, target: Target) -> str:
+    def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
         if list(drafter.taps) != sorted(drafter.taps):
             return f"{ORDER}, and its fc reads them as {list(drafter.taps)}"
         return LAST if target.num_layers - 1 in drafter.taps else ""
@@ -216,14 +216,14 @@ class Eagle3SGLang(Eagle3Format):
     served = "SGLang"
     first_layer = "midlayer"
 
-    def refuses(self, drafter: Eagle3, target: Target) -> str:
+    def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
         if drafter.cfg.qk_norm:
             return "SGLang's drafter is a Llama layer, without norms on queries and keys"
         if drafter.cfg.residual == "normed":
             return "SGLang's residual adds the raw state, and this drafter's the normed one"
         if len(drafter.taps) == 1:
             return "SGLang builds no fc for a single tapped layer"
-        return super().refuses(drafter, target)
+        return super().refusal_reason(drafter, target)
 
     def later_layer_key(self, key: str) -> str:
         return key.replace("input_layernorm", "hidden_norm")
@@ -277,8 +277,8 @@ class Eagle3VLLM(Eagle3Format):
     names = ("vllm",)
     served = "vLLM"
 
-    def refuses(self, drafter: Eagle3, target: Target) -> str:
-        return QK_NORM if drafter.cfg.qk_norm else super().refuses(drafter, target)
+    def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
+        return QK_NORM if drafter.cfg.qk_norm else super().refusal_reason(drafter, target)
 
     def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
         return {

@@ -82,7 +82,7 @@ class ExternalFormat:
 
     # ---- defined by subclasses ----
 
-    def refuses(self, drafter: Any, target: Target) -> str:
+    def refusal_reason(self, drafter: Any, target: Target) -> str:
         """Return why the format cannot hold this drafter, or ""."""
         return "" if drafter.vocab.is_full else self.reduced
 
@@ -221,7 +221,7 @@ Format = NativeFormat | ExternalFormat
 
 def require_exportable(form: Format, drafter: Drafter, target: Target, cfg: Any) -> None:
     """Raise ConfigError if the format cannot hold this drafter."""
-    if why := form.refuses(drafter, target):
+    if why := form.refusal_reason(drafter, target):
         name = getattr(drafter, "cfg", cfg).name
         fix = "Choose another format, or train the drafter without it."
         raise ConfigError("format", form.names[0], f"{name}: {why}.", fix)

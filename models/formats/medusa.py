@@ -31,8 +31,8 @@ class MedusaFormat(ExternalFormat):
 
     drafters = ("medusa",)
 
-    def refuses(self, drafter: Medusa, target: Target) -> str:
-        return ADAPTERS if drafter.adapters is not None else super().refuses(drafter, target)
+    def refusal_reason(self, drafter: Medusa, target: Target) -> str:
+        return ADAPTERS if drafter.adapters is not None else super().refusal_reason(drafter, target)
 
 
 class MedusaOriginal(MedusaFormat):
@@ -43,13 +43,13 @@ class MedusaOriginal(MedusaFormat):
     stem = "medusa_lm_head"
     reduced = "its draft vocabulary is reduced, which only format=vllm can hold (token_map)"
 
-    def refuses(self, drafter: Medusa, target: Target) -> str:
+    def refusal_reason(self, drafter: Medusa, target: Target) -> str:
         weights = drafter.blocks.state_dict()  # {head}.layers.{layer}.{part}
         for key, value in weights.items():
             first = re.sub(r"layers\.\d+", "layers.0", key)
             if key != first and not torch.equal(value, weights[first]):
-                return super().refuses(drafter, target) or LAYERS_DIFFER
-        return super().refuses(drafter, target)
+                return super().refusal_reason(drafter, target) or LAYERS_DIFFER
+        return super().refusal_reason(drafter, target)
 
     def config(self, drafter: Medusa, target: Target) -> dict[str, Any]:
         return {

@@ -1,6 +1,6 @@
 """Formats of MTP modules, separate or in a copy of their target's folder (`mtp_merge.py`).
 
-The layouts and their names are those of `mtp_target.py`. All of them join [embedding; state]: the
+The layouts and their names are those of `mtp_layouts.py`. All of them join [embedding; state]: the
 halves of `eh_proj` are swapped for drafters trained the other way. Qwen3-Next's layout stores norms
 as weight - 1, exact for weights in 0.5 .. 2 and rounded elsewhere.
 
@@ -20,7 +20,7 @@ from outrider.models.drafters.mtp import Mtp
 from outrider.models.formats import hf_config
 from outrider.models.formats.eagle3 import speculators_fields
 from outrider.models.formats.external import JOINT_ORDER, DrafterSpec, ExternalFormat, Sidecar
-from outrider.models.formats.mtp_target import DEEPSEEK, QWEN3_NEXT, SPECULATORS, ModuleLayout
+from outrider.models.formats.mtp_layouts import DEEPSEEK, QWEN3_NEXT, SPECULATORS, ModuleLayout
 from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.interface import ModelShape
 from outrider.models.target import Target
@@ -71,8 +71,8 @@ class MtpFormat(ExternalFormat):
                 weights[key] = value.float() + self.layout.offset
         return weights
 
-    def refuses(self, drafter: Mtp, target: Target) -> str:
-        if why := super().refuses(drafter, target):
+    def refusal_reason(self, drafter: Mtp, target: Target) -> str:
+        if why := super().refusal_reason(drafter, target):
             return why
         if len(drafter.stages) > 1 and not self.several:
             return f"it has {drafter.cfg.depths} modules, and this layout holds one"
@@ -120,9 +120,9 @@ class MtpDeepSeek(MtpFormat):
     several = True
     writes_target_copies = True
 
-    def refuses(self, drafter: Mtp, target: Target) -> str:
+    def refusal_reason(self, drafter: Mtp, target: Target) -> str:
         normed = drafter.cfg.feed == "normed" and drafter.cfg.depths > 1
-        return FEED if normed else super().refuses(drafter, target)
+        return FEED if normed else super().refusal_reason(drafter, target)
 
     def target_copies(self, drafter: Mtp, target: Target) -> dict[str, Tensor]:
         ends = zip(self.layout.shared, (target.embedding.weight, target.head_weight), strict=True)

@@ -37,7 +37,7 @@ class NativeFormat:
     drafters: tuple[str, ...] = ()
     served = "Outrider"
 
-    def refuses(self, drafter: Drafter, target: Target) -> str:
+    def refusal_reason(self, drafter: Drafter, target: Target) -> str:
         return ""
 
     def write(self, drafter: Drafter, target: Target, cfg: Any, folder: Path) -> None:

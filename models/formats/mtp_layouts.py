@@ -1,4 +1,4 @@
-"""MTP modules in a target's checkpoint folder, read as initial weights for training.
+"""Key layouts of MTP modules, and reading of modules from a target's checkpoint folder.
 
 The layouts, recognised by their keys; n is the target's number of decoder layers:
 
