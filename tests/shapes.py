@@ -24,11 +24,11 @@ Calls = dict[Callable[..., Any] | None, int]  # of every function; None: of all
 _calls: Calls = {None: 0}
 
 
-def check_again() -> None:
-    """Reset the counts, for a test or one of its fixtures."""
+def check_again(enabled: bool = True) -> None:
+    """Reset the counts, for a test or one of its fixtures; without `enabled`, disable checks."""
     _calls.clear()
     _calls[None] = 0
-    config.update("jaxtyping_disable", False)
+    config.update("jaxtyping_disable", not enabled)
 
 
 @contextmanager

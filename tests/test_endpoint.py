@@ -293,7 +293,7 @@ def test_a_wrong_model_is_a_config_error(
     fake.models = ["one", "two"]
     with pytest.raises(ConfigError, match="lists one, two"):
         run_generator(loaded, url)
-    with pytest.raises(RunError, match="another model than the target"):
+    with pytest.raises(RunError, match="a different model than the target"):
         run_generator(loaded, url, model="one", target=True)
     with pytest.raises(ConfigError, match=r"data\.generate\.endpoint"):
         parse(compose(["data=self", "data.generate.endpoint=localhost:8000"]))

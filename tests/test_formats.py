@@ -83,7 +83,7 @@ def test_folder_without_outrider_json_is_read_unless_ambiguous(
     case.format.write(drafter, target, getattr(drafter, "cfg", None), tmp_path / "out")
     (tmp_path / "out" / "outrider.json").unlink()
     if case.word == "sglang" and (case.changes.get("layers") or case.changes.get("feedback")):
-        with pytest.raises(RunError, match=r"names suit both|does not say which"):
+        with pytest.raises(RunError, match=r"names suit both|which one is undefined"):
             formats.load(tmp_path / "out", target)
         return
     read, cfg = formats.load(tmp_path / "out", target)
@@ -332,7 +332,7 @@ def test_damaged_shard_is_named(shards: Path, damage: str) -> None:
     elif damage == "short":
         index["metadata"]["total_size"], message = 10**9, "has total_size 1,000,000,000 bytes"
     elif damage == "uncounted":
-        index["metadata"], message = ["total_size"], "does not map weights to files"
+        index["metadata"], message = ["total_size"], "has no number metadata.total_size"
     elif damage == "outside":
         index["weight_map"]["part.0"], message = "../x.safetensors", "does not map weights to files"
     else:

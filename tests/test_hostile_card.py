@@ -17,6 +17,8 @@ from outrider.eval.page import elements, write
 from outrider.eval.publish import card
 from outrider.train.settings import parse
 
+pytestmark = pytest.mark.untyped  # files hold values of any type
+
 ATTACKS = (
     "<script>alert(1)</script>", "x`\n\n# Owned\n\n[click](http://evil)", "![x](http://evil/a.png)",
     "a | b | c", "\x1b[2J\u202e", "```\n\n<img src=x>\n", "---\nlicense: mit\n---", "<!-- ",

@@ -16,6 +16,8 @@ from outrider.train.checkpoint import Progress
 from outrider.train.checkpoint_writer import CheckpointWriter
 from outrider.train.metrics_log import MetricsLog
 
+pytestmark = pytest.mark.untyped  # files hold values of any type
+
 USERS = ("step-00000014.bak", "step-14", "step-0000001x", "my-step-00000001", "step-000000014",
          ".step-mine", ".step-00000014.old", "notes")  # fmt: skip
 

@@ -44,7 +44,7 @@ def test_terminal_receives_no_control_characters(name: str) -> None:
     shown = (attack, Text(attack), table, Panel(attack, title=attack), {attack: [attack]})
     for thing in shown:
         assert_harmless(printed(thing))
-    assert "\\x" in printed(attack) or "\\u" in printed(attack)
+    assert "\\" in printed(attack)
     assert_harmless(for_terminal(attack))
 
 

@@ -267,7 +267,7 @@ class Eagle3SGLang(Eagle3Format):
         value = sidecar.get("drafter", {}).get("feedback")
         if value is None:
             why = "norm_output is the norm before the head for SpecForge, and that of the state"
-            raise folder.error(f"{why} fed back in SGLang; which is undefined.", STATE_TAPS)
+            raise folder.error(f"{why} fed back in SGLang; which one is undefined.", STATE_TAPS)
         return str(value)
 
 

@@ -70,7 +70,7 @@ class WeightFolder:
         about: Any = read_json(index, self.fix).get("metadata") or {}
         total: Any = about.get("total_size", 0) if isinstance(about, dict) else None
         if not isinstance(total, int | float):
-            raise RunError(f"{index} has metadata that is not metadata of weights.", self.fix)
+            raise RunError(f"{index} has no number metadata.total_size.", self.fix)
         names = sorted(set(expected.values()))
         for name in names:
             self._read_header(name)
