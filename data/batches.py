@@ -63,10 +63,12 @@ class Batches:
                 f"Use {below + parts * length}" + (f" or {below}." if below else "."),
             )  # fmt: skip
         parts_of_step = self.indices(step).view(parts, -1)
-        return [gather(self.rows, parts_of_step[a * world + rank]) for a in range(accumulation)]
+        return [
+            select_rows(self.rows, parts_of_step[a * world + rank]) for a in range(accumulation)
+        ]
 
 
-def gather(rows: Rows, index: Int64[Tensor, " B"]) -> Batch:
+def select_rows(rows: Rows, index: Int64[Tensor, " B"]) -> Batch:
     """Return the rows with these indices, in this order."""
     columns = rows.ids, rows.document, rows.positions
     ids, document, positions = (column[index].long() for column in columns)

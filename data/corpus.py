@@ -14,7 +14,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config, DataConfig
 from outrider.data.contamination import OverlapFilter
 from outrider.data.conversations import Prompt, Summary, read_conversations
-from outrider.data.pack import split
+from outrider.data.pack import split_holdout
 from outrider.data.record.cache import TraceCache
 from outrider.data.record.folder import RecordingFolder
 from outrider.data.record.reader import RecordedTraces, open_recording, require_features_for
@@ -122,7 +122,7 @@ def _from_recording(
     about = {**folder.manifest["source"], "traces": str(folder.path), "layout": layout}
     data = pack_documents(documents, config.data, loaded.target.vocab_size, about)
     position = {id(document): i for i, document in enumerate(documents)}
-    sides = split(documents, config.data.holdout)
+    sides = split_holdout(documents, config.data.holdout)
     train, held = ([position[id(document)] for document in side] for side in sides)
     if top and not all(recording.locations[i].has_last_states for i in held):
         holdout = folder.manifest["holdout"]

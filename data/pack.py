@@ -108,7 +108,9 @@ def _best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
-def split(documents: Sequence[Document], holdout: float) -> tuple[list[Document], list[Document]]:
+def split_holdout(
+    documents: Sequence[Document], holdout: float
+) -> tuple[list[Document], list[Document]]:
     """Return (training, held-out) documents; the side of each depends only on its key.
 
     sha256 of the key gives a number u in [0, 1); the document is held out iff u < holdout. So a

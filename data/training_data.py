@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import DataConfig
-from outrider.data.batches import gather
-from outrider.data.pack import Rows, pack, split
+from outrider.data.batches import select_rows
+from outrider.data.pack import Rows, pack, split_holdout
 from outrider.data.tokenise import Document
 from outrider.data.trace_source import TargetTraces, TraceSources
 from outrider.models.interface import Trace
@@ -61,7 +61,7 @@ class TrainingData:
         """
         source = self.trace_sources(target).held if recorded else TargetTraces(target)
         for index in range(min(rows, len(self.held))):
-            yield source.trace(gather(self.held, torch.tensor([index])), target.device)
+            yield source.trace(select_rows(self.held, torch.tensor([index])), target.device)
 
 
 def pack_documents(
@@ -71,7 +71,7 @@ def pack_documents(
 
     Raises RunError if a side is empty, or a token is outside the target's vocabulary.
     """
-    train, held = split(documents, data.holdout)
+    train, held = split_holdout(documents, data.holdout)
     if not train or not held:
         why = f"{len(documents)} conversations are too few to train and to hold some out."
         raise RunError(why, "Give more of them.")

@@ -83,7 +83,7 @@ def short_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def load(folder: Path) -> optuna.Study:
+def load_study(folder: Path) -> optuna.Study:
     """Load the study of a search; without one, raise a RunError."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -95,7 +95,7 @@ def load(folder: Path) -> optuna.Study:
 
 def show(folder: Path, console: Console) -> None:
     """Print the results, and write `search.json` and `search.png`."""
-    study = load(folder)
+    study = load_study(folder)
     trials = study.get_trials(deepcopy=False)
     complete = rank_trials(trials)
     metric = str(study.user_attrs["metric"])

@@ -28,7 +28,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.files import folder_lock, read_json, write, write_json
 from outrider.conf.schema import Config, WandbConfig
 from outrider.data.corpus import load_training_data
-from outrider.data.pack import pack, split
+from outrider.data.pack import pack, split_holdout
 from outrider.data.reporter import Reporter
 from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
@@ -68,7 +68,7 @@ def advise(config: Config, settings: AdviseConfig) -> int:
     loaded = load.load_target(config.target, process.device())
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     data = load_training_data(config, loaded, taps, Reporter(console, main), record=False)
-    train, held = split(data.documents, config.data.holdout)
+    train, held = split_holdout(data.documents, config.data.holdout)
     parts, pilots = choose_pilots(train, config, settings), list[Pilot]()
     folder = Path(config.run.dir) / "advise"
     with folder_lock(folder) if main else nullcontext():

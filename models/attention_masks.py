@@ -44,7 +44,7 @@ def additive_mask(mask: Bool[Tensor, "B T S"], dtype: torch.dtype) -> Float[Tens
     return out.masked_fill_(~mask, torch.finfo(dtype).min)[:, None]
 
 
-def sliding_window(config: Any) -> int | None:
+def window_size(config: Any) -> int | None:
     """Return the attention window of a model's text configuration, None if no layer has one."""
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
     used = "sliding_attention" in kinds and getattr(config, "use_sliding_window", True)

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
-from outrider.models.attention_masks import additive_mask, document_mask, sliding_window
+from outrider.models.attention_masks import additive_mask, document_mask, window_size
 from outrider.models.fast_llama import FastLlama, supports
 from outrider.models.interface import Batch, ModelShape, Trace
 from outrider.models.kv_cache import KVCache
@@ -243,7 +243,7 @@ class Target:
 
     def _additive_masks(self, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         """Return an additive 4-D mask; a dict by layer type where the family mixes windows."""
-        window, full = sliding_window(self.text_config), additive_mask(mask, self.dtype)
+        window, full = window_size(self.text_config), additive_mask(mask, self.dtype)
         if window is None:
             return full
         columns = positions if cache is None else cache.column_positions(positions)

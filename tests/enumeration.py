@@ -368,7 +368,7 @@ def grow(toy: Toy, starts: Tensor, widths: tuple[int, ...], below: Below) -> Dra
     shape = (batch, -1)
     if set(widths) == {1} and bool(torch.cat(real, dim=1).all()):  # as the engine draws chains
         return Draft(Tree.chain(nodes % toy.vocab), nodes, None)
-    tree = Tree.grown(
+    tree = Tree.from_parents(
         nodes % toy.vocab,
         torch.cat(parents).expand(shape),
         torch.cat(depths).expand(shape),
@@ -424,7 +424,7 @@ def padded(draft: Draft, size: int, levels: int) -> Draft:
         tail = torch.as_tensor(value, dtype=part.dtype).expand(len(part), more)
         return torch.cat([part, tail], dim=1)
 
-    grown = Tree.grown(
+    grown = Tree.from_parents(
         filled(tree.ids, tree.ids[:, one : one + 1]),
         filled(tree.parents, 0),
         filled(tree.depths, 1),
@@ -446,7 +446,7 @@ def any_trees(ids: Tensor, whole: bool, dice: torch.Generator) -> Tree:
         above = parents[:, node : node + 1] = torch.randint(0, node, (batch, 1), generator=dice)
         depths[:, node] = depths.gather(1, above)[:, 0] + 1
         real[:, node] &= real.gather(1, above)[:, 0]  # a real node has real ancestors
-    return Tree.grown(ids, parents, depths, size - 1, None if whole else real)
+    return Tree.from_parents(ids, parents, depths, size - 1, None if whole else real)
 
 
 def check_ragged(toy: Toy, proposals: list[Propose], toy_rule: ToyRule) -> None:

@@ -8,7 +8,7 @@ import pytest
 from outrider.conf.command_settings import AdviseConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
-from outrider.data.pack import split
+from outrider.data.pack import split_holdout
 from outrider.data.training_data import TrainingData
 from outrider.launch import advise as verb
 from outrider.launch import cli
@@ -30,7 +30,7 @@ TRUE = ScalingFit("saturating", 2.6, 0.7, 0.5, 2e3, 3.0)
 def test_pilots_are_nested_and_have_the_configured_shares(
     made: TrainingData, tmp_path: Path
 ) -> None:
-    train, _ = split(made.documents, 0.05)
+    train, _ = split_holdout(made.documents, 0.05)
     whole = sum(len(document.ids) for document in train)
     settings = AdviseConfig(shares=(0.5, 0.25), repeats=2)
     pilots = choose_pilots(train, config(tmp_path), settings)
@@ -54,7 +54,7 @@ def test_documents_are_added_until_there_are_enough_tokens(made: TrainingData) -
 
 
 def test_a_share_smaller_than_one_step_is_refused(made: TrainingData, tmp_path: Path) -> None:
-    train, _ = split(made.documents, 0.05)
+    train, _ = split_holdout(made.documents, 0.05)
     with pytest.raises(ConfigError, match="a step takes 4") as caught:
         choose_pilots(train, config(tmp_path), AdviseConfig(shares=(0.01, 0.5)))
     assert caught.value.key == "advise.shares"

@@ -19,7 +19,7 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import ActiveRequest, Output, Request, Stops
 from outrider.models.decode.round_times import RoundTimes
 from outrider.models.decode.rules import DRAWN, INDEPENDENT, BoundRule
-from outrider.models.decode.sampling import GeneratorSource, invert
+from outrider.models.decode.sampling import GeneratorSource, inverse_cdf
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
@@ -449,7 +449,7 @@ class UncheckedSource(GeneratorSource):
     """As on a GPU: draws do not check whether a draft row has mass."""
 
     def draw(self, rows: Tensor) -> Tensor:
-        return invert(rows, self.uniforms(rows.shape[1], rows.device), self.check_mass)
+        return inverse_cdf(rows, self.uniforms(rows.shape[1], rows.device), self.check_mass)
 
 
 @BAD

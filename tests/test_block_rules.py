@@ -245,7 +245,7 @@ def test_leaves_are_tested_before_parents_in_sibling_order() -> None:
     parents = torch.tensor([[-1, 0, 0, 0, 1, 1, 2, 0]])
     depths = torch.tensor([[0, 1, 1, 1, 2, 2, 2, 1]])
     real = torch.tensor([[True] * 7 + [False]])
-    tree = Tree.grown(torch.zeros_like(parents), parents, depths, 2, real)
+    tree = Tree.from_parents(torch.zeros_like(parents), parents, depths, 2, real)
     order = leaves_first(tree)[0, :7].argsort().tolist()
     assert order == [4, 5, 1, 6, 2, 3, 0]
     assert sorted(leaves_first(tree)[0, :7].tolist()) == list(range(7))
@@ -274,7 +274,7 @@ def test_a_residual_without_mass_falls_back_to_p() -> None:
 
 def test_drafts_that_cannot_be_verified_losslessly_are_refused() -> None:
     ids, parents = torch.tensor([[0, 0, 0]]), torch.tensor([[-1, 0, 0]])
-    pair = Tree.grown(ids, parents, torch.tensor([[0, 1, 1]]), levels=1)
+    pair = Tree.from_parents(ids, parents, torch.tensor([[0, 1, 1]]), levels=1)
     draft = Draft(pair, torch.tensor([[1, 2, 2]]), OTHER)
     with pytest.raises(ValueError, match="chains only"):
         BLOCK(GAINS, draft, THIRD, Scripted())

@@ -135,7 +135,7 @@ def test_every_pair_is_supported_or_explained(name: str, word: str) -> None:
     if word in TABLE[name]:
         form = formats.find(word, name)
         assert word in form.names
-        assert form.served
+        assert form.engines
         return
     with pytest.raises(ConfigError, match=f"format = '{word}'") as caught:
         formats.find(word, name)

@@ -12,7 +12,7 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
 from outrider.conf.files import read_json, sha256_of, write_json, write_tensors
 from outrider.conf.schema import GenerateConfig
-from outrider.data.batches import gather
+from outrider.data.batches import select_rows
 from outrider.data.corpus import load_training_data
 from outrider.data.generate import PromptTokens, SelfGenerator, generate_missing
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
@@ -217,7 +217,7 @@ def test_recorded_traces_equal_online_traces(
     data = load_training_data(config, loaded, (1, 3, 4), Reporter.silent())
     assert data.recorded is not None
     for rows, recorded in zip((data.train, data.held), data.recorded, strict=True):
-        batch = gather(rows, torch.arange(len(rows)))
+        batch = select_rows(rows, torch.arange(len(rows)))
         stored, fresh = recorded.trace(batch), loaded.target.trace(*batch)
         for depth in (1, 2):
             counted = stored.supervised_mask(depth)

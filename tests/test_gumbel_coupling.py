@@ -352,7 +352,7 @@ def test_noise_per_round_is_detected(
 
 def test_chain_scores_equal_tree_scores() -> None:
     ids, parents = torch.tensor([[7, 3, 9]]), torch.tensor([[-1, 0, 1]])
-    chain, tree = Tree.chain(ids), Tree.grown(ids, parents, torch.tensor([[0, 1, 2]]), 2)
+    chain, tree = Tree.chain(ids), Tree.from_parents(ids, parents, torch.tensor([[0, 1, 2]]), 2)
     scores = torch.randn(1, 3, 11, generator=seeded(2))
     race = RoundNoise([GumbelNoise(4, 11, CPU)], [6], 4, 0.5)
     assert race.target_scores(scores, chain).equal(race.target_scores(scores, tree))

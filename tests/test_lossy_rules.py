@@ -124,7 +124,7 @@ def test_the_next_token_is_drawn_from_the_row_at_the_end() -> None:
 
 def test_of_the_longest_paths_the_most_probable_is_accepted() -> None:
     ids, parents = torch.tensor([[0, 1, 2, 0, 0]]), torch.tensor([[-1, 0, 0, 1, 2]])
-    tree = Tree.grown(ids, parents, torch.tensor([[0, 1, 1, 2, 2]]), levels=2)
+    tree = Tree.from_parents(ids, parents, torch.tensor([[0, 1, 1, 2, 2]]), levels=2)
     rows = torch.tensor([[[0.2, 0.3, 0.5], [0.4, 0.3, 0.3], [0.5, 0.25, 0.25]]])
     p = torch.cat([rows, rows[:, :2]], dim=1)
     assert typical(tree, p, Scripted([0])).path.tolist() == [[0, 2, 4]]  # .5 * .5 over .3 * .4

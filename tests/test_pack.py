@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.data.pack import pack, split
+from outrider.data.pack import pack, split_holdout
 from outrider.data.tokenise import Document
 
 
@@ -74,23 +74,23 @@ def test_no_documents_give_no_rows() -> None:
 
 def test_the_split_depends_only_on_the_key() -> None:
     documents = [document(1, str(n)) for n in range(2000)]
-    train, held = split(documents, 0.1)
+    train, held = split_holdout(documents, 0.1)
     held_keys = {one.key for one in held}
     assert [one for one in documents if one.key not in held_keys] == train
-    assert {one.key for one in split(documents[::-1], 0.1)[1]} == held_keys
+    assert {one.key for one in split_holdout(documents[::-1], 0.1)[1]} == held_keys
     some = documents[::2]
-    assert {one.key for one in split(some, 0.1)[1]} == held_keys & {one.key for one in some}
+    assert {one.key for one in split_holdout(some, 0.1)[1]} == held_keys & {one.key for one in some}
 
 
 def test_the_held_out_share_is_the_configured_one() -> None:
     """Binomial: 2000 draws at 0.1 have a standard deviation of 13.4; 5 of them are 67."""
-    held = split([document(1, str(n)) for n in range(2000)], 0.1)[1]
+    held = split_holdout([document(1, str(n)) for n in range(2000)], 0.1)[1]
     assert abs(len(held) - 200) < 67
 
 
 def test_copies_of_a_conversation_are_on_the_same_side() -> None:
     documents = [document(1, str(n % 50)) for n in range(200)]
-    train, held = split(documents, 0.3)
+    train, held = split_holdout(documents, 0.3)
     assert not {one.key for one in train} & {one.key for one in held}
     assert len(train) + len(held) == 200
 
@@ -98,14 +98,14 @@ def test_copies_of_a_conversation_are_on_the_same_side() -> None:
 @pytest.mark.parametrize("holdout", [1e-9, 0.05, 0.999999])
 def test_two_conversations_give_one_on_each_side(holdout: float) -> None:
     for n in range(20):
-        train, held = split([document(1, f"a{n}"), document(1, f"b{n}")], holdout)
+        train, held = split_holdout([document(1, f"a{n}"), document(1, f"b{n}")], holdout)
         assert len(train) == len(held) == 1
 
 
 def test_one_conversation_is_not_split_and_zero_holdout_is_empty() -> None:
     alone = [document(1, "same"), document(2, "same")]
-    assert sorted(len(side) for side in split(alone, 0.05)) == [0, 2]
+    assert sorted(len(side) for side in split_holdout(alone, 0.05)) == [0, 2]
     many = [document(1, str(n)) for n in range(100)]
-    assert split(many, 0.0) == (many, [])
+    assert split_holdout(many, 0.0) == (many, [])
     with pytest.raises(ValueError, match=r"holdout=1\.0"):
-        split(many, 1.0)
+        split_holdout(many, 1.0)

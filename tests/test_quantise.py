@@ -64,14 +64,16 @@ def coded(step: float) -> tuple[torch.Tensor, torch.Tensor]:
     states = torch.randn(300, 64)
     states[0] *= 1000
     states[1] *= 1e6 * step
-    return states, entropy_coding.unpack(entropy_coding.pack(states, step), 64, step)
+    return states, entropy_coding.decompress(entropy_coding.compress(states, step), 64, step)
 
 
 @pytest.mark.parametrize("step", [0.1, 0.3, 0.5, 1.0])
 def test_entropy_coded_states_are_within_half_a_step(step: float) -> None:
     states, decoded = coded(step)
     assert ((decoded - states).abs() <= step / 2 + 2**-22 * states.abs()).all()
-    assert torch.equal(entropy_coding.unpack(entropy_coding.pack(decoded, step), 64, step), decoded)
+    assert torch.equal(
+        entropy_coding.decompress(entropy_coding.compress(decoded, step), 64, step), decoded
+    )
 
 
 @pytest.mark.parametrize("step", [0.3, 0.5])
@@ -81,19 +83,21 @@ def test_entropy_coded_states_take_about_their_entropy(step: float) -> None:
     states = torch.randn(2000, 64)
     counts = [(states[:, i] / step).round().unique(return_counts=True)[1] for i in range(64)]
     entropy = sum(float(-(n / 2000 * (n / 2000).log2()).sum()) for n in counts) / 64
-    stored = 8 * len(entropy_coding.pack(states, step)) / states.numel()
+    stored = 8 * len(entropy_coding.compress(states, step)) / states.numel()
     assert entropy - 0.1 < stored < 1.1 * entropy
     assert stored == pytest.approx(entropy_coding.bits_per_value(step), rel=0.15)
 
 
 def test_entropy_coding_of_an_empty_document_and_of_far_numbers() -> None:
-    assert entropy_coding.unpack(entropy_coding.pack(torch.zeros(0, 5), 0.5), 5, 0.5).shape == (
+    assert entropy_coding.decompress(
+        entropy_coding.compress(torch.zeros(0, 5), 0.5), 5, 0.5
+    ).shape == (
         0,
         5,
     )
     for value in (float("nan"), float("inf"), 1e9):
         with pytest.raises(ValueError, match="further away from 0"):
-            entropy_coding.pack(torch.tensor([[0.0, value]]), 0.5)
+            entropy_coding.compress(torch.tensor([[0.0, value]]), 0.5)
 
 
 def test_column_scales_are_robust_to_a_few_massive_rows() -> None:

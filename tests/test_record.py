@@ -18,7 +18,7 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, CorruptFile, DiskFull, RunError
 from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config
-from outrider.data.batches import gather
+from outrider.data.batches import select_rows
 from outrider.data.corpus import load_training_data
 from outrider.data.prepare import record
 from outrider.data.record import cache, writer
@@ -76,7 +76,7 @@ def both(loaded: LoadedTarget, *words: str) -> tuple[TrainingData, TrainingData]
 
 
 def first_batch(data: TrainingData, rows: int = 2) -> Batch:
-    return gather(data.train, torch.arange(rows))
+    return select_rows(data.train, torch.arange(rows))
 
 
 def loss_of(
@@ -179,7 +179,7 @@ def test_last_states_of_held_out_text_are_stored_with_record_top(loaded: LoadedT
     """Held-out metrics compare with the full teacher."""
     online, recorded = both(loaded, "record.top=8", "record.states=same")
     assert recorded.recorded is not None
-    held = gather(online.held, torch.tensor([0]))
+    held = select_rows(online.held, torch.tensor([0]))
     stored, computed = recorded.recorded[1].trace(held), loaded.target.trace(*held)
     assert stored.topk_teacher is None
     rows = torch.roll(computed.supervised_mask(1), 1, dims=1)
@@ -316,7 +316,7 @@ def test_reading_leaves_no_rows_in_memory(loaded: LoadedTarget, tmp_path: Path) 
     assert data.recorded is not None
     for _ in range(3):
         for index in torch.arange(len(data.train)).split(4):
-            data.recorded[0].trace(gather(data.train, index))
+            data.recorded[0].trace(select_rows(data.train, index))
         resident.append(psutil.Process().memory_info().rss)
     assert data.recorded[0].size() > 20e6
     assert max(resident) - resident[0] < 0.1 * data.recorded[0].size()
@@ -587,7 +587,7 @@ def test_hybrid_stores_what_fits_and_evicts_rows_of_earlier_runs(
     loaded: LoadedTarget, tmp_path: Path
 ) -> None:
     data = training_data(loaded, config("data.mode=online"))
-    batches = [gather(data.train, torch.tensor([i])) for i in range(4)]
+    batches = [select_rows(data.train, torch.tensor([i])) for i in range(4)]
     older, sizes = trace_cache(loaded, tmp_path / "kept" / "older", 1e9), list[int]()
     for batch in batches:
         before = older.size()
@@ -611,7 +611,7 @@ def test_hybrid_does_not_evict_rows_of_an_earlier_start_of_this_run(
     requested first.
     """
     data, folder = training_data(loaded, config("data.mode=online")), tmp_path / "kept" / "a"
-    batches = [gather(data.train, torch.tensor([i])) for i in range(4)]
+    batches = [select_rows(data.train, torch.tensor([i])) for i in range(4)]
     killed = trace_cache(loaded, folder, 1e9)
     for batch in batches[:2]:
         killed.trace(batch)

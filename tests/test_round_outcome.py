@@ -52,7 +52,7 @@ def test_tree_outcomes_equal_the_rule(whole: bool) -> None:
 def test_tree_outcome_has_path_leaf_and_depth() -> None:
     """The root 5 with the children 7 and 8, and 9 below 7: a path that ends there, or above."""
     parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
-    tree = Tree.grown(torch.tensor([[5, 7, 8, 9]]), parents, depths, 2)
+    tree = Tree.from_parents(torch.tensor([[5, 7, 8, 9]]), parents, depths, 2)
     (all_the_way,) = outcomes(tree, greedy(tree, torch.tensor([[7, 9, 0, 4]])), SOUND[:1])
     assert all_the_way == ([7, 9, 4], [0, 1, 3], True, 2, None)
     (half,) = outcomes(tree, greedy(tree, torch.tensor([[7, 6, 0, 4]])), SOUND[:1])
@@ -62,7 +62,7 @@ def test_tree_outcome_has_path_leaf_and_depth() -> None:
 def test_padding_nodes_are_not_children() -> None:
     parents, depths = torch.tensor([[-1, 0, 1]]), torch.tensor([[0, 1, 2]])
     real = torch.tensor([[True, True, False]])
-    tree = Tree.grown(torch.tensor([[5, 7, 9]]), parents, depths, 2, real)
+    tree = Tree.from_parents(torch.tensor([[5, 7, 9]]), parents, depths, 2, real)
     (actual,) = outcomes(tree, greedy(tree, torch.tensor([[7, 9, 4]])), SOUND[:1])
     assert actual == ([7, 9], [0, 1], True, 1, None)
 
@@ -72,7 +72,7 @@ def test_padding_nodes_are_not_children() -> None:
 def test_nan_logits_raise(bad: float, dtype: torch.dtype) -> None:
     ids = torch.zeros(4, 2, dtype=torch.long)
     chain, lead = Tree.chain(ids), SOUND.clone().to(dtype)
-    tree = Tree.grown(ids, torch.tensor([[-1, 0]] * 4), torch.tensor([[0, 1]] * 4), 1)
+    tree = Tree.from_parents(ids, torch.tensor([[-1, 0]] * 4), torch.tensor([[0, 1]] * 4), 1)
     lead[2, 1] = bad
     for drawn in (chain, tree):
         with pytest.raises(FloatingPointError):

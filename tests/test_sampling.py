@@ -16,7 +16,7 @@ from outrider.models.decode.sampling import (
     GeneratorSource,
     RandomSource,
     draw,
-    invert,
+    inverse_cdf,
 )
 
 ROW = [0.1, 0.4, 0.2, 0.3]
@@ -33,7 +33,7 @@ def test_each_token_has_a_slice_as_wide_as_its_probability() -> None:
     """
     row = torch.tensor([0.125, 0.0, 0.5, 0.375, 0.0])
     uniforms = [0.0, 0.1249, 0.125, 0.6249, 0.625, 1 - 2**-53, 1.0]
-    tokens = invert(row.expand(7, 5), torch.tensor(uniforms, dtype=torch.float64))
+    tokens = inverse_cdf(row.expand(7, 5), torch.tensor(uniforms, dtype=torch.float64))
     assert tokens.tolist() == [0, 0, 2, 2, 3, 3, 3]
 
 
@@ -43,7 +43,7 @@ def test_grid_of_uniforms_over_a_large_vocabulary_is_exact() -> None:
     weights = torch.randint(0, 4, (vocab,), generator=seeded())
     total = int(weights.sum())
     uniforms = (torch.arange(total, dtype=torch.float64) + 0.5) / total
-    tokens = invert((weights / total).expand(total, vocab), uniforms)
+    tokens = inverse_cdf((weights / total).expand(total, vocab), uniforms)
     assert torch.equal(torch.bincount(tokens, minlength=vocab), weights)
 
 
@@ -61,7 +61,7 @@ def test_a_token_of_probability_zero_is_never_drawn(
     weights = torch.rand(1, vocab, generator=seeded(seed))
     row = scale * weights * (torch.rand(1, vocab, generator=seeded(seed + 1)) < 0.3)
     row[0, seed % vocab] = scale
-    token = int(invert(row, torch.tensor([uniform], dtype=torch.float64)))
+    token = int(inverse_cdf(row, torch.tensor([uniform], dtype=torch.float64)))
     assert 0 <= token < vocab
     assert row[0, token] > 0
 
@@ -165,7 +165,7 @@ def test_host_draws_equal_device_draws() -> None:
         assert host_draws.draw_host(rows) == expected
     uniforms = torch.tensor([[Random(n).random()] for n in range(3)], dtype=torch.float64)
     first = GeneratorSource([Random(n) for n in range(3)], 4).draw_host(rows)
-    assert first == invert(rows[:, None], uniforms)[:, 0].tolist()
+    assert first == inverse_cdf(rows[:, None], uniforms)[:, 0].tolist()
 
 
 def test_slices_of_a_large_vocabulary_do_not_depend_on_the_batch() -> None:

@@ -78,7 +78,7 @@ def run_search(folder: Path, trials: int, *words: str) -> int:
 
 
 def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    found: list[optuna.trial.FrozenTrial] = search_results.load(folder).get_trials()
+    found: list[optuna.trial.FrozenTrial] = search_results.load_study(folder).get_trials()
     return found
 
 

@@ -177,7 +177,7 @@ def resorted(propose: Propose, count: int) -> Propose:
         ids, parents, depths = (
             part.gather(1, nodes) for part in (tree.ids, tree.parents, tree.depths)
         )
-        sorted_tree = Tree.grown(ids, parents, depths, 1)
+        sorted_tree = Tree.from_parents(ids, parents, depths, 1)
         return Draft(sorted_tree, contexts.gather(1, nodes), q_rows[:, : count + 1])
 
     return sorting
@@ -204,7 +204,7 @@ def test_top_k_tokens_verified_by_ratios_are_caught() -> None:
 
 # ---- by hand -------------------------------------------------------------------------------------
 
-PAIR = Tree.grown(
+PAIR = Tree.from_parents(
     torch.tensor([[9, 0, 1]]), torch.tensor([[-1, 0, 0]]), torch.tensor([[0, 1, 1]]), levels=1
 )
 P = torch.tensor([[[0.25, 0.25, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]])

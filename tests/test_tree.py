@@ -19,7 +19,7 @@ def trees_of(*trees: list[int]) -> Tree:
             depths[-1].append(0 if parent < 0 else depths[-1][parent] + 1)
     parents_of = torch.tensor(trees)
     ids = 10 * torch.arange(parents_of.shape[1]).expand_as(parents_of)
-    return Tree.grown(ids, parents_of, torch.tensor(depths), max(map(max, depths)))
+    return Tree.from_parents(ids, parents_of, torch.tensor(depths), max(map(max, depths)))
 
 
 def random_parents(size: int) -> st.SearchStrategy[list[int]]:
@@ -107,7 +107,7 @@ def test_ancestor_mask_is_the_path_from_the_root(batch: list[list[int]]) -> None
 
 def test_more_levels_than_there_are_change_nothing() -> None:
     tree = trees_of([-1, 0, 0, 1])
-    deeper = checked(Tree.grown(tree.ids, tree.parents, tree.depths, levels=9))
+    deeper = checked(Tree.from_parents(tree.ids, tree.parents, tree.depths, levels=9))
     assert torch.equal(deeper.ancestor_mask, tree.ancestor_mask)
 
 
@@ -184,7 +184,7 @@ def test_the_choice_is_the_sorted_one_and_connected_under_many_ties(
     assert {parents[node] for node in wanted} <= {-1, *wanted}
     above = torch.searchsorted(best, tree.parents.gather(1, best)).masked_fill(best == 0, -1)
     chosen = tree.ids.gather(1, best), above, tree.depths.gather(1, best)
-    checked(Tree.grown(*chosen, levels=tree.levels))
+    checked(Tree.from_parents(*chosen, levels=tree.levels))
 
 
 def test_half_precision_scores_are_refused() -> None:

@@ -20,7 +20,7 @@ def line(batch: int, guesses: int) -> tuple[Tree, Tree]:
     """One and the same tree, once known to be a chain and once not."""
     ids = torch.arange(batch * (guesses + 1)).view(batch, -1)
     depths = torch.arange(guesses + 1).expand(batch, -1)
-    return Tree.chain(ids), Tree.grown(ids, depths - 1, depths, guesses)
+    return Tree.chain(ids), Tree.from_parents(ids, depths - 1, depths, guesses)
 
 
 @pytest.mark.parametrize("start", EDGES)

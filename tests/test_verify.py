@@ -76,7 +76,9 @@ def dynamic_tree(toy: Toy, starts: Tensor, rng: RandomSource) -> Draft:
     best = rerank(scores, 4)
     parents = torch.searchsorted(best, tree.parents.gather(1, best)).masked_fill(best == 0, -1)
     ids, depths = tree.ids.gather(1, best), tree.depths.gather(1, best)
-    return Draft(checked(Tree.grown(ids, parents, depths, 2)), contexts.gather(1, best), None)
+    return Draft(
+        checked(Tree.from_parents(ids, parents, depths, 2)), contexts.gather(1, best), None
+    )
 
 
 @pytest.mark.parametrize("setting", WARPS)
@@ -307,7 +309,7 @@ def test_ragged_batch_equals_single_trees() -> None:
 def bushy() -> Tree:
     """5 -> {1 -> {2, 3}, 4 -> {1}}; nodes 0; 1, 2; 3, 4, 5."""
     ids, parents = torch.tensor([[5, 1, 4, 2, 3, 1]]), torch.tensor([[-1, 0, 0, 1, 1, 2]])
-    return Tree.grown(ids, parents, torch.tensor([[0, 1, 1, 2, 2, 2]]), levels=2)
+    return Tree.from_parents(ids, parents, torch.tensor([[0, 1, 1, 2, 2, 2]]), levels=2)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +333,7 @@ def test_greedy_follows_the_choices_from_the_root(
 def test_greedy_finds_the_longest_path_below_a_repeated_sibling() -> None:
     """Two siblings carry token 1; only the second one was continued with the right token."""
     ids, parents = torch.tensor([[5, 1, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1, 2]])
-    tree = Tree.grown(ids, parents, torch.tensor([[0, 1, 1, 2, 2]]), levels=2)
+    tree = Tree.from_parents(ids, parents, torch.tensor([[0, 1, 1, 2, 2]]), levels=2)
     accepted = greedy(tree, torch.tensor([[1, 3, 3, 9, 8]]))
     assert (accepted.path.tolist(), accepted.next_ids.tolist()) == ([[0, 2, 4]], [8])
 

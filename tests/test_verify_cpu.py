@@ -73,7 +73,7 @@ def ragged(*proposals: Propose) -> Propose:
             mixed([getattr(tree, name) for tree in trees])
             for name in ("ids", "parents", "depths", "real")
         )
-        tree = Tree.grown(ids, parents, depths, levels, real)
+        tree = Tree.from_parents(ids, parents, depths, levels, real)
         return Draft(tree, mixed([draft.contexts for draft in grown]), None)
 
     return propose
@@ -202,7 +202,7 @@ def test_ratio_in_a_batch_equals_single_chains() -> None:
 def test_the_ratio_test_takes_a_chain_in_any_form() -> None:
     tree, p, q, _ = chains(torch.Generator().manual_seed(3), 4, whole=True)
     nodes = torch.arange(4).expand(4, -1)
-    grown = Tree.grown(tree.ids, nodes - 1, nodes, 3)
+    grown = Tree.from_parents(tree.ids, nodes - 1, nodes, 3)
     actual = verify_cpu.ratio(grown, p, as_it_is, q, rng_of(0, 4))
     plainly = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(0, 4))
     assert [new.tokens for new in actual] == [new.tokens for new in plainly]
@@ -227,7 +227,7 @@ def test_match_equals_the_reference_on_deterministic_rows(whole: bool, chain: bo
 
 # ---- what is read, and what is refused -----------------------------------------------------------
 
-TREE = Tree.grown(  # the root 5 with the children 1 and 2, and 3 below 1
+TREE = Tree.from_parents(  # the root 5 with the children 1 and 2, and 3 below 1
     torch.tensor([[5, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]]), 2
 )
 

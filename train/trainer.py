@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.schema import Config
-from outrider.data.batches import gather, permutation
+from outrider.data.batches import permutation, select_rows
 from outrider.data.trace_source import TargetTraces
 from outrider.data.training_data import TrainingData
 from outrider.models import drafters, process
@@ -88,7 +88,7 @@ class Trainer:
         if fitted and not source.has_last_states:
             source = TargetTraces(self.target)
         order = permutation(self.config.run.seed, 0, len(self.data.train))
-        batches = (gather(self.data.train, rows) for rows in order.split(INIT_ROWS))
+        batches = (select_rows(self.data.train, rows) for rows in order.split(INIT_ROWS))
         traces = (source.trace(batch, self.target.device) for batch in batches)
         return self.drafter.initialise(self.target, traces)
 
@@ -136,7 +136,7 @@ class Trainer:
         for turn in range(-(-len(held) // (world * size))):
             first = (turn * world + self.accelerator.process_index) * size
             index = torch.arange(first, first + size)
-            batch = gather(held, index % len(held))
+            batch = select_rows(held, index % len(held))
             # ZeRO-3 gathers weights in lockstep: a rank without rows left repeats some, uncounted
             batch = batch._replace(answer=batch.answer & (index < len(held))[:, None])
             trace = self.sources.held.trace(batch, self.target.device)

@@ -26,7 +26,7 @@ from outrider.conf.errors import CorruptFile, DiskFull, RunError
 from outrider.conf.files import read_tensors, write_tensors
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import Config
-from outrider.data.batches import gather
+from outrider.data.batches import select_rows
 from outrider.data.pack import Rows
 from outrider.data.record.folder import layout_to_json
 from outrider.data.record.layout import Layout, RowSelection, combine
@@ -80,7 +80,7 @@ class TraceCache:
     def touch_rows(self, rows: Rows) -> None:
         """Mark the stored ones of these rows as used, so that they are not evicted."""
         for row in range(len(rows)) if self.files else ():
-            file = self.files.get(_row_key(gather(rows, torch.tensor([row])), 0))
+            file = self.files.get(_row_key(select_rows(rows, torch.tensor([row])), 0))
             if file is not None:
                 with suppress(OSError):
                     _touch(file)

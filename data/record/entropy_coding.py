@@ -66,7 +66,7 @@ class ColumnScales:
         return ColumnScales(middle, spread.clamp(min=LEAST * typical))
 
 
-def pack(rows: Float[Tensor, "N X"], step: float) -> UInt8[Tensor, " B"]:
+def compress(rows: Float[Tensor, "N X"], step: float) -> UInt8[Tensor, " B"]:
     """Return the compressed bytes of these rows; raise OutOfRange."""
     steps = (rows.float() / step).round()
     if not bool((steps.abs() <= LARGEST).all()):
@@ -81,7 +81,7 @@ def pack(rows: Float[Tensor, "N X"], step: float) -> UInt8[Tensor, " B"]:
     return torch.frombuffer(bytearray(content + deflate.flush()), dtype=torch.uint8)
 
 
-def unpack(packed: UInt8[Tensor, " B"], width: int, step: float) -> Float[Tensor, "N X"]:
+def decompress(packed: UInt8[Tensor, " B"], width: int, step: float) -> Float[Tensor, "N X"]:
     """Return the rows of X = `width` columns, rounded to multiples of `step`."""
     count, content = int(packed[0]), zlib.decompress(packed[1:].numpy().tobytes(), WINDOW)
     parts = np.frombuffer(content, dtype=np.uint8).reshape(count, width, -1).astype(np.int32)

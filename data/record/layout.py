@@ -152,7 +152,7 @@ class Layout:
         if self.step is None or self.scales is None:
             return encode(self.states, rows)
         require_finite(rows)
-        packed = entropy_coding.pack(self.scales.units(rows), self.step)
+        packed = entropy_coding.compress(self.scales.units(rows), self.step)
         return {"packed": packed, "bytes": torch.tensor([len(packed)]).int()}
 
     def decode(self, parts: dict[str, Tensor], rows: RowSelection) -> RecordedRows:
@@ -179,7 +179,7 @@ class Layout:
         if self.step is None or self.scales is None:
             stored = decode(self.states, _without_prefix("features", parts), self.width)
         else:  # a whole document, of which the caller may want the first rows only
-            stored = entropy_coding.unpack(parts["features.packed"], self.width, self.step)
+            stored = entropy_coding.decompress(parts["features.packed"], self.width, self.step)
             stored = self.scales.restore(stored[: int(rows.features.sum())])
         return stored if bool(rows.features.all()) else _scatter(stored, rows.features)
 

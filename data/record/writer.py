@@ -22,8 +22,8 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import Config
-from outrider.data.batches import gather
-from outrider.data.pack import pack, split
+from outrider.data.batches import select_rows
+from outrider.data.pack import pack, split_holdout
 from outrider.data.record.entropy_coding import SAMPLE, ColumnScales, OutOfRange
 from outrider.data.record.folder import MANIFEST, RecordingFolder, layout_to_json, text_columns
 from outrider.data.record.layout import Layout
@@ -75,7 +75,7 @@ class Recorder:
         self.data, self.documents, self.reporter = data, data.documents, reporter
         self.layout = layout_of(config, loaded.target, data)
         self.shard_documents = shard_sizes(self.documents, self.settings.shard)
-        held = {document.key for document in split(self.documents, config.data.holdout)[1]}
+        held = {document.key for document in split_holdout(self.documents, config.data.holdout)[1]}
         # with record.top, last states are stored for held-out documents only
         self.with_last_states = [not self.layout.top or d.key in held for d in self.documents]
         self.about = {**about_of(config, loaded, data), "layout": layout_to_json(self.layout)}
@@ -184,7 +184,7 @@ class Recorder:
     def _batches(self, shard: int) -> Iterator[Batch]:
         rows = pack(self._documents_of(shard), self.config.data.max_length)
         for index in torch.arange(len(rows)).split(max(1, FORWARD // rows.length)):
-            yield Batch(*(field.to(self.target.device) for field in gather(rows, index)))
+            yield Batch(*(field.to(self.target.device) for field in select_rows(rows, index)))
 
     def _first_trace(self, shard: int) -> FirstTrace:
         """Return the first batch of a shard, which is also timed and verified; it runs once."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from outrider.data.batches import gather
+from outrider.data.batches import select_rows
 from outrider.launch.bench.machine import PeakMemory, resident_bytes
 from outrider.launch.cost_estimate import Cost, memory_of_run, trained_parameters
 from outrider.launch.doctor.finding import Finding, format_bytes, format_seconds
@@ -86,7 +86,7 @@ def free_memory() -> float:
 def forward_backward(run: Trainer, rows: int) -> float:
     """Run a forward and backward pass without the optimizer, and return its seconds."""
     start = time.perf_counter()
-    batch = gather(run.data.train, torch.arange(rows) % len(run.data.train))
+    batch = select_rows(run.data.train, torch.arange(rows) % len(run.data.train))
     denominators = torch.full((len(run.objective.weights),), float(batch.ids.numel()))
     with run.accelerator.autocast():
         loss, _ = run.objective(run.sources.train.trace(batch, run.target.device), denominators)
@@ -243,7 +243,7 @@ def _evaluation_seconds(run: Trainer) -> float:
     """Seconds of a held-out evaluation, extrapolated from one batch."""
     world, rows = run.accelerator.num_processes, run.data.held
     size = max(1, run.rows // _passes(run))
-    batch = gather(rows, torch.arange(size) % len(rows))
+    batch = select_rows(rows, torch.arange(size) % len(rows))
     start = time.perf_counter()
     with run.accelerator.autocast():
         trace = run.sources.held.trace(batch, run.target.device)

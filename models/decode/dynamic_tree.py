@@ -132,7 +132,7 @@ class _Candidates:
             real = scores.gather(1, kept) > NEVER
             parents, depths = torch.where(real, parents, 0), torch.where(real, depths, 1)
         parents[:, 0] = -1
-        return Tree.grown(ids.gather(1, kept), parents, depths, len(self.levels) - 1, real)
+        return Tree.from_parents(ids.gather(1, kept), parents, depths, len(self.levels) - 1, real)
 
 
 @lru_cache(maxsize=64)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from outrider.models.decode.warping import at_least_float32
 
-BLOCK = 128  # tokens per block of the two-level search in `invert`; divides most vocabularies
-LONG = 2**13  # vocabulary size from which on `invert` is faster by blocks
+BLOCK = 128  # tokens per block of the two-level search in `inverse_cdf`; divides most vocabularies
+LONG = 2**13  # vocabulary size from which on `inverse_cdf` is faster by blocks
 BELOW_ONE = 1 - 2**-52  # times any total (not denormal) is below it
 
 
@@ -42,10 +42,10 @@ def draw(probs: Float[Tensor, "N V"], generator: torch.Generator) -> Int[Tensor,
     uniforms = torch.rand(
         len(probs), dtype=torch.float64, generator=generator, device=generator.device
     )
-    return invert(probs, uniforms.to(probs.device))
+    return inverse_cdf(probs, uniforms.to(probs.device))
 
 
-def invert(
+def inverse_cdf(
     probs: Float[Tensor, "*rows V"], uniforms: Float[Tensor, "*rows"], check_mass: bool = True
 ) -> Int[Tensor, "*rows"]:
     """Return the token whose slice of [0, 1) holds the uniform.
@@ -79,7 +79,7 @@ def _invert_directly(
 
 
 def _invert_rows(rows: Float[Tensor, "B *ones V"], uniforms: Sequence[float]) -> list[int]:
-    """`invert` on a CPU, row by row: an answer must not depend on its batch to the last bit."""
+    """`inverse_cdf` on a CPU by rows: an answer must not depend on its batch to the last bit."""
     if len(rows) == 1:
         return [_invert_row(rows, *uniforms)]
     return [*map(_invert_row, rows, uniforms)]
@@ -181,7 +181,7 @@ class GeneratorSource(RandomSource):
                 return torch.full((1, 1), *tokens)  # half the time of a list
             return torch.tensor(tokens)[:, None]
         check_mass = self.check_mass or not rows.is_cuda
-        return invert(rows, self.uniforms(rows.shape[1], rows.device), check_mass)
+        return inverse_cdf(rows, self.uniforms(rows.shape[1], rows.device), check_mass)
 
     def flip_host(self, chances: list[list[float]]) -> list[list[bool]]:
         numbers = self.numbers(len(chances[0]))
@@ -192,4 +192,4 @@ class GeneratorSource(RandomSource):
         if rows.device.type == "cpu":
             return _invert_rows(rows, numbers)
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=rows.device)
-        return invert(rows, uniforms).tolist()
+        return inverse_cdf(rows, uniforms).tolist()

@@ -119,7 +119,7 @@ class StaticTree:
         number = {path: i for i, path in enumerate(((), *self.paths))}
         parents = torch.tensor([[-1] + [number[path[:-1]] for path in self.paths]])
         depths = torch.tensor([[0] + [len(path) for path in self.paths]])
-        tree = Tree.grown(parents, parents, depths, self.levels)
+        tree = Tree.from_parents(parents, parents, depths, self.levels)
         return parents[0], depths[0], tree.ancestor_mask[0]
 
 

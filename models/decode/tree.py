@@ -71,7 +71,7 @@ class Tree:
         return cls(ids, parents, depths, mask, real, count - 1, True, drafted is None)
 
     @classmethod
-    def grown(
+    def from_parents(
         cls,
         ids: Int[Tensor, "B N"],
         parents: Int[Tensor, "B N"],

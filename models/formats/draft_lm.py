@@ -24,7 +24,7 @@ class HuggingFaceFormat(ExternalFormat):
 
     names = ("transformers", "vllm", "sglang")
     drafters = ("draft_lm",)
-    served = "transformers, vLLM, SGLang"
+    engines = "transformers, vLLM, SGLang"
     reduced = "its draft vocabulary is reduced, which a Hugging Face folder cannot hold"
 
     def write_files(self, drafter: DraftLm, target: Target, folder: Path) -> None:

@@ -78,7 +78,7 @@ class EagleOriginal(EagleFormat):
     """EAGLE's own code."""
 
     names = ("eagle",)
-    served = "EAGLE's own code"
+    engines = "EAGLE's own code"
 
     def config(self, drafter: Eagle, target: Target) -> dict[str, Any]:
         bias = "fc.bias" in drafter.state_dict()
@@ -93,7 +93,7 @@ class EagleSGLang(EagleFormat):
     """SGLang's `LlamaForCausalLMEagle`, whose fc always has a bias."""
 
     names = ("sglang",)
-    served = "SGLang"
+    engines = "SGLang"
 
     def target_copies(self, drafter: Eagle, target: Target) -> dict[str, Tensor]:
         out = super().target_copies(drafter, target)
@@ -112,7 +112,7 @@ class EagleVLLM(EagleFormat):
     """vLLM: the layer's config is nested in one of type eagle."""
 
     names = ("vllm",)
-    served = "vLLM"
+    engines = "vLLM"
 
     def refusal_reason(self, drafter: Eagle, target: Target) -> str:
         bias = drafter.state_dict().get("fc.bias")

@@ -213,7 +213,7 @@ class Eagle3SGLang(Eagle3Format):
     """`LlamaForCausalLMEagle3` with `midlayer.*`."""
 
     names = ("sglang", "specforge")
-    served = "SGLang"
+    engines = "SGLang"
     first_layer = "midlayer"
 
     def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
@@ -275,7 +275,7 @@ class Eagle3VLLM(Eagle3Format):
     """vLLM's `Eagle3LlamaForCausalLM`."""
 
     names = ("vllm",)
-    served = "vLLM"
+    engines = "vLLM"
 
     def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
         return QK_NORM if drafter.cfg.qk_norm else super().refusal_reason(drafter, target)
@@ -295,7 +295,7 @@ class Eagle3Speculators(Eagle3Format):
     """speculators' `Eagle3Speculator`, the only format that can name Qwen3's layer."""
 
     names = ("speculators",)
-    served = "vLLM"
+    engines = "vLLM"
     writes_target_copies = True
 
     def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class ExternalFormat:
     Attributes:
         names: values of `format=`; the first is the format's name.
         drafters: names of the drafters it can hold.
-        served: the software that loads it.
+        engines: the software that loads it.
         stem: name of the weight file without its extension.
         joint_order: inputs of the joint projection; None: the drafter has none.
         reduced: why a reduced draft vocabulary is refused; "": it is not.
@@ -74,7 +74,7 @@ class ExternalFormat:
 
     names: tuple[str, ...] = ()
     drafters: tuple[str, ...] = ()
-    served = ""
+    engines = ""
     stem = "model"
     joint_order: list[str] | None = None
     reduced = ""

@@ -39,7 +39,7 @@ class MedusaOriginal(MedusaFormat):
     """`medusa_lm_head.safetensors`: heads with a vocabulary matrix each, or with the target's."""
 
     names = ("medusa",)
-    served = "Medusa's own code, TGI"
+    engines = "Medusa's own code, TGI"
     stem = "medusa_lm_head"
     reduced = "its draft vocabulary is reduced, which only format=vllm can hold (token_map)"
 
@@ -102,7 +102,7 @@ class MedusaVLLM(MedusaFormat):
     """vLLM's `MedusaModel`: one head per depth or one for all, of all tokens or of some."""
 
     names = ("vllm",)
-    served = "vLLM"
+    engines = "vLLM"
     writes_target_copies = True
 
     def config(self, drafter: Medusa, target: Target) -> dict[str, Any]:

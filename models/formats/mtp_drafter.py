@@ -115,7 +115,7 @@ class MtpDeepSeek(MtpFormat):
     """Decoder layers after the target's last one, each with copies of its embedding and head."""
 
     names = ("deepseek",)
-    served = "engines, from inside the target's checkpoint"
+    engines = "engines, from inside the target's checkpoint"
     layout = DEEPSEEK
     several = True
     writes_target_copies = True
@@ -137,7 +137,7 @@ class MtpQwen3Next(MtpFormat):
     """One module under `mtp.`."""
 
     names = ("qwen3_next",)
-    served = "engines, from inside the target's checkpoint"
+    engines = "engines, from inside the target's checkpoint"
     layout = QWEN3_NEXT
 
     def matches(self, folder: WeightFolder) -> bool:
@@ -148,7 +148,7 @@ class MtpSpeculators(MtpFormat):
     """One module for the speculators library's tools; engines need it in the target's folder."""
 
     names = ("speculators",)
-    served = "speculators' tools"
+    engines = "speculators' tools"
     layout = SPECULATORS
 
     def config(self, drafter: Mtp, target: Target) -> dict[str, Any]:

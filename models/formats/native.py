@@ -35,7 +35,7 @@ class NativeFormat:
 
     names: tuple[str, ...] = ("native",)
     drafters: tuple[str, ...] = ()
-    served = "Outrider"
+    engines = "Outrider"
 
     def refusal_reason(self, drafter: Drafter, target: Target) -> str:
         return ""
