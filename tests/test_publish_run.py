@@ -200,7 +200,7 @@ def test_invalid_options_exit_with_a_message(
 def test_unsupported_format_is_refused_before_decoding(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Eagle3SGLang, "refuses", lambda self, *args: "not supported")
+    monkeypatch.setattr(Eagle3SGLang, "refusal_reason", lambda self, *args: "not supported")
     monkeypatch.setattr(RoundTrip, "decode", lambda self, drafter: pytest.fail("decode was called"))
     with pytest.raises(SystemExit) as stop:
         publish(run, "format=sglang")
