@@ -83,9 +83,10 @@ def test_unreadable_state_falls_back(text: str, tmp_path: Path) -> None:
     assert newest(tmp_path)[0].step == 1
 
 
-def test_checkpoints_of_earlier_versions_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("joules", [3.0, None])
+def test_checkpoints_of_earlier_versions_load(joules: float | None, tmp_path: Path) -> None:
     write(tmp_path, 1)
-    change(tmp_path / "step-00000001", set_progress(joules=3.0, seconds=4))
+    change(tmp_path / "step-00000001", set_progress(joules=joules, seconds=4))
     progress, weight, errors = newest(tmp_path)
     assert (progress.step, progress.seconds, weight, errors) == (1, 4, 1.0, [])
 

@@ -114,7 +114,7 @@ def read_state(folder: Path) -> tuple[Progress, str]:
 
     Raises:
         CorruptFile: `state.json` is not what was written. Files of earlier versions have no hash
-            of their own; fields, types and step are checked.
+            of their own; fields, types and step are checked, `joules` is skipped.
     """
     file = folder / "state.json"
     about = read_json(file, FIX)
@@ -123,9 +123,9 @@ def read_state(folder: Path) -> tuple[Progress, str]:
         raise CorruptFile(f"{file} is damaged: its values are not the ones that were written.", FIX)
     if not isinstance(sha256, str):
         raise CorruptFile(f"{file} is damaged: sha256 is missing.", FIX)
-    defaults = {**vars(Progress()), "joules": 0.0}  # the last one in earlier versions
-    values = values if isinstance(values, dict) else {}
-    progress = Progress(**{k: x for k, x in values.items() if k in defaults and k != "joules"})
+    defaults = vars(Progress())
+    values = {k: x for k, x in values.items() if k != "joules"} if isinstance(values, dict) else {}
+    progress = Progress(**{k: x for k, x in values.items() if k in defaults})
     right = all(k in defaults and _is_like(x, defaults[k]) for k, x in values.items())
     if right:
         numbers = [*progress.recent, *progress.phases.values()]
