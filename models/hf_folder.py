@@ -96,18 +96,20 @@ def require_complete(model: Any, info: Mapping[str, Iterable[Any]], surplus: boo
         surplus: accept unknown tensors.
     """
     if missing := sorted(map(str, info["missing_keys"])):
-        raise ValueError(f"its folder lacks {_names(missing)}.")
+        raise ValueError(f"its folder lacks {summarise(missing, 3)}.")
     keys = sorted(map(str, info["unexpected_keys"]))
     modules = tuple(k.removesuffix("eh_proj.weight") for k in keys if k.endswith("eh_proj.weight"))
     unknown = [k for k in keys if not (KNOWN_SURPLUS.search(k) or k.startswith(modules))]
     quantised = getattr(model.config, "quantization_config", None)  # with scales of many names
     if unknown and not surplus and not quantised:
-        why = f"its folder holds {_names(unknown)}, which a {model.config.model_type} model"
+        why = f"its folder holds {summarise(unknown, 3)}, which a {model.config.model_type} model"
         raise ValueError(f"{why} does not know.")
 
 
-def _names(keys: list[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+def summarise(keys: list[str], shown: int) -> str:
+    """Return the first `shown` keys and the number of the others."""
+    more = len(keys) - shown
+    return ", ".join(keys[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def _find(weights: str, name: str, revision: str | None) -> Path | None:

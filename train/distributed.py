@@ -44,23 +44,23 @@ def require_matching_launcher(launch: LaunchConfig) -> None:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if deepspeed and launch.name != f"zero{stage}":
-        why = f"The launcher was told to use DeepSpeed, ZeRO stage {stage}."
+        why = f"The launcher uses DeepSpeed, ZeRO stage {stage}."
         fix = f"Use launch=zero{stage}, or drop --use_deepspeed from the launcher."
         raise ConfigError("launch", launch.name, why, fix)
     for name, option in REFUSED.items():
         value = os.environ.get(name, "").lower()
         if value not in ("", "false", "none"):
-            why = f"The launcher was told {option} ({name}={value})."
+            why = f"The launcher is configured {option} ({name}={value})."
             fix = "launch=... sets everything about ranks; drop it from the launcher."
             raise ConfigError("launch", launch.name, why, fix)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if steps not in ("", str(launch.accumulation)):
-        why = f"The launcher was told gradient_accumulation_steps {steps}, which accelerate uses."
+        why = f"The launcher sets gradient_accumulation_steps {steps}, which accelerate uses."
         fix = "Set only launch.accumulation; drop it from the launcher."
         raise ConfigError("launch.accumulation", launch.accumulation, why, fix)
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed not in ("no", launch.precision):
-        why = f"The launcher was told to use --mixed_precision {mixed}."
+        why = f"The launcher sets --mixed_precision {mixed}."
         fix = "Set only launch.precision, and give the launcher --mixed_precision no."
         raise ConfigError("launch.precision", launch.precision, why, fix)
 

@@ -101,7 +101,7 @@ def fit(
 
 
 def _sync_stop_and_clock(run: Trainer, stop: bool) -> bool:
-    """Set the main rank's clock on all ranks; return whether any rank was told to stop.
+    """Set the main rank's clock on all ranks; return whether any rank has to stop.
 
     Learning rate and end of a run in minutes depend on it: ranks that differ diverge or deadlock.
     """

@@ -45,6 +45,7 @@ class Rule(NamedTuple):
             drafts have none.
         drafts: the kinds of drafts it can verify; a lossless rule is exact for each.
         chains_only: it refuses trees that branch.
+        replacement: `verify` has the parameter `replacement`: siblings are independent draws.
         lossy: its output does not have the target's distribution.
         parameters: parameters and their defaults; None: a value is required.
         check: raises ValueError if a parameter is out of range.
@@ -54,6 +55,7 @@ class Rule(NamedTuple):
     verify: Callable[..., Accepted]
     drafts: tuple[str, ...]
     chains_only: bool = False
+    replacement: bool = False
     lossy: bool = False
     parameters: Mapping[str, float | None] = MappingProxyType({})
     check: Callable[..., None] | None = None
@@ -128,7 +130,7 @@ def bind_rule(name: str, draft: str, **parameters: float) -> BoundRule:
         )
     if rule.check is not None:
         rule.check(**values)
-    if rule.verify in (sibling_by_sibling, traversal):
+    if rule.replacement:
         values["replacement"] = draft == INDEPENDENT
     reads_q = set(rule.drafts) <= set(SAMPLED_DRAFTS)
     function = partial(rule.verify, **values)
@@ -158,10 +160,10 @@ def default_rule(draft: str, chain: bool) -> str:
 RULES: dict[str, Rule] = {
     "match": Rule(verify.match, (BEST, COUPLED), cpu_rule=verify_cpu.match),
     "ratio": Rule(verify.ratio, SAMPLED_DRAFTS, chains_only=True, cpu_rule=verify_cpu.ratio),
-    "independent": Rule(sibling_by_sibling, (INDEPENDENT,)),
-    "without_replacement": Rule(sibling_by_sibling, (DRAWN,)),
+    "independent": Rule(sibling_by_sibling, (INDEPENDENT,), replacement=True),
+    "without_replacement": Rule(sibling_by_sibling, (DRAWN,), replacement=True),
     "block": Rule(block, SAMPLED_DRAFTS, chains_only=True),
-    "traversal": Rule(traversal, SAMPLED_DRAFTS),
+    "traversal": Rule(traversal, SAMPLED_DRAFTS, replacement=True),
     "sampled": Rule(verify.match, DRAFTS, cpu_rule=verify_cpu.match),
     "coupled": Rule(verify.match, DRAFTS),  # by random numbers; the engine uses noise (verifier.py)
     "lossy_typical": Rule(

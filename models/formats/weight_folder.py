@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.files import read_json, sha256_of
 from outrider.models import hf_folder
-from outrider.models.hf_folder import read_weight_map, weights_size
+from outrider.models.hf_folder import read_weight_map, summarise, weights_size
 
 SIDECAR = "outrider.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the first that exists is used
@@ -75,7 +75,7 @@ class WeightFolder:
         for name in names:
             self._read_header(name)
         if wrong := sorted({key for key, _ in self.files.items() ^ expected.items()}):
-            why = f"{index} and its files disagree about {_summarise(wrong)}."
+            why = f"{index} and its files disagree about {summarise(wrong, 1)}."
             raise CorruptFile(why, self.fix)
         size = sum(weights_size(self.path / name) for name in names)
         if size < total:
@@ -142,11 +142,11 @@ class WeightFolder:
         unknown = sorted(keys.keys() - set(required) - set(optional))
         parts = []
         if missing:
-            parts.append(f"lacks {_summarise(missing)}")
+            parts.append(f"lacks {summarise(missing, 1)}")
         if unknown:
             similar = difflib.get_close_matches(unknown[0], missing, 1)
             hint = f" (is it {similar[0]}?)" if similar else ""
-            stray = _summarise([keys[name] for name in unknown])
+            stray = summarise([keys[name] for name in unknown], 1)
             parts.append(f"holds {stray}, which this format does not define{hint}")
         if parts:
             raise RunError(f"{self.path} {' and '.join(parts)}.", self.fix)
@@ -198,10 +198,6 @@ def damaged_means_error(folder: Path, fix: str = FIX) -> Iterator[None]:
         what = hf_folder.first_line(error)
         why = f"{folder} cannot be read as a drafter: {type(error).__name__}: {what}"
         raise RunError(why, fix) from error
-
-
-def _summarise(keys: list[str]) -> str:
-    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
 
 
 def equal_values(one: Tensor, other: Tensor) -> bool:
