@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
+from hypothesis import settings
 
 from outrider.conf.compose import compose
 from outrider.data.corpus import load_training_data
@@ -22,6 +23,7 @@ PROOFS = {  # the decoder is lossless: enumeration and token equality
 }  # fmt: skip
 
 CONTRACT = "test_drafter_contract"
+settings.register_profile("thorough")  # see mutations.py
 SAMPLE = 6  # cases of a parametrised test that `make test` runs
 
 
