@@ -26,6 +26,7 @@ MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # z
 FIX = "Fetch the folder again."
 DAMAGE = (  # what Python raises for a value of another type or size
     TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError,
+    SafetensorError,
 )  # fmt: skip
 CONVERT = (
     "Convert it if you trust it: torch.load(FILE, weights_only=True), then "
@@ -188,7 +189,7 @@ class WeightFolder:
 
 
 @contextmanager
-def damaged_means_error(folder: Path, fix: str = FIX) -> Iterator[None]:
+def damaged_means_error(folder: Path, fix: str = FIX, kind: str = "a drafter") -> Iterator[None]:
     """Turn what Python raises for values of other types or sizes into a RunError."""
     try:
         yield
@@ -196,7 +197,7 @@ def damaged_means_error(folder: Path, fix: str = FIX) -> Iterator[None]:
         raise
     except DAMAGE as error:
         what = hf_folder.first_line(error)
-        why = f"{folder} cannot be read as a drafter: {type(error).__name__}: {what}"
+        why = f"{folder} cannot be read as {kind}: {type(error).__name__}: {what}"
         raise RunError(why, fix) from error
 
 
