@@ -1,5 +1,7 @@
 """Background checkpoints: one at a time, in order, and every error is raised."""
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from outrider.data.training_data import TrainingData
 from outrider.models.load import LoadedTarget
 from outrider.train import checkpoint, loop
 from outrider.train.checkpoint_writer import BackgroundWriter
+from outrider.train.trainer import Trainer
 from tests.runs import QUIET, config
 
 
@@ -70,6 +73,30 @@ def test_training_continues_while_checkpoint_is_written(
         place = Path("checkpoints") / f"step-{step:08d}" / "state.safetensors"
         a, b = load_file(tmp_path / "quick" / place), load_file(tmp_path / "slow" / place)
         assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_second_signal_does_not_end_the_last_save(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C during step 2, and again while its checkpoint is written."""
+    save, seed_step = checkpoint.save, Trainer.seed_step
+
+    def interrupted(run: Trainer, step: int) -> None:
+        seed_step(run, step)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def slow(folder: Path, tensors: Any, progress: checkpoint.Progress, *keep: Any) -> None:
+        if progress.step == 3:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        save(folder, tensors, progress, *keep)
+
+    monkeypatch.setattr(Trainer, "seed_step", interrupted)
+    monkeypatch.setattr(checkpoint, "save", slow)
+    assert loop.fit(config(tmp_path), loaded, made, QUIET) is None
+    assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
 
 
 def test_failed_checkpoint_stops_the_run(

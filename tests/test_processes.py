@@ -261,6 +261,37 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
             torch.testing.assert_close(found[name], ddp_weights[name], atol=1e-4, rtol=1e-3)
 
 
+SLOW_SAVE = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from outrider.train import checkpoint
+from outrider.train.trainer import Trainer
+save, seed_step = checkpoint.save, Trainer.seed_step
+def slow(folder, tensors, progress, *keep):
+    time.sleep(2.0 * (progress.step == 3))
+    save(folder, tensors, progress, *keep)
+def seed(run, step):
+    if step == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    seed_step(run, step)
+checkpoint.save, Trainer.seed_step = slow, seed
+from outrider.launch.cli import command
+command(["train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("launch", ["ddp", "zero2"])
+def test_a_signal_to_one_rank_saves_however_long_it_takes(launch: str, tmp_path: Path) -> None:
+    """The launcher ends all ranks when the first exits, so none exits before the save."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_SAVE.format(root=str(ROOT)))
+    done = run([*TWO[:-1], str(script)], tmp_path / "run", f"launch={launch}")
+    assert done.returncode == 1, done.stderr
+    assert "stopped at step 3, saved" in done.stdout
+    saved = {folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert saved == {"step-00000002", "step-00000003"}
+
+
 def test_a_launcher_that_contradicts_the_configuration_is_refused(tmp_path: Path) -> None:
     done = run(TWO, tmp_path, "launch=single")
     assert done.returncode != 0

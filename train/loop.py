@@ -83,6 +83,8 @@ def fit(
                 if over:
                     return best_drafter.publish(run)
                 if stop:
+                    run.writer.wait()  # launchers end the other ranks when the first exits
+                    run.accelerator.wait_for_everyone()
                     log.print(f"stopped at step {step}, saved; the same command continues")
                     return None
                 run.heartbeat.beat(step)
