@@ -21,28 +21,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-
-def coupled_acceptance(
-    p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"]
-) -> Float[Tensor, "*rows"]:
-    """Return the probability that p and q draw the same token from shared Gumbel noise.
-
-    Token x wins in both iff e_y >= e_x m_y for all y, with exponential noise e and
-    m_y = max(p_y / p_x, q_y / q_x); integrated over e_x that is 1 / sum_y m_y. The result lies
-    between (1 - TV) / (1 + TV) and 1 - TV. Memory: V times that of a row.
-
-    Source: Daliri, Musco, Suresh 2024, section 3, arXiv:2408.07978.
-    """
-    support = (p > 0) & (q > 0)
-    one = torch.ones_like(p)
-    ratios = (row[..., None, :] / torch.where(support, row, one)[..., None] for row in (p, q))
-    total = torch.maximum(*ratios).sum(-1)  # over y, for every x
-    return torch.where(support, 1 / total, 0 * one).sum(-1)
-
 
 def survival(cond_at: Sequence[float]) -> list[float]:
     """Return accept@1, accept@2, ... from the conditional rates: their running product."""

@@ -18,7 +18,7 @@ from scipy.stats import power_divergence
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.eval import rank_tables, theory
+from outrider.eval import rank_tables
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.gumbel_coupling import GumbelNoise, RoundNoise, log_exponential
@@ -32,6 +32,7 @@ from outrider.models.decode.tree_shapes import parse
 from outrider.models.drafter import Drafter
 from outrider.models.target import Target
 from tests import tiny
+from tests.enumeration import coupled_acceptance
 from tests.tiny import Row, ScriptedDrafter, random_logits
 
 CPU = torch.device("cpu")
@@ -152,20 +153,20 @@ def test_coupled_tokens_agree_at_the_theoretical_rate() -> None:
         met = rank_tables.coupled_hits(
             a.expand(runs, -1), b.expand(runs, -1), torch.arange(12), 1, seeded(7)
         )
-        chance = float(theory.coupled_acceptance(a, b))
+        chance = float(coupled_acceptance(a, b))
         spread = (chance * (1 - chance) / runs) ** 0.5
         assert float(met.mean()) == pytest.approx(chance, abs=4.5 * spread)
 
 
 def test_acceptance_is_between_its_bounds() -> None:
     p, q = rows(200, 9, 3, scale=3.0), rows(200, 9, 4, scale=3.0)
-    overlap, met = torch.minimum(p, q).sum(-1), theory.coupled_acceptance(p, q)
+    overlap, met = torch.minimum(p, q).sum(-1), coupled_acceptance(p, q)
     assert (met <= overlap + 1e-12).all()
     assert (met >= overlap / (2 - overlap) - 1e-12).all()  # (1 - TV) / (1 + TV)
     assert (met < overlap - 0.01).any()
-    torch.testing.assert_close(theory.coupled_acceptance(p, p), torch.ones(200).double())
+    torch.testing.assert_close(coupled_acceptance(p, p), torch.ones(200).double())
     one, other = torch.eye(2, dtype=torch.float64)
-    assert float(theory.coupled_acceptance(one, other)) == 0
+    assert float(coupled_acceptance(one, other)) == 0
 
 
 def test_top_k_tokens_are_draws_without_replacement() -> None:

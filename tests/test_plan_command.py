@@ -19,7 +19,7 @@ from outrider.launch.bench import decode
 from outrider.launch.compare import compare
 from outrider.train.settings import parse
 from tests.test_eval_run import configured, workspace  # noqa: F401 - a fixture
-from tests.test_plan_surface import TABLE, TAU, FakeClock
+from tests.test_plan_surface import TABLE, TAU, FakeTimes
 
 SMALL = [
     "plan.depths=[1,2,9]", "plan.widths=[1,2]", "plan.nodes=[2,3,4,5]", "plan.batches=[1,2]",
@@ -121,7 +121,7 @@ def test_incomplete_model_or_machine_raises(run: Config) -> None:
 
 
 def test_relative_error_of_a_check() -> None:
-    (row,) = (row for row in surface(TABLE, TAU, FakeClock(), Grid([1])) if row.depth)
+    (row,) = (row for row in surface(TABLE, TAU, FakeTimes(), Grid([1])) if row.depth)
     assert Check(row, tau=1.5, speedup=row.speedup / 1.1).error == pytest.approx(0.1)
 
 

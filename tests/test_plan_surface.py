@@ -1,4 +1,4 @@
-"""Plans: worked examples with a fake clock, limits of the roofline, output."""
+"""Plans: worked examples with fake times, limits of the roofline, output."""
 
 import io
 import json
@@ -12,14 +12,20 @@ import torch
 from rich.console import Console
 
 from outrider.eval.plan.forward_times import measure_forwards
-from outrider.eval.plan.roofline import MACHINES, ModelSize, RooflineClock
-from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid, RoundCost
+from outrider.eval.plan.roofline import MACHINES, ModelSize, RooflineTimes
+from outrider.eval.plan.round_costs import (
+    PLAIN,
+    DraftShape,
+    Grid,
+    MeasuredTimes,
+    RoundCost,
+    TimeGrid,
+)
 from outrider.eval.plan.show import print_plan, write_plan
 from outrider.eval.plan.surface import (
     PlanRow,
     draft_trees,
     make_plan,
-    predicted_plan,
     recommended,
     surface,
 )
@@ -30,20 +36,24 @@ TABLE = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
 TAU = partial(expected, table=TABLE)
 LARGE = ModelSize(8e9, 16e9, 131_072, 4096, 32)
 SMALL = ModelSize(0.4e9, 0.8e9, 4096, 4096, 1)
+NO_TIMES = TimeGrid({}, {})
 
 
 @dataclass(frozen=True)
-class FakeClock:
+class FakeTimes(MeasuredTimes):
     """A plain step takes 10 ms, each token more adds 1 per prompt, each draft step takes 2."""
 
-    rest_ms: float = 0.5
-    factor: float = 1.0
     name: str = "fake"
-    assumptions: tuple[str, ...] = ("Times are fake.",)
+    target: TimeGrid = NO_TIMES
+    draft: TimeGrid = NO_TIMES
+    factor: float = 1.0
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ("Times are fake.",)
 
     def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
-        rest = self.rest_ms if shape.depth else 0.0
-        times = 2.0 * shape.depth, 10.0 + batch * shape.nodes, rest
+        times = 2.0 * shape.depth, 10.0 + batch * shape.nodes, 0.5 if shape.depth else 0.0
         return RoundCost(*(self.factor * time for time in times))
 
     def fields(self) -> dict[str, Any]:
@@ -83,7 +93,7 @@ def test_draft_trees_are_distinct() -> None:
 def test_surface_worked_example() -> None:
     rows = {
         row.label: row
-        for row in surface(TABLE, TAU, FakeClock(), Grid([1, 2], [1, 2], [3], [1], [64]))
+        for row in surface(TABLE, TAU, FakeTimes(), Grid([1, 2], [1, 2], [3], [1], [64]))
     }
     assert set(rows) == {"plain", "chain 1", "chain 2", "tree 2x2, 3 nodes"}
     chain, tree = rows["chain 2"], rows["tree 2x2, 3 nodes"]
@@ -99,13 +109,13 @@ def test_surface_worked_example() -> None:
 
 def test_recommended_draft_depends_on_the_batch() -> None:
     """Chains of 1 and 2: 1.6/1.35, 1.9/1.65 for one prompt; 1.6/2.25, 1.9/3.45 for ten."""
-    rows = surface(TABLE, TAU, FakeClock(), Grid([1, 2], [], [], [1, 10], [64]))
+    rows = surface(TABLE, TAU, FakeTimes(), Grid([1, 2], [], [], [1, 10], [64]))
     assert [(row.batch, row.label) for row in recommended(rows)] == [(1, "chain 1"), (10, "plain")]
 
 
 def test_trees_have_the_nodes_and_depth_of_their_label() -> None:
     """1 and 2 nodes are a chain, 7 do not exist; 3 nodes do not reach depth 4."""
-    rows = surface(TABLE, TAU, FakeClock(), Grid([2], [2], [1, 2, 6, 7], [1], [64]))
+    rows = surface(TABLE, TAU, FakeTimes(), Grid([2], [2], [1, 2, 6, 7], [1], [64]))
     assert [row.key for row in rows] == [(0, 0, 0), (2, 1, 2), (2, 2, 6)]
     flat = torch.tensor([[0.5, 0.4]] * 4)
     assert set(draft_trees(flat, Grid([4], [2], [3, 16]))) == {(4, 1, 4), (4, 2, 16)}
@@ -130,7 +140,7 @@ def test_invalid_tables_and_shapes_raise(
     table: list[list[float]], depth: int, width: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        surface(torch.tensor(table), TAU, FakeClock(), Grid([depth], [width], [4]))
+        surface(torch.tensor(table), TAU, FakeTimes(), Grid([depth], [width], [4]))
 
 
 # ---- another machine -----------------------------------------------------------------------------
@@ -141,8 +151,8 @@ CHAINS = RATES, partial(expected, table=RATES)
 
 def _best(batch: int, context: int, drafter: ModelSize, budget: int | None) -> float:
     grid = Grid(depths=[4], batches=[batch], contexts=[context])
-    clock = RooflineClock(MACHINES["h100"], LARGE, (drafter,), budget)
-    rows = predicted_plan(RATES, partial(expected, table=RATES), clock, grid).rows
+    times = RooflineTimes(MACHINES["h100"], LARGE, (drafter,), budget)
+    rows = make_plan(RATES, partial(expected, table=RATES), times, grid).rows
     return max(row.speedup for row in rows if row.depth)
 
 
@@ -164,8 +174,8 @@ def test_constant_budget_gains_with_context_at_large_batches() -> None:
 
 
 def test_predicted_plan_lists_its_assumptions() -> None:
-    clock = RooflineClock(MACHINES["a100"], LARGE, (SMALL,))
-    plan = predicted_plan(RATES, partial(expected, table=RATES), clock, Grid(depths=[1, 2]))
+    times = RooflineTimes(MACHINES["a100"], LARGE, (SMALL,))
+    plan = make_plan(RATES, partial(expected, table=RATES), times, Grid(depths=[1, 2]))
     assert plan.name == "A100 SXM 80GB, predicted"
     assert any("312 TFLOP/s" in sentence for sentence in plan.assumptions)
     assert any("peak rates" in sentence for sentence in plan.assumptions)
@@ -175,7 +185,7 @@ def test_predicted_plan_lists_its_assumptions() -> None:
 
 
 def test_printed_plan_has_the_best_draft_and_every_assumption() -> None:
-    plan = make_plan(TABLE, TAU, FakeClock(), Grid([1, 2], [2], [3, 4], [1, 10], [64]))
+    plan = make_plan(TABLE, TAU, FakeTimes(), Grid([1, 2], [2], [3, 4], [1, 10], [64]))
     console = Console(file=io.StringIO(), width=400)
     print_plan(console, plan)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -190,7 +200,7 @@ def test_printed_plan_has_the_best_draft_and_every_assumption() -> None:
 def test_printed_plan_fits_eighty_columns() -> None:
     """Nothing is truncated, even for long numbers."""
     grid = Grid([1, 2], [2], [3, 4], [1, 4, 16, 128], [64, 65536])
-    plan = make_plan(TABLE, TAU, FakeClock(factor=400.0), grid)
+    plan = make_plan(TABLE, TAU, FakeTimes(factor=400.0), grid)
     console = Console(file=io.StringIO(), width=80)
     print_plan(console, plan)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -208,7 +218,7 @@ def test_printed_plan_fits_eighty_columns() -> None:
 
 
 def test_written_plan_is_json_and_png(tmp_path: Path) -> None:
-    plan = make_plan(TABLE, TAU, FakeClock(), Grid([1, 2], [2], [3], [1, 4], [64, 128]))
+    plan = make_plan(TABLE, TAU, FakeTimes(), Grid([1, 2], [2], [3], [1, 4], [64, 128]))
     write_plan(tmp_path, plan)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     content = json.loads((tmp_path / "plan.json").read_text())

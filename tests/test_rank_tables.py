@@ -12,7 +12,6 @@ from torch import Tensor
 from outrider.conf.errors import RunError
 from outrider.eval import rank_tables as module
 from outrider.eval.rank_tables import Ranks, rank_table, sibling_acceptance
-from outrider.eval.theory import coupled_acceptance
 from outrider.models import drafters
 from outrider.models.decode import from_config
 from outrider.models.decode.sampling import RandomSource
@@ -23,7 +22,7 @@ from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.teacher import TargetHead
 from tests import tiny
-from tests.enumeration import Context, Law, distance, enumerate_law
+from tests.enumeration import Context, Law, coupled_acceptance, distance, enumerate_law
 from tests.tiny import FixedDrafter
 
 
@@ -428,7 +427,7 @@ def test_tables_of_a_run_are_written_and_read(tmp_path: Path) -> None:
     (tmp_path / module.FILE).write_text(json.dumps(old))
     assert set(module.read_tables(tmp_path) or ()) == {"best@0", "best@1", "drawn@1"}
     (tmp_path / module.FILE).write_text('{"format": "another"}')
-    with pytest.raises(RunError, match="holds no table"):
+    with pytest.raises(RunError, match="format is 'another'"):
         module.read_tables(tmp_path)
 
 

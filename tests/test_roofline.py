@@ -10,11 +10,11 @@ from outrider.eval.plan.roofline import (
     MACHINES,
     Machine,
     ModelSize,
-    RooflineClock,
+    RooflineTimes,
     drafter_sizes,
     forward_seconds,
 )
-from outrider.eval.plan.round_costs import PLAIN, DraftShape
+from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid
 from outrider.eval.theory import expected_tokens
 from outrider.models.drafter import Drafter
 from outrider.models.target import Target
@@ -53,20 +53,20 @@ def test_stored_scales_all_bytes() -> None:
 def test_round_is_the_sum_of_its_forwards() -> None:
     """`absorb` reads 10 bytes, the first step nothing, deeper ones 20: 2 + 0 + 3 + 3 seconds."""
     sizes = [ModelSize(count, count, 0, 1, 0) for count in (10, 0, 20)]
-    clock = RooflineClock(Machine("toy", 10.0, 1e9, 1.0), MODEL, sizes)
-    assert clock.parts(chain(3), batch=1, context=7).draft == pytest.approx(8000)
-    assert clock.parts(PLAIN, 1, 5) == pytest.approx((0.0, 1000 * (1 + 50 / 10), 0.0))
+    times = RooflineTimes(Machine("toy", 10.0, 1e9, 1.0), MODEL, sizes)
+    assert times.parts(chain(3), batch=1, context=7).draft == pytest.approx(8000)
+    assert times.parts(PLAIN, 1, 5) == pytest.approx((0.0, 1000 * (1 + 50 / 10), 0.0))
 
 
 def test_arithmetic_of_a_step_grows_with_nodes() -> None:
     """Bound by arithmetic: 2 operations per parameter and node; 1 node, then 3."""
-    clock = RooflineClock(Machine("toy", 1e9, 10.0, 0.0), MODEL, [ModelSize(10, 10, 0, 1, 0)])
+    times = RooflineTimes(Machine("toy", 1e9, 10.0, 0.0), MODEL, [ModelSize(10, 10, 0, 1, 0)])
     tree = DraftShape(depth=2, nodes=6, parents=(1, 3))
-    assert clock.parts(tree, 1, 7).draft == pytest.approx(1000 * 2 * (1 + 1 + 3))
+    assert times.parts(tree, 1, 7).draft == pytest.approx(1000 * 2 * (1 + 1 + 3))
 
 
 def test_budget_limits_the_drafter_only() -> None:
-    free, bound = (RooflineClock(H100, LARGE, (LARGE,), budget) for budget in (None, 512))
+    free, bound = (RooflineTimes(H100, LARGE, (LARGE,), budget) for budget in (None, 512))
     assert free.parts(chain(4), 64, 512) == bound.parts(chain(4), 64, 512)
     long, short = free.parts(chain(4), 64, 32_768), bound.parts(chain(4), 64, 32_768)
     assert long.draft > 3 * short.draft
@@ -75,8 +75,8 @@ def test_budget_limits_the_drafter_only() -> None:
 
 def _against_plain(batch: int, context: int, budget: int, gamma: int) -> tuple[float, float]:
     """MagicDec's T_D / T_T for a target that drafts for itself, and T_V / T_T."""
-    clock = RooflineClock(RATES, LONG, (LONG,), budget)
-    plain, cost = clock.parts(PLAIN, batch, context), clock.parts(chain(gamma), batch, context)
+    times = RooflineTimes(RATES, LONG, (LONG,), budget)
+    plain, cost = times.parts(PLAIN, batch, context), times.parts(chain(gamma), batch, context)
     return cost.draft / (gamma + 1) / plain.target, cost.target / plain.target
 
 
@@ -96,11 +96,11 @@ def test_self_speculation_gains_nothing_at_short_contexts() -> None:
 def test_effect_of_batch_size_depends_on_the_context(context: int, grows: bool) -> None:
     """The paper's claim, alpha 0.8; a drafter of a fiftieth of the target for the short context."""
     drafter, budget = (LONG, 512) if grows else (ModelSize(0.27e9, 0.27e9, 10_000, 50, 50), 1024)
-    clock = RooflineClock(RATES, LONG, (ModelSize(0, 0, 0, 1, 0), drafter), budget)
+    times = RooflineTimes(RATES, LONG, (ModelSize(0, 0, 0, 1, 0), drafter), budget)
     speedups = [
         expected_tokens(0.8, 4)
-        * clock.parts(PLAIN, batch, context).total
-        / clock.parts(chain(4), batch, context).total
+        * times.parts(PLAIN, batch, context).total
+        / times.parts(chain(4), batch, context).total
         for batch in (1, 8, 64, 256)
     ]
     assert speedups == sorted(speedups, reverse=not grows)
@@ -109,17 +109,18 @@ def test_effect_of_batch_size_depends_on_the_context(context: int, grows: bool) 
 
 def test_memory_warning() -> None:
     card, large = MACHINES["rtx4090"], ModelSize(70e9, 140e9, 1e6, 8192, 80)
-    text = RooflineClock(card, large, [large]).memory_warning(1, 64)
+    (text,) = RooflineTimes(card, large, [large]).memory_warnings(Grid([1], contexts=[64]))
     assert "280 GB" in text
     assert "RTX 4090 has 24 GB" in text
     small, steps = ModelSize(1e9, 2e9, 1e6, 64, 8), [ModelSize(1, 2, 0, 64, 1)] * 3
-    clock = RooflineClock(card, small, steps)
-    assert clock.memory_warning(1, 1000) == ""
-    assert "Batch 23 with 1000 tokens each" in clock.memory_warning(23, 1000)
+    times = RooflineTimes(card, small, steps)
+    assert times.memory_warnings(Grid([1], contexts=[1000])) == ()
+    (text,) = times.memory_warnings(Grid([1], batches=[1, 23, 24], contexts=[1000]))
+    assert "Batch 23 with 1000 tokens each" in text
 
 
 def test_assumptions_have_the_machine_and_its_rates() -> None:
-    text = RooflineClock(H100, LARGE, (SMALL,)).assumptions
+    text = RooflineTimes(H100, LARGE, (SMALL,)).assumptions
     assert text[0].startswith("H100 SXM 80GB: 3.35 TB/s, 989.4 TFLOP/s, 50 microseconds")
     assert text[1:] == ASSUMPTIONS
 

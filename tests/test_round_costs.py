@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.eval.plan.round_costs import PLAIN, DecodedRound, DraftShape, MeasuredClock, TimeGrid
+from outrider.eval.plan.round_costs import PLAIN, DecodedRound, DraftShape, MeasuredTimes, TimeGrid
 from tests.trees import chain
 
 POINTS: dict[tuple[int, ...], float] = {(1, 8): 10.0, (1, 16): 14.0, (5, 8): 12.0, (5, 16): 20.0}
@@ -36,7 +36,7 @@ STEPS = TimeGrid(
 
 def test_without_decoded_rounds_a_round_is_its_forwards() -> None:
     """The first step expands the root; 1 and 3 nodes after it count as 2 per step."""
-    timing = MeasuredClock("here", FORWARDS, STEPS)
+    timing = MeasuredTimes("here", FORWARDS, STEPS)
     assert timing.parts(PLAIN, 1, 8) == (0.0, 11.0, 0.0)
     assert timing.parts(DraftShape(3, 5, (1, 1, 3)), 1, 8) == pytest.approx((6.0, 16.0, 0.0))
 
@@ -44,7 +44,7 @@ def test_without_decoded_rounds_a_round_is_its_forwards() -> None:
 def test_decoded_rounds_are_reproduced_and_others_interpolated() -> None:
     short, long = DraftShape.of(chain(1)), DraftShape.of(chain(4))
     rounds = [DecodedRound(short, 1.0, 2.0, 0.5), DecodedRound(long, 2.0, 2.0, 2.0)]
-    timing = MeasuredClock("here", FORWARDS, STEPS, {1: rounds})
+    timing = MeasuredTimes("here", FORWARDS, STEPS, {1: rounds})
     for decoded in rounds:
         draft, target, _ = timing.forwards_only(decoded.shape, 1, 8)
         cost = timing.parts(decoded.shape, 1, 8)
@@ -63,7 +63,7 @@ def test_three_rounds_define_a_clipped_plane() -> None:
         DraftShape(4, 16, (1, 4, 4, 4)),
     )
     trees = [DecodedRound(s, 1.0, 1.0, 0.1 * s.depth + 0.01 * s.nodes) for s in shapes]
-    timing = MeasuredClock("here", FORWARDS, STEPS, {1: trees})
+    timing = MeasuredTimes("here", FORWARDS, STEPS, {1: trees})
     assert timing.parts(DraftShape(2, 8, (1, 3)), 1, 8).rest == pytest.approx(0.28)
     assert timing.parts(DraftShape(1, 2, (1,)), 1, 8).rest == pytest.approx(
         0.14

@@ -9,7 +9,7 @@ arithmetic instead, and nothing is decoded.
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,10 +31,10 @@ from outrider.eval.open_drafter import load_run_models
 from outrider.eval.plan.forward_times import measure_forwards
 from outrider.eval.plan.interleaved import InterleavedRuns, calibration_shapes, decode
 from outrider.eval.plan.replay import rank_paths, tau
-from outrider.eval.plan.roofline import MACHINES, Machine, ModelSize, RooflineClock, drafter_sizes
-from outrider.eval.plan.round_costs import DecodedRound, DraftShape, Grid, MeasuredClock
+from outrider.eval.plan.roofline import MACHINES, Machine, ModelSize, RooflineTimes, drafter_sizes
+from outrider.eval.plan.round_costs import DecodedRound, DraftShape, Grid, MeasuredTimes
 from outrider.eval.plan.show import Check, check_table, print_plan, write_plan
-from outrider.eval.plan.surface import DraftKey, Plan, draft_trees, make_plan, predicted_plan
+from outrider.eval.plan.surface import Plan, draft_trees, make_plan
 from outrider.eval.rank_tables import rank_table
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import sampling_of
@@ -123,15 +123,14 @@ class PlanStudy:
         self.tau = partial(tau, answers)
 
     def predict_machine(self, machine: Machine) -> Plan:
-        """Return the plan of another machine."""
         grid, size = self._grid(), self.options.bytes
         note: tuple[str, ...] = (OTHER_MODELS,)
         if (sizes := other_sizes(self.options)) is None:
             parts = drafter_sizes(self.drafter, self.target, max(grid.depths))
             sizes = ModelSize.of(self.target).stored(size), [part.stored(size) for part in parts]
             note = ()
-        clock = RooflineClock(machine, *sizes, self.options.budget)
-        plan = predicted_plan(self.table, self.tau, clock, grid)
+        times = RooflineTimes(machine, *sizes, self.options.budget)
+        plan = make_plan(self.table, self.tau, times, grid)
         return replace(plan, assumptions=(*note, *plan.assumptions))
 
     def measure_plan(self, console: Console) -> tuple[Plan, list[Check]]:
@@ -140,40 +139,32 @@ class PlanStudy:
         trees = draft_trees(self.table, grid)
         calibration = calibration_shapes(list(trees.values()))
         shapes = {batch: list(calibration) for batch in sorted(set(grid.batches))}
-        settings = self._settings_to_check(trees, grid)
-        for batch, key in settings:
-            shapes[batch].append(trees[key])
+        free = [paths for paths in trees.values() if paths not in calibration]
+        settings = self._settings_to_check(list(product(shapes, free)))
+        for batch, paths in settings:
+            shapes[batch].append(paths)
         bar = partial(track, description="decoding", console=console, transient=True)
         runs = decode(shapes, self._engine, self._requests, bar)
         with console.status("timing forwards"):
             alone = self._forwards([DraftShape.of(paths) for paths in trees.values()], grid)
-        clock = replace(alone, decoded=self._decoded_rounds(alone, runs, calibration, grid))
-        plan = make_plan(self.table, self.tau, clock, grid)
+        times = replace(alone, decoded=self._decoded_rounds(alone, runs, calibration, grid))
+        plan = make_plan(self.table, self.tau, times, grid)
         near = min(grid.contexts, key=lambda context: abs(context - self._mean_context()))
         rows = {(row.batch, row.key): row for row in plan.rows if row.context == near}
-        checks = [
-            Check(rows[batch, key], runs.tau(batch, trees[key]), runs.speedup(batch, trees[key]))
-            for batch, key in settings
+        keys = {paths: key for key, paths in trees.items()}
+        return plan, [
+            Check(rows[batch, keys[paths]], runs.tau(batch, paths), runs.speedup(batch, paths))
+            for batch, paths in settings
         ]
-        return plan, checks
 
-    def _settings_to_check(
-        self, trees: Mapping[DraftKey, Paths], grid: Grid
-    ) -> list[tuple[int, DraftKey]]:
-        """Return some settings outside the calibration, from much work per token to little."""
-        calibration = calibration_shapes(list(trees.values()))
-        free = [key for key, paths in trees.items() if paths not in calibration]
-
-        def work(setting: tuple[int, DraftKey]) -> float:
-            batch, paths = setting[0], trees[setting[1]]
-            return batch * (len(paths) + 1) / self.tau(paths)
-
-        settings = sorted(product(sorted(set(grid.batches)), free), key=work, reverse=True)
+    def _settings_to_check(self, settings: list[tuple[int, Paths]]) -> list[tuple[int, Paths]]:
+        """Return `options.check` of the settings, from much work per token to little."""
+        settings.sort(key=lambda s: s[0] * (len(s[1]) + 1) / self.tau(s[1]), reverse=True)
         count, last = min(self.options.check, len(settings)), len(settings) - 1
         steps = (round(i * last / max(1, count - 1)) for i in range(count))
         return [settings[i] for i in dict.fromkeys(steps)]
 
-    def _forwards(self, shapes: Sequence[DraftShape], grid: Grid) -> MeasuredClock:
+    def _forwards(self, shapes: Sequence[DraftShape], grid: Grid) -> MeasuredTimes:
         """Time target and drafter forwards outside decoding."""
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         tokens = [1 + shape.nodes for shape in shapes]
@@ -182,17 +173,17 @@ class PlanStudy:
         return measure_forwards(self.target, self.drafter, name, tokens, grid, self.options.repeats)
 
     def _decoded_rounds(
-        self, clock: MeasuredClock, runs: InterleavedRuns, calibration: Sequence[Paths], grid: Grid
+        self, times: MeasuredTimes, runs: InterleavedRuns, calibration: Sequence[Paths], grid: Grid
     ) -> dict[int, list[DecodedRound]]:
         """Return the rounds of the calibration shapes, relative to their forwards alone."""
         context = min(max(round(self._mean_context()), min(grid.contexts)), max(grid.contexts))
         decoded: dict[int, list[DecodedRound]] = {batch: [] for batch in runs.repetitions}
         for batch, paths in product(runs.repetitions, calibration):
             shape, cost = DraftShape.of(paths), runs.parts(batch, paths)
-            alone = clock.forwards_only(shape, batch, context)
+            alone = times.forwards_only(shape, batch, context)
             draft = cost.draft / alone.draft if shape.depth else 1.0
-            target = cost.target / alone.target
-            decoded[batch].append(DecodedRound(shape, draft, target, cost.rest))
+            rounds = DecodedRound(shape, draft, cost.target / alone.target, cost.rest)
+            decoded[batch].append(rounds)
         return decoded
 
     def _engine(self, policy: Policy | None) -> Engine:
@@ -223,9 +214,8 @@ class PlanStudy:
         )
         for name in ("depths", "contexts"):
             if not getattr(grid, name):
-                key, values = f"plan.{name}", list(getattr(options, name))
-                why = "This checkpoint supports none of them."
-                raise ConfigError(key, values, why, "Try smaller ones.")
+                values, why = list(getattr(options, name)), "This checkpoint supports none of them."
+                raise ConfigError(f"plan.{name}", values, why, "Try smaller ones.")
         return grid
 
 

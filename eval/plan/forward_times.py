@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from outrider.eval.plan.round_costs import ABSORBED_ROWS, Grid, MeasuredClock, TimeGrid
+from outrider.eval.plan.round_costs import ABSORBED_ROWS, Grid, MeasuredTimes, TimeGrid
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.drafter import Drafter, State
 from outrider.models.interface import Trace
@@ -29,7 +29,7 @@ Run = Callable[[], object]
 
 def measure_forwards(
     target: Target, drafter: Drafter, name: str, tokens: Sequence[int], grid: Grid, repeats: int
-) -> MeasuredClock:
+) -> MeasuredTimes:
     """Time target and drafter forwards on the grid; both token axes also contain 1."""
     counts, wide = tuple(sorted({1, *tokens})), tuple(sorted({1, *grid.widths}))
     axes = (grid.depths, grid.batches, grid.contexts)
@@ -47,7 +47,7 @@ def measure_forwards(
     finally:
         target.set_taps(taps)
     last = {"batch": prompts, "context": rows}
-    return MeasuredClock(
+    return MeasuredTimes(
         name,
         TimeGrid({"tokens": counts, **last}, verified),
         TimeGrid({"width": wide, "depth": levels, **last}, drafted),

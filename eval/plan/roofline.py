@@ -12,7 +12,7 @@ Differs from MagicDec: traffic counts the drafter's reads and the rows of the dr
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from outrider.eval.plan.forward_times import SyntheticRounds
-from outrider.eval.plan.round_costs import DraftShape, RoundCost
+from outrider.eval.plan.round_costs import DraftShape, Grid, RoundCost
 from outrider.models.drafter import Drafter
 from outrider.models.target import Target
 
@@ -170,12 +170,12 @@ def _elements(state: object) -> tuple[int, int]:
     return sum(count for count, _ in totals), sum(size for _, size in totals)
 
 
-# ---- the clock of a plan ----
+# ---- the times of a plan ----
 
 
 @dataclass(frozen=True)
-class RooflineClock:
-    """Round times of another machine, for `surface.make_plan`.
+class RooflineTimes:
+    """Predicted round times of another machine, for `surface.make_plan`.
 
     Attributes:
         drafter: sizes of a round's forwards; the last one is used for all deeper steps.
@@ -199,19 +199,21 @@ class RooflineClock:
         return (first, *ASSUMPTIONS)
 
     def fields(self) -> dict[str, Any]:
-        """Return the inputs, for json."""
         return asdict(self)
 
-    def memory_warning(self, batch: int, context: int) -> str:
-        """Return a sentence if weights and caches exceed the machine's memory, else ""."""
+    def memory_warnings(self, grid: Grid) -> tuple[str, ...]:
+        """Return a sentence per context on the smallest batch that exceeds the machine's memory."""
         machine, models = self.machine, (self.target, max(self.drafter, key=lambda m: m.weights))
-        needed = sum(model.weights + batch * context * model.kv for model in models)
-        if needed <= machine.memory:
-            return ""
-        return (
-            f"Batch {batch} with {context} tokens each does not fit: weights and caches need about "
-            f"{needed / 1e9:.3g} GB, and {machine.name} has {machine.memory / 1e9:g} GB."
-        )
+        warnings = dict[int, str]()
+        for context, batch in product(sorted(set(grid.contexts)), sorted(set(grid.batches))):
+            needed = sum(model.weights + batch * context * model.kv for model in models)
+            if needed > machine.memory and context not in warnings:
+                warnings[context] = (
+                    f"Batch {batch} with {context} tokens each does not fit: weights and caches "
+                    f"need about {needed / 1e9:.3g} GB, and {machine.name} has "
+                    f"{machine.memory / 1e9:g} GB."
+                )
+        return tuple(warnings.values())
 
     def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
         """Return the target over root and tree, and `absorb` plus one step per level."""

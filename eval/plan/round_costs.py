@@ -36,15 +36,11 @@ class TimeGrid:
             if not points[0] <= point[name] <= points[-1]:
                 message = f"{name} = {point[name]}: measured were {points[0]} to {points[-1]}"
                 raise ValueError(message)
-        axes = {name: points for name, points in self.axes.items() if len(points) > 1}
-        values = [self.ms[corner] for corner in product(*self.axes.values())]
-        if not axes:
-            return values[0]
-        grid = np.reshape(values, [*map(len, axes.values())])
-        return float(interpn([*axes.values()], grid, [point[name] for name in axes])[0])
+        axes = [*self.axes.values()]
+        grid = np.reshape([self.ms[corner] for corner in product(*axes)], [*map(len, axes)])
+        return float(interpn(axes, grid, [point[name] for name in self.axes])[0])
 
     def fields(self) -> list[dict[str, float]]:
-        """Return the measured points, for json."""
         return [dict(zip((*self.axes, "ms"), (*p, v), strict=True)) for p, v in self.ms.items()]
 
 
@@ -107,10 +103,13 @@ class DecodedRound(NamedTuple):
     target: float  # the same
     rest: float  # ms of everything else
 
+    def fields(self) -> dict[str, Any]:
+        return {**self._asdict(), "shape": dict(zip(SHAPE_KEYS, self.shape, strict=True))}
+
 
 @dataclass(frozen=True)
-class MeasuredClock:
-    """Round times of this machine, for `surface.make_plan`.
+class MeasuredTimes:
+    """Measured round times of this machine, for `surface.make_plan`.
 
     Attributes:
         decoded: batch -> measured rounds of some shapes; without any, a round is its forwards.
@@ -132,6 +131,7 @@ class MeasuredClock:
         )
 
     def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
+        """Return the time of the forwards, slowed down as within decoding, and the rest."""
         alone = self.forwards_only(shape, batch, context)
         rounds = [r for r in self.decoded.get(batch, ()) if r.shape.kind == shape.kind]
         if not rounds:
@@ -147,12 +147,7 @@ class MeasuredClock:
         return RoundCost(draft, self.target.at(tokens=shape.nodes + 1, **setting), 0.0)
 
     def fields(self) -> dict[str, Any]:
-        """Return the measurements, for json."""
-        decoded: dict[int, list[dict[str, Any]]] = {batch: [] for batch in self.decoded}
-        for batch, rounds in self.decoded.items():
-            for r in rounds:
-                shape = dict(zip(SHAPE_KEYS, r.shape, strict=True))
-                decoded[batch].append({**r._asdict(), "shape": shape})
+        decoded = {batch: [r.fields() for r in rounds] for batch, rounds in self.decoded.items()}
         return {"target": self.target.fields(), "draft": self.draft.fields(), "decoded": decoded}
 
 

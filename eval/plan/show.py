@@ -11,13 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.conf.files import write, write_json
-from outrider.eval.plan.surface import Plan, PlanRow
+from outrider.conf.json_shapes import read_object
+from outrider.eval.plan.surface import FORMAT, Plan, PlanRow
 from outrider.eval.report import png
 from outrider.eval.report_tables import add_number_columns, narrow_table
 
 SIDE_BY_SIDE = 6  # settings per table: fits 80 columns
 TOLERANCE = 0.10  # relative error of a prediction that is printed in green
 Setting = tuple[int, int]  # batch and context
+TIMES = "draft_ms, verify_ms, round_ms, plain_ms"
+ROW = {"batch, context, depth, width, nodes": int, f"tau, speedup, {TIMES}": float, "shape": str}
+CHECK = {"shape": str, "batch, context": int,
+         "tau_foreseen, tau, speedup_foreseen, speedup, off": float}  # fmt: skip
+PLAN = {  # `<out>.json`
+    "format": FORMAT, "machine": str, "assumptions": [str], "warnings?": [str],
+    "rows, recommended": [ROW], "checks?": [CHECK],
+}  # fmt: skip
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -100,7 +109,6 @@ class Check:
         return self.row.speedup / self.speedup - 1
 
     def fields(self) -> dict[str, float | str | int]:
-        """Return the check, for json."""
         row = self.row
         return {
             "shape": row.label, "batch": row.batch, "context": row.context,
@@ -110,7 +118,6 @@ class Check:
 
 
 def check_table(checks: Sequence[Check]) -> Table:
-    """Return a table of predicted and measured speedups."""
     table = narrow_table("\npredicted and measured, same prompts")
     table.add_column("draft", no_wrap=True)
     add_number_columns(
@@ -134,6 +141,11 @@ def write_plan(
     """Write `<out>.png`, then `<out>.json`, so that the picture exists if the json does."""
     write(folder / f"{out}.png", plot(plan))
     write_json(folder / f"{out}.json", {**plan.fields(), "checks": list(checks)})
+
+
+def read_plan(file: Path) -> dict[str, Any]:
+    """Read `<out>.json`; a `CorruptFile` if it is not a plan of this format."""
+    return read_object(file, f"Run again: outrider plan run.dir={file.parents[1]}", PLAN)
 
 
 def plot(plan: Plan) -> bytes:

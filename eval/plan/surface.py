@@ -1,8 +1,8 @@
 """Predicted speedup over depths, widths, nodes, batches and contexts.
 
 A plan combines two separate measurements: the acceptance of a draft shape, and the time of its
-forwards, measured here (`round_costs.MeasuredClock`) or predicted for another machine
-(`roofline.RooflineClock`). For every shape it gives
+forwards, measured here (`round_costs.MeasuredTimes`) or predicted for another machine
+(`roofline.RooflineTimes`). For every shape it gives
 
     tau       tokens per round
     round     draft + verify + rest, ms
@@ -18,15 +18,15 @@ choice over measured times, its hardware-aware section.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.eval.plan.roofline import RooflineClock
-from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid, RoundCost
+from outrider.eval.plan.roofline import RooflineTimes
+from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid, MeasuredTimes
 from outrider.eval.theory import speedup_from_times
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.tree_shapes import Paths
@@ -42,21 +42,7 @@ ASSUMPTIONS = (
 )
 
 
-@runtime_checkable
-class Clock(Protocol):
-    """Source of round times: `round_costs.MeasuredClock` or `roofline.RooflineClock`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def assumptions(self) -> tuple[str, ...]: ...
-
-    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost: ...
-
-    def fields(self) -> dict[str, Any]: ...
-
-
+TimeModel = MeasuredTimes | RooflineTimes
 DraftKey = tuple[int, int, int]  # depth, width and nodes of a draft
 TauFn = Callable[[Paths], float]  # tokens per round of a static tree
 
@@ -93,6 +79,9 @@ class PlanRow(NamedTuple):
     def tokens_per_second(self) -> float:
         return 1000 * self.batch * self.tau / self.round_ms
 
+    def fields(self) -> dict[str, Any]:
+        return {**self._asdict(), "shape": self.label, "tokens_per_second": self.tokens_per_second}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -118,37 +107,26 @@ class Plan:
             "warnings": list(self.warnings),
             "table": self.table,
             "times": self.times,
-            "recommended": [_fields(row) for row in self.recommended],
-            "rows": [_fields(row) for row in self.rows],
+            "recommended": [row.fields() for row in self.recommended],
+            "rows": [row.fields() for row in self.rows],
         }
 
 
-def make_plan(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid) -> Plan:
+def make_plan(table: Float[Tensor, "D K"], tau: TauFn, times: TimeModel, grid: Grid) -> Plan:
     """Return the plan of a grid.
 
     Args:
         table: of `eval/rank_tables.py`.
 
     Raises:
-        ValueError: the table is invalid, or the grid exceeds the table or the clock.
+        ValueError: the table is invalid, or the grid exceeds the table or the measured times.
     """
-    rows, assumptions = surface(table, tau, clock, grid), (*ASSUMPTIONS, *clock.assumptions)
-    return Plan(rows, table.double().tolist(), clock.name, assumptions, clock.fields())
+    rows, assumptions = surface(table, tau, times, grid), (*ASSUMPTIONS, *times.assumptions)
+    warnings = times.memory_warnings(grid) if isinstance(times, RooflineTimes) else ()
+    return Plan(rows, table.double().tolist(), times.name, assumptions, times.fields(), warnings)
 
 
-def predicted_plan(
-    table: Float[Tensor, "D K"], tau: TauFn, clock: RooflineClock, grid: Grid
-) -> Plan:
-    """Return the plan of another machine."""
-    plan = make_plan(table, tau, clock, grid)
-    warnings = dict[int, str]()
-    for context, batch in product(sorted(set(grid.contexts)), sorted(set(grid.batches))):
-        if warning := clock.memory_warning(batch, context):
-            warnings.setdefault(context, warning)  # larger batches do not fit either
-    return replace(plan, warnings=tuple(warnings.values()))
-
-
-def surface(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid) -> list[PlanRow]:
+def surface(table: Float[Tensor, "D K"], tau: TauFn, times: TimeModel, grid: Grid) -> list[PlanRow]:
     """Return a row for every shape in every setting, plain decoding first."""
     shapes = [
         (depth, width, DraftShape.of(paths), tau(paths))
@@ -156,13 +134,13 @@ def surface(table: Float[Tensor, "D K"], tau: TauFn, clock: Clock, grid: Grid) -
     ]
     rows = []
     for batch, context in product(sorted(set(grid.batches)), sorted(set(grid.contexts))):
-        plain = clock.parts(PLAIN, batch, context).total
+        plain = times.parts(PLAIN, batch, context).total
         rows.append(PlanRow(batch, context, 0, 0, 0, 1.0, 0.0, plain, plain, plain, 1.0))
         for depth, width, shape, tokens in shapes:
-            draft, verify, rest = clock.parts(shape, batch, context)
-            times = draft, verify, draft + verify + rest, plain
+            draft, verify, rest = times.parts(shape, batch, context)
+            ms = draft, verify, draft + verify + rest, plain
             speedup = speedup_from_times(tokens, draft, verify, rest, plain)
-            rows.append(PlanRow(batch, context, depth, width, shape.nodes, tokens, *times, speedup))
+            rows.append(PlanRow(batch, context, depth, width, shape.nodes, tokens, *ms, speedup))
     return rows
 
 
@@ -194,7 +172,3 @@ def recommended(rows: Sequence[PlanRow]) -> list[PlanRow]:
         if row.speedup > best.setdefault((row.batch, row.context), row).speedup:
             best[row.batch, row.context] = row
     return list(best.values())
-
-
-def _fields(row: PlanRow) -> dict[str, Any]:
-    return {**row._asdict(), "shape": row.label, "tokens_per_second": row.tokens_per_second}
