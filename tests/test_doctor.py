@@ -92,7 +92,7 @@ def with_template(loaded: LoadedTarget, chat_template: str) -> Any:
 def test_first_turns_that_do_not_render_to_a_prefix_are_found(
     loaded: LoadedTarget, chat_template: str, state: str, cases: set[str] | None
 ) -> None:
-    finding = template.prefix(with_template(loaded, chat_template), DIALOGUES, 200)
+    finding = template.check_prefix(with_template(loaded, chat_template), DIALOGUES, 200)
     assert finding.state == state
     assert finding.facts["dialogues"] == 4, "two, both joined, and one with an empty answer"
     if cases is not None:
@@ -104,19 +104,19 @@ def test_first_turns_that_do_not_render_to_a_prefix_are_found(
 
 def test_answers_located_in_the_rendered_text_are_counted(loaded: LoadedTarget) -> None:
     """Of three answers only the first of the longer dialogue renders differently later."""
-    finding = template.prefix(with_template(loaded, THOUGHT_IN_LAST + PROMPT), DIALOGUES, 200)
+    finding = template.check_prefix(with_template(loaded, THOUGHT_IN_LAST + PROMPT), DIALOGUES, 200)
     assert (finding.facts["answers"], finding.facts["answers_sought_in_text"]) == (3, 1)
 
 
 def test_a_template_may_refuse_dialogues_not_in_the_data(loaded: LoadedTarget) -> None:
     """The data has no dialogue as long as the two joined ones, which the template refuses."""
     strict = "{% if messages|length > 4 %}" + REFUSES + "{% endif %}" + SAME + PROMPT
-    finding = template.prefix(with_template(loaded, strict), DIALOGUES, 200)
+    finding = template.check_prefix(with_template(loaded, strict), DIALOGUES, 200)
     assert (finding.state, finding.facts["dialogues"]) == ("ok", 3)
 
 
 def test_without_a_template_prefixes_are_stable(loaded: LoadedTarget) -> None:
-    assert template.prefix(with_template(loaded, ""), DIALOGUES, 200).state == "ok"
+    assert template.check_prefix(with_template(loaded, ""), DIALOGUES, 200).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -138,17 +138,17 @@ def test_the_thinking_flag_is_compared_with_the_answers(
     tokenizer = with_template(
         loaded, SAME + ("{% if enable_thinking %}{% endif %}" if supported else "")
     )
-    finding = template.thinking(tokenizer, TargetConfig(thinking=flag), dialogues)
+    finding = template.check_thinking(tokenizer, TargetConfig(thinking=flag), dialogues)
     assert finding.state == state
     assert finding.facts["share_of_answers"] == float(thoughts)
 
 
 def test_a_template_with_todays_date_is_a_note(loaded: LoadedTarget) -> None:
     changing = "{{ strftime_now('%d') if date_string is undefined else date_string }}" + SAME
-    assert template.date(with_template(loaded, SAME)).state == "ok"
-    assert template.date(with_template(loaded, changing)).state == "note"
+    assert template.check_date(with_template(loaded, SAME)).state == "ok"
+    assert template.check_date(with_template(loaded, changing)).state == "note"
     fixed = '{% set date_string = "26 Jul" +%}' + changing
-    assert template.date(with_template(loaded, fixed)).state == "ok"
+    assert template.check_date(with_template(loaded, fixed)).state == "ok"
 
 
 # ---- the text ----
@@ -157,7 +157,7 @@ def test_a_template_with_todays_date_is_a_note(loaded: LoadedTarget) -> None:
 def test_the_share_of_supervised_tokens_is_counted(
     loaded: LoadedTarget, made: TrainingData
 ) -> None:
-    finding = text.mask(loaded, made)
+    finding = text.check_mask(loaded, made)
     marked = sum(sum(document.answer) for document in made.documents)
     assert finding.state == "ok"
     assert finding.facts["share"] == marked / sum(len(d.ids) for d in made.documents)
@@ -196,7 +196,7 @@ def test_wrong_masks_are_found(
     state: str,
     message: str,
 ) -> None:
-    finding = text.mask(loaded, broken(made))
+    finding = text.check_mask(loaded, broken(made))
     assert finding.state == state
     assert message in finding.message
 
@@ -206,10 +206,10 @@ def test_the_supervised_share_of_every_source() -> None:
     other = Document.of([1, 2, 3, 4], [False, False, False, True], "b")
     other = replace(other, source="ultrachat")
     bare = replace(Document.of([1, 2], [False, False], "c"), source="empty")
-    finding = text.sources([one, other, other])
+    finding = text.check_sources([one, other, other])
     shares = {name: row["share"] for name, row in finding.facts["sources"].items()}
     assert (finding.state, shares) == ("ok", {"self": 0.5, "ultrachat": 0.25})
-    finding = text.sources([one, bare])
+    finding = text.check_sources([one, bare])
     assert finding.state == "note"
     assert "empty" in finding.fix
 
@@ -217,23 +217,25 @@ def test_the_supervised_share_of_every_source() -> None:
 def test_many_truncated_or_dropped_conversations_are_a_note(
     made: TrainingData,
 ) -> None:
-    assert text.conversations(made).facts["cut"] == 6
+    assert text.check_conversations(made).facts["cut"] == 6
     whole = [replace(document, cut=0) for document in made.documents]
     made = replace(made, documents=whole, about={**made.about, "cases": {"used": 60}})
-    assert text.conversations(made).state == "ok"
+    assert text.check_conversations(made).state == "ok"
     cut = replace(made, about={**made.about, "cases": {"used": 60, "cut": 30}})
-    finding = text.conversations(cut)
+    finding = text.check_conversations(cut)
     assert (finding.state, finding.facts["cut"]) == ("note", 30)
     assert "data.max_length" in finding.fix
 
 
 def test_many_passes_and_little_held_out_text_are_notes(run: Trainer, made: TrainingData) -> None:
-    few = text.rows(run.config, made)
+    few = text.check_rows(run.config, made)
     assert few.facts["passes"] == 6 * 4 / len(made.train)
     assert (few.state, few.facts["held_answer_tokens"]) == ("note", int(made.held_counts.sum()))
     long = replace(run.config, train=replace(run.config.train, max_steps=1000))
-    assert "more data helps" in text.rows(long, made).fix
-    assert text.rows(run.config, replace(made, held_counts=made.held_counts + 100)).state == "ok"
+    assert "more data helps" in text.check_rows(long, made).fix
+    assert (
+        text.check_rows(run.config, replace(made, held_counts=made.held_counts + 100)).state == "ok"
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_the_curve_is_the_coverage_of_the_most_frequent_tokens(made: TrainingDat
 def test_small_draft_vocabularies_are_found(
     made: TrainingData, size: int | None, state: str
 ) -> None:
-    finding = text.vocabulary(made, size)
+    finding = text.check_vocabulary(made, size)
     assert finding.state == state
     assert finding.message.count("<- this run") == 1
     assert ("raise drafter.draft_vocab_size" in finding.fix) == (state != "ok")
@@ -290,7 +292,7 @@ def test_large_vocabularies_have_the_usual_sizes(made: TrainingData) -> None:
 
 
 def test_taps_have_the_shape_of_the_drafters_input(run: Trainer) -> None:
-    finding = target.taps(run)
+    finding = target.check_taps(run)
     assert finding.state == "ok"
     assert finding.facts["taps"] == [1, 128, 3 * 192]
 
@@ -303,7 +305,7 @@ def test_taps_that_are_not_finite_are_wrong(run: Trainer, monkeypatch: pytest.Mo
         return replace(trace, taps=trace.taps / 0)
 
     monkeypatch.setattr(run.target, "trace", broken)
-    assert target.taps(run).state == "wrong"
+    assert target.check_taps(run).state == "wrong"
 
 
 def test_an_unsupported_precision_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,9 +315,9 @@ def test_an_unsupported_precision_is_wrong(tmp_path: Path, monkeypatch: pytest.M
         return 1e9
 
     monkeypatch.setattr(environment, "matmul_rate", no_bfloat16)
-    assert environment.precision(config(tmp_path, "launch.precision=bf16")).state == "wrong"
-    assert environment.precision(config(tmp_path, "target.dtype=bfloat16")).state == "wrong"
-    assert environment.precision(config(tmp_path)).state == "ok"
+    assert environment.check_precision(config(tmp_path, "launch.precision=bf16")).state == "wrong"
+    assert environment.check_precision(config(tmp_path, "target.dtype=bfloat16")).state == "wrong"
+    assert environment.check_precision(config(tmp_path)).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_the_slower_precision_is_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(environment, "matmul_rate", lambda size: half if size == 2 else full)
-    assert environment.precision(config(tmp_path, *words)).state == state
+    assert environment.check_precision(config(tmp_path, *words)).state == state
 
 
 def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,15 +342,15 @@ def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     for cores, here, state in ((4, 1, "ok"), (4, 2, "note"), (8, 1, "note"), (8, 2, "ok")):
         monkeypatch.setattr(process, "available_cores", lambda n=cores: n)
         monkeypatch.setattr(process, "local_world_size", lambda n=here: n)
-        assert environment.threads().state == state
+        assert environment.check_threads().state == state
 
 
 def test_deepspeed_is_required_only_where_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "versions", lambda: {"deepspeed": "not installed"})
-    assert environment.libraries(config(tmp_path)).state == "ok"
-    assert environment.libraries(config(tmp_path, "launch=zero2")).state == "wrong"
+    assert environment.check_libraries(config(tmp_path)).state == "ok"
+    assert environment.check_libraries(config(tmp_path, "launch=zero2")).state == "wrong"
 
 
 # ---- trial steps ----
@@ -389,13 +391,13 @@ def test_the_largest_batch_is_measured_and_a_larger_one_is_wrong(
     monkeypatch.setattr(trial_steps, "_trial", growing)
     monkeypatch.setattr(trial_steps, "free_memory", lambda: 2e8)
     monkeypatch.setattr(trial_steps, "SHORT", 0.2)
-    finding = trial_steps.largest_batch(run, cost)
+    finding = trial_steps.check_largest_batch(run, cost)
     rows, each = finding.facts["rows"], finding.facts["row_bytes"]
     assert finding.facts["rows_now"] == 4
     assert each == pytest.approx(2e5)
     assert finding.facts["fixed_bytes"] + rows * each <= trial_steps.USABLE * 2e8
     monkeypatch.setattr(trial_steps, "free_memory", lambda: 1e6)
-    assert trial_steps.largest_batch(run, cost).state == "wrong"
+    assert trial_steps.check_largest_batch(run, cost).state == "wrong"
 
 
 def test_on_a_gpu_the_batch_grows_until_it_does_not_fit(
@@ -426,7 +428,7 @@ def test_on_a_gpu_the_batch_grows_until_it_does_not_fit(
 
 def test_steps_are_timed_and_change_no_weight(run: Trainer) -> None:
     before = [p.detach().clone() for p in run.drafter.parameters()]
-    finding = trial_steps.step_time(run, 2, cost_estimate.estimate(run))
+    finding = trial_steps.check_step_time(run, 2, cost_estimate.estimate(run))
     assert all(map(torch.equal, before, run.drafter.parameters()))
     each, evaluation = finding.facts["seconds_per_step"], finding.facts["seconds_held_out"]
     assert each > 0
@@ -436,23 +438,23 @@ def test_steps_are_timed_and_change_no_weight(run: Trainer) -> None:
 def test_a_loss_that_is_not_finite_is_wrong(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     cost = cost_estimate.estimate(run)
     monkeypatch.setattr("outrider.train.loop._problem", lambda *_: "its loss is nan")
-    assert trial_steps.step_time(run, 1, cost).state == "wrong"
+    assert trial_steps.check_step_time(run, 1, cost).state == "wrong"
 
 
 def test_a_disk_that_is_too_small_is_wrong(run: Trainer) -> None:
     cost = cost_estimate.estimate(run)
-    assert costs.disk(run, cost).state == "ok"
-    assert costs.disk(run, cost, text=1e18).state == "wrong"
-    assert costs.disk(run, cost._replace(disk=1e18)).state == "wrong"
+    assert costs.check_disk(run, cost).state == "ok"
+    assert costs.check_disk(run, cost, text=1e18).state == "wrong"
+    assert costs.check_disk(run, cost._replace(disk=1e18)).state == "wrong"
 
 
 def test_a_high_learning_rate_for_a_large_hidden_size_is_a_note(
     run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert costs.learning_rate(run).state == "ok"
+    assert costs.check_learning_rate(run).state == "ok"
     monkeypatch.setattr(costs, "WIDE", 192)
     monkeypatch.setattr(costs, "FAST", 1e-4)
-    assert costs.learning_rate(run).state == "note"
+    assert costs.check_learning_rate(run).state == "note"
 
 
 # ---- the verb, and the start of a run ----
@@ -574,7 +576,7 @@ def test_training_refuses_wrong_findings(
 
 
 def test_a_folder_with_a_run_is_a_note(run: Trainer) -> None:
-    assert costs.run_folder(run.config).state == "ok"
+    assert costs.check_run_folder(run.config).state == "ok"
     (run.folder / "checkpoints" / "step-00000004").mkdir(parents=True)
-    finding = costs.run_folder(run.config)
+    finding = costs.check_run_folder(run.config)
     assert (finding.state, finding.facts["checkpoints"]) == ("note", 1)

@@ -439,7 +439,7 @@ def test_text_limits_apply_to_recordings(loaded: LoadedTarget, tmp_path: Path) -
 def test_the_doctor_accepts_a_recording(loaded: LoadedTarget, tmp_path: Path) -> None:
     record(config(f"data.traces={tmp_path / 'traces'}"))
     settings = config(f"data.traces={tmp_path / 'traces'}", f"run.dir={tmp_path / 'run'}")
-    (finding,) = probed.recording(
+    (finding,) = probed.check_recording(
         Trainer(settings, loaded, training_data(loaded, settings), begin=False)
     )
     assert finding.state == "ok", finding.message

@@ -14,16 +14,15 @@ TEXT_BYTES = 4  # per token of generated text
 WIDE, FAST = 512, 2e-3  # hidden size from which this learning rate is too high
 
 
-def memory(run: Trainer, cost: Cost) -> Finding:
-    """Report the estimated memory of a rank."""
+def check_memory(run: Trainer, cost: Cost) -> Finding:
     message = f"about {format_bytes(cost.memory)} per rank, estimated as in outrider memory"
     return Finding("memory", "ok", message, {"by_sums": cost.memory})
 
 
-def disk(run: Trainer, cost: Cost, text: float = 0.0, recording: float = 0.0) -> Finding:
+def check_disk(run: Trainer, cost: Cost, text: float = 0.0, recording: float = 0.0) -> Finding:
     """Compare the free disk space with the bytes to write: `cost`, and new text and recording."""
-    parents = (run.folder, *run.folder.absolute().parents)
-    free = shutil.disk_usage(next(parent for parent in parents if parent.exists())).free
+    absolute = run.folder.absolute()
+    free = shutil.disk_usage(next(p for p in (absolute, *absolute.parents) if p.exists())).free
     facts: dict[str, Any] = {"checkpoints": cost.disk, "free": free, "text_to_write": text}
     message = f"about {format_bytes(cost.disk)} in {run.folder}, {format_bytes(free)} free"
     if run.data.recorded is not None:
@@ -43,8 +42,7 @@ def disk(run: Trainer, cost: Cost, text: float = 0.0, recording: float = 0.0) ->
     return Finding("disk", state, message, facts, "Little disk space will be left.")
 
 
-def time(run: Trainer, cost: Cost) -> Finding:
-    """Report the estimated time of a step and of training."""
+def check_time(run: Trainer, cost: Cost) -> Finding:
     train = run.config.train
     limits = [format_seconds(cost.seconds * train.max_steps)] if train.max_steps else []
     limits += [f"at most {train.max_minutes:g} min"] if train.max_minutes else []
@@ -53,7 +51,7 @@ def time(run: Trainer, cost: Cost) -> Finding:
     return Finding("time", "ok", message, {"seconds_per_step_by_sums": cost.seconds})
 
 
-def learning_rate(run: Trainer) -> Finding:
+def check_learning_rate(run: Trainer) -> Finding:
     """Check the learning rate: one tuned for small hidden sizes is too high for large ones."""
     lr, hidden = run.config.train.lr, run.target.shape().hidden
     message = f"train.lr={lr:g}, hidden size {hidden}"
@@ -62,7 +60,7 @@ def learning_rate(run: Trainer) -> Finding:
     return Finding("rate", state, message, {"lr": lr, "hidden": hidden}, fix)
 
 
-def run_folder(config: Config) -> Finding:
+def check_run_folder(config: Config) -> Finding:
     """Report whether the run starts anew or resumes."""
     folder = Path(config.run.dir)
     steps = list_checkpoints(folder / "checkpoints")

@@ -13,7 +13,7 @@ from outrider.train.manifest import versions
 FASTER = 1.3  # speed ratio from which the other precision is recommended
 
 
-def launcher(config: Config) -> Finding:
+def check_launcher(config: Config) -> Finding:
     """Report world size, backend and device, and whether launcher and configuration agree."""
     launch, world, gpus = config.launch, process.world_size(), torch.cuda.device_count()
     backend = process.backend() if world > 1 else None
@@ -32,7 +32,7 @@ def launcher(config: Config) -> Finding:
     return Finding("launcher", "note" if idle else "ok", message, facts, fix)
 
 
-def libraries(config: Config) -> Finding:
+def check_libraries(config: Config) -> Finding:
     """Report versions; DeepSpeed must be installed if the launch uses it."""
     installed = versions()
     message = "  ".join(f"{name} {version}" for name, version in installed.items())
@@ -41,7 +41,7 @@ def libraries(config: Config) -> Finding:
     return Finding("libraries", "wrong" if missing else "ok", message, {"versions": installed}, fix)
 
 
-def threads() -> Finding:
+def check_threads() -> Finding:
     """Compare the threads of the ranks on this machine with its cores."""
     local, cores = process.local_world_size(), process.available_cores()
     each = torch.get_num_threads()
@@ -55,7 +55,7 @@ def threads() -> Finding:
     return Finding("threads", "note" if fix else "ok", message, facts, fix)
 
 
-def precision(config: Config) -> Finding:
+def check_precision(config: Config) -> Finding:
     """Measure matrix products in bfloat16 and float32, and compare with the configuration."""
     bf16 = config.launch.precision == "bf16" or config.target.dtype == "bfloat16"
     half, full = _bf16_rate(), matmul_rate(4)

@@ -48,7 +48,6 @@ class FindingGroup(NamedTuple):
 
 
 def with_state(groups: Sequence[FindingGroup], state: State) -> Iterator[Finding]:
-    """Yield the findings with this state."""
     return (one for group in groups for one in group.findings if one.state == state)
 
 

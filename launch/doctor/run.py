@@ -37,7 +37,6 @@ SAMPLE = 16  # answers that the target generates
 
 
 def doctor(config: Config, options: DoctorConfig) -> int:
-    """Run the command."""
     process.set_threads()
     main = process.rank() == 0
     console = Console(quiet=not main, width=None if sys.stdout.isatty() else 100)
@@ -54,8 +53,11 @@ def doctor(config: Config, options: DoctorConfig) -> int:
 
 def run_checks(config: Config, options: DoctorConfig, console: Console) -> list[FindingGroup]:
     """Return every group of findings; checks that an earlier failure prevents are left out."""
-    findings = [environment.launcher(config), environment.libraries(config), environment.threads()]
-    groups = [FindingGroup("launcher", [*findings, environment.precision(config)])]
+    findings = [
+        environment.check_launcher(config), environment.check_libraries(config),
+        environment.check_threads(), environment.check_precision(config),
+    ]  # fmt: skip
+    groups = [FindingGroup("launcher", findings)]
     if any(finding.with_state(groups, "wrong")):
         return groups
     if config.target.place in ("sharded", "tensor"):
@@ -71,7 +73,7 @@ def _check_run(
     config: Config, options: DoctorConfig, console: Console, loaded: LoadedTarget
 ) -> list[FindingGroup]:
     """The groups target, template, text and costs."""
-    target_findings = [target.target_check(loaded)]
+    target_findings = [target.check_target(loaded)]
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     loaded.target.set_taps(taps)
     generate = config.data.generate
@@ -89,15 +91,17 @@ def _check_run(
         return [FindingGroup("target", target_findings), FindingGroup("text", text_findings)]
     show_samples(Reporter(console), loaded.tokenizer, data.documents)
     run = Trainer(config, loaded, data, begin=False)
-    target_findings += [target.drafter(run), target.taps(run), *target.recording(run)]
+    target_findings += [target.check_drafter(run), target.check_taps(run)]
     text_findings = [
-        text.mask(loaded, data), text.sources(data.documents), text.conversations(data),
-        text.rows(config, data), text.overlap(config, data, overlap),
-        text.vocabulary(data, config.drafter.draft_vocab_size),
+        text.check_mask(loaded, data), text.check_sources(data.documents),
+        text.check_conversations(data), text.check_rows(config, data),
+        text.check_overlap(config, data, overlap),
+        text.check_vocabulary(data, config.drafter.draft_vocab_size),
     ]  # fmt: skip
+    count = options.conversations
     groups = [
-        FindingGroup("target", target_findings),
-        FindingGroup("template", template.checks(config, loaded, data, options.conversations)),
+        FindingGroup("target", [*target_findings, *target.check_recording(run)]),
+        FindingGroup("template", template.check_template(config, loaded, data, count)),
         FindingGroup("text", text_findings),
         FindingGroup("costs", _check_costs(run, loaded, options, sampled)),
     ]
@@ -136,14 +140,16 @@ def _check_costs(
     run: Trainer, loaded: LoadedTarget, options: DoctorConfig, sampled: bool
 ) -> list[Finding]:
     cost = cost_estimate.estimate(run)
-    memory = trial_steps.largest_batch(run, cost) if options.measure else costs.memory(run, cost)
+    check_memory = trial_steps.check_largest_batch if options.measure else costs.check_memory
+    memory, time = check_memory(run, cost), None
     too_large = run.reduce(torch.tensor(float(memory.state == "wrong"))) > 0
     if options.measure and not too_large:  # all ranks take part in a step
-        time = trial_steps.step_time(run, options.steps, cost)
-    else:
-        time = costs.time(run, cost)
-    disk = costs.disk(run, cost, *_bytes_to_write(run, loaded, sampled))
-    return [memory, time, disk, costs.learning_rate(run), costs.run_folder(run.config)]
+        time = trial_steps.check_step_time(run, options.steps, cost)
+    return [
+        memory, time or costs.check_time(run, cost),
+        costs.check_disk(run, cost, *_bytes_to_write(run, loaded, sampled)),
+        costs.check_learning_rate(run), costs.check_run_folder(run.config),
+    ]  # fmt: skip
 
 
 def _bytes_to_write(run: Trainer, loaded: LoadedTarget, sampled: bool) -> tuple[float, float]:
@@ -165,8 +171,8 @@ def require_trainable(config: Config, loaded: LoadedTarget, data: TrainingData) 
     Raises:
         RunError: no token is supervised, or the draft vocabulary covers too few.
     """
-    size = config.drafter.draft_vocab_size
-    finding.require_none_wrong([text.mask(loaded, data), text.vocabulary(data, size, brief=True)])
+    vocabulary = text.check_vocabulary(data, config.drafter.draft_vocab_size, brief=True)
+    finding.require_none_wrong([text.check_mask(loaded, data), vocabulary])
 
 
 def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget) -> None:
@@ -176,13 +182,13 @@ def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget)
         RunError: a finding is wrong.
     """
     cost, data, config = cost_estimate.estimate(run), run.data, run.config
-    always = [
-        target.drafter(run),
-        text.vocabulary(data, config.drafter.draft_vocab_size, brief=True),
-        costs.memory(run, cost), costs.disk(run, cost), costs.time(run, cost),
+    findings = [
+        target.check_drafter(run),
+        text.check_vocabulary(data, config.drafter.draft_vocab_size, brief=True),
+        costs.check_memory(run, cost), costs.check_disk(run, cost), costs.check_time(run, cost),
     ]  # fmt: skip
-    unusual = [text.mask(loaded, data), text.rows(config, data), costs.learning_rate(run)]
-    findings = always + [one for one in unusual if one.state != "ok"]
+    unusual = text.check_mask(loaded, data), text.check_rows(config, data)
+    findings += [o for o in (*unusual, costs.check_learning_rate(run)) if o.state != "ok"]
     title = f"{config.drafter.name} for {run.target.name}"
     finding.print_findings(console, [FindingGroup(title, findings)])
     finding.require_none_wrong(findings)

@@ -10,7 +10,7 @@ from outrider.train.trainer import Trainer
 TOLERANCE = 0.05  # relative difference of recorded and recomputed hidden states
 
 
-def target_check(loaded: LoadedTarget) -> Finding:
+def check_target(loaded: LoadedTarget) -> Finding:
     """Report the comparison that `models/target_check.py` made when the target was loaded."""
     target = loaded.target
     count, dtype = target.parameter_count(), str(target.dtype).removeprefix("torch.")
@@ -24,7 +24,7 @@ def target_check(loaded: LoadedTarget) -> Finding:
 
 
 @torch.no_grad()
-def taps(run: Trainer) -> Finding:
+def check_taps(run: Trainer) -> Finding:
     """Compute the taps of one held-out row and check their shape and that they are finite."""
     target, layers, hidden = run.target, list(run.drafter.taps), run.target.shape().hidden
     trace = next(run.data.held_traces(target, 1, recorded=False))
@@ -45,7 +45,7 @@ def taps(run: Trainer) -> Finding:
 
 
 @torch.no_grad()
-def recording(run: Trainer) -> list[Finding]:
+def check_recording(run: Trainer) -> list[Finding]:
     """Compare recorded features with recomputed ones; no finding without a recording."""
     data, target = run.data, run.target
     if data.recorded is None:
@@ -60,7 +60,7 @@ def recording(run: Trainer) -> list[Finding]:
     return [Finding("recorded", state, message, {"apart": gap}, fix)]
 
 
-def drafter(run: Trainer) -> Finding:
+def check_drafter(run: Trainer) -> Finding:
     """Report the trained parameters and their initialisation."""
     trained = trained_parameters(run)
     layers = f" on layers {list(run.drafter.taps)}" if run.drafter.taps else ""

@@ -47,14 +47,13 @@ class PrefixMismatch(NamedTuple):
     after: str
 
 
-def checks(config: Config, loaded: LoadedTarget, data: TrainingData, count: int) -> list[Finding]:
+def check_template(
+    config: Config, loaded: LoadedTarget, data: TrainingData, count: int
+) -> list[Finding]:
     """Run all checks of this file on the first `count` conversations of each source."""
     tokenizer, dialogues = loaded.tokenizer, _sample(config, loaded, data.documents, count)
-    return [
-        prefix(tokenizer, dialogues, config.data.max_length),
-        thinking(tokenizer, config.target, dialogues),
-        date(tokenizer),
-    ]
+    prefix = check_prefix(tokenizer, dialogues, config.data.max_length)
+    return [prefix, check_thinking(tokenizer, config.target, dialogues), check_date(tokenizer)]
 
 
 def _sample(
@@ -114,7 +113,7 @@ def _find_mismatch(tokenizer: Any, dialogue: Dialogue) -> PrefixMismatch | None:
     return None
 
 
-def prefix(tokenizer: Any, dialogues: Sequence[Dialogue], max_length: int) -> Finding:
+def check_prefix(tokenizer: Any, dialogues: Sequence[Dialogue], max_length: int) -> Finding:
     """Check that first turns render to prefixes, and count the answers where they do not."""
     if not getattr(tokenizer, "chat_template", None):
         message = "no chat template: turns are joined as plain text and tokenised one by one"
@@ -156,7 +155,7 @@ def _answers(dialogues: Sequence[Dialogue]) -> list[str]:
     return [turn["content"] for turn in turns if turn["role"] == "assistant"]
 
 
-def thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]) -> Finding:
+def check_thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]) -> Finding:
     """Compare target.thinking with the thoughts in the answers."""
     answers = _answers(dialogues)
     thinking_answers = sum(any(mark in answer for mark in THOUGHT_TAGS) for answer in answers)
@@ -179,7 +178,7 @@ def thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]
     return Finding("thinking", "ok" if fits else "note", message, facts, fix)
 
 
-def date(tokenizer: Any) -> Finding:
+def check_date(tokenizer: Any) -> Finding:
     """Check whether the template inserts today's date, which makes text differ from day to day."""
     template = str(getattr(tokenizer, "chat_template", None))
     changing = "strftime_now" in template and "{% set date_string" not in template

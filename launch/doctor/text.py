@@ -31,7 +31,7 @@ USELESS = 0.5  # below it most answer tokens cannot be drafted
 BAR = 24  # characters
 
 
-def mask(loaded: LoadedTarget, data: TrainingData) -> Finding:
+def check_mask(loaded: LoadedTarget, data: TrainingData) -> Finding:
     """Check the share of supervised tokens, and that answers end with a stop token."""
     tokens = sum(int((part.document >= 0).sum()) for part in (data.train, data.held))
     count = int(data.counts.sum() + data.held_counts.sum())
@@ -67,7 +67,7 @@ def _preview(loaded: LoadedTarget, document: Document) -> dict[str, str]:
     }
 
 
-def sources(documents: Sequence[Document]) -> Finding:
+def check_sources(documents: Sequence[Document]) -> Finding:
     """Check the supervised share of each source."""
     by_source = defaultdict[str, list[Document]](list)
     for document in documents:
@@ -84,7 +84,7 @@ def sources(documents: Sequence[Document]) -> Finding:
     return Finding("sources", state, "\n".join(lines), {"sources": facts}, fix)
 
 
-def conversations(data: TrainingData) -> Finding:
+def check_conversations(data: TrainingData) -> Finding:
     """Check how many conversations were truncated, repaired and dropped."""
     cases = Counter[str](data.about.get("cases", {}))
     cases.update(data.about.get("given_cases", {}))
@@ -99,7 +99,7 @@ def conversations(data: TrainingData) -> Finding:
     return Finding("conversations", "ok" if few else "note", "\n".join(lines), facts, fix)
 
 
-def rows(config: Config, data: TrainingData) -> Finding:
+def check_rows(config: Config, data: TrainingData) -> Finding:
     """Check the passes over the data, and the number of held-out tokens."""
     train, held, steps = data.train, int(data.held_counts.sum()), config.train.max_steps
     each = config.train.batch_tokens // config.data.max_length
@@ -121,7 +121,7 @@ def rows(config: Config, data: TrainingData) -> Finding:
     return Finding("rows", "note" if fix else "ok", message, facts, fix)
 
 
-def overlap(config: Config, data: TrainingData, refused: OverlapError | None) -> Finding:
+def check_overlap(config: Config, data: TrainingData, refused: OverlapError | None) -> Finding:
     """Check for questions that nearly equal a prompt of the suite; `refused` is refuse's error."""
     suite, policy = load_suite(config, None), config.data.overlap
     cases = (data.about.get(name, {}) for name in ("cases", "given_cases"))
@@ -161,7 +161,7 @@ def vocabulary_curve(data: TrainingData, size: int) -> list[tuple[int, float]]:
     return [(n, data.vocab(n).coverage(data.held_counts)) for n in sorted(sizes)]
 
 
-def vocabulary(data: TrainingData, chosen: int | None, brief: bool = False) -> Finding:
+def check_vocabulary(data: TrainingData, chosen: int | None, brief: bool = False) -> Finding:
     """Check the share of held-out answer tokens that a draft vocabulary of `chosen` tokens covers.
 
     Args:

@@ -9,6 +9,7 @@ compared with that before the first trial, because the allocator reuses the memo
 import math
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,11 +49,8 @@ def largest_fitting(fits: Callable[[int], bool], most: int = MAX_ROWS) -> int:
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    larger = range(low + 1, min(high, most + 1))
+    return low + bisect_left(larger, True, key=lambda count: not fits(count))
 
 
 class MemoryLine(NamedTuple):
@@ -96,7 +94,7 @@ def forward_backward(run: Trainer, rows: int) -> float:
     return time.perf_counter() - start
 
 
-def largest_batch(run: Trainer, cost: Cost) -> Finding:
+def check_largest_batch(run: Trainer, cost: Cost) -> Finding:
     """Check how many rows of data.max_length fit into one pass of a rank."""
     passes, length = _passes(run), run.data.train.length
     now = max(1, run.rows // passes)
@@ -196,7 +194,7 @@ def _on_gpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
     return rows, method, {"room": free, "trials": [list(trial) for trial in trials]}
 
 
-def step_time(run: Trainer, steps: int, cost: Cost) -> Finding:
+def check_step_time(run: Trainer, steps: int, cost: Cost) -> Finding:
     """Measure the seconds of a step after one warm-up step, and predict the time of the run.
 
     The learning rate is zero: every operation runs, and no weight changes.
