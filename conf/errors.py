@@ -84,12 +84,13 @@ def exit_on_error(program: str) -> Iterator[None]:
         raise SystemExit(130) from None
     except (ConfigError, RunError, OSError) as error:
         if isinstance(error, OSError):
+            place = error.filename if error.filename is not None else "A file or stream"
             if error.errno in DISK_FULL_ERRNOS:
-                error = DiskFull(f"{error.filename or 'The output'} cannot grow: {error.strerror}.")
-            elif error.filename is None:
-                raise
+                error = DiskFull(f"{place} cannot grow: {error.strerror}.")
+            elif error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+                raise  # of a library or the network
             else:
-                error = UnusablePlace(f"{error.filename}: {error.strerror}.")
+                error = UnusablePlace(f"{place}: {error.strerror}.")
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
         rank = int(os.environ.get("RANK", "0"))

@@ -4,12 +4,14 @@
 old file or the new one. Folders are renamed too: one under its final name is complete.
 """
 
+import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,16 +24,17 @@ from safetensors.torch import load as tensors_from
 from safetensors.torch import save as bytes_of
 from torch import Tensor
 
-from outrider.conf.errors import DISK_FULL_ERRNOS, CorruptFile, DiskFull, RunError
+from outrider.conf.errors import DISK_FULL_ERRNOS, CorruptFile, DiskFull, RunError, UnusablePlace
 
 JSON_BYTES, LINES_BYTES, JSON_DEPTH = 1 << 26, 1 << 30, 64  # of a file, of a JSONL file; nesting
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes of this machine
 
 
 def write(file: Path, data: bytes) -> None:
     """Write a file atomically, and create its folder.
 
     Raises:
-        DiskFull, RunError: the disk is full, or the folder cannot be written.
+        DiskFull, UnusablePlace: the disk is full, or the folder cannot be written.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -57,19 +60,30 @@ def append(file: Path, text: str) -> None:
         raise as_run_error(file, error, len(text.encode())) from error
 
 
-def copy_folder(source: Path, final: Path) -> None:
-    """Copy the files of a folder, replacing `final`, which an error of `write` leaves unchanged."""
+def remove_temporary(folder: Path, name: str, before: float = math.inf) -> None:
+    """Remove what killed processes left of `write` before this time; `name` is a glob pattern."""
+    for file in folder.glob(f".{name}.[0-9]*.tmp"):
+        with suppress(OSError):
+            if file.stat().st_mtime < before:
+                file.unlink()
+
+
+def copy_files(source: Path, final: Path, names: Sequence[str]) -> None:
+    """Copy these files of a folder into `final`, in this order; its other files stay.
+
+    An error of `write` leaves `final` unchanged.
+    """
     partial = final.with_name(f".{final.name}.new")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        for file in sorted(source.iterdir()):
-            write(partial / file.name, file.read_bytes())
-    except RunError:
+        for name in names:
+            write(partial / name, read_bytes(source / name, MEMORY))
+        final.mkdir(exist_ok=True)
+        for name in names:
+            (partial / name).replace(final / name)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-    remove_folder(final)
-    partial.rename(final)
-    sync_folder(final.parent)
+    sync_folder(final)
 
 
 def remove_folder(folder: Path) -> None:
@@ -81,11 +95,19 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
+def remove_files(folder: Path, names: Sequence[str]) -> None:
+    """Remove these files of a folder, and the folder if it is then empty."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def as_run_error(file: Path, error: OSError, size: int) -> RunError:
     """Return the error for a failed write: the file's size, the reason, the free space."""
     message = f"{file} ({decimal(size)}) could not be written: {error.strerror or error}"
     if error.errno not in DISK_FULL_ERRNOS:
-        return RunError(f"{message}.", "Check that the folder is writable.")
+        return UnusablePlace(f"{message}.")
     place = next(folder for folder in file.absolute().parents if folder.exists())
     return DiskFull(f"{message}; {decimal(shutil.disk_usage(place).free)} are free there.")
 
@@ -95,12 +117,18 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> It
     """Hold a folder's lock, which the system releases when the process dies.
 
     If another process holds it, calls `on_wait` once and waits; without `on_wait`, raises a
-    `RunError`. Yields False on a file system without locks: nothing is held then.
+    `RunError`, and a new folder that stays empty is removed. Yields False on a file system without
+    locks: nothing is held then.
+
+    Raises:
+        DiskFull, UnusablePlace: no file can be written there.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise as_run_error(folder, error, 0) from None
+    temporary, probe = False, folder / f".{os.getpid()}.probe"
+    with suppress(OSError):  # which `write` reports
+        folder.mkdir(parents=True)
+        temporary = on_wait is None
+    write(probe, bytes(4096))
+    probe.unlink(missing_ok=True)
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
@@ -119,6 +147,8 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> It
     try:
         yield lock.is_locked
     finally:
+        if temporary and [file.name for file in folder.glob("*")] == [".lock"]:
+            shutil.rmtree(folder, ignore_errors=True)
         lock.release()
 
 
@@ -127,6 +157,8 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise as_run_error(folder, error, 0) from error
     finally:
         os.close(handle)
 
@@ -158,14 +190,20 @@ def parse_json(text: bytes | str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    check_depth(value)
+    if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is a ValueError
+    return value
+
+
+def check_depth(value: Any) -> Any:
+    """Return a JSON value of JSON_DEPTH levels at most; else a `ValueError`."""
     level, depth = [value], 0
     while level := [x for x in level if isinstance(x, dict | list)]:
         depth += 1
         if depth > JSON_DEPTH:
             raise ValueError(f"it is nested deeper than {JSON_DEPTH} levels")
         level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
-    if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is a ValueError
     return value
 
 
@@ -188,11 +226,20 @@ def read_lines(file: Path, fix: str, torn: bool = False) -> list[dict[str, Any]]
     return entries
 
 
-def open_regular(file: Path) -> BinaryIO:
-    """Open a file for reading; an `OSError` for a FIFO or device, which might never end."""
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError("it is not a regular file")
-    return file.open("rb")
+@contextmanager
+def open_regular(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading; an `OSError` for a FIFO or device, which might never end.
+
+    Every `OSError` of the block has the file's name.
+    """
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        with file.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
 
 
 def read_bytes(file: Path, largest: int = JSON_BYTES) -> bytes:
@@ -200,15 +247,16 @@ def read_bytes(file: Path, largest: int = JSON_BYTES) -> bytes:
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > largest:
-            raise OSError(f"its {decimal(size)} are more than {decimal(largest)}")
+            message = f"its {decimal(size)} are more than {decimal(largest)}"
+            raise OSError(errno.EINVAL, message)
         return stream.read()
 
 
-def _read_bytes(file: Path, fix: str, largest: int = 1 << 50) -> bytes:
+def _read_bytes(file: Path, fix: str, largest: int = MEMORY) -> bytes:
     try:
         return read_bytes(file, largest)
     except OSError as error:
-        raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
+        raise CorruptFile(f"{file} cannot be read: {error.strerror or error}", fix) from None
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
@@ -228,6 +276,14 @@ def read_tensors(file: Path, sha256: str | None, fix: str) -> dict[str, Tensor]:
         return tensors
     except SafetensorError as error:
         raise CorruptFile(f"{file} is damaged or truncated: {error}", fix) from None
+
+
+def int_column(file: Any, name: str) -> Tensor:
+    """Return a list of integers >= 0 of an open safetensors file; a `ValueError` if it is none."""
+    column: Tensor = file.get_tensor(name)
+    if column.ndim != 1 or column.is_floating_point() or bool((column < 0).any()):
+        raise ValueError(f"{name} does not hold integers of at least 0")
+    return column.int()
 
 
 def sha256_of(file: Path) -> str:

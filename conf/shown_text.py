@@ -1,7 +1,12 @@
 """Text on its way to people: credentials and home folders masked, control characters escaped."""
 
+import logging
 import os
 import re
+import sys
+import threading
+import traceback
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,3 +73,29 @@ def escape_controls(text: str) -> str:
 def for_terminal(text: object) -> str:
     """Return text as the terminal may show it: masked, and controls escaped."""
     return escape_controls(mask_credentials(str(text)))
+
+
+class EscapedLogRecord(logging.LogRecord):
+    """A log record of any library, as the terminal may show it."""
+
+    def getMessage(self) -> str:
+        return for_terminal(super().getMessage())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        text = isinstance(value, str) and name in ("exc_text", "stack_info")
+        super().__setattr__(name, for_terminal(value) if text else value)
+
+
+def escape_library_output() -> None:
+    """Escape warnings, log records and tracebacks of this process, which print themselves."""
+
+    def show(*error: Any) -> None:
+        if error[0] is not SystemExit:  # which ends a thread
+            sys.stderr.write(for_terminal("".join(traceback.format_exception(*error[:3]))))
+
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda *about, **line: for_terminal(plain(*about, **line))
+    logging.setLogRecordFactory(EscapedLogRecord)
+    sys.excepthook = show
+    threading.excepthook = lambda error: show(*error)
+    sys.unraisablehook = lambda error: show(error.exc_type, error.exc_value, error.exc_traceback)

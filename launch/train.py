@@ -25,16 +25,24 @@ from outrider.train.trackers import TrackerThread
 
 
 def train(config: Config) -> int:
-    """Train and measure a drafter. Returns the exit code."""
+    """Train and measure a drafter. Returns the exit code.
+
+    The run folder is checked and locked before anything is loaded.
+    """
     distributed.require_matching_launcher(config.launch)
     trackers.require_packages(config)
+    main = process.rank() == 0
+    with folder_lock(Path(config.run.dir)) if main else nullcontext():
+        return _train(config, main)
+
+
+def _train(config: Config, main: bool) -> int:
     if not checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints"):
         check_files(config, "drafter.warm_start")
     process.set_threads()
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
-    main, start = process.rank() == 0, time.monotonic()
-    console = Console(quiet=not main)
+    console, start = Console(quiet=not main), time.monotonic()
     loaded = load.load_target(config.target, process.device())
     console.print(f"target: {loaded.source}")
     for _, decode in decodings(config):
@@ -44,10 +52,8 @@ def train(config: Config) -> int:
         console.print(f"target has {loaded.target.num_layers} layers: taps adapted to {list(taps)}")
     data = load_training_data(config, loaded, taps, Reporter(console, main))
     seconds = {"loading": time.monotonic() - start}
-    with (
-        folder_lock(Path(config.run.dir)) if main else nullcontext(),  # errors leave no folder
-        trackers.open_trackers(config, partial(console.print, markup=False), main) as services,
-    ):
+    show = partial(console.print, markup=False)
+    with trackers.open_trackers(config, show, main) as services:
         require_trainable(config, loaded, data)
         on_start = partial(print_start_summary, console, loaded=loaded)
         outcome = fit(config, loaded, data, console, services, on_start)
@@ -71,11 +77,12 @@ def _measure(
         quick_report(config, loaded, data, console, services)
         phases = {**seconds, "report": time.monotonic() - start}
         summary = read_json(file, checkpoint.FIX)
-        write_json(file, {**summary, "phases": {**summary.get("phases", {}), **phases}})
+        earlier = summary.get("phases")
+        earlier = earlier if isinstance(earlier, dict) else {}
+        write_json(file, {**summary, "phases": {**earlier, **phases}})
 
 
 def _has_reports(config: Config) -> bool:
-    """Return whether all reports are newer than the drafter."""
     folder = Path(config.run.dir)
     changed = (folder / "drafter" / "model.safetensors").stat().st_mtime_ns
     reports = [folder / "eval" / f"{out}.json" for out, _ in decodings(config)]

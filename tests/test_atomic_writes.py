@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import copy_folder, folder_lock, remove_folder, write, write_json
+from outrider.conf.files import copy_files, folder_lock, remove_folder, write, write_json
 from outrider.train.checkpoint import Progress, list_checkpoints, save
 
 PARTS = {"state.json", "state.safetensors"}
@@ -59,13 +59,14 @@ def test_partial_checkpoint_is_never_visible(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*")), "no temporary folder remains"
 
 
-def test_copy_folder_replaces_destination(tmp_path: Path) -> None:
-    write(tmp_path / "old" / "a", b"old")
-    write(tmp_path / "new" / "b", b"new")
-    for source in ("old", "new"):
-        copy_folder(tmp_path / source, tmp_path / "final")
-    assert [f.read_bytes() for f in (tmp_path / "final").iterdir()] == [b"new"]
-    assert {f.name for f in tmp_path.iterdir()} == {"old", "new", "final"}
+def test_copied_files_replace_only_those_of_their_names(tmp_path: Path) -> None:
+    write(tmp_path / "final" / "notes", b"the user's")
+    for source in (b"old", b"new"):
+        write(tmp_path / "source" / "a", source)
+        copy_files(tmp_path / "source", tmp_path / "final", ["a"])
+        found = {file.name: file.read_bytes() for file in (tmp_path / "final").iterdir()}
+        assert found == {"a": source, "notes": b"the user's"}
+    assert {file.name for file in tmp_path.iterdir()} == {"source", "final"}
 
 
 def test_is_complete_detects_partial_folder(tmp_path: Path) -> None:

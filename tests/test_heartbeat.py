@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -67,6 +68,21 @@ def test_message_for_closed_connection() -> None:
 
 def test_message_is_the_error_without_store() -> None:
     assert heartbeat(1, 2, {}).explain_timeout(GLOO).endswith("Timed out")
+
+
+def test_entries_of_other_ranks_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    one = heartbeat(0, 2, {0: (13, 1), 1: (13, 47)})
+    one.wait = 0.4  # seconds
+    one.store.set("outrider/1", "\x1b[2J 0")
+    thread = threading.Thread(target=one._run)
+    thread.start()
+    deadline, shown = time.monotonic() + 20, ""
+    while not shown and time.monotonic() < deadline:
+        time.sleep(0.05)
+        shown = capsys.readouterr().err
+    one.close()
+    thread.join()
+    assert "since step \\x1b[2J." in shown
 
 
 def test_other_errors_are_not_explained() -> None:

@@ -1,6 +1,7 @@
 """Checkpoints changed by hand or by damage, and folders of the user's beside them."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,10 +45,11 @@ def newest(folder: Path) -> tuple[Progress, float, list[CorruptFile]]:
 
 
 def set_progress(**values: Any) -> Callable[[dict[str, Any]], object]:
-    """Of a file of an earlier version, too, that has no hash of its own."""
+    """Of a file of an earlier version, too, that has neither version nor hash of its own."""
 
     def edit(about: dict[str, Any]) -> None:
         about.pop("sha256_state")
+        about["progress"].pop("version")
         about["progress"].update(values)
 
     return edit
@@ -61,9 +63,16 @@ def set_progress(**values: Any) -> Callable[[dict[str, Any]], object]:
     lambda about: about.update(sha256_state=7),
     lambda about: (about.pop("sha256_state"), about.pop("sha256")),
     lambda about: (about.pop("sha256_state"), about.update(progress="x")),
+    lambda about: about.pop("sha256_state"), lambda about: about.update(sha256_state=None),
+    lambda about: about.pop("progress"), lambda about: about["progress"].pop("version"),
+    lambda about: (about.pop("sha256_state"), about["progress"].update(best=9.0)),
+    lambda about: about["progress"].update(version=1),
     set_progress(step=1), set_progress(step=True), set_progress(step="2"), set_progress(extra=1),
     set_progress(recent=5), set_progress(recent=["x"]), set_progress(phases={"data": [[]]}),
     set_progress(skipped=None), set_progress(finished=1), set_progress(best={"a": {}}),
+    set_progress(best=math.nan), set_progress(seconds=math.inf), set_progress(recent=[math.nan]),
+    set_progress(seconds=10**400), set_progress(phases={"data": -math.inf}),
+    set_progress(skipped=3), set_progress(skipped=-1), set_progress(best_step=10**12),
 ])  # fmt: skip
 def test_changed_state_falls_back_to_the_checkpoint_before(
     edit: Callable[[dict[str, Any]], object], tmp_path: Path
@@ -118,6 +127,19 @@ def test_folders_of_the_user_stay(tmp_path: Path) -> None:
         checkpoint.remove_all(tmp_path / place)
         assert {f.name for f in (tmp_path / place).iterdir()} == set(USERS)
         assert all((tmp_path / place / name / "theirs").is_file() for name in USERS)
+
+
+def test_no_damaged_checkpoint_replaces_another(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path, 1)
+        (tmp_path / "step-00000001" / "turn").write_text(str(number))
+        checkpoint.quarantine(tmp_path / "step-00000001")
+    names = ["damaged-2-step-00000001", "damaged-3-step-00000001", "damaged-step-00000001"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert [(tmp_path / name / "turn").read_text() for name in names] == ["1", "2", "0"]
+    (tmp_path / "damaged-x-step-00000001").mkdir()
+    checkpoint.remove_all(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["damaged-x-step-00000001"]
 
 
 def test_best_drafters_stay_while_a_checkpoint_is_unreadable(tmp_path: Path) -> None:

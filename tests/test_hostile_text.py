@@ -82,6 +82,53 @@ def test_colours_still_reach_a_terminal() -> None:
     assert "\x1b[31mx" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+# ---- warnings, log records and tracebacks ----
+
+LIBRARIES = """
+import logging, sys, threading, warnings
+from outrider.conf import errors
+from outrider.launch import cli
+ATTACK = "\\x1b[2J\\u202eX https://me:pass-word@host/?token=abcdef"
+class Broken:
+    def __del__(self):
+        raise ValueError("unraisable " + ATTACK)
+def thread():
+    raise ValueError("thread " + ATTACK)
+def verb(words, program):
+    warnings.warn("warning " + ATTACK)
+    logging.getLogger("lib").error("record %s", ATTACK)
+    print("printed", file=sys.stderr)
+    try:
+        raise KeyError("logged " + ATTACK)
+    except KeyError:
+        logging.getLogger("lib").exception("with traceback", stack_info=True)
+    Broken()
+    other = threading.Thread(target=thread)
+    other.start()
+    other.join()
+    with errors.exit_on_error(program):
+        raise errors.ConfigError("uncaught", ATTACK, ATTACK, ATTACK)
+cli.main = verb
+cli.command([])
+"""
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_what_libraries_print_is_escaped_and_masked(debug: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", LIBRARIES], capture_output=True, text=True, check=False,
+        env={**os.environ, "OUTRIDER_DEBUG": debug},
+    )  # fmt: skip
+    shown = process.stderr
+    for name in ("warning", "record", "printed", "logged", "unraisable", "thread", "uncaught"):
+        assert name in shown
+    assert ("errors.ConfigError: uncaught" in shown) == (debug == "1")
+    assert_harmless(shown)
+    assert shown.count("\\x1b[2J\\u202eX https://***@host/?token=***") >= 6
+    assert "pass-word" not in shown
+    assert "abcdef" not in shown
+
+
 # ---- bytes that are not UTF-8 ----
 
 READ = """

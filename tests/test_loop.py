@@ -115,6 +115,37 @@ def test_resume_refuses_other_settings(
     loop.fit(config(tmp_path, "train.lr=5e-4", "train.resume=never"), loaded, made, QUIET)
 
 
+@pytest.mark.parametrize("words", [("train.resume=never",), ("train.max_steps=8",)])
+def test_files_of_others_in_the_drafter_folder_stay(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """A second training writes the drafter anew, started over or continued."""
+    constant = "train.schedule=constant"
+    loop.fit(config(tmp_path, constant), loaded, made, QUIET)
+    for name in ("README.md", "notes/mine"):
+        (tmp_path / "drafter" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "drafter" / name).write_text("mine")
+    before = (tmp_path / "drafter" / "config.json").stat().st_ino
+    loop.fit(config(tmp_path, constant, *words), loaded, made, QUIET)
+    assert (tmp_path / "drafter" / "config.json").stat().st_ino != before
+    assert {file.name for file in (tmp_path / "drafter").iterdir()} == {
+        "README.md", "notes", "config.json", "model.safetensors",
+    }  # fmt: skip
+    assert (tmp_path / "drafter" / "notes" / "mine").read_text() == "mine"
+    native.load(tmp_path / "drafter", loaded.target)
+
+
+def test_drafter_of_a_publication_cut_off_is_published_again(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
+    """Killed between the two files: the weights are new, the hash in config.json is not there."""
+    loop.fit(config(tmp_path), loaded, made, QUIET)
+    (tmp_path / "drafter" / "config.json").unlink()
+    final = loop.fit(config(tmp_path), loaded, made, QUIET)
+    assert final is not None
+    native.load(final, loaded.target)
+
+
 def test_resume_of_older_config_uses_defaults(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:

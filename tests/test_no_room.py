@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from outrider.conf import errors
 from outrider.conf.errors import DiskFull, RunError, exit_on_error
-from outrider.conf.files import append, copy_folder, write
+from outrider.conf.files import append, copy_files, write
 from outrider.data import generate
 from outrider.data.generated_store import GeneratedStore
 from outrider.data.prepare import record
@@ -105,9 +105,10 @@ def test_a_folder_that_does_not_fit_leaves_the_old_one(disk: Disk) -> None:
     write(disk.path / "new" / "b", b"x" * 10**6)
     disk.fill(leave=10**5)
     with pytest.raises(DiskFull, match=r"/b \(1.0 MB\)"):
-        copy_folder(disk.path / "new", disk.path / "final")
+        copy_files(disk.path / "new", disk.path / "final", ("a", "b"))
     assert names(disk.path) == {"final", "new", "filler"}
     assert names(disk.path / "final") == {"a"}
+    assert (disk.path / "final" / "a").read_bytes() == b"old"
 
 
 def test_a_checkpoint_that_does_not_fit_is_removed(disk: Disk) -> None:
@@ -275,9 +276,10 @@ def test_every_errno_of_a_full_disk_has_the_same_exit_code(
     assert stopped.value.code == 1
 
 
-def test_other_file_errors_are_not_caught() -> None:
-    with pytest.raises(PermissionError), exit_on_error("train.py"):
-        raise PermissionError(errno.EACCES, "no")  # of no file
+@pytest.mark.parametrize("error", [ConnectionResetError(errno.ECONNRESET, "no"), OSError("no")])
+def test_errors_of_libraries_and_the_network_are_not_caught(error: OSError) -> None:
+    with pytest.raises(OSError, match="no"), exit_on_error("train.py"):
+        raise error
 
 
 def test_a_recording_on_a_full_disk_can_be_resumed(

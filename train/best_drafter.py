@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from outrider.conf.errors import RunError
-from outrider.conf.files import copy_folder, read_json, write_json
+from outrider.conf.errors import CorruptFile, RunError
+from outrider.conf.files import copy_files, read_json, write_json
 from outrider.models.formats import native
 from outrider.train import checkpoint
 from outrider.train.manifest import peak_memory
 from outrider.train.trainer import Trainer
+
+FILES = ("model.safetensors", "config.json")  # of a drafter, in the order of writing
 
 
 def save_if_best(run: Trainer, metrics: dict[str, float]) -> bool:
@@ -37,13 +39,14 @@ def best_folder(run: Trainer) -> Path:
 
 
 def publish(run: Trainer) -> Path:
-    """Copy the best drafter to `drafter/` and write `training.json`."""
+    """Copy the best drafter to `drafter/`, whose other files stay, and write `training.json`."""
     final = run.folder / "drafter"
     if run.main:
         if not best_folder(run).is_dir():
             raise RunError(f"{best_folder(run)} is missing.", "Train with train.resume=never.")
-        copy_folder(best_folder(run), final)
-        write_json(run.folder / "training.json", training_summary(run))
+        summary = training_summary(run)
+        copy_files(best_folder(run), final, FILES)
+        write_json(run.folder / "training.json", summary)
     run.accelerator.wait_for_everyone()
     return final
 
@@ -51,14 +54,17 @@ def publish(run: Trainer) -> Path:
 def is_published(run: Trainer) -> bool:
     """Return whether `drafter/` is the result of these steps; the same on all ranks."""
     published, file = False, run.folder / "training.json"
-    if run.main and (run.folder / "drafter").is_dir() and file.is_file():
-        published = read_json(file, checkpoint.FIX)["steps"] == run.progress.step
+    if run.main and (run.folder / "drafter" / FILES[-1]).is_file() and file.is_file():
+        published = read_json(file, checkpoint.FIX).get("steps") == run.progress.step
     return bool(run.reduce(torch.tensor(float(published))) > 0)
 
 
 def training_summary(run: Trainer) -> dict[str, Any]:
     """Return cost and result of the training, for `outrider compare`."""
-    progress, best = run.progress, read_json(best_folder(run) / "config.json", checkpoint.FIX)
+    progress, file = run.progress, best_folder(run) / "config.json"
+    about = read_json(file, checkpoint.FIX).get("about")
+    if not isinstance(about, dict) or "held_out" not in about:
+        raise CorruptFile(f"{file} is damaged: it has no held-out metrics.", checkpoint.FIX)
     tokens = progress.step * run.rows * run.config.data.max_length
     return {
         "parameters": sum(p.numel() for p in run.drafter.parameters() if p.requires_grad),
@@ -70,7 +76,7 @@ def training_summary(run: Trainer) -> dict[str, Any]:
         "tokens_per_second": tokens / max(progress.seconds, 1e-9),
         "peak_memory_bytes": peak_memory(run.target.device),
         "best_step": progress.best_step,
-        "held_out": best["about"]["held_out"],
+        "held_out": about["held_out"],
         "budget": {
             "text": run.data.about["sha256_documents"][:8],
             "minutes": run.config.train.max_minutes,

@@ -35,6 +35,9 @@ from outrider.conf.files import (
 
 FIX = "Continue from an older checkpoint (remove this folder), or start with train.resume=never."
 STEP = re.compile(r"step-([0-9]{8,10})")
+VERSION = 2  # of state.json, in its hashed part; version 1 had neither the field nor a hash
+DAMAGED = re.compile("^damaged-([0-9]+-)?")  # of `quarantine`
+LARGEST = 1e300  # of a number in state.json
 PARTIAL = re.compile(r"\.step-[0-9]{8,10}\.([0-9]+|gone)")  # of `save` and `remove_folder`
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -119,28 +122,33 @@ def read_state(folder: Path) -> tuple[Progress, str]:
     file = folder / "state.json"
     about = read_json(file, FIX)
     values, sha256 = about.get("progress"), about.get("sha256")
-    if about.get("sha256_state") not in (None, _state_hash(values, sha256)):
+    values = values if isinstance(values, dict) else {}
+    hashed = "version" in values or "sha256_state" in about
+    if hashed and about.get("sha256_state") != _state_hash(values, sha256):
         raise CorruptFile(f"{file} is damaged: its values are not the ones that were written.", FIX)
     if not isinstance(sha256, str):
         raise CorruptFile(f"{file} is damaged: sha256 is missing.", FIX)
     defaults = vars(Progress())
-    values = {k: x for k, x in values.items() if k != "joules"} if isinstance(values, dict) else {}
+    values = {k: x for k, x in values.items() if k not in ("joules", "version")}
     progress = Progress(**{k: x for k, x in values.items() if k in defaults})
     right = all(k in defaults and _is_like(x, defaults[k]) for k, x in values.items())
     if right:
         numbers = [*progress.recent, *progress.phases.values()]
         right = all(_is_like(x, 0.0) for x in numbers) and progress.step == step_of(folder)
+        right &= 0 <= progress.skipped <= progress.step >= progress.best_step >= 0
     if not right:
         raise CorruptFile(f"{file} is damaged: progress is not that of this step.", FIX)
     return progress, sha256
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    return type(value) is type(default) or (type(default) is float and type(value) is int)
+    if type(default) is not float:
+        return type(value) is type(default)
+    return type(value) in (int, float) and abs(value) <= LARGEST  # false for nan
 
 
 def _write_state(folder: Path, progress: Progress, sha256: str) -> None:
-    values = vars(progress)
+    values = {**vars(progress), "version": VERSION}
     about = {"sha256": sha256, "sha256_state": _state_hash(values, sha256)}
     write_json(folder / "state.json", {"progress": values, **about})
 
@@ -180,7 +188,7 @@ def load_newest(
 def remove_all(folder: Path) -> None:
     """Remove the checkpoints, or best drafters, of a folder, and the folder if it is then empty."""
     for old in folder.glob("*step-*"):
-        own = step_of(Path(old.name.removeprefix("damaged-"))) >= 0
+        own = step_of(Path(DAMAGED.sub("", old.name))) >= 0
         if own or PARTIAL.fullmatch(old.name):
             remove_folder(old)
     with suppress(OSError):
@@ -188,10 +196,12 @@ def remove_all(folder: Path) -> None:
 
 
 def quarantine(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that `list_checkpoints` skips it."""
-    damaged = folder.with_name(f"damaged-{folder.name}")
-    shutil.rmtree(damaged, ignore_errors=True)
-    return folder.rename(damaged)
+    """Rename a damaged checkpoint, so that `list_checkpoints` skips it; earlier ones stay."""
+    place, number = folder.with_name(f"damaged-{folder.name}"), 1
+    while place.exists() or place.is_symlink():
+        number += 1
+        place = folder.with_name(f"damaged-{number}-{folder.name}")
+    return folder.rename(place)
 
 
 def collect_state(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from outrider.conf.shown_text import for_terminal
+
 TIMEOUTS = ("gloo", "nccl", "timed out", "timeout", "connection closed", "connection reset")
 CLOSED = ("connection closed", "connection reset", "broken pipe")  # another process ended
 INTERVAL = 2.0  # seconds between heartbeats of the thread
@@ -73,7 +75,7 @@ class Heartbeat:
                 self._write()
                 if time.monotonic() - last_check >= interval:
                     last_check = time.monotonic()
-                    sys.stderr.write(self._check_others(last_check))
+                    sys.stderr.write(for_terminal(self._check_others(last_check)))
             except RuntimeError:  # the store is gone, and this process will end
                 return
 

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.conf.compose import flatten
-from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.files import read_json, remove_folder
+from outrider.conf.errors import ConfigError, CorruptFile, RunError
+from outrider.conf.files import read_json, remove_files
 from outrider.conf.shown_text import mask_values
-from outrider.train import checkpoint
+from outrider.train import best_drafter, checkpoint
 from outrider.train.settings import parse, read_saved_config
 from outrider.train.trackers import IDENTITY
 from outrider.train.trainer import Trainer
@@ -43,7 +43,7 @@ def resume(run: Trainer) -> list[str] | None:
         if run.main:
             for name in ("checkpoints", "best"):
                 checkpoint.remove_all(run.folder / name)
-            remove_folder(run.folder / "drafter")
+            remove_files(run.folder / "drafter", best_drafter.FILES[::-1])
             for name in ("metrics.jsonl", IDENTITY):
                 (run.folder / name).unlink(missing_ok=True)
         return None
@@ -87,7 +87,10 @@ def require_same_run(run: Trainer) -> None:
     """
     # parsed again, because an older file lacks settings, which then have their defaults
     saved = dict(flatten(asdict(parse(read_saved_config(run.folder)))))
-    about = read_json(run.folder / "manifest.json", checkpoint.FIX).get("data", {})
+    file = run.folder / "manifest.json"
+    about = read_json(file, checkpoint.FIX).get("data")
+    if not isinstance(about, dict) or not _is_layout(about.get("layout")):
+        raise CorruptFile(f"{file} is damaged: it does not describe the data.", checkpoint.FIX)
     if about.get("sha256_documents") != run.data.about["sha256_documents"]:
         raise RunError(f"{run.folder} was trained on other text than this run has.", OTHER_FOLDER)
     if _lossy_layout(about) != _lossy_layout(run.data.about):
@@ -99,6 +102,10 @@ def require_same_run(run: Trainer) -> None:
         if not name.startswith(CHANGEABLE) and saved.get(name) != value:
             why = f"{run.folder} holds a run that began with {name} = {saved.get(name)!r}."
             raise ConfigError(name, value, why, OTHER_FOLDER)
+
+
+def _is_layout(layout: Any) -> bool:
+    return layout is None or (isinstance(layout, dict) and {"states", "top"} <= layout.keys())
 
 
 def _lossy_layout(about: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -113,4 +120,4 @@ def _lossy_layout(about: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _describe_traces(about: Mapping[str, Any]) -> str:
     online = "the target's own output"
-    return f"{about['traces']} ({about['layout']})" if "layout" in about else online
+    return f"{about.get('traces')} ({about['layout']})" if "layout" in about else online
