@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import outrider
 from outrider.conf.errors import ConfigError, exit_on_error
-from outrider.conf.shown_text import for_terminal
+from outrider.conf.shown_text import escape_library_output, for_terminal
 from outrider.launch.verbs import BENCHES, VERBS, Verb
 
 Config = Any  # conf.schema.Config, whose import help does not wait for
@@ -28,6 +28,7 @@ def command(argv: Sequence[str] | None = None, program: str = "outrider") -> NoR
     for stream, errors in ((sys.stdin, "surrogateescape"), *outputs):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=errors)
+    escape_library_output()
     try:
         code: Any = main(argv, program)
     except SystemExit as stop:
