@@ -1,48 +1,52 @@
 """`outrider bench soak`: fault injection into a run of several ranks.
 
 A run trains without faults. The same run is started, interrupted by a fault at a random moment and
-started again, until every fault has been injected. Weights and logs must be bit-equal.
-
-    kill a rank      kill -9 of one rank; the launcher ends the others
-    kill all         kill -9 of the launcher and all ranks
-    kill in a save   the same while a checkpoint is being written
-    kill in a test   the same while held-out text is evaluated
-    terminate        SIGTERM to the launcher: the ranks save and exit
-    truncate         kill -9 of all, then the newest checkpoint is truncated
-    stall            SIGSTOP of one rank: the others time out and name it
-    no room          a limit on file sizes: the next save fails
+started again, until every fault has been injected. Weights and logs must be bit-equal, no process
+may be left, and a run that a signal stopped must have saved its last step. docs/training.md
+describes the kinds of fault.
 """
 
 import dataclasses
 import json
+import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import psutil
 from rich.table import Table
 
 from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
-from outrider.conf.errors import RunError
+from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
-from outrider.conf.files import read_tensors
-from outrider.launch.bench.machine import save_result
+from outrider.conf.files import folder_lock, read_tensors, remove_folder, write
+from outrider.launch.bench.common import save_result
 from outrider.launch.processes import clean_environment, open_log, train_command
+from outrider.train.checkpoint import list_checkpoints, step_of
 
 TIMEOUT = 300.0  # seconds, for anything that a run does by itself
+GRACE = 30.0  # seconds in which the ranks of an ended launcher end
+SMALL_DISK = 10**9  # bytes of a disk that may be filled
+MARKER, FILLER = ".outrider-soak", "filler"  # in `dir`: made by this benchmark; fills the disk
 RUN = [
     "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
     "train.batch_tokens=512", "train.save_every=2", "train.eval_every=4", "train.log_every=1",
     "train.keep_last=3", "drafter.depths=2", "train.quick_eval=false", "launch.wait=0.25",
 ]  # fmt: skip
 Launcher: TypeAlias = "subprocess.Popen[bytes]"
+Kind = Literal[
+    "kill a rank", "kill all", "kill in a save", "kill in a test", "terminate", "terminate a rank",
+    "terminate all", "interrupt", "interrupt twice", "truncate", "flip a bit", "stall", "no room",
+    "full disk",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,63 +57,96 @@ class Options:
     ranks: int = option(2, "processes of the run", "[1, 1024]")
     launch: str = option("ddp", "how ranks share the work: ddp, zero1, zero2, zero3")
     seed: int = option(0, "of the faults and their times")
-    dir: str = option("runs/soak", "folder of the two runs; its content is removed first")
+    kinds: tuple[Kind, ...] = option(get_args(Kind), "kinds of fault, all equally often")
+    dir: str = option("runs/soak", "folder of the two runs: new, empty, or of an earlier soak")
     out: str = option("", "JSON file for the result")
 
 
 def soak(words: list[str]) -> int:
-    """Run the benchmark. Returns 0 if the two runs are equal."""
+    """Run the benchmark. Returns 0 if the two runs are equal, and every fault ended as it should.
+
+    Raises:
+        ConfigError: `dir` holds files that no soak made.
+    """
     options, console = parse_words(Options, words), Console()
     folder = Path(options.dir)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
+        why, fix = "The folder is not empty and no soak made it.", "Choose a new or empty folder."
+        raise ConfigError("dir", options.dir, why, fix)
+    write(folder / MARKER, b"")
+    with folder_lock(folder):
+        for name in ("whole", "hurt"):
+            remove_folder(folder / name)
+            (folder / f"{name}.txt").unlink(missing_ok=True)
+        return _compare_runs(options, folder, console)
+
+
+def _compare_runs(options: Options, folder: Path, console: Console) -> int:
+    small = shutil.disk_usage(folder).total <= SMALL_DISK
+    if "full disk" in options.kinds and not small:
+        console.print("full disk: left out, because the folder is on a large disk")
+    schedule = _schedule(options, small)
     steps = 7 * options.faults + 8  # a fault costs 1 to 7 steps
     whole, faulty = (FaultyRun(options, folder / name, steps) for name in ("whole", "hurt"))
     console.print(f"{steps} steps on {options.ranks} ranks ({options.launch}), without faults")
     whole.finish()
-    faults = [_inject(faulty, name, console) for name in _schedule(options)]
+    faults = [_inject(faulty, name, console) for name in schedule]
     faulty.finish()
-    equal = {
+    signals = [fault for fault in faults if fault["fault"].startswith(("terminate", "interrupt"))]
+    verdicts = {
         "weights_equal": whole.weights() == faulty.weights(),
         "log_equal": whole.log_lines() == faulty.log_lines(),
+        "no_process_left": not any(fault["left"] for fault in faults),
+        "signals_saved": not any(fault["unsaved"] for fault in signals),
     }
     console.print(_table(faults))
-    verdicts = ("bit-equal" if one else "NOT EQUAL" for one in equal.values())
-    console.print("weights {}, log {}".format(*verdicts))
+    for name, holds in verdicts.items():
+        console.print(f"{name.replace('_', ' ')}: {'yes' if holds else 'NO'}", highlight=False)
     details = {"options": dataclasses.asdict(options), "steps": steps, "faults": faults}
-    save_result(options.out, {**details, **equal})
-    return int(not all(equal.values()))
+    save_result(options.out, {**details, **verdicts})
+    return int(not all(verdicts.values()))
 
 
-def _schedule(options: Options) -> list[str]:
-    """Return all kinds of fault equally often, in random order."""
-    names = list(FAULTS) * -(-options.faults // len(FAULTS))
+def _schedule(options: Options, small_disk: bool) -> list[Kind]:
+    """Return the kinds of fault equally often, in random order; a large disk is not filled."""
+    kinds = [kind for kind in options.kinds if small_disk or kind != "full disk"]
+    if not kinds:
+        why = f"A full disk needs a disk of at most {SMALL_DISK:,} bytes, which is filled."
+        raise ConfigError("dir", options.dir, why, "docs/training.md shows how to mount one.")
+    names = kinds * -(-options.faults // len(kinds))
     random.Random(options.seed).shuffle(names := names[: options.faults])
     return names
 
 
-def _inject(run: "FaultyRun", name: str, console: Console) -> dict[str, Any]:
-    start = time.monotonic()
-    process = run.start()
+def _inject(run: "FaultyRun", name: Kind, console: Console) -> dict[str, Any]:
+    start, process = time.monotonic(), run.start()
+    ranks = list[psutil.Process]()
     try:
         run.advance(process)
+        ranks, moment = run.ranks(process), time.monotonic()
         FAULTS[name](run, process)
-    except BaseException:
-        run.kill(process)
-        raise
-    code, step = run.wait(process), run.step()
-    console.print(f"{name} at step {step}: ended with {code}", highlight=False)
-    return {"fault": name, "step": step, "code": code, "seconds": time.monotonic() - start}
+        code = process.wait(TIMEOUT)
+        left = _count_left(ranks)
+    finally:
+        run.kill(process, ranks or run.ranks(process))
+        (run.folder.parent / FILLER).unlink(missing_ok=True)
+    end, step, unsaved = time.monotonic(), run.step(), run.unsaved()
+    outcome = f"ended with {code} after {end - moment:.1f} s, {unsaved} steps not saved"
+    console.print(f"{name} at step {step}: {outcome}", highlight=False)
+    seconds = {"seconds": end - start, "seconds_to_end": end - moment}
+    counts = {"code": code, "unsaved": unsaved, "left": left}
+    return {"fault": name, "step": step, **counts, **seconds}
 
 
 def _table(faults: list[dict[str, Any]]) -> Table:
-    head = ("fault", "times", "at steps", "exit codes", "seconds")
+    head = ("fault", "times", "at steps", "exit codes", "steps not saved", "seconds to its end")
     table = Table(*head, title=f"{len(faults)} faults")
     for name in dict.fromkeys(fault["fault"] for fault in faults):
         group = [fault for fault in faults if fault["fault"] == name]
-        steps = ", ".join(str(fault["step"]) for fault in group)
-        codes = ", ".join(dict.fromkeys(str(fault["code"]) for fault in group))
-        seconds = sum(fault["seconds"] for fault in group)
-        table.add_row(name, str(len(group)), steps, codes, f"{seconds:.0f}")
+        lists = [[fault[key] for fault in group] for key in ("step", "code", "unsaved")]
+        seconds = [f"{fault['seconds_to_end']:.1f}" for fault in group]
+        texts = (", ".join(map(str, values)) for values in (*lists, seconds))
+        table.add_row(name, str(len(group)), *texts)
     return table
 
 
@@ -146,6 +183,12 @@ class FaultyRun:
     def step(self) -> int:
         return max((row["step"] for row in self.log_lines()), default=0)
 
+    def unsaved(self) -> int:
+        """Return the number of trained steps after the newest checkpoint."""
+        rows, saved = self.log_lines(), list_checkpoints(self.folder / "checkpoints")
+        done = max((row["step"] + 1 for row in rows if row["kind"] == "train"), default=0)
+        return done - (step_of(saved[-1]) if saved else 0)
+
     def weights(self) -> dict[str, list[float]]:
         tensors = read_tensors(self.folder / "drafter" / "model.safetensors", None, "")
         return {name: tensor.double().flatten().tolist() for name, tensor in tensors.items()}
@@ -172,14 +215,6 @@ class FaultyRun:
         self.wait_for(lambda: self.step() >= goal, process)
         time.sleep(0.2 * self.random.random())
 
-    def wait(self, process: Launcher) -> int:
-        """Return the exit code; no process of the run is left."""
-        ranks = self.ranks(process)
-        try:
-            return process.wait(TIMEOUT)
-        finally:
-            self.kill(process, ranks)
-
     def kill(self, process: Launcher, ranks: list[psutil.Process] | None = None) -> None:
         """Kill the launcher, then the ranks; a living launcher would terminate them by SIGTERM."""
         ranks = self.ranks(process) if ranks is None else ranks
@@ -187,7 +222,21 @@ class FaultyRun:
         for rank in ranks:
             with suppress(psutil.Error):
                 rank.kill()
-        psutil.wait_procs(ranks, timeout=30)
+        _count_left(ranks)
+
+
+def _count_left(ranks: list[psutil.Process]) -> int:
+    """Wait for all to end, GRACE seconds at most; return how many still run. A zombie has ended."""
+
+    def runs(rank: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return bool(rank.status() != psutil.STATUS_ZOMBIE)
+        return False
+
+    deadline = time.monotonic() + GRACE
+    while (left := sum(map(runs, ranks))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
 
 
 def _kill_in_a_save(run: FaultyRun, process: Launcher) -> None:
@@ -202,12 +251,25 @@ def _kill_in_a_test(run: FaultyRun, process: Launcher) -> None:
     run.kill(process)
 
 
-def _truncate(run: FaultyRun, process: Launcher) -> None:
+def _damage(run: FaultyRun, process: Launcher, change: Callable[[bytes], bytes]) -> None:
+    """Kill all, then change the tensors or the progress of the newest of several checkpoints."""
     folder = run.folder / "checkpoints"
-    run.wait_for(lambda: len(list(folder.glob("step-*"))) > 1, process)
+    run.wait_for(lambda: len(list_checkpoints(folder)) > 1, process)
     run.kill(process)
-    newest = max(folder.glob("step-*")) / "state.safetensors"
-    newest.write_bytes(newest.read_bytes()[: -run.random.randint(1, 1000)])
+    newest = list_checkpoints(folder)[-1] / run.random.choice(["state.safetensors", "state.json"])
+    newest.write_bytes(change(newest.read_bytes()))
+
+
+def _truncate(run: FaultyRun, process: Launcher) -> None:
+    _damage(run, process, lambda data: data[: -run.random.randint(1, 1000)])
+
+
+def _flip_a_bit(run: FaultyRun, process: Launcher) -> None:
+    def flip(data: bytes) -> bytes:
+        at, bit = run.random.randrange(len(data)), run.random.randrange(8)
+        return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+    _damage(run, process, flip)
 
 
 def _no_room(run: FaultyRun, process: Launcher) -> None:
@@ -215,13 +277,46 @@ def _no_room(run: FaultyRun, process: Launcher) -> None:
         resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (2**16, 2**16))
 
 
-FAULTS: dict[str, Callable[[FaultyRun, Launcher], None]] = {
+def _fill_disk(run: FaultyRun, process: Launcher) -> None:
+    """Until the run ends, a file takes the free space except for a part of a checkpoint."""
+    folder, filler = run.folder / "checkpoints", run.folder.parent / FILLER
+    run.wait_for(lambda: bool(list_checkpoints(folder)), process)
+    size = (list_checkpoints(folder)[-1] / "state.safetensors").stat().st_size
+    spare = run.random.randint(size // 100, size)
+    with filler.open("wb") as file:
+        while process.poll() is None:  # removed checkpoints free space
+            taken, free = filler.stat().st_size, shutil.disk_usage(folder).free
+            if free > spare:
+                with suppress(OSError):  # the run took it
+                    os.posix_fallocate(file.fileno(), taken, free - spare)
+            time.sleep(0.01)
+
+
+def _stop_all(run: FaultyRun, process: Launcher) -> None:
+    for one in (process, *run.ranks(process)):
+        one.terminate()
+
+
+def _interrupt_twice(run: FaultyRun, process: Launcher) -> None:
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.5 * run.random.random())
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+
+
+FAULTS: dict[Kind, Callable[[FaultyRun, Launcher], None]] = {
     "kill a rank": lambda run, process: run.random.choice(run.ranks(process)).kill(),
     "kill all": FaultyRun.kill,
     "kill in a save": _kill_in_a_save,
     "kill in a test": _kill_in_a_test,
     "terminate": lambda _run, process: process.terminate(),
+    "terminate a rank": lambda run, process: run.random.choice(run.ranks(process)).terminate(),
+    "terminate all": _stop_all,
+    "interrupt": lambda _run, process: os.killpg(process.pid, signal.SIGINT),
+    "interrupt twice": _interrupt_twice,
     "truncate": _truncate,
+    "flip a bit": _flip_a_bit,
     "stall": lambda run, process: run.random.choice(run.ranks(process)).suspend(),
     "no room": _no_room,
+    "full disk": _fill_disk,
 }
