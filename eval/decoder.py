@@ -116,8 +116,7 @@ class Decoder:
     @classmethod
     def from_config(cls, config: Config, policy: str | Policy = "chain") -> "Decoder":
         """Load a run from its configuration, which may differ from the saved one (target.dtype)."""
-        folder = Path(config.run.dir)
-        return cls._loaded(config.target, drafter_folder(folder), policy, read_tables(folder))
+        return cls._loaded(config.target, drafter_folder(Path(config.run.dir)), policy)
 
     @classmethod
     def from_pretrained(
@@ -142,26 +141,22 @@ class Decoder:
         names = {"name": str(target)} if built_in else {"name": "hf", "path": str(target)}
         settings = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
         if drafter is None:
-            return cls._loaded(settings, None, policy, None)
+            return cls._loaded(settings, None, policy)
         folder = fetch(str(drafter))
         if not (folder / "config.json").is_file() and (folder / "drafter").is_dir():
             message = f"{folder} is a run, not a drafter."
             raise RunError(message, f"Give {folder / 'drafter'}, or use Decoder.from_run.")
-        tables = read_tables(folder) or read_tables(folder.parent)  # of a run's own drafter/
-        return cls._loaded(settings, folder, policy, tables)
+        return cls._loaded(settings, folder, policy)
 
     @classmethod
     def _loaded(
-        cls,
-        settings: TargetConfig,
-        folder: Path | None,
-        policy: str | Policy,
-        tables: Tables | None,
+        cls, settings: TargetConfig, folder: Path | None, policy: str | Policy
     ) -> "Decoder":
         process.set_threads()
         target, tokenizer, _ = load_target(settings, process.device())
         if folder is None:
-            return cls(target, tokenizer, None, PLAIN, tables)
+            return cls(target, tokenizer, None, PLAIN)
+        tables = read_tables(folder) or read_tables(folder.parent)  # of a run's own drafter/
         drafter, _ = formats.load(folder, target)
         decoder = cls(target, tokenizer, drafter, policy, tables)
         decoder.changed = drafter.patch_target(target)

@@ -15,6 +15,7 @@ import json
 import platform
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,6 @@ class Measurement:
             messages.append(Message(role="assistant", content=self._text(runs[0][0].ids)))
 
     def _runs(self, ids: list[int]) -> list[list[Output]]:
-        """Return the repeated answers of each engine."""
         index = len(self.records)
         runs: dict[Engine, list[Output]] = {engine: [] for engine in self.engines}
         for repeat in range(self.config.eval.repeats):
@@ -196,16 +196,14 @@ class Measurement:
         self, name: str, prompt: list[int], ids: list[int], plain: list[int], seed: int
     ) -> Mismatch:
         """Return the first difference of two answers, and the gap of the target's logits there."""
-        shorter = min(len(ids), len(plain))
-        at = next((i for i in range(shorter) if ids[i] != plain[i]), shorter)
+        at, tokens = first_difference(ids, plain)
         if isinstance(self.gap_engine.verifier, CoupledVerifier):
             # the noise of a position is drawn after that of earlier ones
             self.gap_engine.generator.seed(seed)
             gap = self.gap_engine.generate(prompt, at + 1).gaps[at]
         else:
             gap = self.gap_engine.generate([*prompt, *plain[:at]], 1).gaps[0]
-        tokens = [answer[at] if at < len(answer) else None for answer in (ids, plain)]
-        return Mismatch(name, at, tokens[0], tokens[1], gap)
+        return Mismatch(name, at, *tokens, gap)
 
     def _text(self, ids: list[int]) -> str:
         """Return an answer as the next turn's history."""
@@ -224,7 +222,6 @@ class Measurement:
         return f"tau {format_number(ratio(emitted, rounds))} at {step} ms/round, {speedup}"
 
     def report(self) -> Report:
-        """Return the report of the prompts decoded so far."""
         depth, seed = self.depth, self.config.run.seed
         total = summarise(self.records, depth, seed)
         names = dict.fromkeys(record.category for record in self.records)
@@ -296,6 +293,13 @@ class Measurement:
             "template": hashlib.sha256(template.encode()).hexdigest(),
             "prompts": eval_source(self.config).fingerprint(),
         }
+
+
+def first_difference(
+    ids: Sequence[int], plain: Sequence[int]
+) -> tuple[int, tuple[int | None, int | None]]:
+    """Return the index where two different answers differ first, and their tokens there."""
+    return next((at, pair) for at, pair in enumerate(zip_longest(ids, plain)) if len({*pair}) > 1)
 
 
 def answered_trace(target: Target, prompt: list[int], answer: list[int]) -> Trace:

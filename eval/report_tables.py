@@ -30,7 +30,6 @@ def show_and_save(report: Report, folder: Path, out: str, console: Console) -> N
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the verdict, then the tables."""
     setting, total = report.setting, report.summary
     style = "yellow" if report.mismatches else "bold green"
     style = "bold red" if report.exceeds_rounding else style
@@ -50,7 +49,6 @@ def show(report: Report, console: Console) -> None:
 
 
 def explain_metrics(console: Console) -> None:
-    """Print the definition of every metric."""
     table = Table("metric", "unit", "definition", box=None, style="dim", header_style="dim")
     for metric in METRICS:
         table.add_row(metric.name, metric.unit, metric.definition, style="dim")
@@ -96,7 +94,6 @@ def _time_table(total: Summary) -> Table:
 
 
 def _theory_table(total: Summary, theory: dict[str, float | int | None]) -> Table:
-    """Return a table of measured and predicted speedups."""
     table = Table("speedup", "factor", "how")
     step, alpha = format_number(total.ms["draft_step"]), format_number(total.alpha)
     rows = [

@@ -134,7 +134,6 @@ class GenerationSettings:
 
     @property
     def coupled(self) -> bool:
-        """Whether drafter and target share noise."""
         is_coupled = isinstance(self.rule, BoundRule) and self.rule.coupled
         return self.rule == COUPLED or is_coupled
 

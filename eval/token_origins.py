@@ -62,7 +62,6 @@ def bracketed_text(spans: list[tuple[str, str]]) -> str:
 
 
 def coloured_html(spans: list[tuple[str, str]]) -> str:
-    """Return the spans as html."""
     parts = (f'<span style="{STYLES.get(o, "")}">{html.escape(text)}</span>' for text, o in spans)
     return f'<div style="white-space:pre-wrap">{"".join(parts)}</div>'
 

@@ -30,7 +30,6 @@ class Cost(NamedTuple):
 
 
 def trained_parameters(run: "Trainer") -> int:
-    """Return the number of trained parameters."""
     return sum(p.numel() for p in run.objective.parameters() if p.requires_grad)
 
 

@@ -21,6 +21,7 @@ from outrider.conf.compose import CONF, choices, default_values, flatten, groups
 from outrider.conf.console import Console
 from outrider.conf.fields import describe_interval, leaf_fields
 from outrider.conf.schema import GROUPS
+from outrider.conf.short_forms import SHORT_FORMS
 from outrider.launch.verbs import VERBS, Verb
 from outrider.train.settings import CHANGEABLE_KEYS
 
@@ -28,7 +29,7 @@ EXAMPLES = {
     "train": """
   accelerate launch train.py drafter=eagle3  # the embedded target
   accelerate launch train.py experiment=smollm2  # a real instruct model on two cores
-  accelerate launch train.py target=hf target.path=Qwen/Qwen3-8B  # any causal model
+  accelerate launch train.py target=Qwen/Qwen3-8B data=chats.jsonl  # any causal model
   accelerate launch --num_processes 8 train.py launch=zero2 train.lr=1e-4  # a GPU node
   python train.py -m drafter=eagle,medusa experiment=bakeoff_tiny  # two runs, compared""",
     "eval": """
@@ -39,7 +40,7 @@ EXAMPLES = {
   outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft  # a published drafter""",
     "doctor": """
   outrider doctor drafter=eagle3  # the embedded target
-  outrider doctor target=hf target.path=Qwen/Qwen3-8B data=self  # before a long run
+  outrider doctor target=Qwen/Qwen3-8B data=self  # before a long run
   outrider doctor drafter=hass json=doctor.json  # for scripts; exit code 1: a failure
   outrider doctor target=smollm2 doctor.measure=false  # estimates only, no trial steps""",
     "advise": """
@@ -59,6 +60,20 @@ class KeyHelp(NamedTuple):
     name: str
     meaning: str
     allowed: str = ""
+
+
+EVERYDAY = {  # the keys of a first `--help`, by root; a group is shown with its choices
+    "train": (
+        "target", "data", "drafter", "experiment", "run.dir", "data.max_length", "data.max_samples",
+        "drafter.depths", "train.max_steps", "train.lr", "train.batch_tokens", "launch",
+        "launch.precision", "decode", "eval.prompts",
+    ),
+    "eval": (
+        "run.dir", "eval.drafter", "target.path", "decode", "decode.depth", "decode.nodes",
+        "decode.temperature", "decode.top_p", "decode.verify", "eval.prompts", "eval.limit",
+        "eval.max_new_tokens", "eval.grid", "eval.repeats", "eval.out",
+    ),
+}  # fmt: skip
 
 
 def schema_keys(schema: type, prefix: str) -> Iterator[KeyHelp]:
@@ -112,7 +127,6 @@ def show(value: Any) -> str:
 
 
 def overview() -> int:
-    """Print `outrider --help`: one line per verb."""
     console = _console()
     console.print("Train and measure draft models for speculative decoding.\n", highlight=False)
     console.print("outrider VERB [key=value ...]\n", highlight=False, markup=False)
@@ -134,16 +148,21 @@ def benchmark(program: str, bench: Verb) -> int:
     return 0
 
 
-def reference(program: str, line: str, root: str, own: str = "") -> int:
-    """Print `outrider VERB --help`: every key, its default and meaning; choices; examples.
+def reference(program: str, line: str, root: str, own: str = "", everything: bool = False) -> int:
+    """Print `outrider VERB --help`: keys with default and meaning, and examples.
 
     Args:
         own: group that belongs to this verb alone, listed first; "": none.
+        everything: every key, by group (`--help all`); otherwise those of EVERYDAY, if any.
     """
     console = _console()
     console.print(f"{program}: {line}\n", highlight=False, markup=False)
     cfg = "" if own else " [--cfg]"  # a verb's own group is not part of a configuration
-    console.print(f"{program} [group=choice ...] [key=value ...]{cfg} [--help]", markup=False)
+    options = f"[--config FILE]{cfg} [--help [all]]"
+    usage = f"{program} [group=choice ...] [key=value ...] {options}"
+    console.print(usage, markup=False, highlight=False)
+    if root == "train":
+        console.print("--config reads keys from a yaml file; those of the command line win.")
     if cfg:
         console.print("--cfg prints the validated configuration and stops.")
     if program.endswith(("eval", "eval.py")):
@@ -152,12 +171,47 @@ def reference(program: str, line: str, root: str, own: str = "") -> int:
     if own:
         console.print(Text(own, style="bold"))
         console.print(_table(list(schema_keys(VERB_GROUPS[own], own)), defaults(own, "default")))
+    if everything or root not in EVERYDAY:
+        _print_groups(console, root)
+    else:
+        _print_everyday(console, program, root)
+    console.print(Text("examples", style="bold"), end="")
+    examples = Text(EXAMPLES[own if own in EXAMPLES else root])
+    examples.highlight_regex("  # .*", "dim")
+    console.print(examples, soft_wrap=True)
+    return 0
+
+
+def _defaults_of(root: str) -> dict[str, str]:
+    """Return the default of every key of a root, as text."""
     values = {name: show(value) for name, value in default_values(root).items()}
     if root == "eval":
         values |= {"run.dir": "(required)", **dict.fromkeys(CHANGEABLE_KEYS, "as trained")}
     if root == "report":
         values |= {"run.dir": "(required)", "target.path": "as trained"}
-    started = groups(root)
+    return values
+
+
+def _print_everyday(console: Console, program: str, root: str) -> None:
+    """Print the keys of EVERYDAY, and how to see the others."""
+    values, started = _defaults_of(root), groups(root)
+    rows = []
+    for name in EVERYDAY[root]:
+        group = name.partition(".")[0]
+        if group == name:
+            path = ", a path or a name" if group in SHORT_FORMS else ""
+            rows.append(KeyHelp(name, f"{', '.join(choices(group))}{path}"))
+            values[name] = started[name] or ""
+        else:
+            rows += [key for key in group_keys(group, started.get(group)) if key.name == name]
+            values |= defaults(group, started[group]) if group in started else {}
+    console.print(_table(rows, values))
+    console.print(f"{program} --help all lists every key.\n", highlight=False)
+
+
+def _print_groups(console: Console, root: str) -> None:
+    """Print every key of a root, by group."""
+    values, started = _defaults_of(root), groups(root)
     for group in dict.fromkeys(["run", "target", "data", *started]):
         if group == "experiment":
             continue
@@ -168,11 +222,6 @@ def reference(program: str, line: str, root: str, own: str = "") -> int:
         console.print(_table(rows, values | of_group))
     if "experiment" in started:
         console.print(_title("experiment", started), Text("  presets that cross groups\n"))
-    console.print(Text("examples", style="bold"), end="")
-    examples = Text(EXAMPLES[own if own in EXAMPLES else root])
-    examples.highlight_regex("  # .*", "dim")
-    console.print(examples, soft_wrap=True)
-    return 0
 
 
 def _console() -> Console:

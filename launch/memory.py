@@ -82,7 +82,6 @@ class ParameterCounts:
         return cls(_count(model.parameters()), _count(ends), largest, _count(linear), width)
 
     def bytes_per_rank(self, place: str, ranks: int, quantise: str | None = None) -> float:
-        """Return the bytes of the target on one rank."""
         if quantise:
             quantised = QUANTISED_WIDTH[quantise] * self.linear
             return float(quantised + self.width * (self.whole - self.linear))

@@ -16,7 +16,6 @@ class Verb(NamedTuple):
     files: tuple[str, ...] = ("data.path", "data.given", "eval.prompts")  # keys; files must exist
 
     def load(self) -> Any:
-        """Import and return the function."""
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -81,7 +80,7 @@ BENCHES = {
         ("lengths", "lengths:lengths", "memory and time of a training step on rows up to 32k"),
         ("rounds", "decode:rounds", "time of each part of a decoding round"),
         ("batch", "decode:batch", "tokens per second with and without the drafter, by batch size"),
-        ("launches", "launches:launches", "losses and weights after 1, 2, 4 ranks, DDP and ZeRO"),
+        ("launches", "equality:launches", "losses and weights after 1, 2, 4 ranks, DDP and ZeRO"),
         ("soak", "soak:soak", "inject faults into a run of several ranks, compare bit by bit"),
         ("storage", "storage:storage", "recording formats: bytes per token against acceptance"),
         ("assisted", "assisted:assisted", "speed against transformers' assisted generation"),

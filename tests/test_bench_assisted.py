@@ -22,8 +22,8 @@ from outrider.launch.bench.against_transformers import (
     PLAIN,
     THEIR_PLAIN,
     Answer,
-    BothDecoders,
     Case,
+    Decoders,
 )
 from outrider.models import drafters
 from outrider.models.drafters import medusa
@@ -58,14 +58,16 @@ def build_decoders(
     noise: float | None = None,
     family: str = "llama",
     stops: tuple[int, ...] = (),
-) -> BothDecoders:
+) -> Decoders:
     target = tiny.target(family)
     noisy(family, HALF[family] if noise is None else noise).save_pretrained(folder)
     drafter, assistant = assisted.draft_models(str(folder), target)
-    return BothDecoders(target, drafter, assistant, stops, gamma, lookup=4)
+    return Decoders(target, drafter, assistant, stops, gamma, lookup=4)
 
 
-def answers(decoders: BothDecoders, prompt: list[int], budget: int = BUDGET) -> dict[str, Answer]:
+def answers(
+    decoders: Decoders, prompt: list[int], budget: int = BUDGET
+) -> dict[str, Answer]:
     with decoders:
         return {name: decoders.answer(name, prompt, budget) for name in decoders.systems}
 

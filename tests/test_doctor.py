@@ -21,7 +21,7 @@ from outrider.data.prepare import prepare
 from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
 from outrider.launch import cli, cost_estimate
-from outrider.launch.bench.machine import resident_bytes
+from outrider.launch.bench.common import resident_bytes
 from outrider.launch.doctor import costs, environment, target, template, text, trial_steps
 from outrider.launch.doctor.finding import (
     Finding,

@@ -77,8 +77,8 @@ def target_ms(
 
         runs = [forward(count) for count in tokens]
         before = [run if n == 1 else drafted for n, run in zip(tokens, runs, strict=True)]
-        times = interleaved_medians(runs, before, repeats, target.device)
-    return dict(zip(tokens, times, strict=True))
+        times = interleaved_ms(runs, before, repeats, target.device)
+    return dict(zip(tokens, map(median, times), strict=True))
 
 
 def draft_ms(
@@ -105,14 +105,14 @@ def draft_ms(
 
         shapes = list(product(widths, depths))
         runs = [draft(*shape) for shape in shapes]
-        times = interleaved_medians(runs, [verify] * len(runs), repeats, target.device)
-    return dict(zip(shapes, times, strict=True))
+        times = interleaved_ms(runs, [verify] * len(runs), repeats, target.device)
+    return dict(zip(shapes, map(median, times), strict=True))
 
 
-def interleaved_medians(
+def interleaved_ms(
     runs: Sequence[Run], before: Sequence[Run], repeats: int, device: torch.device
-) -> list[float]:
-    """Return median milliseconds of each function in `runs`; those in `before` are not timed.
+) -> list[list[float]]:
+    """Return all times of each function in `runs`; those in `before` are not timed.
 
     Runs are interleaved after one warm-up of each.
     """
@@ -124,7 +124,7 @@ def interleaved_medians(
             watch.lap()
             run()
             times.append(1000 * watch.lap())
-    return [median(times[1:]) for times in samples]
+    return [times[1:] for times in samples]
 
 
 # ---- random inputs ----

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
+from outrider.eval.measure import first_difference
 from outrider.eval.report import Mismatch
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
@@ -59,7 +60,7 @@ System = Callable[[list[int], int], list[int]]  # prompt, budget -> new tokens
 TokenizedPrompts = list[tuple[str, list[int]]]  # name and ids of each prompt
 
 
-class BothDecoders:
+class Decoders:
     """All systems over one pair of models; a context manager that counts the target's forwards."""
 
     def __init__(
@@ -94,7 +95,7 @@ class BothDecoders:
         }
         self.forwards, self.model_seconds, self._start = 0, 0.0, 0.0
 
-    def __enter__(self) -> "BothDecoders":
+    def __enter__(self) -> "Decoders":
         bodies = [self.target.base_model, *_fast_forward(self.target)]
         self._hooks = [body.register_forward_pre_hook(self._count) for body in bodies]
         for part in self.model_parts() if self.target.device.type == "cpu" else ():
@@ -156,12 +157,9 @@ class BothDecoders:
         for name in case.answers:
             output = case.ids(name)
             if output != plain:
-                pairs = enumerate(zip(output, plain, strict=False))
-                shorter = min(len(output), len(plain))
-                at = next((i for i, (token, other) in pairs if token != other), shorter)
+                at, tokens = first_difference(output, plain)
                 gap = self.gauge.generate([*case.prompt, *plain[:at]], 1).gaps[0]
-                tokens = [answer[at] if at < len(answer) else None for answer in (output, plain)]
-                mismatches.append(Mismatch(f"{case.id}: {name}", at, tokens[0], tokens[1], gap))
+                mismatches.append(Mismatch(f"{case.id}: {name}", at, *tokens, gap))
         return mismatches
 
 
@@ -193,7 +191,7 @@ class Case:
         }  # fmt: skip
 
 
-def compare(decoders: BothDecoders, name: str, ids: list[int], budget: int, repeats: int) -> Case:
+def compare(decoders: Decoders, name: str, ids: list[int], budget: int, repeats: int) -> Case:
     """Run all systems on one prompt, interleaved; `same_rounds` is the warm-up."""
     names = list(decoders.systems)
     answers: dict[str, list[Answer]] = {system: [] for system in names}

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,14 @@ from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
+from outrider.conf.files import read_json
 from outrider.conf.schema import TargetConfig
 from outrider.data.conversations import read_prompts
 from outrider.data.sources import suite_source
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.metrics import bootstrap
 from outrider.launch.bench import against_transformers as systems
-from outrider.launch.bench.machine import machine, save_result, use_threads
+from outrider.launch.bench.common import describe_machine, save_result, use_threads
 from outrider.models import drafters, process
 from outrider.models.drafters.draft_lm import Config, DraftLm
 from outrider.models.formats import native
@@ -72,7 +72,8 @@ def assisted(words: list[str]) -> int:
         ]
         mismatches = [miss for case in cases for miss in decoders.mismatches(case)]
     result = {
-        "machine": machine(), "options": dataclasses.asdict(options), "results": rows(cases),
+        "machine": describe_machine(), "options": dataclasses.asdict(options),
+        "results": rows(cases),
         "mismatches": [miss._asdict() for miss in mismatches], "left_out": skipped,
         "prompts": [case.fields() for case in cases],
     }  # fmt: skip
@@ -81,7 +82,9 @@ def assisted(words: list[str]) -> int:
     return int(any(miss.gap > ROUNDING for miss in mismatches))
 
 
-def _prepare(options: Options) -> tuple[systems.BothDecoders, systems.TokenizedPrompts, list[str]]:
+def _prepare(
+    options: Options,
+) -> tuple[systems.Decoders, systems.TokenizedPrompts, list[str]]:
     """Return the models, the prompts that fit both, and the names of those that do not."""
     process.set_threads()
     name = options.target
@@ -91,7 +94,7 @@ def _prepare(options: Options) -> tuple[systems.BothDecoders, systems.TokenizedP
     stops = stop_ids(tokenizer, target)
     drafter, assistant = draft_models(options.draft, target)
     sizes = options.gamma, options.lookup
-    decoders = systems.BothDecoders(target, drafter, assistant, stops, *sizes)
+    decoders = systems.Decoders(target, drafter, assistant, stops, *sizes)
     longest = min(lm.shape().max_positions for lm in (target, drafter.lm)) - options.new_tokens
     suite = read_prompts(suite_source("tiny" if name == "tiny" else "outrider", "prompts"))
     count = min(options.prompts, len(suite))
@@ -137,7 +140,7 @@ def _transformers_folder(path: str, target: Target, scratch: Path) -> str:
         folder = folder / "drafter"
     if not (folder / "config.json").is_file():
         return path
-    if json.loads((folder / "config.json").read_text()).get("format") != native.FORMAT:
+    if read_json(folder / "config.json", native.FIX).get("format") != native.FORMAT:
         return str(folder)
     drafter, cfg = native.load(folder, target)
     if not isinstance(drafter, DraftLm):
@@ -175,7 +178,6 @@ def _costs(cases: Sequence[systems.Case], name: str) -> np.ndarray:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print the result of `assisted`."""
     head = "system", "tokens/s", "x assisted", "95 %", "in the models", "tokens/forward"
     table = Table(*head, "same answers")
     for row in result["results"]:

@@ -25,7 +25,7 @@ from outrider.data.tokenise import prompt_ids
 from outrider.eval.open_drafter import find_drafter
 from outrider.eval.plan.interleaved import request_groups
 from outrider.eval.report_tables import add_number_columns, narrow_table
-from outrider.launch.bench.machine import number_table, save_result
+from outrider.launch.bench.common import number_table, save_result
 from outrider.models import process
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
@@ -195,5 +195,4 @@ def _throughput(
 
 
 def _speed(outputs: Sequence[Output]) -> float:
-    """Return tokens per second of rounds."""
     return sum(len(out.ids) - 1 for out in outputs) / sum(out.times.rounds for out in outputs)

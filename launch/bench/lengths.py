@@ -16,7 +16,7 @@ from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import TargetConfig
-from outrider.launch.bench import machine
+from outrider.launch.bench import common
 from outrider.models import drafters
 from outrider.models.load import load_target
 from outrider.models.target import Target
@@ -48,24 +48,23 @@ class Options:
 
 
 def lengths(words: list[str]) -> int:
-    """Run the benchmark."""
     options = parse_words(Options, words)
-    machine.use_threads(options.threads)
-    if machine.answer_parent(lambda: _measure(options)):
+    common.use_threads(options.threads)
+    if common.answer_parent(lambda: _measure(options)):
         return 0
     console, rows = Console(), list[dict[str, Any]]()
     head = ("tokens", "checkpointing", "target: peak MB", "s", "step: peak MB", "s")
-    table = machine.number_table(f"one step of {options.drafter}, one row", head)
+    table = common.number_table(f"one step of {options.drafter}, one row", head)
     with console.status("") as status:
         for length in options.lengths:
             for recompute in options.recompute:
                 status.update(f"{length} tokens, gradient checkpointing: {recompute}")
-                row = machine.run_in_child("lengths", options, lengths=length, recompute=recompute)
+                row = common.run_in_child("lengths", options, lengths=length, recompute=recompute)
                 rows.append({"tokens": length, "recompute": recompute == "yes", **row})
                 cells = (f"{row[key]:.{digits}f}" for key, digits in COLUMNS.items())
                 table.add_row(str(length), recompute, *cells)
     result = {"setting": dataclasses.asdict(options), "rows": rows}
-    machine.report(console, table, options.out, result)
+    common.report(console, table, options.out, result)
     return 0
 
 
@@ -90,11 +89,11 @@ def _step(objective: Objective, target: Target, length: int) -> dict[str, float]
     torch.manual_seed(0)
     ids = torch.randint(target.vocab_size, (1, length))
     answer = torch.ones(1, length, dtype=torch.bool)
-    before, start = machine.resident_bytes(), time.perf_counter()
-    with machine.PeakMemory() as target_peak:
+    before, start = common.resident_bytes(), time.perf_counter()
+    with common.PeakMemory() as target_peak:
         trace = target.trace(ids, answer, torch.zeros_like(ids), torch.arange(length)[None])
-    traced, between = time.perf_counter(), machine.resident_bytes()
-    with machine.PeakMemory() as step_peak:
+    traced, between = time.perf_counter(), common.resident_bytes()
+    with common.PeakMemory() as step_peak:
         loss, _ = objective(trace, torch.full((len(objective.weights),), float(length)))
         loss.backward()
     return {

@@ -25,7 +25,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.files import read_json
 from outrider.conf.schema import RecordConfig
-from outrider.launch.bench.machine import number_table, report, run_outrider
+from outrider.launch.bench.common import number_table, report, run_outrider
 
 STATES = [name for name in get_args(get_type_hints(RecordConfig)["states"]) if name != "coded"]
 SETTING = re.compile(
@@ -59,7 +59,6 @@ class Options:
 
 
 def storage(words: list[str]) -> int:
-    """Run the benchmark."""
     options = parse_words(Options, words)
     console, rows = Console(), dict[str, dict[str, float]]()
     for setting in options.settings:
@@ -94,7 +93,6 @@ def _measure(setting: str, options: Options) -> dict[str, float]:
 
 
 def overrides(setting: str) -> list[str]:
-    """Return the configuration of a setting."""
     if setting == "online":
         return ["data.mode=online"]
     match = SETTING.fullmatch(setting)

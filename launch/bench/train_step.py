@@ -12,8 +12,6 @@ Shape letters: B rows, T tokens of a row, V the target's vocabulary, H its hidde
 
 import dataclasses
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +24,8 @@ from torch import Tensor
 from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.fields import option
-from outrider.launch.bench import machine
+from outrider.eval.plan.forward_times import interleaved_ms
+from outrider.launch.bench import common
 from outrider.models.decode.argmax import first_argmax
 from outrider.models.drafters.eagle3 import Config as Eagle3Config
 from outrider.models.drafters.eagle3 import Eagle3
@@ -59,10 +58,9 @@ class Options:
 
 
 def train_step(words: list[str]) -> int:
-    """Run the benchmark."""
     options = parse_words(Options, words)
-    machine.use_threads(options.threads)
-    if machine.answer_parent(lambda: _peak_mb(options)):
+    common.use_threads(options.threads)
+    if common.answer_parent(lambda: _peak_mb(options)):
         return 0
     return compare_paths(options, Console())
 
@@ -158,17 +156,20 @@ def compare_paths(options: Options, console: Console) -> int:
                 )  # fmt: skip
             results += rows
     result = {"options": dataclasses.asdict(options), "results": results}
-    machine.report(console, table, options.out, result)
+    common.report(console, table, options.out, result)
     return 0
 
 
 def _rows(options: Options, depths: int, precision: Precision) -> list[dict[str, Any]]:
     """A row per path; seconds are medians of alternated steps."""
     steps = {path: build_case(options, depths, precision, path).step for path in options.paths}
+    nothing, cpu = [lambda: None] * len(steps), torch.device("cpu")
+    times = interleaved_ms([*steps.values()], nothing, options.repeats, cpu)
     rows = []
-    for path, seconds in _interleaved(steps, options.repeats).items():
-        median, setting = statistics.median(seconds), {"depths": depths, "precision": precision}
-        peak_mb = machine.run_in_child("train-step", options, **setting, paths=path)
+    for path, ms in zip(steps, times, strict=True):
+        seconds, setting = [t / 1000 for t in ms], {"depths": depths, "precision": precision}
+        peak_mb = common.run_in_child("train-step", options, **setting, paths=path)
+        median = statistics.median(seconds)
         spread = (max(seconds) - min(seconds)) / median
         rows.append(
             {**setting, "path": path, "seconds": median, "spread": spread, "peak_mb": peak_mb,
@@ -177,24 +178,12 @@ def _rows(options: Options, depths: int, precision: Precision) -> list[dict[str,
     return rows
 
 
-def _interleaved(steps: dict[Path, Callable[[], None]], repeats: int) -> dict[Path, list[float]]:
-    """Return seconds of each step, alternated after one warm-up, so that all drift alike."""
-    seconds: dict[Path, list[float]] = {name: [] for name in steps}
-    for repeat in range(repeats + 1):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def _peak_mb(options: Options) -> float:
     """Peak resident memory of one step above its start."""
     (depths,), (precision,), (path,) = options.depths, options.precision, options.paths
     step = build_case(options, depths, precision, path).step
     build_case(replace(options, length=16), depths, precision, path).step()  # libraries allocate
-    before = machine.resident_bytes()
-    with machine.PeakMemory() as peak:
+    before = common.resident_bytes()
+    with common.PeakMemory() as peak:
         step()
     return (peak.highest - before) / 2**20

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from outrider.data.batches import select_rows
-from outrider.launch.bench.machine import PeakMemory, resident_bytes
+from outrider.launch.bench.common import PeakMemory, resident_bytes
 from outrider.launch.cost_estimate import Cost, memory_of_run, trained_parameters
 from outrider.launch.doctor.finding import Finding, format_bytes, format_seconds
 from outrider.models import process

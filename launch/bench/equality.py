@@ -1,4 +1,4 @@
-"""`outrider bench launches`: numerical equivalence of single-process, DDP and ZeRO training.
+"""`outrider bench launches`: numerical equality of single-process, DDP and ZeRO training.
 
 The losses of every step and the final weights are compared with those of the first run. Each rank
 computes a part of the batch, so results are equal up to the rounding of sums.
@@ -17,7 +17,7 @@ from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.fields import option
 from outrider.conf.files import read_json, read_lines, read_tensors
-from outrider.launch.bench.machine import number_table, run_command, save_result
+from outrider.launch.bench.common import number_table, run_command, save_result
 from outrider.launch.processes import clean_environment, train_command
 from outrider.train.checkpoint import list_checkpoints
 
@@ -48,7 +48,6 @@ class Result(NamedTuple):
 
     @classmethod
     def read(cls, run: Path) -> "Result":
-        """Read the result of a run folder."""
         log = read_lines(run / "metrics.jsonl", "")
         losses = [line["loss@1"] for line in log if line["kind"] == "train"]
         newest = list_checkpoints(run / "checkpoints")[-1]

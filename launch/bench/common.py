@@ -23,7 +23,7 @@ from outrider.train.manifest import machine as machine_facts
 CHILD = "OUTRIDER_BENCH_CHILD"  # set in the environment of a process that measures one setting
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Return the processor, threads, GPU and PyTorch version in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     threads = f"{torch.get_num_threads()} threads"
@@ -108,5 +108,5 @@ def save_result(out: str, result: Mapping[str, Any]) -> None:
 def report(console: Console, table: Table, out: str, result: Mapping[str, Any]) -> None:
     """Print the table and the machine; write the machine and the result to `out`."""
     console.print(table)
-    console.print(machine())
-    save_result(out, {"machine": machine(), **result})
+    console.print(describe_machine())
+    save_result(out, {"machine": describe_machine(), **result})
