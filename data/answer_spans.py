@@ -47,9 +47,10 @@ OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: Unicode keeps
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer with a chat template."""
+    """A tokenizer with a chat template; `on_turn` is called with the turns that are done."""
 
     tokenizer: Tokenizer
+    on_turn: Callable[[int], object] = lambda turns: None
 
     @cached_property
     def special(self) -> set[int]:
@@ -73,10 +74,16 @@ class ChatTemplate:
             fix = "Use another chat template, or correct the one of target.path."
         raise conversation_error(messages, reason, fix)
 
-    def answers(self, messages: list[Message]) -> tuple[list[int], list[Span], int]:
-        """Return tokens, spans of the answers, and the number of answers that case 3 found."""
+    def answers(
+        self, messages: list[Message], last_only: bool = False
+    ) -> tuple[list[int], list[Span], int]:
+        """Return tokens, spans of the answers, and the number of answers that case 3 found.
+
+        With `last_only` and MANY answers, only the last one is searched.
+        """
         text = self.text(messages)
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+        turns = turns[-1:] if last_only and len(turns) >= MANY else turns
         characters, rewritten = self.generation_blocks(messages, text), 0
         if characters is None and len(turns) >= MANY and getattr(self.tokenizer, "is_fast", False):
             characters, rewritten = self.spans_in_windows(messages, turns, text)
@@ -133,6 +140,7 @@ class ChatTemplate:
             exact = [self.span_in_tokens(pair, part, ids) for pair in pairs[new]]
             rewritten += exact.count(None)
             spans += [(a + shift, b + shift) for a, b in found[new]]
+            self.on_turn(wanted[-1] + 1)
         return spans, rewritten
 
     def generation_blocks(self, messages: list[Message], text: str) -> list[Span] | None:

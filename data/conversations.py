@@ -50,6 +50,7 @@ RULES = {
     "unanswered question": "a last question without an answer: dropped",
     "no answer": "left out: a prompt without an answer",
     "rows of one answer": "each answer is a row, with the turns before it",
+    "far answers": "left out by data.supervise=each: after the first 500 of a conversation",
     "rewritten": "the template changes earlier turns: answers found by text",
     "cut": "longer than data.max_length: the head is kept",
     "too long": "left out: longer than data.max_length",

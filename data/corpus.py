@@ -114,7 +114,9 @@ def _from_recording(
     """Return recorded text and traces; ConfigError if data.holdout differs from the recording's."""
     loaded.target.set_taps(taps)
     require_features_for(folder, config)
-    documents, recording, left_out = open_recording(folder, taps, config.record.damaged)
+    documents, recording, left_out = open_recording(
+        folder, taps, config.record.damaged, loaded.target.shape()
+    )
     if left_out:
         reporter.note(f"damaged files are left out: {left_out}")
     documents, recording = _select(documents, recording, config, reporter)
@@ -125,7 +127,7 @@ def _from_recording(
     sides = split_holdout(documents, config.data.holdout)
     train, held = ([position[id(document)] for document in side] for side in sides)
     if top and not all(recording.locations[i].has_last_states for i in held):
-        holdout = folder.manifest["holdout"]
+        holdout = folder.manifest.get("holdout")
         why = f"Last states were recorded for the conversations of data.holdout={holdout}."
         raise ConfigError("data.holdout", config.data.holdout, why, f"Use {holdout}.")
     data.recorded = TraceSources(
@@ -235,7 +237,7 @@ def _tokenise(
     conversations = overlap.drop_overlaps(read_conversations(source, summary), summary)
     documents = render_all(
         tokenizer, conversations, max_length=data.max_length, summary=summary, limit=limit,
-        supervise=data.supervise, cut=data.long == "cut",
+        supervise=data.supervise, cut=data.long == "cut", reporter=reporter,
     )  # fmt: skip
     overlap.raise_if_refused()
     if summary.counts:

@@ -14,7 +14,7 @@ Shards of earlier versions also hold features of the target, which are ignored.
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import read_json, sha256_of, write_json, write_tensors
+from outrider.conf.files import (
+    int_column,
+    parse_json,
+    read_json,
+    sha256_of,
+    write_json,
+    write_tensors,
+)
 from outrider.data.tokenise import Document
+from outrider.models.formats.weight_folder import damaged_means_error
+from outrider.models.hf_folder import plain_weights_name
 
 MANIFEST = "manifest.json"
 
@@ -58,12 +67,18 @@ class GeneratedStore:
             manifest = read_json(folder / MANIFEST, self.fix)
             if manifest.get("about") != about:
                 raise RunError(f"{folder} was made from something else than this run.", self.fix)
-            self.shards = dict(manifest["shards"])
-            self.complete = dict(manifest.get("fulfilled", {}))
-            for request, names in self.complete.items():
-                if isinstance(names, int):  # older manifests hold the number of shards
-                    self.complete[request] = list(self.shards)[:names]
-            self.seconds = float(manifest.get("seconds", 0.0))
+            with self._damaged_means_error():
+                self.shards = dict(manifest["shards"])
+                if wrong := [name for name in self.shards if not plain_weights_name(name)]:
+                    raise ValueError(f"{wrong[0]!r} is no name of a shard")
+                for request, names in manifest.get("fulfilled", {}).items():
+                    # older manifests hold the number of shards
+                    chosen = list(self.shards)[:names] if isinstance(names, int) else names
+                    self.complete[request] = [name for name in chosen if self.shards[name]]
+                self.seconds = float(manifest.get("seconds", 0.0))
+
+    def _damaged_means_error(self) -> AbstractContextManager[None]:
+        return damaged_means_error(self.folder, self.fix, "self-generated text")
 
     def reload(self) -> "GeneratedStore":
         return GeneratedStore(self.folder, self.about)
@@ -115,14 +130,16 @@ class GeneratedStore:
         """Return all answers, shard by shard; RunError if one is missing or damaged."""
         out: list[GeneratedAnswer] = []
         for name in self.shards:
-            file = self._shard(name)
-            keys = json.loads(file.metadata()["keys"])
-            names = ("ids", "length", "prompt", "place")
-            ids, *fields = (file.get_tensor(name).tolist() for name in names)
-            start = 0
-            for key, length, prompt_length, index in zip(keys, *fields, strict=True):
-                out.append(GeneratedAnswer(index, key, ids[start : start + length], prompt_length))
-                start += length
+            with self._damaged_means_error():
+                file = self._shard(name)
+                names = ("length", "prompt", "place")
+                ids, *fields = (int_column(file, n) for n in ("ids", *names))
+                columns = parse_json(file.metadata()["keys"]), *(f.tolist() for f in fields)
+                texts = ids.split(columns[1])
+                for text, key, length, prompt_length, index in zip(texts, *columns, strict=True):
+                    if not isinstance(key, str) or not 0 < prompt_length < length:
+                        raise ValueError(f"{name} has an answer without text")
+                    out.append(GeneratedAnswer(index, key, text.tolist(), prompt_length))
         return out
 
     def _shard(self, name: str) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import check_depth, open_regular
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 BOM = b"\xef\xbb\xbf"
@@ -75,8 +76,10 @@ def read_records(
 def _check_file(file: Path, path: str | Path, key: str) -> None:
     """Raise ConfigError for a file that cannot hold rows."""
     why, fix = "", f"Give a file that ends in {', '.join(SUFFIXES)}."
-    if not file.is_file():
+    if not file.exists():
         why = "There is no such file."
+    elif not file.is_file():
+        why = "It is not a regular file."
     elif file.suffix not in SUFFIXES:
         why = f"A file that ends in {file.suffix or 'no suffix'} is not read."
     elif file.stat().st_size == 0:
@@ -89,7 +92,7 @@ def _check_file(file: Path, path: str | Path, key: str) -> None:
 
 
 def _head(file: Path) -> bytes:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return stream.read(4096)
 
 
@@ -101,13 +104,13 @@ def _wide_encoding(head: bytes) -> str:
 
 def _json_lines(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
     number = 0
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         while line := stream.readline(MAX_ROW):
             number += 1
             if len(line) == MAX_ROW and not line.endswith(b"\n"):
+                policy.skip_or_raise(file, number, f"the line is longer than {MAX_ROW} bytes")
                 while (rest := stream.readline(MAX_ROW)) and not rest.endswith(b"\n"):
                     pass
-                policy.skip_or_raise(file, number, f"the line is longer than {MAX_ROW} bytes")
             elif line.strip(b" \t\r\n" + BOM):
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -172,7 +175,8 @@ def _csv_rows(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table. A cell that holds a json list (of turns) is parsed."""
     csv.field_size_limit(MAX_ROW)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        rows = csv.DictReader(stream, strict=True)
+        lines = iter(lambda: _bounded_line(stream, file, rows.line_num + 1), "")
+        rows = csv.DictReader(lines, strict=True)
         while True:
             try:
                 yield _parse_cells(next(rows))
@@ -182,6 +186,12 @@ def _csv_rows(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
                 policy.skip_or_raise(file, rows.line_num + 1, error)  # line_num is not updated yet
             except ValueError as error:
                 policy.skip_or_raise(file, rows.line_num, error)
+
+
+def _bounded_line(stream: TextIO, file: Path, number: int) -> str:
+    if len(line := stream.readline(MAX_ROW)) == MAX_ROW:
+        raise _unreadable(file, number, f"the line is longer than {MAX_ROW} characters")
+    return line
 
 
 def _parse_cells(row: dict[Any, Any]) -> dict[str, Any]:
@@ -195,8 +205,8 @@ def _parse_cells(row: dict[Any, Any]) -> dict[str, Any]:
         raise ValueError("the row is not UTF-8") from None
     for name, value in row.items():
         if value.startswith("[") and value.endswith("]"):
-            with suppress(ValueError):  # text in brackets
-                row[name] = json.loads(value)
+            with suppress(ValueError, RecursionError):  # text in brackets
+                row[name] = check_depth(json.loads(value))
     return row
 
 
@@ -229,6 +239,7 @@ def _valid_rows(
 def _require_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is needed, not {type(value).__name__}")
+    check_depth(value)
     return value
 
 

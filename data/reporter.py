@@ -31,8 +31,8 @@ class Reporter:
         """Print a message that the user should read although nothing failed."""
         self.print(Text.assemble(("note:", "yellow"), f" {message}"))
 
-    def progress(self, verb: str, total: int, unit: str) -> "TokenProgress":
-        """Return a progress bar over `total` units, as a context manager."""
+    def progress(self, verb: str, total: int | None, unit: str) -> "TokenProgress":
+        """Return a progress bar over `total` units (None: unknown), as a context manager."""
         return TokenProgress(self, verb, total, unit)
 
 
@@ -43,7 +43,7 @@ class TokenProgress:
         bar.advance(1, tokens)
     """
 
-    def __init__(self, reporter: Reporter, verb: str, total: int, unit: str) -> None:
+    def __init__(self, reporter: Reporter, verb: str, total: int | None, unit: str) -> None:
         self.reporter, self.verb, self.total, self.unit = reporter, verb, total, unit
         self.done = self.tokens = 0
         self.start = self.last_line = time.monotonic()
@@ -51,6 +51,7 @@ class TokenProgress:
             TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
             TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f}/s"),
             TimeRemainingColumn(), console=reporter.console, disable=not reporter.main,
+            transient=total is None,
         )  # fmt: skip
         self.task = self.bar.add_task(verb, total=total, tokens=0, rate=0.0)
 
@@ -70,8 +71,9 @@ class TokenProgress:
         self.bar.update(self.task, completed=done, tokens=tokens, rate=rate)
         if not self.reporter.console.is_terminal and now - self.last_line > LINE:
             self.last_line = now
+            count = f"{done}/{self.total}" if self.total else f"{done:,}"
             self.reporter.print(
-                f"{self.verb}: {done}/{self.total} {self.unit}, {tokens:,} tokens, {rate:,.0f}/s"
+                f"{self.verb}: {count} {self.unit}, {tokens:,} tokens, {rate:,.0f}/s"
             )
 
     def __exit__(self, *_error: object) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import folder_lock
+from outrider.conf.files import folder_lock, remove_temporary
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import Config, DataConfig, GenerateConfig
 from outrider.data import magpie
@@ -27,7 +27,7 @@ from outrider.data.generate import (
     SelfGenerator,
     generate_missing,
 )
-from outrider.data.generated_store import GeneratedStore
+from outrider.data.generated_store import MANIFEST, GeneratedStore
 from outrider.data.reporter import Reporter
 from outrider.data.sources import Source, data_source
 from outrider.data.tokenise import conversation_key, prompt_ids
@@ -158,8 +158,8 @@ def _exclusive(store: GeneratedStore, reporter: Reporter) -> Iterator[GeneratedS
     """Lock the folder, remove partial files of killed processes, and yield the reloaded store."""
     message = f"another process writes into {store.folder}: waiting for it"
     with folder_lock(store.folder, lambda: reporter.print(message)):
-        for partial in store.folder.glob(".*.tmp"):
-            partial.unlink()
+        for name in ("shard-*", MANIFEST):
+            remove_temporary(store.folder, name)
         yield store.reload()
 
 

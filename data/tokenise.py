@@ -5,7 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from outrider.data.answer_spans import (
+    MOST,
     ChatTemplate,
     Tokenizer,
     conversation_error,
@@ -55,15 +56,18 @@ def conversation_key(messages: Sequence[Message]) -> str:
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, max_length: int, last_only: bool = False
-) -> Document:
+    tokenizer: Tokenizer, messages: Sequence[Message], *, max_length: int, last_only: bool = False,
+    on_turn: Callable[[int], object] = lambda turns: None,
+) -> Document:  # fmt: skip
     """Return a conversation in tokens, cut to its first `max_length`, with its answers marked.
 
     If all answers are cut off, no token is marked. `last_only` marks only the last answer.
+    `on_turn` is called with the number of turns that are done, if there are many.
+
     Raises RunError if the template refuses the conversation, or no answer is found in its text.
     """
     if getattr(tokenizer, "chat_template", None):
-        ids, spans, rewritten = ChatTemplate(tokenizer).answers(list(messages))
+        ids, spans, rewritten = ChatTemplate(tokenizer, on_turn).answers(list(messages), last_only)
     else:
         ids, spans, rewritten = *plain_answer_spans(tokenizer, messages), 0
     answer = [False] * len(ids)
@@ -80,7 +84,7 @@ def render(
 def render_all(
     tokenizer: Tokenizer, conversations: Iterable[Sequence[Message]], *, max_length: int,
     summary: Summary | None = None, limit: int | None = None, supervise: str = "all",
-    cut: bool = True,
+    cut: bool = True, reporter: Reporter | None = None,
 ) -> list[Document]:  # fmt: skip
     """`render` each conversation; count the cut ones, drop those without any answer left.
 
@@ -89,24 +93,45 @@ def render_all(
         supervise: "all" answers, the "last" one, or "each" in a row that ends with it (a template
             may show earlier turns differently then).
         cut: keep the head of too long conversations instead of dropping them.
+        reporter: shows the progress in turns; None shows nothing.
     """
     summary, documents = Summary() if summary is None else summary, list[Document]()
-    for messages in conversations:
-        if limit is not None and len(documents) >= limit:
-            break
-        for part in _supervised_parts(messages, supervise, summary):
-            document = render(tokenizer, part, max_length=max_length, last_only=supervise != "all")
-            if document.cut:
-                summary.add("cut" if cut else "too long")
-            if document.rewritten:
-                summary.add("rewritten")
-            if document.cut and not cut:
-                continue
-            if document.answer.any():  # the rows of a conversation stay on one side of the split
-                documents.append(replace(document, key=conversation_key(messages)))
-            else:
-                summary.add("answers cut off")
+    turns, reporter = 0, Reporter.silent() if reporter is None else reporter
+    with reporter.progress("tokenising", None, "turns") as bar:
+        for messages in conversations:
+            if limit is not None and len(documents) >= limit:
+                break
+            key = conversation_key(messages)  # its rows stay on one side of the split
+            head = ""  # text before an answer that was cut off; so are later ones after it
+            for part in _supervised_parts(messages, supervise, summary):
+                if head and _text(tokenizer, part).startswith(head):
+                    document = Document.of([], [], key, cut=1)
+                else:
+                    document = render(
+                        tokenizer, part, max_length=max_length, last_only=supervise != "all",
+                        on_turn=lambda done, before=turns: bar.update(before + done, bar.tokens),
+                    )  # fmt: skip
+                turns += len(part)
+                bar.update(turns, bar.tokens + len(document.ids))
+                if supervise == "each" and not head and not document.answer.any():
+                    head = _text(tokenizer, part[:-1])
+                if document.cut:
+                    summary.add("cut" if cut else "too long")
+                if document.rewritten:
+                    summary.add("rewritten")
+                if document.cut and not cut:
+                    continue
+                if document.answer.any():
+                    documents.append(replace(document, key=key))
+                else:
+                    summary.add("answers cut off")
     return documents[:limit]
+
+
+def _text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+    if getattr(tokenizer, "chat_template", None):
+        return ChatTemplate(tokenizer).text(list(messages))
+    return "\n".join(turn["content"] for turn in messages)
 
 
 def _supervised_parts(
@@ -116,10 +141,12 @@ def _supervised_parts(
     if supervise != "each":
         yield messages
         return
-    for index, turn in enumerate(messages):
-        if turn["role"] == "assistant":
-            summary.add("rows of one answer")
-            yield messages[: index + 1]
+    answers = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    for index in answers[:MOST]:
+        summary.add("rows of one answer")
+        yield messages[: index + 1]
+    if len(answers) > MOST:
+        summary.add("far answers", len(answers) - MOST)
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message | str]) -> list[int]:

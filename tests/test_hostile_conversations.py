@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
+from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.data import answer_spans
-from outrider.data.conversations import Message
-from outrider.data.tokenise import render
+from outrider.data import reporter as reporters
+from outrider.data.conversations import Message, Summary
+from outrider.data.reporter import Reporter
+from outrider.data.tokenise import render, render_all
 from tests.test_tokenise import (
     MARKED,
     PLAIN,
@@ -71,3 +74,46 @@ def test_a_template_of_far_turns_is_refused_with_a_short_message() -> None:
     with pytest.raises(RunError, match="Split it") as caught:
         render(byte_tokenizer(COUNTING), long_dialogue(2_000), max_length=64)
     assert len(str(caught.value)) < 10_000
+
+
+@pytest.mark.parametrize("template", [PLAIN, THINKING, None], ids=["plain", "thinking", "none"])
+def test_each_takes_the_first_answers_of_thousands_of_turns_in_seconds(
+    template: str | None,
+) -> None:
+    start, summary = time.monotonic(), Summary()
+    rows = render_all(
+        byte_tokenizer(template), [long_dialogue(TURNS)], max_length=256, supervise="each",
+        summary=summary,
+    )  # fmt: skip
+    assert time.monotonic() - start < 30
+    assert len(rows) > 10
+    assert summary.counts["rows of one answer"] == answer_spans.MOST
+    assert summary.counts["far answers"] == TURNS // 2 - answer_spans.MOST
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES.values(), None], ids=[*TEMPLATES, "none"])
+def test_each_gives_the_rows_of_prefixes(template: str | None) -> None:
+    """Rows that are not rendered, because an earlier answer was cut off, have no answer."""
+    tokenizer, messages = byte_tokenizer(template), long_dialogue(150)
+    rows = render_all(tokenizer, [messages], max_length=200, supervise="each")
+    slow = [
+        render(tokenizer, messages[: turn + 1], max_length=200, last_only=True)
+        for turn in range(1, 150, 2)
+    ]
+    kept = [row for row in slow if row.answer.any()]
+    assert [(r.ids.tolist(), r.answer.tolist()) for r in rows] == [
+        (r.ids.tolist(), r.answer.tolist()) for r in kept
+    ]
+    assert 0 < len(kept) < len(slow)
+
+
+def test_one_long_conversation_shows_its_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporters, "LINE", 0.0)
+    render_all(
+        byte_tokenizer(PLAIN), [long_dialogue(200)], max_length=64, reporter=Reporter(Console())
+    )
+    shown = [line for line in capsys.readouterr().out.splitlines() if "tokenising:" in line]
+    assert len(shown) > 10
+    assert "200 turns" in shown[-1]

@@ -64,7 +64,7 @@ def coded(step: float) -> tuple[torch.Tensor, torch.Tensor]:
     states = torch.randn(300, 64)
     states[0] *= 1000
     states[1] *= 1e6 * step
-    return states, entropy_coding.decompress(entropy_coding.compress(states, step), 64, step)
+    return states, entropy_coding.decompress(entropy_coding.compress(states, step), 64, step, 300)
 
 
 @pytest.mark.parametrize("step", [0.1, 0.3, 0.5, 1.0])
@@ -72,7 +72,7 @@ def test_entropy_coded_states_are_within_half_a_step(step: float) -> None:
     states, decoded = coded(step)
     assert ((decoded - states).abs() <= step / 2 + 2**-22 * states.abs()).all()
     assert torch.equal(
-        entropy_coding.decompress(entropy_coding.compress(decoded, step), 64, step), decoded
+        entropy_coding.decompress(entropy_coding.compress(decoded, step), 64, step, 300), decoded
     )
 
 
@@ -90,7 +90,7 @@ def test_entropy_coded_states_take_about_their_entropy(step: float) -> None:
 
 def test_entropy_coding_of_an_empty_document_and_of_far_numbers() -> None:
     assert entropy_coding.decompress(
-        entropy_coding.compress(torch.zeros(0, 5), 0.5), 5, 0.5
+        entropy_coding.compress(torch.zeros(0, 5), 0.5), 5, 0.5, 0
     ).shape == (
         0,
         5,

@@ -47,7 +47,7 @@ WORDS = [
     "target=tiny", "data=tiny", "data.max_length=96", "data.max_samples=24", "data.holdout=0.2",
     "train.batch_tokens=192", "drafter.depths=3", "record.shard=600", "data.workers=0",
 ]  # fmt: skip
-QUIET = Console(quiet=True)
+QUIET, RUN = Console(quiet=True), f"{0:016x}"  # a name of a cached run
 
 
 @pytest.fixture(scope="module")
@@ -574,9 +574,9 @@ def trace_cache(loaded: LoadedTarget, folder: Path, budget: float) -> TraceCache
 
 def test_hybrid_runs_the_target_once_per_row(loaded: LoadedTarget, tmp_path: Path) -> None:
     data = training_data(loaded, config("data.mode=online"))
-    source, batch = trace_cache(loaded, tmp_path / "kept" / "a", 1e9), first_batch(data)
+    source, batch = trace_cache(loaded, tmp_path / "kept" / RUN, 1e9), first_batch(data)
     once = source.trace(batch)
-    again = trace_cache(loaded, tmp_path / "kept" / "a", 1e9)
+    again = trace_cache(loaded, tmp_path / "kept" / RUN, 1e9)
     twice = again.trace(batch)
     assert (source.misses, again.misses, again.hits) == (2, 0, 2)
     assert torch.equal(once.taps, twice.taps)
@@ -588,13 +588,13 @@ def test_hybrid_stores_what_fits_and_evicts_rows_of_earlier_runs(
 ) -> None:
     data = training_data(loaded, config("data.mode=online"))
     batches = [select_rows(data.train, torch.tensor([i])) for i in range(4)]
-    older, sizes = trace_cache(loaded, tmp_path / "kept" / "older", 1e9), list[int]()
+    older, sizes = trace_cache(loaded, tmp_path / "kept" / RUN, 1e9), list[int]()
     for batch in batches:
         before = older.size()
         older.trace(batch)
         sizes.append(older.size() - before)
     budget = sizes[0] + sizes[1] + 0.5 * min(sizes)
-    newer = trace_cache(loaded, tmp_path / "kept" / "newer", budget)
+    newer = trace_cache(loaded, tmp_path / "kept" / f"{1:016x}", budget)
     for batch in batches:
         newer.trace(batch)
     assert older.size() == 0, "least recently used"
@@ -610,7 +610,7 @@ def test_hybrid_does_not_evict_rows_of_an_earlier_start_of_this_run(
     """The budget holds two of four rows; two are stored by an earlier start and the others are
     requested first.
     """
-    data, folder = training_data(loaded, config("data.mode=online")), tmp_path / "kept" / "a"
+    data, folder = training_data(loaded, config("data.mode=online")), tmp_path / "kept" / RUN
     batches = [select_rows(data.train, torch.tensor([i])) for i in range(4)]
     killed = trace_cache(loaded, folder, 1e9)
     for batch in batches[:2]:
@@ -628,7 +628,7 @@ def test_hybrid_stores_nothing_on_a_full_disk(
 ) -> None:
     """Training continues: missing rows are computed again."""
     data = training_data(loaded, config("data.mode=online"))
-    source, batch = trace_cache(loaded, tmp_path / "kept" / "a", 1e9), first_batch(data)
+    source, batch = trace_cache(loaded, tmp_path / "kept" / RUN, 1e9), first_batch(data)
 
     def full(*_: Any) -> str:
         raise DiskFull("full")
@@ -641,13 +641,13 @@ def test_hybrid_stores_nothing_on_a_full_disk(
 
 def test_hybrid_recomputes_damaged_rows(loaded: LoadedTarget, tmp_path: Path) -> None:
     data = training_data(loaded, config("data.mode=online"))
-    source, batch = trace_cache(loaded, tmp_path / "kept" / "a", 1e9), first_batch(data)
+    source, batch = trace_cache(loaded, tmp_path / "kept" / RUN, 1e9), first_batch(data)
     once = source.trace(batch)
-    for file in (tmp_path / "kept" / "a").iterdir():
+    for file in (tmp_path / "kept" / RUN).iterdir():
         content = bytearray(file.read_bytes())
         content[-3] ^= 1
         file.write_bytes(content)
-    again = trace_cache(loaded, tmp_path / "kept" / "a", 1e9)
+    again = trace_cache(loaded, tmp_path / "kept" / RUN, 1e9)
     assert torch.equal(again.trace(batch).taps, once.taps)
     assert (again.hits, again.misses) == (0, 2)
 

@@ -12,9 +12,10 @@ used first.
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,22 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import CorruptFile, DiskFull, RunError
-from outrider.conf.files import read_tensors, write_tensors
+from outrider.conf.files import read_tensors, remove_temporary, write_tensors
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import Config
 from outrider.data.batches import select_rows
 from outrider.data.pack import Rows
 from outrider.data.record.folder import layout_to_json
-from outrider.data.record.layout import Layout, RowSelection, combine
+from outrider.data.record.layout import Layout, RecordedRows, RowSelection, combine
 from outrider.data.record.quantise import NotFinite
 from outrider.models import process
+from outrider.models.formats.weight_folder import DAMAGE
 from outrider.models.interface import Batch, Trace
 from outrider.models.target import Target
 
 GB = 1e9
 DISK_SHARE = 0.5  # of the bytes that are free or cached, where no limit is set
+NAME = re.compile(r"[0-9a-f]{16}/[0-9a-f]{32}-[0-9a-f]{16}\.safetensors")  # folder and file
 STALE = 3600.0  # seconds after which a temporary file belongs to a killed process
 
 
@@ -56,10 +59,8 @@ class TraceCache:
         self.path, self.layout, self.target, self.budget = folder, layout, target, budget / ranks
         self.start_time = time.time()
         folder.mkdir(parents=True, exist_ok=True)
-        for partial in folder.glob(".*.tmp"):
-            if _stat(partial)[1] < self.start_time - STALE:
-                partial.unlink(missing_ok=True)
-        self.files = {_file_key(file): file for file in folder.glob("*.safetensors")}
+        remove_temporary(folder, "*-*.safetensors", self.start_time - STALE)
+        self.files = {_file_key(file): file for file in _cached_rows(folder.parent, folder.name)}
         self.used = _cached_bytes(folder.parent) / ranks
         self.may_evict = True  # rows of earlier runs may be left
         self.hits = self.misses = 0
@@ -86,21 +87,20 @@ class TraceCache:
                     _touch(file)
 
     def size(self) -> int:
-        return sum(_stat(file)[0] for file in self.path.glob("*.safetensors"))
+        return _cached_bytes(self.path.parent, self.path.name)
 
     def trace(self, batch: Batch, device: torch.device | str = "cpu") -> Trace:
         batch = Batch(*(field.cpu() for field in batch))
         keys = [_row_key(batch, row) for row in range(len(batch.ids))]
-        stored = {row: part for row, key in enumerate(keys) if (part := self._read(key))}
-        missing = [row for row in range(len(keys)) if row not in stored]
-        self.hits += len(stored)
+        selections = self._select_rows(batch)
+        stored = [self._read(*pair) for pair in zip(keys, selections, strict=True)]
+        missing = [row for row, part in enumerate(stored) if part is None]
+        self.hits += len(keys) - len(missing)
         self.misses += len(missing)
         for row, part in zip(missing, self._run_target(batch, missing), strict=True):
             self._store(keys[row], part)
-            stored[row] = part
-        selections = self._select_rows(batch)
-        parts = [self.layout.decode(stored[row], selections[row]) for row in range(len(keys))]
-        rows = combine(parts, torch.stack)
+            stored[row] = self.layout.decode(part, selections[row])
+        rows = combine([part for part in stored if part is not None], torch.stack)
         taps = rows.features if self.layout.reads == "taps" else rows.features[..., :0]
         return Trace.from_batch(batch, taps, rows.last, rows.argmax).to(device)
 
@@ -124,7 +124,7 @@ class TraceCache:
 
     # ---- the disk ----
 
-    def _read(self, key: str) -> dict[str, Tensor] | None:
+    def _read(self, key: str, rows: RowSelection) -> RecordedRows | None:
         """Return a stored row; None where it is missing or damaged."""
         if (file := self.files.get(key)) is None:
             return None
@@ -133,10 +133,10 @@ class TraceCache:
             if file.stem.partition("-")[2] != _digest(part):
                 raise CorruptFile(f"{file} is damaged.", "")
             _touch(file)
-        except (CorruptFile, OSError):
+            return self.layout.decode(part, rows)
+        except (OSError, *DAMAGE):
             self._remove(file)
             return None
-        return part
 
     def _remove(self, file: Path) -> None:
         """Remove a file, which another process may have removed already."""
@@ -162,7 +162,7 @@ class TraceCache:
         """Remove rows of earlier runs until `size` bytes fit; return whether they do."""
         if not self.may_evict:
             return False
-        oldest_first = sorted((_stat(f)[1], f) for f in self.path.parent.glob("*/*.safetensors"))
+        oldest_first = sorted((_stat(file)[1], file) for file in _cached_rows(self.path.parent))
         for last_use, file in oldest_first:
             if self.used + size <= self.budget:
                 break
@@ -187,8 +187,15 @@ def _touch(file: Path) -> None:
     os.utime(file, (now, now))
 
 
-def _cached_bytes(home: Path) -> int:
-    return sum(_stat(file)[0] for file in home.glob("*/*.safetensors"))
+def _cached_rows(home: Path, folder: str = "*") -> Iterator[Path]:
+    """Yield the files in the cache's folders that the cache has named; others are the user's."""
+    for file in home.glob(f"{folder}/*.safetensors"):
+        if NAME.fullmatch(f"{file.parent.name}/{file.name}") and file.is_file():
+            yield file
+
+
+def _cached_bytes(home: Path, folder: str = "*") -> int:
+    return sum(_stat(file)[0] for file in _cached_rows(home, folder))
 
 
 def _file_key(file: Path) -> str:

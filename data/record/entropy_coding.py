@@ -81,9 +81,20 @@ def compress(rows: Float[Tensor, "N X"], step: float) -> UInt8[Tensor, " B"]:
     return torch.frombuffer(bytearray(content + deflate.flush()), dtype=torch.uint8)
 
 
-def decompress(packed: UInt8[Tensor, " B"], width: int, step: float) -> Float[Tensor, "N X"]:
-    """Return the rows of X = `width` columns, rounded to multiples of `step`."""
-    count, content = int(packed[0]), zlib.decompress(packed[1:].numpy().tobytes(), WINDOW)
+def decompress(
+    packed: UInt8[Tensor, " B"], width: int, step: float, longest: int
+) -> Float[Tensor, "N X"]:
+    """Return the rows of X = `width` columns, rounded to multiples of `step`.
+
+    Raises a ValueError if they are damaged, or more than `longest`.
+    """
+    count, inflate = int(packed[0]), zlib.decompressobj(WINDOW)
+    try:
+        content = inflate.decompress(packed[1:].numpy().tobytes(), count * width * longest + 1)
+    except zlib.error as error:
+        raise ValueError(error) from None
+    if not inflate.eof or len(content) > count * width * longest:
+        raise ValueError(f"coded states are cut off, or more than {longest} rows")
     parts = np.frombuffer(content, dtype=np.uint8).reshape(count, width, -1).astype(np.int32)
     codes = torch.from_numpy(sum(part << 8 * byte for byte, part in enumerate(parts))).mT
     steps = torch.where(codes % 2 == 1, -(codes + 1) // 2, codes // 2)

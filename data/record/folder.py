@@ -13,7 +13,8 @@ by side, and a restarted process writes the missing ones.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,22 @@ from jaxtyping import Bool, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.conf.errors import CorruptFile, RunError
-from outrider.conf.files import read_json, read_tensors, sha256_of, write_json, write_tensors
+from outrider.conf.errors import SHOWN, ConfigError, CorruptFile, RunError
+from outrider.conf.fields import from_dict
+from outrider.conf.files import (
+    int_column,
+    parse_json,
+    read_json,
+    read_tensors,
+    remove_temporary,
+    sha256_of,
+    write_json,
+    write_tensors,
+)
 from outrider.data.record.entropy_coding import ColumnScales
 from outrider.data.record.layout import Layout, RowSelection
 from outrider.data.tokenise import Document
+from outrider.models.formats.weight_folder import damaged_means_error
 
 MANIFEST, ABOUT = "manifest.json", "about.safetensors"
 VERSION = 3  # of the format
@@ -62,15 +74,24 @@ class RecordingFolder:
             fix = f"Write it first: outrider record data.traces={path}."
             raise RunError(f"{path} holds no recording.", fix)
         self.manifest = read_json(path / MANIFEST, self.fix)
+        self._verified: set[int] = set()
         if (version := self.manifest.get("version")) != VERSION:
             other = f"a recording of version {version}" if version else "something else"
             fix = f"This is version {VERSION}. Choose another data.traces, or remove the folder."
             raise RunError(f"{path} holds {other}.", fix)
-        if (states := self.manifest["layout"]["states"]) in REMOVED:
-            fix = f"{self.fix[:-1]} record.states=int8 (or coded)."
-            raise RunError(f"{path} stores states in {states}, which is no longer read.", fix)
-        self.shard_documents: list[int] = list(self.manifest["shards"])
-        self._verified: set[int] = set()
+        with self.damaged_means_error():
+            if (states := self.manifest["layout"]["states"]) in REMOVED:
+                fix = f"{self.fix[:-1]} record.states=int8 (or coded)."
+                raise RunError(f"{path} stores states in {states}, which is no longer read.", fix)
+            self.shard_documents: list[int] = list(self.manifest["shards"])
+            source, counts = self.manifest["source"], [*self.shard_documents]
+            counts += {**source.get("cases", {}), **source.get("given_cases", {})}.values()
+            if not all(type(count) is int and count >= 0 for count in counts):
+                raise ValueError("shards and cases must be counts")
+
+    def damaged_means_error(self) -> AbstractContextManager[None]:
+        """Turn what Python raises for wrong types and sizes in the files into a RunError."""
+        return damaged_means_error(self.path, self.fix, "a recording")
 
     @staticmethod
     def open_or_create(
@@ -82,6 +103,9 @@ class RecordingFolder:
         It must match `about` (what the recording depends on, with its layout as json), not `facts`.
         """
         if not (path / MANIFEST).is_file():
+            if any(path.glob("shard-*")):
+                fix = "Choose another data.traces, or remove these files."
+                raise RunError(f"{path} holds shards without a manifest.", fix)
             fields = {**about, **facts, "version": VERSION, "shards": list(shard_documents)}
             parts = {} if layout.vocab is None else {"vocab": layout.vocab.int()}
             parts |= {} if layout.scales is None else vars(layout.scales)
@@ -97,19 +121,23 @@ class RecordingFolder:
         fix = "Choose another data.traces, or the settings that it was recorded with."
         for name, value in about.items():
             if (recorded := self.manifest.get(name)) != value:
-                why = f"{self.path} was recorded with {name} = {recorded!r}, not {value!r}."
+                shown = repr(recorded)[:SHOWN]
+                why = f"{self.path} was recorded with {name} = {shown}, not {value!r}."
                 raise RunError(why, fix)
 
     @cached_property
     def layout(self) -> Layout:
-        fields, digest = dict(self.manifest["layout"]), self.manifest.get("about")
-        parts = {} if digest is None else read_tensors(self.path / ABOUT, digest, self.fix)
-        vocab = parts.pop("vocab", None)
-        fields |= {
-            "taps": tuple(fields["taps"]), "vocab": None if vocab is None else vocab.long(),
-            "scales": ColumnScales(**parts) if parts else None,
-        }  # fmt: skip
-        return Layout(**fields)
+        digest = self.manifest.get("about")
+        with self.damaged_means_error():
+            fields = {k: v for k, v in self.manifest["layout"].items() if k != "vocab"}
+            parts = {} if digest is None else read_tensors(self.path / ABOUT, digest, self.fix)
+            vocab = parts.pop("vocab", None)
+            try:
+                layout = from_dict(Layout, fields, "layout")
+            except ConfigError as error:
+                raise ValueError(f"{error.key}: {error.why}") from None
+            scales = ColumnScales(**parts) if parts else None
+            return replace(layout, vocab=None if vocab is None else vocab.long(), scales=scales)
 
     # ---- shards ----
 
@@ -134,8 +162,7 @@ class RecordingFolder:
     ) -> None:
         """Write the columns of one shard, then the hash that completes it."""
         file = self.shard_file(shard)
-        for partial in self.path.glob(f".{file.stem}.*.tmp"):  # of a process that was killed
-            partial.unlink(missing_ok=True)
+        remove_temporary(self.path, f"{file.stem}.*")
         names = [(document.key, document.source) for document in documents]
         # one entry: safetensors writes several in any order, and the bytes must be reproducible
         digest = write_tensors(file, tensors, {"documents": json.dumps(names)})
@@ -174,22 +201,23 @@ class RecordingFolder:
 
     def documents(self, shard: int) -> Iterator[tuple[Document, DocumentLocation]]:
         """Yield the texts of a shard and the locations of their rows."""
-        with self._open_shard(shard) as file:
-            names = json.loads(file.metadata()["documents"])
-            ids, answer, lengths, has_last = (
-                file.get_tensor(name) for name in ("ids", "answer", "length", "whole")
-            )
+        with self.damaged_means_error(), self._open_shard(shard) as file:
+            names = parse_json(file.metadata()["documents"])
+            ids, lengths = int_column(file, "ids"), int_column(file, "length").tolist()
+            answer, has_last = (file.get_tensor(name).bool() for name in ("answer", "whole"))
             coded = PACKED in file.keys()  # noqa: SIM118 - not a dict
-            packed = file.get_tensor(PACKED).tolist() if coded else [0] * len(names)
-        first_rows = dict.fromkeys(("features", "teacher", "last", "packed"), 0)
-        texts = zip(ids.split(lengths.tolist()), answer.split(lengths.tolist()), strict=True)
-        parts = zip(names, texts, has_last.tolist(), packed, strict=True)
-        for (key, source), (tokens, answers), last, size in parts:
-            location = DocumentLocation(shard, len(tokens), last, dict(first_rows), size)
-            yield Document(tokens.numpy(), answers.bool().numpy(), key, source=source), location
-            counts = _row_counts(self.layout.select_rows(answers.bool()), location)
-            for column, count in counts.items():
-                first_rows[column] += count
+            packed = int_column(file, PACKED).tolist() if coded else [0] * len(names)
+            first_rows = dict.fromkeys(("features", "teacher", "last", "packed"), 0)
+            texts = zip(ids.split(lengths), answer.split(lengths), strict=True)
+            parts = zip(names, texts, has_last.tolist(), packed, strict=True)
+            for (key, source), (tokens, answers), last, size in parts:
+                if not (isinstance(key, str) and isinstance(source, str) and len(tokens)):
+                    raise ValueError(f"{self.shard_file(shard).name} has a document without text")
+                location = DocumentLocation(shard, len(tokens), last, dict(first_rows), size)
+                yield Document(tokens.numpy(), answers.numpy(), key, source=source), location
+                counts = _row_counts(self.layout.select_rows(answers), location)
+                for column, count in counts.items():
+                    first_rows[column] += count
 
     def read_rows(self, location: DocumentLocation, rows: RowSelection) -> dict[str, Tensor]:
         """Return the columns of (the beginning of) one document; rows: see `Layout.select_rows`."""

@@ -21,12 +21,13 @@ vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.conf.fields import option
 from outrider.conf.schema import Config
 from outrider.data.record import entropy_coding
 from outrider.data.record.quantise import decode, encode, require_finite, row_bytes
@@ -76,13 +77,13 @@ class Layout:
     """
 
     reads: str
-    states: str
+    states: Literal["same", "bf16", "int8", "coded"]
     taps: tuple[int, ...]
     hidden: int  # size of the target's states, H
-    ahead: int = 1  # deepest guess whose row is stored, for "guesses"
-    top: int = 0  # tokens stored of the teacher's distribution; 0: its last state instead
+    ahead: int = option(1, 'deepest guess whose row is stored, for "guesses"', "[1, 4096]")
+    top: int = option(0, "tokens stored of the teacher; 0: its last state", "[0, 65536]")
     vocab: Int[Tensor, " Vd"] | None = None  # target ids of the draft vocabulary, ascending
-    step: float | None = None  # of "coded", in spreads of a column
+    step: float | None = option(None, 'of "coded", in spreads of a column', "(0, inf)")
     scales: entropy_coding.ColumnScales | None = None  # with `step`, once they are fitted
 
     @classmethod
@@ -155,9 +156,14 @@ class Layout:
         packed = entropy_coding.compress(self.scales.units(rows), self.step)
         return {"packed": packed, "bytes": torch.tensor([len(packed)]).int()}
 
-    def decode(self, parts: dict[str, Tensor], rows: RowSelection) -> RecordedRows:
-        """Return the rows that `encode` stored, in the precision of the encoding."""
-        features = self._decode_features(parts, rows)
+    def decode(
+        self, parts: dict[str, Tensor], rows: RowSelection, longest: int = 0
+    ) -> RecordedRows:
+        """Return the rows that `encode` stored, in the precision of the encoding.
+
+        `longest` bounds the rows of entropy coded features.
+        """
+        features = self._decode_features(parts, rows, longest)
         last = features if self.features_hold_teacher else features.new_zeros(len(rows.teacher), 0)
         if "last.codes" in parts:
             stored = decode(self.last_states, _without_prefix("last", parts), self.hidden)
@@ -172,14 +178,15 @@ class Layout:
         return RecordedRows(features, last, argmax, top)
 
     def _decode_features(
-        self, parts: dict[str, Tensor], rows: RowSelection
+        self, parts: dict[str, Tensor], rows: RowSelection, longest: int
     ) -> Float[Tensor, "S X"]:
         if self.reads == "ids":
             return torch.zeros(len(rows.features), 0)
         if self.step is None or self.scales is None:
             stored = decode(self.states, _without_prefix("features", parts), self.width)
         else:  # a whole document, of which the caller may want the first rows only
-            stored = entropy_coding.decompress(parts["features.packed"], self.width, self.step)
+            packed = parts["features.packed"]
+            stored = entropy_coding.decompress(packed, self.width, self.step, longest)
             stored = self.scales.restore(stored[: int(rows.features.sum())])
         return stored if bool(rows.features.all()) else _scatter(stored, rows.features)
 

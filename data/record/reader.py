@@ -12,7 +12,7 @@ from outrider.data.record.folder import DocumentLocation, RecordingFolder
 from outrider.data.record.layout import RecordedRows, RowSelection, combine
 from outrider.data.tokenise import Document
 from outrider.models.drafters import drafter_class
-from outrider.models.interface import Batch, Trace
+from outrider.models.interface import Batch, ModelShape, Trace
 
 READABLE = {  # what a drafter reads -> recordings that contain it
     "taps": ("taps",), "last": ("last",), "guesses": ("guesses", "last"),
@@ -31,9 +31,10 @@ class RecordedTraces:
 
     def __init__(
         self, folder: RecordingFolder, locations: Sequence[DocumentLocation], taps: Sequence[int],
-        *, with_last_states: bool = True,
+        shape: ModelShape, *, with_last_states: bool = True,
     ) -> None:  # fmt: skip
         self.folder, self.path, self.locations = folder, folder.path, list(locations)
+        self.shape = shape  # of the target
         self.with_last_states, layout = with_last_states, folder.layout
         wanted = taps if layout.reads == "taps" else ()
         self.tap_indices = [layout.taps.index(tap) for tap in wanted]
@@ -42,8 +43,8 @@ class RecordedTraces:
     def select(self, documents: Sequence[int], with_last_states: bool = True) -> "RecordedTraces":
         """Return the source for rows whose document i is `documents[i]` of this one."""
         taps = [self.folder.layout.taps[index] for index in self.tap_indices]
-        locations = [self.locations[i] for i in documents]
-        return RecordedTraces(self.folder, locations, taps, with_last_states=with_last_states)
+        parts = [self.locations[i] for i in documents], taps, self.shape
+        return RecordedTraces(self.folder, *parts, with_last_states=with_last_states)
 
     def size(self) -> int:
         return self.folder.size()
@@ -70,7 +71,10 @@ class RecordedTraces:
         rows = layout.select_rows(answer)
         if number < 0:
             rows = RowSelection(torch.zeros_like(answer), torch.zeros_like(answer))
-        stored = layout.decode(self.folder.read_rows(location, rows), rows)
+        with self.folder.damaged_means_error():
+            parts = self.folder.read_rows(location, rows)
+            stored = layout.decode(parts, rows, location.length)
+            self._check(stored)
         features = stored.features[:, :0]
         if self.tap_indices:
             taps = stored.features.unflatten(-1, (len(layout.taps), -1))
@@ -79,6 +83,16 @@ class RecordedTraces:
             return stored._replace(features=features, top=None)
         last = stored.last if layout.features_hold_teacher else stored.last[:, :0]
         return stored._replace(features=features, last=last)
+
+    def _check(self, rows: RecordedRows) -> None:
+        """Raise a ValueError for sizes and tokens that the target does not have."""
+        layout, top = self.folder.layout, rows.top
+        sizes = layout.hidden, rows.features.shape[-1], rows.last.shape[-1] or self.shape.hidden
+        if sizes != (self.shape.hidden, layout.width, self.shape.hidden):
+            raise ValueError(f"states of {sizes[1:]} columns, and the target has another size")
+        size = 0 if layout.vocab is None else len(layout.vocab)
+        if int(rows.argmax.max()) >= self.shape.vocab or (top and int(top.ids.max()) >= size):
+            raise ValueError("a token outside the vocabulary")
 
 
 def require_features_for(folder: RecordingFolder, config: Config) -> None:
@@ -94,11 +108,12 @@ def require_features_for(folder: RecordingFolder, config: Config) -> None:
 
 
 def open_recording(
-    folder: RecordingFolder, taps: Sequence[int], damaged: str
+    folder: RecordingFolder, taps: Sequence[int], damaged: str, shape: ModelShape
 ) -> tuple[list[Document], RecordedTraces, list[int]]:
     """Return all texts of a recording, their traces, and the numbers of shards left out.
 
-    Shards that are missing or damaged are left out with `damaged`="skip", else raise CorruptFile.
+    `shape` is the target's. Shards that are missing or damaged are left out with `damaged`="skip",
+    else raise CorruptFile.
     """
     layout = folder.layout
     if layout.reads == "taps" and not set(taps) <= set(layout.taps):
@@ -120,4 +135,4 @@ def open_recording(
             continue
         documents += [document for document, _ in stored]
         locations += [location for _, location in stored]
-    return documents, RecordedTraces(folder, locations, taps), left_out
+    return documents, RecordedTraces(folder, locations, taps, shape), left_out
