@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import DynamicCache
 
 from outrider.models.kv_cache import KVCache, is_prefix
 from outrider.models.target import Target
@@ -147,6 +148,56 @@ def test_sizes_for_the_masks_of_transformers() -> None:
     assert plain.cache.get_mask_sizes(4) == (7, 0)
     assert (plain.cache.get_query_offset(), plain.cache.get_max_length()) == (3, CAPACITY)
     assert (plain.cache.get_seq_length(), len(plain.cache)) == (3, LAYERS)
+
+
+# ---- against the cache of transformers ----
+
+
+def assert_equals_dynamic(cache: KVCache, dynamic: DynamicCache, slots: int) -> None:
+    assert cache.lengths == [dynamic.get_seq_length()] * slots
+    for layer, theirs in enumerate(dynamic.layers):
+        ours = [
+            torch.cat(part)
+            for part in zip(*(cache.rows(layer, s) for s in range(slots)), strict=True)
+        ]
+        assert torch.equal(ours[0], theirs.keys)
+        assert torch.equal(ours[1], theirs.values)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_slots_of_equal_lengths_hold_what_a_dynamic_cache_holds(slots: int) -> None:
+    """Append a prompt and trees, keep rows of each path, crop and reorder the prompts."""
+    draw = torch.Generator().manual_seed(slots)
+    cache, dynamic = KVCache(slots, CAPACITY, LAYERS, torch.device("cpu")), DynamicCache()
+
+    def append(new: int) -> None:
+        cache.reserve(new)
+        for layer in range(LAYERS):
+            parts = torch.randn(2, slots, HEADS, new, SIZE, generator=draw)
+            ours, theirs = cache.update(*parts, layer), dynamic.update(*parts, layer)
+            assert all(map(torch.equal, ours, theirs))
+        cache.commit(torch.arange(new).expand(slots, -1) + dynamic.get_seq_length() - new)
+
+    append(6)
+    for trees in ([[0, 2, 3], [0, 1, 4]], [[0, 4], [0, 1]], [[0], [0]], [[0, 1, 2, 3, 4]] * 2):
+        append(5)
+        paths = [trees[slot % 2] for slot in range(slots)]
+        start = dynamic.get_seq_length() - 5
+        cache.keep_rows(paths, torch.tensor(paths))
+        kept = [[*range(start), *(start + node for node in path)] for path in paths]
+        for layer in dynamic.layers:  # which has no call for it
+            for name in ("keys", "values"):
+                rows = zip(getattr(layer, name), kept, strict=True)
+                setattr(layer, name, torch.stack([prompt[:, index] for prompt, index in rows]))
+        assert_equals_dynamic(cache, dynamic, slots)
+    for slot in range(slots):
+        cache.crop(slot, cache.lengths[slot] - 4)
+    dynamic.crop(-4)
+    assert_equals_dynamic(cache, dynamic, slots)
+    cache.move_slot(slots - 1, 0)  # the last prompt takes the place of an ended one
+    dynamic.reorder_cache(torch.tensor([slots - 1, *range(1, slots)]))
+    append(2)
+    assert_equals_dynamic(cache, dynamic, slots)
 
 
 # ---- a target on slots ---------------------------------------------------------------------------
