@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, leaf_fields, unknown_key
+from outrider.conf.short_forms import SHORT_FORMS, config_words, expand
 
 T = TypeVar("T")
 CONF = Path(__file__).parent
@@ -33,12 +34,16 @@ def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
     """Compose a root with overrides; `train.settings.parse` validates the result.
 
     Args:
-        overrides: Hydra's grammar, as on the command line: ["target=smollm2", "train.lr=1e-4"].
+        overrides: Hydra's grammar, as on the command line: ["target=smollm2", "train.lr=1e-4"],
+            or a short form, ["target=Qwen/Qwen3-8B", "data=chats.jsonl"].
         root: "train", "eval", or one file of a group such as "data/self".
 
     Raises:
         ConfigError: unknown key, group or choice, or an override that cannot be read.
     """
+    if root in ("train", "eval", "report"):
+        names = SHORT_FORMS if root == "train" else ()
+        overrides = expand(overrides, {group: choices(group) for group in names})
     try:
         with initialize_config_dir(str(CONF.absolute()), version_base="1.3"):
             return hydra_compose(root, list(overrides))
@@ -104,6 +109,15 @@ def read_yaml(file: Path, fix: str) -> DictConfig:
         raise RunError(f"{file} cannot be read: {error}", fix) from None
     refuse_interpolations(values, f"{file}: ")
     return node
+
+
+def read_overrides(file: str) -> list[str]:
+    """Return the overrides of a user's yaml file (`--config FILE`): see `config_words`."""
+    fix = "Write groups and keys: `drafter: eagle3`, and `train:` with `lr: 1e-4` below it."
+    if not Path(file).expanduser().is_file():
+        raise ConfigError("--config", file, "There is no such file.", fix)
+    values = to_container(read_yaml(Path(file).expanduser(), fix), resolve=False)
+    return config_words(values, {group: choices(group) for group in groups()})
 
 
 def groups(root: str = "train") -> dict[str, str | None]:
@@ -199,7 +213,8 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         if group in values:
-            fix = f"Use one of: {', '.join(choices(group))}."
+            other = "; or a path or name" if group in SHORT_FORMS else ""
+            fix = f"Use one of: {', '.join(choices(group))}{other}."
             return ConfigError(group, choice, f"The group {group} has no such choice.", fix)
     message = str(error).strip().splitlines()[0]
     quoted = (name.lstrip("+~").partition("=")[0] for name in re.findall("'([^']+)'", message))

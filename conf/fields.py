@@ -23,6 +23,17 @@ T = TypeVar("T")
 LARGEST = 1e9  # of a number whose interval has no other end
 MAX_TEXT, MAX_LIST, MAX_DEPTH = 4096, 4096, 16  # characters; entries; lists inside lists
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # tab and newline are text
+SYNONYMS = {  # names that other projects use
+    "learning_rate": "lr", "lr_scheduler_type": "schedule", "max_grad_norm": "clip",
+    "warmup_steps": "warmup", "warmup_ratio": "warmup", "num_train_epochs": "max_steps",
+    "epochs": "max_steps", "steps": "max_steps", "batch_size": "batch_tokens",
+    "per_device_train_batch_size": "batch_tokens", "gradient_accumulation_steps": "accumulation",
+    "eval_steps": "eval_every", "save_steps": "save_every", "logging_steps": "log_every",
+    "max_seq_length": "max_length", "max_seq_len": "max_length", "seq_length": "max_length",
+    "model_max_length": "max_length", "output_dir": "dir", "model_name_or_path": "path",
+    "torch_dtype": "dtype", "mixed_precision": "precision", "num_speculative_tokens": "depth",
+    "num_draft_tokens": "depth", "gamma": "depth",
+}  # fmt: skip
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -203,11 +214,13 @@ def unknown_key(key: str, value: object, known: Iterable[str]) -> ConfigError:
     """Return the error for a key that does not exist; its fix is the nearest known key."""
     known = list(known)
     group, _, leaf = key.rpartition(".")
+    leaf = SYNONYMS.get(leaf, leaf)
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     leaves = [name.rpartition(".")[2] for name in siblings]
     near = [siblings[leaves.index(name)] for name in difflib.get_close_matches(leaf, leaves, 1)]
-    elsewhere = [name for name in known if name.rpartition(".")[2] == leaf] or known
-    near = near or difflib.get_close_matches(key, elsewhere, 1, cutoff=0.5)
+    elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]
+    near = near or difflib.get_close_matches(key, elsewhere or known, 1, cutoff=0.5)
+    near = near or elsewhere[:1]
     if near and (near[0] in siblings or near[0].endswith(f".{leaf}") or not siblings):
         fix = f"Did you mean {near[0]}?"
     elif leaves:

@@ -76,8 +76,9 @@ def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
 
 
 def _dispatch(name: str, words: list[str], program: str) -> int:
-    """Handle --help, --multirun, --cfg and --explain, then call the verb."""
+    """Handle --help, --config, --multirun, --cfg and --explain, then call the verb."""
     verb = VERBS[name]
+    words = _read_config(words)
     options = {word for word in words if word.startswith("-")}
     overrides = [word for word in words if not word.startswith("-")]
     multirun = bool(options & {"-m", "--multirun"})
@@ -99,6 +100,23 @@ def _dispatch(name: str, words: list[str], program: str) -> int:
     arguments = _arguments(name, overrides)  # first: importing a verb takes seconds
     more = {"explain": True} if options & explain else {}
     return int(verb.load()(*arguments, **more))
+
+
+def _read_config(words: list[str]) -> list[str]:
+    """Replace `--config FILE` by the overrides of the file; those of the command line win."""
+    words = [part for word in words for part in _split_option(word)]
+    if "--config" not in words:
+        return words
+    from outrider.conf.compose import read_overrides
+
+    at = words.index("--config")
+    if at + 1 == len(words):
+        raise ConfigError("--config", "", "It needs a file.", "Write --config FILE.yaml.")
+    return read_overrides(words[at + 1]) + words[:at] + words[at + 2 :]
+
+
+def _split_option(word: str) -> list[str]:
+    return ["--config", word[9:]] if word.startswith("--config=") else [word]
 
 
 def _benchmark(words: list[str]) -> Verb:
@@ -128,8 +146,9 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
         return (words,)
     own = []
     if verb.group:
-        short = f"{verb.shorthand}=" if verb.shorthand else " "
+        short = tuple(f"{key}=" for key in verb.shorthand)
         words = [f"{verb.group}.{word}" if word.startswith(short) else word for word in words]
+        words = [word.replace("engine.python=", "engine_python=", 1) for word in words]
         settings, words = verb_group(VERB_GROUPS[verb.group], verb.group, words)
         own.append(settings)
     config = _config(name, words)
@@ -172,7 +191,8 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
     if name == "bench":
         lines = "\n".join(f"  {name:<12}{bench.line}" for name, bench in BENCHES.items())
         return _print(f"{program} BENCH [key=value ...]: {verb.line}\n\n{lines}")
-    return pages.reference(program, verb.line, verb.root, "sweep" if multirun else verb.group)
+    own = "sweep" if multirun else verb.group
+    return pages.reference(program, verb.line, verb.root, own, everything="all" in words)
 
 
 def _multirun(name: str, overrides: list[str]) -> int:

@@ -12,6 +12,7 @@ from outrider.conf.compose import compose, known_keys
 from outrider.conf.errors import ConfigError, RunError, exit_on_error
 from outrider.conf.schema import Config, to_yaml
 from outrider.launch import cli
+from outrider.launch.help import EVERYDAY
 from outrider.launch.verbs import BENCHES, VERBS
 from outrider.train.settings import parse
 
@@ -68,14 +69,14 @@ def failed(*argv: str) -> int:
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--help"]) == 0
+    assert cli.main(["train", "--help", "all"]) == 0
     listed = set(re.findall(r"^  (\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
     assert set(DOCUMENTED_KEYS) <= listed
     assert listed == {key for key in known_keys() if "." in key}
 
 
 def test_help_shows_choices_defaults_and_meanings(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["train", "--help"])
+    cli.main(["train", "all", "--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert "target = hf | smollm2 | tiny (default tiny)" in out
     assert "train.clip 1.0 gradient clipping: largest norm (> 0)" in out
@@ -85,9 +86,20 @@ def test_help_shows_choices_defaults_and_meanings(capsys: pytest.CaptureFixture[
 
 
 def test_help_of_eval_lists_only_what_eval_may_change(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["eval", "--help"])
+    cli.main(["eval", "--help", "all"])
     listed = set(re.findall(r"^  (\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
     assert listed == {key for key in known_keys("eval") if "." in key}
+
+
+@pytest.mark.parametrize("verb", ["train", "eval", "doctor"])
+def test_help_shows_the_everyday_keys_first(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    keys = EVERYDAY[VERBS[verb].root]
+    assert len(keys) == 15
+    assert all(re.search(rf"^  {re.escape(key)} ", out, re.MULTILINE) for key in keys)
+    assert "train.betas" not in out
+    assert f"outrider {verb} --help all lists every key." in out
 
 
 def test_help_lists_every_verb_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

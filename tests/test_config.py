@@ -137,7 +137,7 @@ def test_chain_nodes_equal_depth() -> None:
         ("draftr=eagle3", "draftr", "drafter?"),
         ("+foo.bar=1", "foo", "decode"),
         ("drafter=egle3", "drafter", "eagle3"),
-        ("target=gpt", "target", "hf, smollm2, tiny"),
+        ("target=tinyy", "target", "hf, smollm2, tiny"),
         ("experiment=foo", "experiment", "smoke"),
         ("drafter.name=eagle9", "drafter.name", "eagle3"),
         ("drafter.name=../../evil", "drafter.name", "eagle3"),

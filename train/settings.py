@@ -8,7 +8,6 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from outrider.conf.compose import (
-    choices,
     compose,
     flatten,
     read_yaml,
@@ -115,7 +114,10 @@ def load_published(overrides: list[str]) -> Config:
     if not folder or (Path(folder) / "config.yaml").exists():
         why = "The report of a published drafter needs its own folder, not a training run's."
         raise ConfigError("run.dir", folder, why, "Add run.dir=runs/<name>.")
-    config = compose(_expand_target(words), "train")
+    if not any(word.startswith("target=") for word in words):
+        why = "A published drafter needs its target."
+        raise ConfigError("target", None, why, "Add target=<folder or hub id>, tiny or smollm2.")
+    config = compose(words, "train")
     config.eval, config.decode, config.run.dir = evaluation.eval, evaluation.decode, folder
     config.run.seed = evaluation.run.seed or 0
     return parse(config)
@@ -129,18 +131,6 @@ def _compose_evaluation(overrides: list[str]) -> DictConfig:
         if not key.startswith(("eval.", "decode.")) and key not in ("run.dir", *CHANGEABLE_KEYS):
             raise training_key_error(key, value)
     return OmegaConf.create(values)
-
-
-def _expand_target(words: list[str]) -> list[str]:
-    """Replace `target=Qwen/Qwen3-8B` by `target=hf target.path=Qwen/Qwen3-8B`."""
-    names = [word.partition("=")[2] for word in words if word.startswith("target=")]
-    if not names:
-        why = "A published drafter needs its target."
-        raise ConfigError("target", None, why, "Add target=<folder or hub id>, tiny or smollm2.")
-    if names[-1] in choices("target"):
-        return words
-    others = [word for word in words if not word.startswith("target=")]
-    return ["target=hf", f"target.path={names[-1]}", *others]
 
 
 def read_saved_config(folder: Path) -> DictConfig:

@@ -1,0 +1,69 @@
+"""Short forms on the command line: `target=<folder or hub id>`, `data=<file or name>`, `--config`.
+
+target=Qwen/Qwen3-8B    target=hf target.path=Qwen/Qwen3-8B
+data=chats.jsonl        data=jsonl data.path=chats.jsonl
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+SHORT_FORMS = {"target": "hf", "data": "jsonl"}  # group: the choice that reads `<group>.path`
+
+
+def expand(overrides: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[str]:
+    """Replace `target=PATH` and `data=PATH` by a choice of the group and its path.
+
+    Args:
+        choices: of each group of the root; a root without the group takes the path alone.
+    """
+    out = []
+    for word in overrides:
+        group, _, value = word.partition("=")
+        if group in SHORT_FORMS and _is_path(value, choices.get(group, ())):
+            out += [f"{group}={SHORT_FORMS[group]}"] * (group in choices)
+            plain = re.fullmatch(r"[\w./+:@-]+|['\"].*", value)
+            out.append(f"{group}.path={value if plain else json.dumps(value)}")
+        else:
+            out.append(word)
+    return out
+
+
+def _is_path(value: str, names: Sequence[str]) -> bool:
+    """Whether a value is a path, hub id or name rather than a choice, mistyped or not."""
+    if not value or value in names or "," in value:
+        return False
+    written_as_path = "/" in value or "." in value or Path(value).expanduser().exists()
+    return written_as_path or not get_close_matches(value, names)
+
+
+def config_words(values: Mapping[str, Any], choices: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the overrides that a user's yaml file stands for.
+
+    Both forms of a group are read: `drafter: eagle3`, and a mapping whose `name` is the choice.
+    """
+    words, settings = [], []
+    for group, content in values.items():
+        if not isinstance(content, Mapping):
+            words.append(f"{group}={content if isinstance(content, str) else json.dumps(content)}")
+            continue
+        chosen = content.get("name") in choices.get(group, ())
+        words += [f"{group}={content.get('name')}"] * chosen
+        force = "++" * chosen  # the config.yaml of a run has keys that the choice's file lacks
+        settings += [f"{force}{key}={text}" for key, text in _leaves(content, group)]
+    return words + settings
+
+
+def _leaves(node: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
+    """Return ("train.lr", "0.001"), ... in Hydra's grammar."""
+    out = []
+    for name, value in node.items():
+        key = f"{prefix}.{name}"
+        if isinstance(value, Mapping) and value:
+            out += _leaves(value, key)
+        else:
+            out.append((key, json.dumps(value, ensure_ascii=False)))
+    return out
