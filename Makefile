@@ -21,7 +21,7 @@ train: .venv/.stamp ## train EAGLE-3 on the embedded target and report its speed
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 		--dynamo_backend no train.py drafter=eagle3 $(ARGS)
 
-test: .venv/.stamp ## the tests, at most 10 minutes on two cores (ARGS="tests/test_verify.py")
+test: .venv/.stamp ## the tests, at most 10 minutes on two cores (ARGS="tests/test_token_rules.py")
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
 # The first part checks shapes and types at run time, which slow tests have no time for, and fuzzes the readers at length.

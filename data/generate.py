@@ -68,7 +68,7 @@ class SelfGenerator:
         events = self.engine.run([self._request(p) for p in prompts], self.options.batch)
         for event in events:
             self.answer_tokens += len(event.tokens)
-            if event.out.ended:
+            if event.out.stop_reason:
                 prompt = prompts[event.number]
                 self.prompt_tokens += len(prompt.ids)
                 if not on_answer(prompt, prompt.with_answer(event.out.ids)):

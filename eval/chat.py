@@ -37,7 +37,7 @@ from outrider.eval.requests import PLAIN
 from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
-from outrider.models.decode.rules import RULES
+from outrider.models.decode.rule_table import RULES
 
 COLOURS = {ACCEPTED: "green", CORRECTION: "red", BONUS: "cyan", FIRST: "yellow", PLAIN: ""}
 LEGEND = {
@@ -138,10 +138,9 @@ class Session:
         _print_dim(self.console, ", ".join(part for part in (self._summary(result), why) if part))
 
     def _spans(self, piece: Piece, text_stream: "StreamDecoder") -> list[tuple[str, str]]:
-        """Return text and origin of each token."""
         origins = [PLAIN] * len(piece.ids) if self.plain else piece.origins
         spans = list(zip(map(text_stream.add, piece.ids), origins, strict=True))
-        if piece.result.ended and spans:
+        if piece.result.stop_reason and spans:
             spans.append((text_stream.advance(piece.result.text), spans[-1][1]))
         return spans
 
@@ -150,7 +149,7 @@ class Session:
         if result is None:
             return ""
         text = progress_text(result, self.plain)
-        if result.ended == "budget":
+        if result.stop_reason == "budget":
             text += f", cut at eval.max_new_tokens={self.budget}"
         if self.tokens[False] and self.tokens[True]:
             rates = (ratio(self.tokens[plain], self.seconds[plain]) for plain in (False, True))

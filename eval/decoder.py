@@ -63,8 +63,13 @@ class Result:
     tau: float | None  # tokens per target forward after the prompt's; None without a round
     seconds: float  # of the rounds
     prefill_seconds: float
-    ended: str  # "budget", "end token" or "stop string"; "" if max_new_tokens is 0
+    stop_reason: str  # "budget", "end token" or "stop string"; "" if max_new_tokens is 0
     lossy: bool | None = False  # the rule changes the target's distribution; None: custom rule
+
+    @property
+    def ended(self) -> str:
+        """Old name of `stop_reason`."""
+        return self.stop_reason
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -219,7 +224,7 @@ class Decoder:
         for event in engine.run([request], 1, dialogue=cache):
             result = self._result(event.out, setting)
             text = result.text
-            if not event.out.ended:
+            if not event.out.stop_reason:
                 text = _stable_text(text, setting.stop_strings)
             new = text[len(emitted) :] if text.startswith(emitted) else ""
             emitted += new
@@ -254,7 +259,7 @@ class Decoder:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _result(self, out: Output, setting: GenerationSettings) -> Result:
-        text = self.text(out.ids[:-1] if out.ended == "end token" else out.ids)
+        text = self.text(out.ids[:-1] if out.stop_reason == "end token" else out.ids)
         ends = [at for stop in setting.stop_strings if (at := text.find(stop)) >= 0]
         return Result(
             list(out.ids),
@@ -264,7 +269,7 @@ class Decoder:
             out.tau,
             out.times.rounds,
             out.times.prefill,
-            out.ended,
+            out.stop_reason,
             setting.lossy if (setting.policy or self.policy) != PLAIN else False,
         )
 

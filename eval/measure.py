@@ -38,7 +38,7 @@ from outrider.eval.report import Mismatch, Report, format_number
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
 from outrider.models.decode.request import Output, Stops
-from outrider.models.decode.rules import RULES
+from outrider.models.decode.rule_table import RULES
 from outrider.models.decode.verifier import CoupledVerifier
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from outrider.conf.errors import CorruptFile
 from outrider.conf.files import read_json, read_lines, write, write_json
 from outrider.eval.metrics import METRICS, Summary
-from outrider.models.decode.rules import COUPLED
+from outrider.models.decode.rule_table import COUPLED
 
 # top-2 gaps of logits that rounding can bridge: about four units in the last place at 16 to 32
 ROUNDING = {"bfloat16": 0.5, "float16": 0.0625}

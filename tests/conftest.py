@@ -19,7 +19,8 @@ from tests.runs import config
 
 PROOFS = {  # the decoder is lossless: enumeration and token equality
     "test_batch", "test_block_rules", "test_engine", "test_gumbel_coupling", "test_lossy_rules",
-    "test_rules", "test_sibling_rules", "test_static_tree", "test_verify", "test_verify_cpu",
+    "test_rule_table", "test_sibling_rules", "test_static_tree", "test_token_rules",
+    "test_token_rules_cpu",
 }  # fmt: skip
 
 CONTRACT = "test_drafter_contract"

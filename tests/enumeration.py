@@ -25,8 +25,8 @@ from torch import Tensor
 
 from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.sibling_rules import draw_siblings
+from outrider.models.decode.token_rules import Accepted
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import Accepted
 from outrider.models.decode.warping import warp
 
 Context = tuple[int, ...]

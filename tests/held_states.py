@@ -47,7 +47,7 @@ def main(folder: str, *words: str) -> None:
             print(f"held {bytes_per_parameter(run):.2f}", flush=True)
         return run.folder
 
-    best_drafter.publish, best_drafter.save_if_best = publish, lambda *_: False
+    best_drafter.write_result, best_drafter.save_if_best = publish, lambda *_: False
     Trainer.save = lambda self: None  # type: ignore[method-assign]
     config = runs.config(Path(folder), "train.max_steps=2", "train.eval_every=9", *words)
     train.train(config)

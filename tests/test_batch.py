@@ -18,7 +18,7 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import ActiveRequest, Output, Request, Stops
 from outrider.models.decode.round_times import RoundTimes
-from outrider.models.decode.rules import DRAWN, INDEPENDENT, BoundRule
+from outrider.models.decode.rule_table import DRAWN, INDEPENDENT, BoundRule
 from outrider.models.decode.sampling import GeneratorSource, inverse_cdf
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
@@ -188,7 +188,7 @@ def test_counts_do_not_depend_on_the_batch() -> None:
         alone, together = (decoder.generate_all(requests(), batch) for batch in (1, 8))
         for mine, theirs in zip(alone, together, strict=True):
             assert (mine.accepted, mine.origins) == (theirs.accepted, theirs.origins)
-            assert (mine.drafted, mine.ended) == (theirs.drafted, theirs.ended)
+            assert (mine.drafted, mine.stop_reason) == (theirs.drafted, theirs.stop_reason)
 
 
 # ---- ends ----------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_every_prompt_ends_at_its_own_end_token(policy: Policy) -> None:
         for out, whole in zip(outs, answers("llama"), strict=True):
             cut = whole.index(stop) + 1 if stop in whole else len(whole)
             assert out.ids == whole[:cut]
-            assert out.ended == ("end token" if stop in whole else "budget" if whole else "")
+            assert out.stop_reason == ("end token" if stop in whole else "budget" if whole else "")
 
 
 class Watched(Engine):

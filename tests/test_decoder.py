@@ -24,7 +24,7 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import DialogueCache, Request, Stops
-from outrider.models.decode.rules import DRAWN, bind_rule
+from outrider.models.decode.rule_table import DRAWN, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
@@ -128,7 +128,7 @@ def test_generate_matches_the_engine(policy: str | Policy, heat: float) -> None:
     )
     (out,) = engine.generate_all([Request(prompt_ids(coder, TOLD), BUDGET, 5)], 1)
     assert (ours.output_ids, ours.origins, ours.accepted) == (out.ids, out.origins, out.accepted)
-    assert (ours.tau, ours.ended) == (out.tau, out.ended)
+    assert (ours.tau, ours.stop_reason) == (out.tau, out.stop_reason)
     assert len(ours.origins) == len(ours.output_ids) == 1 + sum(n + 1 for n in ours.accepted)
 
 
@@ -153,8 +153,8 @@ def test_stream_pieces_concatenate_to_the_answer(policy: str | Policy, heat: flo
     assert [origin for piece in pieces for origin in piece.origins] == whole.origins
     assert "".join(piece.text for piece in pieces) == whole.text == pieces[-1].result.text
     assert len(pieces) == 1 + len(whole.accepted)
-    assert pieces[-1].result.ended == whole.ended != ""
-    assert all(piece.result.ended == "" for piece in pieces[:-1])
+    assert pieces[-1].result.stop_reason == whole.stop_reason != ""
+    assert all(piece.result.stop_reason == "" for piece in pieces[:-1])
 
 
 def test_incomplete_characters_are_held_back() -> None:
@@ -176,7 +176,10 @@ def test_incomplete_characters_are_held_back() -> None:
         ".",
         "",
     ]
-    assert (pieces[-1].result.text, pieces[-1].result.ended) == ("n\u00e9\U0001f600.", "end token")
+    assert (pieces[-1].result.text, pieces[-1].result.stop_reason) == (
+        "n\u00e9\U0001f600.",
+        "end token",
+    )
     assert pieces[-1].result.output_ids == tokens
 
 
@@ -221,7 +224,7 @@ def test_text_ends_before_a_stop_string(text: str, policy: str | Policy, size: i
         first = text.find(stop)
         pieces = list(perfect().stream(TOLD, BUDGET, stop=[stop], policy=policy, **letters_only()))
         ours = pieces[-1].result
-        assert (ours.text, ours.ended) == (text[:first], "stop string")
+        assert (ours.text, ours.stop_reason) == (text[:first], "stop string")
         assert perfect().text(ours.output_ids) == text[: first + size]
         assert "".join(piece.text for piece in pieces) == ours.text
 
@@ -246,7 +249,7 @@ def test_stop_strings_outside_the_answer_stop_nothing(text: str) -> None:
     assert QUESTION not in text
     half = text[:-1] + "!"
     pieces = list(perfect().stream(TOLD, BUDGET, stop=[QUESTION, half], **letters_only()))
-    assert (pieces[-1].result.text, pieces[-1].result.ended) == (text, "budget")
+    assert (pieces[-1].result.text, pieces[-1].result.stop_reason) == (text, "budget")
     assert [piece.text for piece in pieces[:-1]] == [""] * (len(pieces) - 1)
     assert pieces[-1].text == text
 
@@ -276,8 +279,8 @@ def test_a_batch_equals_single_prompts(policy: str | Policy, heat: float, batch:
     batched = decoder().generate_batch(prompts, 12, batch=batch, seed=7, **how)
     alone = [decoder().generate(p, 12, seed=7 + n, **how) for n, p in enumerate(prompts)]
     assert [r.output_ids for r in batched] == [r.output_ids for r in alone]
-    assert [(r.text, r.origins, r.ended) for r in batched] == [
-        (r.text, r.origins, r.ended) for r in alone
+    assert [(r.text, r.origins, r.stop_reason) for r in batched] == [
+        (r.text, r.origins, r.stop_reason) for r in alone
     ]
 
 

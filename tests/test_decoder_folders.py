@@ -55,7 +55,7 @@ def test_run_and_published_folders_decode_equally(run: Path, from_run: Decoder) 
     by_parts = Decoder.from_pretrained("tiny", run / "drafter", dtype="float32")
     alone = Decoder.from_pretrained("tiny", dtype="float32")
     whole = from_run.generate(dialogue(question), 16)
-    assert whole.ended == "end token"
+    assert whole.stop_reason == "end token"
     assert "<" not in whole.text
     assert len(whole.text) > 8
     for policy in ("plain", "chain", "dynamic_tree"):

@@ -19,7 +19,7 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Output, Request, Stops
-from outrider.models.decode.rules import DRAWN, BoundRule, bind_rule
+from outrider.models.decode.rule_table import DRAWN, BoundRule, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse

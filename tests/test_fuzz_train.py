@@ -247,7 +247,7 @@ SUMMARY = {"steps": 2, "seconds": 1.5, "phases": {"steps": 1.0}, "held_out": {"l
 def test_a_changed_training_summary_is_used_or_refused(run: Trainer, content: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch, kept(run.folder / "training.json") as file:
         file.write_bytes(content)
-        refused(lambda: best_drafter.is_published(run))
+        refused(lambda: best_drafter.has_result(run))
         patch.setattr(train, "quick_report", lambda *_: None)
         patch.setattr(train, "_has_reports", lambda _: False)
         loaded: Any = SimpleNamespace(target=run.target)
@@ -263,4 +263,4 @@ def test_a_changed_training_summary_is_used_or_refused(run: Trainer, content: by
 def test_a_changed_best_drafter_is_published_or_refused(run: Trainer, draw: Any) -> None:
     with kept(best_drafter.best_folder(run) / "config.json") as file:
         file.write_bytes(draw.draw(mutated_json(json.loads(file.read_text()))))
-        refused(lambda: best_drafter.publish(run))
+        refused(lambda: best_drafter.write_result(run))

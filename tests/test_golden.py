@@ -2,7 +2,7 @@
 
 Target, cache, batches and random numbers are those of a real run, on the embedded target. The
 distribution of the first three tokens is computed from its logits by the chain rule. The rules are
-proved by enumeration in test_verify, test_sibling_rules and test_block_rules; this test covers
+proved by enumeration in test_token_rules, test_sibling_rules and test_block_rules; this test covers
 everything between prompt and token.
 """
 
@@ -20,7 +20,7 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Request
-from outrider.models.decode.rules import COUPLED, DRAWN
+from outrider.models.decode.rule_table import COUPLED, DRAWN
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.load import load_target

@@ -24,7 +24,7 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.gumbel_coupling import GumbelNoise, RoundNoise, log_exponential
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Output, Request
-from outrider.models.decode.rules import COUPLED, bind_rule
+from outrider.models.decode.rule_table import COUPLED, bind_rule
 from outrider.models.decode.sampling_params import OFFSET, SLOPE, Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree

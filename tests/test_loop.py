@@ -224,7 +224,9 @@ def test_unpublished_drafter_is_published_on_resume(
     loop.fit(config(tmp_path, *words), loaded, made, QUIET)
     before = weights(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(best_drafter, "publish", lambda run: run.folder / "drafter")  # killed before
+        patch.setattr(
+            best_drafter, "write_result", lambda run: run.folder / "drafter"
+        )  # killed before
         loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)
     assert all(torch.equal(before[name], now) for name, now in weights(tmp_path).items())
     loop.fit(config(tmp_path, *words, "train.max_steps=12"), loaded, made, QUIET)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.decode import verify
+from outrider.models.decode import token_rules
 from outrider.models.decode.lossy_rules import lenience, typical
-from outrider.models.decode.rules import RULES, bind_rule
+from outrider.models.decode.rule_table import RULES, bind_rule
+from outrider.models.decode.token_rules import Accepted, deepest_path
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import Accepted, deepest_path
 from tests.enumeration import (
     Draft,
     Scripted,
@@ -63,7 +63,7 @@ def test_a_smaller_factor_accepts_more() -> None:
 
 def test_the_bound_is_broken_by_a_wrong_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn from p, not from max(p - l q, 0): what was accepted too often is drawn once more."""
-    monkeypatch.setattr(verify, "residual", lambda p, q: (p, p.sum(-1)))
+    monkeypatch.setattr(token_rules, "residual", lambda p, q: (p, p.sum(-1)))
     toy, factor = Toy(0, likeness=0.2), 0.9
     law = law_of(toy, sampled_chain(2), lenient(factor))
     assert float((law - toy.law() / factor**3).max()) > 1e-3

@@ -150,7 +150,7 @@ def better(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "when", "file"), [
-    (Trainer, "save", 2, "state.safetensors"), (best_drafter, "publish", 1, "/.drafter.new/"),
+    (Trainer, "save", 2, "state.safetensors"), (best_drafter, "write_result", 1, "/.drafter.new/"),
     (MetricsLog, "log", 5, "metrics.jsonl"),
     (best_drafter, "save_if_best", 2, "/best/step-00000003/"),
 ])  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
-from outrider.models.decode.rules import BEST, COUPLED
+from outrider.models.decode.rule_table import BEST, COUPLED
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree

@@ -17,7 +17,7 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Request
-from outrider.models.decode.rules import DRAWN, INDEPENDENT
+from outrider.models.decode.rule_table import DRAWN, INDEPENDENT
 from outrider.models.decode.sampling import GeneratorSource
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.static_tree import StaticTree

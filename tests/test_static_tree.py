@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Draft, Policy
-from outrider.models.decode.rules import BEST, DRAWN, INDEPENDENT, bind_rule
+from outrider.models.decode.rule_table import BEST, DRAWN, INDEPENDENT, bind_rule
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree

@@ -130,7 +130,7 @@ def test_settings_of_the_run_are_used(run: Path) -> None:
         dialogue = decoder.chat(temperature=1.0, seed=seed, banned=[5])
         result = dialogue.say(QUESTION, 6)
         assert without_brackets("\n".join(lines[:-1])) == result.text
-        assert ("cut at eval.max_new_tokens=6" in lines[-1]) == (result.ended == "budget")
+        assert ("cut at eval.max_new_tokens=6" in lines[-1]) == (result.stop_reason == "budget")
 
 
 def test_blank_lines_and_unknown_commands(run: Path) -> None:

@@ -38,7 +38,7 @@ def best_folder(run: Trainer) -> Path:
     return run.folder / "best" / f"step-{run.progress.best_step:08d}"
 
 
-def publish(run: Trainer) -> Path:
+def write_result(run: Trainer) -> Path:
     """Copy the best drafter to `drafter/`, whose other files stay, and write `training.json`."""
     final = run.folder / "drafter"
     if run.main:
@@ -51,7 +51,7 @@ def publish(run: Trainer) -> Path:
     return final
 
 
-def is_published(run: Trainer) -> bool:
+def has_result(run: Trainer) -> bool:
     """Return whether `drafter/` is the result of these steps; the same on all ranks."""
     published, file = False, run.folder / "training.json"
     if run.main and (run.folder / "drafter" / FILES[-1]).is_file() and file.is_file():

@@ -58,8 +58,8 @@ def fit(
         console.print(message, style="yellow", soft_wrap=True)
     if resumed and run.progress.finished and fraction_done(config.train, run.progress) >= 1:
         console.print(f"{run.folder} is finished: {run.progress.step} steps.")
-        published = best_drafter.is_published(run)
-        return run.folder / "drafter" if published else best_drafter.publish(run)
+        published = best_drafter.has_result(run)
+        return run.folder / "drafter" if published else best_drafter.write_result(run)
     if run.main:
         facts = {"data": data.about, "target": loaded.source, "fingerprints": fingerprints(loaded)}
         write_manifest(run.folder, config, {**facts, "ranks": run.accelerator.num_processes})
@@ -81,7 +81,7 @@ def fit(
                     with run.progress.phase("saving"):
                         run.save()
                 if over:
-                    return best_drafter.publish(run)
+                    return best_drafter.write_result(run)
                 if stop:
                     run.writer.wait()  # launchers end the other ranks when the first exits
                     run.accelerator.wait_for_everyone()

@@ -54,7 +54,7 @@ class LossInputs:
         return torch.minimum(self.p_full.float(), self.log_q.exp()).sum(-1)
 
 
-class LossSpec(NamedTuple):
+class TermSpec(NamedTuple):
     """Definition of a term.
 
     It counts the rows whose top-1 token under the target is in the draft vocabulary ("top1"), those
@@ -79,7 +79,7 @@ class Term:
     parameter: float
 
     @property
-    def spec(self) -> LossSpec:
+    def spec(self) -> TermSpec:
         return LOSSES[self.name]
 
     def __call__(self, rows: LossInputs) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
@@ -240,22 +240,22 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return slope.mul_(grad[:, None]).to(ctx.dtype), None
 
 
-LOSSES: dict[str, LossSpec] = {
-    "soft_ce": LossSpec(soft_cross_entropy, "cross-entropy under the target's distribution"),
-    "soft_ce_reference": LossSpec(soft_cross_entropy_reference, "the same, as the formula reads"),
-    "kl": LossSpec(kl, "forward KL(p|q)"),
-    "reverse_kl": LossSpec(reverse_kl, "reverse KL(q|p) (DistillSpec, arXiv:2310.08461)"),
-    "jsd": LossSpec(jsd, "Jensen-Shannon with beta (DistillSpec)", "top1", 0.5, "(0, 1)"),
-    "tv": LossSpec(total_variation, "total variation, the rejection rate", "all",
+LOSSES: dict[str, TermSpec] = {
+    "soft_ce": TermSpec(soft_cross_entropy, "cross-entropy under the target's distribution"),
+    "soft_ce_reference": TermSpec(soft_cross_entropy_reference, "the same, as the formula reads"),
+    "kl": TermSpec(kl, "forward KL(p|q)"),
+    "reverse_kl": TermSpec(reverse_kl, "reverse KL(q|p) (DistillSpec, arXiv:2310.08461)"),
+    "jsd": TermSpec(jsd, "Jensen-Shannon with beta (DistillSpec)", "top1", 0.5, "(0, 1)"),
+    "tv": TermSpec(total_variation, "total variation, the rejection rate", "all",
                    needs_full_head=True),
-    "lk": LossSpec(likelihood_of_acceptance, "-log alpha (LK, arXiv:2602.23881)", "all",
+    "lk": TermSpec(likelihood_of_acceptance, "-log alpha (LK, arXiv:2602.23881)", "all",
                    needs_full_head=True),
-    "lk_hybrid": LossSpec(hybrid, "adaptive mix of kl and tv with eta (LK)", "all", 3.0, "(0, inf)",
+    "lk_hybrid": TermSpec(hybrid, "adaptive mix of kl and tv with eta (LK)", "all", 3.0, "(0, inf)",
                           needs_full_head=True),
-    "ce": LossSpec(hard_cross_entropy, "cross-entropy of the text's token", "token"),
-    "topk": LossSpec(top_k, "the target's K most probable tokens (HASS)", "all", 10.0, "[1, inf)",
+    "ce": TermSpec(hard_cross_entropy, "cross-entropy of the text's token", "token"),
+    "topk": TermSpec(top_k, "the target's K most probable tokens (HASS)", "all", 10.0, "[1, inf)",
                      needs_full_head=True),
-    "smooth_l1": LossSpec(smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0,
+    "smooth_l1": TermSpec(smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0,
                           "(0, inf)", needs_states=True),
 }  # fmt: skip
 _SYNTAX = f"Write weight*name or name, of: {', '.join(LOSSES)}."

@@ -31,7 +31,7 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request, Stops
-from outrider.models.decode.rules import COUPLED, default_rule
+from outrider.models.decode.rule_table import COUPLED, default_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.formats import native
 from outrider.models.load import load_target, stop_ids

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sibling_rules import ResidualRows, nodes_by_rank
-from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import (
+from outrider.models.decode.token_rules import (
     CHAINS_ONLY,
     Accepted,
     acceptance_probabilities,
@@ -46,15 +45,16 @@ from outrider.models.decode.verify import (
     residual,
     select_node,
 )
+from outrider.models.decode.tree import Tree
 
 
 def block(
     tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"], rng: RandomSource
 ) -> Accepted:
-    """Block verification of a chain; on average it accepts at least as much as `verify.ratio`.
+    """Block verification of a chain; on average it accepts at least as much as `token_rules.ratio`.
 
     Raises:
-        ValueError: as `verify.ratio`.
+        ValueError: as `token_rules.ratio`.
     """
     p, q = draft_probabilities(tree, p_rows, q_rows)
     check_nodes(tree, p, q, off_chain(tree), CHAINS_ONLY)

@@ -35,7 +35,7 @@ from outrider.models.decode.request import (
     same_length_batch,
 )
 from outrider.models.decode.round_times import RoundTimes, Stopwatch
-from outrider.models.decode.rules import SAMPLED_DRAFTS, VerifyFn
+from outrider.models.decode.rule_table import SAMPLED_DRAFTS, VerifyFn
 from outrider.models.decode.sampling import EmptyDistribution
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.tree import Tree
@@ -229,7 +229,7 @@ class Engine:
     def _release(self, active: list[ActiveRequest]) -> None:
         """Remove ended requests; the last slots move into theirs."""
         for slot in reversed(range(len(active))):
-            if not active[slot].out.ended:
+            if not active[slot].out.stop_reason:
                 continue
             last = len(active) - 1
             if slot != last:

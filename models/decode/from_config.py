@@ -14,7 +14,7 @@ from outrider.conf.schema import Config, DecodeConfig
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.rules import (
+from outrider.models.decode.rule_table import (
     BEST,
     COUPLED,
     SAMPLED_DRAFTS,

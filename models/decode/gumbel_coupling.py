@@ -114,7 +114,7 @@ class RoundNoise:
 
 
 class NoiseDraws:
-    """A source for `verify_cpu.match` whose n-th draw is the argmax with the noise of depth n."""
+    """A source for `token_rules_cpu.match`; its n-th draw is the argmax with depth n's noise."""
 
     def __init__(self, noise: RoundNoise) -> None:
         self.by_depth = iter(noise.by_depth)

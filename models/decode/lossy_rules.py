@@ -17,8 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.models.decode.sampling import RandomSource
-from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import (
+from outrider.models.decode.token_rules import (
     Accepted,
     deepest_path,
     draft_probabilities,
@@ -26,6 +25,7 @@ from outrider.models.decode.verify import (
     ratio,
     select_node,
 )
+from outrider.models.decode.tree import Tree
 
 
 def typical(
@@ -69,7 +69,7 @@ def lenience(
         factor: l in (0, 1].
 
     Raises:
-        ValueError: the factor is out of range; or as `verify.ratio`.
+        ValueError: the factor is out of range; or as `token_rules.ratio`.
     """
     check_lenience(factor)
     return ratio(tree, p_rows, factor * q_rows, rng)

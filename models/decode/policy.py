@@ -1,7 +1,7 @@
 """Draft policies: which draft tokens a round proposes; and the simplest policy, the chain.
 
 A policy runs the drafter level by level and returns a tree per prompt. Its kind of draft tokens is
-one of rules.py: `drawn` and `independent` ones are sampled from the drafter's warped rows, which
+one of rule_table.py: `drawn` and `independent` ones are sampled from the drafter's warped rows, which
 are returned with the tree (rule R1); `best` and `coupled` ones are the top-k of its scores.
 
 Shape letters: B prompts, N nodes of the tree, V the target's tokens.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.models.decode.argmax import first_argmax
 from outrider.models.decode.draft_context import DraftContext
-from outrider.models.decode.rules import (
+from outrider.models.decode.rule_table import (
     BEST,
     DRAWN,
     SAMPLED_DRAFTS,

@@ -49,7 +49,7 @@ class Output:
             trees, where several are rejected at once.
         gaps: per new token, the target's margin between the largest and the second largest score
             (logits with penalties, and with noise where it decides); empty unless requested.
-        ended: why it ended: "budget", "end token" or "stop string"; "" while it continues.
+        stop_reason: why it ended: "budget", "end token" or "stop string"; "" while it continues.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Output:
     rejected: list[int | None] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     times: RoundTimes = field(default_factory=RoundTimes)
-    ended: str = ""
+    stop_reason: str = ""
 
     @property
     def rounds(self) -> int:
@@ -133,14 +133,14 @@ class ActiveRequest:
 
     def add_first(self, token: int, stops: Stops) -> None:
         """Add the token of the prompt's own forward."""
-        self.out.ended = stops.cut([], [token])[1]
+        self.out.stop_reason = stops.cut([], [token])[1]
         self.out.ids, self.out.origins = [token], [FIRST]
         self._end_at_budget()
 
     def add_round(self, outcome: RoundOutcome, stops: Stops) -> int:
         """Add a round's tokens up to the first end and the budget (rule R8); return how many."""
         out, accepted = self.out, len(outcome.tokens) - 1
-        new_ids, out.ended = stops.cut(out.ids, outcome.tokens[: self.remaining])
+        new_ids, out.stop_reason = stops.cut(out.ids, outcome.tokens[: self.remaining])
         out.ids.extend(new_ids)
         origins = [ACCEPTED] * accepted + [BONUS if outcome.ends_at_leaf else CORRECTION]
         out.origins.extend(origins[: len(new_ids)])
@@ -151,8 +151,8 @@ class ActiveRequest:
         return len(new_ids)
 
     def _end_at_budget(self) -> None:
-        if self.remaining < 1 and not self.out.ended:
-            self.out.ended = "budget"
+        if self.remaining < 1 and not self.out.stop_reason:
+            self.out.stop_reason = "budget"
 
 
 @dataclass

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.models.decode.token_rules import Accepted
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import Accepted
 
 EXPONENT = 0x7F800000  # of a float32: all ones in infinities and NaN, and in no other number
 Numbers = list[int]
@@ -65,7 +65,7 @@ class RoundOutcome(NamedTuple):
 def greedy_outcomes(
     tree: Tree, choice: Int[Tensor, "B N"], max_logits: Float[Tensor, "B K"]
 ) -> list[RoundOutcome]:
-    """Return `outcomes(tree, verify.greedy(tree, choice), max_logits)`, decided on the host.
+    """Return `outcomes(tree, token_rules.greedy(tree, choice), max_logits)`, decided on the host.
 
     chain    the cat sat on      the root "the" and three draft tokens
     choice   cat sat in  a       accepted: "cat sat", followed by "in"

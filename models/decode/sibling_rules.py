@@ -24,8 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.models.decode.sampling import RandomSource
-from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import (
+from outrider.models.decode.token_rules import (
     Accepted,
     acceptance_probabilities,
     deepest_path,
@@ -39,6 +38,7 @@ from outrider.models.decode.verify import (
     residual,
     select_node,
 )
+from outrider.models.decode.tree import Tree
 
 REPEATED = "was drawn twice: siblings without replacement never repeat a token (R1)"
 
@@ -53,7 +53,7 @@ def sibling_by_sibling(
     """SpecInfer's rule for independent siblings, or Sequoia's for siblings without replacement.
 
     Raises:
-        ValueError: as `verify.ratio`, but trees may branch; or siblings without replacement repeat
+        ValueError: as `token_rules.ratio`, but trees may branch; or siblings without replacement repeat
             a token.
     """
     siblings = earlier_siblings(tree)

@@ -1,7 +1,7 @@
 """Verifiers: what the engine calls in every round to score draft tokens and to accept them.
 
     GreedyVerifier    temperature 0: accept the tokens that are the target's argmax
-    SampledVerifier   a rule of rules.py with fresh random numbers in every round
+    SampledVerifier   a rule of rule_table.py with fresh random numbers in every round
     CoupledVerifier   noise shared by drafter and target (gumbel_coupling.py)
 
 Shape letters: B prompts, N nodes, n nodes of a level, V tokens, Vd draft tokens.
@@ -16,13 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.models.decode import verify_cpu
+from outrider.models.decode import token_rules_cpu
 from outrider.models.decode.argmax import first_max
 from outrider.models.decode.gumbel_coupling import GumbelNoise, NoiseDraws, RoundNoise
 from outrider.models.decode.policy import Draft, Policy
 from outrider.models.decode.request import ActiveRequest
 from outrider.models.decode.round_outcome import RoundOutcome, greedy_outcomes, outcomes
-from outrider.models.decode.rules import COUPLED, BoundRule, VerifyFn
+from outrider.models.decode.rule_table import COUPLED, BoundRule, VerifyFn
 from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.target import Target
@@ -171,7 +171,7 @@ class CoupledVerifier(SampledVerifier):
         tree, scores_of = draft.tree, self.sampling.scores
         if not tree.is_chain and tree.ids.device.type == "cpu" and not self.all_scores:
             draws = NoiseDraws(self.noise)
-            return Decision(verify_cpu.match(tree, logits, scores_of, None, draws), logits)
+            return Decision(token_rules_cpu.match(tree, logits, scores_of, None, draws), logits)
         scores = self.noise.target_scores(scores_of(logits), tree)
         choice, max_scores = first_max(scores)
         return Decision(greedy_outcomes(tree, choice, max_scores), scores, choice)

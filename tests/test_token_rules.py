@@ -2,7 +2,7 @@
 
 The tensor functions themselves run with a random source that visits every outcome of every flip
 and draw with its exact probability, through several rounds, on random toy models whose rows depend
-on the whole context. Each rule of `verify.py` that a published decoder broke is broken
+on the whole context. Each rule of `token_rules.py` that a published decoder broke is broken
 here on purpose, and must be caught by the same enumeration. Siblings drawn by chance are in
 test_sibling_rules.py, whole blocks in test_block_rules.py.
 """
@@ -16,10 +16,9 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from outrider.models.decode.rules import bind_rule
+from outrider.models.decode.rule_table import bind_rule
 from outrider.models.decode.sampling import GeneratorSource, RandomSource
-from outrider.models.decode.tree import Tree, rerank
-from outrider.models.decode.verify import (
+from outrider.models.decode.token_rules import (
     Accepted,
     deepest_path,
     greedy,
@@ -28,6 +27,7 @@ from outrider.models.decode.verify import (
     ratio,
     select_node,
 )
+from outrider.models.decode.tree import Tree, rerank
 from tests.enumeration import (
     PLAIN,
     TOYS,

@@ -19,12 +19,12 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.models.decode import lossy_rules, verify, verify_cpu
+from outrider.models.decode import lossy_rules, token_rules, token_rules_cpu
 from outrider.models.decode.block_rules import block, traversal
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sibling_rules import sibling_by_sibling
+from outrider.models.decode.token_rules import Accepted
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import Accepted
 
 VerifyFn = Callable[[Tree, Tensor, Tensor | None, RandomSource], Accepted]
 BEST, DRAWN, INDEPENDENT, COUPLED = DRAFTS = ("best", "drawn", "independent", "coupled")
@@ -59,7 +59,7 @@ class Rule(NamedTuple):
     lossy: bool = False
     parameters: Mapping[str, float | None] = MappingProxyType({})
     check: Callable[..., None] | None = None
-    cpu_rule: verify_cpu.CpuRule | None = None
+    cpu_rule: token_rules_cpu.CpuRule | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class BoundRule:
     reads_q: bool
     chains_only: bool
     lossy: bool
-    cpu_rule: verify_cpu.CpuRule | None
+    cpu_rule: token_rules_cpu.CpuRule | None
 
     @property
     def coupled(self) -> bool:
@@ -91,7 +91,7 @@ class BoundRule:
         if not self.reads_q:
             return self.verify(tree, p_rows, rng)
         if q_rows is None:
-            raise ValueError(verify.NO_ROWS)
+            raise ValueError(token_rules.NO_ROWS)
         return self.verify(tree, p_rows, q_rows, rng)
 
 
@@ -158,14 +158,18 @@ def default_rule(draft: str, chain: bool) -> str:
 
 
 RULES: dict[str, Rule] = {
-    "match": Rule(verify.match, (BEST, COUPLED), cpu_rule=verify_cpu.match),
-    "ratio": Rule(verify.ratio, SAMPLED_DRAFTS, chains_only=True, cpu_rule=verify_cpu.ratio),
+    "match": Rule(token_rules.match, (BEST, COUPLED), cpu_rule=token_rules_cpu.match),
+    "ratio": Rule(
+        token_rules.ratio, SAMPLED_DRAFTS, chains_only=True, cpu_rule=token_rules_cpu.ratio
+    ),
     "independent": Rule(sibling_by_sibling, (INDEPENDENT,), replacement=True),
     "without_replacement": Rule(sibling_by_sibling, (DRAWN,), replacement=True),
     "block": Rule(block, SAMPLED_DRAFTS, chains_only=True),
     "traversal": Rule(traversal, SAMPLED_DRAFTS, replacement=True),
-    "sampled": Rule(verify.match, DRAFTS, cpu_rule=verify_cpu.match),
-    "coupled": Rule(verify.match, DRAFTS),  # by random numbers; the engine uses noise (verifier.py)
+    "sampled": Rule(token_rules.match, DRAFTS, cpu_rule=token_rules_cpu.match),
+    "coupled": Rule(
+        token_rules.match, DRAFTS
+    ),  # by random numbers; the engine uses noise (verifier.py)
     "lossy_typical": Rule(
         lossy_rules.typical,
         DRAFTS,

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from outrider.models.decode import verify, verify_cpu
+from outrider.models.decode import token_rules, token_rules_cpu
 from outrider.models.decode.round_outcome import RoundOutcome, outcomes
 from outrider.models.decode.sampling import GeneratorSource, RandomSource
+from outrider.models.decode.token_rules import Accepted
+from outrider.models.decode.token_rules_cpu import CpuRule
 from outrider.models.decode.tree import Tree
-from outrider.models.decode.verify import Accepted
-from outrider.models.decode.verify_cpu import CpuRule
 from tests.enumeration import (
     PLAIN,
     TOYS,
@@ -52,7 +52,7 @@ def by(rule: CpuRule) -> ToyRule:
     return toy_rule
 
 
-MATCH, RATIO = by(verify_cpu.match), by(verify_cpu.ratio)
+MATCH, RATIO = by(token_rules_cpu.match), by(token_rules_cpu.ratio)
 
 
 def ragged(*proposals: Propose) -> Propose:
@@ -180,8 +180,8 @@ def test_the_ratio_test_is_the_same_with_equal_random_numbers(whole: bool, promp
     lengths = set()
     for seed in range(40):
         tree, p, q, _ = chains(generator, prompts, whole)
-        wanted = verify.ratio(tree, p, q, rng_of(seed, prompts))
-        actual = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, prompts))
+        wanted = token_rules.ratio(tree, p, q, rng_of(seed, prompts))
+        actual = token_rules_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, prompts))
         assert actual == outcomes(tree, wanted, p.amax(2))
         lengths |= {len(new.tokens) for new in actual}
     assert lengths == {1, 2, 3, 4}
@@ -191,11 +191,13 @@ def test_ratio_in_a_batch_equals_single_chains() -> None:
     generator = torch.Generator().manual_seed(2)
     for seed in range(40):
         tree, p, q, depths = chains(generator, 4, whole=False)
-        actual = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, 4))
+        actual = token_rules_cpu.ratio(tree, p, as_it_is, q, rng_of(seed, 4))
         for i, deep in enumerate(depths):
             mine = slice(i, i + 1), slice(0, deep + 1)
             rng = GeneratorSource([Random(seed * 100 + i)], 9)
-            alone = verify_cpu.ratio(Tree.chain(tree.ids[mine]), p[mine], as_it_is, q[mine], rng)
+            alone = token_rules_cpu.ratio(
+                Tree.chain(tree.ids[mine]), p[mine], as_it_is, q[mine], rng
+            )
             assert alone == actual[i : i + 1]
 
 
@@ -203,8 +205,8 @@ def test_the_ratio_test_takes_a_chain_in_any_form() -> None:
     tree, p, q, _ = chains(torch.Generator().manual_seed(3), 4, whole=True)
     nodes = torch.arange(4).expand(4, -1)
     grown = Tree.from_parents(tree.ids, nodes - 1, nodes, 3)
-    actual = verify_cpu.ratio(grown, p, as_it_is, q, rng_of(0, 4))
-    plainly = verify_cpu.ratio(tree, p, as_it_is, q, rng_of(0, 4))
+    actual = token_rules_cpu.ratio(grown, p, as_it_is, q, rng_of(0, 4))
+    plainly = token_rules_cpu.ratio(tree, p, as_it_is, q, rng_of(0, 4))
     assert [new.tokens for new in actual] == [new.tokens for new in plainly]
 
 
@@ -219,8 +221,8 @@ def test_match_equals_the_reference_on_deterministic_rows(whole: bool, chain: bo
         drafted = None if whole else torch.randint(0, 9, (4,), generator=generator)
         tree = Tree.chain(ids, drafted) if chain else any_trees(ids, whole, generator)
         rows = torch.eye(3)[torch.randint(0, 3, (4, 9), generator=generator)]
-        wanted = outcomes(tree, verify.match(tree, rows, rng_of(0, 4)), rows.amax(2))
-        assert verify_cpu.match(tree, rows, as_it_is, None, rng_of(0, 4)) == wanted
+        wanted = outcomes(tree, token_rules.match(tree, rows, rng_of(0, 4)), rows.amax(2))
+        assert token_rules_cpu.match(tree, rows, as_it_is, None, rng_of(0, 4)) == wanted
         lengths |= {len(new.tokens) for new in wanted}
     assert lengths >= {1, 2, 3}
 
@@ -253,7 +255,9 @@ def test_match_draws_only_after_visited_nodes(
         return rows
 
     rng = Scripted(*([token] for token in drawn))
-    assert verify_cpu.match(TREE, rows, warp, None, rng) == [RoundOutcome(tokens, path, leaf, 2)]
+    assert token_rules_cpu.match(TREE, rows, warp, None, rng) == [
+        RoundOutcome(tokens, path, leaf, 2)
+    ]
     assert warped == path
 
 
@@ -261,9 +265,9 @@ def test_only_visited_rows_must_have_mass() -> None:
     rows = torch.full((1, 4, 7), torch.nan)
     rows[0, 0] = torch.eye(7)[2]
     with pytest.raises(ValueError, match="finite"):
-        verify_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
+        token_rules_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
     rows[0, 2] = torch.eye(7)[6]
-    (actual,) = verify_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
+    (actual,) = token_rules_cpu.match(TREE, rows, as_it_is, None, rng_of(0, 1))
     assert actual.tokens == [2, 6]
 
 
@@ -275,7 +279,7 @@ Q_ROWS = torch.tensor([[[0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [torch.nan] * 3]])
 def test_a_residual_without_mass_falls_back_to_p() -> None:
     """R9: p = q, and a flip with its impossible result."""
     rng = Scripted([1, 0, 0], [1])
-    verify_cpu.ratio(CHAIN, P_ROWS, as_it_is, P_ROWS.clone(), rng)
+    token_rules_cpu.ratio(CHAIN, P_ROWS, as_it_is, P_ROWS.clone(), rng)
     assert rng.requests == [[1.0, 1.0, 1.0], [[0.5, 0.25, 0.25]]]
 
 
@@ -292,7 +296,7 @@ def test_tokens_that_cannot_have_been_drawn_are_refused(
     p_rows: Tensor, q_rows: Tensor | None, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        verify_cpu.ratio(CHAIN, p_rows, as_it_is, q_rows, Scripted())
+        token_rules_cpu.ratio(CHAIN, p_rows, as_it_is, q_rows, Scripted())
 
 
 def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
@@ -304,7 +308,7 @@ def test_a_nan_that_no_token_touches_is_refused_by_the_draw() -> None:
             return [[True, *[False] * (len(row) - 1)] for row in chances]
 
     with pytest.raises(ValueError, match="finite"):
-        verify_cpu.ratio(CHAIN, hidden, as_it_is, Q_ROWS, Tails([Random(0)], 3))
+        token_rules_cpu.ratio(CHAIN, hidden, as_it_is, Q_ROWS, Tails([Random(0)], 3))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 3, 2), (1, 3, 4)])
@@ -312,13 +316,13 @@ def test_rows_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     """By our own checks, or before them by the shape checker when the tests run with one."""
     rows = torch.ones(shape)
     with pytest.raises((ValueError, TypeCheckError)):
-        verify_cpu.ratio(CHAIN, P_ROWS, as_it_is, rows, rng_of(0, 1))
+        token_rules_cpu.ratio(CHAIN, P_ROWS, as_it_is, rows, rng_of(0, 1))
     if shape[1] != 3:
         with pytest.raises((ValueError, TypeCheckError)):
-            verify_cpu.match(CHAIN, rows, as_it_is, None, rng_of(0, 1))
+            token_rules_cpu.match(CHAIN, rows, as_it_is, None, rng_of(0, 1))
 
 
 def test_the_ratio_test_of_a_tree_is_refused() -> None:
     rows = torch.full((1, 4, 7), 1 / 7)
     with pytest.raises(ValueError, match="chains only"):
-        verify_cpu.ratio(TREE, rows, as_it_is, rows, Scripted())
+        token_rules_cpu.ratio(TREE, rows, as_it_is, rows, Scripted())

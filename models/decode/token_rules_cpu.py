@@ -1,4 +1,4 @@
-"""`verify.match` and `verify.ratio` for a CPU: the same distributions from fewer operations.
+"""`token_rules.match` and `token_rules.ratio` for a CPU: the same distributions from fewer operations.
 
 A GPU verifies all nodes at once, so that the host synchronises once. On a CPU every operation and
 every row of a large vocabulary is expensive. So a tree is descended level by level, all prompts
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.models.decode import verify
+from outrider.models.decode import token_rules
 from outrider.models.decode.round_outcome import RoundOutcome, outcomes, real_parents_and_depths
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
@@ -39,12 +39,12 @@ def match(
     _q_rows: Float[Tensor, "B N V"] | None,
     rng: TokenSource,
 ) -> list[RoundOutcome]:
-    """`verify.match`: the token drawn after a node selects the next child, or follows the path.
+    """`token_rules.match`: the token drawn after a node selects the next child, or follows the path.
 
     Raises:
         ValueError: logits do not have one row per node; a visited row is NaN or has no mass.
     """
-    verify.check_shapes(tree, logits=logits)
+    token_rules.check_shapes(tree, logits=logits)
     ids, parents, depths = (part.tolist() for part in (tree.ids, *real_parents_and_depths(tree)))
     children = [*map(_children, ids, parents)]
     paths, next_ids = [[0] for _ in ids], [-1] * len(ids)
@@ -80,7 +80,7 @@ def ratio(
     q_rows: Float[Tensor, "B N V"] | None,
     rng: RandomSource,
 ) -> list[RoundOutcome]:
-    """`verify.ratio`: the same flips, and the same draw from the residual.
+    """`token_rules.ratio`: the same flips, and the same draw from the residual.
 
     Raises:
         ValueError: as there.
@@ -88,16 +88,16 @@ def ratio(
     p_rows = warp(logits)
     q_rows = p_rows if tree.size == 1 else q_rows  # there is no draft token, and no row is read
     if q_rows is None:
-        raise ValueError(verify.NO_ROWS)
-    verify.check_rows(tree, p_rows, q_rows)
+        raise ValueError(token_rules.NO_ROWS)
+    token_rules.check_rows(tree, p_rows, q_rows)
     if not tree.is_chain:
-        return outcomes(tree, verify.ratio(tree, p_rows, q_rows, rng), logits.amax(2))
+        return outcomes(tree, token_rules.ratio(tree, p_rows, q_rows, rng), logits.amax(2))
     ids, depths = tree.ids.tolist(), tree.max_depths().tolist()
     lengths = _accepted_lengths(tree, depths, p_rows, q_rows, rng)
     rows = _rows_at(p_rows, lengths)
     rejected = [*map(lt, lengths, depths)]
     if any(rejected):
-        correction, _ = verify.residual(rows, _rows_at(q_rows, lengths))
+        correction, _ = token_rules.residual(rows, _rows_at(q_rows, lengths))
         rows = torch.where(torch.tensor(rejected)[:, None], correction, rows)
     return [*map(RoundOutcome.from_chain, ids, depths, lengths, rng.draw_host(rows))]
 
@@ -115,8 +115,8 @@ def _accepted_lengths(
     for depth, p, q in zip(depths, *both, strict=True):
         p, q = p[:depth], q[:depth]
         if not (all(map((0.0).__le__, p)) and all(map((0.0).__lt__, q))):  # true of NaN too
-            probs = verify.draft_probabilities(tree, p_rows, q_rows)
-            verify.check_nodes(tree, *probs, None, verify.CHAINS_ONLY)  # raises
+            probs = token_rules.draft_probabilities(tree, p_rows, q_rows)
+            token_rules.check_nodes(tree, *probs, None, token_rules.CHAINS_ONLY)  # raises
         chances.append([1.0, *map(truediv, p, q), *[0.0] * (tree.levels - depth)])
     return [[*flips, False].index(False) - 1 for flips in rng.flip_host(chances)]
 
