@@ -27,6 +27,9 @@ from torch import Tensor
 
 SCORES_CPU = 2**19  # scores held at once: about 2 MB in float32, a core's cache
 SCORES_GPU = 2**26
+Queries = Float[Tensor, "N AG C"]  # and outputs
+Keys = Float[Tensor, "BT A C"]  # or values, of depth 1
+OwnKeys = Sequence[Float[Tensor, "N A C"]]  # or values, of the branch at every later depth
 Block = tuple[int, int, int, int]  # start, stop, low, high
 
 
@@ -73,13 +76,8 @@ def _blocks(rows: list[int], first: list[int], budget: int) -> list[Block]:
 
 
 def dense_attention(
-    q: Float[Tensor, "N AG C"],
-    key: Float[Tensor, "BT A C"],
-    value: Float[Tensor, "BT A C"],
-    own_keys: Sequence[Float[Tensor, "N A C"]],
-    own_values: Sequence[Float[Tensor, "N A C"]],
-    plan: QueryPlan,
-) -> Float[Tensor, "N AG C"]:
+    q: Queries, key: Keys, value: Keys, own_keys: OwnKeys, own_values: OwnKeys, plan: QueryPlan
+) -> Queries:
     """Attend to all keys, concatenated, under one explicit mask: the slow reference."""
     count, groups = len(plan.rows), q.shape[1] // key.shape[1]
     column = torch.arange(key.shape[0], device=q.device)
@@ -93,13 +91,8 @@ def dense_attention(
 
 
 def branch_attention(
-    q: Float[Tensor, "N AG C"],
-    key: Float[Tensor, "BT A C"],
-    value: Float[Tensor, "BT A C"],
-    own_keys: Sequence[Float[Tensor, "N A C"]],
-    own_values: Sequence[Float[Tensor, "N A C"]],
-    plan: QueryPlan,
-) -> Float[Tensor, "N AG C"]:
+    q: Queries, key: Keys, value: Keys, own_keys: OwnKeys, own_values: OwnKeys, plan: QueryPlan
+) -> Queries:
     """Compute `dense_attention` in blocks; nothing quadratic is saved for the backward pass."""
     out: Tensor = _BranchAttention.apply(  # type: ignore[no-untyped-call]
         q, key, value, plan, len(own_keys), *own_keys, *own_values

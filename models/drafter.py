@@ -24,6 +24,7 @@ from outrider.models.vocab import DraftVocab
 if TYPE_CHECKING:
     from outrider.models.target import Target
 
+LevelIds = Int[Tensor, "B N"]  # tokens or parents of the nodes of one tree level
 State = Any  # decoding state of a drafter: opaque to the engine, never mutated
 
 
@@ -145,11 +146,7 @@ class Drafter(nn.Module):
         return list(map(self.absorb, states, traces))
 
     def step_batch(
-        self,
-        states: Sequence[State],
-        depth: int,
-        ids: Int[Tensor, "B N"],
-        parents: Int[Tensor, "B N"],
+        self, states: Sequence[State], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
         """Apply `step` to several prompts, whose trees have equally many nodes at each level."""
         prompts = zip(states, ids, parents, strict=True)

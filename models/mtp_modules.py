@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from outrider.models.attention_masks import causal_mask
 from outrider.models.branch_attention import ATTENTIONS, QueryPlan, plan_queries
-from outrider.models.drafter import target_head_logits
+from outrider.models.drafter import LevelIds, target_head_logits
 from outrider.models.interface import Guess, ModelShape, TargetEnds, Trace
 from outrider.models.layers import DecoderLayer, Norm, append_rows
 from outrider.models.self_feeding import (
@@ -180,11 +180,7 @@ class MtpChain:
         return MtpChainState(rows, rows, (branch[0],) * count, position, path, branch)
 
     def step_batch(
-        self,
-        states: Sequence[MtpChainState],
-        depth: int,
-        ids: Int[Tensor, "B N"],
-        parents: Int[Tensor, "B N"],
+        self, states: Sequence[MtpChainState], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[MtpChainState]]:
         """Run stage `depth` at the rows whose input token is a draft token.
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from outrider.models.attention_masks import causal_mask, extend_ancestor_mask
 from outrider.models.branch_attention import ATTENTIONS, QueryPlan, plan_queries
-from outrider.models.drafter import BatchDrafter
+from outrider.models.drafter import BatchDrafter, LevelIds
 from outrider.models.interface import Guess, TargetEnds, Trace
 from outrider.models.layers import DecoderLayer
 
@@ -168,11 +168,7 @@ class SelfFeeding(BatchDrafter):
         return [SelfFeedingState(*prompt, no_ancestors) for prompt in prompts]
 
     def step_batch(
-        self,
-        states: Sequence[SelfFeedingState],
-        depth: int,
-        ids: Int[Tensor, "B N"],
-        parents: Int[Tensor, "B N"],
+        self, states: Sequence[SelfFeedingState], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[SelfFeedingState]]:
         if depth == 1:
             return self.head(torch.stack([state.hidden for state in states])), list(states)
@@ -223,7 +219,7 @@ def transpose_rows(rows: Iterable[Rows]) -> list[Rows]:
 
 
 def gather_parents(
-    rows: Sequence[Shaped[Tensor, "M X"]], parents: Int[Tensor, "B N"]
+    rows: Sequence[Shaped[Tensor, "M X"]], parents: LevelIds
 ) -> Shaped[Tensor, "B N X"]:
     """Return the row of every node's parent, from each prompt's rows of the level above."""
     above = torch.stack(list(rows))

@@ -13,9 +13,8 @@ text, shifted to the left, gives every depth (h_i: state after x_i, predicts x_{
     depth 1      h1  h2  h3  h4  .
     depth 2      h2  h3  h4  .   .
 
-Differs: all depths are one function, so only the first is trained (`depth_weights: first`) and the
-others are measured; the vocabulary may be reduced; on-policy text replaces one answer per document
-and is cut at the document's old length.
+Differs (docs/drafters/draft_lm.md): only depth 1 is trained, since all depths are one function; the
+vocabulary may be reduced; on-policy text replaces one answer per document, within its length.
 
 Legend: L rows of a prompt, W new columns, M columns or nodes that a mask describes.
 """
@@ -43,7 +42,7 @@ from outrider.models.causal_lm import (
     refuse_code_keys,
     small_llama_config,
 )
-from outrider.models.drafter import BatchDrafter
+from outrider.models.drafter import BatchDrafter, LevelIds
 from outrider.models.interface import Batch, Guess, Trace
 from outrider.models.kv_cache import KVCache
 from outrider.models.on_policy import first_answers, replace_answers, sample_answers
@@ -187,11 +186,7 @@ class DraftLm(BatchDrafter):
         ]
 
     def step_batch(
-        self,
-        states: Sequence[DraftLmState],
-        depth: int,
-        ids: Int[Tensor, "B N"],
-        parents: Int[Tensor, "B N"],
+        self, states: Sequence[DraftLmState], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[DraftLmState]]:
         if depth == 1:
             return self.head(torch.stack([state.hidden for state in states])), list(states)

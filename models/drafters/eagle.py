@@ -7,11 +7,9 @@ There is no norm before or after the layer. Training covers depth 1 only: Smooth
 plus 0.1 times the soft cross-entropy. Deeper depths read the drafter's own output; they are
 measured but not trained (HASS trains them).
 
-Training adds uniform noise to the features. Its width is 0.2 in the paper and 0.2 * 512 / length in
-the authors' code, which `noise_by_length` selects, per document.
-
-Differs: the weight of a row follows the predicted token (the reference lags by two); a draft
-vocabulary may reduce the head; training starts from the best linear drafter.
+Differs (docs/drafters/eagle.md): the weight of a row follows the predicted token; `noise_by_length`
+chooses between the noise widths of the paper and of its code; a draft vocabulary may reduce the
+head; training starts from the best linear drafter.
 """
 
 from collections.abc import Iterable

@@ -7,11 +7,9 @@ flow through all depths. Settings select later variants: a norm on every tap (`f
 state as feedback (`feedback=normed`, EAGLE-3.1) or as the residual (`residual=normed`, vLLM's
 speculators), more layers, query and key norms, another head size.
 
-Differs: the weight of a row follows the *predicted* token (the reference lags by two); heads and
-losses run over supervised rows only; taps are divided by their typical size (`tap_scale`), so that
-one learning rate suits every target, rounded to a power of two, so that exporting merges it into
-`fc` exactly; training starts from the best linear drafter (`models/closed_form_init.py`; measured
-in docs/log.md).
+Differs (docs/drafters/eagle3.md): the weight of a row follows the *predicted* token; taps are
+divided by their typical size (`tap_scale`), a power of two, so that exporting merges it into `fc`
+exactly; training starts from the best linear drafter (`models/closed_form_init.py`).
 """
 
 from collections.abc import Iterable

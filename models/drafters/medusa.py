@@ -11,12 +11,9 @@ There is no draft cache, all depths are drafted in one pass, and all nodes of a 
 same children. Medusa-1 trains the heads. Medusa-2 (`adapter_rank` > 0) also trains LoRA adapters
 inside the target, so it CHANGES THE TARGET: decoding is exact for the changed target.
 
-Differs: own heads start from a regression (`init=copy`: from the target's matrix, as in the paper;
-an untrained head then repeats the target exactly, since its biases are zero too); the draft
-vocabulary may be reduced, or the target's matrix shared (`own_heads=false`); several `res_layers`
-have separate weights (the reference repeats one module); the loss is taken against the target's
-distribution (the paper: the text's tokens, `loss=[ce]`); Medusa-2 trains both parts from the start
-and keeps the target's own head.
+Differs (docs/drafters/medusa.md): own heads start from a regression; the draft vocabulary may be
+reduced; the loss is taken against the target's distribution; Medusa-2 trains heads and adapters
+from the start and keeps the target's own head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
@@ -32,7 +29,7 @@ from outrider.conf.fields import option
 from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.attention_masks import document_mask
-from outrider.models.drafter import BatchDrafter, State, target_head_logits
+from outrider.models.drafter import BatchDrafter, LevelIds, State, target_head_logits
 from outrider.models.interface import Guess, TargetEnds, Trace
 from outrider.models.lora import Adapters
 from outrider.models.target import Target
@@ -189,11 +186,7 @@ class Medusa(BatchDrafter):
         return [trace.last[0, -1:] for trace in traces]
 
     def step_batch(
-        self,
-        states: Sequence[Float[Tensor, "_ _"]],
-        depth: int,
-        ids: Int[Tensor, "B N"],
-        parents: Int[Tensor, "B N"],
+        self, states: Sequence[Float[Tensor, "_ _"]], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[Float[Tensor, "K Vd"]]]:
         """Compute all depths' logits at depth 1, in one product; deeper levels look them up."""
         if depth == 1:
