@@ -64,19 +64,24 @@ def _limits() -> Iterator[None]:
 
 @contextmanager
 def _memory_limit() -> Iterator[None]:
+    """Limit the memory that this process adds while a template runs.
+
+    Only the system can stop one operation of C (`x ~ x`, `center`, `join`). RLIMIT_DATA counts
+    memory that is private and writable; the address space that CUDA and threads reserve is not.
+    """
     if not MEMORY_FILE.exists():
         yield
         return
     import resource  # absent on Windows
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(MEMORY_FILE.read_bytes().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(MEMORY_FILE.read_bytes().split()[5]) * resource.getpagesize()
     bounds = [limit for limit in (soft, hard, used + MEMORY) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (min(bounds), hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def set_template_args(tokenizer: Any, args: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """Chat templates that fail, never end or explode: a message within ten seconds."""
 
+import mmap
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +64,23 @@ def test_template_without_text(tokenizer: Any) -> None:
 def test_limits_are_removed(tokenizer: Any) -> None:
     import resource
 
-    before = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA)
     prompt_ids(tokenizer, CHAT[:1])
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
-    assert before == (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS))
+    assert before == (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA))
+
+
+def test_reserved_addresses_and_mapped_files_of_other_threads_are_not_limited(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """CUDA reserves more addresses than the machine has memory; weights are mapped from files."""
+    file, size = tmp_path / "weights", 2**33
+    with file.open("wb") as stream:
+        stream.truncate(size)
+    with chat_template._limits(), file.open("rb") as stream:
+        with mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapped:
+            assert mapped[-1] == 0
+        with mmap.mmap(-1, 2**40, prot=0, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as reserved:
+            assert len(reserved) == 2**40
+        with pytest.raises(MemoryError):
+            bytearray(size)
