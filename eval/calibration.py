@@ -19,8 +19,9 @@ from jaxtyping import Float
 from rich.console import Console
 from torch import Tensor
 
-from outrider.conf.errors import CorruptFile, RunError
-from outrider.conf.files import fingerprint, read_json, write_json
+from outrider.conf.errors import RunError
+from outrider.conf.files import fingerprint, write_json
+from outrider.conf.json_shapes import read_object
 from outrider.conf.schema import Config
 from outrider.eval.rank_tables import guesses_to_depth, teacher_pairs
 from outrider.eval.report import Report
@@ -30,6 +31,9 @@ from outrider.train.teacher import TargetHead
 
 FILE, FORMAT = "calibration.json", "outrider-calibration-1"
 BINS = 10
+BIN = {"from, confidence, right": float, "guesses": int}
+DEPTH = {"depth, guesses": int, "error": float, "bins": [BIN]}
+CALIBRATION = {"format": FORMAT, "report, drafter": str, "depths": [DEPTH]}
 
 
 def calibrate(config: Config, reports: dict[str, Report], console: Console) -> None:
@@ -92,12 +96,7 @@ def depth_summaries(sums: Float[Tensor, "D bins 3"]) -> list[dict[str, Any]]:
     return depths
 
 
-def read_calibration(file: Path) -> dict[str, Any] | None:
+def read_calibration(folder: Path) -> dict[str, Any] | None:
     """Read what `calibrate` wrote; None without the file, a CorruptFile in another format."""
-    if not file.is_file():
-        return None
-    fix = f"Measure it again: outrider report run.dir={file.parent} report.measure=true"
-    content = read_json(file, fix)
-    if content.get("format") != FORMAT:
-        raise CorruptFile(f"{file} is not a calibration of this format ({FORMAT}).", fix)
-    return content
+    fix = f"Measure it again: outrider report run.dir={folder} report.measure=true"
+    return read_object(folder / FILE, fix, CALIBRATION) if (folder / FILE).is_file() else None

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import read_json
-from outrider.eval.report import FORMAT, describe_policy, format_number
+from outrider.eval.report import describe_policy, format_number, read_fields
+from outrider.train.manifest import read_training
 
 MB = 2.0**20
 # default draft and rule of a policy above temperature 0
@@ -158,13 +158,8 @@ def _table(title: str, runs: Sequence[RunResults], columns: Sequence[ComparisonF
 
 
 def _training_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
-    depths = [
-        int(name.partition("@")[2])
-        for run in runs
-        for name in (run.training or {}).get("held_out", {})
-        if name.startswith("alpha@")
-    ]
-    rates = [f"alpha@{depth}" for depth in range(1, max(depths, default=0) + 1)]
+    names = {name for run in runs for name in (run.training or {}).get("held_out", {})}
+    rates = sorted((n for n in names if n.startswith("alpha@")), key=lambda n: (len(n), n))
     return [
         ComparisonField("M params", partial(_training_value, "parameters", 1e6), 2, -1),
         ComparisonField("tokens/s", partial(_training_value, "tokens_per_second", 1.0), 0, 1),
@@ -193,7 +188,7 @@ def _training_value(name: str, unit: float, run: RunResults) -> float | None:
 
 
 def _held_out_value(name: str, run: RunResults) -> float | None:
-    return None if run.training is None else run.training["held_out"].get(name)
+    return None if run.training is None else run.training.get("held_out", {}).get(name)
 
 
 def _decoding_value(kind: str, name: str, run: RunResults) -> float | None:
@@ -252,15 +247,8 @@ def _cells(row: ComparisonField, reports: Sequence[Any]) -> Iterable[Text]:
 
 
 def read_results(run: Path) -> RunResults:
-    fix = "Measure that run again: outrider eval run.dir=..."
-    reports = {}
-    for file in sorted((run / "eval").glob("*.json")):
-        reports[file.stem] = read_json(file, fix)
-        if reports[file.stem].get("format") != FORMAT:
-            raise RunError(f"{file} is not a report of this format ({FORMAT}).", fix)
-    cost = run / "training.json"
-    training = read_json(cost, fix) if cost.is_file() else None
-    return RunResults(run, training, reports)
+    reports = {file.stem: read_fields(file) for file in sorted((run / "eval").glob("*.json"))}
+    return RunResults(run, read_training(run), reports)
 
 
 def _no_report(run: Path) -> RunError:

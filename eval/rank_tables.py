@@ -36,8 +36,9 @@ from rich.table import Table
 from torch import Tensor
 
 from outrider.conf.console import Console
-from outrider.conf.errors import RunError
-from outrider.conf.files import read_json, write_json
+from outrider.conf.errors import CorruptFile
+from outrider.conf.files import write_json
+from outrider.conf.json_shapes import read_object
 from outrider.conf.schema import Config
 from outrider.models import process
 from outrider.models.decode import tree_shapes
@@ -222,19 +223,23 @@ def read_tables(folder: Path) -> dict[str, Tensor] | None:
     """Read the tables of a run; None if they were not measured.
 
     Raises:
-        RunError: the file is of another format.
+        CorruptFile: the file is of another format, or a table holds no probabilities.
     """
-    if not (folder / FILE).is_file():
+    if not (file := folder / FILE).is_file():
         return None
-    fix = f"Delete {folder / FILE} and run: outrider ranks run.dir={folder}"
-    content = read_json(folder / FILE, fix)
-    tables = {}
-    for name in TABLES:
-        if name == "coupled@1" and name not in content:  # a file of an older version
-            continue
-        tables[name] = torch.tensor(content.get(name, []), dtype=torch.float64)
-        if content.get("format") != FORMAT or tables[name].ndim != 2:
-            raise RunError(f"{folder / FILE} holds no table {name}.", fix)
+    fix = f"Delete {file} and run: outrider ranks run.dir={folder}"
+    shape = {"format": FORMAT, "best@0, best@1, drawn@1, coupled@1?": [[float]]}
+    content = read_object(file, fix, shape)  # coupled@1 is not in files of older versions
+    try:
+        tables = {
+            name: torch.tensor(content[name], dtype=torch.float64)
+            for name in TABLES
+            if name in content
+        }
+        for table in tables.values():
+            tree_shapes.rates_of(table)
+    except ValueError as error:
+        raise CorruptFile(f"{file} cannot be used: {error}", fix) from None
     return tables
 
 

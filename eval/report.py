@@ -12,16 +12,38 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.conf.errors import CorruptFile
-from outrider.conf.files import read_json, read_lines, write, write_json
-from outrider.eval.metrics import METRICS, Summary
+from outrider.conf.files import write, write_json
+from outrider.conf.json_shapes import RATE, number, read_object, read_rows, token
+from outrider.eval.metrics import METRICS, ROUND_PARTS, Summary
 from outrider.models.decode.rule_table import COUPLED
 
 # top-2 gaps of logits that rounding can bridge: about four units in the last place at 16 to 32
 ROUNDING = {"bfloat16": 0.5, "float16": 0.0625}
 FORMAT = "outrider-report-1"
-OUTPUT_FIELDS = ("id", "category", "prompt", "prompt_ids", "output_ids", "accepted")
 MEASURE_AGAIN = "Measure that run again: outrider eval run.dir=..."
+TIMES = ", ".join((*ROUND_PARTS, "other", "round", "draft_step", "baseline"))
+PART = {  # of a `Summary`
+    "prompts, tokens, rounds": int,
+    "tau, alpha, tokens_per_second, baseline_tokens_per_second": RATE,
+    "speedup, speedup_median, overhead": RATE, "tau_95, speedup_95": ([float, float], None),
+    "accept_at": [float], "cond_at": [RATE], "ms": {TIMES: RATE, str: RATE},
+    "shares": {", ".join((*ROUND_PARTS, "other")): RATE, str: RATE},
+}  # fmt: skip
+REPORT = PART | {  # `<out>.json`
+    "format": FORMAT, "drafter, target, policy, dtype, device": str, "exact_note": str,
+    "temperature": float, "depth, nodes, threads, max_new_tokens": int, "width?, seed?": int,
+    "draft?, verify?": str, "lossy?": bool, "target_changed?": object,
+    "fingerprints": {"target, drafter, template, prompts": str},
+    "exact": (bool, None), "forecast": RATE, "categories": {str: PART},
+    "mismatches": [
+        {"id": str, "position": int, "token, baseline_token": (int, None), "gap": number}
+    ],
+    "theory": ({"from_times, no_overhead, free_verify, iid, best_gamma": RATE}, None),
+}  # fmt: skip
+OUTPUT = {  # a line of `<out>.outputs.jsonl`
+    "id, category, prompt": str, "prompt_ids, output_ids, accepted": [token],
+    "origins?": [str], "rejected?": [(token, None)], "baseline_ids?": ([token], None),
+}  # fmt: skip
 
 
 class Mismatch(NamedTuple):
@@ -72,7 +94,7 @@ class Report:
         """Describe `exact`."""
         count, wrong = self.summary.prompts, len(self.mismatches)
         if self.setting.get("lossy"):
-            return f"LOSSY by choice ({self.setting['verify']}): not the target's distribution"
+            return f"LOSSY by choice ({self.setting.get('verify')}): not the target's distribution"
         if self.setting["temperature"] > 0 and self.setting.get("verify") != COUPLED:
             same = "with decode.verify=coupled they are the same"
             return f"not compared: sampled answers differ by chance ({same})"
@@ -92,13 +114,13 @@ class Report:
         total = self.summary
         if total.tau is None:
             return "Nothing was measured: no answer is longer than one token."
-        cost = f"tau {total.tau:.2f} at {total.ms['round']:.1f} ms per round"
+        cost = f"tau {total.tau:.2f} at {format_number(total.ms['round'], 1)} ms per round"
         if total.speedup is None:
             return f"{cost}; speedup unknown without a baseline. Exactness: {self.exactness()}."
         low, high = total.speedup_95 or (total.speedup, total.speedup)
         result = "faster" if low > 1 else "slower" if high < 1 else "about as fast, within noise"
         spread = f" (95 %: {low:.2f}-{high:.2f})" if total.speedup_95 else ""
-        cost = f"{cost} against {total.ms['baseline']:.1f} ms per plain token"
+        cost = f"{cost} against {format_number(total.ms['baseline'], 1)} ms per plain token"
         return f"{total.speedup:.2f}x{spread}, {result}: {cost}. Exactness: {self.exactness()}."
 
 
@@ -116,56 +138,25 @@ def load(folder: Path, out: str) -> Report:
     Raises:
         CorruptFile: a file cannot be read, or is not a report of this format.
     """
-    file, lines = folder / f"{out}.json", folder / f"{out}.outputs.jsonl"
-    content = read_json(file, MEASURE_AGAIN)
-    if content.get("format") != FORMAT:
-        raise CorruptFile(f"{file} is not a report of this format ({FORMAT}).", MEASURE_AGAIN)
-    outputs = read_lines(lines, MEASURE_AGAIN) if lines.is_file() else []
-    for number, row in enumerate(outputs, start=1):
-        if missing := [name for name in OUTPUT_FIELDS if name not in row]:
-            raise CorruptFile(f"{lines}: line {number} lacks {', '.join(missing)}.", MEASURE_AGAIN)
-        if wrong := [name for name in OUTPUT_FIELDS if not _is_output(name, row[name])]:
-            why = f"{', '.join(wrong)} cannot have this value"
-            raise CorruptFile(f"{lines}: line {number}: {why}.", MEASURE_AGAIN)
-    try:
-        return _report(content, outputs)
-    except ValueError as error:
-        raise CorruptFile(f"{file}: {error}", MEASURE_AGAIN) from None
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CorruptFile(f"{file} lacks a field of a report: {error}", MEASURE_AGAIN) from None
-
-
-def _is_output(name: str, value: Any) -> bool:
-    """Return whether a field of an output is text, or a list of token ids or counts."""
-    if name in ("id", "category", "prompt"):
-        return isinstance(value, str)
-    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 31 for x in value)
-
-
-def _report(content: dict[str, Any], outputs: list[dict[str, Any]]) -> Report:
-    """The inverse of `Report.fields`."""
+    content, lines = read_fields(folder / f"{out}.json"), folder / f"{out}.outputs.jsonl"
     own = {f.name for f in (*fields(Summary), *fields(Report))} | {"format", "exact_note"}
     return Report(
         summary=_summary(content),
         categories={name: _summary(part) for name, part in content["categories"].items()},
-        mismatches=[Mismatch(**fields) for fields in content["mismatches"]],
+        mismatches=[Mismatch(*map(row.get, Mismatch._fields)) for row in content["mismatches"]],
         setting={name: value for name, value in content.items() if name not in own},
-        outputs=outputs,
+        outputs=read_rows(lines, MEASURE_AGAIN, OUTPUT) if lines.is_file() else [],
         **{name: content[name] for name in ("exact", "theory", "forecast")},
     )
 
 
+def read_fields(file: Path) -> dict[str, Any]:
+    """Read `<out>.json`; a `CorruptFile` if it is not a report of this format."""
+    return read_object(file, MEASURE_AGAIN, REPORT)
+
+
 def _summary(content: dict[str, Any]) -> Summary:
     values = {f.name: content[f.name] for f in fields(Summary)}
-    for name, value in values.items():
-        kind = {"ms": dict, "shares": dict, "accept_at": list, "cond_at": list}.get(name)
-        if name.endswith("_95") and value is not None:
-            kind = list
-        parts = list(value.values()) if isinstance(value, dict) else value
-        numbers = [value] if kind is None else parts
-        right = kind is None or isinstance(value, kind)
-        if not right or not all(x is None or type(x) in (int, float) for x in numbers):
-            raise ValueError(f"{name} does not hold numbers.")
     spans = {k: tuple(v) for k, v in values.items() if k.endswith("_95") and v is not None}
     return Summary(**{**values, **spans})
 
@@ -175,8 +166,9 @@ def describe_policy(setting: dict[str, Any]) -> str:
     names = ["depth"] if setting["policy"] == "chain" else ["depth", "nodes"]
     if setting["policy"] in ("dynamic_tree", "opt_tree"):
         names.insert(1, "width")
-    lossy = [f"LOSSY ({setting['verify']})"] if setting.get("lossy") else []
-    return ", ".join([setting["policy"], *(f"{name} {setting[name]}" for name in names), *lossy])
+    lossy = [f"LOSSY ({setting.get('verify')})"] if setting.get("lossy") else []
+    sizes = [f"{name} {setting.get(name)}" for name in names]
+    return ", ".join([setting["policy"], *sizes, *lossy])
 
 
 def headline(setting: dict[str, Any]) -> str:

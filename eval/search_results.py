@@ -5,11 +5,11 @@ Importance is PED-ANOVA's (Watanabe et al. 2023, arXiv:2304.10255): how much a k
 best trials differ from its values in all trials.
 """
 
-import json
 import shlex
 import warnings
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.conf.errors import RunError
-from outrider.conf.files import read_json, write, write_json
+from outrider.conf.errors import CorruptFile, RunError
+from outrider.conf.files import write, write_json
+from outrider.conf.json_shapes import RATE, read_object, require_shape
 from outrider.conf.shown_text import mask_values
 from outrider.eval.report import png
+from outrider.train.manifest import read_training
+from outrider.train.metrics_log import read_log
 
 STUDY = "study.db"
 FORMAT = "outrider-search-1"
@@ -30,17 +33,19 @@ MAX_ROWS = 10
 MIN_TRIALS = 4  # complete trials that importance needs
 FIX = "Run the same command again, or remove the trial's folder."
 REPORT_METRICS = ("tau", "speedup", "tokens_per_second")
+SEARCH = {  # `search.json`
+    "format": FORMAT, "metric": str, "overrides": [str], "importance": {str: float},
+    "trials": [{
+        "number": int, "state": str, "value": RATE, "params": {str: object}, "words?": [str],
+        "seconds?, decoded tau?, decoded speedup?": float,
+    }],
+}  # fmt: skip
 
 
-def held_out_curve(log: Path, name: str) -> list[tuple[int, float]]:
+def held_out_curve(folder: Path, name: str) -> list[tuple[int, float]]:
     """Return (step, value) of the held-out evaluations so far."""
-    curve = []
-    for line in log.read_text().splitlines() if log.is_file() else ():
-        with suppress(ValueError):  # a line that is being written
-            entry = json.loads(line)
-            if entry.get("kind") == "held" and name in entry:
-                curve.append((int(entry["step"]), float(entry[name])))
-    return curve
+    held_out = (line for line in read_log(folder) if line["kind"] == "held")
+    return [(x["step"], float(x[name])) for x in held_out if isinstance(x.get(name), int | float)]
 
 
 def metric_of_run(folder: Path, metric: str, report: str) -> float:
@@ -49,33 +54,28 @@ def metric_of_run(folder: Path, metric: str, report: str) -> float:
     Raises:
         RunError: the metric was not measured.
     """
-    if metric in REPORT_METRICS:
-        value = _read_report(folder, report).get(metric)
-        if value is None:
-            fix = f"{metric} needs train.quick_eval=true, and speedup eval.baseline=true."
-            raise RunError(f"{folder} has no {metric}.", fix)
-        return float(value)
-    training = read_json(folder / "training.json", FIX)
-    return float(training["held_out"][metric])
+    measured = _read_report(folder, report) if metric in REPORT_METRICS else {}
+    value = {**(read_training(folder) or {}).get("held_out", {}), **measured}.get(metric)
+    if value is None:
+        fix = "A number of a report needs train.quick_eval=true, and speedup eval.baseline=true."
+        raise RunError(f"{folder} has no {metric}.", fix)
+    return float(value)
 
 
 def run_summary(folder: Path, report: str) -> dict[str, float]:
     """Return costs and results of a run, as far as they exist."""
-    summary = dict[str, float]()
-    if (folder / "training.json").is_file():
-        training = read_json(folder / "training.json", FIX)
-        names = ("seconds", "steps", "parameters", "tokens_per_second")
-        summary = {name: float(training[name]) for name in names}
-    decoded = _read_report(folder, report)
-    return summary | {
-        f"decoded {name}": float(decoded[name]) for name in ("tau", "speedup") if decoded.get(name)
-    }
+    training, decoded = read_training(folder) or {}, _read_report(folder, report)
+    costs = ("seconds", "steps", "parameters", "tokens_per_second")
+    values = {name: training.get(name) for name in costs}
+    values |= {f"decoded {name}": decoded.get(name) or None for name in ("tau", "speedup")}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def _read_report(folder: Path, name: str) -> dict[str, Any]:
     """Read a report; {} if there is none."""
     file = folder / "eval" / f"{name}.json"
-    return read_json(file, FIX) if file.is_file() else {}
+    shape = {f"{name}?": RATE for name in REPORT_METRICS}
+    return read_object(file, FIX, shape) if file.is_file() else {}
 
 
 def short_name(name: str) -> str:
@@ -90,32 +90,46 @@ def load_study(folder: Path) -> optuna.Study:
     if not (folder / STUDY).is_file():
         fix = "Start one: python train.py -m sweep=search."
         raise RunError(f"{folder} has no search.", fix)
-    return optuna.load_study(storage=f"sqlite:///{folder / STUDY}", study_name="search")
+    with study_errors(folder):
+        return optuna.load_study(storage=f"sqlite:///{folder / STUDY}", study_name="search")
+
+
+@contextmanager
+def study_errors(folder: Path) -> Iterator[None]:
+    """Turn what Optuna and SQLAlchemy raise for a damaged study into a `CorruptFile`."""
+    try:
+        yield
+    except Exception as error:
+        message = f"{folder / STUDY} cannot be read: {error}"
+        raise CorruptFile(message, "Restore it from a copy, or search in another folder.") from None
 
 
 def show(folder: Path, console: Console) -> None:
     """Print the results, and write `search.json` and `search.png`."""
     study = load_study(folder)
-    trials = study.get_trials(deepcopy=False)
-    complete = rank_trials(trials)
-    metric = str(study.user_attrs["metric"])
-    console.print(_table(trials, complete, metric))
-    shares = importance(study, complete)
-    if shares:
-        parts = "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        console.print(f"importance (PED-ANOVA): {parts}", highlight=False)
-    if complete:
-        words = [*study.user_attrs["overrides"], *complete[0].user_attrs["words"]]
-        command = f"python train.py {' '.join(map(shlex.quote, words))}"
-        console.print(Text(f"best: {command}"), soft_wrap=True)
+    with study_errors(folder):
+        trials = study.get_trials(deepcopy=False)
+        complete = rank_trials(trials)
+        shares = importance(study, complete)
+        attributes = study.user_attrs
     rows = [
         {"number": t.number, "state": t.state.name, "value": t.value, "params": t.params}
         | dict(t.user_attrs)
         for t in trials
     ]
     best = complete[0].number if complete else None
-    content = {"format": FORMAT, **study.user_attrs, "importance": shares, "best": best}
-    write_json(folder / "search.json", mask_values({**content, "trials": rows}))
+    content = {"format": FORMAT, **attributes, "importance": shares, "best": best, "trials": rows}
+    require_shape(content, SEARCH, str(folder / STUDY), "Search in another folder.")
+    metric = content["metric"]
+    console.print(_table(trials, complete, metric))
+    if shares:
+        parts = "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        console.print(f"importance (PED-ANOVA): {parts}", highlight=False)
+    if complete:
+        words = [*content["overrides"], *complete[0].user_attrs.get("words", [])]
+        command = f"python train.py {' '.join(map(shlex.quote, words))}"
+        console.print(Text(f"best: {command}"), soft_wrap=True)
+    write_json(folder / "search.json", mask_values(content))
     if complete:
         write(folder / "search.png", _plot(complete, shares, metric))
         console.print(f"written: {folder}/search.json, search.png", highlight=False)

@@ -11,6 +11,7 @@ Optuna (Akiba et al. 2019, arXiv:1907.10902); median pruning, Golovin et al. 201
 """
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -89,13 +90,14 @@ def _open_study(overrides: list[str], sweep: SweepConfig) -> optuna.Study:
     """Create or load the study; refuse that of a search with other settings."""
     folder = Path(sweep.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(
-        storage=f"sqlite:///{folder / search_results.STUDY}", study_name="search",
-        direction="maximize", load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(MIN_TRIALS, n_warmup_steps=1),
-    )  # fmt: skip
-    # a new seed after every stop, or the sampler would repeat its trials
-    seed = sweep.seed + len(study.get_trials(deepcopy=False))
+    with search_results.study_errors(folder):
+        study = optuna.create_study(
+            storage=f"sqlite:///{folder / search_results.STUDY}", study_name="search",
+            direction="maximize", load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(MIN_TRIALS, n_warmup_steps=1),
+        )  # fmt: skip
+        # a new seed after every stop, or the sampler would repeat its trials
+        seed = sweep.seed + len(study.get_trials(deepcopy=False))
     study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
     settings = {"overrides": overrides, "over": sweep.over, "metric": sweep.metric}
     for name, value in json.loads(json.dumps(mask_values(settings))).items():
@@ -168,7 +170,6 @@ class Search:
         self._lock, self._start = threading.Lock(), time.monotonic()
 
     def run(self, base: Config) -> int:
-        """Run all trials and print the results. Returns the exit code."""
         title = f"{self.sweep.trials} trials in {self.folder}, {self.sweep.jobs} at a time: "
         self.console.print(title + ", ".join(self.sweep.over), highlight=False)
         with JobPool(self.sweep) as self.pool:
@@ -190,12 +191,12 @@ class Search:
 
     def _work(self) -> None:
         while not self.pool.stopped:
-            with self._lock:
+            with self._lock, search_results.study_errors(self.folder):
                 if self._is_finished():
                     return
                 trial = self.study.ask()
                 values = suggest_values(trial, self.sweep.over)
-                if trial.user_attrs.get("folder") is None:
+                if not re.fullmatch(r"trial-\d+", str(trial.user_attrs.get("folder"))):
                     trial.set_user_attr("folder", f"trial-{trial.number:04d}")
             self._run_trial(trial, values)
 
@@ -255,7 +256,7 @@ class PruningWatch:
     """Reports a run's held-out evaluations to the study; returns whether the run must stop."""
 
     def __init__(self, trial: optuna.Trial, folder: Path, sweep: SweepConfig) -> None:
-        self.trial, self.log, self.sweep = trial, folder / "metrics.jsonl", sweep
+        self.trial, self.folder, self.sweep = trial, folder, sweep
         held_out = sweep.metric.startswith("accept_length")
         # for tau and speedup depth 1, since trials may differ in their other depths
         self.name = sweep.metric if held_out else "agree@1"
@@ -264,7 +265,7 @@ class PruningWatch:
     def __call__(self) -> bool:
         if not self.sweep.prune or self.pruned:
             return self.pruned
-        for step, value in search_results.held_out_curve(self.log, self.name):
+        for step, value in search_results.held_out_curve(self.folder, self.name):
             if step in self._reported:
                 continue
             self._reported.add(step)

@@ -113,10 +113,11 @@ def submit(
     name = re.sub(r"[^\w.-]+", "-", str(log.parent if log else "prepare")).strip("-")
     stop, id_file = folder / f"{name}.stop", (log.parent if log else folder) / "job.txt"
     stop.unlink(missing_ok=True)
-    if log is not None and EXECUTOR == "slurm" and id_file.is_file():
+    number = id_file.read_text(errors="replace").strip() if id_file.is_file() else ""
+    if log is not None and EXECUTOR == "slurm" and number.isdecimal():
         from submitit import SlurmJob
 
-        earlier: Any = SlurmJob(folder, id_file.read_text().strip())
+        earlier: Any = SlurmJob(folder, number)
         if not earlier.done(force_check=True):
             return Job(earlier, stop, id_file)
     executor.update_parameters(name=Path(name).name[-40:])

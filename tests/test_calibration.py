@@ -60,4 +60,4 @@ def test_run_without_greedy_answers_raises(tmp_path: Path) -> None:
     config = parse(compose([f"run.dir={tmp_path}"]))
     with pytest.raises(RunError, match="outrider eval"):
         calibrate(config, {}, QUIET)
-    assert read_calibration(tmp_path / "calibration.json") is None
+    assert read_calibration(tmp_path) is None

@@ -31,7 +31,7 @@ def test_output_of_a_wrong_value_names_file_line_and_field(
 ) -> None:
     file = written(tmp_path) / "eval.outputs.jsonl"
     file.write_text(json.dumps(OUTPUT) + "\n" + json.dumps({**OUTPUT, field: value}) + "\n")
-    with pytest.raises(CorruptFile, match=rf"eval\.outputs\.jsonl: line 2: {field} "):
+    with pytest.raises(CorruptFile, match=rf"eval\.outputs\.jsonl: line 2: {field}"):
         load(tmp_path, "eval")
 
 

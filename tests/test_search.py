@@ -282,9 +282,9 @@ def test_pareto_front() -> None:
 
 def test_incomplete_log_line_is_skipped(tmp_path: Path) -> None:
     log = tmp_path / "metrics.jsonl"
-    assert search_results.held_out_curve(log, "accept_length") == []
+    assert search_results.held_out_curve(tmp_path, "accept_length") == []
     log.write_text('{"step": 0, "kind": "held", "accept_length": 1.5}\n{"step": 100, "ki')
-    assert search_results.held_out_curve(log, "accept_length") == [(0, 1.5)]
+    assert search_results.held_out_curve(tmp_path, "accept_length") == [(0, 1.5)]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from outrider.conf.files import write, write_json
+from outrider.conf.json_shapes import RATE, number, read_object
 from outrider.conf.schema import Config, to_yaml
 from outrider.conf.shown_text import mask_values
 
@@ -22,6 +23,16 @@ PACKAGES = (
     "outrider", "torch", "transformers", "accelerate", "deepspeed", "datasets", "hydra-core",
     "safetensors", "tokenizers", "numpy", "wandb",
 )  # fmt: skip
+RESTORE = "Restore it from a copy, or train again."
+MANIFEST = {
+    "argv?": [str], "config?": {"train?": ({str: object}, None), "drafter?": object},
+    "versions?": {str: str}, "git?": {"commit?": str}, "fingerprints?": {str: object},
+}  # fmt: skip
+TRAINING = {  # best_drafter.training_summary
+    "parameters?, steps?, seconds?, start_seconds?, tokens?, tokens_per_second?": RATE,
+    "peak_memory_bytes?, best_step?": RATE, "phases?": {str: float}, "held_out?": {str: number},
+    "budget?": {str: object},
+}  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -83,6 +94,18 @@ def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
             **mask_values(facts),
         },
     )
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Read the `manifest.json` of a run; None without one."""
+    file = folder / "manifest.json"
+    return read_object(file, RESTORE, MANIFEST) if file.is_file() else None
+
+
+def read_training(folder: Path) -> dict[str, Any] | None:
+    """Read the `training.json` of a run; None while it trains."""
+    file = folder / "training.json"
+    return read_object(file, RESTORE, TRAINING) if file.is_file() else None
 
 
 def peak_memory(device: torch.device) -> int:

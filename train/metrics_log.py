@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.conf.errors import CorruptFile
 from outrider.conf.files import LINES_BYTES, append, parse_json, read_bytes, write
+from outrider.conf.json_shapes import number, read_rows
 from outrider.conf.schema import Config
 from outrider.data.reporter import LINE
 from outrider.train.trackers import TrackerThread
@@ -50,6 +51,9 @@ METRICS = {
 }  # fmt: skip
 
 
+LINE_SHAPE = {"step": int, "kind": str, str: (number, str, None)}
+
+
 class MetricsLog:
     """Log of the metrics of a run, written by the main rank only."""
 
@@ -74,7 +78,7 @@ class MetricsLog:
 
     def rewind(self, step: int) -> None:
         """Remove lines after a step that training continues from; it logs that step again."""
-        if self.main and self.file.is_file():
+        if self.main and self.file.exists():
             try:
                 text = read_bytes(self.file, LINES_BYTES).decode()
             except (OSError, ValueError) as error:
@@ -105,6 +109,12 @@ class MetricsLog:
     def print(self, text: str) -> None:
         if self.main:
             self.bar.console.print(text)
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Read the `metrics.jsonl` of a run, also while it is written; [] without one."""
+    file, fix = folder / "metrics.jsonl", "Restore it from a copy, or train again."
+    return read_rows(file, fix, LINE_SHAPE, torn=True) if file.is_file() else []
 
 
 def _parse_line(line: str) -> dict[str, Any]:

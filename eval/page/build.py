@@ -11,7 +11,7 @@ from pathlib import Path
 import outrider
 from outrider.conf.command_settings import ReportConfig
 from outrider.conf.console import Console
-from outrider.conf.errors import ConfigError, CorruptFile, RunError
+from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
 from outrider.conf.shown_text import for_terminal
 from outrider.eval import compare
@@ -53,7 +53,9 @@ def write_comparison(
 ) -> None:
     """Write the page of `outrider compare ... to=FOLDER`."""
     sections = comparison.comparison_sections(runs, without) if runs else []
-    sections += [_search_section(search, f"search-{i}") for i, search in enumerate(searches)]
+    sections += [
+        comparison.search_section(search, f"search-{i}") for i, search in enumerate(searches)
+    ]
     title = f"{len(runs)} runs compared" if runs else "Results of searches"
     page = _page(title, [], sections, [*(run.folder for run in runs), *searches])
     for file in write_page(page, folder):
@@ -84,42 +86,36 @@ def _run_page(config: Config, options: ReportConfig, console: Console) -> Page:
         run = read_run_files(folder)
     tokenizer = _tokenizer(config, run)
     answer_parts = partial(answers.answer_parts, tokenizer=tokenizer, count=options.examples)
-    report, outputs = "eval/*.json", "eval/*.outputs.jsonl"
-    sections: list[tuple[str, str, str, Callable[[RunFiles], Iterator[Part]]]] = [
-        ("speed", "Speed", report, speed.speed_parts),
-        ("acceptance", "Acceptance", report, acceptance.acceptance_parts),
-        ("answers", "Answers: origin of each token", outputs, answer_parts),
-        ("time", "Time, measured and predicted", report, speed.time_parts),
-        ("plan", "Predicted speedup", "plan/*.json", plans.plan_parts),
-        ("context", "Acceptance by context length", outputs, acceptance.context_parts),
-        ("temperature", "Acceptance by temperature", report, acceptance.temperature_parts),
-        ("calibration", "Calibration of the drafter's confidence", "calibration.json",
-         plans.calibration_parts),
-        ("curves", "Loss and acceptance in training", "metrics.jsonl", training.curve_parts),
-        ("cost", "Cost of training", "training.json", training.cost_parts),
-        ("origin", "Configuration and fingerprints", "manifest.json", training.provenance_parts),
-    ]  # fmt: skip
+    sections: list[tuple[str, str, Callable[[RunFiles], Iterator[Part]]]] = [
+        ("speed", "Speed", speed.speed_parts),
+        ("acceptance", "Acceptance", acceptance.acceptance_parts),
+        ("answers", "Answers: origin of each token", answer_parts),
+        ("time", "Time, measured and predicted", speed.time_parts),
+        ("plan", "Predicted speedup", plans.plan_parts),
+        ("context", "Acceptance by context length", acceptance.context_parts),
+        ("temperature", "Acceptance by temperature", acceptance.temperature_parts),
+        ("calibration", "Calibration of the drafter's confidence", plans.calibration_parts),
+        ("curves", "Loss and acceptance in training", training.curve_parts),
+        ("cost", "Cost of training", training.cost_parts),
+        ("origin", "Configuration and fingerprints", training.provenance_parts),
+    ]
     lead = [f"{out}: {r.verdict()}" for out, r in run.reports.items()]
     title = f"{config.drafter.name} on {config.target.path or config.target.name}"
     return _page(title, lead, [_build_section(run, *section) for section in sections], [folder])
 
 
 def _build_section(
-    run: RunFiles, name: str, title: str, file: str, build: Callable[[RunFiles], Iterator[Part]]
+    run: RunFiles, name: str, title: str, build: Callable[[RunFiles], Iterator[Part]]
 ) -> Section:
-    """Build a section, figures first; an error names the file with invalid content."""
-    try:
-        parts = list(build(run))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        message = f"{run.folder / file} has unexpected content: {error!r}"
-        raise CorruptFile(message, "Restore it from a copy, or write it again.") from error
-    return Section(name, title, sorted(parts, key=lambda part: not isinstance(part, Figure)))
+    """Build a section, figures first."""
+    return Section(name, title, sorted(build(run), key=lambda part: not isinstance(part, Figure)))
 
 
 def _folder_page(folder: Path) -> Page:
     """Return the page of a search, or of the runs in a folder."""
     if any((folder / name).is_file() for name in SEARCH_FILES):
-        return _page(f"Search: {folder.name}", [], [_search_section(folder, "search")], [folder])
+        section = comparison.search_section(folder, "search")
+        return _page(f"Search: {folder.name}", [], [section], [folder])
     places = sorted(file.parent for file in folder.glob("*/config.yaml"))
     if not places:
         message = f"{folder} holds no run, no search and no folder of a run."
@@ -127,15 +123,6 @@ def _folder_page(folder: Path) -> Page:
     runs, without, _ = compare.load_runs(places)
     sections = comparison.comparison_sections(runs, without)
     return _page(f"{folder.name}: {len(runs)} runs compared", [], sections, [folder])
-
-
-def _search_section(folder: Path, name: str) -> Section:
-    content = comparison.read_search(folder)
-    try:
-        return comparison.search_section(content, name)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        message = f"{folder / 'search.json'} has unexpected content: {error!r}"
-        raise CorruptFile(message, f"Write it again: outrider compare {folder}") from error
 
 
 def _refuse_run_options(options: ReportConfig, overrides: Sequence[str]) -> None:

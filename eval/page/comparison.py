@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table as ConsoleTable
 
-from outrider.conf.errors import CorruptFile, RunError
-from outrider.conf.files import read_json, read_lines
+from outrider.conf.errors import RunError
+from outrider.conf.json_shapes import read_object
 from outrider.eval import compare
 from outrider.eval.compare import RunResults, decoding_label
 from outrider.eval.page.elements import (
@@ -24,8 +24,9 @@ from outrider.eval.page.elements import (
 )
 from outrider.eval.page.figures import bars, curves, draw, points
 from outrider.eval.page.speed import SPEEDS
-from outrider.eval.page.training import logged_definition, metric_series
-from outrider.eval.search_results import FORMAT, pareto_front, short_name
+from outrider.eval.page.training import logged_definitions, metric_series
+from outrider.eval.search_results import SEARCH, pareto_front, short_name
+from outrider.train.metrics_log import read_log
 
 
 def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError]) -> list[Section]:
@@ -71,34 +72,25 @@ def _curves(runs: Sequence[RunResults]) -> Iterable[Part]:
     """Draw the held-out acceptance length of every run with a log."""
     lines = {}
     for run in runs:
-        file = run.folder / "metrics.jsonl"
-        log = read_lines(file, "Restore it, or train again.", torn=True) if file.is_file() else []
-        if points := metric_series(log, "held", "accept_length").get("accept_length"):
+        series = metric_series(read_log(run.folder), "held", "accept_length")
+        if points := series.get("accept_length"):
             lines[run.folder.name] = points
     if lines:
         paint = curves(lines, "step", "tokens per round", marks=True)
-        definition = f"{logged_definition('accept_length')} At every held-out evaluation."
+        definition = f"{logged_definitions('accept_length')} At every held-out evaluation."
         yield draw("held-out acceptance length", definition, paint)
 
 
-def read_search(folder: Path) -> dict[str, Any]:
-    """Read `search.json`; a CorruptFile is raised if it is missing or of another format."""
+def search_section(folder: Path, name: str) -> Section:
+    """Return the section of one search, from its `search.json`; `name` is its anchor."""
     fix = f"Write it again: outrider compare {folder}"
-    content = read_json(folder / "search.json", fix)
-    if content.get("format") != FORMAT:
-        raise CorruptFile(f"{folder / 'search.json'} is not of this format ({FORMAT}).", fix)
-    return content
-
-
-def search_section(content: Mapping[str, Any], name: str) -> Section:
-    """Return the section of one search; `name` is its anchor."""
+    content = read_object(folder / "search.json", fix, SEARCH)
     trials, metric = content["trials"], content["metric"]
-    complete = sorted(
-        (t for t in trials if t["state"] == "COMPLETE"), key=lambda t: (-t["value"], t["number"])
-    )
+    complete = [t for t in trials if t["state"] == "COMPLETE" and t["value"] is not None]
+    complete.sort(key=lambda trial: (-trial["value"], trial["number"]))
     parts: list[Part] = []
     if complete:
-        overrides = map(shlex.quote, [*content["overrides"], *complete[0]["words"]])
+        overrides = map(shlex.quote, [*content["overrides"], *complete[0].get("words", [])])
         parts.append(Note("The best recipe:", f"python train.py {' '.join(overrides)}"))
         parts.append(_cost(complete, metric))
     if importance := dict(sorted(content["importance"].items(), key=lambda item: -item[1])):

@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
+
 from outrider.conf.errors import CorruptFile
-from outrider.conf.files import read_json, read_lines
-from outrider.eval.calibration import FILE as CALIBRATION
 from outrider.eval.calibration import read_calibration
 from outrider.eval.metrics import bootstrap
-from outrider.eval.plan.surface import FORMAT as PLAN
+from outrider.eval.plan.show import read_plan
 from outrider.eval.report import MEASURE_AGAIN, Report, load
+from outrider.train.manifest import read_manifest, read_training
+from outrider.train.metrics_log import read_log
+from outrider.train.settings import read_saved_config
 
-RESTORE = "Restore it from a copy, or train again."
 TOLERANCE = 1e-9  # of two ways to divide the same counts
 
 
@@ -34,21 +36,16 @@ class RunFiles(NamedTuple):
 
 def read_run_files(folder: Path) -> RunFiles:
     """Read a run folder; a CorruptFile is raised for a damaged file or another format."""
-    log = folder / "metrics.jsonl"
     return RunFiles(
         folder,
-        (folder / "config.yaml").read_text(errors="replace"),
-        read_lines(log, RESTORE, torn=True) if log.is_file() else [],
-        _read_optional(folder / "training.json"),
-        _read_optional(folder / "manifest.json"),
+        OmegaConf.to_yaml(read_saved_config(folder)),
+        read_log(folder),
+        read_training(folder),
+        read_manifest(folder),
         {f.stem: _read_report(f) for f in sorted((folder / "eval").glob("*.json"))},
-        {f.stem: _read_plan(f) for f in sorted((folder / "plan").glob("*.json"))},
-        read_calibration(folder / CALIBRATION),
+        {f.stem: read_plan(f) for f in sorted((folder / "plan").glob("*.json"))},
+        read_calibration(folder),
     )
-
-
-def _read_optional(file: Path) -> dict[str, Any] | None:
-    return read_json(file, RESTORE) if file.is_file() else None
 
 
 def _read_report(file: Path) -> Report:
@@ -60,14 +57,6 @@ def _read_report(file: Path) -> Report:
                 message = f"{file} and {file.stem}.outputs.jsonl are not of one measurement."
                 raise CorruptFile(message, MEASURE_AGAIN)
     return report
-
-
-def _read_plan(file: Path) -> dict[str, Any]:
-    fix = f"Run again: outrider plan run.dir={file.parents[1]}"
-    content = read_json(file, fix)
-    if content.get("format") != PLAN:
-        raise CorruptFile(f"{file} is not a plan of this format ({PLAN}).", fix)
-    return content
 
 
 class AnswerRounds(NamedTuple):
@@ -128,4 +117,4 @@ def interval(
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of a ratio, dialogues drawn with replacement."""
     dialogues = [answer.dialogue for answer in answers]
-    return bootstrap(list(map(terms, answers)), dialogues, report.setting["seed"])
+    return bootstrap(list(map(terms, answers)), dialogues, report.setting.get("seed", 0))

@@ -30,10 +30,11 @@ COSTS = (  # quantity, field of training.json, format, unit
 )
 
 
-def logged_definition(name: str) -> str:
-    """Return the definition of a logged metric, from `metrics_log.METRICS`."""
-    metric = METRICS[name]
-    return f"{name} [{metric.unit}], {metric.reduction}: {metric.meaning}."
+def logged_definitions(*lines: str) -> str:
+    """Return the definitions of logged metrics, from `metrics_log.METRICS`."""
+    known = [n for n in dict.fromkeys(line.partition("@")[0] for line in lines) if n in METRICS]
+    metrics = ((name, METRICS[name]) for name in known)
+    return " ".join(f"{name} [{m.unit}], {m.reduction}: {m.meaning}." for name, m in metrics)
 
 
 def metric_series(
@@ -42,10 +43,10 @@ def metric_series(
     """Return (step, value) of a metric and of its variants: `loss@1`, `loss@2`, .."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for line in log:
-        for key, value in line.items() if line.get("kind") == kind else ():
+        for key, value in line.items() if line["kind"] == kind else ():
             matches = key == name or key.startswith((f"{name}@", f"{name}_"))
             if matches and isinstance(value, int | float):
-                lines.setdefault(key, []).append((float(line.get("step", 0)), float(value)))
+                lines.setdefault(key, []).append((float(line["step"]), float(value)))
     return lines
 
 
@@ -53,8 +54,7 @@ def curve_parts(run: RunFiles) -> Iterator[Part]:
     """Yield loss and acceptance over steps."""
     for kind, name, title in CURVES:
         if lines := metric_series(run.log, kind, name):
-            names = dict.fromkeys(line.partition("@")[0] for line in lines)
-            definition = " ".join(map(logged_definition, names))
+            definition = logged_definitions(*lines)
             interval = "Every log line." if kind == "train" else "Every held-out evaluation."
             unit = METRICS[name].unit
             paint = curves(lines, "step", unit, marks=kind == "held", log=unit == "nats")
@@ -83,8 +83,7 @@ def cost_parts(run: RunFiles) -> Iterator[Part]:
         cells = [[name, f"{value:.1f}"] for name, value in phases.items()]
         yield text_table("time by phase", ["phase", "seconds"], cells, definition)
     if held := run.training.get("held_out"):
-        names = dict.fromkeys(name.partition("@")[0] for name in held)
-        definition = " ".join(logged_definition(name) for name in names if name in METRICS)
+        definition = logged_definitions(*held)
         rows = [[name, f"{value:.3f}"] for name, value in held.items()]
         title = f"held-out text, best step ({run.training.get('best_step')})"
         table = text_table("held out", ["metric", "value"], rows, definition)
@@ -96,7 +95,7 @@ def _costs(training: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     for quantity, name, form, unit in COSTS:
         value = training.get(name)
         yield quantity, None if value is None else format(value / unit, form)
-    for name, value in (training.get("budget") or {}).items():
+    for name, value in training.get("budget", {}).items():
         yield f"budget: {name}", None if value is None else str(value)
 
 

@@ -42,6 +42,7 @@ from outrider.conf.errors import RunError
 
 Paths = tuple[tuple[int, ...], ...]
 
+NODES, RANKS, DEPTH = 4096, 65536, 512  # largest of a file
 SLACK = 1e-6  # by which the measured probabilities of siblings may exceed 1 in sum
 
 
@@ -86,6 +87,9 @@ def read(path: Path) -> Paths:
         lists = isinstance(content, list) and all(isinstance(path, list) for path in content)
         if not lists or not all(type(rank) is int for path in content for rank in path):
             raise ValueError("not a list of lists of integers")
+        deepest, ranks = max(map(len, content), default=0), [n for path in content for n in path]
+        if len(content) > NODES or deepest > DEPTH or max(ranks, default=0) > RANKS:
+            raise ValueError(f"at most {NODES} nodes, {RANKS} ranks and {DEPTH} levels")
         return parse(content)
     except (OSError, ValueError) as error:
         fix = "A tree is a json list of paths such as [[0], [1], [0, 0]]."
@@ -120,7 +124,7 @@ def expected(paths: Paths, table: Float[Tensor, "D K"]) -> float:
     Raises:
         ValueError: the table is not one of probabilities, or lacks a node's depth or rank.
     """
-    rates = _rates(table)
+    rates = rates_of(table)
     reached: dict[tuple[int, ...], float] = {(): 1.0}
     for path in parse(paths):
         if len(path) > len(rates) or path[-1] >= len(rates[0]):
@@ -131,7 +135,7 @@ def expected(paths: Paths, table: Float[Tensor, "D K"]) -> float:
     return sum(reached.values())
 
 
-def _rates(table: Float[Tensor, "D K"]) -> list[list[float]]:
+def rates_of(table: Float[Tensor, "D K"]) -> list[list[float]]:
     """Return the rows of a table of probabilities; those of siblings sum to at most 1."""
     if table.numel() == 0 or not bool(((table >= 0) & (table <= 1)).all()):
         raise ValueError(
@@ -163,7 +167,7 @@ def best_first(
     Raises:
         ValueError: an invalid table, or a limit below 1 or beyond it.
     """
-    rates = _rates(table)
+    rates = rates_of(table)
     width = len(rates[0]) if widest is None else widest
     depth = len(rates) if deepest is None else deepest
     _check_limits(rates, nodes, width, depth)
@@ -195,7 +199,7 @@ def sequoia(table: Float[Tensor, "D K"], nodes: int, deepest: int) -> Paths:
     Raises:
         ValueError: an invalid table, or a limit below 1 or beyond it.
     """
-    rates = _rates(table)
+    rates = rates_of(table)
     width = len(rates[0])
     _check_limits(rates, nodes, width, deepest)
     nodes = min(nodes, sum(width**depth for depth in range(1, deepest + 1)))
