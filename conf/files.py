@@ -95,14 +95,6 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def remove_files(folder: Path, names: Sequence[str]) -> None:
-    """Remove these files of a folder, and the folder if it is then empty."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        folder.rmdir()
-
-
 def as_run_error(file: Path, error: OSError, size: int) -> RunError:
     """Return the error for a failed write: the file's size, the reason, the free space."""
     message = f"{file} ({decimal(size)}) could not be written: {error.strerror or error}"
@@ -123,7 +115,7 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> It
     Raises:
         DiskFull, UnusablePlace: no file can be written there.
     """
-    temporary, probe = False, folder / f".{os.getpid()}.probe"
+    temporary, probe = False, folder / f".write-test-{os.getpid()}"
     with suppress(OSError):  # which `write` reports
         folder.mkdir(parents=True)
         temporary = on_wait is None

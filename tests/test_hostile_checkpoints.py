@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +165,18 @@ def test_binary_metrics_are_one_message_and_stay(tmp_path: Path) -> None:
     with pytest.raises(CorruptFile, match=r"metrics\.jsonl cannot be read"):
         rewind(tmp_path)
     assert file.read_bytes() == b"\xff\xfe\x00binary"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_metrics_that_are_no_file_are_one_message(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    make: dict[str, Callable[[], None]] = {
+        "fifo": lambda: os.mkfifo(file), "folder": file.mkdir,
+        "device": lambda: file.symlink_to("/dev/zero"),
+    }  # fmt: skip
+    make[kind]()
+    with pytest.raises(CorruptFile, match="not a regular file"):
+        rewind(tmp_path)
 
 
 def test_lines_that_are_no_metrics_are_skipped(tmp_path: Path) -> None:

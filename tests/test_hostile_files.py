@@ -76,6 +76,12 @@ def test_hash_and_tensors_refuse_endless_files(kind: str, tmp_path: Path) -> Non
         files.read_tensors(tmp_path / "file", None, FIX)
 
 
+def test_tensors_that_exceed_the_memory_are_refused(tmp_path: Path) -> None:
+    hostile("huge", tmp_path / "file")
+    with pytest.raises(CorruptFile, match="are more than"):
+        files.read_tensors(tmp_path / "file", "", FIX)
+
+
 def test_valid_json_is_read_as_before(tmp_path: Path) -> None:
     value = {
         "a": [1, 2.5, None, {"b": "\u00e9 \U0001f600"}],

@@ -28,6 +28,7 @@ from outrider.data.record.folder import RecordingFolder
 from outrider.data.training_data import TrainingData
 from outrider.eval.report_tables import show_and_save
 from outrider.launch import cli
+from outrider.models import load
 from outrider.models.load import LoadedTarget
 from outrider.train import best_drafter, checkpoint, loop
 from outrider.train.metrics_log import MetricsLog
@@ -117,6 +118,16 @@ def test_a_checkpoint_that_does_not_fit_is_removed(disk: Disk) -> None:
     with pytest.raises(DiskFull, match=r"state.safetensors \(4.0 MB\)"):
         checkpoint.save(disk.path, {"a": torch.zeros(10**6)}, checkpoint.Progress(step=2), 1, None)
     assert names(disk.path) == {"step-00000001", "filler"}
+
+
+def test_a_run_folder_on_a_full_disk_ends_training_before_anything_is_loaded(
+    disk: Disk, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_target", lambda *_: pytest.fail("loads the target"))
+    disk.fill()
+    words = ["train", f"run.dir={disk.path / 'run'}"]
+    assert "/run/" in run_and_get_error(capfd, lambda: cli.main(words))
+    assert not list((disk.path / "run").glob("*"))
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Continuation of a run from its newest checkpoint."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from outrider.conf.compose import flatten
-from outrider.conf.errors import ConfigError, CorruptFile, RunError
-from outrider.conf.files import read_json, remove_files
+from outrider.conf.errors import SHOWN, ConfigError, RunError
+from outrider.conf.files import read_json
 from outrider.conf.shown_text import mask_values
 from outrider.train import best_drafter, checkpoint
 from outrider.train.settings import parse, read_saved_config
@@ -43,9 +44,11 @@ def resume(run: Trainer) -> list[str] | None:
         if run.main:
             for name in ("checkpoints", "best"):
                 checkpoint.remove_all(run.folder / name)
-            remove_files(run.folder / "drafter", best_drafter.FILES[::-1])
-            for name in ("metrics.jsonl", IDENTITY):
+            names = [f"drafter/{name}" for name in reversed(best_drafter.FILES)]
+            for name in (*names, "metrics.jsonl", IDENTITY):
                 (run.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # it holds other files
+                (run.folder / "drafter").rmdir()
         return None
     if not checkpoints:
         if mode == "must":
@@ -87,10 +90,8 @@ def require_same_run(run: Trainer) -> None:
     """
     # parsed again, because an older file lacks settings, which then have their defaults
     saved = dict(flatten(asdict(parse(read_saved_config(run.folder)))))
-    file = run.folder / "manifest.json"
-    about = read_json(file, checkpoint.FIX).get("data")
-    if not isinstance(about, dict) or not _is_layout(about.get("layout")):
-        raise CorruptFile(f"{file} is damaged: it does not describe the data.", checkpoint.FIX)
+    about = read_json(run.folder / "manifest.json", checkpoint.FIX).get("data")
+    about = about if isinstance(about, dict) else {}
     if about.get("sha256_documents") != run.data.about["sha256_documents"]:
         raise RunError(f"{run.folder} was trained on other text than this run has.", OTHER_FOLDER)
     if _lossy_layout(about) != _lossy_layout(run.data.about):
@@ -104,20 +105,19 @@ def require_same_run(run: Trainer) -> None:
             raise ConfigError(name, value, why, OTHER_FOLDER)
 
 
-def _is_layout(layout: Any) -> bool:
-    return layout is None or (isinstance(layout, dict) and {"states", "top"} <= layout.keys())
-
-
 def _lossy_layout(about: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the layout of a recording that rounds; None for one that stores the target's output.
 
     Online runs have no layout, nor have runs of earlier versions on self-generated text.
     """
-    layout: Mapping[str, Any] | None = about.get("layout")
-    exact = layout is None or (layout["states"] == "same" and not layout["top"])
-    return None if exact else layout
+    layout: Any = about.get("layout")
+    rounds = layout and not (
+        isinstance(layout, dict) and layout.get("states") == "same" and not layout.get("top")
+    )
+    return layout if rounds else None
 
 
 def _describe_traces(about: Mapping[str, Any]) -> str:
     online = "the target's own output"
-    return f"{about.get('traces')} ({about['layout']})" if "layout" in about else online
+    found = f"{about.get('traces')} ({about['layout']})" if "layout" in about else online
+    return found[:SHOWN]
