@@ -114,6 +114,7 @@ def build_lm(body: dict[str, Any]) -> Any:
     try:
         hf_folder.check_sizes(body)
         config = AutoConfig.for_model(**body)
+        hf_folder.empty_model(config)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # of all kinds: a field may be anything
         why = f"transformers cannot build it: {hf_folder.first_line(error)}"

@@ -4,7 +4,6 @@ transformers opens every file that an index names, allocates what config.json as
 random values to weights that are missing. Each function raises a ValueError that says why not.
 """
 
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +28,8 @@ FROM_0 = {  # the smallest is 0
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), TOKENS),
 }
 PER_BYTE = 16  # parameters in a byte of the densest file; quantised ones hold up to five
+SMALL_JSON = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+TABLES = 2**30  # numbers in buffers, such as the causal masks of older models
 INDEX = "model.safetensors.index.json"
 KNOWN_SURPLUS = re.compile(  # buffers of older versions, MTP modules, parts for images and sound
     r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|position_ids)$"
@@ -55,6 +56,8 @@ def check_config(weights: str, revision: str | None) -> dict[str, Any]:
         for entry in sorted(Path(weights).iterdir()):
             if entry.exists() and not (entry.is_file() or entry.is_dir()):
                 raise ValueError(f"{entry.name} is not a regular file.")
+            if entry.name in SMALL_JSON:
+                read_json(entry, "")
     file = _find(weights, "config.json", revision)
     fields = {} if file is None else read_json(file, "")
     check_sizes(fields)
@@ -67,7 +70,7 @@ def check_weights(weights: str, revision: str | None, empty: Any) -> None:
     Args:
         empty: the model on the meta device; None: its size is not checked.
     """
-    if _find(weights, "adapter_config.json", revision) and importlib.util.find_spec("peft"):
+    if _find(weights, "adapter_config.json", revision):
         raise ValueError("it holds an adapter: merge it into its model (peft: merge_and_unload).")
     chosen = check_config(weights, revision).get("transformers_weights")
     names = ["model.safetensors", INDEX] if chosen is None else [str(chosen)]
@@ -144,11 +147,14 @@ def first_line(error: BaseException) -> str:
 
 
 def empty_model(config: Any, **kwargs: Any) -> Any:
-    """Return a model without weights, on the meta device."""
+    """Return a model without weights, on the meta device; refuse one with endless tables."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **kwargs)
+        model = AutoModelForCausalLM.from_config(config, **kwargs)
+    if (count := sum(b.numel() for b in model.buffers())) > TABLES:
+        raise ValueError(f"its config.json describes tables of {count:,} numbers.")
+    return model
 
 
 # ---- names and sizes of weight files ----

@@ -81,6 +81,9 @@ class Attention(nn.Module):
         """The input has `width_factor` hidden sizes; `qk_norm` norms every head, as in Qwen3."""
         super().__init__()
         inner, size = width_factor * shape.hidden, shape.head_dim
+        if shape.heads % shape.kv_heads or size % 2:
+            why = f"{shape.heads} heads of {size} numbers cannot share {shape.kv_heads} key heads"
+            raise ValueError(f"{why}, or are no pairs for the rotary embedding")
         self.q_proj = nn.Linear(inner, shape.heads * size, bias=False)
         self.k_proj = nn.Linear(inner, shape.kv_heads * size, bias=False)
         self.v_proj = nn.Linear(inner, shape.kv_heads * size, bias=False)

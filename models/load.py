@@ -20,7 +20,7 @@ from outrider.conf.errors import DISK_FULL_ERRNOS, ConfigError, RunError
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import TargetConfig, parse_template_args
 from outrider.models import hf_folder, target_check
-from outrider.models.chat_template import set_template_args
+from outrider.models.chat_template import set_template_args, template_hash
 from outrider.models.placement import (
     TensorParallelTarget,
     check_devices,
@@ -74,6 +74,11 @@ def load_tokenizer(settings: TargetConfig) -> Any:
     weights = locate_weights(settings)[0]
     tokenizer = _from_pretrained("AutoTokenizer", weights, settings)
     with _refusing(weights):
+        tokenizer.decode(tokenizer("a word", add_special_tokens=False)["input_ids"])  # it works
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        if has_template and not isinstance(tokenizer.get_chat_template(), str):
+            raise ValueError("the chat template of its tokenizer is not text.")
+        template_hash(tokenizer)  # a lone surrogate is no text either
         set_template_args(tokenizer, parse_template_args(settings.thinking, settings.template_args))
     return tokenizer
 

@@ -85,6 +85,19 @@ def mutated_json(valid: Any) -> st.SearchStrategy[bytes]:
     return values | mutated_bytes(json.dumps(valid).encode())
 
 
+@st.composite
+def mutated_safetensors(draw: st.DrawFn, valid: bytes) -> bytes:
+    """Return mutations of a safetensors file: of its header's values, its length, or any bytes."""
+    size = int.from_bytes(valid[:8], "little")
+    header, body = valid[8 : 8 + size], valid[8 + size :]
+    if draw(st.integers(0, 3)) == 0:
+        return draw(mutated_bytes(valid))
+    header = draw(mutated_json(json.loads(header)))
+    hostile = st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1, len(valid)])
+    size = draw(st.just(len(header)) | st.just(len(header)) | hostile)
+    return size.to_bytes(8, "little") + header + draw(st.sampled_from([body, body, body[:-1], b""]))
+
+
 def _containers(value: Any) -> list[Any]:
     """Return all lists and dicts of a JSON value."""
     if not isinstance(value, dict | list):

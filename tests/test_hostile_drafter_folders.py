@@ -1,8 +1,10 @@
 """Drafter folders, Outrider's own and others', whose settings and weights contradict or explode."""
 
+import ast
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +21,7 @@ from outrider.models import formats
 from outrider.models.formats import native
 from outrider.models.target import Target
 from tests import tiny
-from tests.outside import Case
+from tests.outside import CASES, Case
 
 REFUSED = (RunError, ConfigError)
 WEIGHTS = "model.safetensors"
@@ -131,6 +133,33 @@ def test_impossible_shape(folder: Path, target: Target, shape: Any) -> None:
     refused(folder, target)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.float32], ids=str)
+@pytest.mark.parametrize("key", ["vocab.t2d", "fc.weight"])
+def test_tensors_of_another_kind(
+    folder: Path, target: Target, key: str, dtype: torch.dtype
+) -> None:
+    """Flags are flags after loading, and weights are floating-point numbers."""
+    change_weights(folder, lambda weights: weights.update({key: weights[key].to(dtype)}))
+    if dtype.is_floating_point == (key == "vocab.t2d"):
+        assert "size mismatch" in refused(folder, target)
+    else:
+        drafter, _ = formats.load(folder, target)
+        assert drafter.vocab.t2d.dtype == torch.bool
+
+
+@pytest.mark.parametrize("change", [{"heads": 8, "head_dim": 4, "kv_heads": 3}, {"head_dim": 1}])
+def test_heads_that_do_not_divide(folder: Path, target: Target, change: dict[str, int]) -> None:
+    shape = {**target.shape()._asdict(), "heads": 32, "kv_heads": 16, **change}
+    edit(folder / "config.json", lambda config: config.update(shape=shape))
+    refused(folder, target)
+
+
+def test_missing_weights_are_found_before_allocation(folder: Path, target: Target) -> None:
+    """The settings describe 1,023 layers that the file does not hold."""
+    edit(folder / "config.json", lambda config: config["drafter"].update(layers=1024))
+    assert "disagree about layers.0." in refused(folder, target)
+
+
 OUTSIDE = ["eagle3-sglang", "eagle3-speculators", "medusa-vllm", "eagle-vllm", "mtp-deepseek"]
 VALUES = [10**12, -1, 0, "x", None, [], {}, float("nan"), 10**400, True]
 
@@ -173,3 +202,36 @@ def test_weights_that_are_no_file(folder: Path, target: Target) -> None:
     (folder / WEIGHTS).unlink()
     os.mkfifo(folder / WEIGHTS)
     assert "not a regular file" in refused(folder, target)
+
+
+def test_no_format_opens_a_pickle(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a pickle was opened")
+
+    for module in (torch, torch.serialization, pickle):
+        monkeypatch.setattr(module, "load", fail)
+    monkeypatch.setattr(pickle, "loads", fail)
+    monkeypatch.setattr(pickle, "Unpickler", fail)
+    for number, case in enumerate(CASES):
+        config = tiny.config(case.name, **case.changes)
+        case.format.write(case.drafter(target).eval(), target, config, tmp_path / str(number))
+        formats.load(tmp_path / str(number), target)
+
+
+@pytest.mark.parametrize("folder", ["eagle3-sglang", "draft_lm-transformers"], indirect=True)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "model.pt", "x.ckpt"])
+def test_folders_of_pickles_are_refused(folder: Path, target: Target, name: str) -> None:
+    (folder / WEIGHTS).rename(folder / name)
+    assert "is a pickle" in refused(folder, target)
+
+
+def test_no_file_of_models_calls_a_reader_of_pickles() -> None:
+    folder = Path(formats.__file__).parents[1]
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            assert called not in ("torch.load", "torch.serialization.load"), file
+            assert not {"pickle", "dill", "joblib", "shelve"} & {*names}, file

@@ -84,6 +84,16 @@ def test_config_names_safetensors_files_alone(folder: Path, name: str) -> None:
     assert "not a safetensors file" in refused(folder)
 
 
+def test_adapters_are_refused(folder: Path) -> None:
+    """With a whole model beside them, too, and without the package that would load them."""
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(folder / "opened")))
+    assert "holds an adapter" in refused(folder)
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        load_lm(str(folder))
+    assert not (folder / "opened").exists()
+
+
 def test_pickle_named_safetensors_is_not_opened(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder / "opened")))
     refused(folder)
@@ -170,6 +180,8 @@ def test_known_surplus_is_accepted(folder: Path, keys: list[str]) -> None:
         {"vocab_size": 10**12}, {"text_config": {"num_hidden_layers": 10**12}},
         {"intermediate_size": 10**7}, {"num_key_value_heads": 3}, {"rope_parameters": [1]},
         {"hidden_act": "explode"}, {"model_type": 5}, {"dtype": "int99"},
+        {"model_type": "gpt_neo", "attention_types": [[["global"], 4]], "num_layers": 4,
+         "num_heads": 4, "max_position_embeddings": 2**20},
         {"eos_token_id": "two"}, {"eos_token_id": [[1]]}, {"max_position_embeddings": -5},
     ],
     ids=str,
@@ -187,6 +199,19 @@ def test_sizes_are_compared_with_the_files_before_allocation(folder: Path) -> No
 @pytest.mark.parametrize("ids", ["two", [1, "x"], [[1]], 1.5, {"a": 1}, 10**12])
 def test_end_tokens_of_other_types_are_refused(folder: Path, ids: object) -> None:
     edit(folder / "generation_config.json", eos_token_id=ids)
+    refused(folder)
+
+
+@pytest.mark.parametrize("template", [5, {"a": "b"}, ["x"], [[1]], True, {"default": 5}], ids=str)
+def test_templates_that_are_no_text_are_refused(folder: Path, template: object) -> None:
+    edit(folder / "tokenizer_config.json", chat_template=template)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    refused(folder)
+
+
+def test_tokenizers_that_fail_on_a_word_are_refused(folder: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}
+    edit(folder / "tokenizer.json", model=model, added_tokens=[])
     refused(folder)
 
 

@@ -89,20 +89,22 @@ def read_modules(folder: Path, layers: int) -> MtpWeights:
     opened = WeightFolder(folder, FIX)
     with damaged_means_error(folder, FIX):
         _refuse_partial_rotary(opened)
-    for layout in (DEEPSEEK, QWEN3_NEXT):
-        if keys := dict(_keys(opened.shapes, layout, layers)):
-            break
-    else:
-        raise RunError(f"{folder} holds no MTP modules after {layers} decoder layers.", FIX)
-    modules = defaultdict[int, dict[str, Tensor]](dict)
-    for key, value in opened.tensors(keys).items():
-        number, name = keys[key]
-        if value.ndim == 1 and layout.offset:
-            value = value.float() + layout.offset  # 1 + w in bfloat16 would lose a small w
-        modules[number][name] = value
-    qk_norm = any(f"block.{QK_NORMS[0]}.weight" in module for module in modules.values())
-    _refuse_gaps(folder, modules, layout, qk_norm)
-    return MtpWeights([modules[number] for number in sorted(modules)], "embedding_first", qk_norm)
+        for layout in (DEEPSEEK, QWEN3_NEXT):
+            if keys := dict(_keys(opened.shapes, layout, layers)):
+                break
+        else:
+            raise RunError(f"{folder} holds no MTP modules after {layers} decoder layers.", FIX)
+        modules = defaultdict[int, dict[str, Tensor]](dict)
+        for key, value in opened.tensors(keys).items():
+            number, name = keys[key]
+            if value.ndim == 1 and layout.offset:
+                value = value.float() + layout.offset  # 1 + w in bfloat16 would lose a small w
+            modules[number][name] = value
+        qk_norm = any(f"block.{QK_NORMS[0]}.weight" in module for module in modules.values())
+        _refuse_gaps(folder, modules, layout, qk_norm)
+        return MtpWeights(
+            [modules[number] for number in sorted(modules)], "embedding_first", qk_norm
+        )
 
 
 def _keys(

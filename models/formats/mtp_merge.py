@@ -13,7 +13,12 @@ from outrider.conf.files import read_json, write_json, write_tensors
 from outrider.models.formats.atomic_folder import atomic_folder
 from outrider.models.formats.hf_config import USE_TARGET
 from outrider.models.formats.mtp_drafter import is_merged, module_keys
-from outrider.models.formats.weight_folder import PICKLES, SIDECAR, WeightFolder
+from outrider.models.formats.weight_folder import (
+    PICKLES,
+    SIDECAR,
+    WeightFolder,
+    damaged_means_error,
+)
 from outrider.models.hf_folder import weights_size
 
 MODULES = "model-mtp.safetensors"
@@ -32,7 +37,7 @@ def merge_into_target(modules: Path, target: Path, folder: Path) -> None:
         ours, theirs = own.config.get(name), whole.config.get(name)
         if ours != theirs:
             raise own.error(f"{name} is {ours}, and in {target} {theirs}.", USE_TARGET)
-    with atomic_folder(folder) as partial:
+    with damaged_means_error(target), atomic_folder(folder) as partial:
         for file in target.iterdir():
             weights = file.suffix in (*PICKLES, ".safetensors") or file.name.endswith(".index.json")
             if file.is_file() and not weights and file.name not in ("config.json", SIDECAR):

@@ -20,6 +20,7 @@ from outrider.conf.shown_text import mask_home, mask_values
 from outrider.models import drafters, hf_folder
 from outrider.models.drafter import Drafter
 from outrider.models.formats.weight_folder import WeightFolder, damaged_means_error
+from outrider.models.hf_folder import summarise
 from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
@@ -61,21 +62,27 @@ class NativeFormat:
         fields = config["drafter"]
         if "taps" in fields:
             fields = {**fields, "taps": config["taps"]}
+        if fields.get("name") == "mtp":
+            fields = {"feed": "raw", **fields}  # the default until it became normed
         cfg = config_from_json(fields, folder)
         with damaged_means_error(folder, FIX):
             vocab = DraftVocab.from_offsets(tensors["vocab.d2t"], target.vocab_size)
             shape = None if "shape" not in config else shape_from_json(config["shape"])
             with torch.device("meta"):  # nothing is allocated for sizes that the file does not have
                 expected = drafters.build(cfg, target, vocab, shape).state_dict()
+            if wrong := sorted(expected.keys() ^ tensors.keys()):
+                why = f"config.json and model.safetensors disagree about {summarise(wrong, 1)}"
+                raise RunError(f"{folder}: {why}.", FIX)
             for name, value in expected.items():
-                if name in tensors and tensors[name].shape != value.shape:
-                    sizes = (
-                        f"it is {list(tensors[name].shape)}, and config.json {list(value.shape)}"
-                    )
-                    raise RunError(f"{folder}: size mismatch for {name}: {sizes}.", FIX)
+                kinds = [(t.shape, t.is_floating_point()) for t in (tensors[name], value)]
+                if kinds[0] != kinds[1]:
+                    both = [f"{list(t.shape)} of {t.dtype}" for t in (tensors[name], value)]
+                    why = f"it is {both[0]}, and config.json describes {both[1]}"
+                    raise RunError(f"{folder}: size mismatch for {name}: {why}.", FIX)
             drafter = drafters.build(cfg, target, vocab, shape)
             for name, value in drafter.state_dict(keep_vars=True).items():
-                value.data = value.data.to(tensors[name].dtype if name in tensors else value.dtype)
+                if value.is_floating_point():
+                    value.data = value.data.to(tensors[name].dtype)
             drafter.load_state_dict(tensors)
         return drafter.eval(), cfg
 
@@ -158,7 +165,6 @@ def config_from_json(fields: dict[str, Any], folder: Path) -> Any:
     """Return the drafter's `Config` from a folder's JSON; unknown fields are refused."""
     try:
         kind = drafters.drafter_module(str(fields["name"])).Config
-        hf_folder.check_sizes(fields.get("body"))
         return from_dict(kind, fields, "drafter")
     except (ConfigError, TypeError, KeyError, ValueError, RecursionError) as error:
         why = hf_folder.first_line(error)
