@@ -11,7 +11,7 @@ class Verb(NamedTuple):
     line: str  # what it does, for --help
     root: str = "train"  # of conf/, where its keys come from; "": it takes words instead of keys
     group: str = ""  # group of conf/ that only this verb has
-    shorthand: str = ""  # key of the group that may be written without the group's name
+    shorthand: tuple[str, ...] = ()  # keys of the group that need not name it
     takes: str = "config"  # arguments: "config" (and the group's settings), "words" or "report"
     files: tuple[str, ...] = ("data.path", "data.given", "eval.prompts")  # keys; files must exist
 
@@ -44,7 +44,7 @@ VERBS = {
     "doctor": Verb(
         "outrider.launch.doctor.run:doctor",
         "check a run before training: data, template, target, memory, disk, time, ranks",
-        group="doctor", shorthand="json"),
+        group="doctor", shorthand=("json",)),
     "advise": Verb(
         "outrider.launch.advise:advise",
         "predict the gain of more training text from pilot runs on parts of it", group="advise"),
@@ -59,7 +59,7 @@ VERBS = {
     "publish": Verb(
         "outrider.eval.publish.run:publish",
         "export a drafter to an engine's format, verify it, write a card, upload it",
-        root="eval", group="publish", shorthand="format", files=()),
+        root="eval", group="publish", shorthand=("format", "engine", "engine.python"), files=()),
     "ranks": Verb(
         "outrider.eval.rank_tables:ranks",
         "measure how often each rank of the drafter's choices is accepted (ranks.json)",

@@ -61,10 +61,12 @@ def _cases() -> list[Case]:
     for own in (True, False):
         changes = {"own_heads": own, "res_layers": 2}
         cases += [Case("medusa", "vllm", changes, whole) for whole in (True, False)]
-    cases += [Case("mtp", "deepseek", c, True) for c in ({}, {**QK, "depths": 1})]
-    state_first = {"mode": "recurrent", "order": "state_first", "feed": "normed", **QK}
-    cases += [Case("mtp", w, state_first, True) for w in ("qwen3_next", "speculators")]
-    cases += [Case("mtp", w, {"depths": 1}, True) for w in ("qwen3_next", "speculators")]
+    cases += [Case("mtp", "deepseek", c, True) for c in ({}, QK)]
+    state_first = {"mode": "recurrent", "order": "state_first", **QK}
+    layouts = ("deepseek", "qwen3_next", "speculators")
+    cases += [Case("mtp", w, state_first, True) for w in layouts]
+    cases += [Case("mtp", w, {**QK, "depths": 1, "feed": "raw"}, True) for w in layouts]
+    cases += [Case("mtp", "qwen3_next", {"depths": 1}, True)]
     cases += [Case("draft_lm", "transformers", {}, True)]
     every = ("draft_lm", "eagle", "eagle3", "hass", "medusa", "mtp")
     return cases + [Case(name, "native", {}, False) for name in every]
@@ -115,6 +117,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return {
         k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
     }
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Return the names of the tensors that outrider.json lists."""
+    return set(json.loads((folder / "outrider.json").read_text())["tensors"])
 
 
 def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

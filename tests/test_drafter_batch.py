@@ -24,7 +24,7 @@ from tests.families import small_model
 CLOSE = 1e-5
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "eagle3": [{"layers": 2, "qk_norm": True, "feedback": "normed"}],
-    "mtp": [{"mode": "recurrent"}, {"feed": "normed"}],
+    "mtp": [{"mode": "recurrent"}, {"feed": "raw"}],
     "medusa": [{"own_heads": False}],
     "draft_lm": [
         {"body": config_to_dict(small_model(family).config)}

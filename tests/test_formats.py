@@ -179,8 +179,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], bool, str]] = [
     ("medusa", "medusa", {}, False, "token_map"),
     ("medusa", "medusa", {"res_layers": 2}, True, "layers differ"),
     ("medusa", "vllm", {"adapter_rank": 2, "draft_vocab_size": None}, True, "changes its target"),
-    ("mtp", "deepseek", {"feed": "normed"}, True, "before its norm"),
+    ("mtp", "deepseek", {"feed": "raw"}, True, "after its norm"),
+    *[
+        ("mtp", w, {"feed": "raw", "mode": "recurrent", "qk_norm": True}, True, "after its norm")
+        for w in ("deepseek", "qwen3_next", "speculators")
+    ],
     ("mtp", "qwen3_next", {}, True, "layout holds one"),
+    ("mtp", "speculators", {"depths": 1}, True, "layers are Qwen3's"),
     ("mtp", "speculators", {"depths": 1}, False, "whole head"),
     ("draft_lm", "transformers", {}, False, "draft vocabulary is reduced"),
 ]

@@ -132,6 +132,22 @@ def test_vocab_maps_may_have_any_dtype(drafter: Drafter, target: Target, tmp_pat
     outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
 
 
+def test_sglang_folder_names_a_whole_vocabulary_and_need_not(
+    target: Target, tmp_path: Path
+) -> None:
+    """optimum-intel leaves an absent d2t uninitialised; folders of others have none."""
+    whole = outside.randomise(tiny.drafter("eagle3", target, outside.vocab(True)))
+    folder = outside.publish_as(whole, target, tmp_path / "f")
+    stored = outside.weights(folder)
+    assert not stored["d2t"].any()
+    assert stored["t2d"].all()
+    for change in (lambda t: None, lambda t: (t.pop("d2t"), t.pop("t2d"))):
+        outside.rewrite_weights(folder, change)
+        read, cfg = formats.load(folder, target)
+        assert cfg.draft_vocab_size is None
+        outside.assert_equal_weights(whole, read)
+
+
 def test_missing_rope_theta_has_llamas_default(
     drafter: Drafter, target: Target, tmp_path: Path
 ) -> None:

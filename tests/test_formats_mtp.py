@@ -195,7 +195,7 @@ def test_merging_refuses_other_layer_names(target: Target, home: Path, tmp_path:
 
 def test_merging_refuses_speculators_layout(target: Target, home: Path, tmp_path: Path) -> None:
     form = formats.find("speculators", "mtp")
-    form.write(built(target, depths=1), target, None, tmp_path / "alone")
+    form.write(built(target, depths=1, qk_norm=True), target, None, tmp_path / "alone")
     with pytest.raises(RunError, match="format=deepseek or qwen3_next"):
         mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
 
@@ -231,7 +231,8 @@ def test_damage_in_a_merged_folder_is_refused(target: Target, home: Path, tmp_pa
 def test_unknown_key_is_named(
     target: Target, tmp_path: Path, word: str, name: str, message: str
 ) -> None:
-    folder = outside.publish_as(built(target, depths=1), target, tmp_path / "f", word)
+    drafter = built(target, depths=1, qk_norm=True)
+    folder = outside.publish_as(drafter, target, tmp_path / "f", word)
     outside.rewrite_weights(folder, lambda t: t.update({name: torch.ones(3)}))
     with pytest.raises(RunError, match=f"holds .*{message}.* does not define"):
         formats.load(folder, target)
@@ -251,3 +252,24 @@ def test_outrider_json_selects_recurrent_mode(target: Target, tmp_path: Path) ->
     (folder / "outrider.json").write_text(json.dumps(content))
     cfg = formats.load(folder, target)[1]
     assert (cfg.mode, cfg.depths) == ("recurrent", 5)
+
+
+def test_drafter_saved_without_feed_keeps_raw(target: Target, tmp_path: Path) -> None:
+    """The default was raw, and is normed since; a folder that names none is older."""
+    formats.find("native", "mtp").write(built(target), target, None, tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    assert config["drafter"].pop("feed") == "normed"
+    file.write_text(json.dumps(config))
+    assert formats.load(tmp_path / "out", target)[1].feed == "raw"
+
+
+def test_outrider_json_of_an_older_export_keeps_raw(target: Target, tmp_path: Path) -> None:
+    """Older versions exported raw modules of several depths; no engine feeds such a state."""
+    formats.find("deepseek", "mtp").write(built(target), target, None, tmp_path / "out")
+    file = tmp_path / "out" / "outrider.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "drafter": {**content["drafter"], "feed": "raw"}}))
+    read, cfg = formats.load(tmp_path / "out", target)
+    assert cfg.feed == "raw"
+    assert "after its norm" in formats.find("deepseek", "mtp").refusal_reason(read, target)

@@ -21,11 +21,11 @@ H, HEADS, KEY_HEADS, SIZE, INNER = 32, 4, 2, 8, 48  # of the small llama in fami
 ONLY = torch.zeros(1, dtype=torch.long)
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"feed": "normed", "order": "state_first"},
+    {"feed": "raw", "order": "state_first"},
     {"depths": 5, "qk_norm": True},
     {"depths": 1},
     {"mode": "recurrent"},
-    {"mode": "recurrent", "feed": "normed", "order": "state_first", "qk_norm": True},
+    {"mode": "recurrent", "feed": "raw", "order": "state_first", "qk_norm": True},
 ]
 
 
@@ -273,7 +273,7 @@ def test_feed_changes_deeper_guesses_and_order_changes_all(target: Target) -> No
     trace = text(target)
     plain = unrolled(built(target), trace)
     for name, value, differs in [
-        ("feed", "normed", [False, True, True]),
+        ("feed", "raw", [False, True, True]),
         ("order", "state_first", [True, True, True]),
     ]:
         other = built(target, **{name: value})  # type: ignore[arg-type]

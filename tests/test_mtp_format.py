@@ -144,8 +144,8 @@ def expected(target: Target, modules: list[Module], ids: Tensor, last: Tensor) -
     state = last
     for k, module in enumerate(modules, start=1):
         rows = len(ids) - k - 1
-        state = module(target.embed(ids[k:-1]), state[:rows])
-        yield target.logits(module.norm(module.ends[-1], state))
+        state = module.norm(module.ends[-1], module(target.embed(ids[k:-1]), state[:rows]))
+        yield target.logits(state)
 
 
 def check(target: Target, drafter: Mtp, modules: list[Module]) -> None:

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from outrider.eval.publish.serve_commands import serve_commands
 from outrider.models import formats
 from outrider.models.formats.atomic_folder import write_weights
 from outrider.models.formats.external import write_sidecar
+from outrider.models.load import TINY
 from outrider.models.target import Target
 from tests import outside, tiny
 from tests.outside import CASES, Case
@@ -40,11 +43,16 @@ def target() -> Target:
     return tiny.target()
 
 
+@cache
+def tokenizer() -> Any:
+    return hf.AutoTokenizer.from_pretrained(TINY)
+
+
 def export(case: Case, target: Target, folder: Path) -> str:
     drafter = case.drafter(target)
     cfg = getattr(drafter, "cfg", None) or tiny.config(case.name, **case.changes)
     trip = RoundTrip(target, drafter, PROMPTS, TOKENS, min(cfg.depths, drafter.max_depth))
-    return export_folder(case.format, cfg, trip, folder, str)
+    return export_folder(case.format, cfg, trip, folder, tokenizer())
 
 
 def file_problems(folder: Path) -> list[str]:
@@ -75,6 +83,17 @@ def test_export_round_trip(case: Case, target: Target, tmp_path: Path) -> None:
     read, cfg = formats.load(tmp_path / "out", target)
     assert cfg.name == case.name
     outside.assert_equal_weights(case.drafter(target), read)
+    assert weights_for_engines(tmp_path / "out") == outside.stored_names(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists() == (case.word == "transformers")
+
+
+def weights_for_engines(folder: Path) -> set[str]:
+    """Return what an engine loads: every tensor of every weight file beside config.json.
+
+    vLLM globs *.safetensors, then *.bin and *.pt, and reads an index only to leave out files.
+    """
+    assert not [f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern)]
+    return set(outside.weights(folder))
 
 
 @pytest.mark.parametrize("name", ["eagle", "mtp", "medusa"])
@@ -94,7 +113,7 @@ def test_drafter_that_patches_its_target_is_compared_on_the_patched_target(tmp_p
     trip = RoundTrip(of, drafter, PROMPTS, TOKENS, tiny.DEPTHS)
     assert trip.expected[0].ids != before
     cfg = tiny.config("medusa", **changes)
-    export_folder(formats.find("native", "medusa"), cfg, trip, tmp_path / "out", str)
+    export_folder(formats.find("native", "medusa"), cfg, trip, tmp_path / "out", tokenizer())
 
 
 # ---- verify.py on a damaged folder ---------------------------------------------------------------
@@ -127,12 +146,10 @@ def update_hashes(folder: Path, tensors: bool = True) -> None:
     """Recompute the hashes, and the tensors of outrider.json, from the files."""
     if tensors and (folder / "config.json").exists():
         content = json.loads((folder / "outrider.json").read_text())
-        golden = folder / "golden.safetensors"
-        moved = golden.rename(folder / "golden.moved")
         write_sidecar(folder, {k: v for k, v in content.items() if k not in ("sha256", "tensors")})
-        moved.rename(golden)
     golden = json.loads((folder / "golden.json").read_text())
-    hashes = {f.name: sha256_of(f) for f in folder.iterdir() if f.name in golden["sha256"]}
+    names = (name for name in golden["sha256"] if (folder / name).exists())
+    hashes = {name: sha256_of(folder / name) for name in names}
     (folder / "golden.json").write_text(json.dumps({**golden, "sha256": hashes}))
 
 
@@ -246,7 +263,7 @@ def test_verify_detects_damaged_files_without_outrider(
 def test_verify_detects_one_flipped_bit_in_any_file(folder: Path, case: Case) -> None:
     """Negative control: the lowest bit of the last byte of each file, one after the other."""
     names = json.loads((folder / "golden.json").read_text())["sha256"]
-    assert {"config.json", "outrider.json", "golden.safetensors"} < names.keys()
+    assert {"config.json", "outrider.json", "golden/outputs.safetensors"} < names.keys()
     for name in names:
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -257,7 +274,7 @@ def test_verify_detects_one_flipped_bit_in_any_file(folder: Path, case: Case) ->
 
 QKV = [f"midlayer.self_attn.{x}_proj.weight" for x in "qkv"]
 EDGE = "model.layers.4.embed_tokens.weight"
-GOLDEN = "golden.safetensors"
+GOLDEN = "golden/outputs.safetensors"
 DIFFERS = "of the drafter in the folder differs by"
 DAMAGES: list[tuple[str, Case, Damage, str]] = [
     ("renamed key", SGLANG, weights(rename), r"is it midlayer.hidden_norm.weight"),
@@ -384,7 +401,7 @@ def test_export_that_drafts_worse_is_refused(tmp_path: Path) -> None:
     trip = RoundTrip(of, drafter, prompts, TOKENS, tiny.DEPTHS)
     assert any(any(answer.accepted) for answer in trip.expected)
     form, cfg = formats.find("vllm", "eagle3"), drafter.cfg
-    export_folder(form, cfg, trip, tmp_path / "good", str)
+    export_folder(form, cfg, trip, tmp_path / "good", tokenizer())
     untrained = tiny.drafter("eagle3", of, tiny.vocab(tiny.VOCAB))
     form.write(untrained, of, cfg, tmp_path / "other")
     with pytest.raises(RunError, match="accepted draft tokens of answer"):
@@ -394,7 +411,7 @@ def test_export_that_drafts_worse_is_refused(tmp_path: Path) -> None:
 def test_text_too_short_for_the_depths_is_refused(target: Target, tmp_path: Path) -> None:
     trip = RoundTrip(target, SGLANG.drafter(target), [[5]], 3, tiny.DEPTHS)
     with pytest.raises(RunError, match="too short to compare 3 depths"):
-        export_folder(SGLANG.format, tiny.config("eagle3"), trip, tmp_path / "out", str)
+        export_folder(SGLANG.format, tiny.config("eagle3"), trip, tmp_path / "out", tokenizer())
 
 
 # ---- serving -------------------------------------------------------------------------------------

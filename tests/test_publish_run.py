@@ -16,7 +16,9 @@ from outrider.conf.command_settings import PublishConfig
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.files import fingerprint, sha256_of
 from outrider.conf.schema import to_yaml
+from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.publish import card
+from outrider.eval.publish.reference_outputs import compare_outputs
 from outrider.eval.publish.round_trip import RoundTrip
 from outrider.launch.cli import main
 from outrider.models import drafters, formats
@@ -27,6 +29,7 @@ from outrider.models.vocab import DraftVocab
 from outrider.train.settings import parse
 from tests import fake_hub
 from tests.runs import config
+from tests.test_page import measured
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of its client
 SHORT = ["publish.prompts=1", "publish.new_tokens=16"]
@@ -46,22 +49,25 @@ def run(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab = DraftVocab.identity(loaded.target.vocab_size)
     drafter = drafters.build(run_config.drafter, loaded.target, vocab)
     native.save(drafter, run / "drafter", loaded.target, run_config.drafter, {})
-    about = {
-        "format": "outrider-report-1", "policy": "chain", "depth": 2, "nodes": 2,
-        "temperature": 0.0, "dtype": "float32", "device": "cpu", "threads": 1,
+    about = measured(depth=2, nodes=2).fields()
+    part = about["categories"]["story"] | METRICS
+    about |= {
         "exact_note": "all 3 answers equal plain decoding", **METRICS,
-        "categories": {"story": METRICS, "a|b *c*": METRICS},
+        "categories": {"story": part, "a|b *c*": part},
     }  # fmt: skip
     (run / "eval").mkdir()
     for name, owner in (("mine", fingerprint(drafter.state_dict())), ("stale", "other")):
-        report = {**about, "fingerprints": {"drafter": owner}}
+        report = {**about, "fingerprints": {**about["fingerprints"], "drafter": owner}}
         (run / "eval" / f"{name}.json").write_text(json.dumps(report))
-    mine = {"fingerprints": {"drafter": fingerprint(drafter.state_dict())}}
-    bent = {**about, **mine, "temperature": 1.0, "lossy": True, "verify": "lossy_typical", "tau": 3}
+    mine = json.loads((run / "eval" / "mine.json").read_text())
+    bent = {**mine, "temperature": 1.0, "lossy": True, "verify": "lossy_typical", "tau": 3}
     (run / "eval" / "bent.json").write_text(json.dumps(bent))
     (run / "plan").mkdir()
-    row = {"batch": 4, "context": 256, "shape": "chain 3", "tau": 2.25, "speedup": 1.75}
-    plan = {"machine": "H100 SXM 80GB", "recommended": [row], "warnings": ["It does not *fit*."]}
+    row = {"batch": 4, "context": 256, "depth": 3, "width": 1, "nodes": 3, "shape": "chain 3",
+           **dict.fromkeys(("draft_ms", "verify_ms", "round_ms", "plain_ms"), 1.0),
+           "tau": 2.25, "speedup": 1.75}  # fmt: skip
+    plan = {"format": PLAN, "machine": "H100 SXM 80GB", "assumptions": [], "rows": [row],
+            "recommended": [row], "warnings": ["It does not *fit*."]}  # fmt: skip
     (run / "plan" / "plan.json").write_text(json.dumps(plan))
     argv = ["/somewhere/cli.py", "train", "drafter=eagle3", "train.lr=1e-3", f"run.dir={run}"]
     (run / "manifest.json").write_text(json.dumps({"argv": argv, "data": {"source": "tiny"}}))
@@ -91,7 +97,7 @@ def published(run: Path) -> Path:
 def test_all_exports_every_supported_format(published: Path) -> None:
     assert {f.name for f in published.iterdir()} == {"native", "sglang", "vllm", "speculators"}
     for folder in published.iterdir():
-        files = {"README.md", "config.json", "golden.json", "golden.safetensors", "verify.py"}
+        files = {"README.md", "config.json", "golden", "golden.json", "verify.py"}
         assert {f.name for f in folder.iterdir()} == {*files, "model.safetensors", "outrider.json"}
 
 
@@ -228,12 +234,12 @@ def test_verify_recomputes_the_reference_outputs_with_outrider(
     save_file(tensors, other, {"format": "pt"})
     assert verify([str(folder), "--target", str(tmp_path / "other")]) == 1
     assert "trained for" in capsys.readouterr().out
-    file = folder / "golden.safetensors"
+    file = folder / "golden" / "outputs.safetensors"
     tensors = load_file(file)
     tensors["logits"][1, 1, 1] += 0.1
     save_file(tensors, file, {"format": "pt"})
     golden = json.loads((folder / "golden.json").read_text())
-    golden["sha256"][file.name] = sha256_of(file)
+    golden["sha256"]["golden/outputs.safetensors"] = sha256_of(file)
     (folder / "golden.json").write_text(json.dumps(golden))
     assert verify([str(folder)]) == 0
     assert "golden logits not checked: no --target is given" in capsys.readouterr().out
@@ -244,8 +250,15 @@ def test_verify_recomputes_the_reference_outputs_with_outrider(
 def test_folder_of_the_previous_version_is_read(
     published: Path, tmp_path: Path, loaded: LoadedTarget
 ) -> None:
-    """Its outrider.json does not list the tensors."""
+    """Its outrider.json does not list the tensors, and its reference outputs are beside them."""
     folder = Path(shutil.copytree(published / "vllm", tmp_path / "out"))
+    (folder / "golden" / "outputs.safetensors").rename(folder / "golden.safetensors")
+    golden = json.loads((folder / "golden.json").read_text())
+    golden["sha256"]["golden.safetensors"] = golden["sha256"].pop("golden/outputs.safetensors")
+    (folder / "golden.json").write_text(json.dumps(golden))
+    assert runpy.run_path(str(folder / "verify.py"))["check_files"](folder)[0] == []
+    drafter, _ = formats.load(folder, loaded.target)
+    assert "golden logits" in compare_outputs(folder, drafter, loaded.target)
     content = json.loads((folder / "outrider.json").read_text())
     assert content.pop("tensors")["fc.weight"]["dtype"] == "F32"
     (folder / "outrider.json").write_text(json.dumps(content))
@@ -310,7 +323,7 @@ def test_dry_run_lists_the_files_and_sends_no_request(
 ) -> None:
     assert upload(run, tmp_path, "publish.dry_run=true") == 0
     output = capsys.readouterr().out
-    assert "golden.safetensors" in output
+    assert "golden/outputs.safetensors" in output
     assert "not uploaded to me/draft" in output
     assert hub.requests == []
 
@@ -321,7 +334,8 @@ def test_private_upload_then_download_and_measurement(
     assert upload(run, tmp_path) == 0
     uploaded = hub.repos["me/draft"]
     assert uploaded["private"]
-    local = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+    out = tmp_path / "out"
+    local = {str(f.relative_to(out)): f.read_bytes() for f in out.rglob("*") if f.is_file()}
     assert uploaded["files"] == local
     assert b"me/draft" in uploaded["files"]["README.md"]
     words = ["target=tiny", f"run.dir={tmp_path / 'report'}", "eval.limit=1", "eval.warmup=0"]
@@ -411,10 +425,7 @@ def test_eval_drafter_is_refused_by_other_commands(
 def test_modified_published_folder_is_refused(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    for file in (published / "vllm").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = Path(shutil.copytree(published / "vllm", tmp_path / "out"))
     weights = load_file(folder / "model.safetensors")
     weights["fc.weight"] += 1
     save_file(weights, folder / "model.safetensors")

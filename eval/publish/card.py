@@ -13,27 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from outrider.conf.command_settings import REPO, PublishConfig
-from outrider.conf.errors import CorruptFile
-from outrider.conf.files import fingerprint, read_json
+from outrider.conf.files import fingerprint, read_bytes
 from outrider.conf.schema import Config
 from outrider.conf.shown_text import escape_controls, mask_home
 from outrider.eval.page.write import code, markdown
+from outrider.eval.plan.show import read_plan
 from outrider.eval.publish.serve_commands import serve_commands
-from outrider.eval.report import FORMAT, describe_policy, format_number
+from outrider.eval.report import describe_policy, format_number, read_fields
 from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import SMOLLM2
 from outrider.models.target import Target
+from outrider.train.manifest import read_manifest, read_training
 
 HERE = Path(__file__).parent
 UNKNOWN = "unknown"  # the hub's name of an unknown licence
 OWN = {"tiny": "apache-2.0", "smollm2": "apache-2.0"}  # of the named targets
 LICENSE = ("license", "license_name", "license_link")
-TRAINED = {"steps", "tokens", "seconds", "best_step"}
+TRAINED = ("steps", "tokens", "seconds", "best_step")
+VERSIONS = {"outrider", "torch", "transformers"}
 PRIVATE = ("run.dir=", "hydra.", "train.wandb")  # local settings in a command
 
 
@@ -50,6 +52,7 @@ class CardSubject:
     comparison: str  # what was compared before publishing
     reports: dict[str, dict[str, Any]]  # of this drafter, by name
     other: list[str]  # names of reports of another drafter
+    engine: str = ""  # what an engine decoded equally, with its version
 
 
 def write_card(subject: CardSubject, repo: str | None) -> str:
@@ -63,13 +66,9 @@ def write_card(subject: CardSubject, repo: str | None) -> str:
         "code": lambda text: Markup(code(escape_controls(str(text)))),
         "block": lambda text: Markup(escape_controls(text)),
     }  # fmt: skip
-    try:
-        values = template_values(subject, repo or "FOLDER")
-        page = environment.get_template("card.jinja").render(**values)
-        metadata = _metadata(subject, repo)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, UndefinedError) as error:
-        message = f"The files of {subject.config.run.dir} have unexpected content: {error!r}"
-        raise CorruptFile(message, "Restore them, or measure and plan again.") from None
+    values = template_values(subject, repo or "FOLDER")
+    page = environment.get_template("card.jinja").render(**values)
+    metadata = _metadata(subject, repo)
     return mask_home(escape_controls(f"---\n{metadata}\n---\n\n{page}"))
 
 
@@ -118,8 +117,8 @@ def _target_card(path: str, revision: str | None) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return dict(vars(ModelCard(file.read_text(encoding="utf-8")).data))
-    except ValueError:  # its block is not yaml
+        return dict(vars(ModelCard(read_bytes(file).decode()).data))
+    except Exception:  # not a text with a block of yaml
         return {}
 
 
@@ -167,6 +166,7 @@ def template_values(subject: CardSubject, repo: str) -> dict[str, Any]:
         "plan": plan.get("recommended", []), "machine": plan.get("machine", ""),
         "warnings": plan.get("warnings", []),
         "comparison": subject.comparison,
+        "engine": subject.engine,
         "changed": bool(getattr(subject.cfg, "adapter_rank", 0)),
         "datasets": list(settings.datasets),
         **_training_values(Path(config.run.dir)),
@@ -175,23 +175,24 @@ def template_values(subject: CardSubject, repo: str) -> dict[str, Any]:
 
 def _training_values(run: Path) -> dict[str, Any]:
     """Return what the run's files state about its training."""
-    manifest, training = _json(run / "manifest.json"), _json(run / "training.json")
+    manifest, training = read_manifest(run) or {}, read_training(run) or {}
+    versions, commit = manifest.get("versions", {}), manifest.get("git", {}).get("commit")
     recipe = dict(manifest.get("config", {}).get("train") or {})
     recipe.pop("wandb", None)  # a local setting
     return {
         "command": train_command(manifest),
         "data": _json_text(manifest.get("data")),
-        "training": training if training.keys() >= TRAINED else {},
+        "training": training if all(training.get(n) is not None for n in TRAINED) else {},
         "settings": _json_text(recipe),
         "drafter_settings": _json_text(manifest.get("config", {}).get("drafter")),
-        "versions": manifest.get("versions", {}),
-        "commit": manifest.get("git", {}).get("commit"),
+        "versions": versions,
+        "commit": commit if versions.keys() >= VERSIONS else None,
     }
 
 
 def train_command(manifest: Mapping[str, Any]) -> str:
     """Return the command that started the run, without local settings; "" if unknown."""
-    words = [str(word) for word in manifest.get("argv", [])[1:]]
+    words = manifest.get("argv", [])[1:]
     words = [escape_controls(w).replace("\n", "\\n") for w in words if not w.startswith(PRIVATE)]
     words = words[1:] if words[:1] == ["train"] else words
     return shlex.join(["outrider", "train", *words]) if manifest.get("argv") else ""
@@ -201,10 +202,8 @@ def read_reports(folder: Path, drafter: Drafter) -> tuple[dict[str, dict[str, An
     """Return the reports of a run that measured this drafter, and the names of the others."""
     own, reports, other = fingerprint(drafter.state_dict()), dict[str, dict[str, Any]](), []
     for file in sorted((folder / "eval").glob("*.json")):
-        report = _json(file)
-        if report.get("format") != FORMAT:
-            continue
-        if report.get("fingerprints", {}).get("drafter") == own:
+        report = read_fields(file)
+        if report["fingerprints"]["drafter"] == own:
             reports[file.stem] = report
         else:
             other.append(file.stem)
@@ -214,11 +213,7 @@ def read_reports(folder: Path, drafter: Drafter) -> tuple[dict[str, dict[str, An
 def read_newest_plan(folder: Path) -> dict[str, Any]:
     """Return the newest plan of a run; {} without one."""
     files = sorted((folder / "plan").glob("*.json"), key=lambda file: file.stat().st_mtime)
-    return _json(files[-1]) if files else {}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    return read_json(file, "Restore it, or remove it.") if file.is_file() else {}
+    return read_plan(files[-1]) if files else {}
 
 
 def _json_text(value: Any) -> str:

@@ -1,6 +1,7 @@
-"""Reference outputs of a published drafter: `golden.safetensors` and `golden.json`.
+"""Reference outputs of a published drafter: `golden/outputs.safetensors` and `golden.json`.
 
-`golden.safetensors` holds a short text, the target's outputs on it that the drafter reads (tapped
+Engines read every safetensors file beside config.json as weights, so the outputs have a folder.
+`outputs.safetensors` holds a short text, the target's outputs on it that the drafter reads (tapped
 layers, last states, embeddings), and the drafter's logits at every depth after some of its rows,
 for some tokens, with the rows of the head for those tokens. `golden.json` holds what the drafter
 was made for, and the sha256 of every file.
@@ -32,7 +33,8 @@ MOST_LIKELY = 2
 TOLERANCE = 1e-3  # of the largest value: another machine rounds sums in another order
 FINISH = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # after a target's head
 UNHASHED = ("README.md", "verify.py")  # the user may edit the first; the second does the check
-TENSORS, FACTS = "golden.safetensors", "golden.json"
+TENSORS, FACTS = "golden/outputs.safetensors", "golden.json"
+OLD_TENSORS = "golden.safetensors"  # of versions up to 0.1.0
 FIX = "Fetch the folder again."
 VERIFY = Path(__file__).with_name("verify_folder.py")
 
@@ -41,7 +43,7 @@ VERIFY = Path(__file__).with_name("verify_folder.py")
 def reference_outputs(
     drafter: Drafter, target: Target, ids: Sequence[int], depths: int
 ) -> dict[str, Tensor]:
-    """Return the content of golden.safetensors, computed on the end of the text `ids`.
+    """Return the content of outputs.safetensors, computed on the end of the text `ids`.
 
     Raises:
         RunError: the text is too short for so many depths.
@@ -109,9 +111,10 @@ def write_reference(
     about: dict[str, Any],
 ) -> None:
     """Write both files and `verify.py` beside the drafter; `about` are more facts."""
+    (folder / TENSORS).parent.mkdir(exist_ok=True)
     files.write_tensors(folder / TENSORS, outputs, {"format": "pt"})
     files.write(folder / "verify.py", VERIFY.read_bytes())
-    hashed = sorted(file for file in folder.iterdir() if file.name not in UNHASHED)
+    hashed = sorted(f for f in folder.rglob("*") if f.is_file() and f.name not in UNHASHED)
     shape, ids = target.shape(), outputs["ids"].to(target.device)
     finish = {k: getattr(target.text_config, k, None) for k in FINISH}
     facts = {
@@ -123,7 +126,7 @@ def write_reference(
             "vocab": shape.vocab, "hidden": shape.hidden, "layers": shape.layers,
             "logits": {k: v for k, v in finish.items() if v is not None},
         },
-        "sha256": {file.name: files.sha256_of(file) for file in hashed},
+        "sha256": {str(f.relative_to(folder)): files.sha256_of(f) for f in hashed},
     }  # fmt: skip
     files.write_json(folder / FACTS, facts)
 
@@ -146,13 +149,15 @@ def compare_with_target(folder: Path, target: str) -> str:
 
 @torch.no_grad()
 def compare_outputs(folder: Path, drafter: Drafter, target: Target) -> str:
-    """Compare a loaded drafter's outputs with golden.safetensors.
+    """Compare a loaded drafter's outputs with the stored ones.
 
     Raises:
         RunError: an output is missing or differs by more than TOLERANCE of its largest value.
     """
-    file, facts = folder / TENSORS, files.read_json(folder / FACTS, FIX)
-    expected = files.read_tensors(file, facts.get("sha256", {}).get(TENSORS), FIX)
+    facts = files.read_json(folder / FACTS, FIX)
+    name = TENSORS if (folder / TENSORS).exists() else OLD_TENSORS
+    file = folder / name
+    expected = files.read_tensors(file, facts.get("sha256", {}).get(name), FIX)
     try:
         columns = drafter.vocab.to_draft(expected["tokens"].to(drafter.vocab.d2t.device))
         if bool((columns < 0).any()):

@@ -36,6 +36,12 @@ class DecodedAnswer(NamedTuple):
     ids: list[int]
     accepted: list[int]
 
+    @property
+    def steps(self) -> list[int]:
+        """Tokens of each forward: one of the prompt's own, then accepted ones and one more."""
+        counts = [1, *(count + 1 for count in self.accepted)]
+        return [*counts[:-1], len(self.ids) - sum(counts[:-1])]
+
 
 @dataclass
 class RoundTrip:

@@ -5,7 +5,6 @@ checked by its own `verify.py`. The upload comes last.
 """
 
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from outrider.conf.files import write
 from outrider.conf.schema import Config
 from outrider.eval.hub import file_tree, upload
 from outrider.eval.open_drafter import find_drafter
+from outrider.eval.publish import engine_check
 from outrider.eval.publish.card import CardSubject, base_model, read_reports, write_card
 from outrider.eval.publish.reference_outputs import reference_outputs, write_reference
 from outrider.eval.publish.round_trip import RoundTrip, first_prompts
@@ -47,8 +47,10 @@ def publish(config: Config, settings: PublishConfig) -> int:
     """
     process.set_threads()
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if settings.format != "all":
-        formats.find(settings.format, config.drafter.name)  # before a model is loaded
+    name = config.drafter.name  # the following is refused before a model is loaded
+    engine_check.check_settings(
+        settings, None if settings.format == "all" else formats.find(settings.format, name), name
+    )
     loaded = load_target(replace(config.target, dtype="float32"), process.device())
     target = loaded.target
     target.name = base_model(config, settings) or Path(target.name).name  # no local path
@@ -109,25 +111,30 @@ class Export:
 
     def build(self, form: Format, folder: Path) -> str:
         """Write and check a whole folder; return what was compared."""
-        comparison = export_folder(form, self.cfg, self.trip, folder, self.loaded.tokenizer.decode)
+        engine = ""
+        comparison = export_folder(form, self.cfg, self.trip, folder, self.loaded.tokenizer)
+        if (name := self.settings.engine) and engine_check.method(name, form, self.cfg.name):
+            engine = engine_check.decode_and_compare(
+                self.settings, form, self.trip, folder, self.loaded
+            )
         subject = CardSubject(
             self.config, self.settings, self.drafter, self.cfg, self.loaded.target, form.names[0],
-            comparison, *read_reports(self.run, self.drafter),
+            comparison, *read_reports(self.run, self.drafter), engine,
         )  # fmt: skip
         write(folder / "README.md", write_card(subject, self.repo(form)).encode())
-        return comparison
+        return f"{comparison}; {engine}" if engine else comparison
 
 
-def export_folder(
-    form: Format, cfg: Any, trip: RoundTrip, folder: Path, decode: Callable[[list[int]], str]
-) -> str:
+def export_folder(form: Format, cfg: Any, trip: RoundTrip, folder: Path, tokenizer: Any) -> str:
     """Write drafter, reference outputs and verify.py, and compare them; all but the card."""
     drafter, target, word = trip.drafter, trip.target, form.names[0]
     form.write(drafter, target, cfg, folder)
     if word == "native":  # its config.json holds the settings, so it is written without a sidecar
         write_sidecar(folder, sidecar_content(word, None, drafter, target, cfg))
+    if word == "transformers":
+        tokenizer.save_pretrained(folder)  # llama.cpp converts no model without one
     outputs = reference_outputs(drafter, target, trip.longest_text(), trip.depth)
-    text = decode(outputs["ids"].tolist())
+    text = tokenizer.decode(outputs["ids"].tolist())
     about = {"kind": GOLDEN, "drafter": cfg.name, "format": word, "text": text}
     write_reference(folder, outputs, drafter, target, about)
     return trip.compare_with_export(folder)

@@ -12,12 +12,15 @@ HEADS = "{d}, exactly: the engine runs every head, and there are {d}"
 MODULES = "{d} or fewer: there are {d} modules, one for each draft token"
 LANGUAGE_MODEL = "any number works: a language model has no largest depth"
 NOTES = {  # (format, drafter), or a format with all others -> what to know first
-    ("speculators", "eagle3"): "The first command names no target: the folder names it, and the "
-    "draft depth.",
+    ("speculators", "eagle3"): "The first command names no target: `verifier.name_or_path` of "
+    "config.json does, and must be a hub id or a folder where you serve.",
+    ("sglang", "eagle3"): "Not for vLLM, which reads these layer ids as the next layers' and then "
+    "accepts fewer tokens, without a message.",
     "speculators": "The tools of the speculators project read this layout; no engine serves it "
     "alone.",
     "eagle": "EAGLE's own code loads the folder as `ea_model_path`.",
-    "medusa": "Medusa's own code and TGI read `medusa_lm_head.safetensors` and config.json.",
+    "medusa": "TGI reads `medusa_lm_head.safetensors` and config.json. Medusa's own code opens "
+    "only `medusa_lm_head.pt`: torch.save the same tensors under that name.",
     "native": "No engine reads this format; Outrider does.",
     "deepseek": "Engines look for MTP modules inside the target's checkpoint, and serve them where "
     "they have MTP modules with plain attention for the target's family.",

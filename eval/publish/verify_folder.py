@@ -2,7 +2,7 @@
 
 The files are compared with golden.json (sha256 of every file) and outrider.json (name, shape and
 dtype of every tensor); this needs only Python. With Outrider installed and a target given, the
-drafter is also loaded, and its logits for a short text are compared with golden.safetensors.
+drafter is also loaded, and its logits for a short text are compared with those in golden/.
 
 This file is published as `verify.py`, so it imports Outrider only inside `check_logits`.
 """
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REFERENCE, HASHES, SIDECAR = "golden.safetensors", "golden.json", "outrider.json"
+OLD_OUTPUTS, HASHES, SIDECAR = "golden.safetensors", "golden.json", "outrider.json"
 LARGEST_JSON = 1 << 26  # bytes
 
 
@@ -85,7 +85,7 @@ def check_tensors(folder: Path) -> tuple[list[str], str]:
 def stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
     """Return shape and dtype of every tensor in the weight files, from their headers."""
     stored: dict[str, dict[str, Any]] = {}
-    files = [f for f in sorted(folder.glob("*.safetensors")) if f.name != REFERENCE]
+    files = [f for f in sorted(folder.glob("*.safetensors")) if f.name != OLD_OUTPUTS]
     if not files:
         raise Unreadable(f"{folder} holds no weights (*.safetensors)")
     for file in files:

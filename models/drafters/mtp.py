@@ -9,7 +9,8 @@ Differs: the target is frozen and only the drafter's loss is trained (DeepSeek-V
 pre-training loss); decoding keeps keys of decided tokens only, so nothing is cropped or computed
 again; in the recurrent mode rotary positions grow with the depth and a row attends to its own
 branch only, in training as in decoding (FastMTP's code trains with other keys than it decodes
-with); training can start from a regression or from the modules in the target's checkpoint.
+with); training can start from a regression or from the modules in the target's checkpoint. As in
+engines, a module feeds the next depth its normed output (DeepSeek-V3: before the norm, `feed=raw`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +45,7 @@ class Config(DrafterConfig):
     depth_weights: str = "mean:0.3"
     mode: str = "chained"
     order: str = "embedding_first"
-    feed: str = "raw"
+    feed: str = "normed"
     qk_norm: bool = False
     init: str = "linear"
     warm_start: str | None = None

@@ -7,7 +7,8 @@
                                  of several layers)
     layers.{i}.*                 layers.{i+1}.*, its input  layers.{i+1}.*
                                  norm is `hidden_norm`
-    vocab.d2t, vocab.t2d         d2t, t2d, absent when the drafter can propose every token
+    vocab.d2t, vocab.t2d         d2t, t2d               d2t, t2d, absent when the drafter can
+                                                        propose every token
     tap_scale                    multiplied into fc
 
 Under one field name, SGLang numbers a tapped layer by its output (k), and vLLM by the input of the
@@ -227,6 +228,14 @@ class Eagle3SGLang(Eagle3Format):
 
     def later_layer_key(self, key: str) -> str:
         return key.replace("input_layernorm", "hidden_norm")
+
+    def rename(self, key: str, drafter: Eagle3, target: Target) -> str | None:
+        """Store the maps of a whole vocabulary too: optimum-intel leaves absent buffers as is."""
+        part, _, rest = key.partition(".")
+        return rest if part == "vocab" else super().rename(key, drafter, target)
+
+    def is_omitted(self, key: str, folder: WeightFolder) -> bool:
+        return key.startswith("vocab.") and "d2t" not in strip_wrappers(folder)
 
     def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
         return {

@@ -147,7 +147,7 @@ def read_vocab(folder: WeightFolder, keys: Mapping[str, str], vocab: int) -> Ten
         raise folder.error(f"{why}.")
     if len(ids) != rows or folder.config.get("draft_vocab_size", rows) != rows:
         raise folder.error(f"d2t names {len(ids)} tokens and lm_head.weight {rows}.")
-    return ids
+    return None if len(ids) == vocab else ids
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------

@@ -5,8 +5,8 @@ halves of `eh_proj` are swapped for drafters trained the other way. Qwen3-Next's
 as weight - 1, exact for weights in 0.5 .. 2 and rounded elsewhere.
 
 An engine runs a module with the rotary embedding and the head of the target that holds it, and
-feeds the next depth the module's output before its norm (DeepSeek's layout); drafters trained
-otherwise are refused. docs/formats.md says which target families an engine serves.
+feeds the next depth the module's output after its norm; drafters trained otherwise are refused.
+docs/formats.md says which target families an engine serves.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,13 @@ from outrider.models.target import Target
 
 ROPE = "an engine would use the target's rotary embedding, which is scaled or partial"
 OTHER_SIZES = "its layers have other sizes than the target's, whose config engines build them from"
-FEED = "engines feed back a module's output before its norm, and this drafter the normed output"
+FEED = (
+    "engines feed the next depth a module's output after its norm (drafter.feed=normed), and this "
+    "drafter the one before it"
+)
+NO_LLAMA = (
+    "speculators' MTP layers are Qwen3's, with norms on queries and keys (drafter.qk_norm=true)"
+)
 
 
 class MtpFormat(ExternalFormat):
@@ -76,6 +82,8 @@ class MtpFormat(ExternalFormat):
             return why
         if len(drafter.stages) > 1 and not self.several:
             return f"it has {drafter.cfg.depths} modules, and this layout holds one"
+        if drafter.cfg.feed == "raw" and drafter.cfg.depths > 1:
+            return FEED
         if drafters.custom_shape(drafter) is not None:
             return OTHER_SIZES
         return "" if plain_rope(target) else ROPE
@@ -120,10 +128,6 @@ class MtpDeepSeek(MtpFormat):
     several = True
     writes_target_copies = True
 
-    def refusal_reason(self, drafter: Mtp, target: Target) -> str:
-        normed = drafter.cfg.feed == "normed" and drafter.cfg.depths > 1
-        return FEED if normed else super().refusal_reason(drafter, target)
-
     def target_copies(self, drafter: Mtp, target: Target) -> dict[str, Tensor]:
         ends = zip(self.layout.shared, (target.embedding.weight, target.head_weight), strict=True)
         copies, stages = dict(ends), range(len(drafter.stages))
@@ -150,6 +154,10 @@ class MtpSpeculators(MtpFormat):
     names = ("speculators",)
     engines = "speculators' tools"
     layout = SPECULATORS
+
+    def refusal_reason(self, drafter: Mtp, target: Target) -> str:
+        why = super().refusal_reason(drafter, target)
+        return why or ("" if drafter.cfg.qk_norm else NO_LLAMA)
 
     def config(self, drafter: Mtp, target: Target) -> dict[str, Any]:
         layers, depths = super().config(drafter, target), drafter.cfg.depths

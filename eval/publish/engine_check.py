@@ -1,0 +1,138 @@
+"""Decode with the engine itself: tokens and steps must be those of Outrider's decoder.
+
+A script of `engines/` runs in the engine's own environment. Its request is
+
+    {"target": folder or hub id, "drafter": folder, "method": the engine's name of the drafter,
+     "device": "cpu", "prompts": [[ids]], "new_tokens": 32, "depth": 3, "stop_ids": [1]}
+
+and its result {"engine": name and version, "answers": [{"ids": [], "steps": []}]}, where a step's
+number is how many tokens it added. The first step of an answer adds one token; a later one adds
+the accepted draft tokens and one more, unless the answer ends within them.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from outrider.conf.command_settings import PublishConfig
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import read_json, write_json
+from outrider.eval.publish.round_trip import DecodedAnswer, RoundTrip
+from outrider.models.formats.external import Format
+from outrider.models.formats.mtp_merge import merge_into_target
+from outrider.models.load import LoadedTarget
+
+SCRIPTS = Path(__file__).parent / "engines"
+MINUTES = 30
+SERVES = {  # engine -> format -> drafter -> the engine's name of it
+    "transformers": {"transformers": {"draft_lm": "assistant"}, "deepseek": {"mtp": "mtp"}},
+    "vllm": {
+        "vllm": {"eagle3": "eagle3", "eagle": "eagle", "hass": "eagle", "medusa": "medusa"},
+        "speculators": {"eagle3": "eagle3"},
+        "transformers": {"draft_lm": "draft_model"},
+    },
+}
+FIX = "Nothing was published. Publish without engine=..., or report this with the run's config."
+
+
+def method(engine: str, form: Format, drafter: str) -> str:
+    """Return the engine's name of a drafter in a format, "" if it does not decode with it here."""
+    return SERVES[engine].get(form.names[0], {}).get(drafter, "")
+
+
+def check_settings(settings: PublishConfig, form: Format | None, drafter: str) -> None:
+    """Raise ConfigError for an engine that is not installed, or cannot decode with the format."""
+    engine = settings.engine
+    if engine is None:
+        return
+    if form is not None and not method(engine, form, drafter):
+        names = [name for name, kinds in SERVES[engine].items() if drafter in kinds]
+        why = f"{engine} does not decode with {drafter} in format={form.names[0]}."
+        fix = f"Use format={' or '.join(names)}." if names else "Choose another engine."
+        raise ConfigError("publish.engine", engine, why, fix)
+    if not Path(_python(settings)).is_file():
+        why = f"{_python(settings)} does not exist."
+        fix = f"Run make engines ENGINE={engine}, or give engine.python=<its environment's Python>."
+        raise ConfigError("publish.engine_python", settings.engine_python, why, fix)
+
+
+def _python(settings: PublishConfig) -> str:
+    default = f".engines/{settings.engine}/bin/python"
+    default = sys.executable if settings.engine == "transformers" else default
+    return str(Path(settings.engine_python or default).expanduser().absolute())
+
+
+def decode_and_compare(
+    settings: PublishConfig, form: Format, trip: RoundTrip, folder: Path, loaded: LoadedTarget
+) -> str:
+    """Decode the prompts with the engine; return what was equal.
+
+    Raises:
+        RunError: the engine fails, or a token or step differs.
+    """
+    drafter: Any = trip.drafter
+    name, stages = drafter.cfg.name, len(getattr(drafter, "stages", ()))
+    engine, depth = str(settings.engine), stages or trip.depth
+    if depth != trip.depth:  # one module, run in a loop
+        trip = RoundTrip(trip.target, drafter, trip.prompts, trip.new_tokens, depth, trip.stops)
+    with TemporaryDirectory() as place:
+        target = Path(place) / "target"
+        loaded.target.model.save_pretrained(target)
+        loaded.tokenizer.save_pretrained(target)
+        if name == "mtp":
+            merge_into_target(folder, target, target := Path(place) / "merged")
+        request = {
+            "target": str(target), "drafter": str(folder.absolute()),
+            "method": method(engine, form, name), "device": trip.target.device.type,
+            "prompts": trip.prompts, "new_tokens": trip.new_tokens, "depth": depth,
+            "stop_ids": sorted(trip.stops.ids),
+        }  # fmt: skip
+        result = _run(_python(settings), engine, request, Path(place))
+    return compare_steps([a for a in trip.expected if a.policy == "chain"], result)
+
+
+def _run(python: str, engine: str, request: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Run the engine's script and return its result."""
+    write_json(place / "request.json", request)
+    words = [python, str(SCRIPTS / f"run_{engine}.py")]
+    words += [str(place / name) for name in ("request.json", "result.json")]
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=60 * MINUTES,
+            cwd=place, env=os.environ | own, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{engine} did not end within {MINUTES} minutes.", FIX) from None
+    if done.returncode:
+        last = "\n  ".join(done.stderr.strip().splitlines()[-12:])
+        raise RunError(f"{engine} does not decode with this folder:\n  {last}", FIX)
+    return read_json(place / "result.json", FIX)
+
+
+def compare_steps(expected: Sequence[DecodedAnswer], result: dict[str, Any]) -> str:
+    """Return what is equal; a RunError names the first step that differs."""
+    engine, answers = result["engine"], result["answers"]
+    for number, (ours, theirs) in enumerate(zip(expected, answers, strict=True)):
+        pairs = zip(_steps(ours.ids, ours.steps), _steps(theirs["ids"], theirs["steps"]))  # noqa: B905
+        for round_, (own, other) in enumerate(pairs):
+            if own != other:
+                why = f"{engine} differs in answer {number}, round {round_}: it adds {other}"
+                raise RunError(f"{why}, and Outrider {own}.", FIX)
+        if ours.ids != theirs["ids"]:
+            why = f"{engine} differs in answer {number}: {len(theirs['ids'])} tokens"
+            raise RunError(f"{why}, and Outrider {len(ours.ids)}.", FIX)
+    rounds, count = sum(len(one.accepted) for one in expected), len(expected)
+    return f"{count} of {count} answers, {rounds} of {rounds} rounds, {engine}"
+
+
+def _steps(ids: list[int], counts: list[int]) -> Iterator[list[int]]:
+    """Yield the tokens that each step added."""
+    start = 0
+    for count in counts:
+        yield ids[start : start + count]
+        start += count

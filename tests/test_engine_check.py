@@ -1,0 +1,99 @@
+"""Engines decode a published folder round for round as Outrider does; transformers runs here."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from outrider.conf.command_settings import PublishConfig
+from outrider.conf.errors import ConfigError, RunError
+from outrider.eval.publish import engine_check
+from outrider.eval.publish.engine_check import check_settings, compare_steps, decode_and_compare
+from outrider.eval.publish.engines import run_transformers
+from outrider.eval.publish.round_trip import DecodedAnswer, RoundTrip
+from outrider.models import formats
+from outrider.models.load import TINY, LoadedTarget
+from tests import tiny
+
+TRANSFORMERS = PublishConfig(engine="transformers")
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(python: str, engine: str, request: dict[str, Any], place: Path) -> dict[str, Any]:
+        assert (python, engine) == (sys.executable, "transformers")
+        return run_transformers.main(request)
+
+    monkeypatch.setattr(engine_check, "_run", run)
+
+
+def trip_of(name: str) -> RoundTrip:
+    """Transformers' MTP loop fails after prompts shorter than the modules."""
+    of, answers, drafter = tiny.half_trained(name, "llama")
+    pairs = zip(tiny.PROMPTS, answers, strict=True)
+    prompts = [[*prompt, *answer[:4]] for prompt, answer in pairs]
+    return RoundTrip(of, drafter, prompts, tiny.ANSWER, min(drafter.max_depth, 3))
+
+
+def decoded(trip: RoundTrip, word: str, folder: Path) -> str:
+    drafter: Any = trip.drafter
+    form = formats.find(word, drafter.cfg.name)
+    form.write(drafter, trip.target, drafter.cfg, folder)
+    loaded = LoadedTarget(trip.target, hf.AutoTokenizer.from_pretrained(TINY), "")
+    return decode_and_compare(TRANSFORMERS, form, trip, folder, loaded)
+
+
+@pytest.mark.parametrize(("name", "word"), [("mtp", "deepseek"), ("draft_lm", "transformers")])
+def test_transformers_accepts_the_same_tokens_in_every_round(
+    name: str, word: str, tmp_path: Path
+) -> None:
+    """`generate(use_mtp=True)` on the merged target, and assisted generation."""
+    trip = trip_of(name)
+    chains = [answer for answer in trip.expected if answer.policy == "chain"]
+    assert any(count > 0 for answer in chains for count in answer.accepted)
+    rounds = sum(len(answer.accepted) for answer in chains)
+    text = f"{len(chains)} of {len(chains)} answers, {rounds} of {rounds} rounds, transformers"
+    assert decoded(trip, word, tmp_path / "out").startswith(text)
+
+
+def test_other_second_module_differs_in_transformers(tmp_path: Path) -> None:
+    """Negative control: the module of depth 2 changes after our decoder has run."""
+    trip = trip_of("mtp")
+    weight = trip.drafter.get_parameter("stages.1.eh_proj.weight")
+    weight.data = weight.data.roll(weight.shape[1] // 2, dims=1)
+    with pytest.raises(RunError, match=r"transformers .* differs in answer"):
+        decoded(trip, "deepseek", tmp_path / "out")
+
+
+def test_first_different_round_is_named() -> None:
+    ours = DecodedAnswer("chain", [5, 6, 7, 8, 9], [2, 0])
+    assert ours.steps == [1, 3, 1]
+    same = {"ids": [5, 6, 7, 8, 9], "steps": [1, 3, 1]}
+    result = {"engine": "E 1", "answers": [same]}
+    assert compare_steps([ours], result) == "1 of 1 answers, 2 of 2 rounds, E 1"
+    for change, why in [
+        ({"steps": [1, 2, 2]}, r"answer 0, round 1: it adds \[6, 7\], and Outrider \[6, 7, 8\]"),
+        ({"ids": [5, 6, 7, 8, 4]}, r"round 2: it adds \[4\], and Outrider \[9\]"),
+        ({"ids": [5, 6, 7, 8], "steps": [1, 3]}, "answer 0: 4 tokens, and Outrider 5"),
+    ]:
+        with pytest.raises(RunError, match=why):
+            compare_steps([ours], {"engine": "E 1", "answers": [{**same, **change}]})
+
+
+def test_step_of_an_answer_that_ends_within_its_drafts() -> None:
+    """A drafted end token, or the budget: the last step adds no token of the target's own."""
+    assert DecodedAnswer("chain", [5, 6, 7, 1], [3]).steps == [1, 3]
+    assert DecodedAnswer("chain", [1], []).steps == [1]
+
+
+def test_engine_without_environment_or_format_is_refused(tmp_path: Path) -> None:
+    form = formats.find("vllm", "eagle3")
+    missing = PublishConfig(engine="vllm", engine_python=str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match=r"does not exist[\s\S]*make engines"):
+        check_settings(missing, form, "eagle3")
+    with pytest.raises(ConfigError, match=r"eagle3 in format=vllm[\s\S]*another engine"):
+        check_settings(TRANSFORMERS, form, "eagle3")
+    with pytest.raises(ConfigError, match="Use format=deepseek"):
+        check_settings(TRANSFORMERS, formats.find("qwen3_next", "mtp"), "mtp")
