@@ -41,9 +41,10 @@ def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
     Raises:
         ConfigError: unknown key, group or choice, or an override that cannot be read.
     """
-    if root in ("train", "eval", "report"):
-        names = SHORT_FORMS if root == "train" else ()
-        overrides = expand(overrides, {group: choices(group) for group in names})
+    if root == "train":
+        overrides = expand(overrides, {group: choices(group) for group in SHORT_FORMS})
+    elif root in ("eval", "report"):
+        overrides = expand(overrides, {"target": []})
     try:
         with initialize_config_dir(str(CONF.absolute()), version_base="1.3"):
             return hydra_compose(root, list(overrides))

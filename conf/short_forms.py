@@ -18,13 +18,13 @@ def expand(overrides: Sequence[str], choices: Mapping[str, Sequence[str]]) -> li
     """Replace `target=PATH` and `data=PATH` by a choice of the group and its path.
 
     Args:
-        choices: of each group of the root; a root without the group takes the path alone.
+        choices: of the groups to look at; none if the root has the group's path alone.
     """
     out = []
     for word in overrides:
         group, _, value = word.partition("=")
-        if group in SHORT_FORMS and _is_path(value, choices.get(group, ())):
-            out += [f"{group}={SHORT_FORMS[group]}"] * (group in choices)
+        if group in choices and _is_path(value, choices[group]):
+            out += [f"{group}={SHORT_FORMS[group]}"] if choices[group] else []
             plain = re.fullmatch(r"[\w./+:@-]+|['\"].*", value)
             out.append(f"{group}.path={value if plain else json.dumps(value)}")
         else:
