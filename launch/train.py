@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from outrider.conf.console import Console
-from outrider.conf.files import folder_lock, read_json, write_json
+from outrider.conf.files import folder_lock, write_json
 from outrider.conf.schema import Config
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
@@ -20,6 +20,7 @@ from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
 from outrider.models.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
 from outrider.train.loop import fit
+from outrider.train.manifest import read_training
 from outrider.train.settings import check_files
 from outrider.train.trackers import TrackerThread
 
@@ -73,13 +74,12 @@ def _measure(
     if loaded.target.is_remote:
         console.print(f"measure it with: outrider eval run.dir={config.run.dir}")
     elif not _has_reports(config):
-        start, file = time.monotonic(), Path(config.run.dir) / "training.json"
+        start, folder = time.monotonic(), Path(config.run.dir)
         quick_report(config, loaded, data, console, services)
         phases = {**seconds, "report": time.monotonic() - start}
-        summary = read_json(file, checkpoint.FIX)
-        earlier = summary.get("phases")
-        earlier = earlier if isinstance(earlier, dict) else {}
-        write_json(file, {**summary, "phases": {**earlier, **phases}})
+        summary = read_training(folder) or {}
+        phases = {**summary.get("phases", {}), **phases}
+        write_json(folder / "training.json", {**summary, "phases": phases})
 
 
 def _has_reports(config: Config) -> bool:

@@ -12,7 +12,7 @@ from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import copy_files, read_json, write_json
 from outrider.models.formats import native
 from outrider.train import checkpoint
-from outrider.train.manifest import peak_memory
+from outrider.train.manifest import peak_memory, read_training
 from outrider.train.trainer import Trainer
 
 FILES = ("model.safetensors", "config.json")  # of a drafter, in the order of writing
@@ -53,9 +53,9 @@ def write_result(run: Trainer) -> Path:
 
 def has_result(run: Trainer) -> bool:
     """Return whether `drafter/` is the result of these steps; the same on all ranks."""
-    published, file = False, run.folder / "training.json"
-    if run.main and (run.folder / "drafter" / FILES[-1]).is_file() and file.is_file():
-        published = read_json(file, checkpoint.FIX).get("steps") == run.progress.step
+    published = False
+    if run.main and (run.folder / "drafter" / FILES[-1]).is_file():
+        published = (read_training(run.folder) or {}).get("steps") == run.progress.step
     return bool(run.reduce(torch.tensor(float(published))) > 0)
 
 
