@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.make.corpus import make_corpus
+from outrider.models.attention_masks import document_mask
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 VOCABULARY, TOKENIZER_ROWS = 1536, 12_000
@@ -97,20 +98,13 @@ def packed_batches(
             ids, documents = ids[size:], documents[size:]
 
 
-def causal_mask(
-    documents: Int[Tensor, "B T"],
-) -> tuple[Bool[Tensor, "B 1 T T"], Int[Tensor, "B T"]]:
-    """Return the causal mask within documents and each token's position in its document."""
-    visible = (documents[:, :, None] == documents[:, None, :]).tril()
-    return visible[:, None], visible.sum(-1) - 1
-
-
 def next_token_loss(
     model: LlamaForCausalLM, ids: Int[Tensor, "B T"], documents: Int[Tensor, "B T"]
 ) -> Float[Tensor, ""]:
     """Return the mean cross-entropy in nats over tokens whose predecessor is of their document."""
-    mask, positions = causal_mask(documents)
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    mask = document_mask(documents)
+    positions = mask.sum(-1) - 1  # of each token in its document
+    logits = model(input_ids=ids, attention_mask=mask[:, None], position_ids=positions).logits
     inside = documents[:, 1:] == documents[:, :-1]
     return F.cross_entropy(logits[:, :-1][inside].float(), ids[:, 1:][inside])
 
