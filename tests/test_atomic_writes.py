@@ -12,6 +12,7 @@ import torch
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import copy_files, folder_lock, remove_folder, write, write_json
+from outrider.models.formats.atomic_folder import atomic_folder
 from outrider.train.checkpoint import Progress, list_checkpoints, save
 
 PARTS = {"state.json", "state.safetensors"}
@@ -102,3 +103,32 @@ def test_waiting_process_acquires_released_lock(tmp_path: Path) -> None:
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "golden/notes.txt", ".git/config"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_folder_with_files_of_others_is_not_replaced(
+    tmp_path: Path, name: str, listed: bool
+) -> None:
+    """`golden.json` names the files of a published folder, so that it is refused at once."""
+    out, entered = tmp_path / "out", False
+    hashes = {"model.safetensors": "0", "golden/outputs.safetensors": "0"}
+    for file in ("config.json", "README.md", *hashes, name):
+        write(out / file, b"old")
+    for file in ("outrider.json", "golden.json") if listed else ("outrider.json",):
+        write_json(out / file, {"sha256": hashes})
+
+    def publish() -> None:
+        nonlocal entered
+        with atomic_folder(out) as partial:
+            entered = True
+            for file in ("config.json", *hashes):
+                write(partial / file, b"new")
+
+    with pytest.raises(RunError, match=name):
+        publish()
+    assert entered != listed
+    assert (out / name).read_bytes() == (out / "config.json").read_bytes() == b"old"
+    (out / name).unlink()
+    publish()
+    assert (out / "config.json").read_bytes() == b"new"

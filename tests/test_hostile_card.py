@@ -14,8 +14,10 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import CorruptFile
 from outrider.conf.shown_text import escape_controls
 from outrider.eval.page import elements, write
+from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.publish import card
 from outrider.train.settings import parse
+from tests.test_page import measured
 
 pytestmark = pytest.mark.untyped  # files hold values of any type
 
@@ -23,39 +25,46 @@ ATTACKS = (
     "<script>alert(1)</script>", "x`\n\n# Owned\n\n[click](http://evil)", "![x](http://evil/a.png)",
     "a | b | c", "\x1b[2J\u202e", "```\n\n<img src=x>\n", "---\nlicense: mit\n---", "<!-- ",
 )  # fmt: skip
-NUMBERS = {
-    "tau": 2.5, "tau_95": None, "speedup": 1.5, "speedup_95": None, "prompts": 3,
-    "accept_at": [0.5], "cond_at": [0.5],
-}  # fmt: skip
 
 
-def render(run: Path, text: Any, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> str:
-    """The card of a run whose files hold `text` wherever text may stand."""
+def render(run: Path, text: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> str:
+    """Return the card of a run whose files hold `text` wherever text may stand."""
     manifest = {
-        "argv": ["outrider", "train", f"drafter.warm_start={text}", str(text)],
+        "argv": ["outrider", "train", f"drafter.warm_start={text}", text],
         "versions": dict.fromkeys(("outrider", "torch", "transformers"), text),
         "git": {"commit": text},
         "data": {"source": text}, "config": {"train": {"x": text}, "drafter": {"y": text}},
     }  # fmt: skip
-    row = {"batch": text, "context": 1, "shape": text, "tau": 2.0, "speedup": 1.0}
-    plan = {"machine": text, "recommended": [row], "warnings": [text]}
-    training = {"steps": 1, "tokens": 1000, "seconds": 1.0, "best_step": text}
-    report = {
-        "policy": "chain", "depth": 2, "nodes": 2, "temperature": text, "dtype": text,
-        "device": text, "threads": text, "exact_note": text, **NUMBERS,
-        "categories": {str(text): NUMBERS},
+    counts = dict.fromkeys(("batch", "context", "depth", "width", "nodes"), 1)
+    times = dict.fromkeys(("tau", "speedup", "draft_ms", "verify_ms", "round_ms", "plain_ms"), 2.0)
+    plan = {
+        "format": PLAN, "machine": text, "assumptions": [text], "warnings": [text], "rows": [],
+        "recommended": [{**counts, **times, "shape": text}],
     }  # fmt: skip
-    (run / "plan").mkdir()
-    for name, content in (("manifest", manifest), ("plan/plan", plan), ("training", training)):
+    training = {"steps": 1, "tokens": 1000, "seconds": 1.0, "best_step": 1}
+    report = measured(dtype=text, device=text).fields()
+    report |= {"exact_note": text, "categories": {text: report["categories"]["story"]}}
+    files: dict[str, dict[str, Any]] = {
+        "manifest": manifest,
+        "plan/plan": plan,
+        "training": training,
+        "eval/chain": report,
+    }
+    for name, content in files.items():
+        (run / name).parent.mkdir(exist_ok=True)
         (run / f"{name}.json").write_text(json.dumps({**content, **changes.get(name, {})}))
     monkeypatch.setattr(card, "target_fingerprint", lambda _target: "0123")
+    monkeypatch.setattr(card, "fingerprint", lambda _tensors: "d")
     monkeypatch.setattr(card, "_target_card", lambda *_: {"license": text, "license_name": text})
     config = parse(compose([f"run.dir='{run}'", "target=hf", "target.path=a/b"]))
-    drafter = SimpleNamespace(parameters=list, vocab=[1], taps=[1], max_depth=3)
+    drafter: Any = SimpleNamespace(
+        parameters=list, vocab=[1], taps=[1], max_depth=3, state_dict=dict
+    )
+    target: Any = SimpleNamespace(name=text, vocab_size=9)
+    reports, others = card.read_reports(run, drafter)
     subject = card.CardSubject(
-        config, PublishConfig(datasets=(str(text),)), drafter, config.drafter,  # type: ignore[arg-type]
-        SimpleNamespace(name=str(text), vocab_size=9), "sglang", str(text),  # type: ignore[arg-type]
-        {str(text): {**report, **changes.get("report", {})}}, [str(text)],
+        config, PublishConfig(datasets=(text,)), drafter, config.drafter, target, "sglang", text,
+        reports, [*others, text],
     )  # fmt: skip
     return card.write_card(subject, None)
 
@@ -83,28 +92,24 @@ def render_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return render(run / "second", "plain", monkeypatch).split("\n---\n", 1)[1]
 
 
-@pytest.mark.parametrize("value", [["<b>"], {"<b>": "<i>"}, True, 3])
-def test_values_of_other_types_are_escaped(
-    tmp_path: Path, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = render(tmp_path, value, monkeypatch).split("\n---\n", 1)[1]
-    assert "<b>" not in page.partition("## Training")[0]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"manifest": {"config": "text"}}, {"manifest": {"versions": {}}}, {"manifest": {"git": 3}},
-        {"manifest": {"argv": 7}}, {"training": {"tokens": "many"}}, {"report": {"tau": "high"}},
-        {"report": {"accept_at": 5}}, {"report": {"categories": []}},
-        {"plan/plan": {"recommended": 1}},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "changes"), [
+    ("manifest", {"config": "text"}), ("manifest", {"versions": {"torch": 2}}),
+    ("manifest", {"git": 3}), ("manifest", {"argv": 7}), ("training", {"tokens": "many"}),
+    ("eval/chain", {"tau": "high"}), ("eval/chain", {"accept_at": 5}),
+    ("eval/chain", {"categories": []}), ("plan/plan", {"recommended": 1}),
+])  # fmt: skip
 def test_wrong_types_end_with_a_message(
-    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CorruptFile, match="unexpected content"):
-        render(tmp_path, "text", monkeypatch, **changes)
+    with pytest.raises(CorruptFile, match=f"{name}.json: {next(iter(changes))}"):
+        render(tmp_path, "text", monkeypatch, **{name: changes})
+
+
+def test_manifest_without_versions_has_a_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = render(tmp_path, "text", monkeypatch, manifest={"versions": {}})
+    assert "commit" not in text
 
 
 def test_card_has_no_home_folder_and_no_credentials(
