@@ -1,0 +1,174 @@
+"""Data files that are endless or not regular, and files of the user where Outrider cleans."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import read_json, sha256_of, write_json
+from outrider.data.batches import select_rows
+from outrider.data.conversations import Summary, read_conversations
+from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
+from outrider.data.readers import SUFFIXES
+from outrider.data.record.entropy_coding import compress, decompress
+from outrider.data.record.folder import RecordingFolder
+from outrider.data.reporter import Reporter
+from outrider.data.self_generated import _exclusive
+from outrider.data.sources import data_source
+from outrider.models.load import LoadedTarget
+from tests import test_record
+from tests.test_hostile_files import hostile
+from tests.test_record import config, trace_cache, training_data
+
+loaded, own_cache = test_record.loaded, test_record.own_cache  # fixtures
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("kind", ["fifo", "zero", "null", "folder", "huge", "deep", "nested"])
+def test_hostile_data_is_one_error_at_once(kind: str, suffix: str, tmp_path: Path) -> None:
+    file, start = tmp_path / f"text{suffix}", time.monotonic()
+    hostile(kind, file)
+    with pytest.raises((ConfigError, RunError), match="text"):
+        list(read_conversations(data_source(str(file)), Summary()))
+    assert time.monotonic() - start < 10
+
+
+def test_a_fifo_is_named_as_such(tmp_path: Path) -> None:
+    hostile("fifo", tmp_path / "text.jsonl")
+    with pytest.raises(ConfigError, match=r"data\.path = .*\n.*not a regular file"):
+        data_source(str(tmp_path / "text.jsonl")).rows()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder", "huge", "deep", "binary"])
+@pytest.mark.parametrize("name", ["manifest.json", "shard-00000000.safetensors"])
+def test_hostile_files_of_generated_text_are_one_error(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    GeneratedStore(tmp_path, {}).add([GeneratedAnswer(0, "a", [1, 2, 3], 2)])
+    (tmp_path / name).unlink()
+    hostile(kind, tmp_path / name)
+    start = time.monotonic()
+    if kind in ("fifo", "zero", "folder") and name == "manifest.json":
+        assert not GeneratedStore(tmp_path, {}).shards  # there is no manifest
+        return
+    if kind == "huge" and name != "manifest.json":
+        return  # hashed once, as long as that takes
+    with pytest.raises(RunError):
+        GeneratedStore(tmp_path, {}).answers()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder", "deep", "binary"])
+@pytest.mark.parametrize("name", ["manifest.json", "shard-00000.json", "shard-00000.safetensors"])
+def test_hostile_files_of_a_recording_are_one_error(
+    kind: str, name: str, tmp_path: Path, loaded: LoadedTarget
+) -> None:
+    folder = recording(loaded, tmp_path / "traces")
+    (folder.path / name).unlink()
+    hostile(kind, folder.path / name)
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"traces"):
+        training_data(loaded, config(f"data.traces={folder.path}"))
+    assert time.monotonic() - start < 10
+
+
+def recording(loaded: LoadedTarget, path: Path) -> RecordingFolder:
+    settings = config("data.mode=recorded", "data.max_samples=4", f"data.traces={path}")
+    test_record.record(settings)
+    return RecordingFolder(path)
+
+
+def test_entropy_coded_states_cannot_grow_without_bound() -> None:
+    packed = compress(torch.zeros(2**16, 2**4), 0.5)
+    assert decompress(packed, 2**4, 0.5, 2**16).shape == (2**16, 2**4)
+    with pytest.raises(ValueError, match="more than 3 rows"):
+        decompress(packed, 2**4, 0.5, 3)
+
+
+# ---- files of the user ----
+
+
+def foreign(folder: Path) -> list[Path]:
+    """Put a user's files and folders there, with names that resemble Outrider's."""
+    files = [
+        folder / "notes.txt", folder / ".notes.tmp", folder / ".draft.safetensors.tmp",
+        folder / "model.safetensors", folder / f"{'a' * 32}-copy.safetensors",
+        folder / "shard-00000.bak.safetensors", folder / "sub.bak" / "model.safetensors",
+    ]  # fmt: skip
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"the user's")
+    (folder / f"{'b' * 32}-{'c' * 16}.safetensors").mkdir(exist_ok=True)
+    return files
+
+
+def test_the_trace_cache_removes_only_its_own_files(loaded: LoadedTarget, tmp_path: Path) -> None:
+    home = tmp_path / "kept"
+    data = training_data(loaded, config("data.mode=online"))
+    batches = [select_rows(data.train, torch.tensor([i])) for i in range(4)]
+    older = trace_cache(loaded, home / f"{0:016x}", 1e9)
+    for batch in batches:
+        older.trace(batch)
+    size = older.size()
+    shutil.copytree(older.path, home / f"{0:016x}.bak")
+    first = next(older.path.glob("*.safetensors"))
+    copy = first.with_name(f"{first.stem}.bak.safetensors")
+    shutil.copy(first, copy)
+    users = [*foreign(home), *foreign(older.path), copy, *(home / f"{0:016x}.bak").iterdir()]
+    newer = trace_cache(loaded, home / f"{1:016x}", 0.6 * size)
+    for batch in batches:
+        newer.trace(batch)
+    assert older.size() < size
+    assert newer.size() > 0
+    assert all(file.is_file() for file in users)
+
+
+def test_recording_again_removes_only_its_own_files(loaded: LoadedTarget, tmp_path: Path) -> None:
+    path = tmp_path / "traces"
+    folder = recording(loaded, path)
+    users = foreign(path)
+    left = path / ".shard-00000.safetensors.123.tmp"
+    left.write_bytes(b"of a killed process")
+    content = bytearray(folder.shard_file(0).read_bytes())
+    content[-9] ^= 1
+    folder.shard_file(0).write_bytes(content)
+    words = ("data.mode=recorded", "data.max_samples=4", f"data.traces={path}")
+    test_record.record(config(*words, "record.damaged=again"))
+    assert all(file.read_bytes() == b"the user's" for file in users)
+    assert not left.exists()
+
+
+def test_shards_without_a_manifest_are_not_overwritten(
+    loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    folder = recording(loaded, tmp_path / "traces")
+    (folder.path / "manifest.json").unlink()
+    before = sha256_of(folder.shard_file(0))
+    with pytest.raises(RunError, match="shards without a manifest"):
+        recording(loaded, folder.path)
+    assert sha256_of(folder.shard_file(0)) == before
+
+
+def test_generation_removes_only_its_own_temporary_files(tmp_path: Path) -> None:
+    store = GeneratedStore(tmp_path, {})
+    store.add([GeneratedAnswer(0, "a", [1, 2, 3], 2)])
+    users, left = foreign(tmp_path), tmp_path / ".shard-00000000.safetensors.123.tmp"
+    left.write_bytes(b"of a killed process")
+    with _exclusive(store, Reporter.silent()) as again:
+        assert len(again.answers()) == 1
+    assert all(file.read_bytes() == b"the user's" for file in users)
+    assert not left.exists()
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    GeneratedStore(tmp_path / "text", {}).add([GeneratedAnswer(0, "a", [1, 2, 3], 2)])
+    manifest = read_json(tmp_path / "text" / "manifest.json", "")
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    write_json(tmp_path / "text" / "manifest.json", {
+        **manifest, "shards": {"../x.safetensors": sha256_of(tmp_path / "x.safetensors")},
+    })  # fmt: skip
+    with pytest.raises(RunError, match="no name of a shard"):
+        GeneratedStore(tmp_path / "text", {})
