@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Group
@@ -30,8 +29,8 @@ from outrider.conf.schema import Config
 from outrider.eval.decoder import Chat as Dialogue
 from outrider.eval.decoder import Decoder, Piece, Result
 from outrider.eval.metrics import ratio
-from outrider.eval.open_drafter import require_single_process
-from outrider.eval.rank_tables import read_tables
+from outrider.eval.open_drafter import find_drafter, require_single_process
+from outrider.eval.rank_tables import tables_beside
 from outrider.eval.report import format_number
 from outrider.eval.requests import PLAIN
 from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
@@ -67,7 +66,7 @@ def chat(
     """
     require_single_process("chat")
     console = console or Console()
-    policy = policy_of(config.decode, read_tables(Path(config.run.dir)))
+    policy = policy_of(config.decode, tables_beside(find_drafter(config)))
     decoder = Decoder.from_config(config, policy)
     sampling = sampling_of(config.decode, decoder.target.vocab_size)
     how = {**sampling._asdict(), "rule": rule_of(config.decode, policy)}
@@ -260,8 +259,10 @@ def _print_greeting(console: Console, decoder: Decoder, policy: Policy, config: 
     """Print the models, the policy and the meaning of the colours."""
     decode = config.decode
     shape = f"{decode.name} of depth {decode.depth}, temperature {decode.temperature:g}"
-    _print_dim(console, f"{decoder.target.name} with {config.drafter.name}, {shape}")
-    assert decoder.drafter is not None, "of a run"
+    _print_dim(
+        console, f"{decoder.target.name} with {config.eval.drafter or config.drafter.name}, {shape}"
+    )
+    assert decoder.drafter is not None, "from_config loads one"
     lossy = ""
     if decode.temperature > 0 and decode.verify in RULES and RULES[decode.verify].lossy:
         lossy = f"{decode.verify}: lossy, not the target's distribution"

@@ -23,9 +23,8 @@ from outrider.conf.errors import RunError
 from outrider.conf.schema import Config, DecodeConfig, TargetConfig
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.hub import fetch
-from outrider.eval.open_drafter import drafter_folder
-from outrider.eval.rank_tables import read_tables
+from outrider.eval.open_drafter import find_drafter, published_folder
+from outrider.eval.rank_tables import tables_beside
 from outrider.eval.requests import (
     PLAIN,
     GenerationSettings,
@@ -120,8 +119,8 @@ class Decoder:
 
     @classmethod
     def from_config(cls, config: Config, policy: str | Policy = "chain") -> "Decoder":
-        """Load a run from its configuration, which may differ from the saved one (target.dtype)."""
-        return cls._loaded(config.target, drafter_folder(Path(config.run.dir)), policy)
+        """Load the drafter of a configuration: a run's, or the published one of `eval.drafter`."""
+        return cls._loaded(config.target, find_drafter(config), policy)
 
     @classmethod
     def from_pretrained(
@@ -147,11 +146,7 @@ class Decoder:
         settings = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
         if drafter is None:
             return cls._loaded(settings, None, policy)
-        folder = fetch(str(drafter))
-        if not (folder / "config.json").is_file() and (folder / "drafter").is_dir():
-            message = f"{folder} is a run, not a drafter."
-            raise RunError(message, f"Give {folder / 'drafter'}, or use Decoder.from_run.")
-        return cls._loaded(settings, folder, policy)
+        return cls._loaded(settings, published_folder(str(drafter)), policy)
 
     @classmethod
     def _loaded(
@@ -161,9 +156,8 @@ class Decoder:
         target, tokenizer, _ = load_target(settings, process.device())
         if folder is None:
             return cls(target, tokenizer, None, PLAIN)
-        tables = read_tables(folder) or read_tables(folder.parent)  # of a run's own drafter/
         drafter, _ = formats.load(folder, target)
-        decoder = cls(target, tokenizer, drafter, policy, tables)
+        decoder = cls(target, tokenizer, drafter, policy, tables_beside(folder))
         decoder.changed = drafter.patch_target(target)
         return decoder
 

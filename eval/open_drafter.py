@@ -31,8 +31,22 @@ def find_drafter(config: Config) -> Path:
         RunError: the run has no drafter yet, or the published one cannot be found.
     """
     if config.eval.drafter is not None:
-        return fetch(config.eval.drafter)
+        return published_folder(config.eval.drafter)
     return drafter_folder(Path(config.run.dir))
+
+
+def published_folder(name: str) -> Path:
+    """Return the folder of a published drafter, downloaded if `name` is a hub id.
+
+    Raises:
+        RunError: it cannot be found, or is a run.
+    """
+    folder = fetch(name)
+    if not (folder / "config.json").is_file() and (folder / "drafter").is_dir():
+        message = f"{folder} is a run, not a drafter."
+        fix = f"Give {folder / 'drafter'}, or run.dir={folder} (in Python, Decoder.from_run)."
+        raise RunError(message, fix)
+    return folder
 
 
 def drafter_folder(run: Path) -> Path:

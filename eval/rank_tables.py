@@ -219,6 +219,11 @@ def measure_tables(
     write_json(folder / FILE, content)
 
 
+def tables_beside(drafter: Path) -> dict[str, Tensor] | None:
+    """Read the tables in a drafter's folder or, of a run's own `drafter/`, in the run's folder."""
+    return read_tables(drafter) or read_tables(drafter.parent)
+
+
 def read_tables(folder: Path) -> dict[str, Tensor] | None:
     """Read the tables of a run; None if they were not measured.
 

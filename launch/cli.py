@@ -166,15 +166,15 @@ def _config(name: str, overrides: list[str]) -> Config:
     if verb.root != "eval":
         config = parse(compose(overrides, verb.root))
     elif any(word.startswith("eval.drafter=") for word in words):
-        config = load_published(words)
+        config = load_published(words, report=name == "eval")
     else:
         folder = compose(overrides, "eval").run.dir
         if not folder:
             why, fix = f"{name} needs a finished run.", "Add run.dir=runs/<name>."
             raise ConfigError("run.dir", folder, why, fix)
         config = load_run(str(folder), overrides)
-    if config.eval.drafter is not None and name != "eval":
-        why, fix = f"{name} uses the drafter of a run.", "Use outrider eval."
+    if config.eval.drafter is not None and name not in ("eval", "chat"):
+        why, fix = f"{name} uses the drafter of a run.", "Use outrider eval or chat."
         raise ConfigError("eval.drafter", config.eval.drafter, why, fix)
     return config
 

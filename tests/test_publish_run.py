@@ -416,7 +416,7 @@ def test_published_drafter_needs_a_target_and_a_folder(
 def test_eval_drafter_is_refused_by_other_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (["chat", "target=tiny", f"run.dir={tmp_path}"], ["train"]):
+    for words in (["ranks", "target=tiny", f"run.dir={tmp_path}"], ["train"]):
         with pytest.raises(SystemExit):
             main([*words, "eval.drafter=x"])
         assert "uses the drafter of a run" in capsys.readouterr().err

@@ -70,7 +70,12 @@ def test_config_file_gives_overrides_and_the_command_line_wins(
     file = tmp_path / "my.yaml"
     file.write_text(USER_FILE)
     seen: list[Any] = []
-    monkeypatch.setattr("outrider.launch.train.train", lambda config: seen.append(config) or 0)
+
+    def train(config: Config) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr("outrider.launch.train.train", train)
     assert cli.main(["train", "train.lr=1e-5", "--config", str(file)]) == 0
     (config,) = seen
     assert (config.target.name, config.target.path) == ("hf", "Qwen/Qwen3-8B")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from outrider.eval.chat import (
     first_line_length,
 )
 from outrider.eval.decoder import Decoder, Result
+from outrider.launch.cli import main
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
 from outrider.models.load import load_target
 from outrider.models.target import Target, TargetStates
@@ -119,6 +120,19 @@ def test_plain_switches_speculation_off_and_on(run: Path, answer: Result) -> Non
     assert means is not None
     assert means[2] in numbers[1].split("(")[0]  # the mean of one plain answer
     assert means[1] in numbers[0]
+
+
+def test_chat_with_a_published_drafter_needs_no_run(
+    run: Path, answer: Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(QUESTION.encode())))
+    assert main(["chat", f"drafter={run / 'drafter'}", "target=tiny"]) == 0
+    greeting, *_, text, _ = capsys.readouterr().out.splitlines()
+    assert str(run / "drafter") in greeting
+    assert without_brackets(text).removeprefix("> ") == answer.text
+    with pytest.raises(SystemExit):
+        main(["chat", f"drafter={run}", "target=tiny"])
+    assert "is a run, not a drafter" in capsys.readouterr().err
 
 
 def test_settings_of_the_run_are_used(run: Path) -> None:

@@ -102,23 +102,23 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
     return parse(saved)
 
 
-def load_published(overrides: list[str]) -> Config:
-    """Return the configuration for measuring a published drafter.
+def load_published(overrides: list[str], *, report: bool = True) -> Config:
+    """Return the configuration for decoding with a published drafter.
 
     The target is chosen as in training, or `target=` names a folder or hub id. `drafter` is a
-    placeholder until the drafter's files are read.
+    placeholder until the drafter's files are read. A `report` needs a folder of its own.
     """
     words = [word for word in overrides if word.startswith(("target=", "target."))]
     evaluation = _compose_evaluation([word for word in overrides if word not in words])
     folder = evaluation.run.dir
-    if not folder or (Path(folder) / "config.yaml").exists():
+    if report and (not folder or (Path(folder) / "config.yaml").exists()):
         why = "The report of a published drafter needs its own folder, not a training run's."
         raise ConfigError("run.dir", folder, why, "Add run.dir=runs/<name>.")
     if not any(word.startswith("target=") for word in words):
         why = "A published drafter needs its target."
         raise ConfigError("target", None, why, "Add target=<folder or hub id>, tiny or smollm2.")
     config = compose(words, "train")
-    config.eval, config.decode, config.run.dir = evaluation.eval, evaluation.decode, folder
+    config.eval, config.decode, config.run.dir = evaluation.eval, evaluation.decode, folder or "."
     config.run.seed = evaluation.run.seed or 0
     return parse(config)
 
