@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from outrider.launch.processes import clean_environment
+from outrider.train import distributed
 from outrider.train.heartbeat import Heartbeat
 from tests.runs import free_port
 
@@ -119,9 +121,23 @@ def test_no_rank_is_reported_before_all_have_started() -> None:
     assert heartbeat(0, 3, {1: (1, 0)})._check_others(1000.0) == ""
 
 
+def test_every_process_group_waits_as_long_as_the_launch_says(tmp_path: Path) -> None:
+    """Also one that a library made, which has the default of PyTorch, half an hour."""
+    ranks = torch.distributed
+    ranks.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        groups = [ranks.group.WORLD, ranks.new_group([0])]
+        distributed.limit_waits(0.25)
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        assert [backend.options._timeout.total_seconds() for backend in backends] == [15, 15]
+    finally:
+        ranks.destroy_process_group()
+
+
 RANKS = """
 import sys, time, torch.distributed as ranks
 from datetime import timedelta
+from outrider.train import distributed
 from outrider.train.heartbeat import Heartbeat
 store, rank = sys.argv[1], int(sys.argv[2])
 ranks.init_process_group("gloo", init_method=store, rank=rank, world_size=3,

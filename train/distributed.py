@@ -93,6 +93,14 @@ def build_accelerator(launch: LaunchConfig, clip: float, micro_batch: int, count
     return Accelerator(**options)
 
 
+def limit_waits(minutes: float) -> None:
+    """Set the timeout of all process groups; DeepSpeed makes its own with PyTorch's default."""
+    if torch.distributed.is_initialized():
+        c10d = torch.distributed.distributed_c10d
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(timedelta(minutes=minutes), group)
+
+
 def deepspeed_settings(
     launch: LaunchConfig, clip: float, micro_batch: int, count: int
 ) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class Trainer:
         self.heartbeat = Heartbeat(rank, world, wait=60 * config.launch.wait)
         optimizer = build_optimizer(self.drafter, config.train, config.launch)
         self.model, self.optimizer = self.accelerator.prepare(self.objective, optimizer)
+        distributed.limit_waits(config.launch.wait)
         self.progress = checkpoint.Progress()
         self.bad_steps = BadStepGuard(self.progress, config.train.skip_bad, config.train.spike)
         self.step_data = StepData(config, data, self.drafter, self.target, rank, world)

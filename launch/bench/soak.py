@@ -125,7 +125,7 @@ def _inject(run: "FaultyRun", name: Kind, console: Console) -> dict[str, Any]:
         run.advance(process)
         ranks, moment = run.ranks(process), time.monotonic()
         FAULTS[name](run, process)
-        code = process.wait(TIMEOUT)
+        code = run.wait(process)
         left = _count_left(ranks)
     finally:
         run.kill(process, ranks or run.ranks(process))
@@ -214,6 +214,14 @@ class FaultyRun:
         goal = self.step() + self.random.randint(1, 3)
         self.wait_for(lambda: self.step() >= goal, process)
         time.sleep(0.2 * self.random.random())
+
+    def wait(self, process: Launcher) -> int:
+        """Return the exit code; RunError: the run did not end within TIMEOUT."""
+        try:
+            return process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            why = f"The run {self.folder} did not end within {TIMEOUT:.0f} s."
+            raise RunError(why, f"See {self.log}.") from None
 
     def kill(self, process: Launcher, ranks: list[psutil.Process] | None = None) -> None:
         """Kill the launcher, then the ranks; a living launcher would terminate them by SIGTERM."""
