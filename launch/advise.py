@@ -25,7 +25,8 @@ from rich.table import Column, Table
 from outrider.conf.command_settings import AdviseConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
-from outrider.conf.files import folder_lock, read_json, write, write_json
+from outrider.conf.files import folder_lock, write, write_json
+from outrider.conf.json_shapes import read_object
 from outrider.conf.schema import Config, WandbConfig
 from outrider.data.corpus import load_training_data
 from outrider.data.pack import pack, split_holdout
@@ -140,9 +141,10 @@ def run_pilot(
     on_start = partial(print_start_summary, quiet, loaded=loaded)
     if loop.fit(pilot_config, loaded, data, quiet, on_start=on_start) is None:
         return None
-    summary = read_json(folder / "training.json", FIX)
-    length = float(summary["held_out"]["accept_length"])
-    return replace(pilot, accept_length=length, best_step=int(summary["best_step"]))
+    shape = {"held_out": {"accept_length": float}, "best_step": int}
+    summary = read_object(folder / "training.json", FIX, shape)
+    length = summary["held_out"]["accept_length"]
+    return replace(pilot, accept_length=length, best_step=summary["best_step"])
 
 
 def write_advice(

@@ -16,6 +16,7 @@ from typing import Any
 
 OLD_OUTPUTS, HASHES, SIDECAR = "golden.safetensors", "golden.json", "outrider.json"
 LARGEST_JSON = 1 << 26  # bytes
+DAMAGED = AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
 class Unreadable(Exception):
@@ -52,7 +53,7 @@ def check_files(folder: Path) -> tuple[list[str], list[str]]:
     for check in (check_hashes, check_tensors):
         try:
             differences, summary = check(folder)
-        except Unreadable as error:
+        except (OSError, Unreadable) as error:
             differences, summary = [str(error)], ""
         problems += differences
         checked += [] if differences else [summary]
@@ -95,7 +96,7 @@ def stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
                 if name in stored:
                     raise ValueError(f"{name} is stored in another file too")
                 stored[name] = {"dtype": entry["dtype"], "shape": entry["shape"]}
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (*DAMAGED, OSError) as error:
             raise Unreadable(f"{file.name}: damaged, or not safetensors ({error})") from None
     return stored
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.fields import option
-from outrider.conf.files import read_json, read_lines, read_tensors
+from outrider.conf.files import read_tensors
+from outrider.conf.json_shapes import read_object
 from outrider.launch.bench.common import number_table, run_command, save_result
 from outrider.launch.processes import clean_environment, train_command
 from outrider.train.checkpoint import list_checkpoints
+from outrider.train.metrics_log import read_log
 
 LOSS, WEIGHT = 1e-4, 1e-3  # tolerances: absolute for losses, relative for weights
 RUN = [
@@ -48,12 +50,12 @@ class Result(NamedTuple):
 
     @classmethod
     def read(cls, run: Path) -> "Result":
-        log = read_lines(run / "metrics.jsonl", "")
-        losses = [line["loss@1"] for line in log if line["kind"] == "train"]
+        losses = [line["loss@1"] for line in read_log(run) if line["kind"] == "train"]
         newest = list_checkpoints(run / "checkpoints")[-1]
         state = read_tensors(newest / "state.safetensors", None, "")
         weights = {name: value for name, value in state.items() if name.startswith("parameter.")}
-        summary = read_json(run / "training.json", "")
+        shape = {"tokens": int, "phases": {"steps": float}}
+        summary = read_object(run / "training.json", "Run the benchmark again.", shape)
         return cls(losses, weights, summary["tokens"] / summary["phases"]["steps"])
 
     def max_difference(self, first: "Result") -> tuple[float, float]:

@@ -23,7 +23,7 @@ from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
-from outrider.conf.files import read_json
+from outrider.conf.json_shapes import read_object
 from outrider.conf.schema import RecordConfig
 from outrider.launch.bench.common import number_table, report, run_outrider
 
@@ -32,6 +32,12 @@ SETTING = re.compile(
     rf"online|(?P<states>{'|'.join(STATES)}|coded(?=\d))(?P<step>(?<=coded)\d\.\d+)?"
     r"(-top(?P<top>\d+))?"
 )
+AGAIN = "Run the benchmark again in another folder."
+TRAINING = {
+    "steps": int, "phases": {"steps": float},
+    "held_out": {"accept_length, accept_length_sampling": float},
+}  # fmt: skip
+MANIFEST, SHARD = {"data": {"traces?": (str, None)}}, {"bytes, tokens": int}
 MEASURED = ("bytes", "accept_length", "accept_length_sampling", "tau", "step_s")
 
 
@@ -82,8 +88,8 @@ def _measure(setting: str, options: Options) -> dict[str, float]:
     if options.prompts:
         limits = f"eval.limit={options.prompts}", f"eval.max_new_tokens={options.new_tokens}"
         run_outrider("eval", f"run.dir={run}", "decode=chain", *limits, "eval.baseline=false")
-        tau = float(read_json(run / "eval" / "eval.json", "")["tau"])
-    summary = read_json(run / "training.json", "")
+        tau = read_object(run / "eval" / "eval.json", AGAIN, {"tau": float})["tau"]
+    summary = read_object(run / "training.json", AGAIN, TRAINING)
     held = summary["held_out"]
     return {
         "bytes": _bytes_per_token(run), "accept_length": held["accept_length"],
@@ -104,10 +110,10 @@ def overrides(setting: str) -> list[str]:
 
 def _bytes_per_token(run: Path) -> float:
     """Return the size of the recording that the run was trained from; 0 without one."""
-    folder = read_json(run / "manifest.json", "")["data"].get("traces")
+    folder = read_object(run / "manifest.json", AGAIN, MANIFEST)["data"].get("traces")
     if folder is None:
         return 0.0
-    shards = [read_json(file, "") for file in Path(folder).glob("shard-*.json")]
+    shards = [read_object(file, AGAIN, SHARD) for file in Path(folder).glob("shard-*.json")]
     return float(sum(s["bytes"] for s in shards) / sum(s["tokens"] for s in shards))
 
 
