@@ -24,7 +24,7 @@ SIZES = {  # field of config.json -> its largest value; the smallest is 1
 }
 FROM_0 = {  # the smallest is 0
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner"), WIDTH),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), HEADS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4096),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), TOKENS),
 }
 PER_BYTE = 16  # parameters in a byte of the densest file; quantised ones hold up to five

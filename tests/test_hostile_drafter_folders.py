@@ -154,6 +154,14 @@ def test_heads_that_do_not_divide(folder: Path, target: Target, change: dict[str
     refused(folder, target)
 
 
+@pytest.mark.parametrize("folder", ["medusa-vllm"], indirect=True)
+def test_layers_of_many_heads_are_bounded(folder: Path, target: Target) -> None:
+    """A million modules take a minute to build, even without weights."""
+    edit(folder / "config.json", lambda config: config.update(num_heads=1024, num_hidden_layers=99))
+    (folder / "outrider.json").unlink()
+    assert "exceeds 1024" in refused(folder, target)
+
+
 def test_missing_weights_are_found_before_allocation(folder: Path, target: Target) -> None:
     """The settings describe 1,023 layers that the file does not hold."""
     edit(folder / "config.json", lambda config: config["drafter"].update(layers=1024))

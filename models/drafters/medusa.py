@@ -53,6 +53,8 @@ class Config(DrafterConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_choice("init", "linear", "copy")
+        if self.depths * self.res_layers > 1024:
+            raise ValueError(f"res_layers = {self.res_layers}: depths * res_layers exceeds 1024")
         if self.adapter_rank and self.draft_vocab_size is not None:
             why = "adapters change the probability of every token, and the loss that keeps the "
             why += "target covers the draft vocabulary only, so use null with adapter_rank"
