@@ -89,7 +89,9 @@ def _fields(
     """Yield the fields of an object, each with its shape and full name."""
     for names, inner in shape.items():
         if names is str:
-            yield from ((item, inner, f"{name}.{key}".lstrip(".")) for key, item in value.items())
+            for key, item in value.items():
+                yield key, str, f"a name in {name or 'it'}"
+                yield item, inner, f"{name}.{key}".lstrip(".")
             continue
         for field in names.split(", "):
             key = field.removesuffix("?")

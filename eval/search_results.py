@@ -34,10 +34,10 @@ MIN_TRIALS = 4  # complete trials that importance needs
 FIX = "Run the same command again, or remove the trial's folder."
 REPORT_METRICS = ("tau", "speedup", "tokens_per_second")
 SEARCH = {  # `search.json`
-    "format": FORMAT, "metric": str, "overrides": [str], "importance": {str: float},
+    "format": FORMAT, "metric": str, "overrides": [str], "importance": {str: float}, str: object,
     "trials": [{
-        "number": int, "state": str, "value": RATE, "params": {str: object}, "words?": [str],
-        "seconds?, decoded tau?, decoded speedup?": float,
+        "number": int, "state": str, "value": RATE, "params": {str: object}, str: object,
+        "words?": [str], "seconds?, decoded tau?, decoded speedup?": float,
     }],
 }  # fmt: skip
 

@@ -237,9 +237,11 @@ def test_any_study_is_shown_or_refused(study: Path, run: Run, data: st.DataObjec
             rows = f"SELECT rowid FROM {table} ORDER BY rowid LIMIT {data.draw(st.integers(1, 3))}"
             base.execute(f"UPDATE {table} SET {column} = ? WHERE rowid IN ({rows})", (value,))
             base.commit()
-    with suppress(*ERRORS):
-        search_results.show(run.folder, Console(file=io.StringIO(), width=160))
-    file.unlink()
+    try:
+        with suppress(*ERRORS):
+            search_results.show(run.folder, Console(file=io.StringIO(), width=160))
+    finally:
+        file.unlink()
 
 
 # ---- published folders ----

@@ -12,7 +12,7 @@ import optuna
 import pytest
 from rich.console import Console
 
-from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.schema import TrainConfig
 from outrider.conf.sweeps import read_sweep
 from outrider.eval import search_results
@@ -310,3 +310,20 @@ def test_speedup_search_varies_the_drafter() -> None:
     assert settings.metric == "speedup"
     assert set(settings.over) - set(default.over) == {"drafter.depths", "drafter.draft_vocab_size"}
     assert set(default.over) < set(settings.over)
+
+
+def test_folder_of_a_trial_is_always_inside_the_search(tmp_path: Path, play: Any) -> None:
+    """A received study may name any folder, and a finished trial's checkpoints are removed."""
+    started, folder = play(by_rate), tmp_path / "search"
+    run_search(folder, 1)
+    study = search_results.load_study(folder)
+    study.enqueue_trial(study.trials[0].params, user_attrs={"folder": "../elsewhere"})
+    run_search(folder, 2)
+    assert Path(started[-1]["run.dir"]) == folder / "trial-0001"
+
+
+def test_damaged_study_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / search_results.STUDY).write_bytes(b"no database" * 1000)
+    for reader in (search_results.load_study, lambda folder: run_search(folder, 1)):
+        with pytest.raises(CorruptFile, match=r"study\.db cannot be read"):
+            reader(tmp_path)

@@ -99,16 +99,13 @@ def _run_page(config: Config, options: ReportConfig, console: Console) -> Page:
         ("cost", "Cost of training", training.cost_parts),
         ("origin", "Configuration and fingerprints", training.provenance_parts),
     ]
+    built = [
+        Section(name, heading, sorted(parts(run), key=lambda part: not isinstance(part, Figure)))
+        for name, heading, parts in sections
+    ]
     lead = [f"{out}: {r.verdict()}" for out, r in run.reports.items()]
     title = f"{config.drafter.name} on {config.target.path or config.target.name}"
-    return _page(title, lead, [_build_section(run, *section) for section in sections], [folder])
-
-
-def _build_section(
-    run: RunFiles, name: str, title: str, build: Callable[[RunFiles], Iterator[Part]]
-) -> Section:
-    """Build a section, figures first."""
-    return Section(name, title, sorted(build(run), key=lambda part: not isinstance(part, Figure)))
+    return _page(title, lead, built, [folder])
 
 
 def _folder_page(folder: Path) -> Page:
