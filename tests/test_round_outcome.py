@@ -5,9 +5,9 @@ import torch
 
 from outrider.models.decode import round_outcome
 from outrider.models.decode.round_outcome import greedy_outcomes, outcomes
-from outrider.models.decode.token_rules import greedy
 from outrider.models.decode.tree import Tree
 from tests.enumeration import any_trees
+from tests.trees import greedy
 
 SOUND = torch.tensor([[0.0, -1.5], [3e38, -3e38], [1e-45, -0.0], [1.0, 2.0]])  # per prompt
 

@@ -21,7 +21,6 @@ from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.token_rules import (
     Accepted,
     deepest_path,
-    greedy,
     has_child,
     match,
     ratio,
@@ -55,7 +54,7 @@ from tests.enumeration import (
     variation,
     worst_bias,
 )
-from tests.trees import checked
+from tests.trees import checked, greedy
 
 MATCH = by(bind_rule("match", "best"))
 SAMPLED = by(bind_rule("sampled", "independent"))
@@ -453,8 +452,6 @@ def test_rows_that_do_not_fit_the_tree_are_refused() -> None:
         ratio(CHAIN, P_ROWS, Q_ROWS[:, :2], rng)
     with pytest.raises((ValueError, TypeCheckError)):
         ratio(CHAIN, P_ROWS, Q_ROWS[..., :2], rng)
-    with pytest.raises((ValueError, TypeCheckError)):
-        greedy(CHAIN, torch.tensor([[1, 0]]))
 
 
 # ---- the enumeration itself ----------------------------------------------------------------------

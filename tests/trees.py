@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from itertools import product
 
+from torch import Tensor
+
+from outrider.models.decode.token_rules import Accepted, deepest_path
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.tree_shapes import Paths, parse
 
@@ -26,3 +29,10 @@ def checked(tree: Tree) -> Tree:
             assert 0 <= parent < node
             assert depths[node] == depths[parent] + 1
     return tree
+
+
+def greedy(tree: Tree, choice: Tensor) -> Accepted:
+    """Reference of `greedy_outcomes` in tensors: the longest path of the target's choices."""
+    passed = tree.ids == choice.gather(1, tree.parents.clamp(min=0))
+    path, length = deepest_path(tree, passed)
+    return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])

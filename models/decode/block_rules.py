@@ -34,6 +34,8 @@ from outrider.models.decode.sibling_rules import ResidualRows, nodes_by_rank
 from outrider.models.decode.token_rules import (
     CHAINS_ONLY,
     Accepted,
+    NodeValues,
+    Rows,
     acceptance_probabilities,
     check_nodes,
     draft_probabilities,
@@ -48,14 +50,8 @@ from outrider.models.decode.token_rules import (
 from outrider.models.decode.tree import Tree
 
 
-def block(
-    tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"], rng: RandomSource
-) -> Accepted:
-    """Block verification of a chain; on average it accepts at least as much as `token_rules.ratio`.
-
-    Raises:
-        ValueError: as `token_rules.ratio`.
-    """
+def block(tree: Tree, p_rows: Rows, q_rows: Rows, rng: RandomSource) -> Accepted:
+    """Block verification of a chain; refuses what `ratio` refuses, accepts no less on average."""
     p, q = draft_probabilities(tree, p_rows, q_rows)
     check_nodes(tree, p, q, off_chain(tree), CHAINS_ONLY)
     share = _shares(p / q)
@@ -70,7 +66,7 @@ def block(
     return Accepted(path_to(tree, last), select_node(tree.depths, last), draw_one(row, rng))
 
 
-def _shares(ratios: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+def _shares(ratios: NodeValues) -> NodeValues:
     """Return the share of every node of a chain, from the p / q of its token.
 
     The repeated min(1, share * ratio) is a cumulative sum of logarithms that restarts whenever it
@@ -94,11 +90,7 @@ def share_after_rejection(
 
 
 def traversal(
-    tree: Tree,
-    p_rows: Float[Tensor, "B N V"],
-    q_rows: Float[Tensor, "B N V"],
-    rng: RandomSource,
-    replacement: bool,
+    tree: Tree, p_rows: Rows, q_rows: Rows, rng: RandomSource, replacement: bool
 ) -> Accepted:
     """Traversal verification of sampled trees; accepts more than rules that test siblings in order.
 

@@ -38,6 +38,7 @@ from outrider.models.decode.round_times import RoundTimes, Stopwatch
 from outrider.models.decode.rule_table import SAMPLED_DRAFTS, VerifyFn
 from outrider.models.decode.sampling import EmptyDistribution
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
+from outrider.models.decode.token_rules import Rows
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import NO_RANDOMNESS, Decision, verifier_class
 from outrider.models.drafter import Drafter
@@ -297,15 +298,13 @@ class Engine:
         except EmptyDistribution as error:
             raise RunError(f"A round could not be drafted: {error}", DRAFTER_FIX) from error
 
-    def _adjusted(
-        self, logits: Float[Tensor, "B N V"], tree: Tree, first: int = 0
-    ) -> Float[Tensor, "B N V"]:
+    def _adjusted(self, logits: Rows, tree: Tree, first: int = 0) -> Rows:
         """Apply penalties and bans, each node with its own text."""
         if self.history is None:
             return logits
         return self.sampling.adjust(logits, self.history.at_nodes(tree, first))
 
-    def _decide(self, draft: Draft, logits: Float[Tensor, "B N V"]) -> Decision:
+    def _decide(self, draft: Draft, logits: Rows) -> Decision:
         try:
             return self.verifier.decide(draft, logits)
         except FloatingPointError:

@@ -66,11 +66,7 @@ def _draft_of(decode: DecodeConfig) -> str:
 
 
 def search_tree(decode: DecodeConfig, tables: Tables | None) -> tree_shapes.Paths:
-    """Return the best shape of `decode.nodes` nodes for a checkpoint's acceptance probabilities.
-
-    Raises:
-        ConfigError: the checkpoint has no table for these drafts.
-    """
+    """Return the best shape of `decode.nodes` nodes; ConfigError if there is no table for it."""
     draft = _draft_of(decode)
     kind = "drawn" if draft in SAMPLED_DRAFTS else draft
     name = f"{kind}@{1 if decode.temperature > 0 else 0}"
@@ -144,10 +140,8 @@ def check_decode(decode: DecodeConfig) -> None:
 def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
     """Parse an entry of `eval.grid`: a name for its report, and its settings.
 
-    "chain@1" -> ("chain-t1", conf/decode/chain.yaml at temperature 1).
-
-    Raises:
-        ConfigError: the entry is not policy@temperature.
+    "chain@1" -> ("chain-t1", conf/decode/chain.yaml at temperature 1); any other form is a
+    ConfigError.
     """
     policy, _, temperature = entry.partition("@")
     if policy not in choices("decode") or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", temperature):

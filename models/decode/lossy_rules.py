@@ -13,12 +13,11 @@ Differs from Medusa's code: p is the warped row, and the token after the path is
 """
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.token_rules import (
     Accepted,
+    Rows,
     deepest_path,
     draft_probabilities,
     draw_one,
@@ -29,11 +28,7 @@ from outrider.models.decode.tree import Tree
 
 
 def typical(
-    tree: Tree,
-    p_rows: Float[Tensor, "B N V"],
-    rng: RandomSource,
-    epsilon: float = 0.09,
-    delta: float = 0.3,
+    tree: Tree, p_rows: Rows, rng: RandomSource, epsilon: float = 0.09, delta: float = 0.3
 ) -> Accepted:
     """Accept x iff p(x) > min(epsilon, delta * exp(-H(p))); the longest path, most probable first.
 
@@ -54,13 +49,7 @@ def typical(
     return Accepted(path, length, draw_one(select_node(p_rows, path[:, -1]), rng))
 
 
-def lenience(
-    tree: Tree,
-    p_rows: Float[Tensor, "B N V"],
-    q_rows: Float[Tensor, "B N V"],
-    rng: RandomSource,
-    factor: float,
-) -> Accepted:
+def lenience(tree: Tree, p_rows: Rows, q_rows: Rows, rng: RandomSource, factor: float) -> Accepted:
     """Accept x with probability min(1, p(x) / (factor q(x))); else draw from max(p - factor q, 0).
 
     With a factor l no token becomes more probable than p(x) / l after any text. 1 is `ratio`.

@@ -1,8 +1,8 @@
 """Draft policies: which draft tokens a round proposes; and the simplest policy, the chain.
 
 A policy runs the drafter level by level and returns a tree per prompt. Its kind of draft tokens is
-one of rule_table.py: `drawn` and `independent` ones are sampled from the drafter's warped rows, which
-are returned with the tree (rule R1); `best` and `coupled` ones are the top-k of its scores.
+one of rule_table.py: `drawn` and `independent` ones are sampled from the drafter's warped rows,
+which are returned with the tree (rule R1); `best` and `coupled` ones are the top-k of its scores.
 
 Shape letters: B prompts, N nodes of the tree, V the target's tokens.
 
@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from outrider.models.decode.argmax import first_argmax
@@ -30,6 +30,7 @@ from outrider.models.decode.rule_table import (
     check_draft,
     default_rule,
 )
+from outrider.models.decode.token_rules import Rows
 from outrider.models.decode.tree import Tree
 
 
@@ -40,7 +41,7 @@ class Draft(NamedTuple):
     """
 
     tree: Tree
-    q_rows: Float[Tensor, "B N V"] | None
+    q_rows: Rows | None
 
 
 @runtime_checkable

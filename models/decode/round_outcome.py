@@ -65,12 +65,13 @@ class RoundOutcome(NamedTuple):
 def greedy_outcomes(
     tree: Tree, choice: Int[Tensor, "B N"], max_logits: Float[Tensor, "B K"]
 ) -> list[RoundOutcome]:
-    """Return `outcomes(tree, token_rules.greedy(tree, choice), max_logits)`, decided on the host.
+    """Accept the longest path whose every token is the target's argmax at its parent (R10).
 
     chain    the cat sat on      the root "the" and three draft tokens
     choice   cat sat in  a       accepted: "cat sat", followed by "in"
 
     Args:
+        choice: the target's argmax after each node, ties to the lowest id.
         max_logits: maxima of rows of logits: not finite if a row holds NaN or +infinity.
 
     Raises:

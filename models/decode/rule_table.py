@@ -16,14 +16,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jaxtyping import Float
 from torch import Tensor
 
 from outrider.models.decode import lossy_rules, token_rules, token_rules_cpu
 from outrider.models.decode.block_rules import block, traversal
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sibling_rules import sibling_by_sibling
-from outrider.models.decode.token_rules import Accepted
+from outrider.models.decode.token_rules import Accepted, Rows
 from outrider.models.decode.tree import Tree
 
 VerifyFn = Callable[[Tree, Tensor, Tensor | None, RandomSource], Accepted]
@@ -82,11 +81,7 @@ class BoundRule:
         return self.name == COUPLED
 
     def __call__(
-        self,
-        tree: Tree,
-        p_rows: Float[Tensor, "B N V"],
-        q_rows: Float[Tensor, "B N V"] | None,
-        rng: RandomSource,
+        self, tree: Tree, p_rows: Rows, q_rows: Rows | None, rng: RandomSource
     ) -> Accepted:
         if not self.reads_q:
             return self.verify(tree, p_rows, rng)
@@ -96,11 +91,7 @@ class BoundRule:
 
 
 def check_draft(draft: str) -> str:
-    """Return the kind of draft.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """Return the kind of draft; raise ValueError if there is no such kind."""
     if draft not in DRAFTS:
         raise ValueError(f"there is no draft {draft!r}: one of {', '.join(DRAFTS)}")
     return draft
@@ -167,9 +158,7 @@ RULES: dict[str, Rule] = {
     "block": Rule(block, SAMPLED_DRAFTS, chains_only=True),
     "traversal": Rule(traversal, SAMPLED_DRAFTS, replacement=True),
     "sampled": Rule(token_rules.match, DRAFTS, cpu_rule=token_rules_cpu.match),
-    "coupled": Rule(
-        token_rules.match, DRAFTS
-    ),  # by random numbers; the engine uses noise (verifier.py)
+    "coupled": Rule(token_rules.match, DRAFTS),  # the engine uses noise instead (verifier.py)
     "lossy_typical": Rule(
         lossy_rules.typical,
         DRAFTS,

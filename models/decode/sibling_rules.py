@@ -26,6 +26,7 @@ from torch import Tensor
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.token_rules import (
     Accepted,
+    Rows,
     acceptance_probabilities,
     deepest_path,
     draft_nodes,
@@ -44,17 +45,13 @@ REPEATED = "was drawn twice: siblings without replacement never repeat a token (
 
 
 def sibling_by_sibling(
-    tree: Tree,
-    p_rows: Float[Tensor, "B N V"],
-    q_rows: Float[Tensor, "B N V"],
-    rng: RandomSource,
-    replacement: bool,
+    tree: Tree, p_rows: Rows, q_rows: Rows, rng: RandomSource, replacement: bool
 ) -> Accepted:
     """SpecInfer's rule for independent siblings, or Sequoia's for siblings without replacement.
 
     Raises:
-        ValueError: as `token_rules.ratio`, but trees may branch; or siblings without replacement repeat
-            a token.
+        ValueError: as `token_rules.ratio`, but trees may branch; or siblings without
+            replacement repeat a token.
     """
     siblings = earlier_siblings(tree)
     rows = ResidualRows(tree, p_rows, q_rows, replacement)
@@ -69,11 +66,7 @@ def sibling_by_sibling(
 
 
 def nodes_by_rank(
-    tree: Tree,
-    p_rows: Float[Tensor, "B N V"],
-    q_rows: Float[Tensor, "B N V"],
-    rank: Int[Tensor, "B N"],
-    replacement: bool,
+    tree: Tree, p_rows: Rows, q_rows: Rows, rank: Int[Tensor, "B N"], replacement: bool
 ) -> list[Int[Tensor, " W"]]:
     """Return the draft nodes of rank 1, of rank 2, ..., as indices into [B * N].
 
@@ -107,13 +100,7 @@ class ResidualRows:
         share: r of `block_rules`; 1 where a node is accepted before its children are tested.
     """
 
-    def __init__(
-        self,
-        tree: Tree,
-        p_rows: Float[Tensor, "B N V"],
-        q_rows: Float[Tensor, "B N V"],
-        replacement: bool,
-    ) -> None:
+    def __init__(self, tree: Tree, p_rows: Rows, q_rows: Rows, replacement: bool) -> None:
         first = torch.arange(len(tree.ids), device=tree.ids.device)[:, None] * tree.size
         self.parents = (tree.parents.clamp(min=0) + first).flatten()
         self.ids = tree.ids.long().flatten()

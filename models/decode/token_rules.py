@@ -1,4 +1,4 @@
-"""Verification rules: which draft tokens are accepted, and which token follows them.
+"""Verification token by token: which draft tokens are accepted, and which token follows them.
 
 Pure functions on a batch of trees and rows of probabilities. Their output has exactly the
 distribution of plain decoding. The rows come from `warping.warp`: p row i is the target's
@@ -46,6 +46,9 @@ from torch import Tensor
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
 
+Rows = Float[Tensor, "B N V"]  # a distribution, or logits, after every node
+NodeValues = Float[Tensor, "B N"]  # a probability or a ratio of every node
+NodeFlags = Bool[Tensor, "B N"]
 NO_ROWS = "a sampled draft needs the rows it was drawn from (R1)"
 CHAINS_ONLY = "does not follow the node before it: this rule verifies chains only (R3)"
 
@@ -64,22 +67,7 @@ class Accepted(NamedTuple):
     next_ids: Int[Tensor, " B"]
 
 
-def greedy(tree: Tree, choice: Int[Tensor, "B N"]) -> Accepted:
-    """Accept the longest path whose every token is the target's argmax at its parent (R10).
-
-    The reference for `round_outcome.greedy_outcomes`, which the engine uses.
-
-    Args:
-        choice: the target's argmax after each node, ties to the lowest id.
-
-    Raises:
-        ValueError: choice does not have one entry per node.
-    """
-    check_shapes(tree, choice=choice)
-    return _follow(tree, choice, _matching(tree, choice))
-
-
-def match(tree: Tree, p_rows: Float[Tensor, "B N V"], rng: RandomSource) -> Accepted:
+def match(tree: Tree, p_rows: Rows, rng: RandomSource) -> Accepted:
     """Draw y ~ p at every node; accept a child that carries y, else emit y.
 
     Exact for every tree that does not depend on the random numbers of this call: EAGLE-2 and Medusa
@@ -92,21 +80,12 @@ def match(tree: Tree, p_rows: Float[Tensor, "B N V"], rng: RandomSource) -> Acce
     """
     check_shapes(tree, p_rows=p_rows)
     choice = rng.draw(p_rows)
-    return _follow(tree, choice, _matching(tree, choice) & ~repeats_sibling(tree))
-
-
-def _matching(tree: Tree, choice: Int[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
-    return tree.ids == choice.gather(1, tree.parents.clamp(min=0))
-
-
-def _follow(tree: Tree, choice: Int[Tensor, "B N"], passed: Bool[Tensor, "B N"]) -> Accepted:
-    path, length = deepest_path(tree, passed)
+    matching = tree.ids == choice.gather(1, tree.parents.clamp(min=0))
+    path, length = deepest_path(tree, matching & ~repeats_sibling(tree))
     return Accepted(path, length, choice.gather(1, path[:, -1:])[:, 0])
 
 
-def ratio(
-    tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"], rng: RandomSource
-) -> Accepted:
+def ratio(tree: Tree, p_rows: Rows, q_rows: Rows, rng: RandomSource) -> Accepted:
     """Speculative sampling of a chain: accept x with probability min(1, p(x) / q(x)), in order.
 
     At the first rejection the token comes from max(p - q, 0), renormalised (R4); after the last
@@ -134,7 +113,7 @@ def ratio(
 
 
 def deepest_path(
-    tree: Tree, passed: Bool[Tensor, "B N"], tie_scores: Float[Tensor, "B N"] | None = None
+    tree: Tree, passed: NodeFlags, tie_scores: NodeValues | None = None
 ) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
     """Return the path to the deepest node that passed together with all its ancestors.
 
@@ -172,7 +151,7 @@ def earlier_siblings(tree: Tree) -> Bool[Tensor, "B N N"]:
     return siblings.tril(-1) & tree.real[:, :, None]
 
 
-def repeats_sibling(tree: Tree) -> Bool[Tensor, "B N"]:
+def repeats_sibling(tree: Tree) -> NodeFlags:
     """Return whether an earlier sibling carries the same token."""
     return (earlier_siblings(tree) & (tree.ids[:, :, None] == tree.ids[:, None])).any(-1)
 
@@ -184,12 +163,12 @@ def has_child(tree: Tree, nodes: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
     return ((tree.parents == nodes[:, None]) & tree.real).any(-1)
 
 
-def draft_nodes(tree: Tree) -> Bool[Tensor, "B N"]:
+def draft_nodes(tree: Tree) -> NodeFlags:
     """Return the real nodes below the root."""
     return tree.real & (tree.depths > 0)
 
 
-def off_chain(tree: Tree) -> Bool[Tensor, "B N"] | None:
+def off_chain(tree: Tree) -> NodeFlags | None:
     """Return the nodes whose parent is not the node before them; None: a chain, there is none."""
     if tree.is_chain:
         return None
@@ -206,9 +185,7 @@ def select_node(rows: Tensor, nodes: Int[Tensor, " B"]) -> Tensor:
     return rows.gather(1, index.expand(-1, 1, *rows.shape[2:]))[:, 0]
 
 
-def draft_probabilities(
-    tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"]
-) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N"]]:
+def draft_probabilities(tree: Tree, p_rows: Rows, q_rows: Rows) -> tuple[NodeValues, NodeValues]:
     """Return p and q of every draft token at its parent; 1 for the root and padding nodes."""
     check_rows(tree, p_rows, q_rows)
     if tree.is_chain:  # the parent is the node before
@@ -221,14 +198,12 @@ def draft_probabilities(
     return p_rows[index].masked_fill(others, 1.0), q_rows[index].masked_fill(others, 1.0)
 
 
-def _chain_probabilities(
-    tree: Tree, rows: Float[Tensor, "B N V"], tokens: Int[Tensor, "B drafted 1"]
-) -> Float[Tensor, "B N"]:
+def _chain_probabilities(tree: Tree, rows: Rows, tokens: Int[Tensor, "B drafted 1"]) -> NodeValues:
     probs = F.pad(rows.gather(2, tokens)[..., 0], (1, 0), value=1.0)
     return probs if tree.unpadded else probs.masked_fill(~tree.real, 1.0)
 
 
-def acceptance_probabilities(tree: Tree, ratios: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+def acceptance_probabilities(tree: Tree, ratios: NodeValues) -> NodeValues:
     """Return min(1, ratio); 1 for the root, and 0 for padding nodes, so that they never pass."""
     probs = ratios.clamp(max=1.0)
     probs = probs if tree.unpadded else probs.masked_fill(~tree.real, 0.0)
@@ -264,7 +239,7 @@ def check_shapes(tree: Tree, **rows: Tensor) -> None:
             )
 
 
-def check_rows(tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor, "B N V"]) -> None:
+def check_rows(tree: Tree, p_rows: Rows, q_rows: Rows) -> None:
     """Raise ValueError if they do not have one row per node, over one vocabulary."""
     check_shapes(tree, p_rows=p_rows, q_rows=q_rows)
     if p_rows.shape[2] != q_rows.shape[2]:
@@ -275,11 +250,7 @@ def check_rows(tree: Tree, p_rows: Float[Tensor, "B N V"], q_rows: Float[Tensor,
 
 
 def check_nodes(
-    tree: Tree,
-    p: Float[Tensor, "B N"],
-    q: Float[Tensor, "B N"],
-    misplaced: Bool[Tensor, "B N"] | None,
-    reason: str,
+    tree: Tree, p: NodeValues, q: NodeValues, misplaced: NodeFlags | None, reason: str
 ) -> None:
     """Check that every node can be verified without bias; synchronises with the device.
 
@@ -295,22 +266,15 @@ def check_nodes(
 
 
 def invalid_nodes(
-    tree: Tree,
-    p: Float[Tensor, "B N"],
-    q: Float[Tensor, "B N"],
-    misplaced: Bool[Tensor, "B N"] | None,
-) -> Bool[Tensor, "B N"]:
+    tree: Tree, p: NodeValues, q: NodeValues, misplaced: NodeFlags | None
+) -> NodeFlags:
     """Return the nodes that `check_nodes` refuses."""
     invalid = ~((p >= 0) & (q > 0))  # true of NaN; the root and padding nodes have 1 in both
     return invalid if misplaced is None else invalid | (draft_nodes(tree) & misplaced)
 
 
 def invalid_node_error(
-    tree: Tree,
-    p: Float[Tensor, "B N"],
-    q: Float[Tensor, "B N"],
-    misplaced: Bool[Tensor, "B N"] | None,
-    reason: str,
+    tree: Tree, p: NodeValues, q: NodeValues, misplaced: NodeFlags | None, reason: str
 ) -> ValueError:
     """Return the error about the first invalid node."""
     prompt, node = invalid_nodes(tree, p, q, misplaced).nonzero()[0].tolist()

@@ -1,4 +1,4 @@
-"""`token_rules.match` and `token_rules.ratio` for a CPU: the same distributions from fewer operations.
+"""`match` and `ratio` of token_rules.py for a CPU: equal distributions from fewer operations.
 
 A GPU verifies all nodes at once, so that the host synchronises once. On a CPU every operation and
 every row of a large vocabulary is expensive. So a tree is descended level by level, all prompts
@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.models.decode import token_rules
 from outrider.models.decode.round_outcome import RoundOutcome, outcomes, real_parents_and_depths
 from outrider.models.decode.sampling import RandomSource
+from outrider.models.decode.token_rules import Rows
 from outrider.models.decode.tree import Tree
 
 Warp = Callable[[Tensor], Tensor]  # logits to probabilities, row by row
@@ -33,13 +34,9 @@ class TokenSource(Protocol):
 
 
 def match(
-    tree: Tree,
-    logits: Float[Tensor, "B N V"],
-    warp: Warp,
-    _q_rows: Float[Tensor, "B N V"] | None,
-    rng: TokenSource,
+    tree: Tree, logits: Rows, warp: Warp, _q_rows: Rows | None, rng: TokenSource
 ) -> list[RoundOutcome]:
-    """`token_rules.match`: the token drawn after a node selects the next child, or follows the path.
+    """`match`: the token drawn after a node selects the next child, or follows the path.
 
     Raises:
         ValueError: logits do not have one row per node; a visited row is NaN or has no mass.
@@ -74,17 +71,9 @@ def _children(ids: Sequence[int], parents: Sequence[int]) -> dict[tuple[int, int
 
 
 def ratio(
-    tree: Tree,
-    logits: Float[Tensor, "B N V"],
-    warp: Warp,
-    q_rows: Float[Tensor, "B N V"] | None,
-    rng: RandomSource,
+    tree: Tree, logits: Rows, warp: Warp, q_rows: Rows | None, rng: RandomSource
 ) -> list[RoundOutcome]:
-    """`token_rules.ratio`: the same flips, and the same draw from the residual.
-
-    Raises:
-        ValueError: as there.
-    """
+    """`ratio`: the same flips, the same draw from the residual, the same errors."""
     p_rows = warp(logits)
     q_rows = p_rows if tree.size == 1 else q_rows  # there is no draft token, and no row is read
     if q_rows is None:
@@ -103,11 +92,7 @@ def ratio(
 
 
 def _accepted_lengths(
-    tree: Tree,
-    depths: Sequence[int],
-    p_rows: Float[Tensor, "B N V"],
-    q_rows: Float[Tensor, "B N V"],
-    rng: RandomSource,
+    tree: Tree, depths: Sequence[int], p_rows: Rows, q_rows: Rows, rng: RandomSource
 ) -> list[int]:
     """Return how many draft tokens of each chain are accepted."""
     tokens, chances = tree.ids[:, 1:, None], []
@@ -121,7 +106,7 @@ def _accepted_lengths(
     return [[*flips, False].index(False) - 1 for flips in rng.flip_host(chances)]
 
 
-def _rows_at(rows: Float[Tensor, "B N V"], nodes: Sequence[int]) -> Float[Tensor, "B V"]:
+def _rows_at(rows: Rows, nodes: Sequence[int]) -> Float[Tensor, "B V"]:
     """Return the row of one node per prompt."""
     if len(nodes) == 1:
         return rows[:, nodes[0]]

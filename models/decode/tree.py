@@ -142,14 +142,11 @@ def rerank(scores: Float[Tensor, "B M"], budget: int) -> Int[Tensor, "B n"]:
     children.
 
     Args:
-        scores: cumulative log-probability of each candidate, float32 or wider: nats, <= 0.
+        scores: cumulative log-probability of each candidate, in nats; half precision is refused.
         budget: how many candidates to keep, >= 1; fewer candidates are all kept.
 
     Returns:
         Indices of the kept candidates, ascending (so parents stay first).
-
-    Raises:
-        ValueError: half-precision scores.
     """
     if scores.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"scores are {scores.dtype}: sum log-probabilities in float32")

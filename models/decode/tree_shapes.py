@@ -77,11 +77,7 @@ def contiguous(paths: Paths) -> bool:
 
 
 def read(path: Path) -> Paths:
-    """Read a shape from a json file, a list of paths such as [[0], [1], [0, 0]].
-
-    Raises:
-        RunError: missing, not json, or not a shape.
-    """
+    """Read a shape from a json file, a list of paths such as [[0], [1]]; RunError if it is none."""
     try:
         content = files.parse_json(files.read_bytes(path))
         lists = isinstance(content, list) and all(isinstance(path, list) for path in content)

@@ -25,6 +25,7 @@ from outrider.models.decode.round_outcome import RoundOutcome, greedy_outcomes, 
 from outrider.models.decode.rule_table import COUPLED, BoundRule, VerifyFn
 from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.token_rules import Rows
 from outrider.models.target import Target
 
 NO_RANDOMNESS: RandomSource = GeneratorSource([], 0)
@@ -40,7 +41,7 @@ class Decision(NamedTuple):
     """
 
     outcomes: list[RoundOutcome]
-    scores: Float[Tensor, "B N V"]
+    scores: Rows
     choice: Int[Tensor, "B N"] | None = None
 
 
@@ -87,7 +88,7 @@ class Verifier(ABC):
         return logits
 
     @abstractmethod
-    def decide(self, draft: Draft, logits: Float[Tensor, "B N V"]) -> Decision:
+    def decide(self, draft: Draft, logits: Rows) -> Decision:
         """Decide what is accepted.
 
         Args:
@@ -102,7 +103,7 @@ class Verifier(ABC):
 class GreedyVerifier(Verifier):
     """Verifier that accepts the longest path of the target's argmax tokens."""
 
-    def decide(self, draft: Draft, logits: Float[Tensor, "B N V"]) -> Decision:
+    def decide(self, draft: Draft, logits: Rows) -> Decision:
         choice, max_logits = first_max(logits)
         return Decision(greedy_outcomes(draft.tree, choice, max_logits), logits, choice)
 
@@ -147,7 +148,7 @@ class SampledVerifier(Verifier):
             return logits
         return self.noise.draft_scores(self.sampling.drafter_scores(logits), depth, target_ids)
 
-    def decide(self, draft: Draft, logits: Float[Tensor, "B N V"]) -> Decision:
+    def decide(self, draft: Draft, logits: Rows) -> Decision:
         (tree, q_rows), rng = draft, self.random_source()
         cpu_rule = self.rule.cpu_rule if isinstance(self.rule, BoundRule) else None
         if cpu_rule is not None and logits.device.type == "cpu":
@@ -167,7 +168,7 @@ class CoupledVerifier(SampledVerifier):
 
     uses_noise = True
 
-    def decide(self, draft: Draft, logits: Float[Tensor, "B N V"]) -> Decision:
+    def decide(self, draft: Draft, logits: Rows) -> Decision:
         tree, scores_of = draft.tree, self.sampling.scores
         if not tree.is_chain and tree.ids.device.type == "cpu" and not self.all_scores:
             draws = NoiseDraws(self.noise)
