@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
 from outrider.conf.schema import DEPTHS, DrafterConfig
 from outrider.models import closed_form_init
-from outrider.models.drafter import BatchDrafter, State, target_head_logits
+from outrider.models.drafter import BatchDrafter, LevelIds, State, target_head_logits
 from outrider.models.formats import mtp_layouts
 from outrider.models.interface import Guess, TargetEnds, Trace
 from outrider.models.layers import init_linear_weights
@@ -101,11 +101,7 @@ class Mtp(BatchDrafter):
         return self._runner[0].absorb_batch(states, traces)
 
     def step_batch(
-        self,
-        states: Sequence[State],
-        depth: int,
-        ids: Int[Tensor, "B N"],
-        parents: Int[Tensor, "B N"],
+        self, states: Sequence[State], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
         return self._runner[0].step_batch(states, depth, ids, parents)
 
