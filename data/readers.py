@@ -176,7 +176,7 @@ def _csv_rows(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(MAX_ROW)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         lines = iter(lambda: _bounded_line(stream, file, rows.line_num + 1), "")
-        rows = csv.DictReader(lines, strict=True)
+        rows: csv.DictReader[str] = csv.DictReader(lines, strict=True)
         while True:
             try:
                 yield _parse_cells(next(rows))

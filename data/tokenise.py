@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
@@ -24,7 +25,7 @@ from outrider.data.answer_spans import (
     plain_pieces,
 )
 from outrider.data.conversations import Message, Summary
-from outrider.data.reporter import Reporter
+from outrider.data.reporter import Reporter, TokenProgress
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ def render_all(
                 else:
                     document = render(
                         tokenizer, part, max_length=max_length, last_only=supervise != "all",
-                        on_turn=lambda done, before=turns: bar.update(before + done, bar.tokens),
+                        on_turn=partial(_show_turns, bar, turns),
                     )  # fmt: skip
                 turns += len(part)
                 bar.update(turns, bar.tokens + len(document.ids))
@@ -126,6 +127,10 @@ def render_all(
                 else:
                     summary.add("answers cut off")
     return documents[:limit]
+
+
+def _show_turns(bar: TokenProgress, before: int, done: int) -> None:
+    bar.update(before + done, bar.tokens)
 
 
 def _text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:

@@ -12,14 +12,17 @@ from outrider.conf.files import read_json, sha256_of, write_json
 from outrider.data.batches import select_rows
 from outrider.data.conversations import Summary, read_conversations
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
+from outrider.data.prepare import record
 from outrider.data.readers import SUFFIXES
 from outrider.data.record.entropy_coding import compress, decompress
 from outrider.data.record.folder import RecordingFolder
 from outrider.data.reporter import Reporter
 from outrider.data.self_generated import _exclusive
 from outrider.data.sources import data_source
+from outrider.launch.cli import main
 from outrider.models.load import LoadedTarget
-from tests import test_record
+from outrider.train import loop
+from tests import runs, test_record
 from tests.test_hostile_files import hostile
 from tests.test_record import config, trace_cache, training_data
 
@@ -77,7 +80,7 @@ def test_hostile_files_of_a_recording_are_one_error(
 
 def recording(loaded: LoadedTarget, path: Path) -> RecordingFolder:
     settings = config("data.mode=recorded", "data.max_samples=4", f"data.traces={path}")
-    test_record.record(settings)
+    record(settings)
     return RecordingFolder(path)
 
 
@@ -136,7 +139,7 @@ def test_recording_again_removes_only_its_own_files(loaded: LoadedTarget, tmp_pa
     content[-9] ^= 1
     folder.shard_file(0).write_bytes(content)
     words = ("data.mode=recorded", "data.max_samples=4", f"data.traces={path}")
-    test_record.record(config(*words, "record.damaged=again"))
+    record(config(*words, "record.damaged=again"))
     assert all(file.read_bytes() == b"the user's" for file in users)
     assert not left.exists()
 
@@ -172,3 +175,39 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     })  # fmt: skip
     with pytest.raises(RunError, match="no name of a shard"):
         GeneratedStore(tmp_path / "text", {})
+
+
+# ---- memory of a step ----
+
+
+def test_a_step_that_no_machine_can_hold_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "target=tiny", "data.max_samples=24", "data.max_length=128"]
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, f"run.dir={tmp_path / 'run'}", "train.batch_tokens=268435456"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "train.batch_tokens" in message
+    assert "Traceback" not in message
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)  # fmt: skip
+def test_a_failed_allocation_of_a_step_names_batch_tokens(
+    error: Exception, loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    settings = runs.config(tmp_path / "run", "train.max_steps=1")
+    monkeypatch.setattr(loop, "_advance", fail)
+    with pytest.raises(RunError, match=r"train\.batch_tokens=512.*more memory"):
+        loop.fit(settings, loaded, training_data(loaded, settings), test_record.QUIET)

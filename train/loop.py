@@ -29,6 +29,9 @@ from outrider.train.stop_signal import stop_signals
 from outrider.train.trackers import TrackerThread
 from outrider.train.trainer import Trainer
 
+LESS_MEMORY = "Lower train.batch_tokens, raise launch.accumulation, or use gradient checkpointing."
+NO_MEMORY = "DefaultCPUAllocator"  # in PyTorch's message, whose type is only RuntimeError
+
 
 def fit(
     config: Config,
@@ -92,7 +95,11 @@ def fit(
                     _advance(run, log)
                 run.progress.step += 1
                 run.progress.seconds = time.monotonic() - start
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
+            tokens, length = config.train.batch_tokens, config.data.max_length
+            why = f"A step of train.batch_tokens={tokens} in rows of {length} needs more memory"
+            raise RunError(f"{why} than there is.", LESS_MEMORY) from None
         message = "" if isinstance(error, RunError) else run.heartbeat.explain_timeout(error)
         if not message:
             raise

@@ -4,19 +4,33 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from outrider.conf.files import MEMORY
 from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import Cost
 from outrider.launch.doctor.finding import Finding, State, format_bytes, format_seconds
+from outrider.models import process
 from outrider.train.checkpoint import list_checkpoints
+from outrider.train.loop import LESS_MEMORY
 from outrider.train.trainer import Trainer
 
 TEXT_BYTES = 4  # per token of generated text
+UNCERTAIN = 2  # factor between estimated and available memory from which a run is refused
 WIDE, FAST = 512, 2e-3  # hidden size from which this learning rate is too high
 
 
 def check_memory(run: Trainer, cost: Cost) -> Finding:
+    """Compare the estimated memory of a rank with all that its device has."""
+    device, total = run.target.device, MEMORY / process.local_world_size()
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
     message = f"about {format_bytes(cost.memory)} per rank, estimated as in outrider memory"
-    return Finding("memory", "ok", message, {"by_sums": cost.memory})
+    state: State = "ok"
+    if cost.memory > total:
+        message += f", and it has {format_bytes(total)}"
+        state = "wrong" if cost.memory > UNCERTAIN * total else "note"
+    return Finding("memory", state, message, {"by_sums": cost.memory}, LESS_MEMORY)
 
 
 def check_disk(run: Trainer, cost: Cost, text: float = 0.0, recording: float = 0.0) -> Finding:

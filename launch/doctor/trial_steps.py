@@ -8,7 +8,6 @@ compared with that before the first trial, because the allocator reuses the memo
 
 import math
 import statistics
-import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,8 @@ from outrider.launch.bench.common import PeakMemory, resident_bytes
 from outrider.launch.cost_estimate import Cost, memory_of_run, trained_parameters
 from outrider.launch.doctor.finding import Finding, format_bytes, format_seconds
 from outrider.models import process
-from outrider.train.loop import optimizer_step
+from outrider.models.decode.round_times import Stopwatch
+from outrider.train.loop import LESS_MEMORY, optimizer_step
 from outrider.train.trainer import Trainer
 
 USABLE = 0.8  # share of the free memory that a run may take; files and other processes need some
@@ -83,15 +83,14 @@ def free_memory() -> float:
 
 def forward_backward(run: Trainer, rows: int) -> float:
     """Run a forward and backward pass without the optimizer, and return its seconds."""
-    start = time.perf_counter()
+    watch = Stopwatch(run.target.device)
     batch = select_rows(run.data.train, torch.arange(rows) % len(run.data.train))
     denominators = torch.full((len(run.objective.weights),), float(batch.ids.numel()))
     with run.accelerator.autocast():
         loss, _ = run.objective(run.sources.train.trace(batch, run.target.device), denominators)
     loss.backward()
-    float(loss.detach())
     run.objective.zero_grad(set_to_none=True)
-    return time.perf_counter() - start
+    return watch.lap()
 
 
 def check_largest_batch(run: Trainer, cost: Cost) -> Finding:
@@ -113,8 +112,7 @@ def check_largest_batch(run: Trainer, cost: Cost) -> Finding:
         f"{method}; estimated as in outrider memory: {estimated_rows:,} rows, "
         f"{format_bytes(cost.memory)} in total"
     )
-    fix = "Lower train.batch_tokens, raise launch.accumulation, or use gradient checkpointing."
-    return Finding("memory", "wrong" if rows < now else "ok", message, facts, fix)
+    return Finding("memory", "wrong" if rows < now else "ok", message, facts, LESS_MEMORY)
 
 
 def _passes(run: Trainer) -> int:
@@ -223,16 +221,14 @@ def _timed_steps(run: Trainer, count: int) -> list[float]:
     """Seconds of each step; none if one is bad."""
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0
-    seconds = list[float]()
+    seconds, watch = list[float](), Stopwatch(run.target.device)
     for number in range(count):
         run.seed_step(number)
-        start = time.perf_counter()
+        watch.lap()
         _, _, wrong = optimizer_step(run, run.step_data.micro_batches(number), False)
         if wrong:
             return []
-        if run.target.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(watch.lap())
     return seconds
 
 
@@ -242,11 +238,9 @@ def _evaluation_seconds(run: Trainer) -> float:
     world, rows = run.accelerator.num_processes, run.data.held
     size = max(1, run.rows // _passes(run))
     batch = select_rows(rows, torch.arange(size) % len(rows))
-    start = time.perf_counter()
+    watch = Stopwatch(run.target.device)
     with run.accelerator.autocast():
         trace = run.sources.held.trace(batch, run.target.device)
         run.objective(trace, torch.ones(len(run.objective.weights)), True)
-    if run.target.device.type == "cuda":
-        torch.cuda.synchronize()
     batches: int = math.ceil(len(rows) / (world * size))
-    return batches * (time.perf_counter() - start)
+    return batches * watch.lap()
