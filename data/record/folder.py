@@ -86,7 +86,7 @@ class RecordingFolder:
             self.shard_documents: list[int] = list(self.manifest["shards"])
             source, counts = self.manifest["source"], [*self.shard_documents]
             counts += {**source.get("cases", {}), **source.get("given_cases", {})}.values()
-            if not all(type(count) is int and count >= 0 for count in counts):
+            if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
                 raise ValueError("shards and cases must be counts")
 
     def damaged_means_error(self) -> AbstractContextManager[None]:

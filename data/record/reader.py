@@ -13,6 +13,7 @@ from outrider.data.record.layout import RecordedRows, RowSelection, combine
 from outrider.data.tokenise import Document
 from outrider.models.drafters import drafter_class
 from outrider.models.interface import Batch, ModelShape, Trace
+from outrider.models.vocab import DraftVocab
 
 READABLE = {  # what a drafter reads -> recordings that contain it
     "taps": ("taps",), "last": ("last",), "guesses": ("guesses", "last"),
@@ -121,6 +122,9 @@ def open_recording(
         why = f"{folder.path} holds the outputs of layers {stored_taps}"
         fix = f"Set drafter.taps={stored_taps}, or record again."
         raise RunError(f"{why}, and this drafter reads {list(taps)}.", fix)
+    if layout.vocab is not None:
+        with folder.damaged_means_error():
+            DraftVocab(layout.vocab, shape.vocab)
     documents, locations, left_out = list[Document](), list[DocumentLocation](), list[int]()
     for shard in range(len(folder.shard_documents)):
         try:
