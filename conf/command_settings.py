@@ -16,7 +16,7 @@ from outrider.conf.sweeps import SweepConfig
 COUNT = "[1, inf)"
 REPO = r"[\w.-]+/[\w.-]+"
 MIN_SHARES = 2  # pilot sizes that a scaling fit needs
-Engine = Literal["vllm", "transformers"]
+Engine = Literal["vllm", "speculators", "openvino", "transformers"]
 Gpu = Literal["h100", "h200", "a100", "b200", "rtx4090", "mi300x"]
 
 

@@ -91,7 +91,7 @@ def test_step_of_an_answer_that_ends_within_its_drafts() -> None:
 def test_engine_without_environment_or_format_is_refused(tmp_path: Path) -> None:
     form = formats.find("vllm", "eagle3")
     missing = PublishConfig(engine="vllm", engine_python=str(tmp_path / "python"))
-    with pytest.raises(ConfigError, match=r"does not exist[\s\S]*make engines"):
+    with pytest.raises(ConfigError, match=r"does not exist[\s\S]*make engines ENGINES=vllm"):
         check_settings(missing, form, "eagle3")
     with pytest.raises(ConfigError, match=r"eagle3 in format=vllm[\s\S]*another engine"):
         check_settings(TRANSFORMERS, form, "eagle3")

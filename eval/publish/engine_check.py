@@ -7,7 +7,8 @@ A script of `engines/` runs in the engine's own environment. Its request is
 
 and its result {"engine": name and version, "answers": [{"ids": [], "steps": []}]}, where a step's
 number is how many tokens it added. The first step of an answer adds one token; a later one adds
-the accepted draft tokens and one more, unless the answer ends within them.
+the accepted draft tokens and one more, unless the answer ends within them. The speculators library
+does not decode: its result is {"engine": ..., "depths": 4, "difference": 1e-7}, of golden logits.
 """
 
 import os
@@ -21,6 +22,7 @@ from typing import Any
 from outrider.conf.command_settings import PublishConfig
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import read_json, write_json
+from outrider.eval.publish.reference_outputs import TOLERANCE
 from outrider.eval.publish.round_trip import DecodedAnswer, RoundTrip
 from outrider.models.formats.external import Format
 from outrider.models.formats.mtp_merge import merge_into_target
@@ -30,6 +32,8 @@ SCRIPTS = Path(__file__).parent / "engines"
 MINUTES = 30
 SERVES = {  # engine -> format -> drafter -> the engine's name of it
     "transformers": {"transformers": {"draft_lm": "assistant"}, "deepseek": {"mtp": "mtp"}},
+    "speculators": {"speculators": {"eagle3": "eagle3"}},
+    "openvino": {"sglang": {"eagle3": "eagle3"}},
     "vllm": {
         "vllm": {"eagle3": "eagle3", "eagle": "eagle", "hass": "eagle", "medusa": "medusa"},
         "speculators": {"eagle3": "eagle3"},
@@ -56,7 +60,9 @@ def check_settings(settings: PublishConfig, form: Format | None, drafter: str) -
         raise ConfigError("publish.engine", engine, why, fix)
     if not Path(_python(settings)).is_file():
         why = f"{_python(settings)} does not exist."
-        fix = f"Run make engines ENGINE={engine}, or give engine.python=<its environment's Python>."
+        fix = (
+            f"Run make engines ENGINES={engine}, or give engine.python=<its environment's Python>."
+        )
         raise ConfigError("publish.engine_python", settings.engine_python, why, fix)
 
 
@@ -92,7 +98,10 @@ def decode_and_compare(
             "stop_ids": sorted(trip.stops.ids),
         }  # fmt: skip
         result = _run(_python(settings), engine, request, Path(place))
-    return compare_steps([a for a in trip.expected if a.policy == "chain"], result)
+    if engine == "speculators":
+        return _compare_logits(result)
+    equal = compare_steps([a for a in trip.expected if a.policy == "chain"], result)
+    return f"{equal}, {trip.target.device.type.upper()}"
 
 
 def _run(python: str, engine: str, request: dict[str, Any], place: Path) -> dict[str, Any]:
@@ -112,6 +121,14 @@ def _run(python: str, engine: str, request: dict[str, Any], place: Path) -> dict
         last = "\n  ".join(done.stderr.strip().splitlines()[-12:])
         raise RunError(f"{engine} does not decode with this folder:\n  {last}", FIX)
     return read_json(place / "result.json", FIX)
+
+
+def _compare_logits(result: dict[str, Any]) -> str:
+    """Return what is equal; the speculators library trains and does not decode."""
+    what = f"golden logits of {result['depths']} depths differ by {result['difference']:.1g}"
+    if not result["difference"] <= TOLERANCE:
+        raise RunError(f"{result['engine']}: {what} of the largest value.", FIX)
+    return f"{what} at most, {result['engine']}"
 
 
 def compare_steps(expected: Sequence[DecodedAnswer], result: dict[str, Any]) -> str:

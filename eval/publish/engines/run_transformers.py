@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 
-class Steps(hf.generation.streamers.BaseStreamer):  # type: ignore[misc, name-defined]
+class Steps(hf.generation.streamers.BaseStreamer):
     """The number of tokens of every step; the first entry is the prompt's length."""
 
     def __init__(self) -> None:

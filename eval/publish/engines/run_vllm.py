@@ -31,7 +31,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     answers = []
     for number, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        ids, steps = [], []
+        ids, steps = list[int](), list[int]()
         while llm.llm_engine.has_unfinished_requests():
             for out in llm.llm_engine.step():
                 new_ids = list(out.outputs[0].token_ids)
