@@ -1,8 +1,8 @@
 """Exported files as engines read them: the loader's name rules, and the network.
 
-vLLM and SGLang cannot run here. Their rules for names are restated from docs/formats.md, and the
-networks from the papers, on the files alone: weights, config.json and a Hugging Face target whose
-hidden states are numbered as each engine numbers them.
+vLLM runs by hand (docs/serving.md), and SGLang needs a GPU. Their rules for names are restated from
+docs/formats.md, and the networks from the papers, on the files alone: weights, config.json and a
+Hugging Face target whose hidden states are numbered as each engine numbers them.
 """
 
 import json
