@@ -560,7 +560,7 @@ def test_training_prints_the_short_form(run: Trainer, loaded: LoadedTarget) -> N
     trained = sum(p.numel() for p in run.drafter.parameters())
     assert f"{trained / 1e6:.2f} M parameters" in printed
     assert "100.00% of the held-out answer tokens" in printed
-    for one in ("memory", "disk", "time"):
+    for one in ("memory", "disk", "time", "speculators (vLLM)"):
         assert one in printed
     assert "mask" not in printed, "the mask is ok"
 

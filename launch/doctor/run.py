@@ -91,7 +91,8 @@ def _check_run(
         return [FindingGroup("target", target_findings), FindingGroup("text", text_findings)]
     show_samples(Reporter(console), loaded.tokenizer, data.documents)
     run = Trainer(config, loaded, data, begin=False)
-    target_findings += [target.check_drafter(run), target.check_taps(run)]
+    target_findings += [target.check_drafter(run), target.check_formats(run)]
+    target_findings += [target.check_taps(run)]
     text_findings = [
         text.check_mask(loaded, data), text.check_sources(data.documents),
         text.check_conversations(data), text.check_rows(config, data),
@@ -183,7 +184,7 @@ def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget)
     """
     cost, data, config = cost_estimate.estimate(run), run.data, run.config
     findings = [
-        target.check_drafter(run),
+        target.check_drafter(run), target.check_formats(run),
         text.check_vocabulary(data, config.drafter.draft_vocab_size, brief=True),
         costs.check_memory(run, cost), costs.check_disk(run, cost), costs.check_time(run, cost),
     ]  # fmt: skip

@@ -4,6 +4,7 @@ import torch
 
 from outrider.launch.cost_estimate import trained_parameters
 from outrider.launch.doctor.finding import Finding, State
+from outrider.models import formats
 from outrider.models.load import LoadedTarget
 from outrider.train.trainer import Trainer
 
@@ -67,3 +68,14 @@ def check_drafter(run: Trainer) -> Finding:
     message = f"{trained / 1e6:.2f} M parameters{layers} ({run.initialisation})"
     facts = {"name": run.config.drafter.name, "parameters": trained}
     return Finding("drafter", "ok", message, facts)
+
+
+def check_formats(run: Trainer) -> Finding:
+    """Report the formats that can hold the drafter, and why the others cannot."""
+    name = run.config.drafter.name
+    refusals = formats.export_refusals(run.drafter, name, run.target)
+    able = [
+        f"{word} ({formats.find(word, name).engines})" for word, why in refusals.items() if not why
+    ]
+    lines = [", ".join(able), *(f"not {word}: {why}" for word, why in refusals.items() if why)]
+    return Finding("formats", "ok", "\n".join(lines), {"refused": refusals})
