@@ -18,6 +18,7 @@ from outrider.models.load import TINY, LoadedTarget
 from tests import tiny
 
 TRANSFORMERS = PublishConfig(engine="transformers")
+RUN = engine_check._run
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +98,27 @@ def test_engine_without_environment_or_format_is_refused(tmp_path: Path) -> None
         check_settings(TRANSFORMERS, form, "eagle3")
     with pytest.raises(ConfigError, match="Use format=deepseek"):
         check_settings(TRANSFORMERS, formats.find("qwen3_next", "mtp"), "mtp")
+
+
+COPY = "import shutil, sys; shutil.copyfile(*sys.argv[1:])"
+
+
+def test_script_runs_in_the_environment_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is read, and the end of its error is shown."""
+    monkeypatch.setattr(engine_check, "SCRIPTS", tmp_path)
+    (tmp_path / "run_vllm.py").write_text(COPY)
+    assert RUN(sys.executable, "vllm", {"depth": 3}, tmp_path) == {"depth": 3}
+    (tmp_path / "run_vllm.py").write_text("raise SystemExit('no such layer')")
+    with pytest.raises(RunError, match=r"vllm does not decode[\s\S]*no such layer"):
+        RUN(sys.executable, "vllm", {}, tmp_path)
+
+
+def test_logits_of_speculators_are_compared() -> None:
+    result = {"engine": "speculators 0.9.0", "depths": 4, "difference": 4e-7}
+    text = "golden logits of 4 depths differ by 4e-07 at most, speculators 0.9.0"
+    assert engine_check._compare_logits(result) == text
+    for difference in (0.01, float("nan")):
+        with pytest.raises(RunError, match="golden logits of 4 depths differ"):
+            engine_check._compare_logits({**result, "difference": difference})
