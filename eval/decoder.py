@@ -35,14 +35,8 @@ from outrider.eval.requests import (
     tokenise_prompt,
 )
 from outrider.models import formats, process
+from outrider.models.decode import from_config
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.from_config import (
-    Tables,
-    check_decode,
-    depth_warning,
-    parse_policy_at_temperature,
-    policy_of,
-)
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import DialogueCache, Output, Request, Stops
 from outrider.models.drafter import Drafter
@@ -96,7 +90,7 @@ class Decoder:
         tokenizer: Any,
         drafter: Drafter | None,
         policy: str | Policy = "chain",
-        tables: Tables | None = None,
+        tables: from_config.Tables | None = None,
     ) -> None:
         """
         Args:
@@ -217,13 +211,11 @@ class Decoder:
         cache = None if caches is None else caches[engine.drafter is not None]
         for event in engine.run([request], 1, dialogue=cache):
             result = self._result(event.out, setting)
-            text = result.text
-            if not event.out.stop_reason:
-                text = _stable_text(text, setting.stop_strings)
-            new = text[len(emitted) :] if text.startswith(emitted) else ""
+            text = result.text if result.stop_reason else _stable_text(result.text, setting)
+            new = text.removeprefix(emitted) if text.startswith(emitted) else ""
             emitted += new
-            count = len(event.tokens)
-            yield Piece(new, event.tokens, result.origins[len(result.origins) - count :], result)
+            origins = result.origins[len(result.origins) - len(event.tokens) :]
+            yield Piece(new, event.tokens, origins, result)
 
     def _engine(self, setting: GenerationSettings) -> Engine:
         sampling = setting.sampling.check(self.target.vocab_size)
@@ -243,8 +235,8 @@ class Decoder:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
         if isinstance(policy, str):
             decode = _decode_config(policy, setting.sampling.temperature, setting.coupled)
-            policy = policy_of(decode, self.tables)
-        if warning := depth_warning(policy, self.drafter):
+            policy = from_config.policy_of(decode, self.tables)
+        if warning := from_config.depth_warning(policy, self.drafter):
             warnings.warn(warning, stacklevel=6)
         return policy
 
@@ -255,17 +247,11 @@ class Decoder:
     def _result(self, out: Output, setting: GenerationSettings) -> Result:
         text = self.text(out.ids[:-1] if out.stop_reason == "end token" else out.ids)
         ends = [at for stop in setting.stop_strings if (at := text.find(stop)) >= 0]
+        lossy = setting.lossy if (setting.policy or self.policy) != PLAIN else False
         return Result(
-            list(out.ids),
-            text[: min(ends)] if ends else text,
-            list(out.accepted),
-            list(out.origins),
-            out.tau,
-            out.times.rounds,
-            out.times.prefill,
-            out.stop_reason,
-            setting.lossy if (setting.policy or self.policy) != PLAIN else False,
-        )
+            list(out.ids), text[: min(ends, default=len(text))], list(out.accepted),
+            list(out.origins), out.tau, out.times.rounds, out.times.prefill, out.stop_reason, lossy,
+        )  # fmt: skip
 
 
 Caches = dict[bool, DialogueCache]  # by whether a drafter runs: its state is part of the cache
@@ -310,15 +296,15 @@ class Chat:
 @lru_cache(maxsize=64)
 def _decode_config(policy: str, temperature: float, coupled: bool) -> DecodeConfig:
     """Return conf/decode/<policy>.yaml at a temperature; cached, since composing is slow."""
-    _, decode = parse_policy_at_temperature(f"{policy}@{temperature:f}")
+    _, decode = from_config.parse_policy_at_temperature(f"{policy}@{temperature:f}")
     decode = replace(decode, draft="coupled") if coupled else decode
-    check_decode(decode)
+    from_config.check_decode(decode)
     return decode
 
 
-def _stable_text(text: str, stops: Sequence[str]) -> str:
+def _stable_text(text: str, setting: GenerationSettings) -> str:
     """Return unfinished text without an incomplete character or beginning of a stop string."""
-    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+    text, stops = text.rstrip("\N{REPLACEMENT CHARACTER}"), setting.stop_strings
     beginnings = (stop[:size] for stop in stops for size in range(1, len(stop)))
     held = max((len(part) for part in beginnings if text.endswith(part)), default=0)
     return text[: len(text) - held]

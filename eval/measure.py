@@ -32,7 +32,7 @@ from outrider.data.answer_spans import Tokenizer
 from outrider.data.conversations import Message, Prompt
 from outrider.data.suite import eval_source, load_suite
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.metrics import Record, median_clock, predicted_speedups, ratio, summarise
+from outrider.eval.metrics import Record, median_times, predicted_speedups, ratio, summarise
 from outrider.eval.rank_tables import read_tables
 from outrider.eval.report import Mismatch, Report, format_number
 from outrider.models.decode.engine import Engine
@@ -162,9 +162,9 @@ class Measurement:
             accepted=tuple(fast.accepted),
             drafted=tuple(fast.drafted),
             steps=self._steps(fast),
-            clock=_clock(runs[-1]),
+            times=_median_times(runs[-1]),
             baseline_tokens=0 if plain is None else len(plain.ids),
-            baseline=None if plain is None else _clock(runs[0]),
+            baseline=None if plain is None else _median_times(runs[0]),
         )
         self.records.append(record)
         baseline_ids = None if plain is None else plain.ids
@@ -214,7 +214,7 @@ class Measurement:
         """Return tau, ms per round and speedup so far, for the progress bar."""
         rounds = sum(len(r.accepted) for r in self.records)
         emitted = sum(r.emitted for r in self.records)
-        seconds = sum(r.clock.rounds for r in self.records)
+        seconds = sum(r.times.rounds for r in self.records)
         plain = sum(r.baseline.rounds for r in self.records if r.baseline is not None)
         per_plain = ratio(plain, sum(r.baseline_emitted for r in self.records))
         speedup = format_number(ratio(per_plain, ratio(seconds, emitted)) or None, 2, "x")
@@ -295,10 +295,8 @@ class Measurement:
         }
 
 
-def first_difference(
-    ids: Sequence[int], plain: Sequence[int]
-) -> tuple[int, tuple[int | None, int | None]]:
-    """Return the index where two different answers differ first, and their tokens there."""
+def first_difference(ids: Sequence[int], plain: Sequence[int]) -> tuple[int, Any]:
+    """Return where two different answers differ first, and the two tokens; None after an end."""
     return next((at, pair) for at, pair in enumerate(zip_longest(ids, plain)) if len({*pair}) > 1)
 
 
@@ -309,6 +307,6 @@ def answered_trace(target: Target, prompt: list[int], answer: list[int]) -> Trac
     return target.trace(ids, positions >= len(prompt), torch.zeros_like(ids), positions)
 
 
-def _clock(runs: Sequence[Output]) -> Any:
+def _median_times(runs: Sequence[Output]) -> Any:
     """Return the median of the repeats with the first one's answer (on a GPU some may differ)."""
-    return median_clock([run.times for run in runs if run.ids == runs[0].ids])
+    return median_times([run.times for run in runs if run.ids == runs[0].ids])

@@ -14,7 +14,7 @@ A number without a value (no baseline, no round) is None, never 0.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -78,7 +78,7 @@ class Record:
     accepted: tuple[int, ...]  # per round, draft tokens that were accepted and emitted
     drafted: tuple[int, ...]  # per round, depth of the verified tree
     steps: int  # of the drafter in all rounds; pruning may remove a tree's deepest levels
-    clock: RoundTimes
+    times: RoundTimes
     baseline_tokens: int = 0
     baseline: RoundTimes | None = None  # of the plain answer, if it was measured
 
@@ -108,7 +108,7 @@ class Record:
         if self.baseline is None:
             return None
         plain = ratio(self.baseline.rounds, self.baseline_emitted)
-        fast = ratio(self.clock.rounds, self.emitted)
+        fast = ratio(self.times.rounds, self.emitted)
         return None if plain is None or not fast else plain / fast
 
 
@@ -142,7 +142,7 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
     """
     rounds = sum(len(record.accepted) for record in records)
     emitted = sum(record.emitted for record in records)
-    seconds = sum(record.clock.rounds for record in records)
+    seconds = sum(record.times.rounds for record in records)
     ms = _milliseconds(records, rounds)
     accept_at = survival([a for record in records for a in record.accepted], depth)
     speedups = [record.speedup for record in records if record.speedup is not None]
@@ -150,7 +150,7 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
     shares = {part: ratio(ms[part], ms["round"]) for part in (*ROUND_PARTS, "other")}
     plain = ratio(1000.0, ms["baseline"])
     speedup_terms = [
-        (r.baseline.rounds if r.baseline else 0.0, r.baseline_emitted, r.clock.rounds, r.emitted)
+        (r.baseline.rounds if r.baseline else 0.0, r.baseline_emitted, r.times.rounds, r.emitted)
         for r in records
     ]
     return Summary(
@@ -193,17 +193,16 @@ def ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or not under else over / under
 
 
-def median_clock(clocks: Sequence[RoundTimes]) -> RoundTimes:
+def median_times(repeats: Sequence[RoundTimes]) -> RoundTimes:
     """Return the times of the repeat with the median time of rounds.
 
     Of an even number the two middle ones are averaged. All parts come from the same repeats, so
     that they still add up to the total.
     """
-    ranked = sorted(clocks, key=lambda clock: clock.rounds)
-    low, high = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
-    return RoundTimes(
-        **{f.name: (getattr(low, f.name) + getattr(high, f.name)) / 2 for f in fields(low)}
-    )
+    ranked, middle = sorted(repeats, key=lambda times: times.rounds), RoundTimes()
+    for times in (ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]):
+        middle.add(times, 0.5)
+    return middle
 
 
 def bootstrap(
@@ -273,10 +272,10 @@ def predicted_speedups(
 
 def _milliseconds(records: Sequence[Record], rounds: int) -> dict[str, float | None]:
     """Return the `ms` field: per round, per plain token, per prompt."""
-    clocks = [record.clock for record in records]
+    times = [record.times for record in records]
     plain = [record.baseline for record in records if record.baseline is not None]
-    total = sum(clock.rounds for clock in clocks)
-    seconds = {part: sum(float(getattr(clock, part)) for clock in clocks) for part in ROUND_PARTS}
+    total = sum(t.rounds for t in times)
+    seconds = {part: sum(float(getattr(t, part)) for t in times) for part in ROUND_PARTS}
     seconds["other"] = total - sum(seconds.values())
     steps = sum(record.steps for record in records)
     plain_steps = sum(record.baseline_emitted for record in records)
@@ -284,7 +283,7 @@ def _milliseconds(records: Sequence[Record], rounds: int) -> dict[str, float | N
         **{part: ratio(1000 * value, rounds) for part, value in seconds.items()},
         "round": ratio(1000 * total, rounds),
         "draft_step": ratio(1000 * seconds["draft"], steps),
-        "baseline": ratio(1000 * sum(clock.rounds for clock in plain), plain_steps),
-        "prefill": ratio(1000 * sum(clock.prefill for clock in clocks), len(clocks)),
-        "baseline_prefill": ratio(1000 * sum(clock.prefill for clock in plain), len(plain)),
+        "baseline": ratio(1000 * sum(t.rounds for t in plain), plain_steps),
+        "prefill": ratio(1000 * sum(t.prefill for t in times), len(times)),
+        "baseline_prefill": ratio(1000 * sum(t.prefill for t in plain), len(plain)),
     }

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from outrider.conf.console import Console
@@ -108,12 +108,12 @@ def rank_table(
             drafted = drafter.vocab.target_ids
             if draft == "best":
                 acceptance = p.gather(1, drafter.vocab.to_target(logits.topk(ranks).indices))
-            elif draft == "coupled":
-                q = warp(logits.double(), temperature)
-                acceptance = coupled_hits(p, q, drafted, ranks, generator)
             else:
                 q = warp(logits.double(), temperature)
-                acceptance = sibling_acceptance(p[:, drafted], q, ranks, generator)
+                if draft == "coupled":
+                    acceptance = coupled_hits(p, q, drafted, ranks, generator)
+                else:
+                    acceptance = sibling_acceptance(p[:, drafted], q, ranks, generator)
             table[guess.depth - 1] += acceptance.sum(0).cpu()
             counted[guess.depth - 1] += len(acceptance)
     if not counted.all():
@@ -284,11 +284,9 @@ def measure_held_out(
 
 
 def chance_table(name: str, table: Float[Tensor, "D K"]) -> Table:
-    output = Table(
-        "depth", title=f"{name}: probability that the k-th candidate is the accepted one"
-    )
-    for rank in range(table.shape[1]):
-        output.add_column(str(rank + 1), justify="right")
+    title = f"{name}: probability that the k-th candidate is the accepted one"
+    ranks = (Column(str(rank + 1), justify="right") for rank in range(table.shape[1]))
+    output = Table("depth", *ranks, title=title)
     for depth, row in enumerate(table.tolist(), start=1):
         output.add_row(str(depth), *(f"{rate:.3f}" for rate in row))
     return output

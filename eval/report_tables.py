@@ -1,25 +1,22 @@
 """Console output of a report: verdict, tables, and the definitions of the metrics."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.eval.metrics import METRICS, Summary
 from outrider.eval.report import Report, format_number, headline, save
 
 
-def narrow_table(title: str) -> Table:
-    """Return a table without padding, with one line below the header, for 80 columns."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-
-
-def add_number_columns(table: Table, *names: str) -> None:
-    """Add right-aligned columns that are never truncated."""
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+def narrow_table(title: str, names: Sequence[str], text: Sequence[str] = ()) -> Table:
+    """Return a table without padding, for 80 columns; numbers on the right, `text` on the left."""
+    style = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
+    columns = (Column(n, justify="left" if n in text else "right", no_wrap=True) for n in names)
+    return Table(*columns, title=title, **style)  # type: ignore[arg-type]
 
 
 def show_and_save(report: Report, folder: Path, out: str, console: Console) -> None:
@@ -56,10 +53,9 @@ def explain_metrics(console: Console) -> None:
 
 
 def speed_table(report: Report) -> Table:
-    table = Table("prompts of")
-    names = "n", "tokens", "tau", "ms/round", "ms/plain", "speedup", "95 %"
-    for name in (*names, "tokens/s", "plain tokens/s"):
-        table.add_column(name, justify="right")
+    names = "n", "tokens", "tau", "ms/round", "ms/plain", "speedup", "95 %", "tokens/s"
+    numbers = (Column(name, justify="right") for name in (*names, "plain tokens/s"))
+    table = Table("prompts of", *numbers)
     if len(report.categories) > 1:
         for name, part in report.categories.items():
             table.add_row(name, *_speed_cells(part))

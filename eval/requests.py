@@ -35,15 +35,17 @@ def tokenise_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """
     if isinstance(prompt, str):
         return [int(token) for token in tokenizer(prompt)["input_ids"]]
-    parts = _parts(prompt)
-    tokens = [_token(part) for part in parts]
-    ids = [token for token in tokens if token is not None]
-    if len(ids) == len(parts):
-        return ids
-    if all(isinstance(part, str) for part in parts) or all(map(_is_message, parts)):
+    parts, ids = _parts(prompt), list[int]()
+    texts = all(isinstance(part, str) for part in parts)
+    if parts and (texts or all(map(_is_message, parts))):
         return prompt_ids(tokenizer, parts)
-    wrong = next(part for part, token in zip(parts, tokens, strict=True) if token is None)
-    raise RunError(f"{wrong!r:.80} is not a valid part of a prompt of {len(parts)}.", PROMPT_FORMS)
+    for part in parts:
+        try:
+            ids.append(operator.index(part))
+        except TypeError:
+            why = f"{part!r:.80} is not a valid part of a prompt of {len(parts)}."
+            raise RunError(why, PROMPT_FORMS) from None
+    return ids
 
 
 def _parts(prompt: Any) -> list[Any]:
@@ -54,13 +56,6 @@ def _parts(prompt: Any) -> list[Any]:
     if isinstance(prompt, NOT_SEQUENCES) or not isinstance(prompt, Iterable):
         raise RunError(f"{prompt!r:.80} is not a prompt.", PROMPT_FORMS)
     return list(prompt)
-
-
-def _token(part: Any) -> int | None:
-    try:
-        return operator.index(part)
-    except TypeError:
-        return None
 
 
 def _is_message(part: Any) -> bool:
@@ -108,13 +103,13 @@ class GenerationSettings:
             value = getattr(self, name)
             if isinstance(value, str) or not hasattr(value, "__float__"):
                 raise TypeError(f"{name}={value!r}: must be a number")
+            object.__setattr__(self, name, float(value))
         # convert numpy integers, which Python's `random` rejects
         for name in ("top_k", "seed"):
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         if isinstance(self.banned, str) or not isinstance(self.banned, Iterable):
             raise TypeError(f"banned={self.banned!r}: must be a list of tokens")
-        for token in self.banned:
-            _integer("banned", token)
+        object.__setattr__(self, "banned", tuple(_integer("banned", t) for t in self.banned))
         if not isinstance(self.stop, Iterable) or not all(isinstance(s, str) for s in self.stop):
             raise TypeError(f"stop={self.stop!r}: must be a string, or a list of strings")
         check_policy(self.policy)
@@ -151,14 +146,7 @@ class GenerationSettings:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(
-            float(self.temperature),
-            float(self.top_p),
-            self.top_k,
-            float(self.min_p),
-            float(self.repetition_penalty),
-            tuple(map(operator.index, self.banned)),
-        )
+        return Sampling(*(getattr(self, name) for name in Sampling._fields))
 
 
 def check_names(how: Mapping[str, Any]) -> dict[str, Any]:

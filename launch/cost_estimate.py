@@ -5,16 +5,14 @@ divided by this machine's rate, measured in a quarter of a second of matrix prod
 """
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from outrider.conf.schema import Config
 from outrider.launch import memory
 from outrider.train.teacher import max_logits
-
-if TYPE_CHECKING:
-    from outrider.train.trainer import Trainer
+from outrider.train.trainer import Trainer
 
 EFFICIENCY = 0.5  # share of that rate in a step: softmax, norms and copies take the rest
 MATRIX_SIZE = 512  # of the timed matrix product
@@ -25,25 +23,24 @@ class Cost(NamedTuple):
 
     memory: float  # bytes
     disk: float  # bytes of checkpoints and drafter
-    flops: float  # of one optimizer step, all ranks
     seconds: float  # of one optimizer step
 
 
-def trained_parameters(run: "Trainer") -> int:
+def trained_parameters(run: Trainer) -> int:
     return sum(p.numel() for p in run.objective.parameters() if p.requires_grad)
 
 
-def estimate(run: "Trainer") -> Cost:
+def estimate(run: Trainer) -> Cost:
     """Estimate memory, disk and time of a run on this machine."""
     size, tokens = trained_parameters(run), run.config.train.batch_tokens
     disk = (run.config.train.keep_last + 1) * 12 * size + 3 * 4 * size
     rate = EFFICIENCY * matmul_rate(2 if run.config.launch.precision == "bf16" else 4)
     flops = _flops(run, size, run.data.train.supervised * tokens, tokens)
     memory_bytes = sum(memory_of_run(run, run.config).values())
-    return Cost(memory_bytes, disk, flops, flops / rate / run.accelerator.num_processes)
+    return Cost(memory_bytes, disk, flops / rate / run.accelerator.num_processes)
 
 
-def memory_of_run(run: "Trainer", config: Config) -> dict[str, float]:
+def memory_of_run(run: Trainer, config: Config) -> dict[str, float]:
     """Return the bytes per rank of each part of `outrider memory`, of a run with this `config`."""
     return memory.memory_by_part(
         config, memory.ParameterCounts.of(run.target.model), run.target.shape(), run.drafter,
@@ -51,7 +48,7 @@ def memory_of_run(run: "Trainer", config: Config) -> dict[str, float]:
     )  # fmt: skip
 
 
-def _flops(run: "Trainer", size: int, rows: float, tokens: int) -> float:
+def _flops(run: Trainer, size: int, rows: float, tokens: int) -> float:
     """Return the floating-point operations of a step: drafter, teacher's head and online target."""
     trained = sum(weight > 0 for weight in run.objective.weights)
     drafter = 6.0 * size * rows * run.drafter.forward_count(trained)

@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Protocol, runtime_checkable
 
@@ -25,15 +24,12 @@ class RunHandle(Protocol):
     def wait(self) -> int: ...
 
 
-@contextmanager
-def open_log(log: Path | None) -> Iterator[IO[bytes] | None]:
+def open_log(log: Path | None) -> AbstractContextManager[IO[bytes] | None]:
     """Open a log file for appending; None stays None."""
     if log is None:
-        yield None
-        return
+        return nullcontext()
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        yield file
+    return log.open("ab")
 
 
 def train_command(ranks: int) -> list[str]:

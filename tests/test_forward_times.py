@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.plan.forward_times import draft_ms, interleaved_ms, target_ms
+from outrider.eval.plan.forward_times import SyntheticRounds, interleaved_ms
 from tests import tiny
 
 
@@ -40,7 +40,7 @@ def test_target_is_timed_after_the_requested_context(
 
     monkeypatch.setattr(target, "forward", forward)
     drafter = tiny.drafter("eagle3", target).eval()
-    times = target_ms(target, drafter, [1, 16], batch=2, context=20, repeats=5)
+    times = SyntheticRounds(drafter, target).target_ms([1, 16], batch=2, context=20, repeats=5)
     assert shapes == [(2, 20, 0), *[(2, 1, 20), (2, 1, 20), (2, 16, 20)] * 6]
     assert times[1] > 0
     assert times[16] > times[1] / 10
@@ -51,7 +51,7 @@ def test_target_is_timed_after_the_requested_context(
 def test_every_drafter_is_timed_for_all_shapes(name: str, batch: int) -> None:
     target = tiny.target()
     drafter = tiny.drafter(name, target).eval()
-    times = draft_ms(drafter, target, [1, 4], [1, 3], batch, context=12, repeats=5)
+    times = SyntheticRounds(drafter, target).draft_ms([1, 4], [1, 3], batch, context=12, repeats=5)
     assert set(times) == {(1, 1), (1, 3), (4, 1), (4, 3)}
     assert all(ms > 0 for ms in times.values())
     assert times[4, 3] > times[1, 1] / 10

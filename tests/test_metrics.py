@@ -9,7 +9,7 @@ from outrider.eval.metrics import (
     METRICS,
     Record,
     bootstrap,
-    median_clock,
+    median_times,
     predicted_speedups,
     summarise,
 )
@@ -27,7 +27,7 @@ A = Record(
     accepted=(3, 1),
     drafted=(3, 3),
     steps=6,
-    clock=RoundTimes(prefill=0.5, draft=0.5, target=0.5, verify=0.125, commit=0.25, rounds=1.5),
+    times=RoundTimes(prefill=0.5, draft=0.5, target=0.5, verify=0.125, commit=0.25, rounds=1.5),
     baseline_tokens=7,
     baseline=RoundTimes(prefill=0.25, rounds=3.0),
 )
@@ -39,7 +39,7 @@ B = Record(
     accepted=(0, 1, 2),
     drafted=(3, 3, 3),
     steps=9,
-    clock=RoundTimes(prefill=1.0, draft=0.25, target=1.0, verify=0.0, commit=0.25, rounds=1.5),
+    times=RoundTimes(prefill=1.0, draft=0.25, target=1.0, verify=0.0, commit=0.25, rounds=1.5),
     baseline_tokens=6,
     baseline=RoundTimes(prefill=0.75, rounds=2.0),
 )
@@ -151,9 +151,9 @@ def test_median_clock_of_odd_and_even_counts() -> None:
     slow, fast, middle = (
         RoundTimes(draft=d, rounds=r) for d, r in ((1.0, 9.0), (5.0, 2.0), (2.0, 4.0))
     )
-    assert median_clock([slow, fast, middle]) == middle
-    assert median_clock([fast, middle]) == RoundTimes(draft=3.5, rounds=3.0)
-    assert median_clock([slow]) == slow
+    assert median_times([slow, fast, middle]) == middle
+    assert median_times([fast, middle]) == RoundTimes(draft=3.5, rounds=3.0)
+    assert median_times([slow]) == slow
 
 
 def test_interval_contains_the_estimate() -> None:

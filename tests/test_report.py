@@ -48,7 +48,7 @@ def record(name: str, plain_seconds: float | None, accepted: tuple[int, ...] = (
         accepted=accepted,
         drafted=(3,) * len(accepted),
         steps=3 * len(accepted),
-        clock=RoundTimes(
+        times=RoundTimes(
             prefill=0.1, draft=0.25, target=0.5, verify=0.125, commit=0.125, rounds=1.0
         ),
         baseline_tokens=0 if plain_seconds is None else 7,

@@ -36,13 +36,13 @@ def measure_forwards(
     levels, prompts, rows = (tuple(sorted(set(axis))) for axis in axes)
     verified: dict[tuple[int, ...], float] = {}
     drafted: dict[tuple[int, ...], float] = {}
-    taps = target.taps
+    taps, rounds = target.taps, SyntheticRounds(drafter, target)
     target.set_taps(drafter.taps)  # as in a round
     try:
         for batch, context in product(prompts, rows):
-            times = target_ms(target, drafter, counts, batch, context, repeats)
+            times = rounds.target_ms(counts, batch, context, repeats)
             verified |= {(n, batch, context): ms for n, ms in times.items()}
-            step_times = draft_ms(drafter, target, wide, levels, batch, context, repeats)
+            step_times = rounds.draft_ms(wide, levels, batch, context, repeats)
             drafted |= {(*shape, batch, context): ms for shape, ms in step_times.items()}
     finally:
         target.set_taps(taps)
@@ -52,61 +52,6 @@ def measure_forwards(
         TimeGrid({"tokens": counts, **last}, verified),
         TimeGrid({"width": wide, "depth": levels, **last}, drafted),
     )
-
-
-def target_ms(
-    target: Target, drafter: Drafter, tokens: Sequence[int], batch: int, context: int, repeats: int
-) -> dict[int, float]:
-    """Return median milliseconds of one forward, head included, per number of new tokens.
-
-    The drafter drafts before every forward of more than one token.
-    """
-    with torch.no_grad():
-        cache = _filled_cache(target, batch, context, context + max(tokens))
-        drafted = SyntheticRounds(drafter, target).drafts(batch, 1)(1, 1)
-
-        def forward(count: int) -> Run:
-            ids, positions, visible = _new_tokens(target, batch, context, count)
-
-            def run() -> object:
-                for slot in range(batch):
-                    cache.crop(slot, context)
-                return target.logits(target.forward(ids, positions, visible, cache).last)
-
-            return run
-
-        runs = [forward(count) for count in tokens]
-        before = [run if n == 1 else drafted for n, run in zip(tokens, runs, strict=True)]
-        times = interleaved_ms(runs, before, repeats, target.device)
-    return dict(zip(tokens, map(median, times), strict=True))
-
-
-def draft_ms(
-    drafter: Drafter,
-    target: Target,
-    widths: Sequence[int],
-    depths: Sequence[int],
-    batch: int,
-    context: int,
-    repeats: int,
-) -> dict[tuple[int, int], float]:
-    """Return median milliseconds of absorbing `ABSORBED_ROWS` rows and drafting (width, depth).
-
-    Args:
-        widths: nodes per step, from the second step on; the first step expands only the root.
-        depths: steps, at most `drafter.max_depth`.
-        context: rows absorbed before, at least 1.
-    """
-    with torch.no_grad():
-        draft = SyntheticRounds(drafter, target).drafts(batch, context)
-
-        def verify() -> object:
-            return target.logits(target.forward(*_new_tokens(target, batch, 0, 1)).last)
-
-        shapes = list(product(widths, depths))
-        runs = [draft(*shape) for shape in shapes]
-        times = interleaved_ms(runs, [verify] * len(runs), repeats, target.device)
-    return dict(zip(shapes, map(median, times), strict=True))
 
 
 def interleaved_ms(
@@ -132,7 +77,7 @@ def interleaved_ms(
 
 @dataclass(frozen=True)
 class SyntheticRounds:
-    """Random rows and nodes in the shapes in which the engine passes them to a drafter."""
+    """Forwards on random rows and nodes, in the shapes that the engine passes to a drafter."""
 
     drafter: Drafter
     target: Target
@@ -171,6 +116,55 @@ class SyntheticRounds:
         ids, parents = tokens[index % len(tokens)], index * (depth > 2)
         both = (part.expand(len(states), -1) for part in (ids, parents))
         return self.drafter.step_batch(states, depth, *both)[1]
+
+    def target_ms(
+        self, tokens: Sequence[int], batch: int, context: int, repeats: int
+    ) -> dict[int, float]:
+        """Return median milliseconds of one forward, head included, per number of new tokens.
+
+        The drafter drafts before every forward of more than one token.
+        """
+        target = self.target
+        with torch.no_grad():
+            cache = _filled_cache(target, batch, context, context + max(tokens))
+            drafted = self.drafts(batch, 1)(1, 1)
+
+            def forward(count: int) -> Run:
+                ids, positions, visible = _new_tokens(target, batch, context, count)
+
+                def run() -> object:
+                    for slot in range(batch):
+                        cache.crop(slot, context)
+                    return target.logits(target.forward(ids, positions, visible, cache).last)
+
+                return run
+
+            runs = [forward(count) for count in tokens]
+            before = [run if n == 1 else drafted for n, run in zip(tokens, runs, strict=True)]
+            times = interleaved_ms(runs, before, repeats, target.device)
+        return dict(zip(tokens, map(median, times), strict=True))
+
+    def draft_ms(
+        self, widths: Sequence[int], depths: Sequence[int], batch: int, context: int, repeats: int
+    ) -> dict[tuple[int, int], float]:
+        """Return median milliseconds of absorbing `ABSORBED_ROWS` rows and drafting (width, depth).
+
+        Args:
+            widths: nodes per step, from the second step on; the first step expands only the root.
+            depths: steps, at most `drafter.max_depth`.
+            context: rows absorbed before, at least 1.
+        """
+        target = self.target
+        with torch.no_grad():
+            draft = self.drafts(batch, context)
+
+            def verify() -> object:
+                return target.logits(target.forward(*_new_tokens(target, batch, 0, 1)).last)
+
+            shapes = list(product(widths, depths))
+            runs = [draft(*shape) for shape in shapes]
+            times = interleaved_ms(runs, [verify] * len(runs), repeats, target.device)
+        return dict(zip(shapes, map(median, times), strict=True))
 
 
 def _filled_cache(target: Target, batch: int, context: int, capacity: int) -> KVCache:

@@ -14,7 +14,7 @@ from outrider.conf.files import write, write_json
 from outrider.conf.json_shapes import read_object
 from outrider.eval.plan.surface import FORMAT, Plan, PlanRow
 from outrider.eval.report import png
-from outrider.eval.report_tables import add_number_columns, narrow_table
+from outrider.eval.report_tables import narrow_table
 
 SIDE_BY_SIDE = 6  # settings per table: fits 80 columns
 TOLERANCE = 0.10  # relative error of a prediction that is printed in green
@@ -43,13 +43,10 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 def _best_table(plan: Plan) -> Table:
     """Return the best draft of each setting, then the best of the other kind, chain or tree."""
-    table = narrow_table(
-        f"plan: {plan.name}; the best draft of each setting, then the best other kind"
-    )
-    add_number_columns(table, "batch", "con-\ntext")
-    table.add_column("draft", no_wrap=True)
-    add_number_columns(table, "tau", "draft\nms", "verify\nms", "round\nms", "plain\nms")
-    add_number_columns(table, "speed\nup", "tokens\nper s")
+    title = f"plan: {plan.name}; the best draft of each setting, then the best other kind"
+    times = "draft\nms", "verify\nms", "round\nms", "plain\nms"
+    head = "batch", "con-\ntext", "draft", "tau", *times, "speed\nup", "tokens\nper s"
+    table = narrow_table(title, head, ("draft",))
     for best in plan.recommended:
         same_setting = [row for row in plan.rows if row[:2] == best[:2]]
         table.add_row(*_cells(best), style="bold")
@@ -76,9 +73,9 @@ def _short(ms: float) -> str:
 
 def _surface_table(plan: Plan, settings: Sequence[Setting]) -> Table:
     """Return a row for every draft, a column for every setting; the best of a column is marked."""
-    table = narrow_table("\nspeedup of every draft by batch and context, the best marked *")
-    table.add_column("draft", no_wrap=True)
-    add_number_columns(table, "tau", *(f" {batch}\n {context}" for batch, context in settings))
+    head = "draft", "tau", *(f" {batch}\n {context}" for batch, context in settings)
+    title = "\nspeedup of every draft by batch and context, the best marked *"
+    table = narrow_table(title, head, ("draft",))
     best = {row[:2]: row.key for row in plan.recommended}
     rows = {(row[:2], row.key): row for row in plan.rows}
     for row in plan.rows:
@@ -118,11 +115,9 @@ class Check:
 
 
 def check_table(checks: Sequence[Check]) -> Table:
-    table = narrow_table("\npredicted and measured, same prompts")
-    table.add_column("draft", no_wrap=True)
-    add_number_columns(
-        table, "batch", "    tau\npredicted", " tau", "  speedup\npredicted", " speedup", "error"
-    )
+    columns = "    tau\npredicted", " tau", "  speedup\npredicted", " speedup", "error"
+    title = "\npredicted and measured, same prompts"
+    table = narrow_table(title, ("draft", "batch", *columns), ("draft",))
     for check in checks:
         colour = "green" if abs(check.error) <= TOLERANCE else "red"
         row, error = check.row, Text(f"{100 * check.error:+.1f} %", colour)

@@ -38,6 +38,7 @@ from outrider.eval.report import Mismatch
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Stops
+from outrider.models.decode.round_times import Stopwatch
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.target import Target
@@ -125,11 +126,6 @@ class Decoders:
     def _end(self, *_: object) -> None:
         self.model_seconds += time.perf_counter() - self._start
 
-    def _now(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
-
     @torch.no_grad()
     def _transformers(self, ids: list[int], budget: int, **kwargs: Any) -> list[int]:
         prompt = torch.tensor([ids], device=self.target.device)
@@ -138,9 +134,10 @@ class Decoders:
         return new
 
     def answer(self, name: str, ids: list[int], budget: int) -> Answer:
-        forwards, model_seconds, start = self.forwards, self.model_seconds, self._now()
+        forwards, model_seconds = self.forwards, self.model_seconds
+        watch = Stopwatch(self.target.device)
         output = self.systems[name](ids, budget)
-        seconds, model_seconds = self._now() - start, self.model_seconds - model_seconds
+        seconds, model_seconds = watch.lap(), self.model_seconds - model_seconds
         return Answer(output, self.forwards - forwards, seconds, model_seconds)
 
     def same_rounds(self, ids: list[int], budget: int) -> bool:

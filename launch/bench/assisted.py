@@ -82,9 +82,7 @@ def assisted(words: list[str]) -> int:
     return int(any(miss.gap > ROUNDING for miss in mismatches))
 
 
-def _prepare(
-    options: Options,
-) -> tuple[systems.Decoders, systems.TokenizedPrompts, list[str]]:
+def _prepare(options: Options) -> tuple[systems.Decoders, systems.TokenizedPrompts, list[str]]:
     """Return the models, the prompts that fit both, and the names of those that do not."""
     process.set_threads()
     name = options.target

@@ -22,19 +22,17 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
 from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.open_drafter import find_drafter
+from outrider.eval.open_drafter import load_run_models
 from outrider.eval.plan.interleaved import request_groups
-from outrider.eval.report_tables import add_number_columns, narrow_table
+from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench.common import number_table, save_result
-from outrider.models import process
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request, Stops
 from outrider.models.decode.rule_table import COUPLED, default_rule
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.formats import native
-from outrider.models.load import load_target, stop_ids
+from outrider.models.load import stop_ids
 from outrider.train.settings import load_run
 
 SHAPES: dict[str, Chain | DynamicTree] = {
@@ -76,13 +74,9 @@ class LoadedRun:
             why = "This benchmark measures a finished run."
             raise ConfigError("run.dir", "", why, "Add run.dir=runs/<name>.")
         config = load_run(Path(self.options.run.dir), [])
-        drafter_folder = find_drafter(config)
-        process.set_threads()
-        self.target, tokenizer, _ = load_target(config.target, process.device())
+        (self.target, tokenizer, _), self.drafter = load_run_models(config)
         if self.options.forward == "modules":
             self.target.fast_forward = None
-        self.drafter, _ = native.load(drafter_folder, self.target)
-        self.drafter.patch_target(self.target)
         self.stops = Stops(stop_ids(tokenizer, self.target))
         self.requests = [
             Request(prompt_ids(tokenizer, prompt.first_messages()), self.options.tokens, number)
@@ -112,10 +106,8 @@ def rounds(words: list[str]) -> int:
     """Measure milliseconds per round, by part."""
     run = LoadedRun(words)
     rows: list[dict[str, Any]] = []
-    table = narrow_table("milliseconds per round (medians)")
-    table.add_column("draft shape", no_wrap=True)
-    table.add_column("rule")
-    add_number_columns(table, "T", "tau", *PARTS, "other", "round", "overhead")
+    head = "draft shape", "rule", "T", "tau", *PARTS, "other", "round", "overhead"
+    table = narrow_table("milliseconds per round (medians)", head, ("draft shape", "rule"))
     for temperature, coupled in ((0.0, False), (1.0, False), (1.0, True)):
         for name, shape in SHAPES.items():
             policy = replace(shape, draft=COUPLED) if coupled else shape
