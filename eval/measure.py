@@ -295,7 +295,7 @@ class Measurement:
         }
 
 
-def first_difference(ids: Sequence[int], plain: Sequence[int]) -> tuple[int, Any]:
+def first_difference(ids: Sequence[int], plain: Sequence[int]) -> tuple[int, tuple[Any, Any]]:
     """Return where two different answers differ first, and the two tokens; None after an end."""
     return next((at, pair) for at, pair in enumerate(zip_longest(ids, plain)) if len({*pair}) > 1)
 

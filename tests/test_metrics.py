@@ -147,7 +147,7 @@ def test_one_token_answer_has_no_round_and_no_tau() -> None:
     assert summarise([A, one], depth=3).tau == summarise([A], depth=3).tau
 
 
-def test_median_clock_of_odd_and_even_counts() -> None:
+def test_median_times_of_odd_and_even_counts() -> None:
     slow, fast, middle = (
         RoundTimes(draft=d, rounds=r) for d, r in ((1.0, 9.0), (5.0, 2.0), (2.0, 4.0))
     )

@@ -286,7 +286,7 @@ def test_damaged_report_raises(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot be read"):
         compare([run])
     file.write_text('{"tau": 1}')
-    with pytest.raises(RunError, match="eval.json: .* is missing"):
+    with pytest.raises(RunError, match=r"eval.json: .* is missing"):
         compare([run])
 
 
