@@ -65,9 +65,7 @@ def build_decoders(
     return Decoders(target, drafter, assistant, stops, gamma, lookup=4)
 
 
-def answers(
-    decoders: Decoders, prompt: list[int], budget: int = BUDGET
-) -> dict[str, Answer]:
+def answers(decoders: Decoders, prompt: list[int], budget: int = BUDGET) -> dict[str, Answer]:
     with decoders:
         return {name: decoders.answer(name, prompt, budget) for name in decoders.systems}
 

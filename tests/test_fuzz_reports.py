@@ -268,7 +268,7 @@ def test_any_published_folder_is_verified_or_refused(run: Run, data: st.DataObje
 
 COMMANDS = settings(  # a command takes a quarter of a second
     max_examples=200 if settings.get_current_profile_name() == "thorough" else 20, deadline=None,
-    suppress_health_check=list(HealthCheck),
+    derandomize=True, suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def test_a_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
     zipfile.ZipFile(wheel).extractall(site)
-    done = python("-m", "outrider.launch.cli", "train", "--help", cwd=empty, path=site)
+    done = python("-m", "outrider.launch.cli", "train", "--help", "all", cwd=empty, path=site)
     assert done.returncode == 0, done.stderr
     assert "drafter.draft_vocab_size" in done.stdout
     imported = python("-c", "import outrider.conf as c; print(c.__file__)", cwd=empty, path=site)
