@@ -234,6 +234,12 @@ class TrainConfig:
         "(1, inf)",
     )  # fmt: skip
     eval_every: int = option(100, "steps between held-out evaluations", COUNT)
+    own_prompts: int = option(
+        16,
+        "held-out prompts that the target answers before training; acceptance on its answers chooses "
+        "the best drafter; 0: acceptance on the held-out text does",
+        "[0, 4096]",
+    )
     save_every: int = option(100, "steps between checkpoints", COUNT)
     keep_last: int = option(2, "recent checkpoints to keep, besides the best one", COUNT)
     keep_every: int | None = option(None, "also keep the checkpoint of every n-th step", COUNT)

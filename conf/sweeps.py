@@ -33,7 +33,7 @@ class SweepConfig:
     )
     minutes: float | None = option(None, "start no run of a search after this time", "(0, inf)")
     metric: Literal["accept_length", "accept_length_sampling", "tau", "speedup"] = option(
-        "accept_length", "search objective: held-out, or (tau, speedup) of the run's first decoding"
+        "accept_length", "search objective: at held-out evaluations, or (tau, speedup) by decoding"
     )
     prune: bool = option(True, "stop runs below the median at a held-out evaluation")
     seed: int = option(0, "seed of the search", "[0, 4294967295]")

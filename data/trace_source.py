@@ -5,7 +5,7 @@ TargetTraces runs the target, `record.reader.RecordedTraces` reads a recording, 
 """
 
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -13,6 +13,7 @@ from outrider.models.interface import Batch, Trace
 from outrider.models.target import Target
 
 
+@runtime_checkable
 class TraceSource(Protocol):
     """Outputs of the target for packed rows, computed or read."""
 

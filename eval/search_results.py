@@ -43,9 +43,11 @@ SEARCH = {  # `search.json`
 
 
 def held_out_curve(folder: Path, name: str) -> list[tuple[int, float]]:
-    """Return (step, value) of the held-out evaluations so far."""
-    held_out = (line for line in read_log(folder) if line["kind"] == "held")
-    return [(x["step"], float(x[name])) for x in held_out if isinstance(x.get(name), int | float)]
+    """Return (step, value) so far on the target's own answers, or on held-out text without them."""
+    lines = read_log(folder)
+    kind = "own" if any(line["kind"] == "own" for line in lines) else "held"
+    chosen = (line for line in lines if line["kind"] == kind)
+    return [(x["step"], float(x[name])) for x in chosen if isinstance(x.get(name), int | float)]
 
 
 def metric_of_run(folder: Path, metric: str, report: str) -> float:
@@ -55,7 +57,9 @@ def metric_of_run(folder: Path, metric: str, report: str) -> float:
         RunError: the metric was not measured.
     """
     measured = _read_report(folder, report) if metric in REPORT_METRICS else {}
-    value = {**(read_training(folder) or {}).get("held_out", {}), **measured}.get(metric)
+    training = read_training(folder) or {}
+    predicted = training.get("own_text") or training.get("held_out", {})
+    value = {**predicted, **measured}.get(metric)
     if value is None:
         fix = "A number of a report needs train.quick_eval=true, and speedup eval.baseline=true."
         raise RunError(f"{folder} has no {metric}.", fix)

@@ -14,7 +14,7 @@ QUIET = Console(quiet=True)
 SMALL = [
     "target=tiny", "data.max_length=128", "data.max_samples=60", "train.batch_tokens=512",
     "train.max_steps=6", "train.eval_every=3", "train.save_every=2", "train.log_every=1",
-    "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false",
+    "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false", "train.own_prompts=0",
 ]  # fmt: skip
 
 

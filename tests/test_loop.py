@@ -83,8 +83,9 @@ def test_best_drafter_has_longest_accept_length(
     lengths = iter([1.1, 1.7, 1.3])
     held_out = Trainer.evaluate
 
-    def scripted(run: Trainer) -> dict[str, float]:
-        return {**held_out(run), "accept_length": next(lengths), "loss@1": 9.0 - run.progress.step}
+    def scripted(run: Trainer, *where: Any) -> dict[str, float]:
+        loss = 9.0 - run.progress.step
+        return {**held_out(run, *where), "accept_length": next(lengths), "loss@1": loss}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "evaluate", scripted)

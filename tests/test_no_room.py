@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -23,8 +23,10 @@ from outrider.conf.errors import DiskFull, RunError, exit_on_error
 from outrider.conf.files import append, copy_files, write
 from outrider.data import generate
 from outrider.data.generated_store import GeneratedStore
+from outrider.data.pack import Rows
 from outrider.data.prepare import record
 from outrider.data.record.folder import RecordingFolder
+from outrider.data.trace_source import TraceSource
 from outrider.data.training_data import TrainingData
 from outrider.eval.report_tables import show_and_save
 from outrider.launch import cli
@@ -152,11 +154,15 @@ def longer(log: Callable[..., None]) -> Callable[..., None]:
     return lambda run, step, kind, values: log(run, step, kind, {**values, "x" * 5000: 0.0})
 
 
-def better(
-    held_out: Callable[[Trainer], dict[str, float]],
-) -> Callable[[Trainer], dict[str, float]]:
+Evaluate: TypeAlias = Callable[[Trainer, Rows, TraceSource], dict[str, float]]
+
+
+def better(held_out: Evaluate) -> Evaluate:
     """Make every evaluation the best one so far."""
-    return lambda run: {**held_out(run), "accept_length": 1.0 + run.progress.step}
+    return lambda run, *where: {
+        **held_out(run, *where),
+        "accept_length": 1.0 + run.progress.step,
+    }
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ SMALL = [
     "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
     "train.batch_tokens=512", "train.max_steps=6", "train.eval_every=6", "train.save_every=2",
     "train.log_every=1", "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false",
+    "train.own_prompts=4",
 ]  # fmt: skip
 ONE, TWO = train_command(1), train_command(2)
 LAUNCH = [
@@ -45,7 +46,13 @@ def run(command: list[str], folder: Path, *words: str) -> subprocess.CompletedPr
 
 def losses(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss@1"] for line in lines]
+    return [line["loss@1"] for line in lines if line["kind"] != "own"]
+
+
+def own_lengths(folder: Path) -> list[float]:
+    """Return the acceptance lengths on the target's own answers."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["accept_length"] for line in lines if line["kind"] == "own"]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -58,6 +65,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def assert_equal_runs(found: Path, expected: Path) -> None:
     """Compare the losses of every step, and the weights after the last one."""
     assert losses(found) == pytest.approx(losses(expected), abs=1e-4)
+    assert len(own_lengths(expected)) > 1
+    assert own_lengths(found) == pytest.approx(own_lengths(expected), abs=1e-4)
     a, b = weights(found), weights(expected)
     assert a.keys() == b.keys()
     for name in a:

@@ -1,6 +1,7 @@
 """The best drafter of a run so far, and its publication as the run's result.
 
-Best means the longest held-out acceptance length, not the lowest loss.
+Best means the longest acceptance length on the target's own answers, or on the held-out text where
+there are none; not the lowest loss.
 """
 
 from pathlib import Path
@@ -18,17 +19,22 @@ from outrider.train.trainer import Trainer
 FILES = ("model.safetensors", "config.json")  # of a drafter, in the order of writing
 
 
-def save_if_best(run: Trainer, metrics: dict[str, float]) -> bool:
-    """Save the drafter if it is the best so far; return whether it is."""
-    progress = run.progress
-    if metrics["accept_length"] <= progress.best:
+def save_if_best(run: Trainer, held: dict[str, float], own: dict[str, float]) -> bool:
+    """Save the drafter if it is the best so far; return whether it is.
+
+    Args:
+        held: metrics on the held-out text.
+        own: metrics on the target's own answers; {} without them.
+    """
+    progress, length = run.progress, (own or held)["accept_length"]
+    if length <= progress.best:
         return False
-    progress.best, progress.best_step = metrics["accept_length"], progress.step
+    progress.best, progress.best_step = length, progress.step
     tensors = checkpoint.collect_state(run.objective, None)
     if run.main:
         prefix = "parameter.drafter."
         weights = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        about = {"step": progress.step, "held_out": metrics}
+        about = {"step": progress.step, "held_out": held, **({"own_text": own} if own else {})}
         native.save(run.drafter, best_folder(run), run.target, run.config.drafter, about, weights)
     return True
 
@@ -77,6 +83,7 @@ def training_summary(run: Trainer) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory(run.target.device),
         "best_step": progress.best_step,
         "held_out": about["held_out"],
+        **({"own_text": about["own_text"]} if "own_text" in about else {}),
         "budget": {
             "text": run.data.about["sha256_documents"][:8],
             "minutes": run.config.train.max_minutes,

@@ -48,7 +48,7 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     seconds: float = 0.0  # training time so far, for train.max_minutes
-    best: float = 0.0  # longest held-out acceptance length so far
+    best: float = 0.0  # longest acceptance length so far, as in best_drafter.py
     best_step: int = 0  # the step that it was measured at
     finished: bool = False
     skipped: int = 0  # bad steps

@@ -14,10 +14,11 @@ from torch.nn.utils import get_total_norm
 
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
+from outrider.data.trace_source import TargetTraces
 from outrider.data.training_data import TrainingData
 from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.load import LoadedTarget
-from outrider.train import best_drafter
+from outrider.train import best_drafter, own_text
 from outrider.train.bad_steps import save_batch
 from outrider.train.manifest import write_manifest
 from outrider.train.metric_sums import MetricSums
@@ -63,6 +64,8 @@ def fit(
         console.print(f"{run.folder} is finished: {run.progress.step} steps.")
         published = best_drafter.has_result(run)
         return run.folder / "drafter" if published else best_drafter.write_result(run)
+    if not resumed or own_text.is_measured(run.folder):
+        own_text.add(run, loaded, console)
     if run.main:
         facts = {"data": data.about, "target": loaded.source, "fingerprints": fingerprints(loaded)}
         write_manifest(run.folder, config, {**facts, "ranks": run.accelerator.num_processes})
@@ -78,7 +81,7 @@ def fit(
                 evaluated = resumed and step == first_step
                 if (over or step % config.train.eval_every == 0) and not evaluated:
                     with run.progress.phase("held out"):
-                        _evaluate(run, log)
+                        _evaluate(run, log, over)
                 if over or stop or (step % config.train.save_every == 0 and step > first_step):
                     run.progress.finished = over
                     with run.progress.phase("saving"):
@@ -206,14 +209,23 @@ def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, 
     )
 
 
-def _evaluate(run: Trainer, log: MetricsLog) -> None:
-    metrics = run.evaluate()
-    best = best_drafter.save_if_best(run, metrics)
-    log.log(run.progress.step, "held", metrics)
+def _evaluate(run: Trainer, log: MetricsLog, over: bool) -> None:
+    """Measure held-out text and the target's own answers; keep the drafter if it is the best."""
+    step, length = run.progress.step, "predicted acceptance length"
+    metrics, own = run.evaluate(run.data.held, run.sources.held), dict[str, float]()
+    if run.own_text is not None:
+        own = run.evaluate(run.own_text, TargetTraces(run.target))
+    best = best_drafter.save_if_best(run, metrics, own)
+    log.log(step, "held", metrics)
+    beside = ""
+    if own:
+        log.log(step, "own", own)
+        beside = f", {own['accept_length']:.2f} on the target's own answers"
     log.print(
-        f"held out, step {run.progress.step}: loss {metrics['loss@1']:.3f}, "
-        f"agree {metrics['agree@1']:.1%}, predicted acceptance length "
-        f"{metrics['accept_length']:.2f}{' (best so far)' if best else ''}"
+        f"held out, step {step}: loss {metrics['loss@1']:.3f}, agree {metrics['agree@1']:.1%}, "
+        f"{length} {metrics['accept_length']:.2f}{beside}{' (best so far)' if best else ''}"
     )
+    if own and over and own_text.is_far(metrics, own):
+        log.print(own_text.advice(run.config.data))
     if not metrics["loss@1"] < float("inf"):
         raise RunError("The held-out loss is not finite.", "Lower train.lr and start again.")

@@ -6,7 +6,6 @@ import platform
 import resource
 import subprocess
 import sys
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from outrider.conf.files import write, write_json
 from outrider.conf.json_shapes import RATE, number, read_object
-from outrider.conf.schema import Config, to_yaml
+from outrider.conf.schema import Config, to_dict, to_yaml
 from outrider.conf.shown_text import mask_values
 
 PACKAGES = (
@@ -30,8 +29,8 @@ MANIFEST = {
 }  # fmt: skip
 TRAINING = {  # best_drafter.training_summary
     "parameters?, steps?, seconds?, start_seconds?, tokens?, tokens_per_second?": RATE,
-    "peak_memory_bytes?, best_step?": RATE, "phases?": {str: float}, "held_out?": {str: number},
-    "budget?": {str: object},
+    "peak_memory_bytes?, best_step?": RATE, "phases?": {str: float}, "budget?": {str: object},
+    "held_out?, own_text?": {str: number},
 }  # fmt: skip
 
 
@@ -87,7 +86,7 @@ def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:
         {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "argv": mask_values(sys.argv),
-            "config": mask_values(asdict(config)),
+            "config": mask_values(to_dict(config)),
             "versions": versions(),
             "git": git_state(),
             "machine": machine(),

@@ -86,12 +86,14 @@ class MetricsLog:
                 raise CorruptFile(f"{self.file} cannot be read: {error}", fix) from None
             lines = [x for x in map(_parse_line, text.splitlines()) if x]
             kept = [
-                x for x in lines if x["step"] < step or (x["step"], x["kind"]) == (step, "held")
+                x
+                for x in lines
+                if x["step"] < step or (x["step"] == step and x["kind"] in ("held", "own"))
             ]
             write(self.file, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
-        """Append a line: {"step": .., "kind": "train" | "held" | "skipped", ...}."""
+        """Append a line: {"step": .., "kind": "train" | "held" | "own" | "skipped", ...}."""
         if not self.main:
             return
         append(self.file, json.dumps({"step": step, "kind": kind, **values}) + "\n")

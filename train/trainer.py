@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider.conf.schema import Config
 from outrider.data.batches import permutation, select_rows
-from outrider.data.trace_source import TargetTraces
+from outrider.data.pack import Rows
+from outrider.data.trace_source import TargetTraces, TraceSource
 from outrider.data.training_data import TrainingData
 from outrider.models import drafters, process
 from outrider.models.load import LoadedTarget
@@ -36,6 +37,7 @@ class Trainer:
             wraps it.
         rows: packed rows per optimizer step, over all ranks.
         progress: what a checkpoint stores beside weights and moments.
+        own_text: the target's own answers to held-out prompts; None without them.
         initialisation: the origin of the initial weights, for messages.
         start_seconds: time that it took to find them; None for a continued run.
     """
@@ -76,6 +78,7 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(self.objective, optimizer)
         distributed.limit_waits(config.launch.wait)
         self.progress = checkpoint.Progress()
+        self.own_text: Rows | None = None
         self.bad_steps = BadStepGuard(self.progress, config.train.skip_bad, config.train.spike)
         self.step_data = StepData(config, data, self.drafter, self.target, rank, world)
         self.writer = CheckpointWriter(self.folder, config.train)
@@ -127,20 +130,20 @@ class Trainer:
         return [p.detach().clone() for p in self.objective.parameters() if p.requires_grad]
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Return the metrics over all held-out rows, which are divided among the ranks."""
+    def evaluate(self, rows: Rows, source: TraceSource) -> dict[str, float]:
+        """Return the metrics over all of these rows, which are divided among the ranks."""
         cfg: Any = self.config.drafter
-        held, world = self.data.held, self.accelerator.num_processes
+        world = self.accelerator.num_processes
         size = max(1, self.rows // (world * self.config.launch.accumulation))
         sums, denominators = self.objective.zero_sums(self.target.device), torch.ones(cfg.depths)
         self.objective.eval()  # no noise, no dropout
-        for turn in range(-(-len(held) // (world * size))):
+        for turn in range(-(-len(rows) // (world * size))):
             first = (turn * world + self.accelerator.process_index) * size
             index = torch.arange(first, first + size)
-            batch = select_rows(held, index % len(held))
+            batch = select_rows(rows, index % len(rows))
             # ZeRO-3 gathers weights in lockstep: a rank without rows left repeats some, uncounted
-            batch = batch._replace(answer=batch.answer & (index < len(held))[:, None])
-            trace = self.sources.held.trace(batch, self.target.device)
+            batch = batch._replace(answer=batch.answer & (index < len(rows))[:, None])
+            trace = source.trace(batch, self.target.device)
             with self.accelerator.autocast():
                 sums.add(self.objective(trace, denominators, True)[1])
         self.objective.train()

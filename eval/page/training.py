@@ -17,6 +17,7 @@ CURVES = (
     ("held", "agree", "held-out agreement"),
     ("held", "alpha", "held-out acceptance"),
     ("held", "accept_length", "held-out acceptance length"),
+    ("own", "accept_length", "acceptance length on the target's own answers"),
 )
 COSTS = (  # quantity, field of training.json, format, unit
     ("parameters trained, millions", "parameters", ".2f", 1e6),
@@ -57,7 +58,7 @@ def curve_parts(run: RunFiles) -> Iterator[Part]:
             definition = logged_definitions(*lines)
             interval = "Every log line." if kind == "train" else "Every held-out evaluation."
             unit = METRICS[name].unit
-            paint = curves(lines, "step", unit, marks=kind == "held", log=unit == "nats")
+            paint = curves(lines, "step", unit, marks=kind != "train", log=unit == "nats")
             yield draw(title, f"{definition} {interval}", paint)
     if not run.log:
         yield Note(f"{run.folder / 'metrics.jsonl'} is missing: no curves.")

@@ -1,0 +1,98 @@
+"""The target's own answers to held-out prompts, as text to measure acceptance on.
+
+Decoding verifies text that the target writes. Others may have written the conversations of a file,
+and acceptance on those then says little about decoding. Before training the target therefore
+answers some held-out prompts, greedily and without a drafter. Every held-out evaluation measures
+acceptance on these answers, too, and they choose the best drafter.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from outrider.conf.schema import DataConfig
+from outrider.data.pack import pack, split_holdout
+from outrider.data.tokenise import Document
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.request import Request, Stops
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.load import LoadedTarget, stop_ids
+from outrider.train.manifest import read_manifest
+from outrider.train.trainer import Trainer
+
+TOKENS = 128  # per answer at most
+LEAST = 32  # tokens that must fit after a prompt
+FAR = 1.5  # ratio of accepted draft tokens from which the file's text is not like the target's
+
+
+def add(run: Trainer, loaded: LoadedTarget, console: Console) -> None:
+    """Let the main rank's target answer `train.own_prompts` held-out prompts.
+
+    Sets `run.own_text`, the same on all ranks, and notes it in the manifest's `data`. Nothing is
+    done if the text of the run is the target's own already, or if no rank holds the whole target.
+    """
+    about, target, length = run.data.about, run.target, run.config.data.max_length
+    generated = about.get("source") == "self" and "given" not in about
+    if generated or target.is_remote or target.ends_only or not (prompts := _prompts(run)):
+        return
+    answers = torch.zeros(len(prompts), 1 + TOKENS, dtype=torch.float64)  # length, then tokens
+    if run.main:
+        with console.status("the target answers held-out prompts"):
+            for row, ids in zip(answers, _answer(loaded, prompts, length), strict=True):
+                row[: 1 + len(ids)] = torch.tensor([len(ids), *ids])
+    rows = run.reduce(answers).long().tolist()  # the other ranks add zeros
+    lengths = [row[0] for row in rows]
+    pairs = zip(prompts, lengths, rows, strict=True)
+    run.own_text = pack([_document(ids, row[1 : 1 + size]) for ids, size, row in pairs], length)
+    tokens = sum(lengths)
+    about["own_text"] = {"prompts": len(prompts), "tokens": tokens}
+    console.print(
+        f"the target answered {len(prompts)} held-out prompts ({tokens:,} tokens): acceptance on "
+        "its own answers chooses the best drafter", highlight=False,
+    )  # fmt: skip
+
+
+def _prompts(run: Trainer) -> list[list[int]]:
+    """Return the tokens before the first answer of held-out conversations, spread over all."""
+    count, length = run.config.train.own_prompts, run.config.data.max_length
+    held = split_holdout(run.data.documents, run.config.data.holdout)[1]
+    prompts = [document.ids[: document.answer.argmax()].tolist() for document in held]
+    fitting = [ids for ids in prompts if 1 <= len(ids) <= length - LEAST]
+    return fitting[:: max(1, len(fitting) // max(1, count))][:count]
+
+
+def _answer(loaded: LoadedTarget, prompts: list[list[int]], length: int) -> list[list[int]]:
+    """Return greedy answers, cut to rows of `length` tokens with their prompts."""
+    target, taps = loaded.target, loaded.target.taps
+    stops = Stops(stop_ids(loaded.tokenizer, target))
+    engine = Engine(target, None, None, sampling=Sampling(0.0), stops=stops, timed=False)
+    requests = [Request(ids, min(TOKENS, length - len(ids))) for ids in prompts]
+    outputs = engine.generate_all(requests, len(requests))
+    target.set_taps(taps)
+    return [list(output.ids) for output in outputs]
+
+
+def _document(prompt: list[int], answer: list[int]) -> Document:
+    return Document.of(prompt + answer, [False] * len(prompt) + [True] * len(answer), "")
+
+
+def is_measured(folder: Path) -> bool:
+    """Return whether a run began with such answers: runs of earlier versions did not."""
+    data = (read_manifest(folder) or {}).get("data")
+    return isinstance(data, dict) and "own_text" in data
+
+
+def is_far(held: Mapping[str, float], own: Mapping[str, float]) -> bool:
+    """Return whether far more draft tokens are accepted on held-out text than on own answers."""
+    return held["accept_length"] - 1 > FAR * (own["accept_length"] - 1)
+
+
+def advice(data: DataConfig) -> str:
+    """Return what to type where `is_far`."""
+    path = f" data.path={data.path}" if data.path else ""
+    return (
+        "the target does not write like these conversations: decoding accepts as on its own "
+        f"answers. Train on its answers to their prompts: data=self{path}"
+    )
