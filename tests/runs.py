@@ -1,7 +1,9 @@
 """Configurations of short runs on the embedded target, for tests."""
 
 import json
+import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,13 @@ def generated_text(cache: Path) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """Return a free port for the rendezvous of a test's ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a free port for a server of a test.
+
+    It lies below the ports that the kernel gives to outgoing connections: a client that tries again
+    and again before the server listens could otherwise be connected to itself, and keep the port.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port

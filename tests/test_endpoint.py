@@ -5,7 +5,6 @@ One server is real (`transformers serve` with the embedded target), the other a 
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from outrider.data.reporter import Reporter
 from outrider.data.tokenise import conversation_key, prompt_ids
 from outrider.models.load import TINY, LoadedTarget, load_target, stop_ids
 from outrider.train.settings import parse
+from tests.runs import free_port
 
 pytest.importorskip("openai")
 ANSWER = " It is best in spring."
@@ -314,9 +314,7 @@ class Real:
     """`transformers serve` with the embedded target on a port of its own."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.start()
 
