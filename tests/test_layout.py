@@ -90,7 +90,8 @@ def test_a_wheel_installs_one_top_level_name(wheel: Path) -> None:
 def test_a_wheel_holds_the_data_that_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     yaml = ("conf/**/*.yaml", "launch/**/*.yaml")
-    for pattern in (*yaml, "data/**/*.jsonl", "models/tiny/*.json", "eval/**/*.jinja"):
+    text = ("eval/**/*.jinja", "eval/**/*.txt")
+    for pattern in (*yaml, *text, "data/**/*.jsonl", "models/tiny/*.json"):
         for path in ROOT.glob(pattern):
             assert f"outrider/{path.relative_to(ROOT).as_posix()}" in names
     assert "outrider/py.typed" in names

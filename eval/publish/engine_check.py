@@ -12,6 +12,7 @@ does not decode: its result is {"engine": ..., "depths": 4, "difference": 1e-7},
 """
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,11 @@ SERVES = {  # engine -> format -> drafter -> the engine's name of it
     "transformers": {"transformers": {"draft_lm": "assistant"}, "deepseek": {"mtp": "mtp"}},
     "speculators": {"speculators": {"eagle3": "eagle3"}},
     "openvino": {"sglang": {"eagle3": "eagle3"}},
+    "llamacpp": {
+        "vllm": {"eagle3": "DRAFT_EAGLE3"},
+        "speculators": {"eagle3": "DRAFT_EAGLE3"},
+        "transformers": {"draft_lm": "DRAFT_SIMPLE"},
+    },
     "vllm": {
         "vllm": {"eagle3": "eagle3", "eagle": "eagle", "hass": "eagle", "medusa": "medusa"},
         "speculators": {"eagle3": "eagle3"},
@@ -60,10 +66,19 @@ def check_settings(settings: PublishConfig, form: Format | None, drafter: str) -
         raise ConfigError("publish.engine", engine, why, fix)
     if not Path(_python(settings)).is_file():
         why = f"{_python(settings)} does not exist."
-        fix = (
-            f"Run make engines ENGINES={engine}, or give engine.python=<its environment's Python>."
-        )
+        build = f"Build the environment: {install_commands(engine)}"
+        fix = f"{build}\n  Or give engine.python=<its Python>."
         raise ConfigError("publish.engine_python", settings.engine_python, why, fix)
+
+
+def install_commands(engine: str) -> str:
+    """Return the shell command that builds an engine's environment, as `make engines` does."""
+    place, lists = f".engines/{engine}", [["-r", str(SCRIPTS / f"{engine}.txt")]]
+    if (alone := SCRIPTS / f"{engine}-alone.txt").exists():
+        lists.append(["--no-deps", "-r", str(alone)])
+    commands = [["python3", "-m", "venv", place]]
+    commands += [[f"{place}/bin/pip", "install", *words] for words in lists]
+    return " && ".join(map(shlex.join, commands))
 
 
 def _python(settings: PublishConfig) -> str:
