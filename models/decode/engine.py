@@ -14,11 +14,12 @@ Shape letters: B requests, N nodes, V tokens.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import RunError
@@ -43,8 +44,9 @@ from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import NO_RANDOMNESS, Decision, verifier_class
 from outrider.models.drafter import Drafter
 from outrider.models.interface import Trace
-from outrider.models.target import Target
+from outrider.models.target import Target, TargetStates
 
+PREFILL_MASK = 2**24  # elements of the mask with which a piece of a prompt is read
 TARGET_FIX = "Check the target's files, its precision and its cache (outrider doctor)."
 
 
@@ -189,7 +191,10 @@ class Engine:
     def _prefill(
         self, started: list[ActiveRequest], first: int, dialogue: DialogueCache | None
     ) -> None:
-        """Read prompts of one length into the slots from `first` on; emit their first tokens."""
+        """Read prompts of one length into the slots from `first` on; emit their first tokens.
+
+        A long prompt is read in pieces: no mask has the square of its length.
+        """
         watch, device = self.watch, self.target.device
         prompts = [list(one.request.prompt) for one in started]
         cached, length = 0, len(prompts[0])
@@ -203,8 +208,14 @@ class Engine:
         self.cache.select_slots(first, len(started))
         ids = torch.tensor([prompt[cached:] for prompt in prompts], device=device)
         positions = torch.arange(cached, length, device=device).expand(len(started), -1)
-        visible = torch.arange(length, device=device) <= positions[..., None]
-        states = self.target.forward(ids, positions, visible, self.cache)
+        size = max(1, PREFILL_MASK // (len(started) * length))
+        pieces = [*zip(ids.split(size, 1), positions.split(size, 1), strict=True)]
+        for (piece, at), (following, _) in pairwise(pieces):
+            states = self._read(piece, at)
+            next_ids = torch.cat([piece[:, 1:], following[:, :1]], dim=1)
+            self._absorb_rows(started, tree_layout.KeptRows(piece, next_ids, at), states)
+        ids, positions = pieces[-1]
+        states = self._read(ids, positions)
         logits = self.target.logits(states.last[:, -1:])
         if self.history is not None:
             for slot, prompt in enumerate(prompts, start=first):
@@ -216,16 +227,28 @@ class Engine:
         for i, (one, root) in enumerate(zip(started, roots, strict=True)):
             one.add_first(root, self.stops)
             self._record(one, first + i, decision.scores[i], [0])
-        if self.drafter is not None:
-            next_ids = torch.cat([ids[:, 1:], torch.tensor(roots, device=device)[:, None]], dim=1)
-            rows = tree_layout.KeptRows(ids, next_ids, positions)
-            traces = tree_layout.kept_traces([length - cached] * len(started), rows, states)
-            self._absorb(self.drafter, started, traces, RoundTimes())
+        next_ids = torch.cat([ids[:, 1:], torch.tensor(roots, device=device)[:, None]], dim=1)
+        self._absorb_rows(started, tree_layout.KeptRows(ids, next_ids, positions), states)
         if dialogue is not None:
             dialogue.add_prompt(self.cache, [*prompts[0], roots[0]], started[0].state)
         watch.lap()
         for one in started:
             one.out.times.prefill += (watch.latest - start) / len(started)
+
+    def _read(self, ids: Int[Tensor, "B T"], positions: Int[Tensor, "B T"]) -> TargetStates:
+        """Read the next tokens of prompts of one length."""
+        width = self.cache.active_lengths[0] + ids.shape[1]
+        visible = torch.arange(width, device=ids.device) <= positions[..., None]
+        return self.target.forward(ids, positions, visible, self.cache)
+
+    def _absorb_rows(
+        self, started: list[ActiveRequest], rows: tree_layout.KeptRows, states: TargetStates
+    ) -> None:
+        """Pass the drafter rows of a prompt, all of them."""
+        if self.drafter is not None:
+            counts = [rows.ids.shape[1]] * len(started)
+            traces = tree_layout.kept_traces(counts, rows, states)
+            self._absorb(self.drafter, started, traces, RoundTimes())
 
     def _release(self, active: list[ActiveRequest]) -> None:
         """Remove ended requests; the last slots move into theirs."""
