@@ -116,7 +116,11 @@ class DataConfig:
     overlap: Literal["refuse", "drop", "keep"] = option(
         "refuse", "training questions that nearly equal one of eval.prompts: refuse, drop or keep"
     )
-    max_length: int = option(256, "maximum number of tokens per row", "[8, 4194304]")
+    max_length: int = option(
+        256,
+        "tokens per row at most; null: 1024 (data=tiny: 256), within the target's positions",
+        "[8, 4194304]",
+    )
     long: Literal["cut", "drop"] = option("cut", "conversations that are too long: cut or drop")
     shortest: int = option(1, "answer tokens per conversation at least", COUNT)
     supervise: Literal["all", "last", "each"] = option(
@@ -217,7 +221,7 @@ class TrainConfig:
     batch_tokens: int = option(
         2048, "tokens per optimizer step, of all ranks together", "[1, 268435456]"
     )
-    lr: float = option(3.5e-3, "peak learning rate", "(0, 1]")
+    lr: float = option(3.5e-3, "peak learning rate; null: by hidden size and batch", "(0, 1]")
     warmup: int | float = option(0.04, "warm-up: steps (30) or a share of them (0.04)", "[0, inf)")
     schedule: Literal["cosine", "linear", "constant"] = option(
         "cosine", "learning rate after the warm-up; cosine and linear decay to zero"
@@ -307,7 +311,7 @@ class DecodeConfig:
     name: Literal["chain", "static_tree", "sampled_tree", "dynamic_tree", "opt_tree"] = option(
         "chain", "draft policy (choose with decode=...)"
     )
-    depth: int = option(3, "draft tokens along one path", DEPTHS)
+    depth: int = option(3, "draft tokens along one path; null: at most drafter.depths", DEPTHS)
     width: int = option(1, "children per node, and nodes expanded per level", NODES)
     nodes: int = option(3, "draft tokens that the target verifies in one forward", NODES)
     draft: Literal["auto", "best", "drawn", "independent", "coupled"] = option(
@@ -376,11 +380,21 @@ class Config:
     launch: LaunchConfig
     eval: EvalConfig
     decode: DecodeConfig
+    automatic: tuple[str, ...] = ()  # keys that the user did not set, until models/adapt.py does
 
 
 GROUPS = {name: kind for name, kind in get_type_hints(Config).items() if name != "drafter"}
+del GROUPS["automatic"]
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the groups as plain values; keys of `config.automatic` are null."""
+    groups = dataclasses.asdict(config)
+    for group, _, name in (key.partition(".") for key in groups.pop("automatic")):
+        groups[group][name] = None
+    return groups
 
 
 def to_yaml(config: Config) -> str:
     """Return the text of a run's `config.yaml`, which `parse` reads back; secrets are masked."""
-    return OmegaConf.to_yaml(OmegaConf.create(mask_values(dataclasses.asdict(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(mask_values(to_dict(config))))

@@ -6,12 +6,13 @@ from outrider.data.corpus import load_text, load_training_data
 from outrider.data.record.writer import write_recording
 from outrider.data.reporter import Reporter
 from outrider.models import drafters, process
+from outrider.models.adapt import adapt
 from outrider.models.load import LoadedTarget, load_target
 
 
 def prepare(config: Config) -> int:
     """Make the training data of a run and show samples of it."""
-    loaded, taps, reporter = _load(config, Console())
+    config, loaded, taps, reporter = _load(config, Console())
     load_training_data(config, loaded, taps, reporter)
     return 0
 
@@ -20,7 +21,7 @@ def record(config: Config) -> int:
     """Make the text of a run, then record the target's states of it."""
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
-    loaded, taps, reporter = _load(config, Console(quiet=process.rank() > 0))
+    config, loaded, taps, reporter = _load(config, Console(quiet=process.rank() > 0))
     data = load_text(config, loaded, taps, reporter)
     folder = write_recording(config, loaded, data, reporter)
     reporter.print(f"train from it: data.traces={folder.path}")
@@ -28,9 +29,13 @@ def record(config: Config) -> int:
     return 0
 
 
-def _load(config: Config, console: Console) -> tuple[LoadedTarget, tuple[int, ...], Reporter]:
+def _load(
+    config: Config, console: Console
+) -> tuple[Config, LoadedTarget, tuple[int, ...], Reporter]:
+    """Load the target; return the settings adapted to it, the target and the drafter's taps."""
     process.set_threads()
     loaded = load_target(config.target, process.device())
     console.print(f"target: {loaded.source}")
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
-    return loaded, taps, Reporter(console, main=process.rank() == 0)
+    reporter = Reporter(console, main=process.rank() == 0)
+    return adapt(config, reporter.note, loaded.target.shape()), loaded, taps, reporter

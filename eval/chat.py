@@ -26,6 +26,7 @@ from rich.text import Text
 from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
+from outrider.data.reporter import Reporter
 from outrider.eval.decoder import Chat as Dialogue
 from outrider.eval.decoder import Decoder, Piece, Result
 from outrider.eval.metrics import ratio
@@ -33,6 +34,7 @@ from outrider.eval.open_drafter import find_drafter, require_single_process
 from outrider.eval.rank_tables import tables_beside
 from outrider.eval.report import format_number
 from outrider.eval.requests import PLAIN
+from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
@@ -66,6 +68,8 @@ def chat(
     """
     require_single_process("chat")
     console = console or Console()
+    if config.eval.drafter is None:  # a published one may end drafts earlier: `depth_warning`
+        config = adapt(config, Reporter(console).note)
     policy = policy_of(config.decode, tables_beside(find_drafter(config)))
     decoder = Decoder.from_config(config, policy)
     sampling = sampling_of(config.decode, decoder.target.vocab_size)

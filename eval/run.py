@@ -7,6 +7,7 @@ from pathlib import Path
 
 from outrider.conf.console import Console
 from outrider.conf.schema import Config
+from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.data.training_data import TrainingData
 from outrider.eval.contamination_check import drop_contaminated
@@ -16,6 +17,7 @@ from outrider.eval.rank_tables import measure_held_out
 from outrider.eval.report_tables import explain_metrics, show_and_save
 from outrider.eval.token_origins import report_summary
 from outrider.models import process
+from outrider.models.adapt import adapt
 from outrider.models.chat_template import template_change
 from outrider.models.decode.from_config import decodings
 from outrider.models.drafter import Drafter
@@ -44,6 +46,7 @@ def evaluate(config: Config, explain: bool = False) -> int:
     target, tokenizer, origin = load_target(config.target, process.device())
     console.print(f"target: {origin}", highlight=False)
     drafter, config, about = open_drafter(source, config, target, console)
+    config = adapt(config, Reporter(console).note)
     suite = load_suite(config, config.eval.limit)
     if config.eval.drafter is None:  # the training text of a published drafter is unknown
         if warning := template_change(folder, config.target, tokenizer):

@@ -38,6 +38,7 @@ from outrider.launch import scaling_law
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.launch.scaling_law import FAR, Forecast, Point, ScalingFit, candidate_fits
 from outrider.models import drafters, load, process
+from outrider.models.adapt import adapt
 from outrider.models.load import LoadedTarget
 from outrider.train import distributed, loop
 from outrider.train.checkpoint import FIX
@@ -67,8 +68,10 @@ def advise(config: Config, settings: AdviseConfig) -> int:
         process.init_group(config.launch)
     main, console = process.rank() == 0, Console(quiet=process.rank() > 0)
     loaded = load.load_target(config.target, process.device())
+    reporter = Reporter(console, main)
+    config = adapt(config, reporter.note, loaded.target.shape())
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
-    data = load_training_data(config, loaded, taps, Reporter(console, main), record=False)
+    data = load_training_data(config, loaded, taps, reporter, record=False)
     train, held = split_holdout(data.documents, config.data.holdout)
     parts, pilots = choose_pilots(train, config, settings), list[Pilot]()
     folder = Path(config.run.dir) / "advise"

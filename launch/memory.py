@@ -28,9 +28,11 @@ from outrider.conf.command_settings import MemoryConfig
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.console import Console
 from outrider.conf.schema import Config, LaunchConfig
+from outrider.data.reporter import Reporter
 from outrider.eval.plan.roofline import MACHINES
 from outrider.launch.cluster import assume_world_size
 from outrider.models import drafters
+from outrider.models.adapt import adapt
 from outrider.models.drafter import Drafter
 from outrider.models.interface import ModelShape
 from outrider.models.load import meta_model
@@ -191,6 +193,7 @@ def memory(overrides: list[str]) -> int:
     machine, console = MACHINES[settings.gpu], Console()
     available = (1 - SPARE) * (GB * settings.room if settings.room else machine.memory)
     sizes, target, drafter = ParameterCounts.of(model), *meta_models(model, config)
+    config = adapt(config, Reporter(console).note, target.shape())
     name = settings.model or config.target.path or config.target.name
     console.print(
         f"{name}: {sizes.whole / 1e9:.2f} billion parameters of {sizes.width} bytes; "

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from outrider.conf.compose import compose, flatten
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import folder_lock
-from outrider.conf.schema import Config
+from outrider.conf.schema import Config, to_dict
 from outrider.conf.shown_text import mask_values
 from outrider.conf.sweeps import SweepConfig, to_override
 from outrider.eval import search_results
@@ -38,7 +38,10 @@ from outrider.eval.search_results import short_name
 from outrider.launch.grid import expand_overrides, generate_texts
 from outrider.launch.job_pool import JobPool
 from outrider.launch.processes import INTERRUPTED
+from outrider.models import load
+from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings
+from outrider.models.target import Target
 from outrider.train.settings import INPUT_FILES, check_files, parse
 
 MIN_TRIALS = 4  # before pruning starts
@@ -83,7 +86,10 @@ def _base_config(overrides: list[str], sweep: SweepConfig) -> Config:
         for value in (values["low"], values["high"]) if isinstance(values, Mapping) else values:
             parse(compose([*overrides, to_override(name, value)]))
     check_files(config, *INPUT_FILES)
-    return config
+    if set(config.automatic).isdisjoint(sweep.over):
+        return config
+    shape = Target(load.meta_model(config.target), fuse=False).shape()
+    return adapt(config, lambda _: None, shape)  # the first trial's values
 
 
 def _open_study(overrides: list[str], sweep: SweepConfig) -> optuna.Study:
@@ -119,7 +125,7 @@ def _include_base(
     sweep: SweepConfig, base: Config, console: Console
 ) -> tuple[SweepConfig, dict[str, Any]]:
     """Add the base's values to the choices; also return its parameters within their ranges."""
-    base_values = dict(flatten(json.loads(json.dumps(asdict(base)))))  # tuples become lists
+    base_values = dict(flatten(json.loads(json.dumps(to_dict(base)))))  # tuples become lists
     over, params = dict[str, Any](), dict[str, Any]()
     for name, values in sweep.over.items():
         value = base_values.get(name)

@@ -15,12 +15,15 @@ from outrider.data.training_data import TrainingData
 from outrider.eval.run import quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.models import drafters, load, process
+from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings, sampling_of
 from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
 from outrider.models.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
+from outrider.train.checks import check_length
 from outrider.train.loop import fit
 from outrider.train.manifest import read_training
+from outrider.train.resume import as_it_began
 from outrider.train.settings import check_files
 from outrider.train.trackers import TrackerThread
 
@@ -44,14 +47,18 @@ def _train(config: Config, main: bool) -> int:
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
     console, start = Console(quiet=not main), time.monotonic()
+    config = as_it_began(config)
     loaded = load.load_target(config.target, process.device())
     console.print(f"target: {loaded.source}")
+    reporter = Reporter(console, main)
+    config = adapt(config, reporter.note, loaded.target.shape())
+    check_length(config)
     for _, decode in decodings(config):
         sampling_of(decode, loaded.target.vocab_size)
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     if taps == default_taps(loaded.target.num_layers) != eagle3_taps(loaded.target.num_layers):
         console.print(f"target has {loaded.target.num_layers} layers: taps adapted to {list(taps)}")
-    data = load_training_data(config, loaded, taps, Reporter(console, main))
+    data = load_training_data(config, loaded, taps, reporter)
     seconds = {"loading": time.monotonic() - start}
     show = partial(console.print, markup=False)
     with trackers.open_trackers(config, show, main) as services:

@@ -23,7 +23,7 @@ from outrider.train.bad_steps import save_batch
 from outrider.train.manifest import write_manifest
 from outrider.train.metric_sums import MetricSums
 from outrider.train.metrics_log import MetricsLog
-from outrider.train.resume import resume
+from outrider.train.resume import resume, resume_message
 from outrider.train.schedule import fraction_done, learning_rate
 from outrider.train.step_data import MicroBatch
 from outrider.train.stop_signal import stop_signals
@@ -64,6 +64,8 @@ def fit(
         console.print(f"{run.folder} is finished: {run.progress.step} steps.")
         published = best_drafter.has_result(run)
         return run.folder / "drafter" if published else best_drafter.write_result(run)
+    if resumed:
+        console.print(resume_message(run), highlight=False, soft_wrap=True)
     if not resumed or own_text.is_measured(run.folder):
         own_text.add(run, loaded, console)
     if run.main:

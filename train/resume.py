@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from outrider.conf.compose import flatten
 from outrider.conf.errors import SHOWN, ConfigError, RunError
 from outrider.conf.files import read_json
+from outrider.conf.schema import Config, to_dict
 from outrider.conf.shown_text import mask_values
 from outrider.train import best_drafter, checkpoint
+from outrider.train.schedule import format_seconds, seconds_left
 from outrider.train.settings import parse, read_saved_config
 from outrider.train.trackers import IDENTITY
 from outrider.train.trainer import Trainer
@@ -64,7 +68,21 @@ def resume(run: Trainer) -> list[str] | None:
     if run.main:
         for _, folder in zip(errors, reversed(checkpoints), strict=False):
             checkpoint.quarantine(folder)
-    return [f"{error.message} Continuing from step {progress.step}." for error in errors]
+    reasons = (error.message.rstrip(".") for error in errors)
+    return [f"{reason}. Continuing from step {progress.step}." for reason in reasons]
+
+
+def resume_message(run: Trainer) -> str:
+    """Return where a continued run goes on, and how long it takes at the pace so far."""
+    train, progress = run.config.train, run.progress
+    folder = run.folder / "checkpoints" / f"step-{progress.step:08d}"
+    message = f"resuming from {folder}: step {progress.step}"
+    message += f" of {train.max_steps}" if train.max_steps else ""
+    if train.max_minutes:
+        message += f", {progress.seconds / 60:.1f} of {train.max_minutes:g} min"
+    if not progress.step:
+        return message
+    return f"{message}, about {format_seconds(seconds_left(train, progress))} left"
 
 
 def _create_moments(run: Trainer) -> None:
@@ -81,6 +99,23 @@ def _create_moments(run: Trainer) -> None:
             run.optimizer.zero_grad()
 
 
+def as_it_began(config: Config) -> Config:
+    """Return the configuration with the learning rate and row length of the run that it continues.
+
+    They are chosen when a run begins, if the user does not set them (`models/adapt.py`).
+    """
+    keys = [key for key in config.automatic if key in ("train.lr", "data.max_length")]
+    folder = Path(config.run.dir)
+    begun = checkpoint.list_checkpoints(folder / "checkpoints")
+    if not keys or not begun or config.train.resume == "never":
+        return config
+    saved, values = read_saved_config(folder), to_dict(config)
+    for key in keys:
+        group, _, name = key.partition(".")
+        values[group][name] = OmegaConf.select(saved, key)
+    return parse(OmegaConf.create(values))
+
+
 def require_same_run(run: Trainer) -> None:
     """Refuse settings and data that change what a step computes.
 
@@ -89,7 +124,7 @@ def require_same_run(run: Trainer) -> None:
         ConfigError: a setting differs that is not in CHANGEABLE.
     """
     # parsed again, because an older file lacks settings, which then have their defaults
-    saved = dict(flatten(asdict(parse(read_saved_config(run.folder)))))
+    saved = dict(flatten(to_dict(parse(read_saved_config(run.folder)))))
     about = read_json(run.folder / "manifest.json", checkpoint.FIX).get("data")
     about = about if isinstance(about, dict) else {}
     if about.get("sha256_documents") != run.data.about["sha256_documents"]:
@@ -99,7 +134,7 @@ def require_same_run(run: Trainer) -> None:
         why = f"{run.folder} was trained from {old}, and this run would continue from {new}."
         fix = "Give the data.traces that it began with, or start over with train.resume=never."
         raise RunError(why, fix)
-    for name, value in flatten(mask_values(asdict(run.config))):
+    for name, value in flatten(mask_values(to_dict(run.config))):
         if not name.startswith(CHANGEABLE) and saved.get(name) != value:
             why = f"{run.folder} holds a run that began with {name} = {saved.get(name)!r}."
             raise ConfigError(name, value, why, OTHER_FOLDER)

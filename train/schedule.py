@@ -1,4 +1,4 @@
-"""Learning rate and end of a run, as functions of settings and progress."""
+"""Learning rate, end and time left of a run, as functions of settings and progress."""
 
 import math
 
@@ -11,6 +11,24 @@ def fraction_done(train: TrainConfig, progress: Progress) -> float:
     steps = progress.step / train.max_steps if train.max_steps else 0.0
     minutes = progress.seconds / (60 * train.max_minutes) if train.max_minutes else 0.0
     return max(steps, minutes)
+
+
+def seconds_left(train: TrainConfig, progress: Progress) -> float:
+    """Return the training time until the end at the pace so far; a step must have been taken."""
+    limits = list[float]()
+    if train.max_steps:
+        pace = progress.seconds / progress.step
+        limits.append(pace * (train.max_steps - progress.step))
+    if train.max_minutes:
+        limits.append(60 * train.max_minutes - progress.seconds)
+    return max(0.0, min(limits))
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with its unit."""
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.2g} s"
 
 
 def learning_rate(train: TrainConfig, fraction: float) -> float:

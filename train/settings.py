@@ -2,11 +2,11 @@
 
 import importlib
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from outrider.conf.automatic import fill_automatic
 from outrider.conf.compose import (
     compose,
     flatten,
@@ -17,7 +17,7 @@ from outrider.conf.compose import (
 )
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
-from outrider.conf.schema import GROUPS, Config
+from outrider.conf.schema import GROUPS, Config, to_dict
 
 DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
 INPUT_FILES = ("data.path", "data.given", "eval.prompts")  # keys of files that a run reads
@@ -37,6 +37,7 @@ def parse(node: DictConfig) -> Config:
 
     values = to_container(node)
     refuse_interpolations(values)
+    automatic = fill_automatic(values)
     schemas = {**GROUPS, "drafter": drafter_schema(values.get("drafter"))}
     for group, content in values.items():
         if group not in schemas:
@@ -44,7 +45,8 @@ def parse(node: DictConfig) -> Config:
         if not isinstance(content, dict):
             raise ConfigError(group, content, "This is a group of keys.", f"Set {group}.<key>=...")
     config = Config(
-        **{name: from_dict(schema, values.get(name, {}), name) for name, schema in schemas.items()}
+        **{name: from_dict(schema, values.get(name, {}), name) for name, schema in schemas.items()},
+        automatic=automatic,
     )
     for check in CHECKS:
         check(config)
@@ -71,7 +73,7 @@ def check_files(config: Config, *keys: str) -> None:
     from outrider.data.sources import data_source, suite_source
 
     sources = {"data.path": data_source, "data.given": data_source, "eval.prompts": suite_source}
-    values = dict(flatten(asdict(config)))
+    values = dict(flatten(to_dict(config)))
     for key in keys:
         path = values.get(key)
         if path is not None and key in sources:
@@ -137,7 +139,7 @@ def read_saved_config(folder: Path) -> DictConfig:
     """Read a run folder's `config.yaml`, not yet validated; a `RunError` if it is not one."""
     path = folder / "config.yaml"
     if not path.is_file():
-        fix = "Use the run.dir of a finished training run: python eval.py run.dir=runs/..."
+        fix = "Use the run.dir of a finished training run: outrider eval run.dir=runs/..."
         raise RunError(f"{folder} is not a run folder: it has no config.yaml.", fix)
     fix = "Restore it, or train again."
     saved = read_yaml(path, fix)

@@ -11,14 +11,13 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
-from outrider.conf.schema import Config
+from outrider.conf.schema import Config, to_dict
 from outrider.conf.shown_text import mask_values
 
 IDENTITY = "wandb-id.txt"  # in the run folder: id of the wandb run
@@ -70,7 +69,7 @@ class Wandb:
         settings, folder = config.train.wandb, Path(config.run.dir)
         self.run = wandb.init(
             project=settings.project, mode=settings.mode, dir=str(folder), name=folder.name,
-            config=mask_values(asdict(config)), id=_identity(folder),
+            config=mask_values(to_dict(config)), id=_identity(folder),
             resume="allow" if settings.mode == "online" else None,
             settings=_with_timeouts(wandb.Settings),
         )  # fmt: skip

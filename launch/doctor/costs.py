@@ -9,15 +9,17 @@ import torch
 from outrider.conf.files import MEMORY
 from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import Cost
-from outrider.launch.doctor.finding import Finding, State, format_bytes, format_seconds
+from outrider.launch.doctor.finding import Finding, State, format_bytes
 from outrider.models import process
+from outrider.models.adapt import learning_rate
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.loop import LESS_MEMORY
+from outrider.train.schedule import format_seconds
 from outrider.train.trainer import Trainer
 
 TEXT_BYTES = 4  # per token of generated text
 UNCERTAIN = 2  # factor between estimated and available memory from which a run is refused
-WIDE, FAST = 512, 2e-3  # hidden size from which this learning rate is too high
+FAST = 3  # times the usual learning rate from which one is too high
 
 
 def check_memory(run: Trainer, cost: Cost) -> Finding:
@@ -67,11 +69,12 @@ def check_time(run: Trainer, cost: Cost) -> Finding:
 
 def check_learning_rate(run: Trainer) -> Finding:
     """Check the learning rate: one tuned for small hidden sizes is too high for large ones."""
-    lr, hidden = run.config.train.lr, run.target.shape().hidden
-    message = f"train.lr={lr:g}, hidden size {hidden}"
-    fix = "This rate suits the embedded target. Start near 5e-4, or 5e-5 (EAGLE-3)."
-    state: State = "note" if hidden >= WIDE and lr > FAST else "ok"
-    return Finding("rate", state, message, {"lr": lr, "hidden": hidden}, fix)
+    train, hidden = run.config.train, run.target.shape().hidden
+    usual = learning_rate(hidden, train.batch_tokens)
+    message = f"train.lr={train.lr:g}, hidden size {hidden}"
+    fix = f"That is high for this size. Without train.lr it is {usual:g}."
+    state: State = "note" if train.lr > FAST * usual else "ok"
+    return Finding("rate", state, message, {"lr": train.lr, "hidden": hidden}, fix)
 
 
 def check_run_folder(config: Config) -> Finding:

@@ -101,10 +101,3 @@ def format_bytes(size: float) -> str:
     if size >= 2**30:
         return f"{size / 2**30:.1f} GB"
     return f"{size / 2**20:.1f} MB" if size >= 2**20 else f"{size / 2**10:.0f} kB"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration with its unit."""
-    if seconds >= 5400:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.2g} s"

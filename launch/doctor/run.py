@@ -29,7 +29,9 @@ from outrider.data.training_data import TrainingData
 from outrider.launch import cost_estimate
 from outrider.launch.doctor import costs, environment, finding, target, template, text, trial_steps
 from outrider.launch.doctor.finding import Finding, FindingGroup
+from outrider.launch.doctor.tokenizer import check_chat_template, check_tokenizer
 from outrider.models import drafters, load, process
+from outrider.models.adapt import adapt
 from outrider.models.load import LoadedTarget
 from outrider.train.trainer import Trainer
 
@@ -73,7 +75,8 @@ def _check_run(
     config: Config, options: DoctorConfig, console: Console, loaded: LoadedTarget
 ) -> list[FindingGroup]:
     """The groups target, template, text and costs."""
-    target_findings = [target.check_target(loaded)]
+    config = adapt(config, Reporter(console).note, loaded.target.shape())
+    target_findings = [target.check_target(loaded), check_tokenizer(loaded.tokenizer)]
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     loaded.target.set_taps(taps)
     generate = config.data.generate
@@ -188,8 +191,12 @@ def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget)
         text.check_vocabulary(data, config.drafter.draft_vocab_size, brief=True),
         costs.check_memory(run, cost), costs.check_disk(run, cost), costs.check_time(run, cost),
     ]  # fmt: skip
-    unusual = text.check_mask(loaded, data), text.check_rows(config, data)
-    findings += [o for o in (*unusual, costs.check_learning_rate(run)) if o.state != "ok"]
+    unusual = (
+        text.check_mask(loaded, data), text.check_rows(config, data),
+        check_tokenizer(loaded.tokenizer), check_chat_template(loaded.tokenizer),
+        costs.check_learning_rate(run),
+    )  # fmt: skip
+    findings += [one for one in unusual if one.state != "ok"]
     title = f"{config.drafter.name} for {run.target.name}"
     finding.print_findings(console, [FindingGroup(title, findings)])
     finding.require_none_wrong(findings)

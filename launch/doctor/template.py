@@ -22,6 +22,7 @@ from outrider.data.sources import data_source
 from outrider.data.tokenise import Document, conversation_key, render, render_prompt
 from outrider.data.training_data import TrainingData
 from outrider.launch.doctor.finding import Finding
+from outrider.launch.doctor.tokenizer import check_chat_template
 from outrider.models.load import LoadedTarget
 
 Dialogue = Sequence[Message]
@@ -53,7 +54,8 @@ def check_template(
     """Run all checks of this file on the first `count` conversations of each source."""
     tokenizer, dialogues = loaded.tokenizer, _sample(config, loaded, data.documents, count)
     prefix = check_prefix(tokenizer, dialogues, config.data.max_length)
-    return [prefix, check_thinking(tokenizer, config.target, dialogues), check_date(tokenizer)]
+    thinking = check_thinking(tokenizer, config.target, dialogues)
+    return [check_chat_template(tokenizer), prefix, thinking, check_date(tokenizer)]
 
 
 def _sample(
@@ -116,7 +118,7 @@ def _find_mismatch(tokenizer: Any, dialogue: Dialogue) -> PrefixMismatch | None:
 def check_prefix(tokenizer: Any, dialogues: Sequence[Dialogue], max_length: int) -> Finding:
     """Check that first turns render to prefixes, and count the answers where they do not."""
     if not getattr(tokenizer, "chat_template", None):
-        message = "no chat template: turns are joined as plain text and tokenised one by one"
+        message = "plain text: each turn is a prefix of the whole"
         return Finding("prefix", "ok", message, {"dialogues": 0, "breaks": 0})
     more = [[*one, *_without_system(other)] for one, other in pairwise(dialogues)]
     more += [[*one[:-1], Message(role="assistant", content="")] for one in dialogues[:1]]

@@ -20,10 +20,11 @@ import torch
 from outrider.data.batches import select_rows
 from outrider.launch.bench.common import PeakMemory, resident_bytes
 from outrider.launch.cost_estimate import Cost, memory_of_run, trained_parameters
-from outrider.launch.doctor.finding import Finding, format_bytes, format_seconds
+from outrider.launch.doctor.finding import Finding, format_bytes
 from outrider.models import process
 from outrider.models.decode.round_times import Stopwatch
 from outrider.train.loop import LESS_MEMORY, optimizer_step
+from outrider.train.schedule import format_seconds
 from outrider.train.trainer import Trainer
 
 USABLE = 0.8  # share of the free memory that a run may take; files and other processes need some

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.conf.automatic import fill_automatic
 from outrider.conf.compose import choices, compose, to_container
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
@@ -147,13 +149,23 @@ def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
     if policy not in choices("decode") or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", temperature):
         why = "Expected policy@temperature, for example chain@0."
         raise ConfigError("eval.grid", entry, why, f"Policies: {', '.join(choices('decode'))}.")
-    composed = compose([f"decode.temperature={temperature}"], f"decode/{policy}")
-    settings = from_dict(DecodeConfig, to_container(composed)["decode"], "decode")
-    return f"{policy}-t{temperature}", settings
+    values = to_container(compose([f"decode.temperature={temperature}"], f"decode/{policy}"))
+    fill_automatic(values)
+    return f"{policy}-t{temperature}", from_dict(DecodeConfig, values["decode"], "decode")
 
 
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
-    """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`."""
+    """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`.
+
+    Those of the grid are at most as deep as the drafter is trained for.
+    """
     if not config.eval.grid:
         return [(config.eval.out, config.decode)]
-    return [parse_policy_at_temperature(entry) for entry in config.eval.grid]
+    parsed = map(parse_policy_at_temperature, config.eval.grid)
+    return [(name, limit_depth(decode, config.drafter.depths)) for name, decode in parsed]
+
+
+def limit_depth(decode: DecodeConfig, depths: int) -> DecodeConfig:
+    """Return the settings with drafts of at most so many tokens along a path."""
+    depth = min(decode.depth, depths)
+    return replace(decode, depth=depth, nodes=depth if decode.kind == "chain" else decode.nodes)

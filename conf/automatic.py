@@ -1,0 +1,45 @@
+"""Settings that are chosen for the target and the drafter: null unless the user sets them.
+
+A configuration is complete before a model is loaded: `fill_automatic` puts the values for the
+embedded target in, and `models/adapt.py` replaces them as soon as the target is known.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+TINY_LENGTH, LENGTH = 256, 1024  # data.max_length of data=tiny, and of other text
+LEARNING_RATE = 3.5e-3  # train.lr for the embedded target
+DEPTHS = {"chain": 3, "opt_tree": 8}  # decode.depth
+TREE_DEPTH = 4  # of the other policies
+
+
+def automatic_depth(policy: str) -> int:
+    """Return the depth of a policy's drafts if the drafter's is at least as large."""
+    return DEPTHS.get(policy, TREE_DEPTH)
+
+
+def fill_automatic(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Replace null by the value for the embedded target, in place.
+
+    Args:
+        values: groups as dictionaries; others are left as they are.
+
+    Returns:
+        The keys that were null: ("train.lr", ...).
+    """
+    groups = {group: content for group, content in values.items() if isinstance(content, dict)}
+    names = {group: content.get("name") for group, content in groups.items()}
+    defaults = {
+        "data.max_length": TINY_LENGTH if names.get("data") == "tiny" else LENGTH,
+        "train.lr": LEARNING_RATE,
+        "decode.depth": automatic_depth(str(names.get("decode"))),
+    }
+    if names.get("decode") == "chain":
+        defaults["decode.nodes"] = defaults["decode.depth"]
+    keys = []
+    for key, default in defaults.items():
+        group, _, name = key.partition(".")
+        if name in groups.get(group, {}) and groups[group][name] is None:
+            groups[group][name] = default
+            keys.append(key)
+    return tuple(keys)

@@ -1,0 +1,59 @@
+"""Values of the settings that the user did not set, chosen for this target and this drafter.
+
+    train.lr         3.5e-3 (192 / hidden size)^1.5 (train.batch_tokens / 2048)^0.5, and not more
+                     than 3.5e-3
+    data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
+    decode.depth     3 for a chain, 8 for opt_tree, else 4, and not more than drafter.depths
+
+The learning rate equals what a search found for the embedded target (hidden size 192), what
+experiment=smollm2 uses (5e-4 for 576), and what is published for a hidden size of 4096 (EAGLE-3 and
+SpecForge: 5e-5 to 1e-4 at some 16,000 tokens per step). docs/log.md has measurements.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from outrider.conf.automatic import LEARNING_RATE, automatic_depth
+from outrider.conf.schema import Config
+from outrider.models.decode.from_config import decodings, limit_depth
+from outrider.models.interface import ModelShape
+
+HIDDEN, BATCH_TOKENS = 192, 2048  # of the search
+POWER = 1.5
+
+
+def learning_rate(hidden: int, batch_tokens: int) -> float:
+    """Return the peak learning rate for a hidden size and tokens per step, of two digits."""
+    rate = LEARNING_RATE * (HIDDEN / hidden) ** POWER * (batch_tokens / BATCH_TOKENS) ** 0.5
+    return float(f"{min(rate, LEARNING_RATE):.1e}")
+
+
+def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None = None) -> Config:
+    """Choose the values of `config.automatic`.
+
+    Args:
+        note: called once with what differs from the values for the embedded target, if anything.
+        shape: of the target; None chooses only the settings of decoding.
+    """
+    notes = list[str]()
+    if shape is not None and "train.lr" in config.automatic:
+        tokens = config.train.batch_tokens
+        rate = learning_rate(shape.hidden, tokens)
+        if rate != config.train.lr:
+            of = f"for hidden size {shape.hidden} and {tokens} tokens per step"
+            notes.append(f"train.lr={rate:g} {of}")
+        config = replace(config, train=replace(config.train, lr=rate))
+    longest = shape.max_positions if shape is not None else config.data.max_length
+    if "data.max_length" in config.automatic and longest < config.data.max_length:
+        notes.append(f"data.max_length={longest}, the target's positions")
+        config = replace(config, data=replace(config.data, max_length=longest))
+    if "decode.depth" in config.automatic:
+        config = replace(config, decode=limit_depth(config.decode, config.drafter.depths))
+    if "decode.depth" in config.automatic or config.eval.grid:
+        used = [decode for _, decode in decodings(config)]
+        if any(decode.depth < automatic_depth(decode.name) for decode in used):
+            notes.append(f"decode.depth={config.drafter.depths}, as deep as drafter.depths")
+    if notes:
+        note(f"not set, and chosen: {'; '.join(notes)}")
+    kept = () if shape is not None else ("train.lr", "data.max_length")
+    return replace(config, automatic=tuple(key for key in config.automatic if key in kept))
