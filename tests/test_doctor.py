@@ -297,6 +297,22 @@ def test_taps_have_the_shape_of_the_drafters_input(run: Trainer) -> None:
     assert finding.facts["taps"] == [1, 128, 3 * 192]
 
 
+def test_summary_before_training_names_engines_and_refusals(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
+    run = Trainer(config(tmp_path, "drafter.qk_norm=true"), loaded, made, begin=False)
+    console = Console(record=True, width=400)
+    print_start_summary(console, run, loaded=loaded)
+    (line,) = [line for line in console.export_text().splitlines() if "speculators (" in line]
+    assert "formats" in line
+    assert "vLLM" in line
+    found = target.check_formats(run)
+    assert set(found.facts["refused"]) == {"native", "sglang", "vllm", "speculators"}
+    for word in ("sglang", "vllm"):
+        assert f"not {word}: {found.facts['refused'][word]}" in found.message
+        assert "without norms on queries" in found.message
+
+
 def test_taps_that_are_not_finite_are_wrong(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_batch = run.target.trace
 

@@ -92,8 +92,18 @@ def weights_for_engines(folder: Path) -> set[str]:
 
     vLLM globs *.safetensors, then *.bin and *.pt, and reads an index only to leave out files.
     """
-    assert not [f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern)]
+    others = ("*.bin", "*.pt", "*.pth", "*.gguf")
+    assert not [f.name for pattern in others for f in folder.glob(pattern)]
     return set(outside.weights(folder))
+
+
+def test_reference_outputs_beside_the_weights_would_be_read(target: Target, tmp_path: Path) -> None:
+    """Negative control: the layout of earlier versions, which vLLM did not load."""
+    folder = tmp_path / "out"
+    export(SGLANG, target, folder)
+    assert weights_for_engines(folder) == outside.stored_names(folder)
+    shutil.copy(folder / "golden" / "outputs.safetensors", folder / "golden.safetensors")
+    assert weights_for_engines(folder) != outside.stored_names(folder)
 
 
 @pytest.mark.parametrize("name", ["eagle", "mtp", "medusa"])

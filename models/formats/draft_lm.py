@@ -24,7 +24,7 @@ class HuggingFaceFormat(ExternalFormat):
 
     names = ("transformers", "vllm", "sglang")
     drafters = ("draft_lm",)
-    engines = "transformers, vLLM, SGLang"
+    engines = "transformers, vLLM, SGLang, llama.cpp"
     reduced = "its draft vocabulary is reduced, which a Hugging Face folder cannot hold"
 
     def write_files(self, drafter: DraftLm, target: Target, folder: Path) -> None:
