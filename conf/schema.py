@@ -240,8 +240,8 @@ class TrainConfig:
     eval_every: int = option(100, "steps between held-out evaluations", COUNT)
     own_prompts: int = option(
         16,
-        "held-out prompts that the target answers before training; acceptance on its answers chooses "
-        "the best drafter; 0: acceptance on the held-out text does",
+        "held-out prompts that the target answers before training: acceptance on its answers "
+        "chooses the best drafter; 0: acceptance on the held-out text does",
         "[0, 4096]",
     )
     save_every: int = option(100, "steps between checkpoints", COUNT)
