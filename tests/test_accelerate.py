@@ -77,7 +77,7 @@ def start(path: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["zero2", "two_machines"])
 def test_two_ranks_train_under_a_file(name: str, tmp_path: Path) -> None:
     """Two processes of one machine, and of two machines that are both this one."""

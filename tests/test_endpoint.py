@@ -334,6 +334,7 @@ class Real:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_real_server_killed_in_the_middle_loses_and_repeats_no_answer(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,7 +346,7 @@ def test_a_real_server_killed_in_the_middle_loses_and_repeats_no_answer(
     server = Real()
     options = GenerateConfig(
         batch=4, max_new_tokens=24, temperature=0.0, endpoint=server.url, model=str(TINY),
-        timeout=60.0, retries=30,
+        timeout=60.0, retries=200,
     )  # fmt: skip
     try:
         generator = EndpointGenerator(options, loaded.tokenizer, stops, target=loaded.target)

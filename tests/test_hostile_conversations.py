@@ -57,10 +57,10 @@ def test_windows_give_the_spans_of_prefixes(
     "template", [PLAIN, MARKED, THINKING, None], ids=["plain", "marked", "thinking", "none"]
 )
 def test_thousands_of_turns_are_rendered_in_seconds(template: str | None) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     document = render(byte_tokenizer(template), long_dialogue(TURNS), max_length=1024)
     assert document.answer.any()
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_a_template_of_far_turns_falls_back_to_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +80,12 @@ def test_a_template_of_far_turns_is_refused_with_a_short_message() -> None:
 def test_each_takes_the_first_answers_of_thousands_of_turns_in_seconds(
     template: str | None,
 ) -> None:
-    start, summary = time.monotonic(), Summary()
+    start, summary = time.process_time(), Summary()
     rows = render_all(
         byte_tokenizer(template), [long_dialogue(TURNS)], max_length=256, supervise="each",
         summary=summary,
     )  # fmt: skip
-    assert time.monotonic() - start < 30
+    assert time.process_time() - start < 30
     assert len(rows) > 10
     assert summary.counts["rows of one answer"] == answer_spans.MOST
     assert summary.counts["far answers"] == TURNS // 2 - answer_spans.MOST

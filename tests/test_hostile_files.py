@@ -64,7 +64,7 @@ def test_hostile_file_is_one_error_at_once(kind: str, reader: str, tmp_path: Pat
         READERS[reader](file)
     assert "file" in str(caught.value)
     assert len(str(caught.value)) < 1000
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize("kind", ["fifo", "zero"])

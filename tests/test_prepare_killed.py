@@ -33,6 +33,7 @@ IMPORTED = [
     "outrider.train.distributed", "outrider.models.drafters.eagle3",
 ]  # fmt: skip
 SHARD, SHARDS = 8, 40  # prompts per shard, and shards of WORDS
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def prepare(words: list[str], cache: Path, die_at: int | None) -> None:
@@ -65,7 +66,7 @@ def start(words: list[str], cache: Path, die_at: int | None = None) -> BaseProce
 
 
 def exit_code(process: BaseProcess) -> int | None:
-    process.join(60)
+    process.join(600)
     return process.exitcode
 
 
@@ -94,7 +95,6 @@ def wait_for_shards(
     time.sleep(0.02 * generator.random())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("record", "kills"), [(False, 10), (True, 4)])
 def test_a_preparation_killed_repeatedly_equals_an_uninterrupted_one(
     loaded: LoadedTarget, tmp_path: Path, record: bool, kills: int
@@ -124,7 +124,6 @@ def test_a_preparation_killed_repeatedly_equals_an_uninterrupted_one(
     assert resumed.about | {"traces": ""} == reference.about | {"traces": ""}  # the folders differ
 
 
-@pytest.mark.slow
 def test_two_concurrent_preparations_write_the_text_once(tmp_path: Path) -> None:
     words = [*WORDS, "data.generate.record=false"]
     folders = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]

@@ -230,7 +230,7 @@ def test_invalid_settings_are_refused(words: list[str], key: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("local")
 def test_jobs_train_two_drafters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One of them fails; the other succeeds, and the sweep reports the failure."""

@@ -124,7 +124,7 @@ def read(address: str, home: Path, kind: str, location: str) -> tuple[list[Any],
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", READ, kind, location], env=environ, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows, fingerprint, summary = json.loads(done.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ from outrider.launch.processes import ROOT, clean_environment
 from tests.runs import SMALL
 from tests.test_processes import losses
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 
 
