@@ -22,7 +22,7 @@ from outrider.eval.page.elements import (
     metric_definitions,
     text_table,
 )
-from outrider.eval.page.figures import bars, curves, draw, points
+from outrider.eval.page.figures import are_several, bars, curves, draw, points
 from outrider.eval.page.speed import SPEEDS
 from outrider.eval.page.training import logged_definitions, metric_series
 from outrider.eval.search_results import SEARCH, pareto_front, short_name
@@ -63,7 +63,7 @@ def _speeds(runs: Sequence[RunResults]) -> Iterable[Part]:
         values = {label: [r.get(name) for r in of_runs] for label, of_runs in reports.items()}
         values = {label: numbers for label, numbers in values.items() if any(numbers)}
         intervals = {label: [r.get(f"{name}_95") for r in reports[label]] for label in values}
-        if values:
+        if are_several(values):
             paint = bars([run.folder.name for run in runs], values, xlabel, intervals, level)
             yield draw(name, metric_definitions(name, f"{name}_95"), paint)
 
@@ -77,7 +77,7 @@ def _curves(runs: Sequence[RunResults]) -> Iterable[Part]:
             lines[run.folder.name] = points
     if lines:
         paint = curves(lines, "step", "tokens per round", marks=True)
-        definition = f"{logged_definitions('accept_length')} At every held-out evaluation."
+        definition = f"{logged_definitions('accept_length')} Of the held-out text of each run."
         yield draw("held-out acceptance length", definition, paint)
 
 
@@ -91,7 +91,7 @@ def search_section(folder: Path, name: str) -> Section:
     parts: list[Part] = []
     if complete:
         overrides = map(shlex.quote, [*content["overrides"], *complete[0].get("words", [])])
-        parts.append(Note("The best recipe:", f"python train.py {' '.join(overrides)}"))
+        parts.append(Note("The best recipe:", f"outrider train {' '.join(overrides)}"))
         parts.append(_cost(complete, metric))
     if importance := dict(sorted(content["importance"].items(), key=lambda item: -item[1])):
         definition = (
@@ -100,7 +100,8 @@ def search_section(folder: Path, name: str) -> Section:
         )
         shares = {"importance": list(importance.values())}
         keys = [short_name(key) for key in importance]
-        parts.append(draw("importance", definition, bars(keys, shares, "share of importance")))
+        if are_several(shares):
+            parts.append(draw("importance", definition, bars(keys, shares, "share of importance")))
         rows = [[key, f"{share:.1%}"] for key, share in importance.items()]
         parts.append(text_table("importance", ["key", "importance"], rows, definition))
     parts.append(_trials(trials, complete, metric))

@@ -108,15 +108,10 @@ def text_table(
 
 
 def from_console_table(source: console.Table, title: str, definition: str) -> Table:
-    """Convert a console table; styled cells and rows are marked as best."""
+    """Convert a console table; styled cells are marked as best."""
     columns = [[_cell(cell) for cell in column.cells] for column in source.columns]
     head = [_cell(column.header).text for column in source.columns]
-    rows = list(zip(*columns, strict=True))
-    cells = [
-        [Cell(cell.text, cell.best or bool(style.style)) for cell in row]
-        for row, style in zip(rows, source.rows, strict=True)
-    ]
-    return Table(title, head, cells, definition)
+    return Table(title, head, list(zip(*columns, strict=True)), definition)
 
 
 def _cell(value: object) -> Cell:

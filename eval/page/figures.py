@@ -17,14 +17,16 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import ScalarFormatter
 
 from outrider.eval.page.elements import Figure
 
-SIZE = (4.6, 3.1)  # inches
+SIZE = (5.0, 3.0)  # inches
+LOWEST = 2.2  # inches, of a figure with few bars
 BAR = 0.15  # inches per bar of a group
 MAX_LABEL = 24  # characters
-LEGEND_WIDTH, LEGEND_LABEL = 66, 33  # characters
+LEGEND_WIDTH, LEGEND_LABEL = 66, 44  # characters
 INVALID = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 Interval = Sequence[float] | None  # low and high
 
@@ -33,18 +35,19 @@ class Theme(NamedTuple):
     """Colours of a figure."""
 
     text: str
+    ground: str  # of the page
     grid: str
     lines: tuple[str, ...]
     heat: str  # colour map of heat maps
 
 
 LIGHT = Theme(
-    "#333a42", "#d5d9de",
+    "#333a42", "#ffffff", "#d5d9de",
     ("#1f6fb4", "#d1661a", "#2a8a57", "#b1396f", "#7357bd", "#8a6a2c", "#4b8a99", "#6d747c"),
     "YlGnBu",
 )  # fmt: skip
 DARK = Theme(
-    "#d3d8de", "#41474e",
+    "#d3d8de", "#14171a", "#41474e",
     ("#69b1f3", "#f2a15c", "#69c896", "#ea8cb7", "#b5a0f2", "#d4b878", "#84c4d3", "#a4abb3"),
     "YlGnBu_r",
 )  # fmt: skip
@@ -137,9 +140,11 @@ def _known(
 
 
 def _scale(axes: Any, points: Sequence[tuple[float, float]], log: bool) -> None:
-    """Set integer ticks for integer x, and a logarithmic y axis for positive y."""
+    """Set integer ticks for integer x, one for a single x, and a log y axis for positive y."""
     if all(float(x).is_integer() for x, _ in points):
         axes.xaxis.get_major_locator().set_params(integer=True)
+    if len({x for x, _ in points}) == 1:
+        axes.set_xticks([points[0][0]])
     if log and all(y > 0 for _, y in points):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ScalarFormatter())
@@ -156,9 +161,15 @@ def bars(
 ) -> DrawFn:
     """Draw a group of horizontal bars for every name, first on top, and a line at `level`.
 
+    The bars of a single name are named by their kinds.
+
     Args:
         values: of each kind of bar, one for every name; None draws no bar.
     """
+    if len(names) == 1 < len(values):
+        known = {names[0]: [(intervals or {}).get(kind, [None])[0] for kind in values]}
+        (column,) = zip(*values.values(), strict=True)
+        return bars(list(values), {names[0]: column}, xlabel, known, level)
 
     def paint(axes: Any, theme: Theme) -> None:
         thick = 0.8 / len(values)
@@ -168,14 +179,20 @@ def bars(
             widths = [float("nan") if number is None else number for number in numbers]
             axes.barh(at, widths, 0.9 * thick, color=colour, label=label(kind, LEGEND_LABEL))
             for y, interval in _known(at, intervals, kind):
-                axes.plot(interval, [y, y], color=theme.text, lw=1.2)
+                outline = withStroke(linewidth=3, foreground=theme.ground)
+                axes.plot(interval, [y, y], color=theme.text, lw=1.2, path_effects=[outline])
         if level is not None:
             axes.axvline(level, color=theme.text, lw=0.8, ls=":")
         _name_rows(axes, names, xlabel)
-        axes.figure.set_figheight(max(SIZE[1], 1 + BAR * len(names) * len(values)))
+        axes.figure.set_figheight(max(LOWEST, 1 + BAR * len(names) * len(values)))
         _legend(axes)
 
     return paint
+
+
+def are_several(values: Mapping[str, Sequence[float | None]]) -> bool:
+    """Return whether there are bars to compare: two or more that are not None or 0."""
+    return sum(bool(number) for numbers in values.values() for number in numbers) > 1
 
 
 def _name_rows(axes: Any, names: Sequence[str], xlabel: str) -> None:
@@ -186,7 +203,9 @@ def _name_rows(axes: Any, names: Sequence[str], xlabel: str) -> None:
 
 
 def stacked_bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], xlabel: str) -> DrawFn:
-    """Draw a horizontal bar of parts for every name, first on top."""
+    """Draw a horizontal bar of parts for every name, first on top; a bar per part of one name."""
+    if len(names) == 1:
+        return bars(names, parts, xlabel)
     rows = range(len(names))
 
     def paint(axes: Any, theme: Theme) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from outrider.eval.metrics import ROUND_PARTS, Summary
 from outrider.eval.page.elements import Note, Part, metric_definitions, text_table
-from outrider.eval.page.figures import Interval, bars, draw, stacked_bars
+from outrider.eval.page.figures import Interval, are_several, bars, draw, stacked_bars
 from outrider.eval.page.run_files import RunFiles
 from outrider.eval.report import Report, describe_policy, format_number
 
@@ -27,10 +27,10 @@ def speed_parts(run: RunFiles) -> Iterator[Part]:
         yield no_report_note(run)
         return
     for name, xlabel, level in SPEEDS:
-        values = [getattr(r.summary, name) for r in run.reports.values()]
-        if any(values):
+        values = {name: [getattr(r.summary, name) for r in run.reports.values()]}
+        if are_several(values):
             intervals = {name: [getattr(r.summary, f"{name}_95") for r in run.reports.values()]}
-            paint = bars(list(run.reports), {name: values}, xlabel, intervals, level)
+            paint = bars(list(run.reports), values, xlabel, intervals, level)
             yield draw(xlabel, metric_definitions(name, f"{name}_95"), paint)
     names = ("tau", "ms.round", "ms.baseline", "speedup", "speedup_95", "exact")
     head = ["report", "decoding", "prompts", "tokens", "tau (95 %)", "ms/round", "ms/plain",
@@ -58,12 +58,12 @@ def time_parts(run: RunFiles) -> Iterator[Part]:
     else:
         yield no_report_note(run)
     rows = [
-        [out, format_number(r.summary.tau), format_number(r.forecast)]
+        [out, str(r.setting["depth"]), format_number(r.summary.tau), format_number(r.forecast)]
         for out, r in run.reports.items()
         if r.forecast is not None
     ]
     if rows:
-        head = ["report", "measured", "predicted"]
+        head = ["report", "depth", "measured", "predicted"]
         definition = metric_definitions("tau", "forecast")
         yield text_table("tau, measured and predicted", head, rows, definition)
 
@@ -105,7 +105,8 @@ def _predictions(timed: dict[str, Report]) -> Iterator[Part]:
     kinds = {kind: speedups for kind, speedups in values.items() if any(speedups)}
     names = [out for out, *_ in predicted]
     paint = bars(names, kinds, "times as fast as plain decoding", intervals, 1.0)
-    yield draw(title, definition, paint)
+    if are_several(kinds):
+        yield draw(title, definition, paint)
     head = ["report", "measured", "from times", *PREDICTED, "alpha", "best gamma"]
     rows = [
         [out, format_number(r.summary.speedup, 2, "x"),

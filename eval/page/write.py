@@ -18,7 +18,7 @@ from markupsafe import Markup
 from outrider.conf.files import write
 from outrider.conf.shown_text import mask_credentials
 from outrider.eval.page.answers import LEGEND
-from outrider.eval.page.elements import Collapsible, Figure, Note, Page, Part, Table
+from outrider.eval.page.elements import Collapsible, Note, Page, Part, Table
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 INVALID = re.compile(
@@ -38,33 +38,33 @@ def write_page(page: Page, folder: Path) -> list[Path]:
 
 
 def as_html(page: Page) -> str:
-    page = _define_once(page, (object,))
+    page = page._replace(sections=[section for section in page.sections if section.parts])
     return _environment(True).get_template("page.html.jinja").render(page=page, legend=LEGEND)
 
 
 def as_markdown(page: Page) -> str:
-    page = _define_once(page, (Table, Note))
+    page = _without_figures(page)
     text = _environment(False).get_template("page.md.jinja").render(page=page)
     return BLANKS.sub("\n\n", text).strip() + "\n"
 
 
-def _define_once(page: Page, kinds: tuple[type, ...]) -> Page:
-    """Drop parts of other kinds, and print each definition once per section."""
-    sections = [s._replace(parts=_once(s.parts, kinds, set())) for s in page.sections]
+def _without_figures(page: Page) -> Page:
+    """Keep tables and notes, and print each definition once per section."""
+    sections = [s._replace(parts=_once(s.parts, set())) for s in page.sections]
     return page._replace(sections=[section for section in sections if section.parts])
 
 
-def _once(parts: Sequence[Part], kinds: tuple[type, ...], defined: set[str]) -> list[Part]:
+def _once(parts: Sequence[Part], defined: set[str]) -> list[Part]:
     out = list[Part]()
     for part in parts:
         if isinstance(part, Collapsible):
-            inner = _once(part.parts, kinds, defined)
+            inner = _once(part.parts, defined)
             out += [replace(part, parts=inner)] if inner else []
-        elif isinstance(part, Figure | Table) and isinstance(part, kinds):
+        elif isinstance(part, Table):
             definition = DEFINED_ABOVE if part.definition in defined else part.definition
             out.append(replace(part, definition=definition))
             defined.add(part.definition)
-        elif isinstance(part, kinds):
+        elif isinstance(part, Note):
             out.append(part)
     return out
 
