@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.models import formats
+from outrider.models import drafters, formats
 from outrider.models.drafter import Drafter
 from outrider.models.formats.external import Format
 from outrider.models.target import Target
@@ -68,8 +68,7 @@ def _cases() -> list[Case]:
     cases += [Case("mtp", w, {**QK, "depths": 1, "feed": "raw"}, True) for w in layouts]
     cases += [Case("mtp", "qwen3_next", {"depths": 1}, True)]
     cases += [Case("draft_lm", "transformers", {}, True)]
-    every = ("draft_lm", "eagle", "eagle3", "hass", "medusa", "mtp")
-    return cases + [Case(name, "native", {}, False) for name in every]
+    return cases + [Case(name, "native", {}, False) for name in drafters.names()]
 
 
 CASES = _cases()

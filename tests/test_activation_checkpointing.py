@@ -6,11 +6,12 @@ from torch import Tensor
 
 from outrider.models import drafters, target
 from outrider.models.drafter import Drafter
-from outrider.models.drafters.medusa import Medusa
 from outrider.models.interface import Trace
 from outrider.models.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
+
+WITH_LAYERS = (".draft_lm", ".eagle", ".eagle3", ".hass", ".mtp")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def step(drafter: Drafter, frozen: Target, trace: Trace) -> tuple[float, list[Te
 
 
 def test_loss_and_gradients_are_equal_with_less_saved(drafter: Drafter, frozen: Target) -> None:
-    """A Medusa head is one layer, so nothing is recomputed."""
+    """Drafters with decoder layers save less; a Medusa head, say, is one layer."""
     frozen.set_taps(drafter.taps)
     trace = tiny.packed_trace(frozen)
     loss, grads, saved = step(drafter, frozen, trace)
@@ -53,7 +54,8 @@ def test_loss_and_gradients_are_equal_with_less_saved(drafter: Drafter, frozen: 
     assert len(same) == len(grads) > 0
     for one, other in zip(grads, same, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
-    assert saved_with_checkpoints <= (1.0 if isinstance(drafter, Medusa) else 0.3) * saved
+    recomputes = type(drafter).__module__.endswith(WITH_LAYERS)
+    assert saved_with_checkpoints <= (0.3 if recomputes else 1.0) * saved
 
 
 def test_a_long_text_is_read_in_chunks(frozen: Target, monkeypatch: pytest.MonkeyPatch) -> None:

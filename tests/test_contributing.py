@@ -12,14 +12,16 @@ import pytest
 from outrider.models import drafters
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("conf", "data", "eval", "launch", "models", "outrider", "tests", "train")
+FOLDERS = ("conf", "data", "docs", "eval", "launch", "models", "outrider", "tests", "train")
+FILES = ("models/drafters/cell.py", "conf/drafter/cell.yaml", "tests/test_cell.py",
+         "docs/drafters/cell.md")  # fmt: skip
 
 
 def blocks() -> list[str]:
-    """The fenced blocks of the section: model, settings, test."""
+    """The fenced blocks of the section: model, settings, test, page."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = page[page.index("## Adding a drafter") : page.index("## Rules")]
-    return re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
+    return re.findall(r"^`{3,4}(?:python|yaml|markdown)\n(.*?)^`{3,4}$", section, re.M | re.S)
 
 
 def test_example_has_at_most_forty_lines() -> None:
@@ -30,7 +32,7 @@ def test_example_has_at_most_forty_lines() -> None:
 
 @pytest.mark.slow
 def test_example_passes_the_drafter_tests(tmp_path: Path) -> None:
-    """Three files in a copy of the checkout; their own test and the contract pass."""
+    """Four files in a copy of the checkout are clean; their own test and the contract pass."""
     for folder in FOLDERS:
         shutil.copytree(
             ROOT / folder,
@@ -39,16 +41,34 @@ def test_example_passes_the_drafter_tests(tmp_path: Path) -> None:
             ignore=shutil.ignore_patterns("__pycache__"),
         )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    files = ("models/drafters/cell.py", "conf/drafter/cell.yaml", "tests/test_cell.py")
-    for file, text in zip(files, blocks(), strict=True):
+    for file, text in zip(FILES, blocks(), strict=True):
         (tmp_path / file).write_text(text, encoding="utf-8")
+    python = [file for file in FILES if file.endswith(".py")]
+    for words in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
+        lint = [sys.executable, "-m", *words, *python]
+        done = subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
     tests = [
         "tests/test_cell.py",
         "tests/test_drafter_contract.py",
         "tests/test_acceptance_forecast.py",
+        "tests/test_contributing.py",
+        "tests/test_config.py",
     ]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", "cell", "-p", "no:cacheprovider", *tests],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "not slow",
+            "-k",
+            "cell or every_drafter",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

@@ -25,7 +25,7 @@ from tests.outside import CASES, Case
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
-TABLE = {
+TABLE = {  # any other drafter has the native format
     "draft_lm": {"native", "sglang", "transformers", "vllm"},
     "eagle": {"eagle", "native", "sglang", "vllm"},
     "eagle3": {"native", "sglang", "specforge", "speculators", "vllm"},
@@ -102,7 +102,7 @@ def test_exported_drafter_decodes_identically(name: str, tmp_path: Path) -> None
     expected = rounds(of, drafter)
     assert any(count for _, accepted in expected for count in accepted)
     words = [word for word, why in formats.export_refusals(drafter, name, of).items() if not why]
-    assert len(words) > 1
+    assert len(words) > (1 if name in TABLE else 0)
     for word in words:
         cfg = getattr(drafter, "cfg", None)
         formats.find(word, name).write(drafter, of, cfg, tmp_path / word)
@@ -132,7 +132,7 @@ def test_load_converts_dtype(target: Target, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", drafters.names())
 @pytest.mark.parametrize("word", formats.format_names())
 def test_every_pair_is_supported_or_explained(name: str, word: str) -> None:
-    if word in TABLE[name]:
+    if word in TABLE.get(name, {"native"}):
         form = formats.find(word, name)
         assert word in form.names
         assert form.engines
