@@ -10,10 +10,9 @@ Greedy and coupled answers must equal plain decoding, which is checked here: whe
 difference of the target's two largest logits there tells rounding from an error.
 """
 
-import hashlib
-import json
 import platform
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -35,6 +34,7 @@ from outrider.data.tokenise import prompt_ids
 from outrider.eval.metrics import Record, median_times, predicted_speedups, ratio, summarise
 from outrider.eval.rank_tables import read_tables
 from outrider.eval.report import Mismatch, Report, format_number
+from outrider.models.chat_template import template_hash
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
 from outrider.models.decode.request import Output, Stops
@@ -52,6 +52,7 @@ REPORTED = (  # fields of `decode` in every report
     "width", "nodes", "confidence", "gain", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "banned", "lenience", "epsilon", "delta",
 )  # fmt: skip
+ROUNDS = ("accepted", "drafted", "room", "origins", "rejected")  # lists of an `Output`
 SEED_STRIDE = 1_000_003  # the seed of prompt i is run.seed * SEED_STRIDE + i
 
 
@@ -154,24 +155,16 @@ class Measurement:
         self, name: str, prompt: Prompt, question: str, ids: list[int], runs: list[list[Output]]
     ) -> Record:
         fast, plain = runs[-1][0], runs[0][0] if self.config.eval.baseline else None
-        record = Record(
-            id=name,
-            dialogue=prompt.id,
-            category=prompt.category,
-            tokens=len(fast.ids),
-            accepted=tuple(fast.accepted),
-            drafted=tuple(fast.drafted),
-            steps=self._steps(fast),
-            times=_median_times(runs[-1]),
-            baseline_tokens=0 if plain is None else len(plain.ids),
-            baseline=None if plain is None else _median_times(runs[0]),
-        )
-        self.records.append(record)
-        baseline_ids = None if plain is None else plain.ids
-        row = {"id": name, "category": prompt.category, "prompt": question, "prompt_ids": ids}
-        answers = {"output_ids": fast.ids, "baseline_ids": baseline_ids}
-        rounds = {key: getattr(fast, key) for key in ("accepted", "origins", "rejected")}
-        self.outputs.append({**row, **answers, **rounds})
+        row = {
+            "id": name, "dialogue": prompt.id, "category": prompt.category, "prompt": question,
+            "prompt_ids": ids, "output_ids": fast.ids,
+            "baseline_ids": None if plain is None else plain.ids,
+            **{key: getattr(fast, key) for key in ROUNDS},
+            "steps": self._steps(fast), "seconds": asdict(_median_times(runs[-1])),
+            "baseline_seconds": None if plain is None else asdict(_median_times(runs[0])),
+        }  # fmt: skip
+        self.outputs.append(row)
+        self.records.append(record := Record.from_output(row))
         if plain is not None and self.comparable and fast.ids != plain.ids:
             seed = self._seed(len(self.records) - 1)
             self.mismatches.append(self._mismatch(name, ids, fast.ids, plain.ids, seed))
@@ -182,12 +175,7 @@ class Measurement:
         decode = self.config.decode
         if decode.confidence or decode.gain:  # drafting may stop earlier
             return sum(out.drafted)
-        steps, written = 0, 1
-        for accepted in out.accepted:
-            remaining = self.config.eval.max_new_tokens - written - 1  # one token is the bonus
-            steps += min(self.depth, remaining)
-            written += accepted + 1
-        return steps
+        return sum(min(self.depth, room) for room in out.room)
 
     def _seed(self, index: int) -> int:
         return self.config.run.seed * SEED_STRIDE + index
@@ -286,11 +274,10 @@ class Measurement:
         }
 
     def _fingerprints(self) -> dict[str, str]:
-        template = json.dumps(getattr(self.tokenizer, "chat_template", None))
         return {
             "target": native.target_fingerprint(self.target),
             "drafter": files.fingerprint(self.drafter.state_dict()),
-            "template": hashlib.sha256(template.encode()).hexdigest(),
+            "template": template_hash(self.tokenizer),
             "prompts": eval_source(self.config).fingerprint(),
         }
 

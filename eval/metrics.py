@@ -10,14 +10,18 @@ Worked example, two rounds that drafted 3 tokens each and accepted 3 and 1: the 
     accept@k    2/2   1/2   1/2
     cond@k      2/2   1/2   1/1
 
+A round near the end of the token budget has room for fewer draft tokens: it does not count for
+those that it could not verify. Had the second round had room for one token, accept@2 were 1/1.
+
 A number without a value (no baseline, no round) is None, never 0.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import repeat
+from math import inf
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,8 +44,8 @@ METRICS = (
     Metric("tau", "tokens/round", "tokens of the rounds / rounds, with bonus, without prefill"),
     Metric("forecast", "tokens/round", "tau of a chain, predicted by teacher forcing on this text"),
     Metric("tau_95", "tokens/round", "95 % interval of tau, bootstrap over dialogues"),
-    Metric("accept_at", "share", "accept@k: rounds whose first k drafts were accepted / rounds"),
-    Metric("cond_at", "share", "cond@k: accept@k / accept@(k-1)"),
+    Metric("accept_at", "share", "accept@k: rounds that accepted k drafts / those with room for k"),
+    Metric("cond_at", "share", "cond@k: of rounds with room for k that accepted k-1, share with k"),
     Metric("alpha", "share", "accepted / tested draft tokens; the rejected one was tested"),
     Metric("prompts", "prompts", "answers decoded; every turn of a dialogue is one"),
     Metric("tokens", "tokens", "new tokens with speculation, end and prefill tokens included"),
@@ -81,6 +85,25 @@ class Record:
     times: RoundTimes
     baseline_tokens: int = 0
     baseline: RoundTimes | None = None  # of the plain answer, if it was measured
+    room: tuple[int, ...] = ()  # per round, draft tokens that fit the budget; (): unknown
+
+    @classmethod
+    def from_output(cls, row: Mapping[str, Any]) -> "Record":
+        """Return the record of a line of `<out>.outputs.jsonl`."""
+        plain = row["baseline_seconds"]
+        return cls(
+            id=row["id"],
+            dialogue=row["dialogue"],
+            category=row["category"],
+            tokens=len(row["output_ids"]),
+            accepted=tuple(row["accepted"]),
+            drafted=tuple(row["drafted"]),
+            steps=row["steps"],
+            times=RoundTimes(**row["seconds"]),
+            baseline_tokens=len(row["baseline_ids"] or ()),
+            baseline=None if plain is None else RoundTimes(**plain),
+            room=tuple(row["room"]),
+        )
 
     @property
     def emitted(self) -> int:
@@ -121,7 +144,7 @@ class Summary:
     rounds: int
     tau: float | None
     tau_95: tuple[float, float] | None
-    accept_at: list[float]
+    accept_at: list[float | None]
     cond_at: list[float | None]
     alpha: float | None
     tokens_per_second: float | None
@@ -144,7 +167,7 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
     emitted = sum(record.emitted for record in records)
     seconds = sum(record.times.rounds for record in records)
     ms = _milliseconds(records, rounds)
-    accept_at = survival([a for record in records for a in record.accepted], depth)
+    drafts = [pair for r in records for pair in pair_with_room(r.accepted, r.room)]
     speedups = [record.speedup for record in records if record.speedup is not None]
     dialogues = [record.dialogue for record in records]
     shares = {part: ratio(ms[part], ms["round"]) for part in (*ROUND_PARTS, "other")}
@@ -159,8 +182,8 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
         rounds=rounds,
         tau=ratio(emitted, rounds),
         tau_95=bootstrap([(r.emitted, len(r.accepted)) for r in records], dialogues, seed),
-        accept_at=accept_at,
-        cond_at=conditional(accept_at),
+        accept_at=[ratio(*count_accepted(drafts, k)) for k in range(1, depth + 1)],
+        cond_at=[ratio(*count_accepted(drafts, k, k - 1)) for k in range(1, depth + 1)],
         alpha=ratio(sum(sum(r.accepted) for r in records), sum(r.tested for r in records)),
         tokens_per_second=ratio(emitted, seconds),
         baseline_tokens_per_second=plain,
@@ -173,19 +196,23 @@ def summarise(records: Sequence[Record], depth: int, seed: int = 0) -> Summary:
     )
 
 
-def survival(accepted: Sequence[int], depth: int) -> list[float]:
-    """Return accept@1 .. accept@depth of rounds by accepted tokens; zeros without rounds.
+def pair_with_room(accepted: Iterable[int], room: Sequence[int]) -> list[tuple[int, float]]:
+    """Return (accepted draft tokens, room) of every round; unlimited where the room is unknown.
 
-    [3, 1], depth 3 -> [1.0, 0.5, 0.5]
+    [3, 1], [9, 2] -> [(3, 9), (1, 2)]
     """
-    return [
-        sum(count >= k for count in accepted) / max(1, len(accepted)) for k in range(1, depth + 1)
-    ]
+    return list(zip(accepted, room or repeat(inf), strict=False))
 
 
-def conditional(accept_at: Sequence[float]) -> list[float | None]:
-    """Return cond@k = accept@k / accept@(k-1), accept@0 = 1; None after a rate of 0."""
-    return [ratio(deep, shallow) for shallow, deep in pairwise([1.0, *accept_at])]
+def count_accepted(drafts: Iterable[tuple[int, float]], k: int, given: int = 0) -> tuple[int, int]:
+    """Return how many rounds accepted k or more draft tokens, and of how many.
+
+    Only rounds with room for k that accepted `given` or more count.
+
+    [(3, 9), (0, 9), (1, 1)], k = 2 -> (1, 2); given 1 -> (1, 1)
+    """
+    counted = [accepted for accepted, room in drafts if room >= k and accepted >= given]
+    return sum(accepted >= k for accepted in counted), len(counted)
 
 
 def ratio(over: float | None, under: float | None) -> float | None:

@@ -2,12 +2,14 @@
 
 Three files per measurement in `<run.dir>/eval/`: `<out>.json` (every number, and what it was
 measured on), `<out>.outputs.jsonl` (one line per prompt: the token ids of both engines, the origin
-of each token, the rejected draft tokens) and `<out>.png`. The json is written last, so it implies
-the others. Wherever tau is printed, milliseconds per round and speedup are printed too.
+of each token, the rejected draft tokens, and the counts and seconds of `metrics.Record`) and
+`<out>.png`. The json is written last, so it implies the others. Wherever tau is printed,
+milliseconds per round and speedup are printed too.
 """
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ PART = {  # of a `Summary`
     "prompts, tokens, rounds": int,
     "tau, alpha, tokens_per_second, baseline_tokens_per_second": RATE,
     "speedup, speedup_median, overhead": RATE, "tau_95, speedup_95": ([float, float], None),
-    "accept_at": [float], "cond_at": [RATE], "ms": {TIMES: RATE, str: RATE},
+    "accept_at, cond_at": [RATE], "ms": {TIMES: RATE, str: RATE},
     "shares": {", ".join((*ROUND_PARTS, "other")): RATE, str: RATE},
 }  # fmt: skip
 REPORT = PART | {  # `<out>.json`
@@ -43,6 +45,8 @@ REPORT = PART | {  # `<out>.json`
 OUTPUT = {  # a line of `<out>.outputs.jsonl`
     "id, category, prompt": str, "prompt_ids, output_ids, accepted": [token],
     "origins?": [str], "rejected?": [(token, None)], "baseline_ids?": ([token], None),
+    "dialogue?": str, "drafted?, room?": [token], "steps?": int,
+    "seconds?": {str: float}, "baseline_seconds?": ({str: float}, None),
 }  # fmt: skip
 
 
@@ -121,7 +125,9 @@ class Report:
         result = "faster" if low > 1 else "slower" if high < 1 else "about as fast, within noise"
         spread = f" (95 %: {low:.2f}-{high:.2f})" if total.speedup_95 else ""
         cost = f"{cost} against {format_number(total.ms['baseline'], 1)} ms per plain token"
-        return f"{total.speedup:.2f}x{spread}, {result}: {cost}. Exactness: {self.exactness()}."
+        noise = " ".join(["", above_tau(self.fields())]).rstrip()
+        exact = f"Exactness: {self.exactness()}."
+        return f"{total.speedup:.2f}x{spread}, {result}: {cost}. {exact}{noise}"
 
 
 def save(report: Report, folder: Path, out: str) -> None:
@@ -161,6 +167,22 @@ def _summary(content: dict[str, Any]) -> Summary:
     return Summary(**{**values, **spans})
 
 
+def above_tau(report: Mapping[str, Any]) -> str:
+    """Return a sentence on speedups above tau, all prompts or a category; "" if there is none.
+
+    A round takes at least the time of a plain step, so no speedup is above tau.
+    """
+    parts = {**report["categories"], "all": report}
+    names = [
+        name
+        for name, part in parts.items()
+        if part["speedup"] is not None and part["tau"] is not None and part["speedup"] > part["tau"]
+    ]
+    where = "" if "all" in names or not names else f" ({', '.join(names)})"
+    why = "is noise: a round takes at least a plain step."
+    return f"Speedup above tau{where} {why}" if names else ""
+
+
 def describe_policy(setting: dict[str, Any]) -> str:
     """Return `chain, depth 3` or `dynamic_tree, depth 4, width 4, nodes 8`, and a lossy rule."""
     names = ["depth"] if setting["policy"] == "chain" else ["depth", "nodes"]
@@ -193,8 +215,8 @@ def plot(report: Report) -> bytes:
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     figure.suptitle(headline(report.setting), fontsize=9)
     left, right = figure.subplots(1, 2)
-    depths = [str(k + 1) for k in range(len(total.accept_at))]
-    left.bar_label(left.bar(depths, total.accept_at, color="tab:blue"), fmt="%.2f")
+    rates = {str(k): rate for k, rate in enumerate(total.accept_at, 1) if rate is not None}
+    left.bar_label(left.bar(list(rates), list(rates.values()), color="tab:blue"), fmt="%.2f")
     title = f"accept@k (tau {format_number(total.tau)})"
     left.set(title=title, xlabel="draft token k", ylim=(0, 1.1))
     speeds = {"plain": total.baseline_tokens_per_second, "speculative": total.tokens_per_second}

@@ -7,7 +7,7 @@ the papers), or from measured survival per depth and measured times (no assumpti
     gamma       draft tokens per round; 0 is plain decoding
     tau         tokens emitted per target forward, bonus included, >= 1
     accept_at   accept_at[k - 1] is accept@k: share of rounds whose first k draft tokens passed
-    cond_at     cond_at[k - 1] is cond@k = accept@k / accept@(k - 1)
+    cond_at     cond_at[k - 1] is cond@k: the same given that the first k - 1 passed
     c           time of one drafter step / time of one target step
 
 Factors are relative to plain decoding; above 1 is a gain. Times are in milliseconds.

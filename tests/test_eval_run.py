@@ -1,6 +1,7 @@
 """End-to-end evaluation: random target, untrained drafter, a run folder on disk."""
 
 import dataclasses
+import io
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -16,13 +17,15 @@ from transformers import PreTrainedTokenizerFast
 from outrider.conf.compose import compose
 from outrider.conf.console import Console
 from outrider.conf.errors import RunError
+from outrider.conf.json_shapes import read_rows
 from outrider.conf.schema import Config, to_yaml
 from outrider.data.conversations import Message, Prompt
 from outrider.data.pack import Rows
 from outrider.data.tokenise import prompt_ids
 from outrider.data.training_data import TrainingData
 from outrider.eval.measure import measure
-from outrider.eval.report import Report
+from outrider.eval.metrics import Record, predicted_speedups, summarise
+from outrider.eval.report import Report, load, save
 from outrider.eval.run import evaluate, quick_report
 from outrider.launch.compare import compare
 from outrider.models import drafters
@@ -33,6 +36,7 @@ from outrider.models.decode.request import Output
 from outrider.models.decode.round_outcome import RoundOutcome
 from outrider.models.decode.tree import Tree
 from outrider.models.formats import native
+from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.load import LoadedTarget, load_target, stop_ids
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
@@ -130,6 +134,45 @@ def reports(workspace: Path, name: str) -> tuple[dict[str, Any], list[dict[str, 
     return json.loads((folder / f"{name}.json").read_text()), [json.loads(line) for line in lines]
 
 
+def untimed(report: Report) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in report.outputs]
+
+
+@pytest.mark.parametrize("policy", ["chain", "dynamic_tree"])
+@pytest.mark.parametrize("baseline", [True, False])
+def test_every_number_of_a_report_follows_from_its_outputs(
+    workspace: Path, loaded: LoadedTarget, tmp_path: Path, policy: str, baseline: bool
+) -> None:
+    result = measured(workspace, loaded, policy, repeats=2, baseline=baseline, seed=5)
+    save(result, tmp_path, "eval")
+    written, rows = load(tmp_path, "eval"), read_rows(tmp_path / "eval.outputs.jsonl", "", {})
+    records, depth = [Record.from_output(row) for row in rows], len(result.summary.accept_at)
+    assert summarise(records, depth, seed=5) == written.summary == result.summary
+    for name, part in written.categories.items():
+        assert summarise([r for r in records if r.category == name], depth, seed=5) == part
+    assert predicted_speedups(written.summary, depth, policy == "chain") == written.theory
+
+
+def test_room_of_a_round_is_the_rest_of_the_budget(workspace: Path, loaded: LoadedTarget) -> None:
+    """The last token of the budget is the target's own."""
+    for row in measured(workspace, loaded, depth=3).outputs:
+        written = 1
+        for accepted, drafted, room in zip(
+            row["accepted"], row["drafted"], row["room"], strict=True
+        ):
+            assert room == BUDGET - written - 1
+            assert drafted == min(3, room)
+            written += accepted + 1
+
+
+def test_a_report_and_its_run_hash_the_same_template_alike(
+    workspace: Path, loaded: LoadedTarget
+) -> None:
+    hashes = measured(workspace, loaded, limit=1).setting["fingerprints"]
+    assert hashes["template"] == fingerprints(loaded)["template"]
+    assert hashes["target"] == fingerprints(loaded)["target"]
+
+
 @pytest.mark.parametrize("shape", [("chain", 3), ("dynamic_tree", 4)])
 def test_evaluate_writes_a_consistent_report(
     workspace: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str, int]
@@ -219,7 +262,7 @@ def test_engines_alternate_in_order(
 def test_warm_up_is_not_recorded(workspace: Path, loaded: LoadedTarget) -> None:
     cold = measured(workspace, loaded, warmup=0, limit=1)
     warm = measured(workspace, loaded, warmup=3, limit=1)
-    assert warm.outputs == cold.outputs
+    assert untimed(warm) == untimed(cold)
     assert warm.summary.rounds == cold.summary.rounds
 
 
@@ -241,9 +284,8 @@ def test_sampled_answer_depends_on_seed_and_prompt_index_only(
     other = measured(workspace, loaded, seed=4, limit=1, **how)
     few = measured(workspace, loaded, seed=3, limit=1, **how)
     assert first.exact is None
-    assert first.outputs == again.outputs
-    assert first.outputs[:1] == few.outputs
-    assert few.outputs != other.outputs
+    assert untimed(first) == untimed(again)
+    assert untimed(first)[:1] == untimed(few) != untimed(other)
 
 
 @pytest.mark.parametrize("policy", ["chain", "dynamic_tree"])
@@ -357,10 +399,15 @@ def test_quick_report_samples_all_categories(workspace: Path, loaded: LoadedTarg
     suite = [{"id": str(i), "category": "aaabbb"[i], "turns": [f"w{5 + i}"]} for i in range(6)]
     (workspace / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in suite))
     wide = dataclasses.replace(config.eval, prompts=str(workspace / "many.jsonl"))
-    quick_report(
-        dataclasses.replace(config, eval=wide), loaded, held_out_data(loaded), Console(quiet=True)
-    )
+    stream, config = io.StringIO(), dataclasses.replace(config, eval=wide)
+    console = Console(file=stream, width=200)
+    quick_report(config, loaded, held_out_data(loaded), console)
+    assert config.drafter.depths == 4  # of the predictions, and 3 tokens are drafted
+    printed = stream.getvalue()
+    assert "of training are for drafter.depths=4, tau is for decode.depth=3" in printed
     report, outputs = reports(workspace, "quick")
+    tau, forecast = f"tau {report['tau']:.2f} at depth 3", f"{report['forecast']:.2f} predicted"
+    assert f"{tau}, {forecast} by teacher forcing on this text" in printed
     assert [row["id"] for row in outputs] == ["0", "3"]
     assert report["prompts"] == 2
 
@@ -391,7 +438,7 @@ def test_compare_reads_what_evaluate_wrote(
     for name, depth in (("flat", 1), ("deep", 2)):
         evaluate(configured(workspace, out=name, depth=depth, limit=1))
     capsys.readouterr()
-    assert compare([str(workspace / "run")]) == 0
+    assert compare([str(workspace / "run")], explain=True) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "flat" in text
     assert "deep" in text

@@ -92,6 +92,14 @@ def render_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return render(run / "second", "plain", monkeypatch).split("\n---\n", 1)[1]
 
 
+def test_card_calls_a_speedup_above_tau_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentence = "chain, depth 3, temperature 0.0: Speedup above tau is noise"
+    assert sentence in render(tmp_path, "a", monkeypatch, **{"eval/chain": {"speedup": 9.0}})
+    assert "is noise" not in render(tmp_path, "a", monkeypatch)
+
+
 @pytest.mark.parametrize(("name", "changes"), [
     ("manifest", {"config": "text"}), ("manifest", {"versions": {"torch": 2}}),
     ("manifest", {"git": 3}), ("manifest", {"argv": 7}), ("training", {"tokens": "many"}),

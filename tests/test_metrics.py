@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from outrider.eval import metrics
 from outrider.eval.metrics import (
     METRICS,
     Record,
@@ -65,15 +64,38 @@ def test_accept_at_is_a_share_of_all_rounds() -> None:
 
 
 def test_conditional_rate_is_none_after_zero() -> None:
-    assert metrics.conditional([0.5, 0.0, 0.0]) == [0.5, 0.0, None]
-    assert metrics.survival([], 2) == [0.0, 0.0]
+    total = summarise([Record(**{**vars(A), "accepted": (1, 0)})], depth=3)
+    assert (total.accept_at, total.cond_at) == ([0.5, 0.0, 0.0], [0.5, 0.0, None])
+    assert summarise([], depth=2).accept_at == [None, None]
+
+
+def test_rounds_without_room_for_k_tokens_do_not_count_at_k() -> None:
+    """A budget of 8 tokens; the prefill writes the first, and the target the last of each round.
+
+    round       1  2  3      round 1 begins after 1 token:  6 draft tokens fit
+    room        6  2  1      round 2 begins after 5 tokens: 2 fit
+    accepted    3  0  1      round 3 begins after 6 tokens: 1 fits
+
+    k           1    2    3    4    7
+    accept@k   2/3  1/2  1/1  0/1   -
+    cond@k     2/3  1/1  1/1  0/1   -
+    """
+    changes = {"tokens": 8, "accepted": (3, 0, 1), "drafted": (3, 2, 1), "room": (6, 2, 1)}
+    cut = Record(**{**vars(A), **changes})
+    total = summarise([cut], depth=7)
+    assert total.accept_at == [2 / 3, 1 / 2, 1.0, 0.0, 0.0, 0.0, None]
+    assert total.cond_at == [2 / 3, 1.0, 1.0, 0.0, None, None, None]
+    assert total.tau == 7 / 3
+    unknown = summarise([Record(**{**vars(cut), "room": ()})], depth=3)  # of an older file
+    assert unknown.accept_at == [2 / 3, 1 / 3, 1 / 3]
 
 
 def test_tau_is_one_plus_sum_of_accept_at_except_for_cut_rounds() -> None:
     for records, cut in (([A], 0), ([A, B], 1)):
         total = summarise(records, depth=3)
         assert total.tau is not None
-        assert total.tau == pytest.approx(1 + sum(total.accept_at) - cut / total.rounds)
+        rates = [rate for rate in total.accept_at if rate is not None]
+        assert total.tau == pytest.approx(1 + sum(rates) - cut / total.rounds)
 
 
 def test_alpha_counts_the_rejected_token_and_nothing_after_it() -> None:

@@ -131,6 +131,23 @@ def test_card_has_the_numbers_of_the_run(published: Path) -> None:
     assert '"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 3}' in text
 
 
+def test_model_index_has_no_speedup_that_may_be_none_or_noise() -> None:
+    """A model-index has no intervals and no remarks, so it keeps tau alone then."""
+    report = {"prompts": 3, "tau": 2.0, "speedup": 1.5, "speedup_95": [1.25, 1.75]}
+    others: dict[str, dict[str, Any]] = {
+        "slower": {"speedup": 0.5, "speedup_95": [0.25, 0.75]},
+        "around one": {"speedup_95": [0.75, 2.0]},
+        "above tau": {"speedup": 2.5, "speedup_95": [2.25, 2.75]},
+        "unknown": {"speedup": None, "speedup_95": None},
+    }
+    results = card.eval_results(
+        {"faster": report, **{n: {**report, **c} for n, c in others.items()}}
+    )
+    speedups = {r.dataset_config: r.metric_value for r in results if r.metric_type == "speedup"}
+    assert speedups == {"faster": 1.5, "slower": 0.5}
+    assert [r.metric_value for r in results if r.metric_type == "tau"] == [2.0] * 5
+
+
 def test_only_folders_written_by_outrider_are_replaced(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from outrider.conf.errors import CorruptFile
 from outrider.eval.calibration import read_calibration
-from outrider.eval.metrics import bootstrap
+from outrider.eval.metrics import bootstrap, count_accepted, pair_with_room
 from outrider.eval.plan.show import read_plan
 from outrider.eval.report import MEASURE_AGAIN, Report, load
 from outrider.train.manifest import read_manifest, read_training
@@ -53,7 +53,8 @@ def _read_report(file: Path) -> Report:
     report = load(file.parent, file.stem)
     if rounds := answer_rounds(report):
         for k, rate in enumerate(report.summary.accept_at, start=1):
-            if abs((ratio_of_sums(rounds, accepted_at_least(k)) or 0) - rate) > TOLERANCE:
+            again = ratio_of_sums(rounds, accepted_at_least(k))
+            if abs((again or 0) - (rate or 0)) > TOLERANCE:
                 message = f"{file} and {file.stem}.outputs.jsonl are not of one measurement."
                 raise CorruptFile(message, MEASURE_AGAIN)
     return report
@@ -64,7 +65,7 @@ class AnswerRounds(NamedTuple):
 
     dialogue: str
     category: str
-    accepted: list[int]  # draft tokens of each round
+    drafts: list[tuple[int, float]]  # accepted draft tokens of each round, and its room for them
     emitted: list[int]  # tokens of each; the last round may end without a bonus
     prefix_lengths: list[int]  # tokens before each, prompt included
 
@@ -75,13 +76,15 @@ def answer_rounds(report: Report) -> list[AnswerRounds]:
     for row in report.outputs:
         first, _, turn = row["id"].rpartition("/")
         dialogue = first if turn.isdigit() and first in dialogues else row["id"]
+        dialogue = row.get("dialogue", dialogue)  # not in older files
         dialogues.add(dialogue)
         emitted, prefixes, left = list[int](), list[int](), len(row["output_ids"]) - 1
         for accepted in row["accepted"]:
             prefixes.append(len(row["prompt_ids"]) + len(row["output_ids"]) - left)
             emitted.append(min(accepted + 1, left))
             left -= emitted[-1]
-        answers.append(AnswerRounds(dialogue, row["category"], row["accepted"], emitted, prefixes))
+        drafts = pair_with_room(row["accepted"], row.get("room", ()))
+        answers.append(AnswerRounds(dialogue, row["category"], drafts, emitted, prefixes))
     return answers
 
 
@@ -89,10 +92,8 @@ Terms = Callable[[AnswerRounds], tuple[int, int]]
 
 
 def accepted_at_least(k: int, given: int = 0) -> Terms:
-    """Return a counter of rounds with k or more accepted drafts, and with `given` or more."""
-    return lambda rounds: (
-        sum(a >= k for a in rounds.accepted), sum(a >= given for a in rounds.accepted),
-    )  # fmt: skip
+    """Return `metrics.count_accepted` of an answer's rounds."""
+    return lambda rounds: count_accepted(rounds.drafts, k, given)
 
 
 def emitted_after(low: int, high: int) -> Terms:

@@ -23,7 +23,7 @@ from outrider.conf.shown_text import escape_controls, mask_home
 from outrider.eval.page.write import code, markdown
 from outrider.eval.plan.show import read_plan
 from outrider.eval.publish.serve_commands import serve_commands
-from outrider.eval.report import describe_policy, format_number, read_fields
+from outrider.eval.report import above_tau, describe_policy, format_number, read_fields
 from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import SMOLLM2
@@ -62,7 +62,7 @@ def write_card(subject: CardSubject, repo: str | None) -> str:
         lstrip_blocks=True, keep_trailing_newline=True, autoescape=False, finalize=_escape,
     )  # fmt: skip
     environment.filters |= {
-        "number": format_number, "policy": describe_policy,
+        "number": format_number, "policy": describe_policy, "above_tau": above_tau,
         "code": lambda text: Markup(code(escape_controls(str(text)))),
         "block": lambda text: Markup(escape_controls(text)),
     }  # fmt: skip
@@ -133,7 +133,10 @@ def base_model(config: Config, settings: PublishConfig) -> str | None:
 
 
 def eval_results(reports: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
-    """Return tau and speedup of every lossless report: a model-index cannot mark lossy ones."""
+    """Return tau and speedup of every lossless report: a model-index cannot mark lossy ones.
+
+    It has no intervals either: a speedup that may be 1, or that only noise explains, is left out.
+    """
     return [
         EvalResult(
             task_type="text-generation", dataset_type="prompts",
@@ -143,7 +146,14 @@ def eval_results(reports: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
         for name, report in reports.items()
         for metric, title in (("tau", "tokens per target forward"), ("speedup", "speedup"))
         if not report.get("lossy") and report[metric] is not None
+        and (metric == "tau" or _is_certain(report))
     ]  # fmt: skip
+
+
+def _is_certain(report: Mapping[str, Any]) -> bool:
+    """Return whether a speedup is at most tau, and its interval does not hold 1."""
+    low, high = report["speedup_95"] or (report["speedup"],) * 2
+    return bool((low > 1 or high < 1) and report["speedup"] <= (report["tau"] or 0))
 
 
 def template_values(subject: CardSubject, repo: str) -> dict[str, Any]:

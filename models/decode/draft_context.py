@@ -28,7 +28,7 @@ class DraftContext:
 
     Attributes:
         roots: the newest tokens.
-        depth_limits: per request, the deepest useful draft token: the target adds one more.
+        depth_limits: per request, the deepest useful draft token.
         max_depth: the deepest level the drafter supports.
         rng: random numbers for sampled drafts.
     """
@@ -50,7 +50,7 @@ class DraftContext:
         """
         self.drafter, self.vocab, self.max_depth = drafter, drafter.vocab, drafter.max_depth
         self.states = [one.state for one in requests]
-        self.depth_limits = [one.remaining - 1 for one in requests]
+        self.depth_limits = [one.room for one in requests]
         roots = [one.root for one in requests]
         self.roots: Int[Tensor, " B"] = roots[0] if len(roots) == 1 else torch.cat(roots)
         self.sampling, self.rng, self.history = sampling, rng, history

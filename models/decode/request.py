@@ -45,6 +45,7 @@ class Output:
             in place of a rejected token ("correction") or after an accepted leaf ("bonus").
         accepted: per round, how many draft tokens were accepted and emitted.
         drafted: per round, the depth of the draft.
+        room: per round, how many draft tokens the budget had room for.
         rejected: per round, the token that a correction replaces; None if there was none, and for
             trees, where several are rejected at once.
         gaps: per new token, the target's margin between the largest and the second largest score
@@ -56,6 +57,7 @@ class Output:
     origins: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    room: list[int] = field(default_factory=list)
     rejected: list[int | None] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     times: RoundTimes = field(default_factory=RoundTimes)
@@ -131,6 +133,11 @@ class ActiveRequest:
         """Tokens left of the budget."""
         return self.request.budget - len(self.out.ids)
 
+    @property
+    def room(self) -> int:
+        """The deepest useful draft token: the target adds one more."""
+        return self.remaining - 1
+
     def add_first(self, token: int, stops: Stops) -> None:
         """Add the token of the prompt's own forward."""
         self.out.stop_reason = stops.cut([], [token])[1]
@@ -140,6 +147,7 @@ class ActiveRequest:
     def add_round(self, outcome: RoundOutcome, stops: Stops) -> int:
         """Add a round's tokens up to the first end and the budget (rule R8); return how many."""
         out, accepted = self.out, len(outcome.tokens) - 1
+        out.room.append(self.room)
         new_ids, out.stop_reason = stops.cut(out.ids, outcome.tokens[: self.remaining])
         out.ids.extend(new_ids)
         origins = [ACCEPTED] * accepted + [BONUS if outcome.ends_at_leaf else CORRECTION]
