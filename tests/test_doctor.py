@@ -32,6 +32,7 @@ from outrider.launch.doctor.finding import (
     with_state,
 )
 from outrider.launch.doctor.run import doctor, print_start_summary, require_trainable, run_checks
+from outrider.launch.doctor.tokenizer import check_chat_template, check_tokenizer
 from outrider.models import process
 from outrider.models.load import LoadedTarget
 from outrider.train.trainer import Trainer
@@ -464,13 +465,14 @@ def test_a_disk_that_is_too_small_is_wrong(run: Trainer) -> None:
     assert costs.check_disk(run, cost._replace(disk=1e18)).state == "wrong"
 
 
-def test_a_high_learning_rate_for_a_large_hidden_size_is_a_note(
+def test_a_learning_rate_above_the_usual_one_is_a_note(
     run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert costs.check_learning_rate(run).state == "ok"
-    monkeypatch.setattr(costs, "WIDE", 192)
-    monkeypatch.setattr(costs, "FAST", 1e-4)
-    assert costs.check_learning_rate(run).state == "note"
+    monkeypatch.setattr(costs, "FAST", 0.5)
+    finding = costs.check_learning_rate(run)
+    assert (finding.state, finding.facts["lr"]) == ("note", 1e-3)
+    assert "Without train.lr it is 0.0018" in finding.fix
 
 
 # ---- the verb, and the start of a run ----
@@ -579,6 +581,44 @@ def test_training_prints_the_short_form(run: Trainer, loaded: LoadedTarget) -> N
     for one in ("memory", "disk", "time", "speculators (vLLM)"):
         assert one in printed
     assert "mask" not in printed, "the mask is ok"
+
+
+class AsciiTokenizer:
+    """A tokenizer that drops every character outside ASCII, joins spaces, and has no template."""
+
+    chat_template = None
+    eos_token_id = 1
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in " ".join(text.split(" ")) if ord(c) < 128]}
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return " ".join(word for word in "".join(map(chr, ids)).split(" ") if word)
+
+
+def test_lost_characters_and_a_missing_template_are_notes(loaded: LoadedTarget) -> None:
+    assert check_tokenizer(loaded.tokenizer).state == "ok"
+    assert check_chat_template(loaded.tokenizer).state == "ok"
+    finding = check_tokenizer(AsciiTokenizer())
+    assert finding.state == "note"
+    assert "'Björn, naïve, Łódź' becomes 'Bjrn, nave, d'" in finding.message
+    assert finding.facts["changed"]["a\tb\n\n  c   d"] == "a\tb\n\n c d"
+    assert check_chat_template(AsciiTokenizer()).state == "note"
+
+
+def test_training_warns_of_lost_characters_and_a_missing_template_once(
+    run: Trainer, loaded: LoadedTarget
+) -> None:
+    console = Console(record=True, width=120)
+    tokenizer = copy.copy(loaded.tokenizer)
+    tokenizer.chat_template = None
+    lossy = AsciiTokenizer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(tokenizer), "__call__", lambda _, text, **k: lossy(text, **k))
+        print_start_summary(console, run, loaded=loaded._replace(tokenizer=tokenizer))
+    printed = console.export_text()
+    assert printed.count("test texts change in encoding and decoding") == 1
+    assert printed.count("no chat template") == 1
 
 
 def test_training_refuses_wrong_findings(

@@ -19,8 +19,8 @@ from outrider.data.training_data import TrainingData
 from outrider.models import load
 from outrider.models.formats import native
 from outrider.models.load import LoadedTarget
-from outrider.train import best_drafter, loop
-from outrider.train.schedule import learning_rate
+from outrider.train import best_drafter, checkpoint, loop
+from outrider.train.schedule import format_seconds, learning_rate, seconds_left
 from outrider.train.settings import parse
 from outrider.train.trainer import Trainer
 from tests.runs import QUIET, config
@@ -146,6 +146,34 @@ def test_drafter_of_a_publication_cut_off_is_published_again(
     final = loop.fit(config(tmp_path), loaded, made, QUIET)
     assert final is not None
     native.load(final, loaded.target)
+
+
+def test_a_continued_run_says_where_from_and_how_long(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the pace so far, 2 steps of 6 take half of the time of the first 4."""
+    loop.fit(config(tmp_path, "train.max_steps=4"), loaded, made, QUIET)
+    last = tmp_path / "checkpoints" / "step-00000004"
+    seconds = checkpoint.read_state(last)[0].seconds
+    console = Console(width=200)
+    loop.fit(config(tmp_path, "train.max_steps=6"), loaded, made, console)
+    left = format_seconds(seconds / 2)
+    message = f"resuming from {last}: step 4 of 6, about {left} left"
+    printed = capsys.readouterr().out
+    assert message in printed
+    assert printed.index(message) < printed.index("held out")
+
+
+def test_time_left_is_that_of_the_nearest_limit() -> None:
+    progress = checkpoint.Progress(step=10, seconds=60.0)
+    for words, left in (
+        (["train.max_steps=30"], 120.0),
+        (["train.max_steps=null", "train.max_minutes=3"], 120.0),
+        (["train.max_steps=30", "train.max_minutes=1.5"], 30.0),
+        (["train.max_steps=10"], 0.0),
+    ):
+        train = parse(compose(words)).train
+        assert seconds_left(train, progress) == left, words
 
 
 def test_resume_of_older_config_uses_defaults(
