@@ -11,6 +11,7 @@ import torch
 
 from outrider.conf.schema import Config
 from outrider.launch import memory
+from outrider.launch.step_cost import checkpoint_bytes, step_flops
 from outrider.train.teacher import max_logits
 from outrider.train.trainer import Trainer
 
@@ -33,7 +34,7 @@ def trained_parameters(run: Trainer) -> int:
 def estimate(run: Trainer) -> Cost:
     """Estimate memory, disk and time of a run on this machine."""
     size, tokens = trained_parameters(run), run.config.train.batch_tokens
-    disk = (run.config.train.keep_last + 1) * 12 * size + 3 * 4 * size
+    disk = checkpoint_bytes(run.config, size)
     rate = EFFICIENCY * matmul_rate(2 if run.config.launch.precision == "bf16" else 4)
     flops = _flops(run, size, run.data.train.supervised * tokens, tokens)
     memory_bytes = sum(memory_of_run(run, run.config).values())
@@ -49,19 +50,14 @@ def memory_of_run(run: Trainer, config: Config) -> dict[str, float]:
 
 
 def _flops(run: Trainer, size: int, rows: float, tokens: int) -> float:
-    """Return the floating-point operations of a step: drafter, teacher's head and online target."""
-    trained = sum(weight > 0 for weight in run.objective.weights)
-    drafter = 6.0 * size * rows * run.drafter.forward_count(trained)
-    vocab, hidden = len(run.drafter.vocab), run.target.head_weight.shape[1]
-    if not any(p.ndim > 1 and len(p) == vocab for p in run.drafter.parameters()):
-        drafter += 4.0 * vocab * hidden * rows * trained  # through the target's frozen head
+    """Return the floating-point operations of a step of this run."""
     recorded = run.data.recorded
     has_argmax = recorded is not None and recorded.train.has_argmax
-    draft_head_only = has_argmax and not run.objective.needs_full_head(measure=False)
-    teacher = 2.0 * (vocab if draft_head_only else run.target.vocab_size) * hidden * rows
-    online = 0.0 if recorded else 2.0 * run.target.parameter_count() * tokens
-    total: float = drafter + teacher + online
-    return total
+    return step_flops(
+        run.target, run.drafter, size=size, rows=rows, tokens=tokens,
+        online=recorded is None, depths=sum(weight > 0 for weight in run.objective.weights),
+        full_head=not has_argmax or run.objective.needs_full_head(measure=False),
+    )  # fmt: skip
 
 
 def matmul_rate(bytes_of: int) -> float:
