@@ -92,7 +92,7 @@ def load_study(folder: Path) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     if not (folder / STUDY).is_file():
-        fix = "Start one: python train.py -m sweep=search."
+        fix = "Start one: outrider train -m sweep=search."
         raise RunError(f"{folder} has no search.", fix)
     with study_errors(folder):
         return optuna.load_study(storage=f"sqlite:///{folder / STUDY}", study_name="search")
@@ -131,7 +131,7 @@ def show(folder: Path, console: Console) -> None:
         console.print(f"importance (PED-ANOVA): {parts}", highlight=False)
     if complete:
         words = [*content["overrides"], *complete[0].user_attrs.get("words", [])]
-        command = f"python train.py {' '.join(map(shlex.quote, words))}"
+        command = f"outrider train {' '.join(map(shlex.quote, words))}"
         console.print(Text(f"best: {command}"), soft_wrap=True)
     write_json(folder / "search.json", mask_values(content))
     if complete:

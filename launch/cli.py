@@ -199,10 +199,10 @@ def _multirun(name: str, overrides: list[str]) -> int:
     launched = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or launched & os.environ.keys():
         why = "Under a launcher every rank would run every job of the sweep."
-        raise ConfigError("--multirun", True, why, "Use python train.py -m ..., without it.")
+        raise ConfigError("--multirun", True, why, "Use outrider train -m ..., without it.")
     if name != "train":
         why = "Only training runs can be swept."
-        raise ConfigError("--multirun", True, why, "Use python train.py -m ...")
+        raise ConfigError("--multirun", True, why, "Use outrider train -m ...")
     from outrider.launch.sweep import sweep
 
     return sweep(overrides)

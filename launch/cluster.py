@@ -22,11 +22,10 @@ from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
 from outrider.conf.schema import Config
-from outrider.launch.processes import ROOT
+from outrider.launch.processes import ENTRY, locate_entry
 from outrider.train import distributed, trackers
 from outrider.train.settings import INPUT_FILES, check_files, parse
 
-ENTRY = "train.py"
 SLURM = """#!/usr/bin/env bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -111,7 +110,7 @@ def rank_environment(cluster: ClusterConfig, slots: int) -> dict[str, str]:
 
 def launch_commands(cluster: ClusterConfig, words: list[str]) -> list[str]:
     """Return a command per machine, or one command for all."""
-    machines, run = list_machines(cluster), shlex.join([ENTRY, *words])
+    machines, run = list_machines(cluster), shlex.join([*ENTRY, *words])
     if cluster.by == "accelerate":
         ranks, host = sum(one.slots for one in machines), shlex.quote(machines[0].host)
         start = f"accelerate launch --num_machines={len(machines)} --num_processes={ranks}"
@@ -159,8 +158,8 @@ def _exports(cluster: ClusterConfig, slots: int) -> str:
 
 
 def local_command(command: str) -> list[str]:
-    """Return the command with this interpreter's launchers and this checkout's train.py."""
-    words = [str(ROOT / ENTRY) if word == ENTRY else word for word in shlex.split(command)]
+    """Return the command with this interpreter's launchers and, in a checkout, its train.py."""
+    words = locate_entry(shlex.split(command))
     module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.launch"}
     rest = words[2:] if words[0] == "accelerate" else words[1:]
     return [sys.executable, "-m", module[words[0]], *rest]

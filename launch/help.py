@@ -27,16 +27,16 @@ from outrider.train.settings import CHANGEABLE_KEYS
 
 EXAMPLES = {
     "train": """
-  accelerate launch train.py drafter=eagle3  # the embedded target
-  accelerate launch train.py experiment=smollm2  # a real instruct model on two cores
-  accelerate launch train.py target=Qwen/Qwen3-8B data=chats.jsonl  # any causal model
-  accelerate launch --num_processes 8 train.py launch=zero2 train.lr=1e-4  # a GPU node
-  python train.py -m drafter=eagle,medusa experiment=bakeoff_tiny  # two runs, compared""",
+  outrider train drafter=eagle3  # the embedded target
+  outrider train experiment=smollm2  # a real instruct model on two cores
+  outrider train target=Qwen/Qwen3-8B data=chats.jsonl  # any causal model
+  accelerate launch --num_processes 8 -m outrider train launch=zero2 train.lr=1e-4  # a GPU node
+  outrider train -m drafter=eagle,medusa experiment=bakeoff_tiny  # two runs, compared""",
     "eval": """
-  python eval.py run.dir=runs/eagle3-tiny  # a chain, greedy, the embedded prompts
-  python eval.py run.dir=runs/eagle3-tiny decode=dynamic_tree decode.nodes=16
-  python eval.py run.dir=runs/eagle3-tiny decode.temperature=1 eval.out=sampled
-  python eval.py run.dir=runs/eagle3-tiny eval.prompts=mine.jsonl eval.limit=8
+  outrider eval run.dir=runs/eagle3-tiny  # a chain, greedy, the embedded prompts
+  outrider eval run.dir=runs/eagle3-tiny decode=dynamic_tree decode.nodes=16
+  outrider eval run.dir=runs/eagle3-tiny decode.temperature=1 eval.out=sampled
+  outrider eval run.dir=runs/eagle3-tiny eval.prompts=mine.jsonl eval.limit=8
   outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft  # a published drafter""",
     "doctor": """
   outrider doctor drafter=eagle3  # the embedded target

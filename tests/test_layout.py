@@ -1,7 +1,6 @@
 """Package layout: one import name over the root folders, in a checkout and in a wheel."""
 
 import importlib
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import outrider
+from outrider.launch.verbs import BENCHES, VERBS
+from tests.wheel import ROOT, build_wheel, run_outrider
 
-ROOT = Path(__file__).parent.parent
 FOLDERS = ("conf", "data", "eval", "launch", "models", "train")
 
 
@@ -23,7 +23,7 @@ def python(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProces
         env={"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin", "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -69,15 +69,7 @@ def test_a_checkout_without_links_still_imports(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, built from a copy so that no build folder is left here."""
-    folder = tmp_path_factory.mktemp("wheel")
-    unwanted = (".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "tests", "wandb")
-    ignore = shutil.ignore_patterns(*unwanted)
-    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=ignore)
-    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    command = [sys.executable, "-m", *build, str(folder / "source")]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
-    return next(folder.glob("outrider-*.whl"))
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.slow
@@ -113,3 +105,34 @@ def test_a_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     assert "drafter.draft_vocab_size" in done.stdout
     imported = python("-c", "import outrider.conf as c; print(c.__file__)", cwd=empty, path=site)
     assert Path(imported.stdout.strip()).is_relative_to(site)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_wheel_starts_runs_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    """A sweep starts processes, and launch prints commands; neither needs train.py."""
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    zipfile.ZipFile(wheel).extractall(site)
+    small = ["data.max_samples=60", "train.batch_tokens=512", "train.max_steps=2"]
+    sweep = ["drafter=eagle3", "train.lr=1e-3", "train.quick_eval=false", "train.own_prompts=0"]
+    run_outrider(site, empty, "train", "-m", *sweep, *small, "run.dir=runs/one")
+    assert (empty / "runs" / "one" / "drafter" / "model.safetensors").is_file()
+    printed = run_outrider(site, empty, "launch", "cluster.gpus=2", "launch=ddp")
+    assert "torchrun --standalone --nproc_per_node=2 -m outrider train launch=ddp" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_verb_of_a_wheel_is_importable(wheel: Path, tmp_path: Path) -> None:
+    """Verbs and benchmarks are imported where nothing of the checkout can be."""
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    zipfile.ZipFile(wheel).extractall(site)
+    code = (
+        "from outrider.launch.verbs import BENCHES, VERBS\n"
+        "print(*[v.load().__name__ for v in [*VERBS.values(), *BENCHES.values()] if v.target])"
+    )
+    done = python("-c", code, cwd=empty, path=site)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == len(VERBS) + len(BENCHES) - 1  # bench has no function

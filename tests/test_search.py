@@ -99,7 +99,7 @@ def test_base_configuration_runs_first_and_best_is_printed(
     assert {words["drafter.loss"] for words in started} == {'["soft_ce"]', '["tv"]'}
     assert len({words["run.dir"] for words in started}) == 12
     output = capsys.readouterr().out
-    best = f"best: python train.py drafter=eagle3 train.lr={RATE} 'drafter.loss=[\"soft_ce\"]'"
+    best = f"best: outrider train drafter=eagle3 train.lr={RATE} 'drafter.loss=[\"soft_ce\"]'"
     assert best in output
     found = json.loads((tmp_path / "search.json").read_text())
     assert found["best"] == 0

@@ -29,7 +29,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
 from outrider.conf.files import folder_lock, read_tensors, remove_folder, write
 from outrider.launch.bench.common import save_result
-from outrider.launch.processes import clean_environment, open_log, train_command
+from outrider.launch.processes import ENTRY, clean_environment, open_log, train_command
 from outrider.train.checkpoint import list_checkpoints, step_of
 
 TIMEOUT = 300.0  # seconds, for anything that a run does by itself
@@ -196,7 +196,7 @@ class FaultyRun:
     def ranks(self, process: Launcher) -> list[psutil.Process]:
         try:
             children = psutil.Process(process.pid).children(recursive=True)
-            return [child for child in children if "train.py" in " ".join(child.cmdline())]
+            return [child for child in children if " ".join(ENTRY) in " ".join(child.cmdline())]
         except psutil.Error:
             return []
 

@@ -6,6 +6,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import matmul_rate
 from outrider.launch.doctor.finding import Finding
+from outrider.launch.processes import ENTRY
 from outrider.models import process
 from outrider.train import distributed
 from outrider.train.manifest import versions
@@ -27,7 +28,8 @@ def check_launcher(config: Config) -> Finding:
     except ConfigError as error:
         message = f"{error.key}={error.value}: {error.why}"
         return Finding("launcher", "wrong", message, facts, error.fix)
-    fix = f"accelerate launch --num_processes {gpus} train.py launch=ddp ... uses all GPUs."
+    start = f"accelerate launch --num_processes {gpus} {' '.join(ENTRY)}"
+    fix = f"{start} launch=ddp ... uses all GPUs."
     idle = world == 1 and gpus > 1
     return Finding("launcher", "note" if idle else "ok", message, facts, fix)
 
