@@ -2,18 +2,24 @@
 
 Differs from rich's console: square brackets and colons of file names, settings and prompts are not
 markup or emoji, credentials are masked, and control characters are escaped (`shown_text`). Styles
-are given as `Text` or `style=`.
+are given as `Text` or `style=`. No cell of a table is cut: a table that is too wide is printed in
+parts of as many columns as fit, each with the first column.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.conf.shown_text import for_terminal
+
+NARROWEST = 20  # columns that a column of text may be narrowed to
 
 
 class Console(RichConsole):
@@ -29,7 +35,63 @@ class Console(RichConsole):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape text that reaches the terminal by any other way, such as `Text`."""
+        """Split a table; escape text that reaches the terminal by any other way, such as `Text`."""
+        if isinstance(renderable, Table) and not _is_grid(renderable):
+            for part in self._parts(renderable, (options or self.options).max_width):
+                yield from super().render(part, options)
+            return
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else for_terminal(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
+
+    def _parts(self, table: Table, width: int) -> Iterable[Table]:
+        """Yield a table in parts that fit the width, each with the first column."""
+        first, *others = [(column, self._needed_width(column)) for column in table.columns]
+        parts = [[first]]
+        for one in others:
+            if len(parts[-1]) > 1 and _width(table, [*parts[-1], one]) > width:
+                parts.append([first])
+            parts[-1].append(one)
+        for columns in parts:
+            part = _select(
+                table, [column for column, _ in columns], _width(table, columns) <= width
+            )
+            part.title = table.title if columns is parts[0] else None
+            yield part
+
+    def _needed_width(self, column: Column) -> int:
+        """Return the width that shows every cell: whole numbers, and text wrapped between words."""
+        sizes = [self.measure(cell) for cell in (column.header, *column.cells)]
+        whole = max(size.maximum for size in sizes)
+        if not _is_whole(column):
+            whole = min(max(size.minimum for size in sizes), NARROWEST)
+        return max(whole, column.min_width or 0)
+
+
+def _is_grid(table: Table) -> bool:
+    """Return whether a table only lays text out, such as a progress bar."""
+    return not table.columns or (table.box is None and not table.show_header)
+
+
+def _is_whole(column: Column) -> bool:
+    return column.no_wrap or column.justify == "right"
+
+
+def _width(table: Table, columns: Sequence[tuple[Column, int]]) -> int:
+    """Return the width of a table of columns of these widths, with padding and borders."""
+    _, right, _, left = table.padding
+    edges = 0 if table.pad_edge else left + right
+    lines = 0 if table.box is None else len(columns) - 1 + 2 * table.show_edge
+    return sum(width + left + right for _, width in columns) - edges + lines
+
+
+def _select(table: Table, columns: Sequence[Column], fits: bool) -> Table:
+    """Return a table of some of the columns, whose cells are wrapped instead of cut."""
+    part = copy(table)
+    part.columns, part.rows = [], []
+    for index, column in enumerate(columns):
+        changes = {"overflow": "fold", "no_wrap": fits and _is_whole(column), "_index": index}
+        part.columns.append(replace(column, **changes, _cells=[]))
+    for row, cells in zip(table.rows, zip(*(c.cells for c in columns), strict=True), strict=True):
+        part.add_row(*cells, style=row.style, end_section=row.end_section)
+    return part

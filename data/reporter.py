@@ -14,8 +14,9 @@ LINE = 60.0  # seconds between lines of progress without a terminal
 class Reporter:
     """A console that prints in the main process only."""
 
-    def __init__(self, console: Console, main: bool = True) -> None:
-        self.console, self.main = console, main
+    def __init__(self, console: Console, main: bool = True, messages: bool = True) -> None:
+        """Without `messages`, only notes and progress are printed."""
+        self.console, self.main, self.messages = console, main, main and messages
 
     @classmethod
     def silent(cls) -> "Reporter":
@@ -23,13 +24,17 @@ class Reporter:
 
     def print(self, message: RenderableType) -> None:
         """Print a message or a table, without highlighted numbers and without wrapped paths."""
+        if self.messages:
+            self._print(message)
+
+    def _print(self, message: RenderableType) -> None:
         if self.main:
             soft = isinstance(message, str | Text)
             self.console.print(message, highlight=False, soft_wrap=soft)
 
     def note(self, message: str) -> None:
         """Print a message that the user should read although nothing failed."""
-        self.print(Text.assemble(("note:", "yellow"), f" {message}"))
+        self._print(Text.assemble(("note:", "yellow"), f" {message}"))
 
     def progress(self, verb: str, total: int | None, unit: str) -> "TokenProgress":
         """Return a progress bar over `total` units (None: unknown), as a context manager."""
@@ -37,7 +42,7 @@ class Reporter:
 
 
 class TokenProgress:
-    """A progress bar with tokens per second; without a terminal, one line per minute.
+    """A progress bar with tokens per second and the time left; without a terminal, a line a minute.
 
     with reporter.progress("recording", 12, "files") as bar:
         bar.advance(1, tokens)
@@ -45,36 +50,43 @@ class TokenProgress:
 
     def __init__(self, reporter: Reporter, verb: str, total: int | None, unit: str) -> None:
         self.reporter, self.verb, self.total, self.unit = reporter, verb, total, unit
-        self.done = self.tokens = 0
+        self.done, self.tokens = 0.0, 0
         self.start = self.last_line = time.monotonic()
         self.bar = Progress(
             TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
-            TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f}/s"),
-            TimeRemainingColumn(), console=reporter.console, disable=not reporter.main,
-            transient=total is None,
+            TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), console=reporter.console,
+            disable=not reporter.main, transient=total is None,
         )  # fmt: skip
-        self.task = self.bar.add_task(verb, total=total, tokens=0, rate=0.0)
+        self.task = self.bar.add_task(verb, total=total, speed="")
 
     def __enter__(self) -> "TokenProgress":
         self.bar.start()
         return self
 
-    def advance(self, count: int, tokens: int) -> None:
-        """Add finished units and the tokens they hold."""
+    def advance(self, count: float, tokens: int = 0) -> None:
+        """Add finished units and the tokens they hold, if they are counted."""
         self.update(self.done + count, self.tokens + tokens)
 
-    def update(self, done: int, tokens: int, rate: float | None = None) -> None:
+    def update(self, done: float, tokens: int, rate: float | None = None) -> None:
         """Set finished units, tokens so far and tokens per second (None: since the start)."""
         now = time.monotonic()
         self.done, self.tokens = done, tokens
         rate = tokens / max(now - self.start, 1e-9) if rate is None else rate
-        self.bar.update(self.task, completed=done, tokens=tokens, rate=rate)
-        if not self.reporter.console.is_terminal and now - self.last_line > LINE:
+        speed = f"{tokens:,} tokens, {rate:,.0f}/s" if tokens else ""
+        self.bar.update(self.task, completed=done, speed=speed)
+        silent = self.reporter.console.is_terminal or not self.reporter.main
+        if not silent and now - self.last_line > LINE:
             self.last_line = now
-            count = f"{done}/{self.total}" if self.total else f"{done:,}"
-            self.reporter.print(
-                f"{self.verb}: {count} {self.unit}, {tokens:,} tokens, {rate:,.0f}/s"
-            )
+            count = f"{done:.0f}/{self.total}" if self.total else f"{done:,.0f}"
+            parts = [f"{self.verb}: {count} {self.unit}", speed, self._left(now)]
+            self.reporter.console.print(", ".join(filter(None, parts)), highlight=False)
+
+    def _left(self, now: float) -> str:
+        """Return an estimate of the time left; "" if the total is unknown."""
+        if not self.total or not self.done:
+            return ""
+        seconds = (now - self.start) / self.done * (self.total - self.done)
+        return f"about {max(1, round(seconds / 60))} min left"
 
     def __exit__(self, *_error: object) -> None:
         self.bar.stop()

@@ -1,65 +1,131 @@
 """Console output of a report: verdict, tables, and the definitions of the metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.eval.metrics import METRICS, Summary
-from outrider.eval.report import Report, format_number, headline, save
+from outrider.eval.report import ROUNDING, Report, above_tau, format_number, headline, save
+
+NAMED = 5  # prompts left out that are named
+DOCTOR = "outrider doctor target=..."
 
 
-def narrow_table(title: str, names: Sequence[str], text: Sequence[str] = ()) -> Table:
-    """Return a table without padding, for 80 columns; numbers on the right, `text` on the left."""
-    style = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
-    columns = (Column(n, justify="left" if n in text else "right", no_wrap=True) for n in names)
-    return Table(*columns, title=title, **style)  # type: ignore[arg-type]
+def narrow_table(names: Sequence[str], text: Sequence[str] = ()) -> Table:
+    """Return a table without lines, for 80 columns; numbers on the right, `text` on the left."""
+    columns = (Column(n, justify="left" if n in text else "right") for n in names)
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
 
 
-def show_and_save(report: Report, folder: Path, out: str, console: Console) -> None:
-    """Print the report and write its files, whose stem is `out`."""
-    show(report, console)
-    save(report, folder, out)
-    console.print(f"report: {folder / out}.json, .outputs.jsonl, .png", highlight=False)
-
-
-def show(report: Report, console: Console) -> None:
-    setting, total = report.setting, report.summary
-    style = "yellow" if report.mismatches else "bold green"
-    style = "bold red" if report.exceeds_rounding else style
-    console.print(Text(report.verdict(), style=style))
-    console.print(headline(setting), style="bold", highlight=False)
-    if setting["left_out"]:
-        names = ", ".join(setting["left_out"])
-        console.print(f"left out, longer than the target's context: {names}", style="yellow")
-    console.print(speed_table(report))
-    console.print(_acceptance_table(total))
-    console.print(_time_table(total))
-    if report.theory is not None:
-        console.print(_theory_table(total, report.theory))
-    if report.forecast is not None:
-        predicted = f"{report.forecast:.2f} predicted by teacher forcing on this text"
-        console.print(f"tau {format_number(total.tau)}, {predicted}", highlight=False)
-
-
-def explain_metrics(console: Console) -> None:
-    table = Table("metric", "unit", "definition", box=None, style="dim", header_style="dim")
-    for metric in METRICS:
-        table.add_row(metric.name, metric.unit, metric.definition, style="dim")
+def explain(console: Console, definitions: Mapping[str, str]) -> None:
+    """Print the definitions of what was printed before."""
+    console.print()
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for name, definition in definitions.items():
+        table.add_row(name, definition, style="dim")
     console.print(table)
 
 
-def speed_table(report: Report) -> Table:
-    names = "n", "tokens", "tau", "ms/round", "ms/plain", "speedup", "95 %", "tokens/s"
-    numbers = (Column(name, justify="right") for name in (*names, "plain tokens/s"))
-    table = Table("prompts of", *numbers)
-    if len(report.categories) > 1:
+def show_and_save(
+    report: Report, folder: Path, out: str, console: Console, in_full: bool = False
+) -> None:
+    """Print the report and write its files, whose stem is `out`."""
+    show(report, console, next_step(report, folder.parent), in_full)
+    save(report, folder, out)
+    files = f"report: {folder / out}.json (every number), .outputs.jsonl, .png"
+    console.print(files, highlight=False, soft_wrap=True)
+
+
+def show(report: Report, console: Console, advice: str = "", in_full: bool = False) -> None:
+    """Print the verdict, then the tables: at most 15 lines of 80 columns.
+
+    Args:
+        in_full: also the categories, the shares of a round and the predicted speedups.
+    """
+    setting, total = report.setting, report.summary
+    console.print(Text(report.verdict(), style=_style(report)))
+    if advice:
+        console.print(advice, highlight=False, soft_wrap=True)
+    console.print(headline(setting), style="bold", highlight=False)
+    if left_out := setting["left_out"]:
+        names = ", ".join(left_out[:NAMED]) + (", ..." if len(left_out) > NAMED else "")
+        message = f"{len(left_out)} left out, longer than the target's context: {names}"
+        console.print(message, style="yellow", highlight=False)
+    console.print(speed_table(report, in_full))
+    console.print(_acceptance_table(total))
+    console.print(_time_table(total, in_full))
+    if in_full and report.theory is not None:
+        console.print(_theory_table(total, report.theory))
+    if report.forecast is not None:
+        predicted = f"{report.forecast:.2f} predicted by teacher forcing on this text"
+        decoded = f"tau {format_number(total.tau)} at depth {setting['depth']}"
+        console.print(f"{decoded}, {predicted}", highlight=False)
+
+
+def next_step(report: Report, run: Path) -> str:
+    """Return what to do after a measurement of the drafter of this run; "" if unknown."""
+    if report.exceeds_rounding and report.setting["dtype"] in ROUNDING:
+        return "Do not use it before the cause is known: measure with target.dtype=float32."
+    if report.exceeds_rounding:
+        return f"Do not use it: the answers are not the target's. Check it: {DOCTOR}"
+    if "published" in report.setting or report.summary.speedup is None:
+        return ""
+    if (report.summary.speedup_95 or (0.0,))[0] > 1:
+        return f"To use it: outrider chat run.dir={run}, or outrider publish run.dir={run}"
+    return f"To find a faster draft: outrider plan run.dir={run}"
+
+
+def show_grid(reports: Mapping[str, Report], folder: Path, console: Console) -> None:
+    """Print the verdict of the fastest of several reports, and a row for each."""
+    best = max(reports, key=lambda name: reports[name].summary.speedup or 0.0)
+    advice = next_step(reports[best], folder.parent)
+    console.print(Text(f"{best}: {reports[best].verdict()}", style=_style(reports[best])))
+    if advice:
+        console.print(advice, highlight=False, soft_wrap=True)
+    for name, report in reports.items():
+        if report.exceeds_rounding and name != best:
+            console.print(Text(f"{name}: {report.exactness()}", style=_style(report)))
+        if name != best and (noise := above_tau(report.fields())):
+            console.print(f"{name}: {noise}", highlight=False)
+    numbers = "tau", "ms/round", "speedup", "95 %", "tokens/s", "plain"
+    table = narrow_table(("decoding", *numbers, "exact"), ("decoding", "exact"))
+    for name, report in reports.items():
+        cells = _speed_cells(report.summary)
+        table.add_row(name, *(cells[i] for i in (2, 3, 5, 6, 7, 8)), _exact(report))
+    console.print(table)
+    files = f"reports: {folder}/NAME.json (every number), .outputs.jsonl, .png"
+    console.print(files, highlight=False, soft_wrap=True)
+
+
+def in_short(report: Report) -> str:
+    total = report.summary
+    return f"{format_number(total.speedup, 2, 'x')}, tau {format_number(total.tau)}"
+
+
+def _exact(report: Report) -> str:
+    if report.exact is None:
+        return "lossy" if report.setting.get("lossy") else "-"
+    return "yes" if report.exact else "NO" if report.exceeds_rounding else "rounding"
+
+
+def _style(report: Report) -> str:
+    style = "yellow" if report.mismatches else "bold green"
+    return "bold red" if report.exceeds_rounding else style
+
+
+def explain_metrics(console: Console) -> None:
+    explain(console, {m.name: f"{m.definition} [{m.unit}]" for m in METRICS})
+
+
+def speed_table(report: Report, by_category: bool = True) -> Table:
+    numbers = "n", "tokens", "tau", "ms/round", "ms/plain", "speedup", "95 %", "tokens/s", "plain"
+    table = narrow_table(("prompts of", *numbers), ("prompts of",))
+    if by_category and len(report.categories) > 1:
         for name, part in report.categories.items():
             table.add_row(name, *_speed_cells(part))
-    table.add_section()
     table.add_row("all", *_speed_cells(report.summary), style="bold")
     return table
 
@@ -74,23 +140,26 @@ def _speed_cells(part: Summary) -> list[str]:
 
 
 def _acceptance_table(total: Summary) -> Table:
-    table = Table("draft token k", *(str(k) for k, _ in enumerate(total.accept_at, start=1)))
+    numbers = (str(k) for k, _ in enumerate(total.accept_at, start=1))
+    table = narrow_table(("draft token k", *numbers), ("draft token k",))
     table.add_row("accept@k", *(format_number(rate) for rate in total.accept_at))
     table.add_row("cond@k", *(format_number(rate) for rate in total.cond_at))
     return table
 
 
-def _time_table(total: Summary) -> Table:
+def _time_table(total: Summary, with_shares: bool) -> Table:
     parts = tuple(total.shares)
-    table = Table("a round's time", *parts, "overhead")
-    table.add_row("ms", *(format_number(total.ms[part]) for part in parts), "")
+    table = narrow_table(("a round's time", *parts, "overhead"), ("a round's time",))
     shares = [*(total.shares[part] for part in parts), total.overhead]
-    table.add_row("share", *("-" if share is None else f"{share:.1%}" for share in shares))
+    *of_parts, overhead = ("-" if share is None else f"{share:.1%}" for share in shares)
+    table.add_row("ms", *(format_number(total.ms[part]) for part in parts), overhead)
+    if with_shares:
+        table.add_row("share", *of_parts, "")
     return table
 
 
 def _theory_table(total: Summary, theory: dict[str, float | int | None]) -> Table:
-    table = Table("speedup", "factor", "how")
+    table = narrow_table(("speedup", "factor", "how"), ("speedup", "how"))
     step, alpha = format_number(total.ms["draft_step"]), format_number(total.alpha)
     rows = [
         ("measured", total.speedup, "both engines, same prompts, same process"),

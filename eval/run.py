@@ -1,7 +1,6 @@
 """`outrider eval`, and the report at the end of training."""
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from outrider.eval.contamination_check import drop_contaminated
 from outrider.eval.measure import measure
 from outrider.eval.open_drafter import find_drafter, open_drafter, require_single_process
 from outrider.eval.rank_tables import measure_held_out
-from outrider.eval.report_tables import explain_metrics, show_and_save
+from outrider.eval.report import Report, save
+from outrider.eval.report_tables import explain_metrics, in_short, show_and_save, show_grid
 from outrider.eval.token_origins import report_summary
 from outrider.models import process
 from outrider.models.adapt import adapt
@@ -33,14 +33,14 @@ def evaluate(config: Config, explain: bool = False) -> int:
     """Run `outrider eval`: measure a run's drafter, or a published one; print and write the report.
 
     Args:
-        explain: print the definitions of the metrics, too.
+        explain: print every table and the definitions of the metrics, too.
 
     Raises:
         ConfigError, RunError: the target, the drafter or the prompts cannot be used.
     """
     folder = Path(config.run.dir)
     source = find_drafter(config)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console()
     require_single_process("eval")
     process.set_threads()
     target, tokenizer, origin = load_target(config.target, process.device())
@@ -53,10 +53,13 @@ def evaluate(config: Config, explain: bool = False) -> int:
             console.print(warning, style="red")
         suite = drop_contaminated(config, suite, console)
     _patch_target(drafter, target, console)
-    for part in report_configs(config):
+
+    def run(part: Config) -> Report:
         report = measure(target, tokenizer, drafter, part, console, suite)
-        report = replace(report, setting={**report.setting, **about})
-        show_and_save(report, folder / "eval", part.eval.out, console)
+        return replace(report, setting={**report.setting, **about})
+
+    for _ in _print_reports(config, run, console, explain):
+        pass
     if explain:
         explain_metrics(console)
     return 0
@@ -93,8 +96,32 @@ def quick_report(
     _patch_target(drafter, loaded.target, console)
     measure_held_out(folder, drafter, loaded.target, data, config.data.max_length)
     suite = load_suite(config, config.eval.limit or QUICK_PROMPTS)
-    for part in report_configs(config):
-        report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
-        show_and_save(report, folder / "eval", part.eval.out, console)
+    depths = {decode.depth for _, decode in decodings(config) if decode.kind == "chain"}
+    if other := sorted(depths - {config.drafter.depths}):
+        predicted = f"acceptance lengths of training are for drafter.depths={config.drafter.depths}"
+        Reporter(console).note(f"{predicted}, tau is for decode.depth={', '.join(map(str, other))}")
+
+    def run(part: Config) -> Report:
+        return measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
+
+    for name, report in _print_reports(config, run, console):
         for service in services:
-            service.report(report_summary(report, folder / "eval", part.eval.out, loaded.tokenizer))
+            service.report(report_summary(report, folder / "eval", name, loaded.tokenizer))
+
+
+def _print_reports(
+    config: Config, run: Callable[[Config], Report], console: Console, in_full: bool = False
+) -> Iterator[tuple[str, Report]]:
+    """Measure, print and write every report and yield it with its name; a grid in one table."""
+    folder, parts, reports = Path(config.run.dir) / "eval", report_configs(config), {}
+    for part in parts:
+        name = part.eval.out
+        reports[name] = report = run(part)
+        if len(parts) == 1 or in_full:
+            show_and_save(report, folder, name, console, in_full)
+        else:
+            console.print(f"{name}: {in_short(report)}", highlight=False)
+            save(report, folder, name)
+        yield name, report
+    if len(parts) > 1:
+        show_grid(reports, folder, console)

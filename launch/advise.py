@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from rich.table import Column, Table
+from rich.table import Table
 
 from outrider.conf.command_settings import AdviseConfig
 from outrider.conf.console import Console
@@ -34,6 +34,8 @@ from outrider.data.reporter import Reporter
 from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
 from outrider.eval.report import png
+from outrider.eval.report_tables import explain as print_definitions
+from outrider.eval.report_tables import narrow_table
 from outrider.launch import scaling_law
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.launch.scaling_law import FAR, Forecast, Point, ScalingFit, candidate_fits
@@ -46,6 +48,13 @@ from outrider.train.checkpoint import FIX
 FORMAT = "outrider-advice-1"
 EVALUATIONS = 6  # held-out evaluations per pilot
 SMALL_GAIN = 0.02  # tokens per round, of twice the text
+DEFINITIONS = {
+    "acceptance length": "tokens per round, predicted on held-out text that all pilots share",
+    "best step": "the evaluation with the longest acceptance, which counts",
+    "range": "over the other fit, and over fits with each pilot left out",
+    "twice the text": "tokens per round gained by twice as much text, for the same steps",
+    "fit": "acceptance against tokens, by least squares; saturating, or a line in their logarithm",
+}
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,12 @@ class Pilot:
     best_step: int = -1
 
 
-def advise(config: Config, settings: AdviseConfig) -> int:
-    """Run the verb: pilots, a scaling fit, a plot. Returns the exit code."""
+def advise(config: Config, settings: AdviseConfig, explain: bool = False) -> int:
+    """Run the verb: pilots, a scaling fit, a plot. Returns the exit code.
+
+    Args:
+        explain: print the definitions, too.
+    """
     distributed.require_matching_launcher(config.launch)
     process.set_threads()
     if config.target.place in ("sharded", "tensor"):
@@ -86,6 +99,8 @@ def advise(config: Config, settings: AdviseConfig) -> int:
             pilots.append(done)
         if main:
             write_advice(console, folder, config, settings, pilots, _tokens(train))
+            if explain:
+                print_definitions(console, DEFINITIONS)
     process.destroy_group()
     return 0
 
@@ -160,15 +175,12 @@ def write_advice(
     largest = max(tokens for tokens, _ in points)
     near, far = (scaling_law.forecast(points, n, most) for n in (largest, float(whole)))
     fits = candidate_fits(points, most)
+    console.print(verdict(far, largest), style="bold", highlight=False)
     console.print(_table(pilots))
+    console.print(_forecast_table(near, far))
     note = "" if scaling_law.saturates(points, most) else "; no saturation visible yet"
-    for text in (
-        f"{fits[0].formula()}, at {settings.steps} steps{note}",
-        _sentence("the largest pilot's text", near),
-        _sentence("all training text", far),
-    ):
-        console.print(text, highlight=False, soft_wrap=True)
-    console.print(verdict(far, largest), style="bold", soft_wrap=True)
+    fit = f"{fits[0].formula()}, at {settings.steps} steps{note}"
+    console.print(fit, highlight=False, soft_wrap=True)
     write(folder / "advise.png", _plot(points, fits, far))
     fields = {
         "format": FORMAT, "steps": settings.steps, "tokens": whole, "law": fits[0]._asdict(),
@@ -176,23 +188,33 @@ def write_advice(
         "largest_pilot": near._asdict(), "all_text": far._asdict(),
     }  # fmt: skip
     write_json(folder / "advise.json", fields)
-    console.print(f"written: {folder}/advise.json, advise.png", highlight=False)
+    files = f"written: {folder}/advise.json (every number), advise.png"
+    console.print(files, highlight=False, soft_wrap=True)
 
 
 def _table(pilots: Sequence[Pilot]) -> Table:
-    heads = ("share", "conversations", "tokens", "best step", "held-out acceptance length")
-    table = Table(*(Column(head, justify="right") for head in heads), title="pilots")
-    for p in sorted(pilots, key=lambda p: (p.share, p.repeat)):
-        row = (f"{p.share:.3%}", f"{p.conversations:,}", f"{p.tokens:,}", str(p.best_step))
-        table.add_row(*row, f"{p.accept_length:.3f}")
+    """Return a row per share; its repeats differ in text and seed."""
+    head = "pilots on", "conversations", "tokens", "best step", "acceptance length"
+    table = narrow_table(head)
+    for share in sorted({p.share for p in pilots}):
+        same = [p for p in pilots if p.share == share]
+        columns = (
+            (f"{p.conversations:,}", f"{p.tokens:,}", str(p.best_step), f"{p.accept_length:.3f}")
+            for p in same
+        )
+        cells = ("  ".join(dict.fromkeys(cell)) for cell in zip(*columns, strict=True))
+        table.add_row(f"{share:.3%}", *cells)
     return table
 
 
-def _sentence(text: str, f: Forecast) -> str:
-    return (
-        f"{text}, {f.tokens:,.0f} tokens: {f.now:.2f} ({f.now_low:.2f} to {f.now_high:.2f}); "
-        f"twice as much: {f.gain:+.2f} ({f.low:+.2f} to {f.high:+.2f})"
-    )
+def _forecast_table(near: Forecast, far: Forecast) -> Table:
+    """Return the predicted acceptance length of the largest pilot's text and of all text."""
+    head = "predicted for", "tokens", "length", "range", "twice the text", "range "
+    table = narrow_table(head, ("predicted for",))
+    for name, f in (("largest pilot", near), ("all text", far)):
+        now, gain = f"{f.now_low:.2f}-{f.now_high:.2f}", f"{f.low:+.2f} to {f.high:+.2f}"
+        table.add_row(name, f"{f.tokens:,.0f}", f"{f.now:.2f}", now, f"{f.gain:+.2f}", gain)
+    return table
 
 
 def verdict(prediction: Forecast, largest: float) -> str:

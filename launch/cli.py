@@ -85,7 +85,7 @@ def _dispatch(name: str, words: list[str], program: str) -> int:
     if options & {"-h", "--help"}:
         return _help(name, overrides, program, multirun)
     cfg = {"-c", "--cfg"} if verb.takes == "config" and not verb.group and not multirun else set()
-    explain = {"--explain"} if name == "eval" else set()
+    explain = {"--explain"} if verb.explains else set()
     for option in options - {"-m", "--multirun"} - cfg - explain:
         raise ConfigError("option", option, "There is no such option.", "See --help.")
     if multirun:
@@ -185,6 +185,7 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
     verb = VERBS[name]
     if name == "compare":
         usage = "RUN: run.dir of a finished run; to=FOLDER: also write report.html and report.md"
+        usage += f"\n\n{pages.EXPLAIN}"
         return _print(f"{program} RUN [RUN ...] [to=FOLDER]: {verb.line}\n\n{usage}")
     if name == "bench" and words:
         return pages.benchmark(f"{program} {words[0]}", _benchmark(words))
@@ -192,7 +193,7 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
         lines = "\n".join(f"  {name:<12}{bench.line}" for name, bench in BENCHES.items())
         return _print(f"{program} BENCH [key=value ...]: {verb.line}\n\n{lines}")
     own = "sweep" if multirun else verb.group
-    return pages.reference(program, verb.line, verb.root, own, everything="all" in words)
+    return pages.reference(program, verb, own, everything="all" in words)
 
 
 def _multirun(name: str, overrides: list[str]) -> int:

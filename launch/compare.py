@@ -1,32 +1,85 @@
 """`outrider compare`: tables of finished runs, and a page."""
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from rich.table import Table
 
 from outrider.conf.console import Console
 from outrider.eval import compare as tables
+from outrider.eval.compare import RunResults, decoding_label
+from outrider.eval.report import format_number
+from outrider.eval.report_tables import explain_metrics, narrow_table
+
+MOST_ROWS = 8  # reports that are printed without --explain
+MOST_LINES = 1  # of the ranking, and of the warnings
 
 
-def compare(words: list[str]) -> int:
-    """Print tables of runs and searches; with `to=FOLDER` also write a page there."""
+def compare(words: list[str], explain: bool = False) -> int:
+    """Print runs and searches; with `to=FOLDER` also write a page there.
+
+    Args:
+        explain: print every table and the definitions, too.
+    """
     paths = [Path(word) for word in words if not word.startswith("to=")]
     runs, without, searches = tables.load_runs(paths)
+    console = Console()
     for path in searches:
         from outrider.eval.search_results import show  # imports Optuna
 
-        show(path, Console(width=None if sys.stdout.isatty() else 160))
-    reports = tables.all_reports(runs)
-    console = Console(width=None if sys.stdout.isatty() else max(180, 20 + 18 * len(reports)))
+        show(path, console)
     if runs:
         for left_out in without:
             console.print(f"left out: {left_out.message}", highlight=False)
-        console.print(tables.overview(runs))
-        for warning in tables.warnings(runs):
-            console.print(warning)
-        if len(reports) <= tables.MAX_FULL_REPORTS:
-            console.print(tables.side_by_side(reports))
+        print_runs(console, runs, explain)
     for folder in (word.removeprefix("to=") for word in words if word.startswith("to=")):
         from outrider.eval.page.build import write_comparison
 
         write_comparison(runs, without, searches, Path(folder))
     return 0
+
+
+def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = False) -> None:
+    """Print the ranking, what is not comparable and a row per report: at most 15 lines.
+
+    Args:
+        in_full: the tables of the page, and the definitions, too.
+    """
+    most = None if in_full else MOST_LINES
+    for line in tables.ranking(runs)[:most]:
+        console.print(line, style="bold", highlight=False)
+    for warning in tables.warnings(runs)[:most]:
+        console.print(warning)
+    pairs = [(run, report) for run in runs for report in run.reports.values()]
+    shown = pairs if in_full or len(pairs) <= MOST_ROWS else _fastest(runs)[:MOST_ROWS]
+    console.print(_table(shown))
+    if not in_full:
+        hidden = f"{len(pairs) - len(shown)} more reports, " * (len(shown) < len(pairs))
+        console.print(f"{hidden}training cost and conditions: --explain, or to=FOLDER for a page")
+        return
+    console.print(tables.overview(runs))
+    console.print(tables.side_by_side(tables.all_reports(runs)))
+    explain_metrics(console)
+
+
+def _fastest(runs: Sequence[RunResults]) -> list[tuple[RunResults, dict[str, Any]]]:
+    """Return each run with its fastest report."""
+    return [(run, max(run.reports.values(), key=lambda r: r["speedup"] or 0.0)) for run in runs]
+
+
+def _table(pairs: Sequence[tuple[RunResults, dict[str, Any]]]) -> Table:
+    numbers = "tau", "speedup", "95 %", "tokens/s", "M params"
+    table = narrow_table(("run", "decoding", *numbers, "exact"), ("run", "decoding", "exact"))
+    for run, report in pairs:
+        spread = report["speedup_95"]
+        parameters = (run.training or {}).get("parameters")
+        table.add_row(
+            run.folder.name, decoding_label(report), format_number(report["tau"]),
+            format_number(report["speedup"], 2, "x"),
+            "-" if spread is None else "{:.2f}-{:.2f}".format(*spread),
+            format_number(report["tokens_per_second"], 1),
+            format_number(None if parameters is None else parameters / 1e6),
+            {True: "yes", False: "NO", None: "-"}[report["exact"]],
+        )  # fmt: skip
+    return table

@@ -25,6 +25,7 @@ from outrider.conf.short_forms import SHORT_FORMS
 from outrider.launch.verbs import VERBS, Verb
 from outrider.train.settings import CHANGEABLE_KEYS
 
+EXPLAIN = "--explain prints every table, and the definition of every number."
 EXAMPLES = {
     "train": """
   outrider train drafter=eagle3  # the embedded target
@@ -148,7 +149,7 @@ def benchmark(program: str, bench: Verb) -> int:
     return 0
 
 
-def reference(program: str, line: str, root: str, own: str = "", everything: bool = False) -> int:
+def reference(program: str, verb: Verb, own: str = "", everything: bool = False) -> int:
     """Print `outrider VERB --help`: keys with default and meaning, and examples.
 
     Args:
@@ -156,7 +157,8 @@ def reference(program: str, line: str, root: str, own: str = "", everything: boo
         everything: every key, by group (`--help all`); otherwise those of EVERYDAY, if any.
     """
     console = _console()
-    console.print(f"{program}: {line}\n", highlight=False, markup=False)
+    root = verb.root
+    console.print(f"{program}: {verb.line}\n", highlight=False, markup=False)
     cfg = "" if own else " [--cfg]"  # a verb's own group is not part of a configuration
     options = f"[--config FILE]{cfg} [--help [all]]"
     usage = f"{program} [group=choice ...] [key=value ...] {options}"
@@ -165,8 +167,8 @@ def reference(program: str, line: str, root: str, own: str = "", everything: boo
         console.print("--config reads keys from a yaml file; those of the command line win.")
     if cfg:
         console.print("--cfg prints the validated configuration and stops.")
-    if program.endswith(("eval", "eval.py")):
-        console.print("--explain also prints the definition of every metric.")
+    if verb.explains:
+        console.print(EXPLAIN)
     console.print()
     if own:
         console.print(Text(own, style="bold"))

@@ -1,4 +1,4 @@
-"""`outrider memory`: estimate a run's memory per GPU for each placement of the target.
+"""`outrider memory`: estimate a run's memory per GPU, its hours and its disk.
 
     outrider memory drafter=eagle3 launch=zero2 launch.precision=bf16 memory.model=70b memory.gpus=8
 
@@ -14,6 +14,8 @@ sums below. w is the size of a number in bytes, n the number of ranks.
     logits      logits of a chunk, the target's and the drafter's, and their gradients
     features    taps and last states of a rank's rows, draft states and their gradients
     forward     the target's forward: a layer's activations, masks, and its cache if rows are long
+
+Hours are the operations of `launch/step_cost.py` at UTILISATION of the GPUs' peak rate.
 """
 
 import math
@@ -21,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.table import Column, Table
+from rich.table import Table
 from torch import nn
 
 from outrider.conf.command_settings import MemoryConfig
@@ -30,7 +32,10 @@ from outrider.conf.console import Console
 from outrider.conf.schema import Config, LaunchConfig
 from outrider.data.reporter import Reporter
 from outrider.eval.plan.roofline import MACHINES
+from outrider.eval.report_tables import explain as print_definitions
+from outrider.eval.report_tables import narrow_table
 from outrider.launch.cluster import assume_world_size
+from outrider.launch.step_cost import checkpoint_bytes, step_flops
 from outrider.models import drafters
 from outrider.models.adapt import adapt
 from outrider.models.drafter import Drafter
@@ -44,6 +49,7 @@ from outrider.train.teacher import CHUNK_GPU
 
 GB = 1e9
 SPARE = 0.08  # share of a GPU for libraries, other streams and fragmentation: an assumption
+UTILISATION = 0.4  # of a GPU's peak rate in a step: an assumption (SpecForge reports 0.435)
 GATHERED = 10**9  # parameters that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters
 QUANTISED_WIDTH = {"int8": 1.0, "nf4": 0.5 + 4 / 64}  # bytes per weight, with scales
 
@@ -182,10 +188,34 @@ PLACES = (  # the fastest first
     ("replicated", "int8"), ("replicated", "nf4"), ("ends", None),
 )  # fmt: skip
 PARTS = ("target", "drafter", "unroll", "logits", "features", "forward")
+LESS_MEMORY = (
+    "To use less: train.gradient_checkpointing=true, fewer train.batch_tokens, more "
+    "launch.accumulation, launch=zero3."
+)
+DEFINITIONS = {
+    "target": "the frozen model's weights",
+    "drafter": "weights, gradients, masters and moments of AdamW",
+    "unroll": "activations of the drafter, kept for the backward pass",
+    "logits": "logits of a chunk of rows, the target's and the drafter's, and their gradients",
+    "features": "taps and last states of a rank's rows, draft states and their gradients",
+    "forward": "the target's forward: activations of a layer, masks, its cache if rows are long",
+    "of": f"a GPU's memory without {SPARE:.0%} for libraries and fragmentation (an assumption)",
+    "replicated, tensor, sharded": "target.place: the whole target on every GPU, every matrix "
+    "split over the GPUs, or every layer split and gathered",
+    "int8, nf4": "target.quantise, replicated",
+    "ends": "only embedding and head: trains from data.traces",
+    "hours": f"at {UTILISATION:.0%} of the vendor's rate (an assumption), without generating text "
+    "and without communication; all tokens are supervised",
+    "less memory": LESS_MEMORY,
+}
 
 
-def memory(overrides: list[str]) -> int:
-    """Print a table of memory by placement and part. Returns the exit code."""
+def memory(overrides: list[str], explain: bool = False) -> int:
+    """Print where the target fits, and memory by placement and part. Returns the exit code.
+
+    Args:
+        explain: print the definitions, too.
+    """
     settings, words = verb_group(MemoryConfig, "memory", overrides)
     with assume_world_size(settings.gpus):
         config = parse(compose(words))
@@ -194,13 +224,6 @@ def memory(overrides: list[str]) -> int:
     available = (1 - SPARE) * (GB * settings.room if settings.room else machine.memory)
     sizes, target, drafter = ParameterCounts.of(model), *meta_models(model, config)
     config = adapt(config, Reporter(console).note, target.shape())
-    name = settings.model or config.target.path or config.target.name
-    console.print(
-        f"{name}: {sizes.whole / 1e9:.2f} billion parameters of {sizes.width} bytes; "
-        f"{config.drafter.name}: {_count(drafter.parameters()) / 1e6:.0f} million, "
-        f"launch={config.launch.name}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
     by_place = {}
     for place, quantise in PLACES:
         setting = replace(config.target, place=place, quantise=quantise)  # type: ignore[arg-type]
@@ -208,29 +231,59 @@ def memory(overrides: list[str]) -> int:
             replace(config, target=setting), sizes, target.shape(), drafter, settings.gpus,
             CHUNK_GPU,
         )  # fmt: skip
-    title = f"estimated GB per GPU, {settings.gpus} x {machine.name}"
-    console.print(_table(title, by_place, available))
-    console.print(
-        f"{config.train.batch_tokens:,} tokens per step, all supervised; {SPARE:.0%} of each GPU "
-        "is reserved for libraries and fragmentation. apart: the target needs "
-        f"{math.ceil(sizes.width * sizes.whole / available)} more GPU(s). int8, nf4: "
-        "target.quantise, replicated. ends: trains from data.traces. To use less memory: "
-        "train.gradient_checkpointing=true, fewer train.batch_tokens, more launch.accumulation, "
-        "launch=zero3.",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    console.print(verdict(by_place, available), style="bold", highlight=False)
+    name = settings.model or config.target.path or config.target.name
+    machines = f"{settings.gpus} x {machine.name}"
+    for line in (
+        f"{name}: {sizes.whole / 1e9:.2f} billion parameters of {sizes.width} bytes; "
+        f"{config.drafter.name}: {_count(drafter.parameters()) / 1e6:.0f} million",
+        f"{config.train.batch_tokens:,} tokens per step, launch={config.launch.name}, {machines}",
+        _time_and_disk(config, target, drafter, settings.gpus * machine.flops),
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(_table(by_place, available))
+    if explain:
+        more = math.ceil(sizes.width * sizes.whole / available)
+        print_definitions(console, DEFINITIONS | {"apart": f"on {more} more GPU(s)"})
     return 0
 
 
-def _table(title: str, by_place: dict[str, dict[str, float]], available: float) -> Table:
-    table = Table("", *(Column(place, justify="right") for place in by_place), title=title)
+def verdict(by_place: dict[str, dict[str, float]], available: float) -> str:
+    """Return which placements of the target fit, or how to use less memory."""
+    totals = {place: sum(parts.values()) for place, parts in by_place.items()}
+    fitting = [place for place, total in totals.items() if total <= available]
+    if not fitting:
+        return f"No placement fits. {LESS_MEMORY}"
+    keys = {name: "quantise" if name in QUANTISED_WIDTH else "place" for name in fitting}
+    others = ", ".join(fitting[1:])
+    return f"Fits with target.{keys[fitting[0]]}={fitting[0]}" + f"; also {others}" * bool(others)
+
+
+def _time_and_disk(config: Config, target: Target, drafter: Drafter, rate: float) -> str:
+    """Return a sentence on disk and, for a run of `train.max_steps`, hours; rate: of all GPUs."""
+    size, train = _count(drafter.parameters()), config.train
+    text = f"{checkpoint_bytes(config, size) / GB:.1f} GB of checkpoints and drafters."
+    if train.max_steps is None:
+        return text
+    flops = step_flops(
+        target, drafter, size=size, depths=config.drafter.depths, rows=train.batch_tokens,
+        tokens=train.batch_tokens, online=config.data.traces is None,
+    )  # fmt: skip
+    hours = train.max_steps * flops / (UTILISATION * rate) / 3600
+    return (
+        f"About {hours:.1f} hours: {train.max_steps:,} steps of {flops / 1e15:.3g} PFLOP at "
+        f"{UTILISATION:.0%} of the vendor's rate. {text}"
+    )
+
+
+def _table(by_place: dict[str, dict[str, float]], available: float) -> Table:
+    table = narrow_table(("GB per GPU", *by_place), ("GB per GPU",))
     for part in PARTS:
         table.add_row(part, *(f"{parts[part] / GB:.1f}" for parts in by_place.values()))
     totals = [sum(parts.values()) for parts in by_place.values()]
-    table.add_section()
-    table.add_row("total", *(f"{total / GB:.1f}" for total in totals))
+    table.add_row("total", *(f"{total / GB:.1f}" for total in totals), style="bold")
     fits = ("fits" if total <= available else "no" for total in totals)
-    table.add_row(f"of {available / GB:.1f}", *fits)
+    table.add_row(f"of {available / GB:.1f}", *fits, style="bold")
     return table
 
 

@@ -14,6 +14,7 @@ class Verb(NamedTuple):
     shorthand: tuple[str, ...] = ()  # keys of the group that need not name it
     takes: str = "config"  # arguments: "config" (and the group's settings), "words" or "report"
     files: tuple[str, ...] = ("data.path", "data.given", "eval.prompts")  # keys; files must exist
+    explains: bool = False  # takes --explain: every table, and the definitions
 
     def load(self) -> Any:
         module, _, name = self.target.partition(":")
@@ -26,7 +27,7 @@ VERBS = {
         "outrider.launch.train:train", "train a drafter against a frozen target, then measure it"),
     "eval": Verb(
         "outrider.eval.run:evaluate", "measure a trained drafter: acceptance, speedup, exactness",
-        root="eval", files=PROMPTS),
+        root="eval", files=PROMPTS, explains=True),
     "launch": Verb(
         "outrider.launch.cluster:launch",
         "check a run for a cluster and print the command of each machine",
@@ -34,7 +35,7 @@ VERBS = {
     "memory": Verb(
         "outrider.launch.memory:memory",
         "estimate the memory per GPU for each placement of the target",
-        group="memory", takes="words"),
+        group="memory", takes="words", explains=True),
     "prepare": Verb(
         "outrider.data.prepare:prepare",
         "generate the training text with the target (data=self), without training"),
@@ -47,7 +48,8 @@ VERBS = {
         group="doctor", shorthand=("json",)),
     "advise": Verb(
         "outrider.launch.advise:advise",
-        "predict the gain of more training text from pilot runs on parts of it", group="advise"),
+        "predict the gain of more training text from pilot runs on parts of it", group="advise",
+        explains=True),
     "chat": Verb(
         "outrider.eval.chat:chat",
         "chat with the target and a drafter: source of each token, tau and tokens/s",
@@ -55,22 +57,22 @@ VERBS = {
     "plan": Verb(
         "outrider.eval.plan.command:plan",
         "predict speedup over depth, width, nodes, batch and context, here or on a GPU",
-        root="eval", group="plan", files=()),
+        root="eval", group="plan", files=(), explains=True),
     "publish": Verb(
         "outrider.eval.publish.run:publish",
         "export a drafter to an engine's format, verify it, write a card, upload it",
         root="eval", group="publish", shorthand=("format", "engine", "engine.python"), files=()),
     "ranks": Verb(
-        "outrider.eval.rank_tables:ranks",
+        "outrider.eval.ranks:ranks",
         "measure how often each rank of the drafter's choices is accepted (ranks.json)",
-        root="eval", files=PROMPTS),
+        root="eval", files=PROMPTS, explains=True),
     "report": Verb(
         "outrider.eval.page.build:report",
         "write a page about a run, a search or a folder of runs: report.html, report.md",
         root="report", takes="report"),
     "compare": Verb(
         "outrider.launch.compare:compare", "compare finished runs in one table",
-        root="", takes="words"),
+        root="", takes="words", explains=True),
     "bench": Verb("", "run a benchmark on this machine", root="", takes="words"),
 }  # fmt: skip
 BENCHES = {

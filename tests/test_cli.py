@@ -188,10 +188,16 @@ def test_an_error_exits_with_2_and_one_message(
     assert calls == []
 
 
-def test_explain_is_an_option_of_eval_only(calls: list[object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["eval", "ranks", "plan", "compare", "memory", "advise"])
+def test_explain_is_an_option_of_verbs_that_print_numbers(
+    name: str, calls: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(parse(compose([]))))
-    assert cli.main(["eval", f"run.dir={tmp_path}", "--explain"]) == 0
+    words = {"compare": [str(tmp_path)], "memory": []}.get(name, [f"run.dir={tmp_path}"])
+    assert cli.main([name, *words, "--explain"]) == 0
     assert calls[-1] == ("explain", True)
+    assert cli.main([name, "--help"]) == 0
+    assert "--explain prints every table" in capsys.readouterr().out
     assert failed("train", "--explain") == 2
 
 
@@ -265,7 +271,7 @@ def test_other_exceptions_propagate() -> None:
 def test_scripts_print_their_own_name_in_messages(script: str, tmp_path: Path) -> None:
     """From any folder, without installation: Python adds the script's folder to its path."""
     command = [sys.executable, str(ROOT / script), "no.such=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{script}: config error: no.such = '1'\n")
     assert list(tmp_path.iterdir()) == [], "Hydra wrote nothing"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from outrider.data.reporter import Reporter
 from outrider.eval.plan import interleaved as module
 from outrider.eval.plan.interleaved import (
     NO_DRAFT,
@@ -86,7 +87,7 @@ def test_order_of_interleaved_decoding(
 
     monkeypatch.setattr(module, "_decode_shape", fake_decode)
     shapes: dict[int, list[Paths]] = {1: [NO_DRAFT, chain(2)], 3: [NO_DRAFT, full([2])]}
-    runs = decode(shapes, engine, requests_of)
+    runs = decode(shapes, engine, requests_of, Reporter.silent())
     assert order == [*[(1, 1, 0), (1, 1, 2)] * 2, (3, 6, 0), (3, 6, 2)] * REPEATS
     assert {batch: len(repetitions) for batch, repetitions in runs.repetitions.items()} == {
         1: REPEATS,

@@ -53,7 +53,8 @@ def test_plan_is_checked_by_decoding(run: Config, capsys: pytest.CaptureFixture[
     content = planned(run)
     printed = capsys.readouterr().out
     assert "depths [9] left out" in printed
-    assert "predicted and measured" in printed
+    assert "Checked by decoding 2 other settings" in printed
+    assert "Trees are static" not in printed  # assumptions: --explain
     checks = content["checks"]
     assert isinstance(checks, list)
     # all others calibrate the prediction

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
+from outrider.conf.console import Console
+from outrider.data.reporter import Reporter
 from outrider.eval.plan.forward_times import measure_forwards
 from outrider.eval.plan.roofline import MACHINES, ModelSize, RooflineTimes
 from outrider.eval.plan.round_costs import (
@@ -21,8 +22,9 @@ from outrider.eval.plan.round_costs import (
     RoundCost,
     TimeGrid,
 )
-from outrider.eval.plan.show import print_plan, write_plan
+from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import (
+    Plan,
     PlanRow,
     draft_trees,
     make_plan,
@@ -184,13 +186,19 @@ def test_predicted_plan_lists_its_assumptions() -> None:
 # ---- showing and writing -------------------------------------------------------------------------
 
 
+def printed(plan: Plan, width: int, *more: Any) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_plan(console, plan, *more)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
 def test_printed_plan_has_the_best_draft_and_every_assumption() -> None:
     plan = make_plan(TABLE, TAU, FakeTimes(), Grid([1, 2], [2], [3, 4], [1, 10], [64]))
-    console = Console(file=io.StringIO(), width=400)
-    print_plan(console, plan)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "tree 2x2, 3 nodes" in text
-    assert "1.20x" in text
+    text = printed(plan, 400, (), "run.dir=runs/x", True)
+    assert text.startswith("Fastest at batch 1, context 64, on fake: tree 2x2, 3 nodes, 1.20x")
+    command = "outrider eval run.dir=runs/x decode=static_tree decode.width=2 decode.nodes=3"
+    assert f"{command} decode.depth=2" in text
     assert "plain" in text
     for sentence in plan.assumptions:
         assert sentence in text
@@ -199,22 +207,30 @@ def test_printed_plan_has_the_best_draft_and_every_assumption() -> None:
 
 def test_printed_plan_fits_eighty_columns() -> None:
     """Nothing is truncated, even for long numbers."""
-    grid = Grid([1, 2], [2], [3, 4], [1, 4, 16, 128], [64, 65536])
+    grid = Grid([1, 2], [2], [3, 4], [1, 4, 16, 128, 1024], [64, 65536])
     plan = make_plan(TABLE, TAU, FakeTimes(factor=400.0), grid)
-    console = Console(file=io.StringIO(), width=80)
-    print_plan(console, plan)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = printed(plan, 80, (), "", True)
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     for row in plan.rows:
         assert row.depth == 0 or f"{row.speedup:.2f}" in text
-    lines = [line for line in text.splitlines() if line.startswith("tree 2x2, 4 nodes")]
-    assert len(lines) == 2  # eight settings, six side by side
+    surface = text.split("the best marked *")[1]
+    lines = [line for line in surface.splitlines() if line.startswith("tree 2x2, 4 nodes")]
+    assert len(lines) == 2  # ten settings, in two parts
     rows = [row for row in plan.rows if row.label == "tree 2x2, 4 nodes"]
-    assert [f"{row.speedup:.2f}" for row in rows] == [
-        word.lstrip("*") for line in lines for word in line.split()[5:]
-    ]
-    titles = 2  # with an asterisk
-    assert text.count("*") == titles + sum(row.depth > 0 for row in plan.recommended)
+    words = [line.removeprefix("tree 2x2, 4 nodes").split() for line in lines]
+    numbers = [*words[0][1:], *words[1]]  # the first part has tau, too
+    assert [f"{row.speedup:.2f}" for row in rows] == [number.lstrip("*") for number in numbers]
+    assert surface.count("*") == sum(row.depth > 0 for row in plan.recommended)
+
+
+def test_errors_of_predictions_are_printed_without_their_table() -> None:
+    plan = make_plan(TABLE, TAU, FakeTimes(), Grid([1], [], [], [1], [64]))
+    (row,) = (row for row in plan.rows if row.depth)
+    good, bad = (Check(row, 1.6, row.speedup / (1 + error)) for error in (0.05, -0.2))
+    text = printed(plan, 80, [good, bad])
+    assert "Checked by decoding 2 other settings: speedups off by -20.0 to +5.0 %." in text
+    assert "More than 10% in 1 of them" in text
+    assert "More than" not in printed(plan, 80, [good])
 
 
 def test_written_plan_is_json_and_png(tmp_path: Path) -> None:
@@ -238,7 +254,7 @@ def test_plan_from_measured_forwards() -> None:
     drafter = tiny.drafter("eagle3", target).eval()
     target.set_taps([2])
     grid = Grid([1, 2], [1, 2], [], [1, 2], [8, 16])
-    timing = measure_forwards(target, drafter, "here", [8], grid, repeats=1)
+    timing = measure_forwards(target, drafter, "here", [8], grid, 1, Reporter.silent())
     assert target.taps == (2,)
     assert timing.target.axes == {"tokens": (1, 8), "batch": (1, 2), "context": (8, 16)}
     assert timing.draft.axes["width"] == (1, 2)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,23 @@ from rich.console import Console
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
-from outrider.eval.compare import decoding_label, overview, read_results
+from outrider.eval.compare import (
+    all_reports,
+    decoding_label,
+    overview,
+    ranking,
+    read_results,
+    report_table,
+    warnings,
+)
 from outrider.eval.metrics import METRICS, Record, predicted_speedups, summarise
+from outrider.eval.page.acceptance import acceptance_parts
+from outrider.eval.page.elements import Collapsible, Figure
 from outrider.eval.page.run_files import RunFiles
 from outrider.eval.page.speed import speed_parts
-from outrider.eval.report import Mismatch, Report, save
-from outrider.eval.report_tables import explain_metrics, show, show_and_save
+from outrider.eval.page.training import cost_parts
+from outrider.eval.report import Mismatch, Report, load, save
+from outrider.eval.report_tables import explain_metrics, show, show_and_save, show_grid
 from outrider.launch.compare import compare
 from outrider.models.decode.round_times import RoundTimes
 
@@ -72,9 +84,9 @@ def report(*seconds: float | None, mismatches: tuple[Mismatch, ...] = (), **sett
     )
 
 
-def printed(result: Report, width: int = 140) -> str:
+def printed(result: Report, width: int = 140, in_full: bool = False) -> str:
     stream = io.StringIO()
-    show(result, Console(file=stream, width=width))
+    show(result, Console(file=stream, width=width), in_full=in_full)
     return stream.getvalue()
 
 
@@ -91,6 +103,24 @@ def test_verdict_reports_a_slowdown() -> None:
 
 def test_verdict_of_an_interval_around_one() -> None:
     assert "about as fast, within noise: tau" in report(0.5, 0.5, 2.0, 2.0).verdict()
+
+
+def test_a_speedup_above_tau_is_called_noise() -> None:
+    """Tau is 3; a plain second per token against a sixth of one is a speedup of 6."""
+    noise = "is noise: a round takes at least a plain step."
+    assert noise not in report(3.0, 3.0).verdict()
+    assert report(6.0, 6.0).verdict().endswith(f"Speedup above tau {noise}")
+    assert "Speedup above tau is noise" in " ".join(printed(report(6.0)).split())
+    stream = io.StringIO()
+    grid = {"a": report(9.0), "b": report(6.0), "c": report(2.0)}
+    show_grid(grid, Path("run/eval"), Console(file=stream, width=140))
+    text = " ".join(stream.getvalue().split())
+    assert f"plain decoding. Speedup above tau {noise}" in text  # of the fastest, a
+    assert f"b: Speedup above tau {noise}" in text
+    assert "c: Speedup" not in text
+    one_category = report(0.5, 4.0)
+    assert one_category.summary.speedup == pytest.approx(2.25)
+    assert one_category.verdict().endswith(f"Speedup above tau (p1) {noise}")
 
 
 def test_verdict_without_baseline() -> None:
@@ -123,7 +153,7 @@ def test_sampled_answers_are_not_compared() -> None:
 
 
 def test_speed_table_has_every_category() -> None:
-    text = printed(report(2.0, 4.0))
+    text = printed(report(2.0, 4.0), in_full=True)
     line = {
         words[0]: words
         for words in (line.replace("\u2502", " ").split() for line in text.splitlines())
@@ -154,7 +184,7 @@ def test_left_out_prompts_are_printed() -> None:
 
 def test_theory_table_has_measured_and_predicted_speedups() -> None:
     """Per round: 500 ms, of which 125 are verify and commit; tau x plain step = 3 x 333.3 ms."""
-    text = printed(report(2.0))
+    text = printed(report(2.0), in_full=True)
     for name, factor in (
         ("measured", "2.00x"),
         ("from times", "2.00x"),
@@ -197,7 +227,7 @@ def test_compare_has_a_column_per_report(
 ) -> None:
     one = measured(tmp_path / "one", "eval", 2.0)
     two = measured(tmp_path / "two", "eval", 4.0)
-    assert compare([one, two]) == 0
+    assert compare([one, two], explain=True) == 0
     text = capsys.readouterr().out
     full = text[text.index("reports side by side") :]
     speeds = next(line for line in full.splitlines() if "speedup" in line)
@@ -205,7 +235,7 @@ def test_compare_has_a_column_per_report(
     assert "4.00" in speeds
     assert "not the same conditions" not in text
     measured(tmp_path / "two", "tree", 3.0)
-    assert compare([two]) == 0
+    assert compare([two], explain=True) == 0
     text = capsys.readouterr().out
     full = text[text.index("reports side by side") :]
     speeds = next(line for line in full.splitlines() if "speedup" in line)
@@ -265,8 +295,124 @@ def test_compare_prints_different_conditions(
         measured(tmp_path / "one", "eval", 2.0),
         measured(tmp_path / "two", "eval", 2.0, **{name: value}),
     ]
-    compare(runs)
+    compare(runs, explain=True)
     assert shown in " ".join(capsys.readouterr().out.split())
+
+
+def trained(folder: Path, tau: float, plain: float, **more: Any) -> str:
+    """A run with a report, and acceptance predicted for two depths on the target's own text."""
+    target = more.pop("target", "t")
+    prompts, text = more.pop("prompts", "p") * 64, more.pop("text", "same")
+    held_out = {"alpha@1": tau / 4, "alpha@2": tau / 8, "accept_length": tau - 0.5}
+    own = {**held_out, "accept_length": tau} if more.pop("own", True) else None
+    cost = {"held_out": held_out, "budget": {"text": text}}
+    write_json(folder / "training.json", cost | ({"own_text": own} if own else {}))
+    hashes = {**SETTING["fingerprints"], "target": target, "prompts": prompts}  # type: ignore[dict-item]
+    return measured(folder, "eval", plain, plain, fingerprints=hashes, **more)
+
+
+def greens(text: str) -> int:
+    return text.count("\x1b[1;32m")
+
+
+@pytest.mark.parametrize(("changes", "line", "best"), [
+    ({}, "ranked by speedup of chain@0 on the same prompts: two 1.50, one 1.00", True),
+    ({"threads": 2}, "ranked by tau of chain@0 on the same prompts: one 3.00, two 3.00", True),
+    ({"prompts": "q"}, "ranked by predicted tau on the target's own text, chains of 2 (chain@0 "
+                       "differs in prompt file): one 2.50, two 2.25", True),
+    ({"prompts": "q", "own": False, "text": "other"}, "not ranked: chain@0 differs in prompt "
+     "file; no acceptance on the target's own text in two", False),
+    ({"target": "u"}, "not ranked: chain@0 differs in target weights; the targets differ", False),
+    ({"policy": "dynamic_tree", "text": "other"}, "ranked by predicted tau on the target's own "
+     "text, chains of 2 (there is no decoding that all runs have): one 2.50, two 2.25", True),
+])  # fmt: skip
+def test_runs_are_ranked_by_numbers_on_the_same_text_only(
+    tmp_path: Path, changes: dict[str, Any], line: str, best: bool
+) -> None:
+    """Run two decodes faster and predicts less; shown are both in any case."""
+    paths = [tmp_path / "one", tmp_path / "two"]
+    trained(paths[0], 2.5, 1.0)
+    trained(paths[1], 2.25, 1.5, **changes)
+    runs = [read_results(path) for path in paths]
+    assert ranking(runs) == [line]
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    console.print(overview(runs), report_table(all_reports(runs)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert (greens(text) > 0) is best
+    assert "1.00" in text
+    assert "1.50" in text
+    assert ranking(runs[:1]) == []
+
+
+def test_self_generated_text_is_the_targets_own(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        trained(tmp_path / name, 2.0, 1.0, own=False, prompts=name[0], text=name)
+        write_json(tmp_path / name / "manifest.json", {"data": {"source": "self"}})
+    runs = [read_results(tmp_path / name) for name in ("one", "two")]
+    (line,) = ranking(runs)
+    assert line.startswith("ranked by predicted tau on the target's own text")
+    mixed = {"data": {"source": "self", "given": "hash"}}
+    write_json(tmp_path / "two" / "manifest.json", mixed)
+    (line,) = ranking([runs[0], read_results(tmp_path / "two")])
+    assert line.endswith("no acceptance on the target's own text in two")
+
+
+def test_predicted_and_decoded_tau_stand_beside_their_depths(tmp_path: Path) -> None:
+    """The drafter was trained for two depths, and chains of three were decoded."""
+    run = tmp_path / "run"
+    trained(run, 2.5, 1.0)
+    training, decoding, _ = overview([read_results(run)]).renderables
+    cells = {
+        str(column.header): str(next(iter(column.cells)))
+        for table in (training, decoding)
+        for column in table.columns  # type: ignore[union-attr]
+    }
+    assert (cells["depths"], cells["tau greedy"], cells["own tau"]) == ("2", "2.00", "2.50")
+    assert (cells["chain@0 depth"], cells["chain@0 tau"]) == ("3", "3.00")
+
+
+def test_reports_without_a_round_have_no_rates_and_no_curve(tmp_path: Path) -> None:
+    """Every answer is one token: no rate is 0, since nothing was measured."""
+    one = Record("a", "a", "a", 1, (), (), 0, RoundTimes())
+    row = {"id": "a", "category": "a", "prompt": "", "prompt_ids": [1], "output_ids": [1],
+           "accepted": []}  # fmt: skip
+    empty = replace(report(None), summary=summarise([one], 3), categories={}, outputs=[row])
+    save(empty, tmp_path, "eval")
+    loaded = load(tmp_path, "eval")
+    assert loaded.summary.accept_at == [None, None, None]
+    run = RunFiles(tmp_path, "", [], None, None, {"one": loaded, "two": loaded}, {}, None)
+    parts = list(acceptance_parts(run))
+    assert parts
+    assert not any(isinstance(part, Figure) for part in parts)
+
+
+def test_page_shows_predictions_on_both_texts_with_their_depth() -> None:
+    training = {"best_step": 3, "held_out": {"alpha@1": 0.5, "alpha@2": 0.25, "accept_length": 1.5},
+                "own_text": {"alpha@1": 0.125, "alpha@2": 0.0, "accept_length": 1.125}}  # fmt: skip
+    parts = cost_parts(RunFiles(Path(), "", [], training, None, {}, {}, None))
+    tables = {part.title: part.parts[0] for part in parts if isinstance(part, Collapsible)}
+    names = ("held-out text", "the target's own answers to held-out prompts")
+    assert list(tables) == [f"{name}, best step (3), drafts of 2 tokens" for name in names]
+    assert "1.125" in str(tables[f"{names[1]}, best step (3), drafts of 2 tokens"])
+
+
+def test_template_hashes_of_older_reports_are_marked(tmp_path: Path) -> None:
+    """They have another length, so a difference from a new one says nothing."""
+    new = {**SETTING["fingerprints"], "template": "d" * 16}  # type: ignore[dict-item]
+    measured(tmp_path / "old", "eval", 2.0)
+    measured(tmp_path / "new", "eval", 2.0, fingerprints=new)
+    (line,) = ranking([read_results(tmp_path / name) for name in ("old", "new")])
+    assert line.startswith("not ranked: chain@0 differs in template;")
+    (warning,) = warnings([read_results(tmp_path / name) for name in ("old", "new")])
+    assert "template (cccccccc (older hash) | dddddddd)" in warning.plain
+
+
+def test_named_prompts_of_another_version_are_another_file(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        hashes = {**SETTING["fingerprints"], "prompts": f"mt_bench {'0' * 60}{name}"}  # type: ignore[dict-item]
+        measured(tmp_path / name, "eval", 2.0, fingerprints=hashes)
+    (line,) = ranking([read_results(tmp_path / name) for name in ("one", "two")])
+    assert line.startswith("not ranked: chain@0 differs in prompt file;")
 
 
 def test_compare_of_a_missing_run_lists_others(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from statistics import mean
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from outrider.conf.command_settings import PlanConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
+from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.measure import answered_trace
@@ -33,7 +33,7 @@ from outrider.eval.plan.interleaved import InterleavedRuns, calibration_shapes, 
 from outrider.eval.plan.replay import rank_paths, tau
 from outrider.eval.plan.roofline import MACHINES, Machine, ModelSize, RooflineTimes, drafter_sizes
 from outrider.eval.plan.round_costs import DecodedRound, DraftShape, Grid, MeasuredTimes
-from outrider.eval.plan.show import Check, check_table, print_plan, write_plan
+from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import Plan, draft_trees, make_plan
 from outrider.eval.rank_tables import rank_table
 from outrider.models.decode.engine import Engine
@@ -49,11 +49,14 @@ OTHER_MODELS = (
     "Acceptance is that of this checkpoint with its own target; models of the given sizes, trained "
     "like these, may do better or worse."
 )
-PROMPTS_PER_SLOT = 3  # of a batch, so that it is full most of the time
+PROMPTS_PER_SLOT = 2  # of a batch, so that it is full most of the time
 
 
-def plan(config: Config, options: PlanConfig) -> int:
+def plan(config: Config, options: PlanConfig, explain: bool = False) -> int:
     """Run the verb.
+
+    Args:
+        explain: print every draft, check, definition and assumption, too.
 
     Raises:
         ConfigError, RunError: the run, target or prompts cannot be used, or nothing of the grid.
@@ -64,21 +67,23 @@ def plan(config: Config, options: PlanConfig) -> int:
         study.measure_acceptance()
     checks: list[Check] = []
     if study.machine is None:
-        result, checks = study.measure_plan(console)
+        result, checks = study.measure_plan(Reporter(console))
     else:
         result = study.predict_machine(study.machine)
-    print_plan(console, result)
+    words = f"run.dir={folder}"
+    if temperature := config.decode.temperature:
+        words += f" decode.temperature={temperature:g} decode.draft=best"
+    print_plan(console, result, checks, words, explain)
     deepest = max(row.depth for row in result.rows)
     if left_out := [depth for depth in options.depths if depth > deepest]:
         message = f"depths {left_out} left out: the maximum depth of this checkpoint is {deepest}"
         console.print(message, style="yellow", highlight=False)
-    if checks:
-        console.print(check_table(checks))
-    elif study.machine is None and options.check:
+    if not checks and study.machine is None and options.check:
         message = "No check: all these shapes were used to calibrate the prediction."
         console.print(message, style="yellow", highlight=False)
     write_plan(folder / "plan", result, options.out, [check.fields() for check in checks])
-    console.print(f"plan: {folder / 'plan' / options.out}.json, .png", highlight=False)
+    files = f"plan: {folder / 'plan' / options.out}.json (every draft), .png"
+    console.print(files, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -133,7 +138,7 @@ class PlanStudy:
         plan = make_plan(self.table, self.tau, times, grid)
         return replace(plan, assumptions=(*note, *plan.assumptions))
 
-    def measure_plan(self, console: Console) -> tuple[Plan, list[Check]]:
+    def measure_plan(self, reporter: Reporter) -> tuple[Plan, list[Check]]:
         """Return the plan of this machine, and the checks of some settings by decoding."""
         grid = self._grid()
         trees = draft_trees(self.table, grid)
@@ -143,10 +148,8 @@ class PlanStudy:
         settings = self._settings_to_check(list(product(shapes, free)))
         for batch, paths in settings:
             shapes[batch].append(paths)
-        bar = partial(track, description="decoding", console=console, transient=True)
-        runs = decode(shapes, self._engine, self._requests, bar)
-        with console.status("timing forwards"):
-            alone = self._forwards([DraftShape.of(paths) for paths in trees.values()], grid)
+        runs = decode(shapes, self._engine, self._requests, reporter)
+        alone = self._forwards([DraftShape.of(paths) for paths in trees.values()], grid, reporter)
         times = replace(alone, decoded=self._decoded_rounds(alone, runs, calibration, grid))
         plan = make_plan(self.table, self.tau, times, grid)
         near = min(grid.contexts, key=lambda context: abs(context - self._mean_context()))
@@ -164,13 +167,16 @@ class PlanStudy:
         steps = (round(i * last / max(1, count - 1)) for i in range(count))
         return [settings[i] for i in dict.fromkeys(steps)]
 
-    def _forwards(self, shapes: Sequence[DraftShape], grid: Grid) -> MeasuredTimes:
+    def _forwards(
+        self, shapes: Sequence[DraftShape], grid: Grid, reporter: Reporter
+    ) -> MeasuredTimes:
         """Time target and drafter forwards outside decoding."""
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         tokens = [1 + shape.nodes for shape in shapes]
         widest = math.ceil(max(shape.width for shape in shapes))
         grid = grid._replace(widths=[*grid.widths, widest])
-        return measure_forwards(self.target, self.drafter, name, tokens, grid, self.options.repeats)
+        models, repeats = (self.target, self.drafter), self.options.repeats
+        return measure_forwards(*models, name, tokens, grid, repeats, reporter)
 
     def _decoded_rounds(
         self, times: MeasuredTimes, runs: InterleavedRuns, calibration: Sequence[Paths], grid: Grid

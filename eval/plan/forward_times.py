@@ -16,6 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from outrider.data.reporter import Reporter
 from outrider.eval.plan.round_costs import ABSORBED_ROWS, Grid, MeasuredTimes, TimeGrid
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.drafter import Drafter, State
@@ -28,7 +29,13 @@ Run = Callable[[], object]
 
 
 def measure_forwards(
-    target: Target, drafter: Drafter, name: str, tokens: Sequence[int], grid: Grid, repeats: int
+    target: Target,
+    drafter: Drafter,
+    name: str,
+    tokens: Sequence[int],
+    grid: Grid,
+    repeats: int,
+    reporter: Reporter,
 ) -> MeasuredTimes:
     """Time target and drafter forwards on the grid; both token axes also contain 1."""
     counts, wide = tuple(sorted({1, *tokens})), tuple(sorted({1, *grid.widths}))
@@ -39,11 +46,14 @@ def measure_forwards(
     taps, rounds = target.taps, SyntheticRounds(drafter, target)
     target.set_taps(drafter.taps)  # as in a round
     try:
-        for batch, context in product(prompts, rows):
-            times = rounds.target_ms(counts, batch, context, repeats)
-            verified |= {(n, batch, context): ms for n, ms in times.items()}
-            step_times = rounds.draft_ms(wide, levels, batch, context, repeats)
-            drafted |= {(*shape, batch, context): ms for shape, ms in step_times.items()}
+        total = len(prompts) * len(rows)
+        with reporter.progress("timing forwards", total, "batches and contexts") as progress:
+            for batch, context in product(prompts, rows):
+                times = rounds.target_ms(counts, batch, context, repeats)
+                verified |= {(n, batch, context): ms for n, ms in times.items()}
+                step_times = rounds.draft_ms(wide, levels, batch, context, repeats)
+                drafted |= {(*shape, batch, context): ms for shape, ms in step_times.items()}
+                progress.advance(1)
     finally:
         target.set_taps(taps)
     last = {"batch": prompts, "context": rows}

@@ -4,11 +4,12 @@ The speed of a machine drifts from minute to minute. Every repetition therefore 
 right after plain decoding, and ratios are taken within a repetition.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from outrider.data.reporter import Reporter
 from outrider.eval.plan.replay import complete_rounds
 from outrider.eval.plan.round_costs import RoundCost
 from outrider.models.decode.engine import Engine
@@ -18,7 +19,7 @@ from outrider.models.decode.rule_table import BEST
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import Paths
 
-REPEATS = 5
+REPEATS = 3
 NO_DRAFT: Paths = ()
 BatchRun = tuple[list[Output], int]  # answers, and rounds of the batch
 
@@ -95,21 +96,24 @@ def decode(
     shapes: Mapping[int, Sequence[Paths]],
     engine: Callable[[Policy | None], Engine],
     requests: Callable[[int], list[Request]],
-    bar: Callable[[Sequence[int]], Iterable[int]] = iter,
+    reporter: Reporter,
 ) -> InterleavedRuns:
-    """Decode all shapes of every batch, `REPEATS` times.
+    """Decode all shapes of every batch, `REPEATS` times, and show the progress.
 
     Args:
         shapes: of every batch, plain decoding first.
-        bar: iterates over the batches and shows the progress.
     """
     repetitions: dict[int, list[dict[Paths, Repetition]]] = {batch: [] for batch in shapes}
-    for batch in bar(list(shapes) * REPEATS):
-        runs: dict[Paths, list[BatchRun]] = {paths: [] for paths in shapes[batch]}
-        for group in request_groups(requests(batch), batch):
-            for paths, shape_runs in runs.items():
-                shape_runs.append(_decode_shape(engine(tree_policy(paths)), group, batch))
-        repetitions[batch].append({paths: _repetition(group) for paths, group in runs.items()})
+    groups = {batch: request_groups(requests(batch), batch) for batch in shapes}
+    total = REPEATS * sum(len(shapes[batch]) for batch in shapes)
+    with reporter.progress("decoding", total, "draft shapes") as progress:
+        for batch in list(shapes) * REPEATS:
+            runs: dict[Paths, list[BatchRun]] = {paths: [] for paths in shapes[batch]}
+            for group in groups[batch]:
+                for paths, shape_runs in runs.items():
+                    shape_runs.append(_decode_shape(engine(tree_policy(paths)), group, batch))
+                    progress.advance(1 / len(groups[batch]))
+            repetitions[batch].append({paths: _repetition(group) for paths, group in runs.items()})
     return InterleavedRuns(repetitions)
 
 

@@ -1,6 +1,6 @@
 """Tables, picture and files of a plan."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -14,11 +14,20 @@ from outrider.conf.files import write, write_json
 from outrider.conf.json_shapes import read_object
 from outrider.eval.plan.surface import FORMAT, Plan, PlanRow
 from outrider.eval.report import png
-from outrider.eval.report_tables import narrow_table
+from outrider.eval.report_tables import explain, narrow_table
 
-SIDE_BY_SIDE = 6  # settings per table: fits 80 columns
+MOST_SETTINGS = 6  # rows that are printed without --explain
+MOST_WARNINGS = 1
 TOLERANCE = 0.10  # relative error of a prediction that is printed in green
-Setting = tuple[int, int]  # batch and context
+DEFINITIONS = {
+    "tau": "tokens per round on the target's own answers; a plain step emits one",
+    "draft, verify": "ms of a round in the drafter, and in the target's forward over the draft",
+    "round, plain": "ms of a whole round, and of a step of plain decoding",
+    "speedup": "tau * plain / round",
+    "tokens per s": "of all prompts of the batch",
+    "context": "cached tokens of every prompt before the round",
+    "error": "of the predicted speedup, relative to the measured one",
+}
 TIMES = "draft_ms, verify_ms, round_ms, plain_ms"
 ROW = {"batch, context, depth, width, nodes": int, f"tau, speedup, {TIMES}": float, "shape": str}
 CHECK = {"shape": str, "batch, context": int,
@@ -29,32 +38,86 @@ PLAN = {  # `<out>.json`
 }  # fmt: skip
 
 
-def print_plan(console: Console, plan: Plan) -> None:
-    """Print the best drafts, the speedup of every draft in every setting, and the assumptions."""
-    console.print(_best_table(plan))
-    settings = [row[:2] for row in plan.recommended]
-    for start in range(0, len(settings), SIDE_BY_SIDE):
-        console.print(_surface_table(plan, settings[start : start + SIDE_BY_SIDE]))
-    for sentence in plan.warnings:
+def print_plan(
+    console: Console,
+    plan: Plan,
+    checks: Sequence["Check"] = (),
+    words: str = "",
+    in_full: bool = False,
+) -> None:
+    """Print the best draft of each setting in at most 15 lines.
+
+    Args:
+        words: of the command line, for the command that decodes with the best draft.
+        in_full: every draft, check, definition and assumption, too.
+    """
+    console.print(_verdict(plan, words), style="bold", highlight=False, soft_wrap=True)
+    if checks:
+        console.print(_verdict_of_checks(checks), soft_wrap=True)
+    for sentence in plan.warnings if in_full else plan.warnings[:MOST_WARNINGS]:
         console.print(f"- {sentence}", style="yellow", highlight=False)
+    if not in_full:
+        rows = plan.recommended
+        rows = rows if len(rows) <= MOST_SETTINGS else rows[: MOST_SETTINGS - 1]
+        console.print(_best_table(plan, rows))
+        if (others := len(plan.recommended) - len(rows)) > 0:
+            console.print(f"{others} more settings: --explain", highlight=False)
+        return
+    console.print("\nthe best draft of each setting, then the best of the other kind")
+    console.print(_best_table(plan, list(_with_other_kind(plan))))
+    console.print("\nspeedup of every draft by batch and context, the best marked *")
+    console.print(_surface_table(plan))
+    if checks:
+        console.print("\npredicted and measured, same prompts")
+        console.print(check_table(checks))
+    explain(console, DEFINITIONS)
     for sentence in plan.assumptions:
         console.print(f"- {sentence}", style="dim", highlight=False)
 
 
-def _best_table(plan: Plan) -> Table:
-    """Return the best draft of each setting, then the best of the other kind, chain or tree."""
-    title = f"plan: {plan.name}; the best draft of each setting, then the best other kind"
+def _verdict(plan: Plan, words: str) -> str:
+    """Return the best draft of the first setting, its speedup, and how to decode with it."""
+    best = plan.recommended[0]
+    setting = f"at batch {best.batch}, context {best.context}, on {plan.name}"
+    if not best.depth:
+        return f"No draft is faster than plain decoding {setting}."
+    shape = f"decode=static_tree decode.width={best.width} decode.nodes={best.nodes}"
+    shape = "decode=chain" if best.width == 1 else shape
+    speed = f"{best.speedup:.2f}x predicted, tau {best.tau:.2f}"
+    command = f"outrider eval {words} {shape} decode.depth={best.depth}"
+    return f"Fastest {setting}: {best.label}, {speed}.\nTo measure it: {command}"
+
+
+def _verdict_of_checks(checks: Sequence["Check"]) -> Text:
+    """Return the range of the errors of the predictions."""
+    errors = [check.error for check in checks]
+    low, high = (f"{100 * error:+.1f}" for error in (min(errors), max(errors)))
+    text = f"Checked by decoding {len(checks)} other settings: speedups off by {low} to {high} %."
+    wrong = sum(abs(error) > TOLERANCE for error in errors)
+    if not wrong:
+        return Text(text, style="green")
+    advice = f"More than {TOLERANCE:.0%} in {wrong} of them: repeat it on a quiet machine."
+    return Text(f"{text}\n{advice}", style="red")
+
+
+def _with_other_kind(plan: Plan) -> Iterator[PlanRow]:
+    """Yield the best draft of each setting, then its best chain and its best tree, if others."""
+    for best in plan.recommended:
+        yield best
+        for trees in (False, True):
+            rows = [
+                r for r in plan.rows if r[:2] == best[:2] and r.depth and (r.width > 1) == trees
+            ]
+            if rows and (other := max(rows, key=lambda row: row.speedup)) != best:
+                yield other
+
+
+def _best_table(plan: Plan, rows: Sequence[PlanRow]) -> Table:
     times = "draft\nms", "verify\nms", "round\nms", "plain\nms"
     head = "batch", "con-\ntext", "draft", "tau", *times, "speed\nup", "tokens\nper s"
-    table = narrow_table(title, head, ("draft",))
-    for best in plan.recommended:
-        same_setting = [row for row in plan.rows if row[:2] == best[:2]]
-        table.add_row(*_cells(best), style="bold")
-        for trees in (False, True):
-            rows = [row for row in same_setting if row.depth and (row.width > 1) == trees]
-            if rows and (other := max(rows, key=lambda row: row.speedup)) != best:
-                table.add_row(*_cells(other))
-        table.add_section()
+    table = narrow_table(head, ("draft",))
+    for row in rows:
+        table.add_row(*_cells(row), style="bold" if row in plan.recommended else "")
     return table
 
 
@@ -71,11 +134,11 @@ def _short(ms: float) -> str:
     return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
 
 
-def _surface_table(plan: Plan, settings: Sequence[Setting]) -> Table:
+def _surface_table(plan: Plan) -> Table:
     """Return a row for every draft, a column for every setting; the best of a column is marked."""
+    settings = [row[:2] for row in plan.recommended]
     head = "draft", "tau", *(f" {batch}\n {context}" for batch, context in settings)
-    title = "\nspeedup of every draft by batch and context, the best marked *"
-    table = narrow_table(title, head, ("draft",))
+    table = narrow_table(head, ("draft",))
     best = {row[:2]: row.key for row in plan.recommended}
     rows = {(row[:2], row.key): row for row in plan.rows}
     for row in plan.rows:
@@ -116,8 +179,7 @@ class Check:
 
 def check_table(checks: Sequence[Check]) -> Table:
     columns = "    tau\npredicted", " tau", "  speedup\npredicted", " speedup", "error"
-    title = "\npredicted and measured, same prompts"
-    table = narrow_table(title, ("draft", "batch", *columns), ("draft",))
+    table = narrow_table(("draft", "batch", *columns), ("draft",))
     for check in checks:
         colour = "green" if abs(check.error) <= TOLERANCE else "red"
         row, error = check.row, Text(f"{100 * check.error:+.1f} %", colour)
