@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
+from outrider.conf.fields import option, require_word
 
 COUNT = "[1, inf)"
 HOSTFILE_LINE = re.compile(
@@ -40,6 +40,10 @@ class ClusterConfig:
     run: bool = option(False, "also start the run (one machine)")
     out: str | None = option(None, "also write the script or commands to this file")
 
+    def __post_init__(self) -> None:
+        require_word("cluster.host", self.host)
+        require_word("cluster.partition", self.partition)
+
 
 def list_machines(cluster: ClusterConfig) -> list[Machine]:
     """Return all machines; the first one hosts the rendezvous."""
@@ -62,14 +66,19 @@ def list_machines(cluster: ClusterConfig) -> list[Machine]:
 
 def read_hostfile(path: Path) -> list[Machine]:
     """Read a hostfile in the format of DeepSpeed and Open MPI; a `ConfigError` names its line."""
+    from outrider.conf.files import read_bytes  # imports torch
 
     def refused(why: str, fix: str = "Write lines like: node-0 slots=8") -> ConfigError:
         return ConfigError("cluster.hosts", str(path), why, fix)
 
     if not path.is_file():
         raise refused("There is no such file.", f"Paths start at {Path.cwd()}.")
+    try:
+        lines = read_bytes(path).decode().splitlines()
+    except (OSError, ValueError) as error:
+        raise refused(f"It cannot be read: {error}") from None
     machines = dict[str, Machine]()
-    for number, text in enumerate(path.read_text().splitlines(), start=1):
+    for number, text in enumerate(lines, start=1):
         line = text.partition("#")[0].strip()
         if not line:
             continue

@@ -7,6 +7,7 @@ compose. Hydra's exceptions become `ConfigError`.
 
 import functools
 import io
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -52,7 +53,7 @@ def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
         why = "This is not an override."
         fix = "Write key=value; quote special characters: 'key=\"a, b\"'."
         raise ConfigError("overrides", error.override, why, fix) from None
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+    except Exception as error:  # hydra and OmegaConf raise many kinds
         raise _translate(error, overrides, root) from None
 
 
@@ -106,6 +107,7 @@ def read_yaml(file: Path, fix: str) -> DictConfig:
         if not isinstance(node, DictConfig):
             raise ValueError("it is not a mapping")
         values = to_container(node, resolve=False)
+        json.dumps(values)  # a TypeError for bytes and other values that no setting has
     except Exception as error:  # yaml and OmegaConf raise many kinds
         raise RunError(f"{file} cannot be read: {error}", fix) from None
     refuse_interpolations(values, f"{file}: ")
@@ -217,7 +219,7 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
             other = "; or a path or name" if group in SHORT_FORMS else ""
             fix = f"Use one of: {', '.join(choices(group))}{other}."
             return ConfigError(group, choice, f"The group {group} has no such choice.", fix)
-    message = str(error).strip().splitlines()[0]
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
     quoted = (name.lstrip("+~").partition("=")[0] for name in re.findall("'([^']+)'", message))
     key = next((name for name in quoted if name in values), None)
     if key is None:

@@ -202,6 +202,13 @@ def check_interval(within: str, value: Any, key: str) -> None:
         raise ConfigError(key, value, why, _advice(key))
 
 
+def require_word(key: str, value: str | None) -> None:
+    """Raise a `ConfigError` for text that is more than one word in a script of a shell."""
+    if value is not None and not re.fullmatch(r"[\w.:,%+\[\]-]+", value):
+        why = "It is written into a script, where it must be one plain word."
+        raise ConfigError(key, value, why, "Use letters, digits and the characters . _ - : , + %")
+
+
 def describe_interval(within: str) -> str:
     """Format an interval for messages: "[1, inf)" is ">= 1", "(0, 1]" is "in (0, 1]"."""
     low, _, high = within[1:-1].partition(", ")

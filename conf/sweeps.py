@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from outrider.conf.compose import compose, to_container
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import LARGEST, from_dict, option
+from outrider.conf.fields import LARGEST, from_dict, option, require_word
 
 COUNT = "[1, inf)"
 RANGE_FIX = "Use a list of values, or a range: {low: 1e-4, high: 1e-2, log: true}."
@@ -40,6 +40,7 @@ class SweepConfig:
     over: Any = option(None, "key -> list of values, or range with low and high")
 
     def __post_init__(self) -> None:
+        require_word("sweep.partition", self.partition)
         if self.devices and len(self.devices) < self.jobs:
             raise ValueError(f"devices = {list(self.devices)}: needs one entry per job")
         if self.devices and self.by == "slurm":
@@ -86,7 +87,8 @@ def read_sweep(overrides: Sequence[str]) -> tuple[SweepConfig, list[str]]:
         words += ["~sweep.over", f"+{over[-1].lstrip('+')}"]
     node = compose([*words, f"+drafter.name={drafter!r}"], f"sweep/{choice}")
     values = to_container(node)["sweep"]
-    values["over"] = dict(_flatten_over(values["over"] or {}))
+    if isinstance(values["over"], Mapping):
+        values["over"] = dict(_flatten_over(values["over"]))
     settings: SweepConfig = from_dict(SweepConfig, values, "sweep")
     return settings, rest
 

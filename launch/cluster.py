@@ -7,6 +7,7 @@ The configuration is validated for the cluster's number of ranks before anything
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -137,8 +138,9 @@ def launch_script(cluster: ClusterConfig, words: list[str], config: Config) -> s
     if cluster.by == "slurm":
         minutes = round(60 * cluster.hours)
         return SLURM.format(
-            name=Path(config.run.dir).name, nodes=cluster.nodes, gpus=cluster.gpus,
-            cores=cluster.cores, time=f"{minutes // 60:02d}:{minutes % 60:02d}:00",
+            name=re.sub(r"[^\w.-]+", "-", Path(config.run.dir).name), nodes=cluster.nodes,
+            gpus=cluster.gpus, cores=cluster.cores,
+            time=f"{minutes // 60:02d}:{minutes % 60:02d}:00",
             grace=cluster.grace, exports=_exports(cluster, cluster.gpus), command=commands[0],
             partition=f"#SBATCH --partition={cluster.partition}\n" if cluster.partition else "",
         )  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from outrider.conf.errors import CorruptFile
-from outrider.train import checkpoint
+from outrider.train import checkpoint, resume
 from outrider.train.checkpoint import Progress
 from outrider.train.checkpoint_writer import CheckpointWriter
 from outrider.train.metrics_log import MetricsLog
@@ -91,6 +92,25 @@ def test_unreadable_state_falls_back(text: str, tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "state.json").write_text(text)
     assert newest(tmp_path)[0].step == 1
+
+
+@pytest.mark.parametrize("text", ["{}", "7", '{"progress": '])
+def test_the_message_is_whole_sentences(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / "state.json").write_text(text)
+    monkeypatch.setattr(resume, "require_same_run", lambda _: None)
+    settings = SimpleNamespace(
+        train=SimpleNamespace(resume="auto"), launch=SimpleNamespace(name="single")
+    )
+    run: Any = SimpleNamespace(
+        config=settings, checkpoints=lambda: checkpoint.list_checkpoints(tmp_path), main=True,
+        objective=nn.Linear(2, 1, bias=False), optimizer=SimpleNamespace(state={}),
+        bad_steps=SimpleNamespace(), accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
+    )  # fmt: skip
+    (message,) = resume.resume(run) or [""]
+    assert re.search(r"state\.json .*\w\)?\. Continuing from step 1\.$", message)
 
 
 @pytest.mark.parametrize("joules", [3.0, None])

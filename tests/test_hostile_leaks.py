@@ -109,6 +109,26 @@ def test_hostile_yaml_ends_with_a_message(tmp_path: Path, name: str) -> None:
     assert len(str(error.value)) < 1000
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run: {dir: !!binary aGVsbG8=}", "drafter: [1]", "train: [[a]]", "target: {a: [{}]}",
+        "1: 2\nnull: 3", "run: {dir: ~}", "? [1, 2]\n: 3", "hydra: {a: 1}", "defaults: [x]",
+        "run: {'dir=x,seed': 5}", "train: {lr: ???}", "a: *b", *map(bytes.decode, (
+            HOSTILE_YAML["deep flow"], HOSTILE_YAML["object"], HOSTILE_YAML["list"])),
+    ],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_hostile_files_of_keys_end_with_a_message(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys.yaml").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--cfg", "--config", str(tmp_path / "keys.yaml")])
+    assert stop.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 # ---- credentials ----
 
 
