@@ -1,7 +1,8 @@
 """Comparison of runs: cost of training, acceptance and speed of every drafter.
 
 The overview has one row per run, with tau and speedup of every measurement (`dynamic_tree@1` is a
-tree at temperature 1); a few reports are also shown side by side. The best of a column is green.
+tree at temperature 1); a few reports are also shown side by side. Runs are ranked, and the best of
+a column is green, only by numbers that were measured on the same text (`ranking`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from outrider.conf.errors import RunError
 from outrider.eval.report import describe_policy, format_number, read_fields
-from outrider.train.manifest import read_training
+from outrider.train.manifest import read_manifest, read_training
 
 MB = 2.0**20
 # default draft and rule of a policy above temperature 0
@@ -25,11 +26,12 @@ DEFAULT_RULES = {"chain": ("drawn", "ratio"), "sampled_tree": ("drawn", "without
 COST_LEGEND = (
     "tokens/s: of training, with evaluations and saves; start: seconds of initialisation; "
     "peak: of the process with the target; alpha@d: held-out, sum of min(p, q) at depth d; "
-    "tau greedy, tau T=1: predicted on held-out text for a chain of the drafter's depths"
+    "tau greedy, tau T=1: predicted on held-out text for a chain of `depths` tokens; "
+    "own tau: the same, greedily, on the target's own answers to held-out prompts"
 )
 DECODING_LEGEND = (
-    "chain@0: chains decoded at temperature 0, and so on; "
-    "predicted: tau of a chain, predicted by teacher forcing on the decoded text"
+    "chain@0: chains decoded at temperature 0, and so on, drafts of `depth` tokens along a path; "
+    "predicted: tau of a chain of that depth, predicted by teacher forcing on the decoded text"
 )
 STUDY = "study.db"  # in a search folder (eval/search_results.py)
 MAX_FULL_REPORTS = 6  # reports shown side by side
@@ -69,18 +71,40 @@ CONDITION_FIELDS = (
         ComparisonField(name, itemgetter(name))
         for name in ("dtype", "device", "threads", "prompts")
     ),
-    ComparisonField("prompt file", lambda r: r["fingerprints"]["prompts"][:8]),
-    ComparisonField("template", lambda r: r["fingerprints"]["template"][:8]),
+    ComparisonField("prompt file", lambda r: _short_source(r["fingerprints"]["prompts"])),
+    ComparisonField("template", lambda r: shown_template(r["fingerprints"]["template"])),
     ComparisonField("max new tokens", lambda r: r["max_new_tokens"]),
 )
+SAME_TEXT = (  # conditions that reports must share to be ranked
+    "target weights", "target changed", "prompts", "prompt file", "template", "max new tokens",
+)  # fmt: skip
+SAME_TIMES = ("dtype", "device", "threads")  # moreover, to be ranked by speedup
 
 
 class RunResults(NamedTuple):
-    """A run: its folder, `training.json` (None while it trains), its reports by name."""
+    """A run.
+
+    Attributes:
+        training: `training.json`; None while it trains.
+        reports: by name.
+        own: predicted acceptance on text of the target's own; {} if it was not measured.
+    """
 
     folder: Path
     training: dict[str, Any] | None
     reports: dict[str, dict[str, Any]]
+    own: dict[str, float]
+
+    @property
+    def target(self) -> str:
+        """The fingerprint of the target's weights."""
+        return str(next(iter(self.reports.values()))["fingerprints"]["target"])
+
+    @property
+    def depths(self) -> int | None:
+        """The number of depths of predicted acceptance; None if it was not measured."""
+        held_out = self.own or (self.training or {}).get("held_out", {})
+        return sum(name.startswith("alpha@") for name in held_out) or None
 
 
 def load_runs(paths: Sequence[Path]) -> tuple[list[RunResults], list[RunError], list[Path]]:
@@ -127,6 +151,68 @@ def warnings(runs: Sequence[RunResults]) -> list[Text]:
     return messages
 
 
+# ---- ranking ----
+
+
+def ranking(runs: Sequence[RunResults]) -> list[str]:
+    """Return the order of the runs by each decoding of the same prompts that all of them have.
+
+    Without one they are ordered by the acceptance on the target's own text. Runs with different
+    targets, or without numbers on the same kind of text, are not ranked: the line says why.
+    """
+    if len(runs) < 2:
+        return []
+    newest = [{decoding_label(r): r for r in run.reports.values()} for run in runs]
+    labels = [label for label in newest[0] if all(label in of_run for of_run in newest)]
+    names, lines, reasons = [run.folder.name for run in runs], list[str](), list[str]()
+    for label in labels:
+        reports = [of_run[label] for of_run in newest]
+        timed = not _differing(reports, SAME_TIMES) and all(r["speedup"] for r in reports)
+        metric, same = ("speedup", SAME_TEXT) if timed else ("tau", (*SAME_TEXT, "policy"))
+        if differing := _differing(reports, same):
+            reasons.append(f"{label} differs in {', '.join(differing)}")
+            continue
+        values = [report[metric] or 0.0 for report in reports]
+        lines.append(f"ranked by {metric} of {label} on the same prompts: {_order(names, values)}")
+    if lines:
+        return lines
+    reasons = reasons or ["there is no decoding that all runs have"]
+    if is_rankable_by_own_text(runs):
+        values = [run.own["accept_length"] for run in runs]
+        how = f"predicted tau on the target's own text, chains of {runs[0].depths}"
+        return [f"ranked by {how} ({'; '.join(reasons)}): {_order(names, values)}"]
+    if len({run.target for run in runs}) > 1:
+        reasons.append("the targets differ")
+    elif without := [run.folder.name for run in runs if "accept_length" not in run.own]:
+        reasons.append(f"no acceptance on the target's own text in {', '.join(without)}")
+    else:
+        reasons.append("acceptance on the target's own text is for different depths")
+    return [f"not ranked: {'; '.join(reasons)}"]
+
+
+def is_rankable_by_own_text(runs: Sequence[RunResults]) -> bool:
+    """Return whether all runs have acceptance on text of one target, for equally many depths."""
+    measured = all("accept_length" in run.own for run in runs)
+    return measured and len({(run.target, run.depths) for run in runs}) == 1
+
+
+def _order(names: Sequence[str], values: Sequence[float]) -> str:
+    pairs = sorted(zip(values, names, strict=True), key=lambda pair: -pair[0])
+    return ", ".join(f"{name} {value:.2f}" for value, name in pairs)
+
+
+def _differing(reports: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[str]:
+    """Return which of these conditions have several values."""
+    fields = [row for row in CONDITION_FIELDS if row.name in conditions]
+    return [row.name for row in fields if len({str(row.read(r)) for r in reports}) > 1]
+
+
+def _shares_held_out_text(runs: Sequence[RunResults]) -> bool:
+    texts = {(run.training.get("budget", {}).get("text"), run.target) for run in runs
+             if run.training is not None}  # fmt: skip
+    return len(texts) == 1
+
+
 # ---- one row per run ----
 
 
@@ -158,6 +244,7 @@ def _table(title: str, runs: Sequence[RunResults], columns: Sequence[ComparisonF
 
 
 def _training_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
+    held, own = int(_shares_held_out_text(runs)), int(is_rankable_by_own_text(runs))
     names = {name for run in runs for name in (run.training or {}).get("held_out", {})}
     rates = sorted((n for n in names if n.startswith("alpha@")), key=lambda n: (len(n), n))
     return [
@@ -165,9 +252,11 @@ def _training_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
         ComparisonField("tokens/s", partial(_training_value, "tokens_per_second", 1.0), 0, 1),
         ComparisonField("start", partial(_training_value, "start_seconds", 1.0), 0),
         ComparisonField("peak MB", partial(_training_value, "peak_memory_bytes", MB), 0, -1),
-        *(ComparisonField(name, partial(_held_out_value, name), 3, 1) for name in rates),
+        *(ComparisonField(name, partial(_held_out_value, name), 3, held) for name in rates),
+        ComparisonField("depths", lambda run: run.depths, 0),
         ComparisonField("tau greedy", partial(_held_out_value, "accept_length"), 2),
         ComparisonField("tau T=1", partial(_held_out_value, "accept_length_sampling"), 2),
+        ComparisonField("own tau", lambda run: run.own.get("accept_length"), 2, own),
     ]
 
 
@@ -175,10 +264,13 @@ def _decoding_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
     rows = []
     for kind in dict.fromkeys(decoding_label(r) for run in runs for r in run.reports.values()):
         value = partial(partial, _decoding_value, kind)
-        rows.append(ComparisonField(f"{kind} tau", value("tau"), 2, 1))
+        reports = [r for run in runs for r in run.reports.values() if decoding_label(r) == kind]
+        better = int(not _differing(reports, SAME_TEXT))
+        rows.append(ComparisonField(f"{kind} depth", value("depth"), 0))
+        rows.append(ComparisonField(f"{kind} tau", value("tau"), 2, better))
         if kind.startswith("chain"):
             rows.append(ComparisonField("predicted", value("forecast"), 2))
-        rows.append(ComparisonField(f"{kind} speedup", value("speedup"), 2, 1))
+        rows.append(ComparisonField(f"{kind} speedup", value("speedup"), 2, better))
     return rows
 
 
@@ -219,13 +311,15 @@ def side_by_side(reports: dict[str, dict[str, Any]]) -> RenderableType:
 
 def report_table(reports: dict[str, dict[str, Any]]) -> Table:
     """Return a table with a row per metric and a column per report."""
-    table = Table("", *reports, title="reports side by side; the best of a row is green")
     contents = list(reports.values())
+    ranked = not _differing(contents, SAME_TEXT)
+    title = "reports side by side" + "; the best of a row is green" * ranked
+    table = Table("", *reports, title=title)
     for row in RESULT_FIELDS:
-        table.add_row(row.name, *_cells(row, contents))
+        table.add_row(row.name, *_cells(row._replace(better=row.better * ranked), contents))
     accept_at = zip_longest(*(report["accept_at"] for report in contents))
     for k, rates in enumerate(accept_at, start=1):
-        row = ComparisonField(f"accept@{k}", lambda rate: rate, 2, 1)
+        row = ComparisonField(f"accept@{k}", lambda rate: rate, 2, int(ranked))
         table.add_row(row.name, *_cells(row, rates))
     table.add_section()
     for row in CONDITION_FIELDS:
@@ -248,7 +342,26 @@ def _cells(row: ComparisonField, reports: Sequence[Any]) -> Iterable[Text]:
 
 def read_results(run: Path) -> RunResults:
     reports = {file.stem: read_fields(file) for file in sorted((run / "eval").glob("*.json"))}
-    return RunResults(run, read_training(run), reports)
+    return RunResults(run, training := read_training(run), reports, _own_metrics(run, training))
+
+
+def _own_metrics(run: Path, training: dict[str, Any] | None) -> dict[str, float]:
+    """Return the metrics on the target's own text: of self-generated text, the held-out ones."""
+    if training is None or "own_text" in training:
+        return dict((training or {}).get("own_text", {}))
+    data = (read_manifest(run) or {}).get("data")
+    generated = isinstance(data, dict) and data.get("source") == "self" and "given" not in data
+    return dict(training.get("held_out", {})) if generated else {}
+
+
+def _short_source(fingerprint: str) -> str:
+    """Return `tiny 1f0c9a2b` for the fingerprint of a source: its name and the end of its hash."""
+    return " ".join(word if len(word) <= 16 else word[-8:] for word in fingerprint.split())
+
+
+def shown_template(digest: str, digits: int = 8) -> str:
+    """Return the beginning of a template's hash; older reports have another, of 64 digits."""
+    return f"{digest[:digits]} (older hash)" if len(digest) == 64 else digest[:digits]
 
 
 def _no_report(run: Path) -> RunError:

@@ -126,6 +126,9 @@ def show(folder: Path, console: Console) -> None:
     require_shape(content, SEARCH, str(folder / STUDY), "Search in another folder.")
     metric = content["metric"]
     console.print(_table(trials, complete, metric))
+    if metric not in REPORT_METRICS and any("decoded tau" in t.user_attrs for t in complete):
+        legend = f"{metric}: of a chain of drafter.depths tokens; decoded tau: of decode.depth"
+        console.print(legend, highlight=False)
     if shares:
         parts = "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
         console.print(f"importance (PED-ANOVA): {parts}", highlight=False)

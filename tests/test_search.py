@@ -111,12 +111,18 @@ def test_base_configuration_runs_first_and_best_is_printed(
 def test_compare_shows_a_search(
     tmp_path: Path, play: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    play(by_rate)
+    def measured(words: dict[str, str], folder: Path, watch: Any) -> int:
+        (folder / "eval").mkdir()
+        (folder / "eval" / "eval.json").write_text('{"tau": 1.5}')
+        return by_rate(words, folder, watch)
+
+    play(measured)
     run_search(tmp_path, 4)
     capsys.readouterr()
     assert main(["compare", str(tmp_path)]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "4 complete trials, 0 pruned, 0 failed; the best by accept_length" in output
+    assert "accept_length: of a chain of drafter.depths tokens; decoded tau: of" in output
 
 
 def test_trial_below_median_is_pruned(tmp_path: Path, play: Any) -> None:

@@ -41,7 +41,8 @@ def acceptance_parts(run: RunFiles) -> Iterator[Part]:
         rates = {out: _points(report.summary.accept_at) for out, report in run.reports.items()}
         lines = {out: points for out, points in rates.items() if points}
         paint = curves(lines, "draft token k", "accept@k", marks=True)
-        yield draw("accept@k of every report", metric_definitions("accept_at"), paint)
+        if lines:
+            yield draw("accept@k of every report", metric_definitions("accept_at"), paint)
     for i, (out, report) in enumerate(run.reports.items()):
         details = list(_report_parts(run, out, report))
         title = f"{out}: {decoding_label(report.setting)}, {report.summary.prompts} prompts"
@@ -53,7 +54,7 @@ def _report_parts(run: RunFiles, out: str, report: Report) -> Iterator[Part]:
     if not rounds:
         yield Note(f"{out} {NO_OUTPUTS}", f"outrider eval run.dir={run.folder} eval.out={out}")
     definition = f"{metric_definitions('accept_at', 'cond_at')} {INTERVALS}"
-    if report.summary.accept_at:
+    if _points(report.summary.accept_at):
         yield _by_token(out, report, rounds, definition)
     yield _by_category("accept", out, report, rounds, definition)
     speed = metric_definitions("tau", "ms.round", "ms.baseline", "speedup", "tokens_per_second")

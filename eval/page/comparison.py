@@ -32,6 +32,7 @@ from outrider.train.metrics_log import read_log
 def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError]) -> list[Section]:
     """Return sections on speed and training, and the reports side by side if they are few."""
     notes: list[Part] = [Note(f"Left out: {error.message}") for error in without]
+    notes += [Note(line) for line in compare.ranking(runs)]
     notes += [Note(warning.plain) for warning in compare.warnings(runs)]
     cost, decoding, _ = compare.overview(runs).renderables
     assert isinstance(cost, ConsoleTable), "the first part of an overview is a table"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.compose import flatten
-from outrider.eval.compare import MB
+from outrider.eval.compare import MB, shown_template
 from outrider.eval.page.elements import Collapsible, Listing, Note, Part, Table, text_table
 from outrider.eval.page.figures import curves, draw, stacked_bars
 from outrider.eval.page.run_files import RunFiles
@@ -29,6 +29,11 @@ COSTS = (  # quantity, field of training.json, format, unit
     ("peak memory, MB", "peak_memory_bytes", ".0f", MB),
     ("best step", "best_step", ".0f", 1),
 )
+
+
+HELD_OUT = {  # fields of training.json
+    "held_out": "held-out text", "own_text": "the target's own answers to held-out prompts",
+}  # fmt: skip
 
 
 def logged_definitions(*lines: str) -> str:
@@ -83,12 +88,14 @@ def cost_parts(run: RunFiles) -> Iterator[Part]:
         yield draw("time by phase", definition, paint)
         cells = [[name, f"{value:.1f}"] for name, value in phases.items()]
         yield text_table("time by phase", ["phase", "seconds"], cells, definition)
-    if held := run.training.get("held_out"):
-        definition = logged_definitions(*held)
-        rows = [[name, f"{value:.3f}"] for name, value in held.items()]
-        title = f"held-out text, best step ({run.training.get('best_step')})"
-        table = text_table("held out", ["metric", "value"], rows, definition)
-        yield Collapsible(title, [table])
+    for name, text in HELD_OUT.items():
+        if held := run.training.get(name):
+            definition = logged_definitions(*held)
+            rows = [[metric, f"{value:.3f}"] for metric, value in held.items()]
+            depths = sum(metric.startswith("alpha@") for metric in held)
+            best = f"best step ({run.training.get('best_step')}), drafts of {depths} tokens"
+            table = text_table(text, ["metric", "value"], rows, definition)
+            yield Collapsible(f"{text}, {best}", [table])
 
 
 def _costs(training: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
@@ -119,14 +126,17 @@ def provenance_parts(run: RunFiles) -> Iterator[Part]:
     yield Collapsible("configuration", [Listing("config.yaml", run.config)])
 
 
+def _shown_hash(name: str, hashes: Mapping[str, Any]) -> str:
+    digest = str(hashes.get(name, "-"))
+    return shown_template(digest, 16) if name == "template" else digest[:16]
+
+
 def _fingerprints(run: RunFiles) -> Table:
     hashes = {out: dict(report.setting["fingerprints"]) for out, report in run.reports.items()}
     if trained := (run.manifest or {}).get("fingerprints"):
         hashes = {"training": dict(trained), **hashes}
     names = dict.fromkeys(name for column in hashes.values() for name in column)
-    rows = [
-        [name, *(str(column.get(name, "-"))[:16] for column in hashes.values())] for name in names
-    ]
+    rows = [[name, *(_shown_hash(name, column) for column in hashes.values())] for name in names]
     definition = (
         "Hashes, first 16 digits: target and drafter of their weights, template and prompts of "
         "their texts, tokenizer of its rules."

@@ -119,7 +119,8 @@ def _bytes_per_token(run: Path) -> float:
 
 def _table(rows: dict[str, dict[str, float]]) -> Table:
     head = ("setting", "bytes/token", "predicted T=0", "T=1", "tau", "loss", "s/step")
-    table = number_table("cost of smaller recordings", head, ("setting",))
+    depths = "predicted for drafter.depths tokens, tau of decode.depth"
+    table = number_table(f"cost of smaller recordings; {depths}", head, ("setting",))
     full = rows.get("bf16")
     for setting, row in rows.items():
         loss = "" if full is None else f"{1 - row['accept_length'] / full['accept_length']:+.1%}"
