@@ -1,15 +1,18 @@
 """Random mutations of valid files, for the fuzz tests of the readers of outside files.
 
-A test tries 40 examples; with `--hypothesis-profile=thorough` (conftest.py) 2,000. They are the
-same in every run.
+A test tries 40 examples; with `--hypothesis-profile=thorough` (conftest.py), as in `make test-all`,
+2,000. They are the same in every run.
 """
 
-import copy
 import json
 import math
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,24 +25,45 @@ HOSTILE: list[Any] = [
 FRAGMENTS = [
     b"", b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\x80", b"{", b"}", b"[" * 200, b'"', b"\\ud800",
     b"\\u0000", b"NaN", b"1e999", b"null", b"\n", b"\r", b",", b":", b"&a [*a]",
-    b"!!python/name:os.system",    b"\x1b[2J", b"9" * 30,
+    b"!!python/name:os.system", b"\x1b[2J", b"9" * 30,
 ]  # fmt: skip
+# made once, since hypothesis checks a strategy where it is made
+PICKLED = st.sampled_from([pickle.dumps(value) for value in HOSTILE])
+INSERTED = st.sampled_from(FRAGMENTS) | st.binary(max_size=6) | st.none()  # None: the slice twice
+ACTIONS = st.sampled_from(["replace", "replace", "replace", "remove", "add"])
+NEW_KEYS = st.sampled_from(["", "x", "\0", "__class__", "_target_"])
 
 
-def fuzz(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that runs a test with random arguments, as often as the profile says."""
+def fuzz(
+    share: float = 1.0, **strategies: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator that runs a test with random arguments, as often as the profile says.
+
+    Nothing is flushed to disk. `share` is of the examples, for a test whose steps take long.
+    """
 
     def decorate(test: Callable[..., None]) -> Any:
         thorough = settings.get_current_profile_name() == "thorough"
         chosen = settings(
-            max_examples=2000 if thorough else 40,
+            max_examples=round(share * (2000 if thorough else 40)),
             deadline=None,
             derandomize=True,  # the same examples on every machine
             suppress_health_check=list(HealthCheck),
         )
-        return chosen(given(**strategies)(test))
+        unflushed = patch("os.fsync", lambda _: None)(chosen(given(**strategies)(test)))
+        return pytest.mark.fuzz(unflushed)
 
     return decorate
+
+
+def replace_file(file: Path, data: bytes | None) -> None:
+    """Give a file these bytes; None: remove it.
+
+    It is a new file, since some file systems flush one that was truncated.
+    """
+    file.unlink(missing_ok=True)
+    if data is not None:
+        file.write_bytes(data)
 
 
 @st.composite
@@ -49,31 +73,30 @@ def mutated_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(out)))
         stop = min(len(out), start + draw(st.integers(0, 24)))
-        middle = draw(
-            st.sampled_from(FRAGMENTS) | st.binary(max_size=6) | st.just(out[start:stop] * 2)
-        )
+        middle = draw(INSERTED)
         rest = b"" if draw(st.integers(0, 9)) == 0 else out[stop:]
-        out = out[:start] + middle + rest
+        out = out[:start] + (out[start:stop] * 2 if middle is None else middle) + rest
     return out
 
 
 @st.composite
 def mutated_value(draw: st.DrawFn, valid: Any) -> Any:
     """Return a JSON value in which one to three entries are replaced, removed or added."""
-    out = {"": copy.deepcopy(valid)}
+    out = {"": pickle.loads(pickle.dumps(valid))}  # a copy, faster than deepcopy
     for _ in range(draw(st.integers(1, 3))):
-        holder = draw(st.sampled_from(_containers(out)))
-        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        containers = _containers(out)
+        holder = containers[draw(st.integers(0, len(containers) - 1))]
+        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
         if not keys:
             continue
-        key = draw(st.sampled_from(keys))
-        action = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"]))
-        value = copy.deepcopy(draw(st.sampled_from(HOSTILE)))
+        key = keys[draw(st.integers(0, len(keys) - 1))]
+        action = draw(ACTIONS)
+        value = pickle.loads(draw(PICKLED))
         if action == "remove" and holder is not out:
             del holder[key]
         elif action == "add" and holder is not out:
             if isinstance(holder, dict):
-                holder[draw(st.sampled_from(["", "x", "\0", "__class__", "_target_"]))] = value
+                holder[draw(NEW_KEYS)] = value
             else:
                 holder.insert(key, value)
         else:

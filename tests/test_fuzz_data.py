@@ -15,8 +15,9 @@ from pyarrow import parquet
 
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.files import sha256_of, write_json
+from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config
+from outrider.data import corpus
 from outrider.data.batches import select_rows
 from outrider.data.conversations import Prompt, Summary, read_conversations, read_prompts
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
@@ -28,9 +29,10 @@ from outrider.data.sources import data_source, suite_source
 from outrider.data.tokenise import conversation_key
 from outrider.data.training_data import TrainingData
 from outrider.launch.doctor import text
+from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.load import LoadedTarget
 from tests import test_record
-from tests.mutations import fuzz, mutated_bytes, mutated_json, mutated_value
+from tests.mutations import fuzz, mutated_bytes, mutated_json, mutated_value, replace_file
 from tests.test_record import config, trace_cache, training_data
 
 pytestmark = pytest.mark.untyped  # files hold values of any type
@@ -62,6 +64,7 @@ def parquet_bytes() -> bytes:
 
 
 JSONL = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
+PRINTED = set[frozenset[tuple[str, int]]]()  # counts, which most examples have in common
 CSV = b'id,prompt,completion\n1,"a ""b""",c\n2,d,"[1]"\n'
 
 
@@ -83,7 +86,9 @@ def read_text(file: Path) -> None:
             assert turns[-1]["role"] == "assistant"
             conversation_key(turns)
             " ".join(turn["content"] for turn in turns).encode()
-        Reporter(Console(file=io.StringIO())).print(summary)
+        if (counts := frozenset(summary.counts.items())) not in PRINTED:
+            Reporter(Console(file=io.StringIO())).print(summary)
+            PRINTED.add(counts)
 
     def prompts() -> list[Prompt]:
         return read_prompts(suite_source(str(file)))
@@ -102,25 +107,25 @@ def read_text(file: Path) -> None:
     if isinstance(rows, list) else json.dumps(rows).encode()
 ))  # fmt: skip
 def test_json_lines(place: Path, data: bytes) -> None:
-    (place / "a.jsonl").write_bytes(data)
+    replace_file(place / "a.jsonl", data)
     read_text(place / "a.jsonl")
 
 
 @fuzz(data=mutated_json(RECORDS))
 def test_json_arrays(place: Path, data: bytes) -> None:
-    (place / "a.json").write_bytes(data)
+    replace_file(place / "a.json", data)
     read_text(place / "a.json")
 
 
 @fuzz(data=mutated_bytes(CSV))
 def test_csv(place: Path, data: bytes) -> None:
-    (place / "a.csv").write_bytes(data)
+    replace_file(place / "a.csv", data)
     read_text(place / "a.csv")
 
 
 @fuzz(data=mutated_bytes(parquet_bytes()))
 def test_parquet(place: Path, data: bytes) -> None:
-    (place / "a.parquet").write_bytes(data)
+    replace_file(place / "a.parquet", data)
     read_text(place / "a.parquet")
 
 
@@ -150,8 +155,12 @@ def recordings(loaded: LoadedTarget, place: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def used(place: Path) -> Config:
-    return config(f"data.traces={place / 'used'}", "data.holdout=0.4")
+def used(loaded: LoadedTarget, place: Path) -> Iterator[Config]:
+    """The configuration of the recording `used`; the target's fingerprints are computed once."""
+    known = fingerprints(loaded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "fingerprints", lambda _: known)
+        yield config(f"data.traces={place / 'used'}", "data.holdout=0.4")
 
 
 def use_recording(loaded: LoadedTarget, settings: Config) -> None:
@@ -172,13 +181,15 @@ def with_file(source: Path, folder: Path, name: str, data: bytes) -> None:
     """Copy a folder with one file replaced, whose hash is that of its bytes."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, folder)
-    (folder / name).write_bytes(data)
+    replace_file(folder / name, data)
     if name.startswith("shard-") and name.endswith(".safetensors"):
-        write_json(folder / name.replace(".safetensors", ".json"),
-                   {"sha256": sha256_of(folder / name)})  # fmt: skip
+        change_json(folder / name.replace(".safetensors", ".json"), sha256=sha256_of(folder / name))
     elif name.startswith("about"):
-        manifest = json.loads((folder / "manifest.json").read_text())
-        write_json(folder / "manifest.json", {**manifest, "about": sha256_of(folder / name)})
+        change_json(folder / "manifest.json", about=sha256_of(folder / name))
+
+
+def change_json(file: Path, **fields: Any) -> None:
+    replace_file(file, json.dumps({**json.loads(file.read_text()), **fields}).encode())
 
 
 @fuzz(data=st.data())
@@ -220,11 +231,9 @@ def test_generated_text(place: Path, name: str, data: Any) -> None:
                         mutated_bytes(content))  # fmt: skip
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, folder)
-    (folder / name).write_bytes(mutated)
+    replace_file(folder / name, mutated)
     if not is_manifest:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        shards = {name: sha256_of(folder / name)}
-        write_json(folder / "manifest.json", {**manifest, "shards": shards})
+        change_json(folder / "manifest.json", shards={name: sha256_of(folder / name)})
 
     def read() -> list[GeneratedAnswer]:
         store = GeneratedStore(folder, {"a": 1})
@@ -252,8 +261,7 @@ def test_cached_rows_are_read_as_written_or_computed_again(
 ) -> None:
     cache, batch, trace, content = cached
     (file,) = cache.files.values()
-    file.write_bytes(data.draw(mutated_bytes(content)))
-    again = trace_cache(loaded, cache.path, 1e9)
-    other = again.trace(batch)
+    replace_file(file, data.draw(mutated_bytes(content)))
+    other = TraceCache(cache.path, cache.layout, loaded.target, 1e9).trace(batch)
     assert torch.equal(other.taps, trace.taps)
     assert torch.equal(other.last, trace.last)

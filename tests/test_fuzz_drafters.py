@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from outrider.models.drafter import Drafter
 from outrider.models.formats import mtp_layouts
 from outrider.models.formats.mtp_merge import merge_into_target
 from tests import tiny
-from tests.mutations import fuzz, mutated_json, mutated_safetensors
+from tests.mutations import fuzz, mutated_json, mutated_safetensors, replace_file
 from tests.outside import Case
 
 pytestmark = pytest.mark.untyped
@@ -51,6 +52,8 @@ class Folders:
             config = tiny.config(case.name, **case.changes)
             case.format.write(drafter, self.target, config, root / name)
             self.files[name] = {file.name: file.read_bytes() for file in (root / name).iterdir()}
+        self.present = {name: dict(files) for name, files in self.files.items()}
+        for name in NAMES:
             self.load_and_use(name, {})
         self.home = root / "target"
         self.target.model.save_pretrained(self.home)
@@ -70,14 +73,13 @@ class Folders:
         json.dumps(asdict(config), allow_nan=False)
         self.draft(drafter)
 
-    def write(self, name: str, files: dict[str, bytes | None]) -> None:
-        """Give the folder these files alone."""
-        for file in (self.root / name).iterdir():
-            if files.get(file.name) is None:
-                file.unlink()
-        for file_name, data in files.items():
-            if data is not None:
-                (self.root / name / file_name).write_bytes(data)
+    def write(self, name: str, files: Mapping[str, bytes | None]) -> None:
+        """Give the folder these files alone; write those that it does not have."""
+        present = self.present[name]
+        for file in present.keys() | files.keys():
+            if files.get(file) != present.get(file):
+                replace_file(self.root / name / file, files.get(file))
+        self.present[name] = {file: data for file, data in files.items() if data is not None}
 
     def draft(self, drafter: Drafter) -> None:
         ids = torch.tensor([[5, 40, 17, 23, 9]])
@@ -94,8 +96,11 @@ class Folders:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(tmp_path_factory.mktemp("drafters"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
+    made = Folders(tmp_path_factory.mktemp("drafters"))
+    with pytest.MonkeyPatch.context() as patch:  # weights that a file then replaces
+        patch.setattr("torch.nn.init.normal_", lambda tensor, *_, **__: tensor)
+        yield made
 
 
 @pytest.mark.parametrize("kind", ["native", "eagle3", "eagle|hass", "medusa", "mtp", "draft_lm"])

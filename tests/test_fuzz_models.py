@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from outrider.conf.errors import ConfigError, RunError
@@ -23,7 +23,13 @@ from outrider.models.decode.static_tree import StaticTree
 from outrider.models.formats.fingerprints import fingerprints
 from tests import tiny
 from tests.families import small_model
-from tests.mutations import fuzz, mutated_bytes, mutated_json, mutated_safetensors
+from tests.mutations import (
+    fuzz,
+    mutated_bytes,
+    mutated_json,
+    mutated_safetensors,
+    replace_file,
+)
 
 pytestmark = pytest.mark.untyped
 ERRORS = (ConfigError, RunError)
@@ -60,6 +66,9 @@ class Folder:
         small_model("llama", **SMALL).save_pretrained(path)
         self.tokenizer = small_tokenizer()
         self.tokenizer.save_pretrained(path, save_jinja_files=False)
+        self.settings = TargetConfig(name="hf", path=str(path))
+        self.config = AutoConfig.from_pretrained(path)
+        self.empty = load.meta_model(self.settings)
         self.load_target()
         self.load_tokenizer()
 
@@ -71,24 +80,27 @@ class Folder:
         """Replace a file, or remove it."""
         file = self.path / name
         before = file.read_bytes() if file.exists() else None
-        write_or_remove(file, data)
+        replace_file(file, data)
         try:
             yield
         finally:
-            write_or_remove(file, before)
+            replace_file(file, before)
 
-    def load_target(self) -> None:
-        """Load the target, whose tokenizer is as it was, or refuse it."""
-        settings = TargetConfig(name="hf", path=str(self.path))
-        with suppress(*ERRORS), patch.object(load, "load_tokenizer", lambda _: self.tokenizer):
-            loaded = load.load_target(settings)
+    def load_target(self, other_config: bool = False) -> None:
+        """Load the target, or refuse it; what the other files describe is known."""
+        known: dict[str, Any] = {"load_tokenizer": lambda _: self.tokenizer}
+        if not other_config:
+            known["meta_model"] = lambda _: self.empty
+        with suppress(*ERRORS), patch.multiple(load, **known):
+            loaded = load.load_target(self.settings)
             self.target = loaded.target
             fingerprints(loaded)
 
     def load_tokenizer(self) -> None:
         """Load the tokenizer, or refuse it, and do what a run does first."""
         try:
-            tokenizer = load.load_tokenizer(TargetConfig(name="hf", path=str(self.path)))
+            with patch.object(AutoConfig, "from_pretrained", lambda *_, **__: self.config):
+                tokenizer = load.load_tokenizer(self.settings)
             load.stop_ids(tokenizer, self.target)
         except ERRORS as error:
             str(error).encode()
@@ -103,13 +115,6 @@ class Folder:
                 render(tokenizer, [{"role": "user", "content": "ab"}])
 
 
-def write_or_remove(file: Path, data: bytes | None) -> None:
-    if data is None:
-        file.unlink(missing_ok=True)
-    else:
-        file.write_bytes(data)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     logging.disable_progress_bar()
@@ -120,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 @fuzz(data=st.data())
 def test_settings_of_a_target(folder: Folder, name: str, data: st.DataObject) -> None:
     with folder.replaced(name, data.draw(mutated_json(folder.json(name)))):
-        folder.load_target()
+        folder.load_target(other_config=name == "config.json")
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])

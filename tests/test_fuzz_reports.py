@@ -1,5 +1,6 @@
 """Fuzz tests of run folders: mutated files are shown, or refused with an error of the project."""
 
+import copy
 import io
 import json
 import shutil
@@ -15,8 +16,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import optuna
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hydra import compose as hydra_compose
 from hypothesis import strategies as st
+from jinja2 import Environment
 from omegaconf import OmegaConf
 
 from outrider.conf.command_settings import PublishConfig, ReportConfig
@@ -32,7 +34,14 @@ from outrider.launch.cli import main
 from outrider.models.decode.from_config import policy_of
 from outrider.models.load import load_tokenizer
 from outrider.train.settings import load_run, parse, read_saved_config
-from tests.mutations import HOSTILE, fuzz, mutated_bytes, mutated_json, mutated_value
+from tests.mutations import (
+    HOSTILE,
+    fuzz,
+    mutated_bytes,
+    mutated_json,
+    mutated_value,
+    replace_file,
+)
 from tests.test_page import write_run, write_search
 
 pytestmark = pytest.mark.untyped
@@ -45,6 +54,7 @@ OBJECTS = (
     "training.json", "manifest.json", "calibration.json", "eval/chain-t0.json", "plan/plan.json",
 )  # fmt: skip
 LINES = ("metrics.jsonl", "eval/chain-t0.outputs.jsonl")
+PRINTED = set[str]()  # runs, which most examples have in common
 
 
 class Run:
@@ -57,13 +67,13 @@ class Run:
 
     def show(self, file: str, content: bytes) -> None:
         """Show the run with this content of a file on the page, in tables and in the card."""
-        (self.folder / file).write_bytes(content)
+        replace_file(self.folder / file, content)
         try:
             for shown in VIEWS if file in OBJECTS else [show_page]:
                 with suppress(*ERRORS):
                     shown(self)
         finally:
-            (self.folder / file).write_bytes(self.valid[file])
+            replace_file(self.folder / file, self.valid[file])
 
 
 def show_page(run: Run) -> None:
@@ -75,10 +85,13 @@ def show_page(run: Run) -> None:
 def show_tables(run: Run) -> None:
     console = Console(file=io.StringIO(), width=160)
     runs, *_ = compare.load_runs([run.folder])
+    if repr(runs) in PRINTED:
+        return
     for shown in (compare.overview(runs), *compare.warnings(runs)):
         console.print(shown)
     console.print(compare.side_by_side(compare.all_reports(runs)))
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
+    PRINTED.add(repr(runs))
 
 
 def write_card(run: Run) -> None:
@@ -133,7 +146,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setattr(search_results, "_plot", lambda *_: b"")
         patch.setattr(card, "target_fingerprint", lambda _target: "0123")
         patch.setattr(card, "fingerprint", lambda _tensors: "d")
+        patch.setattr(card, "Environment", once(Environment))  # which holds compiled templates
+        patch.setattr("outrider.conf.compose.hydra_compose", once(hydra_compose))
         yield Run(folder, config)
+
+
+def once(make: Any) -> Any:
+    """Return a function whose result for the same positional arguments is made once, and copied."""
+    made = dict[str, Any]()
+
+    def get(*values: Any, **options: Any) -> Any:
+        if (key := repr(values)) not in made:
+            made[key] = make(*values, **options)
+        return copy.copy(made[key])
+
+    return get
 
 
 def mutated_file(run: Run, file: str) -> st.SearchStrategy[bytes]:
@@ -161,18 +188,18 @@ def test_the_valid_run_is_shown(run: Run) -> None:
 @fuzz(data=st.data())
 def test_any_saved_configuration_is_shown_or_refused(run: Run, data: st.DataObject) -> None:
     file = run.folder / "config.yaml"
-    file.write_bytes(data.draw(mutated_bytes(run.valid["config.yaml"])))
+    replace_file(file, data.draw(mutated_bytes(run.valid["config.yaml"])))
     with suppress(*ERRORS):
         saved = read_saved_config(run.folder)
         parse(saved)
         section = Section("origin", "", [Listing("config.yaml", OmegaConf.to_yaml(saved))])
         as_html(Page("", [], [section], "")).encode()
-    file.write_bytes(run.valid["config.yaml"])
+    replace_file(file, run.valid["config.yaml"])
 
 
 @fuzz(data=mutated_json(RANKS))
 def test_any_table_of_ranks_gives_a_tree_or_is_refused(run: Run, data: bytes) -> None:
-    (run.folder / "ranks.json").write_bytes(data)
+    replace_file(run.folder / "ranks.json", data)
     decode = DecodeConfig(name="static_tree", depth=2, width=2, nodes=3)
     with suppress(*ERRORS):
         tables = rank_tables.read_tables(run.folder)
@@ -188,7 +215,7 @@ def test_any_search_is_shown_or_refused(run: Run, data: st.DataObject) -> None:
     folder = run.folder.parent / "search"
     folder.mkdir(exist_ok=True)
     valid = json.loads((write_search(folder) / "search.json").read_text())
-    (folder / "search.json").write_bytes(data.draw(mutated_json(valid)))
+    replace_file(folder / "search.json", data.draw(mutated_json(valid)))
     with suppress(*ERRORS):
         page = build._page("", [], [comparison.search_section(folder, "search")], [folder])
         as_html(page).encode()
@@ -227,10 +254,10 @@ TEXTS = st.sampled_from(HOSTILE).map(json.dumps) | st.sampled_from(["", "{", "CO
 @fuzz(data=st.data())
 def test_any_study_is_shown_or_refused(study: Path, run: Run, data: st.DataObject) -> None:
     file = run.folder / search_results.STUDY
-    shutil.copyfile(study, file)
     if data.draw(st.booleans()):
         file.write_bytes(data.draw(mutated_bytes(study.read_bytes())))
     else:
+        shutil.copyfile(study, file)
         table, column = data.draw(st.sampled_from(COLUMNS))
         value = data.draw(TEXTS | st.sampled_from([None, 0, -7, 2**40, 1e300, b"\xff"]))
         with closing(sqlite3.connect(file)) as base, suppress(sqlite3.Error):
@@ -259,29 +286,22 @@ def test_any_published_folder_is_verified_or_refused(run: Run, data: st.DataObje
         content = data.draw(mutated_json(json.loads(text))) if name == changed else text.encode()
         if name == "model.safetensors":
             content = len(content).to_bytes(8, "little") + content + bytes(16)
-        (folder / name).write_bytes(content)
+        replace_file(folder / name, content)
     assert verify_folder.main([str(folder)]) in (0, 1)
 
 
 # ---- the commands ----
 
 
-COMMANDS = settings(  # a command takes a quarter of a second
-    max_examples=200 if settings.get_current_profile_name() == "thorough" else 20, deadline=None,
-    derandomize=True, suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("verb", ["report", "compare"])
-@COMMANDS
-@given(data=st.data())
+@fuzz(data=st.data(), share=0.25)
 def test_a_command_shows_the_run_or_exits_with_a_message(
     run: Run, verb: str, data: st.DataObject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = data.draw(st.sampled_from([*OBJECTS, *LINES, "config.yaml"]))
     yaml = mutated_bytes(run.valid["config.yaml"])
     content = data.draw(yaml if file == "config.yaml" else mutated_file(run, file))
-    (run.folder / file).write_bytes(content)
+    replace_file(run.folder / file, content)
     words = [f"run.dir={run.folder}"] if verb == "report" else [str(run.folder)]
     stopped = ""
     try:
@@ -290,7 +310,7 @@ def test_a_command_shows_the_run_or_exits_with_a_message(
     except SystemExit as stop:
         stopped = f"{stop.code}"
     finally:
-        (run.folder / file).write_bytes(run.valid[file])
+        replace_file(run.folder / file, run.valid[file])
     if stopped:
         shown = capsys.readouterr().err
         assert stopped == "2"

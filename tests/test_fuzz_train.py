@@ -5,17 +5,18 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import strategies as st
 from torch import nn
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.files import write
 from outrider.conf.shown_text import for_terminal
 from outrider.data.training_data import TrainingData
 from outrider.launch import train
@@ -27,7 +28,7 @@ from outrider.train.metrics_log import MetricsLog
 from outrider.train.schedule import fraction_done
 from outrider.train.settings import parse, read_saved_config
 from outrider.train.trainer import Trainer
-from tests.mutations import fuzz, mutated_bytes, mutated_json, mutated_value
+from tests.mutations import fuzz, mutated_bytes, mutated_json, mutated_value, replace_file
 from tests.runs import QUIET, config
 
 pytestmark = pytest.mark.untyped  # files hold values of any type
@@ -117,7 +118,7 @@ def refused(action: Callable[[], object]) -> bool:
 @fuzz(state=mutated_json(STATE))
 def test_a_changed_state_is_the_same_or_set_aside(pair: Path, state: bytes) -> None:
     """Only a file without version and hash, as of an earlier version, may say anything else."""
-    (pair / "step-00000002" / "state.json").write_bytes(state)
+    replace_file(pair / "step-00000002" / "state.json", state)
     progress = load(pair)
     if progress.step == 2:
         content = json.loads(state)
@@ -129,18 +130,18 @@ def test_a_changed_state_is_the_same_or_set_aside(pair: Path, state: bytes) -> N
 def test_a_changed_state_of_an_earlier_version_is_used_or_set_aside(
     pair: Path, state: bytes
 ) -> None:
-    (pair / "step-00000002" / "state.json").write_bytes(state)
+    replace_file(pair / "step-00000002" / "state.json", state)
     assert load(pair).step in (1, 2)
 
 
 @fuzz(tensors=mutated_bytes(TENSORS) | mutated_header())
 def test_changed_tensors_are_set_aside(pair: Path, tensors: bytes) -> None:
-    save_state(pair, STATE)
-    (pair / "step-00000002" / "state.safetensors").write_bytes(tensors)
+    replace_file(pair / "step-00000002" / "state.json", json.dumps(STATE).encode())
+    replace_file(pair / "step-00000002" / "state.safetensors", tensors)
     try:
         assert load(pair).step == (2 if tensors == TENSORS else 1)
     finally:
-        (pair / "step-00000002" / "state.safetensors").write_bytes(TENSORS)
+        replace_file(pair / "step-00000002" / "state.safetensors", TENSORS)
 
 
 @fuzz(tensors=mutated_bytes(TENSORS) | mutated_header())
@@ -148,21 +149,17 @@ def test_changed_tensors_with_their_hash_are_one_message(pair: Path, tensors: by
     """As someone may write them who also writes the hashes."""
     folder = pair / "step-00000002"
     checkpoint._write_state(folder, SAVED, hashlib.sha256(tensors).hexdigest())
-    (folder / "state.safetensors").write_bytes(tensors)
+    replace_file(folder / "state.safetensors", tensors)
     try:
         refused(lambda: load(pair))
     finally:
-        (folder / "state.safetensors").write_bytes(TENSORS)
-
-
-def save_state(folder: Path, state: dict[str, Any]) -> None:
-    (folder / "step-00000002" / "state.json").write_text(json.dumps(state))
+        replace_file(folder / "state.safetensors", TENSORS)
 
 
 @fuzz(content=mutated_bytes(METRICS), step=st.integers(0, 5))
 def test_a_changed_log_is_rewound_or_refused(pair: Path, content: bytes, step: int) -> None:
     file = pair / "metrics.jsonl"
-    file.write_bytes(content)
+    replace_file(file, content)
     log: Any = SimpleNamespace(main=True, file=file)
     if refused(lambda: MetricsLog.rewind(log, step)):
         assert file.read_bytes() == content
@@ -201,41 +198,51 @@ def test_a_changed_manifest_is_compared_or_refused(run: Trainer, content: Any, e
     data = content.get("data") if isinstance(content, dict) else None
     if isinstance(data, dict) and exact:
         data["sha256_documents"] = run.data.about["sha256_documents"]
-    with pytest.MonkeyPatch.context() as patch, kept(run.folder / "manifest.json") as file:
-        patch.setattr(resume, "read_saved_config", lambda _: None)
-        patch.setattr(resume, "parse", lambda _: run.config)
-        file.write_text(json.dumps(content))
+    with known_config(run), kept(run.folder / "manifest.json") as file:
+        replace_file(file, json.dumps(content).encode())
         refused(lambda: resume.require_same_run(run))
 
 
 @fuzz(content=mutated_bytes(json.dumps(MANIFEST).encode()))
 def test_a_changed_manifest_of_bytes_is_refused(run: Trainer, content: bytes) -> None:
-    with kept(run.folder / "manifest.json") as file:
-        file.write_bytes(content)
+    with known_config(run), kept(run.folder / "manifest.json") as file:
+        replace_file(file, content)
         assert refused(lambda: resume.require_same_run(run))
 
 
-class kept:
-    """A file that has its content again afterwards."""
+@contextmanager
+def known_config(run: Trainer) -> Iterator[None]:
+    """Resume without reading config.yaml, which takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "read_saved_config", lambda _: None)
+        patch.setattr(resume, "parse", lambda _: run.config)
+        yield
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.content = file, file.read_bytes()
 
-    def __enter__(self) -> Path:
-        return self.file
+@contextmanager
+def kept(file: Path) -> Iterator[Path]:
+    """Give a file its content again afterwards."""
+    content = file.read_bytes()
+    try:
+        yield file
+    finally:
+        replace_file(file, content)
 
-    def __exit__(self, *_: object) -> None:
-        write(self.file, self.content)
+
+@pytest.fixture(scope="module")
+def changed_config(run: Trainer) -> Any:
+    """Mutations of config.yaml: of its bytes, or of its values."""
+    text = (run.folder / "config.yaml").read_bytes()
+    as_json = mutated_value(yaml.safe_load(text)).map(lambda value: json.dumps(value).encode())
+    return mutated_bytes(text) | as_json
 
 
 @fuzz(draw=st.data())
-def test_a_changed_configuration_is_compared_or_refused(run: Trainer, draw: Any) -> None:
+def test_a_changed_configuration_is_compared_or_refused(
+    run: Trainer, changed_config: Any, draw: Any
+) -> None:
     with kept(run.folder / "config.yaml") as file:
-        import yaml
-
-        values = yaml.safe_load(file.read_text())
-        as_json = mutated_value(values).map(lambda value: json.dumps(value).encode())
-        file.write_bytes(draw.draw(mutated_bytes(file.read_bytes()) | as_json))
+        replace_file(file, draw.draw(changed_config))
         if not refused(lambda: parse(read_saved_config(run.folder))):
             refused(lambda: resume.require_same_run(run))
 
@@ -246,7 +253,7 @@ SUMMARY = {"steps": 2, "seconds": 1.5, "phases": {"steps": 1.0}, "held_out": {"l
 @fuzz(content=mutated_json(SUMMARY))
 def test_a_changed_training_summary_is_used_or_refused(run: Trainer, content: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch, kept(run.folder / "training.json") as file:
-        file.write_bytes(content)
+        replace_file(file, content)
         refused(lambda: best_drafter.has_result(run))
         patch.setattr(train, "quick_report", lambda *_: None)
         patch.setattr(train, "_has_reports", lambda _: False)
@@ -262,5 +269,5 @@ def test_a_changed_training_summary_is_used_or_refused(run: Trainer, content: by
 @fuzz(draw=st.data())
 def test_a_changed_best_drafter_is_published_or_refused(run: Trainer, draw: Any) -> None:
     with kept(best_drafter.best_folder(run) / "config.json") as file:
-        file.write_bytes(draw.draw(mutated_json(json.loads(file.read_text()))))
+        replace_file(file, draw.draw(mutated_json(json.loads(file.read_text()))))
         refused(lambda: best_drafter.write_result(run))
