@@ -32,17 +32,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from rich.table import Column, Table
 from torch import Tensor
 
-from outrider.conf.console import Console
 from outrider.conf.errors import CorruptFile
 from outrider.conf.files import write_json
 from outrider.conf.json_shapes import read_object
-from outrider.conf.schema import Config
-from outrider.models import process
 from outrider.models.decode import tree_shapes
-from outrider.models.decode.from_config import best_tree
 from outrider.models.decode.gumbel_coupling import log_exponential
 from outrider.models.decode.sampling import draw
 from outrider.models.decode.warping import warp
@@ -59,7 +54,6 @@ TINY = 1e-30  # avoids 0 / 0 in rows without remaining probability
 FILE, FORMAT = "ranks.json", "outrider-ranks-1"
 RANKS = 10  # columns of the tables of a run
 HELD_OUT_TOKENS = 8192  # of held-out text for the tables
-TREE_NODES = 8  # nodes of the trees written by `outrider ranks`, for decode.tree
 DraftKind = Literal["best", "drawn", "coupled"]
 TABLES: dict[str, tuple[float, DraftKind]] = {
     "best@0": (0.0, "best"),
@@ -248,31 +242,6 @@ def read_tables(folder: Path) -> dict[str, Tensor] | None:
     return tables
 
 
-def ranks(config: Config) -> int:
-    """Run the verb: measure the tables of a finished run on its held-out text, and print them."""
-    from outrider.data.corpus import load_training_data
-    from outrider.data.reporter import Reporter
-    from outrider.models.formats import native
-    from outrider.models.load import load_target
-
-    process.set_threads()
-    console, folder = Console(), Path(config.run.dir)
-    loaded = load_target(config.target, process.device())
-    drafter, _ = native.load(folder / "drafter", loaded.target)
-    data = load_training_data(config, loaded, drafter.taps, Reporter(console))
-    measure_held_out(folder, drafter, loaded.target, data, config.data.max_length)
-    tables = read_tables(folder) or {}
-    for name, table in tables.items():
-        console.print(chance_table(name, table))
-        best = best_tree(name, table, TREE_NODES)
-        tree_shapes.write(best, folder / f"tree-{name}.json")
-        tau = tree_shapes.expected(best, table)
-        console.print(f"best tree of {TREE_NODES} nodes, {tau:.2f} tokens per round:")
-        console.print(tree_shapes.picture(best), highlight=False)
-    console.print(f"written: {folder / FILE}, {folder}/tree-*.json", highlight=False)
-    return 0
-
-
 def measure_held_out(
     folder: Path, drafter: Drafter, target: Target, data: "TrainingData", length: int
 ) -> None:
@@ -281,12 +250,3 @@ def measure_held_out(
     target.set_taps(drafter.taps)
     rows = max(1, HELD_OUT_TOKENS // length)
     measure_tables(folder, drafter, target, list(data.held_traces(target, rows, not changed)))
-
-
-def chance_table(name: str, table: Float[Tensor, "D K"]) -> Table:
-    title = f"{name}: probability that the k-th candidate is the accepted one"
-    ranks = (Column(str(rank + 1), justify="right") for rank in range(table.shape[1]))
-    output = Table("depth", *ranks, title=title)
-    for depth, row in enumerate(table.tolist(), start=1):
-        output.add_row(str(depth), *(f"{rate:.3f}" for rate in row))
-    return output

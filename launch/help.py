@@ -25,6 +25,7 @@ from outrider.conf.short_forms import SHORT_FORMS
 from outrider.launch.verbs import VERBS, Verb
 from outrider.train.settings import CHANGEABLE_KEYS
 
+WIDE = 100  # columns: into a file or pipe, and where columns of all groups are aligned
 EXPLAIN = "--explain prints every table, and the definition of every number."
 EXAMPLES = {
     "train": """
@@ -145,7 +146,7 @@ def benchmark(program: str, bench: Verb) -> int:
     values = flatten(dataclasses.asdict(options()))
     console = _console()
     console.print(f"{program} [key=value ...]: {bench.line}\n", highlight=False, markup=False)
-    console.print(_table(list(schema_keys(options, "")), {key: show(v) for key, v in values}))
+    _print_table(console, list(schema_keys(options, "")), {key: show(v) for key, v in values})
     return 0
 
 
@@ -172,7 +173,7 @@ def reference(program: str, verb: Verb, own: str = "", everything: bool = False)
     console.print()
     if own:
         console.print(Text(own, style="bold"))
-        console.print(_table(list(schema_keys(VERB_GROUPS[own], own)), defaults(own, "default")))
+        _print_table(console, list(schema_keys(VERB_GROUPS[own], own)), defaults(own, "default"))
     if everything or root not in EVERYDAY:
         _print_groups(console, root)
     else:
@@ -207,7 +208,7 @@ def _print_everyday(console: Console, program: str, root: str) -> None:
         else:
             rows += [key for key in group_keys(group, started.get(group)) if key.name == name]
             values |= defaults(group, started[group]) if group in started else {}
-    console.print(_table(rows, values))
+    _print_table(console, rows, values)
     console.print(f"{program} --help all lists every key.\n", highlight=False)
 
 
@@ -221,14 +222,14 @@ def _print_groups(console: Console, root: str) -> None:
         keys = group_keys(group, started.get(group))
         rows = [key for key in keys if key.name in values or key.name in of_group]
         console.print(_title(group, started))
-        console.print(_table(rows, values | of_group))
+        _print_table(console, rows, values | of_group)
     if "experiment" in started:
         console.print(_title("experiment", started), Text("  presets that cross groups\n"))
 
 
 def _console() -> Console:
-    """Return a console, 100 columns wide when its output goes into a file or pipe."""
-    return Console(width=None if sys.stdout.isatty() else 100)
+    """Return a console, WIDE when its output goes into a file or pipe."""
+    return Console(width=None if sys.stdout.isatty() else WIDE)
 
 
 def _title(group: str, started: Mapping[str, str | None]) -> Text:
@@ -238,14 +239,15 @@ def _title(group: str, started: Mapping[str, str | None]) -> Text:
     return text.append(f"   (default {started[group]})") if started[group] else text
 
 
-def _table(rows: list[KeyHelp], values: Mapping[str, str]) -> Table:
+def _print_table(console: Console, rows: list[KeyHelp], values: Mapping[str, str]) -> None:
+    wide = console.width >= WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True, min_width=28)
-    table.add_column(min_width=14, max_width=26, overflow="fold")
+    table.add_column(no_wrap=True, min_width=28 if wide else None)
+    table.add_column(min_width=14 if wide else None, max_width=26 if wide else 18, overflow="fold")
     table.add_column()
     for key in rows:
         allowed = f" ({key.allowed})" if key.allowed else ""
         meaning = Text(key.meaning).append(allowed, style="dim")
         table.add_row(Text(f"  {key.name}"), Text(values.get(key.name, "")), meaning)
     table.add_row()
-    return table
+    console.print(table)

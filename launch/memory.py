@@ -223,7 +223,8 @@ def memory(overrides: list[str], explain: bool = False) -> int:
     machine, console = MACHINES[settings.gpu], Console()
     available = (1 - SPARE) * (GB * settings.room if settings.room else machine.memory)
     sizes, target, drafter = ParameterCounts.of(model), *meta_models(model, config)
-    config = adapt(config, Reporter(console).note, target.shape())
+    notes = list[str]()
+    config = adapt(config, notes.append, target.shape())
     by_place = {}
     for place, quantise in PLACES:
         setting = replace(config.target, place=place, quantise=quantise)  # type: ignore[arg-type]
@@ -237,12 +238,15 @@ def memory(overrides: list[str], explain: bool = False) -> int:
     for line in (
         f"{name}: {sizes.whole / 1e9:.2f} billion parameters of {sizes.width} bytes; "
         f"{config.drafter.name}: {_count(drafter.parameters()) / 1e6:.0f} million",
-        f"{config.train.batch_tokens:,} tokens per step, launch={config.launch.name}, {machines}",
+        f"{config.train.batch_tokens:,} tokens per step in rows of {config.data.max_length:,}, "
+        f"launch={config.launch.name}, {machines}",
         _time_and_disk(config, target, drafter, settings.gpus * machine.flops),
     ):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_table(by_place, available))
     if explain:
+        for note in notes:
+            Reporter(console).note(note)
         more = math.ceil(sizes.width * sizes.whole / available)
         print_definitions(console, DEFINITIONS | {"apart": f"on {more} more GPU(s)"})
     return 0
