@@ -36,6 +36,7 @@ ROLES = {
 }
 RULES = {
     "used": "kept",
+    "not selected": "left out: beyond data.max_samples, or in a damaged file of a recording",
     "bad row": "left out: cannot be read (data.skip_bad)",
     "in the suite": "left out: has a question of eval.prompts, or nearly",
     "unknown shape": "left out: none of the known keys holds turns",
@@ -49,6 +50,7 @@ RULES = {
     "late system turn": "the conversation ends before it: templates refuse it",
     "unanswered question": "a last question without an answer: dropped",
     "no answer": "left out: a prompt without an answer",
+    "short": "left out: fewer answer tokens than data.shortest",
     "rows of one answer": "each answer is a row, with the turns before it",
     "far answers": "left out by data.supervise=each: after the first 500 of a conversation",
     "rewritten": "the template changes earlier turns: answers found by text",
@@ -67,7 +69,10 @@ class Message(TypedDict):
 
 @dataclass
 class Summary:
-    """Counts of the rules in `RULES`. Prints as a table: `console.print(summary)`."""
+    """Counts of the rules in `RULES`. Prints as a table: `console.print(summary)`.
+
+    Every conversation is counted once as used or left out; it may be repaired by several rules.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -77,7 +82,11 @@ class Summary:
         self.counts[reason] += count
 
     def __rich__(self) -> Table:
-        table = Table("case", "count", "rule", title="conversations")
+        left_out = sum(n for case, n in self.counts.items() if RULES[case].startswith("left out:"))
+        used = self.counts["used"]
+        unit = "rows of one answer" if self.counts["rows of one answer"] else "conversations"
+        title = f"{unit}: {used + left_out:,} read = {used:,} used + {left_out:,} left out"
+        table = Table("case", "count", "rule", title=title)
         for reason, rule in RULES.items():
             if self.counts[reason]:
                 table.add_row(reason, f"{self.counts[reason]:,}", rule)

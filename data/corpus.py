@@ -5,6 +5,7 @@ a recording (`data.traces`). Training questions that overlap with the evaluation
 or left out.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,10 +99,9 @@ def load_text(
     else:
         source = conversation_source(data)
         text = _tokenise(source, data.max_samples, data, loaded.tokenizer, overlap, reporter)
-    documents, _ = _fit_rows(text.documents, data, reporter)
-    show_samples(reporter, loaded.tokenizer, documents)
+    show_samples(reporter, loaded.tokenizer, text.documents)
     loaded.target.set_taps(taps)  # generation has set other ones
-    return pack_documents(documents, data, loaded.target.vocab_size, text.about)
+    return pack_documents(text.documents, data, loaded.target.vocab_size, text.about)
 
 
 # ---- recorded text ----
@@ -122,6 +122,11 @@ def _from_recording(
     documents, recording = _select(documents, recording, config, reporter)
     layout, top = folder.manifest["layout"], folder.layout.top
     about = {**folder.manifest["source"], "traces": str(folder.path), "layout": layout}
+    cases = Counter(about.get("cases", {})) + Counter(about.pop("given_cases", {}))
+    if unused := sum(folder.shard_documents) - len(documents):
+        cases["not selected"] += unused
+        reporter.note(f"{unused} recorded conversations are not used")
+    about["cases"] = dict(cases | {"used": len(documents)})
     data = pack_documents(documents, config.data, loaded.target.vocab_size, about)
     position = {id(document): i for i, document in enumerate(documents)}
     sides = split_holdout(documents, config.data.holdout)
@@ -151,7 +156,7 @@ def _select(
     if suite != config.eval.prompts:
         compared = suite or "null"
         reporter.note(f"the recorded text was compared with eval.prompts={compared}, not these")
-    documents, kept = _fit_rows(documents, data, reporter)
+    documents, kept = _fit_rows(documents, data)
     return documents, recording.select(kept)
 
 
@@ -170,28 +175,31 @@ def _self_generated(
         raise RunError(why, fix)
     limit = generate.samples
     prompts = load_prompts(config, loaded, limit, reporter)
-    contaminated = _contaminated_prompts(prompts, overlap, reporter)
+    contaminated = _contaminated_prompts(prompts, overlap)
     store = generate_answers(config, loaded, prompts, reporter)
     answers = [
         answer for answer in sorted(store.answers(), key=lambda answer: answer.index)
         if (limit is None or answer.index < limit) and answer.key not in contaminated
     ]  # fmt: skip
-    used = answers[: config.data.max_samples]
-    documents = [replace(answer.to_document(), source="self") for answer in used]
-    cases = {"used": len(answers)}
-    if contaminated:
-        cases["in the suite"] = len(contaminated)
-    about: dict[str, Any] = {"source": "self", "store": store.about, "cases": cases}
+    selected = answers[: config.data.max_samples]
+    documents, _ = _fit_rows(
+        [replace(answer.to_document(), source="self") for answer in selected], config.data
+    )
+    cases = +Counter({
+        "used": len(documents), "short": len(selected) - len(documents),
+        "not selected": len(answers) - len(selected), "in the suite": len(contaminated),
+    })  # fmt: skip
+    if len(cases) > 1:
+        reporter.print(Summary(cases))
+    about: dict[str, Any] = {"source": "self", "store": store.about, "cases": dict(cases)}
     if config.data.given is None:
         return Text(documents, about)
-    given = _given(len(documents), config.data, loaded, overlap, reporter)
+    given = _given(len(selected), config.data, loaded, overlap, reporter)
     about |= {"given": given.about["sha256"], "given_cases": given.about["cases"]}
     return Text(documents + given.documents, about)
 
 
-def _contaminated_prompts(
-    prompts: Sequence[Prompt], overlap: OverlapFilter, reporter: Reporter
-) -> set[str]:
+def _contaminated_prompts(prompts: Sequence[Prompt], overlap: OverlapFilter) -> set[str]:
     """Return the keys of prompts that are in the suite.
 
     Their answers are generated but not used: the text does not depend on the suite, so that runs
@@ -202,8 +210,6 @@ def _contaminated_prompts(
         for prompt in prompts if overlap.overlaps(prompt.turns[:1])
     }  # fmt: skip
     overlap.raise_if_refused()
-    if keys:
-        reporter.print(f"{len(keys)} prompts are in the suite and left out")
     return keys
 
 
@@ -240,10 +246,13 @@ def _tokenise(
         supervise=data.supervise, cut=data.long == "cut", reporter=reporter,
     )  # fmt: skip
     overlap.raise_if_refused()
-    if summary.counts:
-        reporter.print(summary)
+    with_answers = len(documents)
+    documents, _ = _fit_rows(documents, data)
+    summary.counts["used"] = len(documents)
+    summary.add("short", with_answers - len(documents))
+    reporter.print(summary)
     name = source.name or (source.local_path.name if source.local_path else source.location)
-    about = {"source": data.name, "sha256": source.fingerprint(), "cases": dict(summary.counts)}
+    about = {"source": data.name, "sha256": source.fingerprint(), "cases": dict(+summary.counts)}
     return Text([replace(document, source=name) for document in documents], about)
 
 
@@ -258,21 +267,19 @@ def _overlap_filter(config: Config) -> OverlapFilter:
     return OverlapFilter([] if mode == "keep" else load_suite(config, None), mode)
 
 
-def _fit_rows(
-    documents: Sequence[Document], data: DataConfig, reporter: Reporter
-) -> tuple[list[Document], list[int]]:
+def _fit_rows(documents: Sequence[Document], data: DataConfig) -> tuple[list[Document], list[int]]:
     """Cut documents to a row; return the numbers of those with enough answer tokens as well."""
     length, shortest = data.max_length, data.shortest
     cut = [replace(d, ids=d.ids[:length], answer=d.answer[:length]) for d in documents]
     kept = [i for i, document in enumerate(cut) if document.answer.sum() >= shortest]
-    if short := len(cut) - len(kept):
-        reporter.print(f"{short} conversations have fewer than {shortest} answer tokens: left out")
     return [cut[i] for i in kept], kept
 
 
 def _summary(data: TrainingData) -> str:
+    cases = {**data.about.get("cases", {}), **data.about.get("given_cases", {})}
+    unit = "rows of one answer" if "rows of one answer" in cases else "conversations"
     return (
-        f"data: {data.about['documents']} conversations, {len(data.train)} training rows of "
+        f"data: {data.about['documents']} {unit}, {len(data.train)} training rows of "
         f"{data.train.length} tokens ({data.train.fill:.1%} filled, "
         f"{data.train.supervised:.1%} supervised), {len(data.held)} held-out rows"
         + (", recorded traces" if data.recorded else "")

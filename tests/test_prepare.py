@@ -1,5 +1,6 @@
 """From settings to training data: what is mixed, recorded and shared."""
 
+import io
 import json
 import os
 import re
@@ -9,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from outrider.conf.compose import compose
+from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError, exit_on_error
 from outrider.data.corpus import load_training_data
 from outrider.data.record.reader import RecordedTraces
@@ -59,7 +60,9 @@ def training_data(loaded: LoadedTarget, *words: str) -> TrainingData:
 def test_given_conversations_are_mixed_in_at_their_share(loaded: LoadedTarget, given: Path) -> None:
     """A quarter of all: seven beside twenty. Mixed text is not recorded."""
     mixed = training_data(loaded, f"data.given={given}", "data.given_share=0.25")
-    assert len(mixed.documents) == ANSWERS + 7
+    assert len(mixed.documents) == mixed.about["documents"] == ANSWERS + 7
+    assert mixed.about["cases"] == {"used": ANSWERS}
+    assert mixed.about["given_cases"] == {"used": 7}
     assert mixed.recorded is None
     assert "given" in mixed.about
     alone = training_data(loaded)
@@ -185,6 +188,65 @@ def test_rows_of_mixed_shapes_are_used_or_counted(
     expected = Counter(case for _, case in SHAPES)
     assert {case: int(counts[case]) for case in expected} == {**expected, "used": 32, "no turns": 3}
     assert "data: 32 conversations" in output
+
+
+MIXED = [  # a row and how often it is left out, by reason
+    (GOOD[0], ""),  # a copy
+    ({"messages": [{"role": role, "content": "Two plums?"} for role in ("user", "user", "assistant",
+                                                                         "user")]}, ""),
+    ('{"prompt": "cut o', "bad row"),
+    ({"text": "in no shape"}, "unknown shape"),
+    ({"turns": ["a question"]}, "no answer"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "no turns"),
+    ({"prompt": "What is the colour of a plum?", "completion": "It is blue."}, "in the suite"),
+    ({"prompt": "Many?", "completion": "plum " * 200}, "too long"),
+    ({"prompt": "One?", "completion": "a"}, "short"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "used"), [(None, 32), (31, 31), (7, 7)])
+def test_every_row_is_used_or_left_out_once(
+    loaded: LoadedTarget, tmp_path: Path, limit: int | None, used: int
+) -> None:
+    """Screen, manifest and rows show the same number, and the cases add up to the rows read."""
+    rows = [row if isinstance(row, str) else json.dumps(row) for row, _ in MIXED]
+    (tmp_path / "a.jsonl").write_text("\n".join([*GOOD, *rows]))
+    suite = {"id": "one", "turns": ["What is the colour of a plum?"]}
+    (tmp_path / "suite.jsonl").write_text(json.dumps(suite))
+    config = parse(compose([
+        "target=tiny", "data=jsonl", f"data.path={tmp_path / 'a.jsonl'}", "data.max_length=64",
+        "data.holdout=0.2", f"eval.prompts={tmp_path / 'suite.jsonl'}", "data.overlap=drop",
+        "data.long=drop", "data.skip_bad=1", "data.shortest=3",
+        f"data.max_samples={'null' if limit is None else limit}",
+    ]))  # fmt: skip
+    console = Console(file=io.StringIO(), width=200)
+    data = load_training_data(config, loaded, (1, 3, 4), Reporter(console))
+    output = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    left_out = Counter(reason for _, reason in MIXED if reason) if limit is None else Counter()
+    cases = data.about["cases"]
+    assert {case: cases.get(case, 0) for case in ("used", *left_out)} == {"used": used, **left_out}
+    assert len(data.documents) == data.about["documents"] == used
+    title = f"conversations: {used + len(left_out)} read = {used} used + {len(left_out)} left out"
+    assert title in output
+    assert f"data: {used} conversations, " in output
+
+
+def test_rows_of_one_answer_are_counted_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": role, "content": "plums"} for role in ("user", "assistant") * 2]
+    rows = [json.dumps({"messages": [{"role": "user", "content": f"{n}?"}, *turns[1:]]})
+            for n in range(10)]  # fmt: skip
+    code, output = prepare(tmp_path, "\n".join(rows), capsys, "data.supervise=each")
+    assert code == 0
+    assert "rows of one answer: 20 read = 20 used + 0 left out" in output
+    assert "data: 20 rows of one answer, " in output
+
+
+def test_self_generated_text_beyond_max_samples_is_counted(loaded: LoadedTarget) -> None:
+    about = training_data(loaded, "data.mode=online", f"data.max_samples={ANSWERS - 5}").about
+    assert about["cases"] == {"used": ANSWERS - 5, "not selected": 5}
+    assert about["documents"] == ANSWERS - 5
 
 
 BAD = {

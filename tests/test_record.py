@@ -427,7 +427,11 @@ def test_text_limits_apply_to_recordings(loaded: LoadedTarget, tmp_path: Path) -
     record(config(f"data.traces={tmp_path}"))
     words = ("data.max_samples=12", "data.max_length=40", "data.shortest=9")
     limited = training_data(loaded, config(f"data.traces={tmp_path}", *words))
-    assert 0 < len(limited.documents) < 12
+    used, whole = len(limited.documents), RecordingFolder(tmp_path).manifest["source"]["cases"]
+    assert 0 < used < 12
+    cases = {**whole, "used": used, "not selected": whole["used"] - used}
+    assert limited.about["cases"] == cases
+    assert limited.about["documents"] == used
     assert all(document.answer.sum() >= 9 for document in limited.documents)
     batch = first_batch(limited)
     assert limited.recorded is not None

@@ -85,7 +85,8 @@ class RecordingFolder:
                 raise RunError(f"{path} stores states in {states}, which is no longer read.", fix)
             self.shard_documents: list[int] = list(self.manifest["shards"])
             source, counts = self.manifest["source"], [*self.shard_documents]
-            counts += {**source.get("cases", {}), **source.get("given_cases", {})}.values()
+            for name in ("cases", "given_cases"):
+                counts += source.get(name, {}).values()
             if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
                 raise ValueError("shards and cases must be counts")
 
