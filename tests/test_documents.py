@@ -63,6 +63,13 @@ def test_test_files_named_in_pages_exist() -> None:
                 assert (ROOT / name).is_file(), f"{page.name}: {name}"
 
 
+def test_tests_named_by_the_page_on_security_exist() -> None:
+    named = re.findall(r"`(test_\w+)::(\w+)`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) > 40
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / "tests" / f"{file}.py").read_text(), f"{file}::{name}"
+
+
 def test_the_map_of_files_is_current() -> None:
     """`python docs/reference_pages.py` updates it."""
     done = subprocess.run([sys.executable, str(ROOT / "docs" / "reference_pages.py"), "--check"])
