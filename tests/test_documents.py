@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
+MODULE = "-m outrider train"  # how a launcher starts the installed package
 PLACEHOLDERS = ("...", "DRAFTER", "FILE", "FOLDER", "${")
 
 
@@ -24,7 +25,8 @@ def commands() -> list[list[str]]:
     """Every training command of README and documentation that has no placeholder."""
     blocks = [re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL) for page in PAGES]
     text = "\n".join(block for page in blocks for block in page).replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if re.search(r"\btrain\.py\b", line)]
+    lines = [line.replace(MODULE, "train.py") for line in text.splitlines()]
+    lines = [line for line in lines if re.search(r"\btrain\.py\b", line)]
     whole = [line for line in lines if not any(word in line for word in PLACEHOLDERS)]
     return [shlex.split(line, comments=True) for line in dict.fromkeys(whole)]
 
@@ -40,6 +42,17 @@ def test_every_training_command_is_valid(words: list[str]) -> None:
         overrides = read_sweep([word for word in overrides if word != "-m"])[1]
     for job in expand_overrides(overrides):
         parse(compose(job))
+
+
+def test_builds_of_torch_are_those_of_the_containerfile() -> None:
+    """README and quick start name a CUDA and a CPU build."""
+    containerfile = (ROOT / "launch" / "Containerfile").read_text()
+    for page in (ROOT / "README.md", ROOT / "docs" / "quickstart.md"):
+        text = page.read_text()
+        builds = set(re.findall(r"/whl/(\w+)", text))
+        assert builds == {"cpu", "cu130"}, page.name
+        assert all(re.search(rf"\b{build}\b", containerfile) for build in builds)
+        assert "-m outrider train" in text
 
 
 def test_make_targets_of_the_readme_exist() -> None:
