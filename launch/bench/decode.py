@@ -107,7 +107,8 @@ def rounds(words: list[str]) -> int:
     run = LoadedRun(words)
     rows: list[dict[str, Any]] = []
     head = "draft shape", "rule", "T", "tau", *PARTS, "other", "round", "overhead"
-    table = narrow_table("milliseconds per round (medians)", head, ("draft shape", "rule"))
+    table = narrow_table(head, ("draft shape", "rule"))
+    table.title = "milliseconds per round (medians)"
     for temperature, coupled in ((0.0, False), (1.0, False), (1.0, True)):
         for name, shape in SHAPES.items():
             policy = replace(shape, draft=COUPLED) if coupled else shape
