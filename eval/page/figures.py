@@ -22,7 +22,7 @@ from matplotlib.ticker import ScalarFormatter
 
 from outrider.eval.page.elements import Figure
 
-SIZE = (5.0, 3.0)  # inches
+SIZE = (4.8, 2.9)  # inches
 LOWEST = 2.2  # inches, of a figure with few bars
 BAR = 0.15  # inches per bar of a group
 MAX_LABEL = 24  # characters
