@@ -104,6 +104,20 @@ def test_stated_sums_are_those_of_the_memory_command(
     assert cells[2:6] == [gpus, total, hours, disk]
 
 
+def test_operations_of_a_step_are_those_counted_by_hand(
+    config_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """EAGLE-3 with 7 depths and the target with its head, on 65,536 tokens of Llama-3.1-8B."""
+    path = config_folder("llama31_8b_eagle3")
+    assert main(["memory", "experiment=llama31_8b_eagle3", f"target.path={path}"]) == 0
+    hidden, inner, keys = 4096, 14336, 1024
+    layer = 2 * hidden * (hidden + 2 * keys) + hidden**2 + 3 * hidden * inner  # reads two states
+    drafter = layer + 3 * hidden**2 + 32000 * hidden  # fusion of three taps, and the head
+    row = 7 * 6 * drafter + 2 * 8.030e9 + 2 * 128256 * hidden
+    printed = float(re.findall(r"([\d.]+) PFLOP", capsys.readouterr().out)[0])
+    assert printed == pytest.approx(65536 * row / 1e15, rel=3e-3)
+
+
 # ---- a short run ---------------------------------------------------------------------------------
 
 
