@@ -117,9 +117,7 @@ class DataConfig:
         "refuse", "training questions that nearly equal one of eval.prompts: refuse, drop or keep"
     )
     max_length: int = option(
-        256,
-        "tokens per row at most; null: 1024 (data=tiny: 256), within the target's positions",
-        "[8, 4194304]",
+        256, "tokens per row; null: 1024 (data=tiny: 256), at most the positions", "[8, 4194304]"
     )
     long: Literal["cut", "drop"] = option("cut", "conversations that are too long: cut or drop")
     shortest: int = option(1, "answer tokens per conversation at least", COUNT)
@@ -177,12 +175,8 @@ class DrafterConfig:
     """Settings that every drafter has; the `Config` of each drafter adds its own."""
 
     name: str = ""
-    depths: int = option(
-        4, "", DEPTHS
-    )  # draft tokens per row in training; held-out text is measured at all depths
-    draft_vocab_size: int | None = option(
-        None, "", COUNT
-    )  # most frequent answer tokens, which are drafted; None: all
+    depths: int = option(4, "", DEPTHS)  # of training; held-out text is measured at all of them
+    draft_vocab_size: int | None = option(None, "", COUNT)  # most frequent answer tokens; None: all
     loss: tuple[str, ...] = ("soft_ce",)  # sum of terms such as "0.1*soft_ce" (train/losses.py)
     depth_weights: str = "geometric:0.8"  # see losses.parse_depth_weights; 0: only measured
     renormalise: bool = True  # the teacher's probabilities sum to 1 over the draft vocabulary
@@ -193,6 +187,11 @@ class DrafterConfig:
             within = field.metadata.get("within", "")
             check_interval(within, getattr(self, field.name), f"drafter.{field.name}")
         self.require_choice("normalise", "rows", "tokens")
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest draft; without an end for a drafter that reads its own output."""
+        return 2**31
 
     def why_unsupported(self, launch: str) -> str:
         """Return why the drafter cannot be trained under this launch, "" if it can."""
@@ -311,7 +310,7 @@ class DecodeConfig:
     name: Literal["chain", "static_tree", "sampled_tree", "dynamic_tree", "opt_tree"] = option(
         "chain", "draft policy (choose with decode=...)"
     )
-    depth: int = option(3, "draft tokens along one path; null: at most drafter.depths", DEPTHS)
+    depth: int = option(3, "draft tokens along one path; null: as far as the drafter can", DEPTHS)
     width: int = option(1, "children per node, and nodes expanded per level", NODES)
     nodes: int = option(3, "draft tokens that the target verifies in one forward", NODES)
     draft: Literal["auto", "best", "drawn", "independent", "coupled"] = option(

@@ -3,7 +3,7 @@
     train.lr         3.5e-3 (192 / hidden size)^1.5 (train.batch_tokens / 2048)^0.5, and not more
                      than 3.5e-3
     data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
-    decode.depth     3 for a chain, 8 for opt_tree, else 4, and not more than drafter.depths
+    decode.depth     3 for a chain, 8 for opt_tree, else 4, and not more than the drafter can
 
 The learning rate equals what a search found for the embedded target (hidden size 192), what
 experiment=smollm2 uses (5e-4 for 576), and what is published for a hidden size of 4096 (EAGLE-3 and
@@ -48,12 +48,12 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
         notes.append(f"data.max_length={longest}, the target's positions")
         config = replace(config, data=replace(config.data, max_length=longest))
     if "decode.depth" in config.automatic:
-        config = replace(config, decode=limit_depth(config.decode, config.drafter.depths))
+        config = replace(config, decode=limit_depth(config.decode, config.drafter.max_depth))
     if "decode.depth" in config.automatic or config.eval.grid:
         used = [decode for _, decode in decodings(config)]
         if any(decode.depth < automatic_depth(decode.name) for decode in used):
-            notes.append(f"decode.depth={config.drafter.depths}, as deep as drafter.depths")
+            notes.append(f"decode.depth={config.drafter.max_depth}, as deep as the drafter can")
     if notes:
-        note(f"not set, and chosen: {'; '.join(notes)}")
+        note(f"not set, so chosen: {'; '.join(notes)}")
     kept = () if shape is not None else ("train.lr", "data.max_length")
     return replace(config, automatic=tuple(key for key in config.automatic if key in kept))

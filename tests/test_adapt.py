@@ -77,18 +77,21 @@ def test_the_learning_rate_falls_with_the_hidden_size_and_rises_with_the_batch()
 
 
 def test_settings_adapt_to_a_larger_target_with_one_note() -> None:
-    config, notes = adapted("data=self", "drafter.depths=2", hidden=576, positions=512)
+    config, notes = adapted(
+        "data=self", "drafter=mtp", "drafter.depths=2", hidden=576, positions=512
+    )
     assert (config.train.lr, config.data.max_length) == (learning_rate(576, 2048), 512)
     assert (config.decode.depth, config.decode.nodes) == (2, 2)
     assert notes == [
-        "not set, and chosen: train.lr=0.00067 for hidden size 576 and 2048 tokens per step; "
-        "data.max_length=512, the target's positions; decode.depth=2, as deep as drafter.depths"
+        "not set, so chosen: train.lr=0.00067 for hidden size 576 and 2048 tokens per step; "
+        "data.max_length=512, the target's positions; decode.depth=2, as deep as the drafter can"
     ]
 
 
 def test_settings_of_the_user_stay() -> None:
-    set_ones = ["train.lr=3.5e-3", "data.max_length=1024", "decode.depth=3", "drafter.depths=2"]
-    config, notes = adapted("data=self", *set_ones, hidden=576, positions=512)
+    drafter = ["drafter=mtp", "drafter.depths=2"]
+    own = ["train.lr=3.5e-3", "data.max_length=1024", "decode.depth=3"]
+    config, notes = adapted("data=self", *drafter, *own, hidden=576, positions=512)
     assert (config.train.lr, config.data.max_length, config.decode.depth) == (3.5e-3, 1024, 3)
     assert notes == []
 
@@ -104,14 +107,17 @@ def test_experiments_keep_their_learning_rate() -> None:
         (["drafter=mtp", "drafter.depths=2"], 2, 2),
         (["drafter=medusa", "drafter.depths=1"], 1, 1),
         (["drafter=eagle3", "drafter.depths=7"], 3, 3),
+        (["drafter=eagle3", "drafter.depths=2"], 3, 3),
+        (["drafter=mtp", "drafter.mode=recurrent", "drafter.depths=2"], 3, 3),
         (["drafter=mtp", "decode=dynamic_tree"], 3, 8),
-        (["drafter=eagle3", "decode=opt_tree"], 4, 8),
+        (["drafter=eagle3", "decode=opt_tree"], 8, 8),
         (["drafter=eagle3", "decode=dynamic_tree"], 4, 8),
     ],
 )
-def test_a_draft_is_at_most_as_deep_as_the_drafter_is_trained(
+def test_a_draft_is_at_most_as_deep_as_the_drafter_can(
     words: list[str], depth: int, nodes: int
 ) -> None:
+    """Medusa has heads and a chained MTP modules; the others read their own output and go on."""
     config, _ = adapted(*words)
     assert (config.decode.depth, config.decode.nodes) == (depth, nodes)
 
@@ -162,9 +168,9 @@ def test_a_search_begins_with_the_values_for_its_target(wide: Path) -> None:
 def test_a_run_and_its_evaluation_use_and_store_what_was_chosen(
     wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*SHORT, f"target={wide}", f"run.dir={tmp_path}", "drafter.depths=2"]
+    words = [*SHORT, f"target={wide}", f"run.dir={tmp_path}", "drafter=mtp", "drafter.depths=2"]
     assert train(parsed(*words)) == 0
-    assert "note: not set, and chosen: train.lr=" in capsys.readouterr().out
+    assert "note: not set, so chosen: train.lr=" in capsys.readouterr().out
     saved = OmegaConf.load(tmp_path / "config.yaml")
     assert saved.train.lr == learning_rate(256, 256)
     assert (saved.data.max_length, saved.decode.depth, saved.decode.nodes) == (64, 2, 2)
@@ -172,7 +178,7 @@ def test_a_run_and_its_evaluation_use_and_store_what_was_chosen(
     assert "is finished" in capsys.readouterr().out
     evaluation = load_run(tmp_path, ["eval.limit=1", "eval.max_new_tokens=4", "eval.warmup=0"])
     assert evaluate(evaluation) == 0
-    assert "note: not set, and chosen: decode.depth=2" in capsys.readouterr().out
+    assert "note: not set, so chosen: decode.depth=2" in capsys.readouterr().out
 
 
 def test_rows_longer_than_the_positions_are_refused_before_training(

@@ -157,12 +157,12 @@ def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`.
 
-    Those of the grid are at most as deep as the drafter is trained for.
+    Those of the grid are at most as deep as the drafter can draft.
     """
     if not config.eval.grid:
         return [(config.eval.out, config.decode)]
     parsed = map(parse_policy_at_temperature, config.eval.grid)
-    return [(name, limit_depth(decode, config.drafter.depths)) for name, decode in parsed]
+    return [(name, limit_depth(decode, config.drafter.max_depth)) for name, decode in parsed]
 
 
 def limit_depth(decode: DecodeConfig, depths: int) -> DecodeConfig:

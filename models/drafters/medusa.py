@@ -60,6 +60,10 @@ class Config(DrafterConfig):
             why += "target covers the draft vocabulary only, so use null with adapter_rank"
             raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: {why}")
 
+    @property
+    def max_depth(self) -> int:
+        return self.depths
+
 
 class ResidualHead(nn.Module):
     """Layers x + silu(Wx + b); W = 0 and b = 0 at first, so it is the identity."""
@@ -86,7 +90,7 @@ class Medusa(BatchDrafter):
     ) -> None:
         super().__init__()
         self.cfg, self.target, self.vocab, self.taps = cfg, target, vocab, taps
-        self.max_depth, self.target_loss_weight = cfg.depths, cfg.keep
+        self.max_depth, self.target_loss_weight = cfg.max_depth, cfg.keep
         hidden, owned = target.shape().hidden, cfg.depths if cfg.own_heads else 0
         self.blocks = nn.ModuleList(ResidualHead(hidden, cfg.res_layers) for _ in range(cfg.depths))
         self.lm_heads = nn.ModuleList(

@@ -62,6 +62,10 @@ class Config(DrafterConfig):
             why = "set it to the target's folder if init=target, and to null otherwise"
             raise ValueError(f"warm_start = {self.warm_start}: {why}")
 
+    @property
+    def max_depth(self) -> int:
+        return self.depths if self.mode == "chained" else super().max_depth
+
 
 class Mtp(BatchDrafter):
     """The modules, and the mode that runs them. Guesses are normed states, inputs of the head."""
@@ -83,9 +87,10 @@ class Mtp(BatchDrafter):
         init_linear_weights(self)
         runner: MtpChain | MtpLoop
         if chained:
-            runner, self.max_depth = MtpChain(stages, target, vocab, cfg.attention), cfg.depths
+            runner = MtpChain(stages, target, vocab, cfg.attention)
         else:
             runner = MtpLoop(stages[0], target, vocab, cfg.depths, cfg.attention)
+        self.max_depth = cfg.max_depth
         self._runner = (runner,)  # in a tuple, so that its parameters are not registered twice
 
     def head(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows Vd"]:
