@@ -11,7 +11,7 @@ A shape is one of
     (shape, shape)                  one of these
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ def find_mismatch(value: Any, shape: Any, name: str = "") -> str:
         found = [find_mismatch(value, one, name) for one in shape]
         return "" if "" in found else found[0]
     if isinstance(shape, list) and isinstance(value, list) and len(shape) in (1, len(value)):
-        parts = iter([(x, shape[i % len(shape)], f"{name}[{i}]") for i, x in enumerate(value)])
+        entries = _to_check(value) if len(shape) == 1 else enumerate(value)
+        parts: Iterator[Any] = ((x, shape[i % len(shape)], f"{name}[{i}]") for i, x in entries)
     elif isinstance(shape, dict) and isinstance(value, dict):
         parts = _fields(value, shape, name)
     elif value is MISSING:
@@ -81,6 +82,19 @@ def find_mismatch(value: Any, shape: Any, name: str = "") -> str:
         expected = NAMES.get(kind, repr(shape))
         return "" if _fits(value, shape) else f"{name} is {repr(value)[:60]}, not {expected}"
     return next(filter(None, (find_mismatch(*part) for part in parts)), "")
+
+
+def _to_check(values: list[Any]) -> Iterable[tuple[int, Any]]:
+    """Return (index, entry) of a long list's different entries; of whole numbers only the ends.
+
+    A shape that has the smallest and the largest number has all between.
+    """
+    if not {*map(type, values)} <= {int, str, type(None)}:
+        return enumerate(values)
+    index = {entry: i for i, entry in enumerate(values)}
+    numbers = [entry for entry in index if type(entry) is int]
+    ends = (min(numbers), max(numbers)) if numbers else ()
+    return [(i, entry) for entry, i in index.items() if type(entry) is not int or entry in ends]
 
 
 def _fields(
