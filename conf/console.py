@@ -60,11 +60,11 @@ class Console(RichConsole):
             yield part
 
     def _needed_width(self, column: Column) -> int:
-        """Return the width that shows every cell: whole numbers, and text wrapped between words."""
-        sizes = [self.measure(cell) for cell in (column.header, *column.cells)]
-        whole = max(size.maximum for size in sizes)
+        """Return the width that shows every cell: numbers whole, long text wrapped."""
+        cells = (column.header, *column.cells)
+        whole = max(self.measure(cell).maximum for cell in cells)
         if not _is_whole(column):
-            whole = min(max(size.minimum for size in sizes), NARROWEST)
+            whole = min(whole, NARROWEST)
         return max(whole, column.min_width or 0)
 
 

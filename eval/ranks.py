@@ -31,7 +31,7 @@ DEFINITIONS = {
     "best@1": "top-k draft tokens at temperature 1; accepted if the target draws it",
     "drawn@1": "drawn without replacement; accepted by the ratio of the probabilities",
     "coupled@1": "top-k under the noise that the target's draw shares",
-    "1st choice": "probability at each depth that the first candidate is the accepted one, given "
+    "1st at depth": "probability at each depth that the first candidate is the accepted one, given "
     "that its parent was",
     "chain, tree": "expected tokens per round of the longest chain, and of the best tree of "
     f"{TREE_NODES} nodes",
@@ -71,23 +71,24 @@ def print_ranks(
         tables: at least one.
         in_full: every table with its best tree, and the definitions.
     """
-    name, first = next(iter(tables.items()))
-    tree, chain = (f"{tokens:.2f}" for tokens in _tokens_per_round(first, trees[name]))
-    best = f"Best tree of {TREE_NODES} nodes at temperature 0: {tree} tokens per round"
-    console.print(f"{best}; chain of {len(first)}: {chain}.", style="bold", highlight=False)
+    start, first = next(iter(tables.items()))
+    tree, chain = (f"{tokens:.2f}" for tokens in _tokens_per_round(first, trees[start]))
+    best = f"Best tree of {TREE_NODES} nodes: {tree} tokens per round"
+    verdict = f"{best}, chain of {len(first)}: {chain} (greedy)."
+    console.print(verdict, style="bold", highlight=False)
     for use, command in (
-        ("To decode with a tree", f"outrider eval run.dir={folder} decode=static_tree"),
-        ("To see which draft is faster", f"outrider plan run.dir={folder}"),
+        ("To decode with it", f"outrider eval run.dir={folder} decode=static_tree"),
+        ("To see what is faster", f"outrider plan run.dir={folder}"),
     ):
         console.print(f"{use}: {command}", highlight=False, soft_wrap=True)
     console.print(_summary(tables, trees))
     for name, table in tables.items():
-        if in_full or (table is first and len(table) <= MOST_DEPTHS):
+        if in_full or (name == start and len(table) <= MOST_DEPTHS):
             console.print(_rank_table(name, table))
         if in_full:
             console.print(f"best tree of {TREE_NODES} nodes:")
             console.print(tree_shapes.picture(trees[name]), highlight=False)
-    files = f"written: {folder / FILE} (every number), {folder}/tree-*.json"
+    files = f"written: {folder / FILE} (every number), tree-*.json"
     console.print(files, highlight=False, soft_wrap=True)
     if in_full:
         print_definitions(console, DEFINITIONS)
@@ -102,7 +103,7 @@ def _tokens_per_round(table: Float[Tensor, "D K"], tree: Paths) -> tuple[float, 
 def _summary(tables: Mapping[str, Tensor], trees: Mapping[str, Paths]) -> Table:
     depths = len(next(iter(tables.values())))
     names = [str(depth) for depth in range(1, depths + 1)]
-    output = narrow_table(("1st choice, depth", *names, "chain", "tree"), ("1st choice, depth",))
+    output = narrow_table(("1st at depth", *names, "chain", "tree"), ("1st at depth",))
     for name, table in tables.items():
         tree, chain = _tokens_per_round(table, trees[name])
         rates = (f"{rate:.3f}" for rate in table[:, 0].tolist())

@@ -74,7 +74,7 @@ def next_step(report: Report, run: Path) -> str:
     if "published" in report.setting or report.summary.speedup is None:
         return ""
     if (report.summary.speedup_95 or (0.0,))[0] > 1:
-        return f"To use it: outrider chat run.dir={run}, or outrider publish run.dir={run}"
+        return f"To use it: outrider chat, or outrider publish, run.dir={run}"
     return f"To find a faster draft: outrider plan run.dir={run}"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from outrider.conf.console import Console
 from outrider.eval import compare as tables
@@ -13,7 +14,7 @@ from outrider.eval.report import format_number
 from outrider.eval.report_tables import explain_metrics, narrow_table
 
 MOST_ROWS = 8  # reports that are printed without --explain
-MOST_LINES = 1  # of the ranking, and of the warnings
+MOST_CHARACTERS = 150  # of the ranking, and of a warning
 
 
 def compare(words: list[str], explain: bool = False) -> int:
@@ -46,11 +47,11 @@ def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = Fal
     Args:
         in_full: the tables of the page, and the definitions, too.
     """
-    most = None if in_full else MOST_LINES
-    for line in tables.ranking(runs)[:most]:
-        console.print(line, style="bold", highlight=False)
-    for warning in tables.warnings(runs)[:most]:
-        console.print(warning)
+    ranking = tables.ranking(runs) or [_best_decoding(runs[0])]
+    sentences = [Text(line, "bold") for line in ranking], tables.warnings(runs)
+    for one in sentences:
+        for text in one if in_full else map(_shorten, one[:1]):
+            console.print(text)
     pairs = [(run, report) for run in runs for report in run.reports.values()]
     shown = pairs if in_full or len(pairs) <= MOST_ROWS else _fastest(runs)[:MOST_ROWS]
     console.print(_table(shown))
@@ -63,23 +64,40 @@ def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = Fal
     explain_metrics(console)
 
 
+def _shorten(text: Text) -> Text:
+    """Return the first words of a long sentence, about two lines."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return text[: text.plain.rindex(" ", 0, MOST_CHARACTERS)].append(" ...")
+
+
+def _best_decoding(run: RunResults) -> str:
+    """Return the fastest report of the only run."""
+    ((_, report),) = _fastest([run])
+    speedup, tau = format_number(report["speedup"], 2, "x"), format_number(report["tau"])
+    return f"fastest decoding of {run.folder.name}: {decoding_label(report)}, {speedup}, tau {tau}"
+
+
 def _fastest(runs: Sequence[RunResults]) -> list[tuple[RunResults, dict[str, Any]]]:
-    """Return each run with its fastest report."""
-    return [(run, max(run.reports.values(), key=lambda r: r["speedup"] or 0.0)) for run in runs]
+    """Return each run with its fastest report, the fastest first."""
+    pairs = [(run, max(run.reports.values(), key=_speedup)) for run in runs]
+    return sorted(pairs, key=lambda pair: -_speedup(pair[1]))
+
+
+def _speedup(report: dict[str, Any]) -> float:
+    return float(report["speedup"] or 0.0)
 
 
 def _table(pairs: Sequence[tuple[RunResults, dict[str, Any]]]) -> Table:
-    numbers = "tau", "speedup", "95 %", "tokens/s", "M params"
+    numbers = "tau", "speedup", "95 %", "tokens/s"
     table = narrow_table(("run", "decoding", *numbers, "exact"), ("run", "decoding", "exact"))
     for run, report in pairs:
         spread = report["speedup_95"]
-        parameters = (run.training or {}).get("parameters")
         table.add_row(
             run.folder.name, decoding_label(report), format_number(report["tau"]),
             format_number(report["speedup"], 2, "x"),
             "-" if spread is None else "{:.2f}-{:.2f}".format(*spread),
             format_number(report["tokens_per_second"], 1),
-            format_number(None if parameters is None else parameters / 1e6),
             {True: "yes", False: "NO", None: "-"}[report["exact"]],
         )  # fmt: skip
     return table

@@ -153,7 +153,7 @@ def test_table_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     verdicts = next(line for line in printed.splitlines() if "fits" in line)
     assert verdicts.split()[2:] == ["no", "fits", "fits", "fits", "no", "fits", "fits"]
     assert "gradient_checkpointing" not in printed
-    assert main([*words, "data.max_length=2048", "--explain"]) == 0
+    assert main([*words, "train.batch_tokens=65536", "--explain"]) == 0
     explained = " ".join(capsys.readouterr().out.split())
     assert all(part in explained for part in (*memory.DEFINITIONS, "gradient_checkpointing"))
 

@@ -213,7 +213,7 @@ def test_printed_plan_fits_eighty_columns() -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     for row in plan.rows:
         assert row.depth == 0 or f"{row.speedup:.2f}" in text
-    surface = text.split("the best marked *")[1]
+    surface = text.split("the best marked *")[1].split("tokens per round")[0]
     lines = [line for line in surface.splitlines() if line.startswith("tree 2x2, 4 nodes")]
     assert len(lines) == 2  # ten settings, in two parts
     rows = [row for row in plan.rows if row.label == "tree 2x2, 4 nodes"]
