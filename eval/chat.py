@@ -302,7 +302,11 @@ def _read_line(console: Console) -> str:
         with suppress(ImportError):
             import readline  # noqa: F401 - gives `input` its editing keys and a history
         return input("> ")
-    line = input()
+    try:
+        line = input()
+    except UnicodeError as error:  # of an encoding such as UTF-16
+        message = f"Standard input is not text in {sys.stdin.encoding}: {error}."
+        raise RunError(message, "Set PYTHONIOENCODING=utf-8.") from None
     with suppress(UnicodeError):  # of a locale that is not UTF-8
         line = line.encode(sys.stdin.encoding, "surrogateescape").decode()
     console.out(f"> {line}", highlight=False)

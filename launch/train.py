@@ -16,7 +16,7 @@ from outrider.eval.run import quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.models import drafters, load, process
 from outrider.models.adapt import adapt
-from outrider.models.decode.from_config import decodings, sampling_of
+from outrider.models.decode.from_config import decodings, policy_of, sampling_of
 from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
 from outrider.models.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
@@ -43,6 +43,8 @@ def train(config: Config) -> int:
 def _train(config: Config, main: bool) -> int:
     if not checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints"):
         check_files(config, "drafter.warm_start")
+    if config.train.quick_eval and config.decode.tree and not config.eval.grid:
+        policy_of(config.decode)  # reads the file
     process.set_threads()
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)

@@ -6,6 +6,7 @@ Nothing is loaded; each case checks one value of one key.
 import dataclasses
 import importlib
 import math
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -148,6 +149,40 @@ def test_a_missing_device_is_refused_before_the_target_is_loaded(
     monkeypatch.setattr(load, "locate_weights", lambda _: pytest.fail("loads the target"))
     with pytest.raises(ConfigError, match="no device here"):
         load.load_target(TargetConfig(place="apart", devices=devices))
+
+
+@pytest.mark.parametrize("text", ["", "[[5, 5]]", "{}", "[" * 5000])
+def test_a_hostile_tree_is_refused_before_the_target_is_loaded(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_target", lambda *_: pytest.fail("loads the target"))
+    tree = tmp_path / "tree.json"
+    tree.write_text(text)
+    words = ["decode=static_tree", f"decode.tree={tree}", f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", *words])
+    assert caught.value.code == 2
+    assert "holds no tree" in capsys.readouterr().err
+
+
+ADDRESSES = (
+    "http://[::1/v1", "http://a\nb/v1", "http://\u202e/v1", "http://", "http:///v1", "http://a:0/v1",
+    "http://a:99999999/v1", "http://a:x/v1", "http://a b/v1", "ftp://a/v1", "file:///etc/passwd",
+    "http://a:-1/", "//a/v1", "a",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_endpoints_that_are_no_addresses_are_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="This is not a URL"):
+        parse(compose(["data=self", f"data.generate.endpoint='{address}'"]))
+
+
+@pytest.mark.parametrize(
+    "address", ["http://[::1]:8000/v1", "https://me:pw@a.b/v1?x=%20", "http://a"]
+)
+def test_addresses_of_servers_are_accepted(address: str) -> None:
+    parse(compose(["data=self", f"data.generate.endpoint='{address}'"]))
 
 
 def test_template_arguments_that_are_no_json_values_are_text() -> None:

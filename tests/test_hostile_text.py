@@ -147,6 +147,10 @@ def verb(words, program):
             print(ascii(_read_line(console)))
         except EOFError:
             return 0
+def guarded(words, program):
+    from outrider.conf.errors import exit_on_error
+    with exit_on_error(program):
+        return verb(words, program)
 cli.main = verb
 cli.command([])
 """
@@ -163,6 +167,17 @@ def test_bytes_of_a_pipe_do_not_end_the_chat(encoding: str) -> None:
     lines = [line for line in process.stdout.splitlines() if line.startswith(b"'")]
     assert lines[0] == rb"'caf\xe9'"
     assert lines[2] == b"'bye'"
+
+
+def test_input_in_another_encoding_is_one_message() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", READ.replace("main = verb", "main = guarded")], input=b"Hi\n",
+        capture_output=True, env={**os.environ, "PYTHONIOENCODING": "utf-16"}, check=False,
+    )  # fmt: skip
+    message = process.stderr.replace(b"\0", b"")
+    assert process.returncode == 2, message
+    assert b"Standard input is not text in utf-16" in message
+    assert b"Traceback" not in message
 
 
 def test_line_that_is_not_text_is_not_answered() -> None:

@@ -279,6 +279,8 @@ def test_a_fully_banned_draft_vocabulary_is_supported(policy: Policy, warm: floa
         ({"banned": (3, 61)}, "banned=61: the target's tokens are 0..60"),
         ({"banned": tuple(range(61))}, "every token is banned"),
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": 1e-320}, "temperature=1e-320: must be at least"),
+        ({"repetition_penalty": 1e-200}, "repetition_penalty=1e-200: must be at least"),
         ({"min_p": 1.5}, "min_p=1.5"),
     ],
 )

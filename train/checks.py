@@ -5,7 +5,9 @@ Every check raises a `ConfigError` with one key, the reason and a fix.
 
 import dataclasses
 import os
+import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
@@ -85,13 +87,23 @@ def check_data(config: Config) -> None:
         fix = "Drop data.path, and set data.generate.samples=..."
         raise ConfigError("data.generate.self_prompted", True, why, fix)
     endpoint = generate.endpoint if generate else None
-    if endpoint and not endpoint.startswith(("http://", "https://")):
+    if endpoint and not _is_address(endpoint):
         why, fix = "This is not a URL.", "Like http://localhost:8000/v1"
         raise ConfigError("data.generate.endpoint", endpoint, why, fix)
     if generate and data.name != "self":
         why = f"data={data.name} reads existing text; only data=self generates."
         fix = "Use data=self, or drop the group with ~data.generate."
         raise ConfigError("data.generate", dataclasses.asdict(generate), why, fix)
+
+
+def _is_address(text: str) -> bool:
+    """Return whether this is an http address that every HTTP library accepts."""
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        return False
+    return bool(valid) and re.fullmatch(r"[!-~]+", text) is not None
 
 
 def check_traces(config: Config) -> None:

@@ -21,6 +21,7 @@ from outrider.models.decode.tree import Tree
 from outrider.models.decode.warping import approximate_cutoff, softmax_at, warp
 
 OFFSET, SLOPE = 2.0, 3.0  # of `Sampling.drafter_scores`, found by experiment (docs/log.md)
+SMALLEST = 1e-30  # divisor of logits; by less they are infinite
 
 
 class Sampling(NamedTuple):
@@ -55,6 +56,10 @@ class Sampling(NamedTuple):
 
     def check(self, vocab: int) -> "Sampling":
         """Return the parameters; raise ValueError if they are invalid for `vocab` tokens."""
+        for name in ("temperature", "repetition_penalty"):
+            if 0 < getattr(self, name) < SMALLEST:
+                least = f"must be at least {SMALLEST}"
+                raise ValueError(f"{name}={getattr(self, name)}: {least}; temperature 0 is greedy")
         warp(torch.zeros(1, 2), self.temperature, self.top_k, self.top_p, self.min_p)
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be positive")
