@@ -36,13 +36,13 @@ class Console(RichConsole):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         """Split a table; escape text that reaches the terminal by any other way, such as `Text`."""
+        parts: Iterable[RenderableType] = [renderable]
         if isinstance(renderable, Table) and not _is_grid(renderable):
-            for part in self._parts(renderable, (options or self.options).max_width):
-                yield from super().render(part, options)
-            return
-        for segment in super().render(renderable, options):
-            text = segment.text if segment.control else for_terminal(segment.text)
-            yield segment if text == segment.text else Segment(text, segment.style)
+            parts = self._parts(renderable, (options or self.options).max_width)
+        for part in parts:
+            for segment in super().render(part, options):
+                text = segment.text if segment.control else for_terminal(segment.text)
+                yield segment if text == segment.text else Segment(text, segment.style)
 
     def _parts(self, table: Table, width: int) -> Iterable[Table]:
         """Yield a table in parts that fit the width, each with the first column."""
@@ -90,8 +90,9 @@ def _select(table: Table, columns: Sequence[Column], fits: bool) -> Table:
     part = copy(table)
     part.columns, part.rows = [], []
     for index, column in enumerate(columns):
-        changes = {"overflow": "fold", "no_wrap": fits and _is_whole(column), "_index": index}
-        part.columns.append(replace(column, **changes, _cells=[]))
+        whole = fits and _is_whole(column)
+        new = replace(column, overflow="fold", no_wrap=whole, _index=index, _cells=[])
+        part.columns.append(new)
     for row, cells in zip(table.rows, zip(*(c.cells for c in columns), strict=True), strict=True):
         part.add_row(*cells, style=row.style, end_section=row.end_section)
     return part
