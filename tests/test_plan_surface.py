@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -231,6 +231,9 @@ def test_errors_of_predictions_are_printed_without_their_table() -> None:
     assert "Checked by decoding 2 other settings: speedups off by -20.0 to +5.0 %." in text
     assert "More than 10% in 1 of them" in text
     assert "More than" not in printed(plan, 80, [good])
+    assert "are noise" not in text
+    rows = [row._replace(speedup=row.tau + 0.1) for row in plan.rows]
+    assert "Speedups above tau are noise" in printed(replace(plan, rows=rows), 80)
 
 
 def test_written_plan_is_json_and_png(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ def print_plan(
     console.print(_verdict(plan, words), style="bold", highlight=False, soft_wrap=True)
     if checks:
         console.print(_verdict_of_checks(checks), soft_wrap=True)
+    if any(row.speedup > row.tau for row in plan.recommended):
+        noise = "Speedups above tau are noise: a round takes at least a plain step."
+        console.print(noise, style="red", highlight=False)
     for sentence in plan.warnings if in_full else plan.warnings[:MOST_WARNINGS]:
         console.print(f"- {sentence}", style="yellow", highlight=False)
     if not in_full:
@@ -85,7 +88,7 @@ def _verdict(plan: Plan, words: str) -> str:
     shape = "decode=chain" if best.width == 1 else shape
     speed = f"{best.speedup:.2f}x predicted, tau {best.tau:.2f}"
     command = f"outrider eval {words} {shape} decode.depth={best.depth}"
-    return f"Fastest {setting}: {best.label}, {speed}.\nTo measure it: {command}"
+    return f"Fastest {setting}: {best.label}, {speed}.\nMeasure it: {command}"
 
 
 def _verdict_of_checks(checks: Sequence["Check"]) -> Text:
