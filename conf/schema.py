@@ -5,15 +5,14 @@ Hydra composes plain yaml (`compose.py`); `train.settings.parse` converts it int
 """
 
 import dataclasses
-import json
 import re
-from collections.abc import Sequence
 from typing import Any, Literal, get_type_hints
 
 from omegaconf import OmegaConf
 
 from outrider.conf.fields import check_interval, option
 from outrider.conf.shown_text import mask_values
+from outrider.conf.template_args import parse_template_args
 
 COUNT = "[1, inf)"
 COUNT0 = "[0, inf)"
@@ -23,24 +22,6 @@ WIDTH = "[1, 65536]"  # of hidden states and attention heads
 MAX_GRID = 64  # decodings of one evaluation
 NODES = "[1, 4096]"  # of a tree: its attention mask has their square
 PROBABILITY = "[0, 1]"
-THINKING_ARG = "enable_thinking"  # as Qwen3 and later models name it
-
-
-def parse_template_args(thinking: bool | None, words: Sequence[str]) -> dict[str, Any]:
-    """Return chat template arguments by name; a value is JSON if possible, else text."""
-    args: dict[str, Any] = {} if thinking is None else {THINKING_ARG: thinking}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"template_args = {word}: write name=value")
-        if name in args:
-            raise ValueError(f"template_args = {word}: {name} is set twice")
-        try:
-            args[name] = json.loads(value)
-            json.dumps(args[name], allow_nan=False)
-        except (ValueError, RecursionError):
-            args[name] = value
-    return args
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,27 +152,36 @@ class RecordConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterConfig:
-    """Settings that every drafter has; the `Config` of each drafter adds its own."""
+class DrafterSettings:
+    """Settings that every drafter has."""
 
     name: str = ""
     depths: int = option(4, "", DEPTHS)  # of training; held-out text is measured at all of them
     draft_vocab_size: int | None = option(None, "", COUNT)  # most frequent answer tokens; None: all
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            within = field.metadata.get("within", "")
+            check_interval(within, getattr(self, field.name), f"drafter.{field.name}")
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest draft; without an end for a drafter that reads its own output."""
+        return 2**31
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig(DrafterSettings):
+    """Settings that every trained drafter has; the `Config` of each adds its own."""
+
     loss: tuple[str, ...] = ("soft_ce",)  # sum of terms such as "0.1*soft_ce" (train/losses.py)
     depth_weights: str = "geometric:0.8"  # see losses.parse_depth_weights; 0: only measured
     renormalise: bool = True  # the teacher's probabilities sum to 1 over the draft vocabulary
     normalise: str = "rows"  # mean over supervised "rows", or over all "tokens" of the batch
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            within = field.metadata.get("within", "")
-            check_interval(within, getattr(self, field.name), f"drafter.{field.name}")
+        super().__post_init__()
         self.require_choice("normalise", "rows", "tokens")
-
-    @property
-    def max_depth(self) -> int:
-        """The deepest draft; without an end for a drafter that reads its own output."""
-        return 2**31
 
     def why_unsupported(self, launch: str) -> str:
         """Return why the drafter cannot be trained under this launch, "" if it can."""
@@ -201,6 +191,18 @@ class DrafterConfig:
         """Raise ValueError unless the field has one of these values."""
         if getattr(self, name) not in allowed:
             raise ValueError(f"{name} = {getattr(self, name)}: use {' or '.join(allowed)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class UntrainedConfig(DrafterSettings):
+    """Settings that every drafter without weights has; the `Config` of each adds its own."""
+
+    depths: int = option(10, "", DEPTHS)  # draft tokens per round at most
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_vocab_size is not None:
+            raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: use null, all tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,9 +284,7 @@ class LaunchConfig:
 class EvalConfig:
     """Prompts and reports of an evaluation."""
 
-    drafter: str | None = option(
-        None, "published drafter to measure, folder or hub id; short: drafter=...; null: the run's"
-    )
+    drafter: str | None = option(None, "folder, hub id, name; short: drafter=...; null: the run's")
     prompts: str | None = option(
         None, "file, folder, hub id or name (mt_bench, ...) of prompts; null: the embedded suite"
     )
@@ -374,7 +374,7 @@ class Config:
     target: TargetConfig
     data: DataConfig
     record: RecordConfig
-    drafter: DrafterConfig
+    drafter: DrafterSettings
     train: TrainConfig
     launch: LaunchConfig
     eval: EvalConfig

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import RunError
-from outrider.conf.schema import Config, DecodeConfig, TargetConfig
+from outrider.conf.schema import Config, DecodeConfig, TargetConfig, UntrainedConfig
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.open_drafter import find_drafter, published_folder
+from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder
 from outrider.eval.rank_tables import tables_beside
 from outrider.eval.requests import (
     PLAIN,
@@ -42,7 +42,7 @@ from outrider.models.decode.request import DialogueCache, Output, Request, Stops
 from outrider.models.drafter import Drafter
 from outrider.models.load import load_target, stop_ids
 from outrider.models.target import Target
-from outrider.train.settings import load_run
+from outrider.train.settings import drafter_schema, is_untrained, load_run
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class Decoder:
     @classmethod
     def from_config(cls, config: Config, policy: str | Policy = "chain") -> "Decoder":
         """Load the drafter of a configuration: a run's, or the published one of `eval.drafter`."""
-        return cls._loaded(config.target, find_drafter(config), policy)
+        untrained = config.drafter if isinstance(config.drafter, UntrainedConfig) else None
+        return cls._loaded(config.target, find_drafter(config), policy, untrained)
 
     @classmethod
     def from_pretrained(
@@ -129,7 +130,8 @@ class Decoder:
 
         Args:
             target: "tiny", "smollm2", or a folder or hub id.
-            drafter: the folder of its config.json, or its hub id; None allows plain decoding only.
+            drafter: the folder of its config.json, its hub id, or a name such as "suffix" of one
+                without weights; None allows plain decoding only.
             dtype: of the target: auto, float32, bfloat16 or float16.
 
         Raises:
@@ -140,14 +142,23 @@ class Decoder:
         settings = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
         if drafter is None:
             return cls._loaded(settings, None, policy)
+        if is_untrained(str(drafter)):
+            own = drafter_schema({"name": str(drafter)})()
+            return cls._loaded(settings, None, policy, own)
         return cls._loaded(settings, published_folder(str(drafter)), policy)
 
     @classmethod
     def _loaded(
-        cls, settings: TargetConfig, folder: Path | None, policy: str | Policy
+        cls,
+        settings: TargetConfig,
+        folder: Path | None,
+        policy: str | Policy,
+        untrained: UntrainedConfig | None = None,
     ) -> "Decoder":
         process.set_threads()
         target, tokenizer, _ = load_target(settings, process.device())
+        if untrained is not None:
+            return cls(target, tokenizer, build_untrained(untrained, target), policy)
         if folder is None:
             return cls(target, tokenizer, None, PLAIN)
         drafter, _ = formats.load(folder, target)

@@ -231,7 +231,9 @@ class Measurement:
         """Return tau predicted by the training objective on the decoded text, where defined."""
         decode, depths = self.config.decode, self.config.drafter.depths
         default_rule = decode.verify in ("auto", "ratio") and decode.draft_kind == "drawn"
-        if decode.name != "chain" or self.depth > depths or not decode.is_unwarped:
+        if not self.drafter.is_trained or self.depth > depths or not decode.is_unwarped:
+            return None
+        if decode.name != "chain":
             return None
         if decode.confidence or (decode.temperature and not default_rule):
             return None

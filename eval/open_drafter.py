@@ -8,13 +8,14 @@ from rich.console import Console
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import sha256_of
-from outrider.conf.schema import Config
+from outrider.conf.schema import Config, UntrainedConfig
 from outrider.eval.hub import DRAFTER_FILES, fetch
-from outrider.models import formats, process
+from outrider.models import drafters, formats, process
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.load import LoadedTarget, load_target
 from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
 
 
 def require_single_process(verb: str) -> None:
@@ -24,14 +25,16 @@ def require_single_process(verb: str) -> None:
         raise RunError(message, f"Use: outrider {verb} run.dir=...")
 
 
-def find_drafter(config: Config) -> Path:
-    """Return the drafter's folder, before any model is loaded.
+def find_drafter(config: Config) -> Path | None:
+    """Return the drafter's folder, before any model is loaded; None for one without weights.
 
     Raises:
         RunError: the run has no drafter yet, or the published one cannot be found.
     """
     if config.eval.drafter is not None:
         return published_folder(config.eval.drafter)
+    if isinstance(config.drafter, UntrainedConfig):
+        return None
     return drafter_folder(Path(config.run.dir))
 
 
@@ -68,8 +71,13 @@ def load_run_models(config: Config) -> tuple[LoadedTarget, Drafter]:
     return loaded, drafter
 
 
+def build_untrained(cfg: UntrainedConfig, target: Target) -> Drafter:
+    """Build a drafter without weights."""
+    return drafters.build(cfg, target, DraftVocab.identity(target.vocab_size)).to(target.device)
+
+
 def open_drafter(
-    folder: Path, config: Config, target: Target, console: Console
+    folder: Path | None, config: Config, target: Target, console: Console
 ) -> tuple[Drafter, Config, dict[str, Any]]:
     """Load the drafter for decoding.
 
@@ -80,6 +88,9 @@ def open_drafter(
     Raises:
         RunError: it cannot be read, or was made for another target.
     """
+    if folder is None:
+        assert isinstance(config.drafter, UntrainedConfig), "see find_drafter"
+        return build_untrained(config.drafter, target), config, {"untrained": True}
     if config.eval.drafter is None:
         return native.load(folder, target)[0], config, {}
     drafter, cfg = formats.load(folder, target)

@@ -213,8 +213,10 @@ def measure_tables(
     write_json(folder / FILE, content)
 
 
-def tables_beside(drafter: Path) -> dict[str, Tensor] | None:
+def tables_beside(drafter: Path | None) -> dict[str, Tensor] | None:
     """Read the tables in a drafter's folder or, of a run's own `drafter/`, in the run's folder."""
+    if drafter is None:
+        return None
     return read_tables(drafter) or read_tables(drafter.parent)
 
 

@@ -71,7 +71,8 @@ def next_step(report: Report, run: Path) -> str:
         return "Do not use it before the cause is known: measure with target.dtype=float32."
     if report.exceeds_rounding:
         return f"Do not use it: the answers are not the target's. Check it: {DOCTOR}"
-    if "published" in report.setting or report.summary.speedup is None:
+    of_a_run = not {"published", "untrained"} & report.setting.keys()
+    if not of_a_run or report.summary.speedup is None:
         return ""
     if (report.summary.speedup_95 or (0.0,))[0] > 1:
         return f"To use it: outrider chat, or outrider publish, run.dir={run}"

@@ -48,7 +48,7 @@ def evaluate(config: Config, explain: bool = False) -> int:
     drafter, config, about = open_drafter(source, config, target, console)
     config = adapt(config, Reporter(console).note)
     suite = load_suite(config, config.eval.limit)
-    if config.eval.drafter is None:  # the training text of a published drafter is unknown
+    if source is not None and config.eval.drafter is None:  # a run, whose training text is known
         if warning := template_change(folder, config.target, tokenizer):
             console.print(warning, style="red")
         suite = drop_contaminated(config, suite, console)

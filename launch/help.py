@@ -39,7 +39,8 @@ EXAMPLES = {
   outrider eval run.dir=runs/eagle3-tiny decode=dynamic_tree decode.nodes=16
   outrider eval run.dir=runs/eagle3-tiny decode.temperature=1 eval.out=sampled
   outrider eval run.dir=runs/eagle3-tiny eval.prompts=mine.jsonl eval.limit=8
-  outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft  # a published drafter""",
+  outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft  # a published drafter
+  outrider eval drafter=suffix target=smollm2 run.dir=runs/suffix  # one without weights""",
     "doctor": """
   outrider doctor drafter=eagle3  # the embedded target
   outrider doctor target=Qwen/Qwen3-8B data=self  # before a long run
@@ -95,11 +96,17 @@ def yaml_keys(group: str, choice: str) -> Iterator[KeyHelp]:
             yield KeyHelp(f"{group}.{match[1]}", match[2] or "")
 
 
+def trainable(group: str) -> list[str]:
+    """Return the choices of a group, without drafters that have no weights and hence no loss."""
+    names, key = choices(group), "drafter.loss"
+    return [n for n in names if group != "drafter" or key in default_values(f"drafter/{n}")]
+
+
 def group_keys(group: str, first: str | None = None) -> list[KeyHelp]:
     """Return all keys of a group, each once; meanings of the choice `first` win."""
     if group in GROUPS:
         return list(schema_keys(GROUPS[group], group))
-    ordered = sorted(choices(group), key=lambda choice: choice != first)
+    ordered = sorted(trainable(group), key=lambda choice: choice != first)
     keys = dict[str, KeyHelp]()
     for choice in ordered:
         for key in yaml_keys(group, choice):
@@ -113,7 +120,7 @@ def defaults(group: str, first: str | None) -> dict[str, str]:
     defaults("data", "tiny")["data.max_length"] == "256; jsonl, self: 1024"
     """
     by_name = defaultdict[str, dict[str, list[str]]](dict)  # the choices with each value
-    for choice in sorted(choices(group), key=lambda choice: choice != first):
+    for choice in sorted(trainable(group), key=lambda choice: choice != first):
         for name, value in default_values(f"{group}/{choice}").items():
             by_name[name].setdefault(show(value), []).append(choice)
     texts = {
@@ -203,7 +210,7 @@ def _print_everyday(console: Console, program: str, root: str) -> None:
         group = name.partition(".")[0]
         if group == name:
             path = ", a path or a name" if group in SHORT_FORMS else ""
-            rows.append(KeyHelp(name, f"{', '.join(choices(group))}{path}"))
+            rows.append(KeyHelp(name, f"{', '.join(trainable(group))}{path}"))
             values[name] = started[name] or ""
         else:
             rows += [key for key in group_keys(group, started.get(group)) if key.name == name]
@@ -235,7 +242,7 @@ def _console() -> Console:
 def _title(group: str, started: Mapping[str, str | None]) -> Text:
     if group not in started:
         return Text(group, style="bold")
-    text = Text.assemble((group, "bold"), f" = {' | '.join(choices(group))}")
+    text = Text.assemble((group, "bold"), f" = {' | '.join(trainable(group))}")
     return text.append(f"   (default {started[group]})") if started[group] else text
 
 

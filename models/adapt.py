@@ -3,7 +3,8 @@
     train.lr         3.5e-3 (192 / hidden size)^1.5 (train.batch_tokens / 2048)^0.5, and not more
                      than 3.5e-3
     data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
-    decode.depth     3 for a chain, 8 for opt_tree, else 4, and not more than the drafter can
+    decode.depth     3 for a chain, 8 for opt_tree, else 4, and not more than the drafter can;
+                     drafter.depths for a drafter without weights
 
 The learning rate equals what a search found for the embedded target (hidden size 192), what
 experiment=smollm2 uses (5e-4 for 576), and what is published for a hidden size of 4096 (EAGLE-3 and
@@ -15,7 +16,7 @@ from dataclasses import replace
 
 from outrider.conf.automatic import LEARNING_RATE, automatic_depth
 from outrider.conf.schema import Config
-from outrider.models.decode.from_config import decodings, limit_depth
+from outrider.models.decode.from_config import decodings, suit_depth
 from outrider.models.interface import ModelShape
 
 HIDDEN, BATCH_TOKENS = 192, 2048  # of the search
@@ -48,7 +49,7 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
         notes.append(f"data.max_length={longest}, the target's positions")
         config = replace(config, data=replace(config.data, max_length=longest))
     if "decode.depth" in config.automatic:
-        config = replace(config, decode=limit_depth(config.decode, config.drafter.max_depth))
+        config = replace(config, decode=suit_depth(config.decode, config.drafter))
     if "decode.depth" in config.automatic or config.eval.grid:
         used = [decode for _, decode in decodings(config)]
         if any(decode.depth < automatic_depth(decode.name) for decode in used):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.schema import THINKING_ARG, parse_template_args
+from outrider.conf.template_args import THINKING_ARG, parse_template_args
 
 SECONDS = 5.0  # of processor time for one text
 MEMORY = 4 * 2**30  # bytes that a template may allocate

@@ -56,6 +56,9 @@ class Drafter(nn.Module):
     # of a trace: "taps", "last" (both at every row), "guesses" (`last` at rows that guess), "ids"
     required_features: ClassVar[str] = "taps"
     max_depth: int = 2**31  # deepest tree level it can draft
+    is_trained: ClassVar[bool] = True  # False: it has no weights, and `unroll` is not implemented
+    # a row of its logits may be -inf everywhere: it drafts no child of that node
+    may_abstain: ClassVar[bool] = False
     target_loss_weight: float = 0.0  # of the loss that keeps the distribution of a patched target
     gradient_checkpointing: bool = False
 
@@ -144,6 +147,9 @@ class Drafter(nn.Module):
         The default loops over the prompts. It is the reference for batched implementations.
         """
         return list(map(self.absorb, states, traces))
+
+    def finish(self, answer: Sequence[int]) -> None:
+        """Read a finished answer, its new tokens; by default it is not used."""
 
     def step_batch(
         self, states: Sequence[State], depth: int, ids: LevelIds, parents: LevelIds

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from outrider.conf.errors import DISK_FULL_ERRNOS, ConfigError, RunError
 from outrider.conf.paths import cache_home
-from outrider.conf.schema import TargetConfig, parse_template_args
+from outrider.conf.schema import TargetConfig
+from outrider.conf.template_args import parse_template_args
 from outrider.models import hf_folder, target_check
 from outrider.models.chat_template import set_template_args, template_hash
 from outrider.models.placement import (

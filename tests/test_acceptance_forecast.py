@@ -98,7 +98,7 @@ def predicted_rounds(target: Target, drafter: Drafter, answers: list[tuple[int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("name", drafters.trained_names())
 def test_sampled_rounds_match_enumeration(name: str) -> None:
     """E[rounds] of the engine, enumerated over its random numbers, equals the prediction.
 
@@ -126,7 +126,7 @@ def test_sampled_rounds_match_enumeration(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("name", drafters.trained_names())
 def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) -> None:
     """Half-trained drafters: held-out text, then decoding at temperature 1.
 
@@ -151,7 +151,7 @@ def test_held_out_alpha_of_training_predicts_tau_within_five_percent(name: str) 
     assert sums.means()["accept_length_sampling"] == pytest.approx(tau, rel=0.05)
 
 
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("name", drafters.trained_names())
 def test_greedy_rounds_match_decoding(name: str) -> None:
     """On the target's own greedy text, for a drafter that is sometimes right."""
     target, answers, drafter = tiny.half_trained(name, "llama")

@@ -19,7 +19,7 @@ def frozen() -> Target:
     return tiny.target()
 
 
-@pytest.fixture(params=drafters.names())
+@pytest.fixture(params=drafters.trained_names())
 def drafter(request: pytest.FixtureRequest, frozen: Target) -> Drafter:
     return tiny.drafter(request.param, frozen).train()
 

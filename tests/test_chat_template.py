@@ -9,7 +9,7 @@ import pytest
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
-from outrider.conf.schema import parse_template_args
+from outrider.conf.template_args import parse_template_args
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids, render
 from outrider.eval.run import evaluate

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conf.compose import compose, known_keys
+from outrider.conf.compose import compose, default_values, known_keys
 from outrider.conf.errors import ConfigError, RunError, exit_on_error
 from outrider.conf.schema import Config, to_yaml
 from outrider.launch import cli
 from outrider.launch.help import EVERYDAY
 from outrider.launch.verbs import BENCHES, VERBS
+from outrider.models.drafters import trained_names
 from outrider.train.settings import parse
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +73,9 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "all"]) == 0
     listed = set(re.findall(r"^  (\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
     assert set(DOCUMENTED_KEYS) <= listed
-    assert listed == {key for key in known_keys() if "." in key}
+    trained = {key for name in trained_names() for key in default_values(f"drafter/{name}")}
+    known = {key for key in known_keys() if "." in key}
+    assert listed == {key for key in known if key in trained or not key.startswith("drafter.")}
 
 
 def test_help_shows_choices_defaults_and_meanings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,7 @@ def test_folder_without_outrider_json_is_read_unless_ambiguous(
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("name", drafters.trained_names())
 def test_exported_drafter_decodes_identically(name: str, tmp_path: Path) -> None:
     """A half-trained drafter, exported to every format that holds it."""
     of, answers, drafter = tiny.half_trained(name, "llama")
@@ -129,7 +129,7 @@ def test_load_converts_dtype(target: Target, tmp_path: Path) -> None:
 # ---- the table -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("name", drafters.trained_names())
 @pytest.mark.parametrize("word", formats.format_names())
 def test_every_pair_is_supported_or_explained(name: str, word: str) -> None:
     if word in TABLE.get(name, {"native"}):
@@ -145,7 +145,9 @@ def test_every_pair_is_supported_or_explained(name: str, word: str) -> None:
 
 def test_cases_cover_every_format() -> None:
     covered = {(case.format, case.name) for case in CASES}
-    existing = {(f, n) for f in formats.all_formats() for n in (f.drafters or drafters.names())}
+    existing = {
+        (f, n) for f in formats.all_formats() for n in (f.drafters or drafters.trained_names())
+    }
     assert covered == existing
 
 

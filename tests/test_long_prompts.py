@@ -14,7 +14,7 @@ from outrider.models.target import TargetStates
 from tests import tiny
 
 
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("name", drafters.trained_names())
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_a_prompt_read_in_pieces_gives_the_same_rounds(
     name: str, family: str, monkeypatch: pytest.MonkeyPatch

@@ -74,7 +74,7 @@ def saved_numbers(name: str, frozen: Target, depths: int) -> tuple[float, float]
     return sum(sizes.values()) / 4 / trace.ids.numel(), drafter.activation_count(depths)
 
 
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("name", drafters.trained_names())
 def test_activation_memory_of_an_unroll(name: str, frozen: Target) -> None:
     for depths in (1, 4):
         counted, predicted = saved_numbers(name, frozen, depths)

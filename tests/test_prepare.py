@@ -76,7 +76,7 @@ def test_self_generated_text_is_recorded_in_the_precision_of_the_target(
 ) -> None:
     """Drafters share the text; those that read the same states share the recording."""
     recordings = {}
-    for name in drafters.names():
+    for name in drafters.trained_names():
         source = trained_source(training_data(loaded, f"drafter={name}", "record.states=int8"))
         assert source.folder.layout.states == "same"
         recordings[name] = source.path

@@ -421,7 +421,7 @@ def test_published_drafter_needs_a_target_and_a_folder(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter, run_dir = f"drafter={published / 'vllm'}", f"run.dir={tmp_path}"
-    assert "A published drafter needs its target" in measure(capsys, drafter, run_dir)
+    assert "This drafter needs its target" in measure(capsys, drafter, run_dir)
     assert "needs its own folder" in measure(capsys, drafter, "target=tiny")
     run = f"run.dir={published.parent}"
     assert "not a training run's" in measure(capsys, drafter, "target=tiny", run)

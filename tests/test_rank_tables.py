@@ -152,7 +152,7 @@ def rank_table_by_loops(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("name", drafters.trained_names())
 def test_rank_table_equals_loops_over_rows(name: str, temperature: float) -> None:
     """Every drafter, with a draft vocabulary with gaps, on packed documents.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.schema import Config
+from outrider.conf.schema import Config, DrafterConfig
 from outrider.models.decode import from_config
 from outrider.models.decode.from_config import decodings
 from outrider.models.drafters import drafter_class
@@ -126,6 +126,8 @@ def check_traces(config: Config) -> None:
 def check_drafter(config: Config) -> None:
     """Check that the launch and the loss suit the drafter."""
     cfg = config.drafter
+    if not isinstance(cfg, DrafterConfig):
+        return
     if why := cfg.why_unsupported(config.launch.name):
         raise ConfigError("launch", config.launch.name, why, "Use launch=zero2 or launch=ddp.")
     parse_depth_weights(cfg.depth_weights, cfg.depths)

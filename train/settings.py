@@ -17,7 +17,7 @@ from outrider.conf.compose import (
 )
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
-from outrider.conf.schema import GROUPS, Config, to_dict
+from outrider.conf.schema import GROUPS, Config, UntrainedConfig, to_dict
 
 DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
 INPUT_FILES = ("data.path", "data.given", "eval.prompts")  # keys of files that a run reads
@@ -27,8 +27,11 @@ CHANGEABLE_KEYS = (  # an evaluation may set them differently from the training
 )  # fmt: skip
 
 
-def parse(node: DictConfig) -> Config:
+def parse(node: DictConfig, *, to_train: bool = True) -> Config:
     """Validate what `compose` returns, or the `config.yaml` of a run folder; loads no model.
+
+    Args:
+        to_train: the drafter has weights.
 
     Raises:
         ConfigError: the first unknown key, wrong type, value out of range, or contradiction.
@@ -48,6 +51,10 @@ def parse(node: DictConfig) -> Config:
         **{name: from_dict(schema, values.get(name, {}), name) for name, schema in schemas.items()},
         automatic=automatic,
     )
+    if to_train and isinstance(config.drafter, UntrainedConfig):
+        why = "It has no weights: there is nothing to train."
+        fix = f"outrider eval drafter={config.drafter.name} target=... run.dir=..."
+        raise ConfigError("drafter", config.drafter.name, why, f"Measure it: {fix}")
     for check in CHECKS:
         check(config)
     return config
@@ -66,6 +73,12 @@ def drafter_schema(values: object) -> type:
     schema = importlib.import_module(f"outrider.models.drafters.{name}").Config
     assert isinstance(schema, type), f"drafters/{name}.py defines Config as a dataclass"
     return schema
+
+
+def is_untrained(name: str) -> bool:
+    """Return whether a drafter of this name exists that has no weights."""
+    known = re.fullmatch("[a-z][a-z0-9_]*", name) and (DRAFTERS / f"{name}.py").is_file()
+    return bool(known) and issubclass(drafter_schema({"name": name}), UntrainedConfig)
 
 
 def check_files(config: Config, *keys: str) -> None:
@@ -105,24 +118,26 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
 
 
 def load_published(overrides: list[str], *, report: bool = True) -> Config:
-    """Return the configuration for decoding with a published drafter.
+    """Return the configuration for decoding with a published drafter, or one without weights.
 
-    The target is chosen as in training, or `target=` names a folder or hub id. `drafter` is a
-    placeholder until the drafter's files are read. A `report` needs a folder of its own.
+    The target is chosen as in training, or `target=` names a folder or hub id. `drafter` is the one
+    without weights, or a placeholder until the files of `eval.drafter` are read. A `report` needs a
+    folder of its own.
     """
-    words = [word for word in overrides if word.startswith(("target=", "target."))]
+    groups = ("target=", "target.", "drafter=", "drafter.")
+    words = [word for word in overrides if word.startswith(groups)]
     evaluation = _compose_evaluation([word for word in overrides if word not in words])
     folder = evaluation.run.dir
     if report and (not folder or (Path(folder) / "config.yaml").exists()):
-        why = "The report of a published drafter needs its own folder, not a training run's."
+        why = "This report needs its own folder, not a training run's."
         raise ConfigError("run.dir", folder, why, "Add run.dir=runs/<name>.")
     if not any(word.startswith("target=") for word in words):
-        why = "A published drafter needs its target."
+        why = "This drafter needs its target."
         raise ConfigError("target", None, why, "Add target=<folder or hub id>, tiny or smollm2.")
     config = compose(words, "train")
     config.eval, config.decode, config.run.dir = evaluation.eval, evaluation.decode, folder or "."
     config.run.seed = evaluation.run.seed or 0
-    return parse(config)
+    return parse(config, to_train=False)
 
 
 def _compose_evaluation(overrides: list[str]) -> DictConfig:

@@ -17,7 +17,7 @@ from outrider.conf.console import Console
 from outrider.conf.files import write
 from outrider.conf.schema import Config
 from outrider.eval.hub import file_tree, upload
-from outrider.eval.open_drafter import find_drafter
+from outrider.eval.open_drafter import drafter_folder
 from outrider.eval.publish import engine_check
 from outrider.eval.publish.card import CardSubject, base_model, read_reports, write_card
 from outrider.eval.publish.reference_outputs import reference_outputs, write_reference
@@ -78,7 +78,7 @@ class Export:
     def __init__(self, config: Config, settings: PublishConfig, loaded: LoadedTarget) -> None:
         self.config, self.settings, self.loaded = config, settings, loaded
         self.run = Path(config.run.dir)
-        drafter, self.cfg = native.FORMATS[0].read(find_drafter(config), loaded.target)
+        drafter, self.cfg = native.FORMATS[0].read(drafter_folder(self.run), loaded.target)
         self.drafter = drafter
         if settings.format != "all":
             form = formats.find(settings.format, self.cfg.name)

@@ -42,9 +42,9 @@ class Options:
     out: str = option("", "JSON file for the result")
 
     def __post_init__(self) -> None:
-        if self.drafter not in drafters.names():
-            fix = f"Use: {', '.join(drafters.names())}."
-            raise ConfigError("drafter", self.drafter, "There is no such drafter.", fix)
+        if self.drafter not in drafters.trained_names():
+            fix = f"Use: {', '.join(drafters.trained_names())}."
+            raise ConfigError("drafter", self.drafter, "It has no training step.", fix)
 
 
 def lengths(words: list[str]) -> int:

@@ -14,7 +14,8 @@ from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 from outrider.conf.errors import RunError
-from outrider.conf.schema import THINKING_ARG, Config, TargetConfig
+from outrider.conf.schema import Config, TargetConfig
+from outrider.conf.template_args import THINKING_ARG
 from outrider.data.conversations import Message, Summary, read_conversations
 from outrider.data.reporter import Reporter
 from outrider.data.self_generated import conversation_source, load_prompts

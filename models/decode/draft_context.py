@@ -8,7 +8,7 @@ Shape letters: B prompts, N nodes of a level, P tokens from the root to a node, 
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import RunError
@@ -31,6 +31,7 @@ class DraftContext:
         depth_limits: per request, the deepest useful draft token.
         max_depth: the deepest level the drafter supports.
         rng: random numbers for sampled drafts.
+        abstains: nodes of the last step that the drafter drafts no child of; None: there are none.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class DraftContext:
         self.states = [one.state for one in requests]
         self.depth_limits = [one.room for one in requests]
         roots = [one.root for one in requests]
+        self.may_abstain = drafter.may_abstain
         self.roots: Int[Tensor, " B"] = roots[0] if len(roots) == 1 else torch.cat(roots)
         self.sampling, self.rng, self.history = sampling, rng, history
         self.draft_scores, self.watch, self.times = draft_scores, watch, times
         self._first_rounds = [slot for slot, one in enumerate(requests) if not one.out.accepted]
         self._target_ids = None if self.vocab.is_full else self.vocab.target_ids
+        self.abstains: Bool[Tensor, "B N"] | None = None
         self._paths: Int[Tensor, "B N P"] | None = None
 
     def step(
@@ -75,6 +78,9 @@ class DraftContext:
         self.watch.lap()
         logits, self.states = self.drafter.step_batch(self.states, depth, ids, parents)
         self.times.draft += self.watch.lap()
+        if self.drafter.may_abstain:
+            self.abstains = logits.amax(-1).isneginf()
+            logits = logits.masked_fill(self.abstains[..., None], 0.0)
         first = logits[self._first_rounds] if self._first_rounds and depth == 1 else None
         if first is not None and not bool(first.amax().isfinite()):
             raise RunError(NOT_FINITE, DRAFTER_FIX)

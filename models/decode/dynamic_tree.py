@@ -69,7 +69,7 @@ class DynamicTree:
         parents = indices  # of the frontier: index among the nodes of the previous step
         candidates = _Candidates([(frontier, indices, above)], self.budget)
         limits = None
-        if min(depth_limits) < self.depth:
+        if context.may_abstain or min(depth_limits) < self.depth:
             limits = torch.tensor(depth_limits, device=roots.device)
         deepest = min(self.depth, max(depth_limits), context.max_depth)
         for depth in range(1, deepest + 1):
@@ -79,6 +79,10 @@ class DynamicTree:
             scores = (above.unsqueeze(2) + top.values).flatten(1)
             if limits is not None:
                 scores = scores.masked_fill((limits < depth)[:, None], NEVER)
+            if context.abstains is not None:
+                scores = scores.masked_fill(context.abstains.repeat_interleave(width, 1), NEVER)
+                if bool((scores == NEVER).all()):
+                    break
             ids = context.vocab.to_target(top.indices).flatten(1)
             candidates.levels.append((ids, indices, scores))
             if self.gain > 0:

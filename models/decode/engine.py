@@ -255,6 +255,8 @@ class Engine:
         for slot in reversed(range(len(active))):
             if not active[slot].out.stop_reason:
                 continue
+            if self.drafter is not None:
+                self.drafter.finish(active[slot].out.ids)
             last = len(active) - 1
             if slot != last:
                 self.cache.move_slot(last, slot)

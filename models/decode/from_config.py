@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +13,7 @@ from outrider.conf.automatic import fill_automatic
 from outrider.conf.compose import choices, compose, to_container
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
-from outrider.conf.schema import Config, DecodeConfig
+from outrider.conf.schema import Config, DecodeConfig, UntrainedConfig
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Chain, Policy
@@ -162,10 +163,11 @@ def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     if not config.eval.grid:
         return [(config.eval.out, config.decode)]
     parsed = map(parse_policy_at_temperature, config.eval.grid)
-    return [(name, limit_depth(decode, config.drafter.max_depth)) for name, decode in parsed]
+    return [(name, suit_depth(decode, config.drafter)) for name, decode in parsed]
 
 
-def limit_depth(decode: DecodeConfig, depths: int) -> DecodeConfig:
-    """Return the settings with drafts of at most so many tokens along a path."""
-    depth = min(decode.depth, depths)
+def suit_depth(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
+    """Return the settings with the drafter's depth at most, or just that without weights."""
+    exactly = isinstance(drafter, UntrainedConfig)
+    depth = drafter.depths if exactly else min(decode.depth, drafter.max_depth)
     return replace(decode, depth=depth, nodes=depth if decode.kind == "chain" else decode.nodes)

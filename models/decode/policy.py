@@ -103,11 +103,16 @@ class Chain:
         parents = root_index(len(roots), roots.device)
         deepest = min(self.depth, max(depth_limits), context.max_depth)
         drafted = None  # all
-        if self.confidence > 0 or min(depth_limits) < deepest:
+        if self.confidence > 0 or context.may_abstain or min(depth_limits) < deepest:
             drafted = torch.tensor(depth_limits, device=roots.device).clamp(max=self.depth)
         is_sampled = not sampling.greedy and self.draft in SAMPLED_DRAFTS
         for depth in range(1, deepest + 1):
             logits = context.step(depth, ids[-1], parents)
+            if drafted is not None and context.abstains is not None:
+                ends = context.abstains.flatten()
+                drafted = torch.where(ends, drafted.clamp(max=depth - 1), drafted)
+                if bool((drafted < depth).all()):
+                    break
             if is_sampled:
                 rows.append(sampling.probs(logits))
                 token = context.rng.draw(rows[-1])
@@ -120,7 +125,7 @@ class Chain:
                 if bool((drafted <= depth).all()):
                     break
         tree = Tree.chain(torch.cat(ids, dim=1), drafted)
-        if not is_sampled:
+        if not rows:
             return Draft(tree, None)
         q_rows = [context.vocab.expand(row) for row in rows]
         return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))

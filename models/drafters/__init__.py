@@ -25,6 +25,11 @@ def names() -> list[str]:
     return sorted(f.stem for f in HERE.glob("*.py") if not f.stem.startswith("_"))
 
 
+def trained_names() -> list[str]:
+    """Return the names of the drafters that have weights, sorted."""
+    return [name for name in names() if drafter_class(name).is_trained]
+
+
 def drafter_module(name: str) -> ModuleType:
     """Import a drafter's file; raise ConfigError if there is none."""
     if name not in names():

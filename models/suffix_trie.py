@@ -1,0 +1,180 @@
+"""Counts of the token sequences of some texts, up to a length, without a node for each of them.
+
+A sequence that occurred several times has a node, which counts what followed it. One that occurred
+once needs none: the index of the text behind it says all. It becomes a node when it occurs again.
+The text "a b a c" as an example, with an index written as -> i:
+
+    "" (4) --- a (2) --- b (1) -> 2        "a b" occurred once, and text[2:] followed
+            |         `- c (1) -> 4
+            |- b (1) -> 2
+            `- c (1) -> 4
+
+`append` adds a token in at most `depth` + 1 operations: one for each end of the text that occurred
+before.
+
+Source: SuffixDecoding, Oliaro et al. 2024, arXiv:2411.04975, sections 4.1 and 4.2.
+Differs: indices into the text instead of compressed paths, with the same counts; the end of the
+text, which nothing follows yet, does not lower the probability of what followed earlier.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from outrider.models.lookup import Draft
+
+END = -1  # behind every text
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A sequence that occurred several times.
+
+    Attributes:
+        total: how many tokens followed it so far.
+        counts: how often each token followed.
+        best: the token that followed most often; END before there is one.
+        longer: the sequence with each such token behind it: its node, or an index of the text.
+    """
+
+    total: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
+    best: int = END
+    longer: dict[int, "Place"] = field(default_factory=dict)
+
+    def count(self, token: int) -> None:
+        self.total += 1
+        self.counts[token] = self.counts.get(token, 0) + 1
+        if self.best == END or self.counts[token] > self.counts[self.best]:
+            self.best = token
+
+
+class Place(NamedTuple):
+    """A sequence that occurred: its node, or None and the index of the text that follows it."""
+
+    node: Node | None
+    at: int = 0
+
+
+class Candidate(NamedTuple):
+    """A draft and the expected number of its tokens that are accepted, by the counts."""
+
+    score: float
+    draft: Draft
+
+
+class SuffixTrie:
+    """Counts of the sequences of some texts, of which the last may grow.
+
+    Attributes:
+        tokens: the texts, END behind all but the last.
+        ends: places of the last 0, 1, 2, .. tokens of the last text, as far as they have nodes.
+    """
+
+    def __init__(self, depth: int) -> None:
+        """Sequences of up to `depth` tokens are counted, each with the token behind it."""
+        self.depth, self.tokens = depth, list[int]()
+        self.root = Place(Node())
+        self.ends = [self.root]
+
+    def append(self, token: int) -> None:
+        """Add a token to the last text."""
+        self.tokens.append(token)
+        ends = [self.root]
+        for length, (node, _) in enumerate(self.ends, start=1):
+            assert node is not None, "ends have nodes"
+            node.count(token)
+            if length > self.depth:
+                break
+            place = node.longer.get(token)
+            if place is None:
+                node.longer[token] = Place(None, len(self.tokens))
+            else:
+                if place.node is None:
+                    place = node.longer[token] = self._node_of(place.at, length)
+                ends.append(place)
+        self.ends = ends
+
+    def _node_of(self, index: int, length: int) -> Place:
+        """Return a node for a sequence that occurred once, before this index of the text."""
+        node, following = Node(), self.tokens[index]
+        if following != END:
+            node.count(following)
+            if length < self.depth:
+                node.longer[following] = Place(None, index + 1)
+        return Place(node)
+
+    def end_text(self) -> None:
+        """End the last text; the next token begins another one."""
+        self.tokens.append(END)
+        self.ends = [self.root]
+
+    def follow(self, places: Sequence[Place], token: int) -> list[Place]:
+        """Return the places of the last 0, 1, 2, .. tokens of a text after one more token.
+
+        Args:
+            places: those before it: the text may be another than those of the trie.
+        """
+        longer = (self._longer(place, token) for place in places[: self.depth])
+        return [self.root, *(place for place in longer if place is not None)]
+
+    def _longer(self, place: Place, token: int) -> Place | None:
+        if place.node is not None:
+            return place.node.longer.get(token)
+        return Place(None, place.at + 1) if self._at(place.at) == token else None
+
+    def _at(self, index: int) -> int:
+        return self.tokens[index] if index < len(self.tokens) else END
+
+    def path(self, place: Place, most: int, least: float) -> Candidate:
+        """Draft the most frequent continuation: `most` tokens, each path at least so probable."""
+        tokens, score, p = list[int](), 0.0, 1.0
+        following: Place | None = place
+        while following is not None and len(tokens) < most:
+            node, index = following
+            token = self._at(index) if node is None else node.best
+            p *= 1.0 if node is None or token == END else node.counts[token] / node.total
+            if token == END or p < least:
+                break
+            tokens.append(token)
+            score += p
+            following = self._longer(following, token)
+        draft = Draft()
+        for token in reversed(tokens):
+            draft = {token: (1.0, draft)}
+        return Candidate(score, draft)
+
+    def tree(self, place: Place, most: int, least: float) -> Candidate:
+        """Draft the `most` most probable continuations, as a tree."""
+        draft, score, added = Draft(), 0.0, 0
+        heap = list[tuple[float, int, int, float, Place | None, Draft]]()
+        order = 0
+
+        def push(place: Place | None, p: float, into: Draft) -> None:
+            nonlocal order
+            for token, share in self._following(place):
+                if p * share >= least:
+                    assert place is not None
+                    order += 1
+                    longer = self._longer(place, token)
+                    heappush(heap, (-p * share, order, token, share, longer, into))
+
+        push(place, 1.0, draft)
+        while heap and added < most:
+            negative, _, token, share, longer, into = heappop(heap)
+            below = Draft()
+            into[token] = (share, below)
+            score, added = score - negative, added + 1
+            push(longer, -negative, below)
+        return Candidate(score, draft)
+
+    def _following(self, place: Place | None) -> list[tuple[int, float]]:
+        """Return the tokens that followed, and the share of each."""
+        if place is None:
+            return []
+        if place.node is None:
+            token = self._at(place.at)
+            return [] if token == END else [(token, 1.0)]
+        node = place.node
+        return [(token, count / node.total) for token, count in node.counts.items()]

@@ -1,0 +1,235 @@
+"""Drafters without weights: their drafts, the rounds in which they draft nothing, exactness."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.conf.errors import ConfigError
+from outrider.eval.decoder import Decoder
+from outrider.launch.cli import main
+from outrider.models import drafters
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Policy
+from outrider.models.decode.request import Request
+from outrider.models.decode.rule_table import COUPLED, DRAWN, INDEPENDENT, bind_rule
+from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.static_tree import StaticTree
+from outrider.models.drafter import Drafter
+from outrider.models.drafters.ngram import NGramIndex
+from outrider.models.interface import Trace
+from outrider.models.target import Target
+from tests import tiny
+from tests.enumeration import distance
+from tests.families import FAMILIES, small_model
+from tests.test_drafter_contract import emitted_distribution, plain_distribution
+
+NAMES = [name for name in drafters.names() if not drafters.drafter_class(name).is_trained]
+each_drafter = pytest.mark.parametrize("name", NAMES)
+TREE = ((0,), (1,), (0, 0))
+POLICIES: list[Policy] = [
+    Chain(5),
+    Chain(3, confidence=0.5),
+    DynamicTree(4, 3, 8),
+    StaticTree(TREE),
+]
+REPEATING = [5, 9, 5, 9, 7, 5, 9, 5, 9, 7, 5, 9]
+
+
+def build(name: str, vocab: int = tiny.VOCAB) -> Drafter:
+    of = tiny.target(vocab_size=vocab)
+    return tiny.drafter(name, of, tiny.vocab(vocab, vocab), draft_vocab_size=None)
+
+
+def trace_of(ids: list[int], newest: int) -> Trace:
+    row = torch.tensor([ids])
+    no_states = torch.zeros(1, len(ids), 0)
+    at = torch.arange(len(ids))[None]
+    zeros = torch.zeros_like(row)
+    next_ids = torch.tensor([[*ids[1:], newest]])
+    return Trace(row, next_ids, zeros.bool(), zeros, at, no_states, no_states)
+
+
+def drafted(drafter: Drafter, text: list[int], depth: int = 4) -> list[int]:
+    """Return the most probable chain after a text."""
+    state, out = drafter.absorb(None, trace_of(text[:-1], text[-1])), list[int]()
+    token = text[-1]
+    for level in range(1, depth + 1):
+        one = torch.tensor([token])
+        logits, state = drafter.step(state, level, one, torch.zeros(1, dtype=torch.long))
+        if bool(logits.amax().isneginf()):
+            break
+        token = int(logits[0].argmax())
+        out.append(token)
+    return out
+
+
+@each_drafter
+def test_a_repetition_is_continued_and_a_new_text_is_not(name: str) -> None:
+    assert drafted(build(name), REPEATING)[:2] == [5, 9]
+    assert drafted(build(name), [3, 4, 8, 6]) == []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 3), st.booleans())
+def test_ngrams_are_found_as_by_a_scan(text: list[int], n: int, latest: bool) -> None:
+    index = NGramIndex(range(1, n + 1), latest)
+    for token in text:
+        index.append(token)
+    found = None
+    for size in range(min(n, len(text)), 0, -1):
+        ends = [i for i in range(size, len(text)) if text[i - size : i] == text[-size:]]
+        if ends:
+            found = ends[-1] if latest else ends[0]
+            break
+    assert index.find() == found
+
+
+@each_drafter
+@pytest.mark.parametrize("piece", [1, 3, 11])
+def test_absorbing_in_pieces_of_any_size_is_equal(name: str, piece: int) -> None:
+    drafter, state = build(name), None
+    rows = REPEATING[:-1]
+    for first in range(0, len(rows), piece):
+        part = rows[first : first + piece]
+        state = drafter.absorb(state, trace_of(part, REPEATING[first + len(part)]))
+    newest, only = torch.tensor(REPEATING[-1:]), torch.zeros(1, dtype=torch.long)
+    logits, _ = drafter.step(state, 1, newest, only)
+    whole, _ = drafter.step(drafter.absorb(None, trace_of(rows, REPEATING[-1])), 1, newest, only)
+    assert torch.equal(logits, whole)
+
+
+@each_drafter
+def test_a_used_state_can_be_used_again(name: str) -> None:
+    drafter = build(name)
+    state = drafter.absorb(None, trace_of(REPEATING[:-1], REPEATING[-1]))
+    newest, only = torch.tensor(REPEATING[-1:]), torch.zeros(1, dtype=torch.long)
+    before, _ = drafter.step(state, 1, newest, only)
+    for token in (1, 2):  # two continuations of one state
+        later = drafter.absorb(state, trace_of([REPEATING[-1], 5], token))
+        drafter.step(later, 1, torch.tensor([token]), only)
+        assert torch.equal(drafter.step(state, 1, newest, only)[0], before)
+
+
+@each_drafter
+def test_an_unknown_token_of_a_tree_has_no_children(name: str) -> None:
+    drafter = build(name)
+    state = drafter.absorb(None, trace_of(REPEATING[:-1], REPEATING[-1]))
+    _, state = drafter.step(
+        state, 1, torch.tensor(REPEATING[-1:]), torch.zeros(1, dtype=torch.long)
+    )
+    logits, state = drafter.step(state, 2, torch.tensor([60, 5]), torch.zeros(2, dtype=torch.long))
+    assert bool(logits[0].isneginf().all())
+    assert int(logits[1].argmax()) == 9
+    logits, _ = drafter.step(state, 3, torch.tensor([5, 9]), torch.tensor([0, 1]))
+    assert bool(logits[0].isneginf().all())
+    assert not bool(logits[1].isneginf().all())
+
+
+@each_drafter
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_equals_plain_decoding(name: str, family: str) -> None:
+    """Every policy, alone and in a batch; some tokens are accepted, some rejected."""
+    target = Target(small_model(family))
+    size, accepted, drafted = target.vocab_size, 0, 0
+    drafter = tiny.drafter(name, target, tiny.vocab(size, size), draft_vocab_size=None)
+    prompts = [REPEATING, REPEATING[:5], [11], REPEATING[2:] * 2]
+    requests = [Request(prompt, 16, seed) for seed, prompt in enumerate(prompts)]
+    plain = [out.ids for out in Engine(target, None, None).generate_all(requests, 1)]
+    for policy in POLICIES:
+        for batch in (1, 4):
+            outputs = Engine(target, drafter, policy).generate_all(requests, batch)
+            assert [out.ids for out in outputs] == plain
+            accepted += sum(sum(out.accepted) for out in outputs)
+            drafted += sum(sum(out.drafted) for out in outputs)
+    assert 0 < accepted < drafted
+
+
+SAMPLED: list[tuple[str, Policy, str | None]] = [
+    ("drawn chain", Chain(2, DRAWN), None),
+    ("best chain", Chain(2, "best"), None),
+    ("dynamic tree", DynamicTree(2, 2, 3), None),
+    ("drawn tree", StaticTree(TREE, DRAWN), None),
+    ("independent tree", StaticTree(TREE, INDEPENDENT), None),
+    ("coupled chain", Chain(2, COUPLED), "coupled"),
+]
+
+
+@each_drafter
+@pytest.mark.parametrize("case", SAMPLED[:5], ids=[name for name, *_ in SAMPLED[:5]])
+def test_sampling_has_exactly_the_distribution_of_plain_sampling(
+    name: str, case: tuple[str, Policy, str | None]
+) -> None:
+    """Four tokens jointly over five; the prompt repeats itself, so that something is drafted."""
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    target = tiny.target(vocab_size=5, **sizes, **heads)
+    drafter = tiny.drafter(name, target, tiny.vocab(5, 5), draft_vocab_size=None)
+    sampling = Sampling(0.8, 1.0, 2)
+    rule = None if case[2] is None else bind_rule(case[2], COUPLED)
+    decoder = Engine(target, drafter, case[1], sampling=sampling, rule=rule)
+    found, expected = emitted_distribution(decoder), plain_distribution(target, sampling)
+    assert distance(found, expected) < 1e-5
+
+
+@each_drafter
+def test_a_reduced_vocabulary_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="draft_vocab_size"):
+        tiny.drafter(name, tiny.target(), tiny.vocab(), draft_vocab_size=None)
+
+
+# ---- commands ----
+
+
+@each_drafter
+def test_eval_needs_no_run(name: str, tmp_path: Path) -> None:
+    words = [f"drafter={name}", "target=tiny", f"run.dir={tmp_path}", "drafter.depths=6"]
+    few = ["eval.limit=2", "eval.max_new_tokens=24", "eval.warmup=0"]
+    assert main(["eval", *words, *few]) == 0
+    report = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert report["exact"] is True
+    assert report["drafter"] == name
+    assert report["depth"] == 6  # as deep as the drafter
+
+
+@each_drafter
+def test_a_decoder_takes_its_name(name: str) -> None:
+    plain = Decoder.from_pretrained("tiny").generate([11, 12, 13] * 4, 24)
+    drafted = Decoder.from_pretrained("tiny", drafter=name).generate([11, 12, 13] * 4, 24)
+    assert drafted.output_ids == plain.output_ids
+
+
+@each_drafter
+@pytest.mark.parametrize("verb", ["train", "doctor", "memory", "prepare"])
+def test_training_commands_say_that_there_is_nothing_to_train(
+    name: str, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, f"drafter={name}", "target=tiny"])
+    error = capsys.readouterr().err
+    assert "there is nothing to train" in error
+    assert f"outrider eval drafter={name}" in error
+
+
+def test_a_misspelt_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("drafter.nn=2", "drafter.n=0", "drafter.least=4", "drafter.draft_vocab_size=9"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["eval", "drafter=ngram", word, "target=tiny", "run.dir=x"])
+        assert word.partition("=")[0] in capsys.readouterr().err
+
+
+def test_learned_answers_are_drafted_again() -> None:
+    """With learn=true the second request continues the first one's answer from its first token."""
+    target = tiny.target()
+    drafter = tiny.drafter(
+        "suffix", target, tiny.vocab(tiny.VOCAB), draft_vocab_size=None, learn=True
+    )
+    decoder = Engine(target, drafter, Chain(8))
+    first, second = (decoder.generate([5, 40, 17, 23, 9], 24) for _ in range(2))
+    assert first.ids == second.ids
+    assert sum(second.accepted) > sum(first.accepted)
+    assert second.rounds < first.rounds
