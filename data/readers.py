@@ -221,7 +221,7 @@ def _parquet_rows(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
                     yield from batch.to_pylist()
                 except UnicodeDecodeError:  # arrow checks text only when it is converted
                     yield from _valid_rows(batch, number * PARQUET_ROWS, file, policy)
-    except (ArrowException, OSError) as error:
+    except (ArrowException, ArithmeticError, OSError, ValueError) as error:  # names, dates
         raise RunError(f"{file} is damaged: {error}", "Fetch or write it again.") from None
 
 

@@ -121,6 +121,19 @@ def test_a_truncated_parquet_file_raises(tmp_path: Path) -> None:
             list(read_records(tmp_path / "a.parquet"))
 
 
+@pytest.mark.parametrize(("column", "name"), [
+    (["b"], b"n\x80x"), (pa.array([2**62], pa.timestamp("us")), b"when"),
+])  # fmt: skip
+def test_a_parquet_file_with_a_name_or_date_that_is_none_raises(
+    column: Any, name: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"a": ["b"], "name": column}), file, store_schema=False)
+    file.write_bytes(file.read_bytes().replace(b"name", name.ljust(4)))
+    with pytest.raises(RunError, match=r"a\.parquet is damaged"):
+        list(read_records(file))
+
+
 def test_a_parquet_row_that_is_not_utf_8_raises_or_is_skipped(tmp_path: Path) -> None:
     text = pa.array([b"%d" % n if n != 300 else b"\xff" for n in range(600)], pa.binary())
     damaged = pa.StringArray.from_buffers(len(text), *text.buffers()[1:])
