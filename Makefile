@@ -25,10 +25,12 @@ train: .venv/.stamp ## train EAGLE-3 on the embedded target and report its speed
 test: .venv/.stamp ## the tests, at most 10 minutes on two cores (ARGS="tests/test_token_rules.py")
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
-# The first part checks shapes and types at run time, which slow tests have no time for.
-test-all: .venv/.stamp ## every test: all cases, shape checks, slow tests
-	$(PYTEST) -m "not slow" --jaxtyping-packages=outrider,tests.first_checks
+# The first part checks shapes and types at run time, which slow tests have no time for. Fuzz tests
+# pass wrong types on purpose.
+test-all: .venv/.stamp ## every test: all cases, shape checks, slow tests, 2,000 examples per fuzz test
+	$(PYTEST) -m "not slow and not fuzz" --jaxtyping-packages=outrider,tests.first_checks
 	$(PYTEST) -m slow
+	$(PYTEST) -m fuzz --hypothesis-profile=thorough
 
 docs: .venv/.stamp ## the documentation site in docs/_build; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
