@@ -175,7 +175,7 @@ def write_advice(
     largest = max(tokens for tokens, _ in points)
     near, far = (scaling_law.forecast(points, n, most) for n in (largest, float(whole)))
     fits = candidate_fits(points, most)
-    console.print(verdict(far, largest), style="bold", highlight=False)
+    console.print(verdict(far, largest), style="bold", highlight=False, soft_wrap=True)
     console.print(_table(pilots))
     console.print(_forecast_table(near, far))
     note = "" if scaling_law.saturates(points, most) else "; no saturation visible yet"
