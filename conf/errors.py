@@ -68,6 +68,18 @@ class UnusablePlace(RunError):
 
 
 @contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turn the panic of a library in Rust, which is no `Exception`, into a `RunError`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        fix = "Check the tokenizer and the other files that were given."
+        raise RunError(f"A library failed on its input: {error}.", fix) from error
+
+
+@contextmanager
 def exit_on_error(program: str) -> Iterator[None]:
     """Turn the errors of this module into a message on stderr and an exit code.
 
@@ -79,7 +91,8 @@ def exit_on_error(program: str) -> Iterator[None]:
             Ctrl-C.
     """
     try:
-        yield
+        with panics_as_errors():
+            yield
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (ConfigError, RunError, OSError) as error:

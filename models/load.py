@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from outrider.conf.errors import DISK_FULL_ERRNOS, ConfigError, RunError
+from outrider.conf.errors import DISK_FULL_ERRNOS, ConfigError, RunError, panics_as_errors
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import TargetConfig
 from outrider.conf.template_args import parse_template_args
@@ -220,7 +220,8 @@ def _from_pretrained(kind: str, weights: str, settings: TargetConfig, **kwargs: 
 def _refusing(weights: str) -> Iterator[None]:
     """Turn every error of a file from outside, of which there are all kinds, into a ConfigError."""
     try:
-        yield
+        with panics_as_errors():
+            yield
     except ConfigError:
         raise
     except Exception as error:

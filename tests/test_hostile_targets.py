@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, exit_on_error
 from outrider.conf.schema import TargetConfig
 from outrider.models import load
 from outrider.models.causal_lm import load_lm
@@ -213,6 +214,32 @@ def test_tokenizers_that_fail_on_a_word_are_refused(folder: Path) -> None:
     model = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}
     edit(folder / "tokenizer.json", model=model, added_tokens=[])
     refused(folder)
+
+
+class PanicException(BaseException):
+    """Like that of libraries in Rust."""
+
+
+def test_a_panic_of_a_library_is_a_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    with pytest.raises(SystemExit) as stopped, exit_on_error("outrider"):
+        panic()
+    assert stopped.value.code == 2
+    assert "index out of bounds" in capsys.readouterr().err
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", panic)
+    assert "index out of bounds" in refused(folder)
+
+
+def test_a_normalizer_without_a_pattern_is_accepted_or_refused(folder: Path) -> None:
+    """Version 0.23 of tokenizers panics on any text."""
+    normalizer = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}
+    edit(folder / "tokenizer.json", normalizer=normalizer)
+    with suppress(ConfigError):
+        load_folder(folder)
 
 
 @pytest.mark.parametrize(
