@@ -56,7 +56,7 @@ def _cases() -> list[Case]:
     cases += [Case("eagle3", "speculators", {**QK, "taps": (1,)}, False)]
     for name in ("eagle", "hass"):
         cases += [Case(name, word, {"bias": False}, True) for word in ("eagle", "sglang", "vllm")]
-        cases += [Case(name, word, {}, True) for word in ("eagle", "sglang")]
+        cases += [Case(name, word, {"bias": True}, True) for word in ("eagle", "sglang")]
     cases += [Case("medusa", "medusa", {"own_heads": own}, True) for own in (True, False)]
     for own in (True, False):
         changes = {"own_heads": own, "res_layers": 2}

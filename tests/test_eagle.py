@@ -194,9 +194,9 @@ def test_hass_and_eagle_exchange_weights(
     target: Target, tmp_path: Path, first: str, then: str
 ) -> None:
     """One network under two names; its head is the target's, so the vocabulary may differ."""
-    before = eagle(target, first)
+    before = eagle(target, first, bias=True)
     native.save(before, tmp_path, target, before.cfg, {})
-    after = eagle(target, then, warm_start=str(tmp_path), seed=9)
+    after = eagle(target, then, bias=True, warm_start=str(tmp_path), seed=9)
     assert not torch.equal(after.fc.weight, before.fc.weight)
     assert str(tmp_path) in after.initialise(target, [])
     for name, p in before.named_parameters():
@@ -208,6 +208,26 @@ def test_warm_start_from_another_network_is_refused(target: Target, tmp_path: Pa
     native.save(other, tmp_path, target, tiny.config("eagle3"), {})
     with pytest.raises(RunError, match="eagle3"):
         eagle(target, warm_start=str(tmp_path)).initialise(target, [])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_warm_start_with_another_bias_names_the_key(
+    target: Target, tmp_path: Path, bias: bool
+) -> None:
+    before = eagle(target, bias=bias)
+    native.save(before, tmp_path, target, before.cfg, {})
+    with pytest.raises(
+        RunError, match=f"Set drafter.bias={str(bias).lower()}, which it was trained with"
+    ):
+        eagle(target, "hass", bias=not bias, warm_start=str(tmp_path)).initialise(target, [])
+
+
+def test_hass_has_a_bias_only_if_its_settings_say_so(target: Target, tmp_path: Path) -> None:
+    """The default is false, and was true: a stored drafter keeps its own."""
+    assert "fc.bias" not in eagle(target, "hass").state_dict()
+    older = eagle(target, "hass", bias=True)
+    native.save(older, tmp_path, target, older.cfg, {})
+    assert "fc.bias" in native.FORMATS[0].read(tmp_path, target)[0].state_dict()
 
 
 @pytest.mark.parametrize("wrong", [{"noise": -0.1}, {"init": "zeros"}, {"depths": 0}])

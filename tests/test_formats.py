@@ -177,7 +177,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], bool, str]] = [
     *[("eagle", w, {}, False, "draft vocabulary is reduced") for w in ("eagle", "sglang")],
     ("eagle", "vllm", {"bias": False}, False, "draft vocabulary is reduced"),
     ("eagle", "vllm", {}, True, "drops"),
-    ("hass", "vllm", {}, True, "drops"),
+    ("hass", "vllm", {"bias": True}, True, "drops"),
     ("medusa", "medusa", {}, False, "token_map"),
     ("medusa", "medusa", {"res_layers": 2}, True, "layers differ"),
     ("medusa", "vllm", {"adapter_rank": 2, "draft_vocab_size": None}, True, "changes its target"),

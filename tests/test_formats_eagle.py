@@ -146,7 +146,7 @@ def test_unsupported_weights_are_refused(target: Target, tmp_path: Path, name: s
 def test_warm_start_from_a_published_drafter(target: Target, tmp_path: Path, name: str) -> None:
     theirs = built(target).to(torch.float16)
     folder = outside.publish_as(theirs, target, tmp_path / "f", "eagle")
-    ours = tiny.drafter(name, target, outside.vocab(whole=True), warm_start=str(folder))
+    ours = tiny.drafter(name, target, outside.vocab(whole=True), bias=True, warm_start=str(folder))
     assert str(folder) in ours.initialise(target, [])
     for key, value in ours.named_parameters():
         assert torch.equal(value, theirs.get_parameter(key).float())

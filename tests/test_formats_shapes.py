@@ -132,8 +132,8 @@ def expected(name: str, word: str, target: Target) -> Shapes:
 
 ALL = [
     ("eagle3", "sglang", {}, 15), ("eagle3", "vllm", {}, 15), ("eagle3", "speculators", {}, 16),
-    ("eagle", "eagle", {}, 11), ("eagle", "sglang", {}, 11), ("hass", "eagle", {}, 11),
-    ("eagle", "vllm", {"bias": False}, 10),
+    ("eagle", "eagle", {}, 11), ("eagle", "sglang", {}, 11), ("hass", "eagle", {"bias": True}, 11),
+    ("eagle", "vllm", {"bias": False}, 10), ("hass", "vllm", {}, 10),
     ("medusa", "medusa", {"depths": 5}, 15), ("medusa", "vllm", {"depths": 5}, 16),
     ("mtp", "deepseek", {"depths": 1}, 15),
     ("mtp", "qwen3_next", {"depths": 1, "qk_norm": True}, 15),

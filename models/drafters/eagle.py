@@ -152,6 +152,9 @@ class Eagle(SelfFeeding):
         if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in own.items()}:
             why = f"holds a drafter {cfg.name!r}, whose weights do not fit {self.cfg.name}."
             fix = "Give drafter.warm_start an eagle or hass drafter, a run's or a published one."
+            if weights.keys() ^ own.keys() == {"fc.bias"}:
+                value = str("fc.bias" in weights).lower()
+                fix = f"Set drafter.bias={value}, which it was trained with."
             raise RunError(f"{folder} {why}", fix)
         self.load_state_dict(weights, strict=False)
         return f"the weights of {folder}"

@@ -28,6 +28,7 @@ class Config(eagle.Config):
     depths: int = option(3, "", DEPTHS)
     loss: tuple[str, ...] = ("smooth_l1", "0.1*soft_ce", "topk:10")
     depth_weights: str = "geometric:1"
+    bias: bool = False
     detach: bool = True
 
 
