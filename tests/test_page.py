@@ -1,6 +1,7 @@
 """The page of `outrider report`: self-contained, escaped, with the numbers of its files."""
 
 import base64
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -194,7 +195,7 @@ def test_headings_are_in_order(written: Path) -> None:
     levels = [int(tag[1]) for tag in tags if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
-    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
 
 
 def test_page_has_no_scripts_and_no_external_resources(written: Path) -> None:
