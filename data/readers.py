@@ -218,9 +218,10 @@ def _parquet_rows(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
         with ParquetFile(file) as table:
             for number, batch in enumerate(table.iter_batches(batch_size=PARQUET_ROWS)):
                 try:
-                    yield from batch.to_pylist()
+                    rows = [] if batch.nbytes > MAX_ROW else batch.to_pylist()
                 except UnicodeDecodeError:  # arrow checks text only when it is converted
-                    yield from _valid_rows(batch, number * PARQUET_ROWS, file, policy)
+                    rows = []
+                yield from rows or _valid_rows(batch, number * PARQUET_ROWS, file, policy)
     except (ArrowException, ArithmeticError, OSError, ValueError) as error:  # names, dates
         raise RunError(f"{file} is damaged: {error}", "Fetch or write it again.") from None
 
@@ -231,7 +232,12 @@ def _valid_rows(
     """Yield the rows of a batch one by one; skip or refuse the bad ones."""
     for row in range(len(batch)):
         try:
-            yield from batch.slice(row, 1).to_pylist()
+            (one,) = batch.slice(row, 1).to_pylist()
+            if len(json.dumps(one, default=lambda _: None, ensure_ascii=False)) > MAX_ROW:
+                why = f"the row is longer than {MAX_ROW} characters"
+                policy.skip_or_raise(file, before + row + 1, why)
+            else:
+                yield one
         except UnicodeDecodeError as error:
             policy.skip_or_raise(file, before + row + 1, error)
 

@@ -204,6 +204,10 @@ def _dataset(source: Source) -> Iterator[dict[str, Any]]:
     import datasets
 
     local = source.local_path
+    for file in local.rglob("*") if local is not None else ():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            why, fix = f"{file.name} is not a regular file.", "Remove it, or give one file."
+            raise ConfigError(source.option, source.location, why, fix)
     with _reaching(source.option, source.location):
         if local is not None and any((local / name).is_file() for name in SAVED):
             data = datasets.load_from_disk(str(local))

@@ -4,6 +4,8 @@ import shutil
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from outrider.data.batches import select_rows
 from outrider.data.conversations import Summary, read_conversations
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.data.prepare import record
-from outrider.data.readers import SUFFIXES
+from outrider.data.readers import MAX_ROW, SUFFIXES, BadRowPolicy, read_records
 from outrider.data.record.entropy_coding import compress, decompress
 from outrider.data.record.folder import RecordingFolder
 from outrider.data.reporter import Reporter
@@ -39,10 +41,36 @@ def test_hostile_data_is_one_error_at_once(kind: str, suffix: str, tmp_path: Pat
     assert time.process_time() - start < 10
 
 
+def test_rows_of_parquet_are_bounded(tmp_path: Path) -> None:
+    """A dictionary holds a long text once, for any number of rows."""
+    texts = pa.array(["a", "b" * (MAX_ROW + 1), "c"] * 5).dictionary_encode()
+    file = tmp_path / "text.parquet"
+    pq.write_table(pa.table({"prompt": texts}), file)
+    with pytest.raises(RunError, match="line 2: the row is longer than"):
+        list(read_records(file))
+    rows = list(read_records(file, policy=BadRowPolicy(5)))
+    assert [row["prompt"] for row in rows] == ["a", "c"] * 5
+
+
 def test_a_fifo_is_named_as_such(tmp_path: Path) -> None:
     hostile("fifo", tmp_path / "text.jsonl")
     with pytest.raises(ConfigError, match=r"data\.path = .*\n.*not a regular file"):
         data_source(str(tmp_path / "text.jsonl")).rows()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "null"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_hostile_files_of_a_folder_are_one_error_at_once(
+    kind: str, saved: bool, tmp_path: Path
+) -> None:
+    """Of parquet files, and of `save_to_disk`."""
+    (tmp_path / "rows").mkdir()
+    if saved:
+        (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "rows/one.arrow"}]}')
+        (tmp_path / "dataset_info.json").write_text("{}")
+    hostile(kind, tmp_path / "rows" / ("one.arrow" if saved else "one.parquet"))
+    with pytest.raises(ConfigError, match=r"one\.\w+ is not a regular file"):
+        list(data_source(str(tmp_path)).rows())
 
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "folder", "huge", "deep", "binary"])
