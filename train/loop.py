@@ -213,19 +213,20 @@ def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, 
 
 def _evaluate(run: Trainer, log: MetricsLog, over: bool) -> None:
     """Measure held-out text and the target's own answers; keep the drafter if it is the best."""
-    step, length = run.progress.step, "predicted acceptance length"
+    step, depths = run.progress.step, run.config.drafter.depths
     metrics, own = run.evaluate(run.data.held, run.sources.held), dict[str, float]()
     if run.own_text is not None:
         own = run.evaluate(run.own_text, TargetTraces(run.target))
     best = best_drafter.save_if_best(run, metrics, own)
     log.log(step, "held", metrics)
-    beside = ""
+    beside = f" with {depths} draft tokens"
     if own:
         log.log(step, "own", own)
-        beside = f", {own['accept_length']:.2f} on the target's own answers"
+        beside += f", {own['accept_length']:.2f} on the target's own answers"
     log.print(
         f"held out, step {step}: loss {metrics['loss@1']:.3f}, agree {metrics['agree@1']:.1%}, "
-        f"{length} {metrics['accept_length']:.2f}{beside}{' (best so far)' if best else ''}"
+        f"predicted acceptance length {metrics['accept_length']:.2f}{beside}"
+        f"{' (best so far)' if best else ''}"
     )
     if own and over and own_text.is_far(metrics, own):
         log.print(own_text.advice(run.config.data))
