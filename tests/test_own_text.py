@@ -71,7 +71,7 @@ def test_a_run_on_foreign_text_says_so_and_chooses_by_own_text(
     best = max(own, key=lambda x: float(x["accept_length"]))
     assert training["best_step"] == best["step"]
     assert training["own_text"]["accept_length"] == best["accept_length"]
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "the target answered 4 held-out prompts" in shown
     assert f"{own[-1]['accept_length']:.2f} on the target's own answers" in shown
     assert f"data=self data.path={foreign}" in shown
