@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import torch
@@ -104,6 +105,20 @@ def as_run_error(file: Path, error: OSError, size: int) -> RunError:
     return DiskFull(f"{message}; {decimal(shutil.disk_usage(place).free)} are free there.")
 
 
+def _require_room(folder: Path) -> bool:
+    """Write to a file without a name, which ends with its process; return if the folder is new."""
+    try:
+        new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            os.fsync(probe.fileno())
+        return new
+    except OSError as error:
+        raise as_run_error(folder / ".lock", error, 4096) from error
+
+
 @contextmanager
 def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> Iterator[bool]:
     """Hold a folder's lock, which the system releases when the process dies.
@@ -115,12 +130,7 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] | None = None) -> It
     Raises:
         DiskFull, UnusablePlace: no file can be written there.
     """
-    temporary, probe = False, folder / f".write-test-{os.getpid()}"
-    with suppress(OSError):  # which `write` reports
-        folder.mkdir(parents=True)
-        temporary = on_wait is None
-    write(probe, bytes(4096))
-    probe.unlink(missing_ok=True)
+    temporary = _require_room(folder) and on_wait is None
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)

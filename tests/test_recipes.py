@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 from outrider.conf.schema import TargetConfig
@@ -134,7 +135,16 @@ def write_shrunken_copy(name: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def new_accelerator_state() -> Iterator[None]:
+    """Recipes train in bfloat16; accelerate keeps one precision per process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("new_accelerator_state")
 @each_recipe
 def test_recipe_trains_and_decodes_a_shrunken_copy(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
