@@ -64,7 +64,7 @@ class MetricsLog:
         self.main, self.last_line = main, time.monotonic()
         self.bar = Progress(
             TextColumn("training"), BarColumn(), TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(), console=console, disable=not main,
+            TimeRemainingColumn(), console=console, disable=not (main and console.is_terminal),
         )  # fmt: skip
         self.task = self.bar.add_task("training", total=1.0, status="")
         self.trackers = trackers
