@@ -96,10 +96,6 @@ def quick_report(
     _patch_target(drafter, loaded.target, console)
     measure_held_out(folder, drafter, loaded.target, data, config.data.max_length)
     suite = load_suite(config, config.eval.limit or QUICK_PROMPTS)
-    depths = {decode.depth for _, decode in decodings(config) if decode.kind == "chain"}
-    if other := sorted(depths - {config.drafter.depths}):
-        predicted = f"acceptance lengths of training are for drafter.depths={config.drafter.depths}"
-        Reporter(console).note(f"{predicted}, tau is for decode.depth={', '.join(map(str, other))}")
 
     def run(part: Config) -> Report:
         return measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)

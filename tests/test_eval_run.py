@@ -404,7 +404,6 @@ def test_quick_report_samples_all_categories(workspace: Path, loaded: LoadedTarg
     quick_report(config, loaded, held_out_data(loaded), console)
     assert config.drafter.depths == 4  # of the predictions, and 3 tokens are drafted
     printed = stream.getvalue()
-    assert "of training are for drafter.depths=4, tau is for decode.depth=3" in printed
     report, outputs = reports(workspace, "quick")
     tau, forecast = f"tau {report['tau']:.2f} at depth 3", f"{report['forecast']:.2f} predicted"
     assert f"{tau}, {forecast} by teacher forcing on this text" in printed
