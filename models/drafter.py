@@ -12,20 +12,36 @@ tests/test_drafter_contract.py tests on every drafter. `models/interface.py` def
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.models.interface import Batch, Guess, TargetEnds, Trace
 from outrider.models.vocab import DraftVocab
 
 if TYPE_CHECKING:
-    from outrider.models.target import Target
+    from outrider.models.decode.tree import Tree
+    from outrider.models.kv_cache import KVCache
+    from outrider.models.target import Target, TargetStates
 
 LevelIds = Int[Tensor, "B N"]  # tokens or parents of the nodes of one tree level
 State = Any  # decoding state of a drafter: opaque to the engine, never mutated
+
+
+class TargetInput(NamedTuple):
+    """New tokens of every prompt for the target: a piece of a prompt, or a draft tree.
+
+    Attributes:
+        positions, visible: see `Target.forward`.
+        tree: None for a piece of a prompt.
+    """
+
+    ids: Int[Tensor, "B T"]
+    positions: Int[Tensor, "B T"]
+    visible: Bool[Tensor, "B T S"]
+    tree: "Tree | None" = None
 
 
 def target_head_logits(
@@ -147,6 +163,27 @@ class Drafter(nn.Module):
         The default loops over the prompts. It is the reference for batched implementations.
         """
         return list(map(self.absorb, states, traces))
+
+    def run_target(
+        self,
+        target: "Target",
+        cache: "KVCache",
+        states: Sequence[State | None],
+        new: TargetInput,
+    ) -> tuple["TargetStates", Sequence[State | None]]:
+        """Run the target on new tokens; by default without the drafter.
+
+        A drafter that shares the target's cache overrides this: it may have run some layers on
+        these tokens already, or add tokens of its own after them.
+
+        Args:
+            cache: its selected slots are the prompts'. After the call each holds the new rows.
+            states: None at the start of a prompt.
+
+        Returns:
+            States of exactly the new tokens, and the drafter's states, which `absorb` continues.
+        """
+        return target.forward(new.ids, new.positions, new.visible, cache), states
 
     def finish(self, answer: Sequence[int]) -> None:
         """Read a finished answer, its new tokens; by default it is not used."""

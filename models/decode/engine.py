@@ -42,7 +42,7 @@ from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.token_rules import Rows
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import NO_RANDOMNESS, Decision, verifier_class
-from outrider.models.drafter import Drafter
+from outrider.models.drafter import Drafter, TargetInput
 from outrider.models.interface import Trace
 from outrider.models.target import Target, TargetStates
 
@@ -211,11 +211,11 @@ class Engine:
         size = max(1, PREFILL_MASK // (len(started) * length))
         pieces = [*zip(ids.split(size, 1), positions.split(size, 1), strict=True)]
         for (piece, at), (following, _) in pairwise(pieces):
-            states = self._read(piece, at)
+            states = self._read(started, piece, at)
             next_ids = torch.cat([piece[:, 1:], following[:, :1]], dim=1)
             self._absorb_rows(started, tree_layout.KeptRows(piece, next_ids, at), states)
         ids, positions = pieces[-1]
-        states = self._read(ids, positions)
+        states = self._read(started, ids, positions)
         logits = self.target.logits(states.last[:, -1:])
         if self.history is not None:
             for slot, prompt in enumerate(prompts, start=first):
@@ -235,11 +235,22 @@ class Engine:
         for one in started:
             one.out.times.prefill += (watch.latest - start) / len(started)
 
-    def _read(self, ids: Int[Tensor, "B T"], positions: Int[Tensor, "B T"]) -> TargetStates:
+    def _read(
+        self, started: list[ActiveRequest], ids: Int[Tensor, "B T"], positions: Int[Tensor, "B T"]
+    ) -> TargetStates:
         """Read the next tokens of prompts of one length."""
         width = self.cache.active_lengths[0] + ids.shape[1]
         visible = torch.arange(width, device=ids.device) <= positions[..., None]
-        return self.target.forward(ids, positions, visible, self.cache)
+        return self._run_target(started, TargetInput(ids, positions, visible))
+
+    def _run_target(self, active: list[ActiveRequest], new: TargetInput) -> TargetStates:
+        if self.drafter is None:
+            return self.target.forward(new.ids, new.positions, new.visible, self.cache)
+        before = [one.state for one in active]
+        states, after = self.drafter.run_target(self.target, self.cache, before, new)
+        for one, state in zip(active, after, strict=True):
+            one.state = state
+        return states
 
     def _absorb_rows(
         self, started: list[ActiveRequest], rows: tree_layout.KeptRows, states: TargetStates
@@ -280,7 +291,7 @@ class Engine:
         tree, prefix = draft.tree, cache.active_lengths
         positions, visible = tree_layout.positions_and_mask(tree, prefix)
         watch.lap()  # building the tree and its mask counts as overhead
-        states = self.target.forward(tree.ids, positions, visible, cache)
+        states = self._run_target(active, TargetInput(tree.ids, positions, visible, tree))
         logits = self.target.logits(states.last)
         times.target += watch.lap()
         decision = self._decide(draft, self._adjusted(logits, tree))
