@@ -24,6 +24,7 @@ from outrider.models.vocab import DraftVocab
 if TYPE_CHECKING:
     from outrider.models.decode.tree import Tree
     from outrider.models.kv_cache import KVCache
+    from outrider.models.split_cache import SplitCache
     from outrider.models.target import Target, TargetStates
 
 LevelIds = Int[Tensor, "B N"]  # tokens or parents of the nodes of one tree level
@@ -36,12 +37,14 @@ class TargetInput(NamedTuple):
     Attributes:
         positions, visible: see `Target.forward`.
         tree: None for a piece of a prompt.
+        drafted: the drafter's states after the last `step` of the tree, or those of `absorb`.
     """
 
     ids: Int[Tensor, "B T"]
     positions: Int[Tensor, "B T"]
     visible: Bool[Tensor, "B T S"]
     tree: "Tree | None" = None
+    drafted: Sequence[State] = ()
 
 
 def target_head_logits(
@@ -75,6 +78,7 @@ class Drafter(nn.Module):
     is_trained: ClassVar[bool] = True  # False: it has no weights, and `unroll` is not implemented
     # a row of its logits may be -inf everywhere: it drafts no child of that node
     may_abstain: ClassVar[bool] = False
+    splits: tuple[int, ...] = ()  # layers of the target that start a range of its cache
     target_loss_weight: float = 0.0  # of the loss that keeps the distribution of a patched target
     gradient_checkpointing: bool = False
 
@@ -167,7 +171,7 @@ class Drafter(nn.Module):
     def run_target(
         self,
         target: "Target",
-        cache: "KVCache",
+        cache: "KVCache | SplitCache",
         states: Sequence[State | None],
         new: TargetInput,
     ) -> tuple["TargetStates", Sequence[State | None]]:

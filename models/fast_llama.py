@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.models.small_matmul import gqa_attention, linear
+from outrider.models.layer_parts import WHOLE, Part
+from outrider.models.small_matmul import linear
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # with constant frequencies
@@ -55,21 +56,29 @@ class FastLlama(nn.Module):
         masks: Any,
         cache: Any,
         taps: Sequence[int],
+        part: Part = WHOLE,
     ) -> tuple[list[Float[Tensor, "B T H"]], Float[Tensor, "B T H"]]:
-        """Return the outputs of the tapped layers and of the last norm.
+        """Return the outputs of the tapped layers, and of the last norm or the end of the part.
 
         Args:
             masks: additive [B, 1, T, S], or a dict of them by layer type.
-            cache: written through `update`; the caller calls `reserve` and `commit`.
+            cache: written through `attend`; the caller calls `reserve` and `commit`.
         """
-        x = F.embedding(ids, self._embed[0].weight)
+        x = F.embedding(ids, self._embed[0].weight) if part.hidden is None else part.hidden
         rotary = self._cos_sin(positions, x.dtype)
-        outputs = []
-        for i, layer in enumerate(self._layers):
-            mask = masks[self._layer_types[i]] if isinstance(masks, dict) else masks
-            x = layer.run(x, rotary, mask, cache, i)
-            outputs.append(x)
-        return [outputs[tap] for tap in taps], self._norm.run(x)
+        outputs = {}
+        for i, layer in [*enumerate(self._layers)][part.first : part.stop]:
+            if i not in part.skip_attention:
+                mask = masks[self._layer_types[i]] if isinstance(masks, dict) else masks
+                x = layer.attend(x, rotary, mask, cache, i)
+            if i not in part.skip_mlp:
+                x = layer.transform(x)
+            outputs[i] = x
+        return [outputs[tap] for tap in taps], self._norm.run(x) if part.stop is None else x
+
+    def final_norm(self, hidden: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
+        """Apply the last norm."""
+        return self._norm.run(hidden)
 
     def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines, and sines signed for swapped halves: [B, T, 1, C] each."""
@@ -136,17 +145,20 @@ class _Layer:
         self.o_proj, self.down_proj = attention.o_proj, mlp.down_proj
         self.scale = float(attention.scaling)
 
-    def run(
+    def attend(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: Any, index: int
     ) -> Tensor:
+        """Add the attention sublayer."""
         batch, count, _ = x.shape
         all_heads = self.qkv.run(self.input_norm.run(x)).view(batch, count, -1, self.size)
         query, key = self._rotate(all_heads, rotary)
         value = all_heads[:, :, self.heads + self.key_heads :].transpose(1, 2)
-        keys, values = cache.update(key, value, index)
-        attended = gqa_attention(query, keys, values, mask, self.scale)
+        attended = cache.attend(query, key, value, index, mask, self.scale)
         attended = attended.transpose(1, 2).reshape(batch, count, -1)
-        x = x + linear(attended, self.o_proj.weight, self.o_proj.bias)
+        return x + linear(attended, self.o_proj.weight, self.o_proj.bias)
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Add the MLP sublayer."""
         gate, up = self.gate_up.run(self.mlp_norm.run(x)).chunk(2, dim=-1)
         return x + linear(F.silu(gate) * up, self.down_proj.weight, self.down_proj.bias)
 

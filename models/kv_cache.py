@@ -12,13 +12,16 @@ Worked example, three slots of lengths 5, 2 and 4, two new tokens: the forward h
     2      o o o o n n .
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+from outrider.models.small_matmul import gqa_attention
 
 
 class KVCache(Cache):
@@ -85,6 +88,20 @@ class KVCache(Cache):
             raise ValueError(f"cannot crop {self.lengths[slot]} rows to {length}")
         self.lengths[slot] = length
 
+    @contextmanager
+    def after_draft(self, count: int) -> Iterator[None]:
+        """Inside, every selected slot has `count` more rows: those of draft tokens.
+
+        Lengths are restored afterwards; rows written inside stay until others replace them.
+        """
+        before = list(self.lengths)
+        for slot in range(*self._window):
+            self.lengths[slot] += count
+        try:
+            yield
+        finally:
+            self.lengths = before
+
     # ---- a forward ----
 
     def reserve(self, count: int) -> None:
@@ -122,6 +139,18 @@ class KVCache(Cache):
             self._locations[layer_idx] = places
         place_of_key, place_of_value = self._locations[layer_idx]
         return self._append(key, *place_of_key), self._append(value, *place_of_value)
+
+    def attend(
+        self,
+        query: Float[Tensor, "B G T C"],
+        key: Float[Tensor, "B A T C"],
+        value: Float[Tensor, "B A T C"],
+        layer: int,
+        mask: Float[Tensor, "B 1 T S"],
+        scale: float,
+    ) -> Float[Tensor, "B G T C"]:
+        """Append rows and attend to all; called by every layer of `FastLlama`."""
+        return gqa_attention(query, *self.update(key, value, layer), mask, scale)
 
     def _append(self, rows: Tensor, block: int, index: int) -> Tensor:
         columns, goal = (part[index] for part in self._views[block])
@@ -173,12 +202,21 @@ class KVCache(Cache):
         if is_prefix(paths):
             return
         assert paths_on_device is not None, "rows that move need their indices on the device"
-        widest, device = max(map(len, paths)), self._positions.device
+        self._gather_rows(starts, paths_on_device[:, : max(map(len, paths))])
+
+    def reorder_rows(self, order: Int[Tensor, "B P"]) -> None:
+        """Replace the rows of every selected slot after its length by these of them, in order."""
+        self._gather_rows(self.active_lengths, order)
+
+    def _gather_rows(self, starts: list[int], paths: Int[Tensor, "B P"]) -> None:
+        """Move these rows after `starts` to the first columns there."""
+        first, stop = self._window
+        widest, device = paths.shape[1], self._positions.device
         if len(paths) == 1:
-            self._move_rows(first, starts[0], paths_on_device[0, :widest] + starts[0])
+            self._move_rows(first, starts[0], paths[0] + starts[0])
             return
         offsets = torch.tensor(starts, device=device)[:, None]
-        source, goal = paths_on_device[:, :widest] + offsets, self._new_columns[:, :widest]
+        source, goal = paths + offsets, torch.arange(widest, device=device) + offsets
         positions = self._positions[first:stop]
         positions.scatter_(1, goal, positions.gather(1, source))
         for _, block, used in self._blocks:

@@ -21,8 +21,10 @@ from outrider.models.attention_masks import additive_mask, document_mask, window
 from outrider.models.fast_llama import FastLlama, supports
 from outrider.models.interface import Batch, ModelShape, Trace
 from outrider.models.kv_cache import KVCache
+from outrider.models.layer_parts import WHOLE, Part, limit_layers
 from outrider.models.lora import has_adapters
 from outrider.models.small_matmul import linear
+from outrider.models.split_cache import SplitCache
 
 MASK_ELEMENTS = 2**26  # of one attention mask: 256 MB in float32
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")
@@ -32,7 +34,7 @@ class TargetStates(NamedTuple):
     """Hidden states of one forward, rows in the order of the input."""
 
     taps: Float[Tensor, "B T KH"]  # outputs of the tapped decoder layers, concatenated
-    last: Float[Tensor, "B T H"]  # output of the final norm
+    last: Float[Tensor, "B T H"]  # output of the final norm; of a part without it, of its end
 
 
 class Target:
@@ -154,8 +156,17 @@ class Target:
         cap = getattr(self.text_config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
-        """Return a cache of so many prompts; `capacity` counts tokens, tree nodes included."""
+    def new_cache(
+        self, capacity: int, slots: int = 1, splits: Sequence[int] = ()
+    ) -> KVCache | SplitCache:
+        """Return a cache of so many prompts.
+
+        Args:
+            capacity: counts tokens, tree nodes included.
+            splits: layers that start a range with rows of its own.
+        """
+        if splits:
+            return SplitCache(slots, capacity, self.num_layers, self.layer_device, splits)
         return KVCache(slots, capacity, self.num_layers, self.layer_device)
 
     def forward(
@@ -163,8 +174,9 @@ class Target:
         ids: Int[Tensor, "B T"],
         positions: Int[Tensor, "B T"],
         mask: Bool[Tensor, "B T S"],
-        cache: KVCache | None = None,
+        cache: KVCache | SplitCache | None = None,
         grad: bool = False,
+        part: Part = WHOLE,
     ) -> TargetStates:
         """Run the decoder layers on new tokens, and append them to the cache, if there is one.
 
@@ -174,6 +186,7 @@ class Target:
             mask: True where a new token attends to one of the S = cached + new tokens or itself.
             cache: holds S - T rows before the call and S after it.
             grad: record gradients, for adapters that a drafter has put into the target.
+            part: of the layers; `cache` is that of their range. Taps outside it are left out.
         """
         if self.ends_only:
             raise ConfigError(
@@ -182,6 +195,8 @@ class Target:
             )  # fmt: skip
         if self.is_remote:
             ids, positions, mask = (x.to(self.layer_device) for x in (ids, positions, mask))
+            if part.hidden is not None:
+                part = part._replace(hidden=part.hidden.to(self.layer_device))
         run: Any = self.fast_forward
         if run is None or cache is None or grad or has_adapters(self.layers):
             run = self._reference_forward
@@ -189,22 +204,38 @@ class Target:
             cache.reserve(ids.shape[1])
         with torch.set_grad_enabled(grad):
             masks = self._additive_masks(mask, positions, cache)
-            taps, last = run(ids, positions, masks, cache, self.taps)
+            stop = self.num_layers if part.stop is None else part.stop
+            inside = [tap for tap in self.taps if part.first <= tap < stop]
+            taps, last = run(ids, positions, masks, cache, inside, part)
             if cache is not None:
                 cache.commit(positions)
             return TargetStates(torch.cat(taps, dim=-1) if taps else last[..., :0], last)
 
+    def final_norm(self, hidden: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
+        """Apply the norm before the head to states of any layer: those of an early exit."""
+        no_layers = Part(self.num_layers, hidden=hidden)
+        rows = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        visible = torch.eye(hidden.shape[1], dtype=torch.bool, device=hidden.device)
+        grad = torch.is_grad_enabled()
+        return self.forward(
+            rows, rows, visible.expand(len(rows), -1, -1), None, grad, no_layers
+        ).last
+
     def _reference_forward(
-        self, ids: Tensor, positions: Tensor, masks: Any, cache: Any, taps: Sequence[int]
-    ) -> tuple[list[Tensor], Tensor]:
+        self, ids: Tensor, positions: Tensor, masks: Any, cache: Any, taps: Sequence[int],
+        part: Part,
+    ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
         """Compute the forward of `FastLlama` with the model's own modules."""
         outputs: dict[int, Tensor] = {}
+        wanted = set(taps) if part.stop is None else {*taps, part.stop - 1}
 
         def save_output(tap: int, _module: nn.Module, _args: Any, output: Any) -> None:
             outputs[tap] = output[0] if isinstance(output, tuple) else output
 
         with ExitStack() as hooks:
-            for tap in taps:
+            if part is not WHOLE:
+                hooks.enter_context(limit_layers(self.layers, part))
+            for tap in wanted:
                 hook = self.layers[tap].register_forward_hook(partial(save_output, tap))
                 hooks.enter_context(hook)
             last = self.base_model(
@@ -214,6 +245,8 @@ class Target:
                 past_key_values=cache,
                 use_cache=cache is not None,
             ).last_hidden_state
+        if part.stop is not None:
+            last = outputs[part.stop - 1]
         return [outputs[tap].to(self.device) for tap in taps], last.to(self.device)
 
     def trace(

@@ -22,7 +22,7 @@ from outrider.eval import rank_tables
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.gumbel_coupling import GumbelNoise, RoundNoise, log_exponential
-from outrider.models.decode.policy import Chain, Draft, Policy
+from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request
 from outrider.models.decode.rule_table import COUPLED, bind_rule
 from outrider.models.decode.sampling_params import OFFSET, SLOPE, Sampling
@@ -368,7 +368,7 @@ def test_chain_scores_equal_tree_scores() -> None:
 @pytest.mark.parametrize("name", ["chain", "dynamic"])
 def test_logits_that_become_nan_are_refused(name: str) -> None:
     class Breaking(Engine):
-        def _draft(self, *args: Any) -> Draft:
+        def _draft(self, *args: Any) -> Any:
             drafted = super()._draft(*args)
             self.target.model.get_output_embeddings().weight.data[3] = torch.nan
             return drafted

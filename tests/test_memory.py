@@ -11,6 +11,8 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import CHECKPOINTS, DialogueCache, Output, Request
 from outrider.models.interface import Trace
 from outrider.models.kv_cache import KVCache
+from outrider.models.layer_parts import WHOLE, Part
+from outrider.models.split_cache import SplitCache
 from outrider.models.target import Target, TargetStates
 from tests import tiny
 from tests.families import small_model
@@ -32,11 +34,12 @@ class CountingTarget(Target):
         ids: Tensor,
         positions: Tensor,
         seen: Tensor,
-        cache: KVCache | None = None,
+        cache: KVCache | SplitCache | None = None,
         grad: bool = False,
+        part: Part = WHOLE,
     ) -> TargetStates:
         self.read.append(ids.shape[1])
-        return super().forward(ids, positions, seen, cache, grad)
+        return super().forward(ids, positions, seen, cache, grad, part)
 
 
 class RecordingDrafter(ScriptedDrafter):

@@ -28,6 +28,8 @@ from outrider.models.decode.verifier import Decision
 from outrider.models.drafter import Drafter
 from outrider.models.interface import Guess, Trace
 from outrider.models.kv_cache import KVCache
+from outrider.models.layer_parts import WHOLE, Part
+from outrider.models.split_cache import SplitCache
 from outrider.models.target import Target, TargetStates
 from outrider.models.vocab import DraftVocab
 from outrider.train.objective import Objective
@@ -273,8 +275,9 @@ class MeanTarget(Target):
         ids: Tensor,
         positions: Tensor,
         mask: Tensor,
-        cache: KVCache | None = None,
+        cache: KVCache | SplitCache | None = None,
         grad: bool = False,
+        part: Part = WHOLE,
     ) -> TargetStates:
         rows = self.embed(ids) * (1 + positions[..., None] % 3)
         if cache is not None:

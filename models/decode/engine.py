@@ -42,7 +42,7 @@ from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.token_rules import Rows
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import NO_RANDOMNESS, Decision, verifier_class
-from outrider.models.drafter import Drafter, TargetInput
+from outrider.models.drafter import Drafter, State, TargetInput
 from outrider.models.interface import Trace
 from outrider.models.target import Target, TargetStates
 
@@ -173,7 +173,8 @@ class Engine:
         slots = min(batch, max(1, len(requests)))
         rows = nodes + 1 + max((len(r.prompt) + max(0, r.budget) for r in requests), default=1)
         if dialogue is None or dialogue.cache is None:
-            self.cache = self.target.new_cache(rows, slots)
+            splits = () if self.drafter is None else self.drafter.splits
+            self.cache = self.target.new_cache(rows, slots, splits)
         else:
             self.cache = dialogue.cache
             self.cache.ensure_capacity(rows)
@@ -287,11 +288,11 @@ class Engine:
         self._set_taps()
         cache.select_slots(0, len(active))
         self.verifier.start_round(active, 0 if self.policy is None else self.policy.levels)
-        draft = self._draft(active, times)
+        draft, drafted = self._draft(active, times)
         tree, prefix = draft.tree, cache.active_lengths
         positions, visible = tree_layout.positions_and_mask(tree, prefix)
         watch.lap()  # building the tree and its mask counts as overhead
-        states = self._run_target(active, TargetInput(tree.ids, positions, visible, tree))
+        states = self._run_target(active, TargetInput(tree.ids, positions, visible, tree, drafted))
         logits = self.target.logits(states.last)
         times.target += watch.lap()
         decision = self._decide(draft, self._adjusted(logits, tree))
@@ -316,10 +317,13 @@ class Engine:
             one.out.times.add(times, 1 / len(active))
         return counts
 
-    def _draft(self, active: list[ActiveRequest], times: RoundTimes) -> Draft:
+    def _draft(
+        self, active: list[ActiveRequest], times: RoundTimes
+    ) -> tuple[Draft, Sequence[State]]:
+        """Return the draft, and the drafter's states after its last step."""
         if self.drafter is None or self.policy is None:
             newest = [[one.out.ids[-1]] for one in active]
-            return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None)
+            return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None), ()
         rng = NO_RANDOMNESS  # draws need not check: verification refuses tokens of NaN rows
         if self.policy.draft in SAMPLED_DRAFTS:
             rng = self.verifier.random_source(check_mass=False)
@@ -328,9 +332,9 @@ class Engine:
             self.drafter, active, self.sampling, rng, history, scores, self.watch, times
         )
         if max(context.depth_limits) < 1:
-            return Draft(Tree.chain(context.roots[:, None]), None)
+            return Draft(Tree.chain(context.roots[:, None]), None), context.states
         try:
-            return self.policy.propose(context)
+            return self.policy.propose(context), context.states
         except EmptyDistribution as error:
             raise RunError(f"A round could not be drafted: {error}", DRAFTER_FIX) from error
 
