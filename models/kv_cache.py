@@ -95,12 +95,16 @@ class KVCache(Cache):
         Lengths are restored afterwards; rows written inside stay until others replace them.
         """
         before = list(self.lengths)
-        for slot in range(*self._window):
-            self.lengths[slot] += count
+        self.add_written_rows(count)
         try:
             yield
         finally:
             self.lengths = before
+
+    def add_written_rows(self, count: int) -> None:
+        """Add rows that were written in `after_draft` to the lengths of the selected slots."""
+        for slot in range(*self._window):
+            self.lengths[slot] += count
 
     # ---- a forward ----
 
@@ -183,30 +187,35 @@ class KVCache(Cache):
         """Add the new rows to the lengths of the selected slots, after all layers have written."""
         first, stop = self._window
         self._positions[first:stop].scatter_(1, self._new_columns, positions)
-        for slot in range(first, stop):
-            self.lengths[slot] += self._count
+        self.add_written_rows(self._count)
+
+    @property
+    def appended(self) -> int:
+        """Number of rows that the last forward appended to every selected slot."""
+        return self._count
 
     def keep_rows(
-        self, paths: Sequence[Sequence[int]], paths_on_device: Int[Tensor, "B P"] | None = None
+        self,
+        paths: Sequence[Sequence[int]],
+        paths_on_device: Int[Tensor, "B P"] | None = None,
+        appended: int | None = None,
     ) -> None:
         """Keep these of the rows appended last; drop the others.
 
         Args:
             paths: rows of each selected slot, strictly ascending.
             paths_on_device: the same, padded; None if every path is a prefix.
+            appended: how many rows were appended; None: those of the last forward.
         """
         first, stop = self._window
-        starts = [length - self._count for length in self.active_lengths]
+        count = self.appended if appended is None else appended
+        starts = [length - count for length in self.active_lengths]
         for slot, start, path in zip(range(first, stop), starts, paths, strict=True):
             self.lengths[slot] = start + len(path)
         if is_prefix(paths):
             return
         assert paths_on_device is not None, "rows that move need their indices on the device"
         self._gather_rows(starts, paths_on_device[:, : max(map(len, paths))])
-
-    def reorder_rows(self, order: Int[Tensor, "B P"]) -> None:
-        """Replace the rows of every selected slot after its length by these of them, in order."""
-        self._gather_rows(self.active_lengths, order)
 
     def _gather_rows(self, starts: list[int], paths: Int[Tensor, "B P"]) -> None:
         """Move these rows after `starts` to the first columns there."""

@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.conf.errors import ConfigError
 from outrider.models.drafter import Drafter
 from outrider.models.interface import TargetEnds, Trace
 from outrider.models.vocab import DraftVocab
@@ -65,9 +64,7 @@ class LookupDrafter(Drafter):
         self, cfg: Any, target: TargetEnds, vocab: DraftVocab, taps: tuple[int, ...]
     ) -> None:
         super().__init__()
-        if not vocab.is_full:
-            why = "A look-up can draft every token of the target."
-            raise ConfigError("drafter.draft_vocab_size", len(vocab), why, "Use null.")
+        vocab.require_full()
         self.cfg, self.vocab, self.taps, self.max_depth = cfg, vocab, taps, cfg.depths
 
     @abstractmethod

@@ -88,8 +88,9 @@ class SplitCache(Cache):
     def keep_rows(
         self, paths: Sequence[Sequence[int]], paths_on_device: Int[Tensor, "B P"] | None = None
     ) -> None:
+        """Keep rows of the last verification, which runs on all tokens in the last range only."""
         for part in self.parts:
-            part.keep_rows(paths, paths_on_device)
+            part.keep_rows(paths, paths_on_device, self.parts[-1].appended)
 
     # ---- a forward of all layers ----
 

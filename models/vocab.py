@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
+from outrider.conf.errors import ConfigError
+
 
 class DraftVocab(nn.Module):
     """Maps between draft ids and target ids; the identity if every token is in it."""
@@ -52,6 +54,12 @@ class DraftVocab(nn.Module):
             return cls.identity(counts.numel())
         order = torch.sort(counts, descending=True, stable=True).indices  # stable: lower id first
         return cls(order[:size].sort().values, counts.numel())
+
+    def require_full(self) -> None:
+        """Raise ConfigError if tokens are left out, for drafters that can draft every token."""
+        if not self.is_full:
+            why = "This drafter can draft every token of the target."
+            raise ConfigError("drafter.draft_vocab_size", len(self), why, "Use null.")
 
     def __len__(self) -> int:
         return int(self.d2t.numel())

@@ -169,25 +169,3 @@ def test_draft_rows_are_written_after_the_length_and_dropped() -> None:
     assert cache.lengths == [PREFIX] * 2
     found = target.forward(ids, positions, visible, cache).last
     assert torch.equal(found, target.forward(ids, positions, visible, fresh).last)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slots", [1, 2])
-def test_rows_after_the_length_are_reordered(slots: int) -> None:
-    target = target_of("llama")
-    cache = read_prefix(target)
-    assert isinstance(cache, KVCache)
-    cache.select_slots(0, slots)
-    ids, positions, visible = (part[:slots] for part in tree_rows())
-    with cache.after_draft(0):
-        target.forward(ids, positions, visible, cache)
-        before = [cache.rows(2, slot)[0][:, :, PREFIX:].clone() for slot in range(slots)]
-    order = torch.tensor([[2, 0, 3], [1, 1, 0]])[:slots]
-    cache.reorder_rows(order)
-    for slot in range(slots):
-        with cache.after_draft(3):
-            after = cache.rows(2, slot)[0][:, :, PREFIX:]
-        assert torch.equal(after, before[slot][:, :, order[slot]])
-        assert torch.equal(
-            cache._positions[slot, PREFIX : PREFIX + 3], positions[slot][order[slot]]
-        )

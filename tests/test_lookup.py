@@ -23,14 +23,17 @@ from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.ngram import NGramIndex
 from outrider.models.interface import Trace
+from outrider.models.lookup import LookupDrafter
 from outrider.models.target import Target
 from tests import tiny
 from tests.enumeration import distance
 from tests.families import FAMILIES, small_model
 from tests.test_drafter_contract import emitted_distribution, plain_distribution
 
-NAMES = [name for name in drafters.names() if not drafters.drafter_class(name).is_trained]
+UNTRAINED = [name for name in drafters.names() if not drafters.drafter_class(name).is_trained]
+NAMES = [name for name in UNTRAINED if issubclass(drafters.drafter_class(name), LookupDrafter)]
 each_drafter = pytest.mark.parametrize("name", NAMES)
+each_untrained = pytest.mark.parametrize("name", UNTRAINED)
 TREE = ((0,), (1,), (0, 0))
 POLICIES: list[Policy] = [
     Chain(5),
@@ -176,7 +179,7 @@ def test_sampling_has_exactly_the_distribution_of_plain_sampling(
     assert distance(found, expected) < 1e-5
 
 
-@each_drafter
+@each_untrained
 def test_a_reduced_vocabulary_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="draft_vocab_size"):
         tiny.drafter(name, tiny.target(), tiny.vocab(), draft_vocab_size=None)
@@ -185,7 +188,7 @@ def test_a_reduced_vocabulary_is_refused(name: str) -> None:
 # ---- commands ----
 
 
-@each_drafter
+@each_untrained
 def test_eval_needs_no_run(name: str, tmp_path: Path) -> None:
     words = [f"drafter={name}", "target=tiny", f"run.dir={tmp_path}", "drafter.depths=6"]
     few = ["eval.limit=2", "eval.max_new_tokens=24", "eval.warmup=0"]
@@ -196,14 +199,14 @@ def test_eval_needs_no_run(name: str, tmp_path: Path) -> None:
     assert report["depth"] == 6  # as deep as the drafter
 
 
-@each_drafter
+@each_untrained
 def test_a_decoder_takes_its_name(name: str) -> None:
     plain = Decoder.from_pretrained("tiny").generate([11, 12, 13] * 4, 24)
     drafted = Decoder.from_pretrained("tiny", drafter=name).generate([11, 12, 13] * 4, 24)
     assert drafted.output_ids == plain.output_ids
 
 
-@each_drafter
+@each_untrained
 @pytest.mark.parametrize("verb", ["train", "doctor", "memory", "prepare"])
 def test_training_commands_say_that_there_is_nothing_to_train(
     name: str, verb: str, capsys: pytest.CaptureFixture[str]

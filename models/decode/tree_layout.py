@@ -1,6 +1,7 @@
 """Positions and attention masks of draft trees, and the rows kept after verification.
 
-Shape letters: B prompts, N nodes, P nodes of a path, S columns of the cache, R of a cached mask.
+Shape letters: B prompts, N and M nodes, P nodes of a path, S columns of the cache, R of a cached
+mask.
 """
 
 from collections.abc import Sequence
@@ -124,12 +125,26 @@ def positions_and_mask(
     if all(length == start for length in prefix):
         if tree.is_chain and tree.unpadded:
             return _chain_layout(len(depths), size, start, depths.device)
-        return depths + start, F.pad(tree.ancestor_mask, (start, 0), value=True)
+        return depths + start, branch_mask(prefix, tree.ancestor_mask)
     starts = torch.tensor(prefix, device=tree.ids.device)[:, None]
-    columns = torch.arange(max(prefix) + size, device=starts.device)
-    visible = (columns < starts)[:, None].repeat(1, size, 1)
-    own = (starts + columns[:size])[:, None].expand(-1, size, -1)
-    return depths + starts, visible.scatter_(2, own, tree.ancestor_mask)
+    return depths + starts, branch_mask(prefix, tree.ancestor_mask)
+
+
+def branch_mask(prefix: Sequence[int], ancestors: Bool[Tensor, "B N M"]) -> Bool[Tensor, "B N S"]:
+    """Return a mask of the committed rows and of those of M nodes that follow them.
+
+    Args:
+        prefix: how many rows of each prompt are committed.
+        ancestors: which of the M nodes each of N new nodes attends to.
+    """
+    start, (_, count, nodes) = prefix[0], ancestors.shape
+    if all(length == start for length in prefix):
+        return F.pad(ancestors, (start, 0), value=True)
+    starts = torch.tensor(prefix, device=ancestors.device)[:, None]
+    columns = torch.arange(max(prefix) + nodes, device=starts.device)
+    visible = (columns < starts)[:, None].repeat(1, count, 1)
+    own = (starts + columns[:nodes])[:, None].expand(-1, count, -1)
+    return visible.scatter_(2, own, ancestors)
 
 
 def _chain_layout(

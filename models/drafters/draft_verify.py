@@ -1,0 +1,76 @@
+"""Draft & Verify: the target drafts for itself without some of its sublayers.
+
+Source: Zhang et al. 2023, "Draft & Verify", arXiv:2309.08168, and its reference code
+(github.com/dilab-zju/self-speculative-decoding). A draft token runs through all layers but the
+attention and MLP sublayers of two lists, which add nothing to the residual stream:
+
+    x += attention(norm(x))    unless the layer is in skip_attention
+    x += mlp(norm(x))          unless the layer is in skip_mlp
+
+Draft tokens attend to the exact rows of the committed text in the target's own cache.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from outrider.conf.errors import ConfigError
+from outrider.conf.schema import UntrainedConfig
+from outrider.models.interface import TargetEnds
+from outrider.models.kv_cache import KVCache
+from outrider.models.layer_parts import Part
+from outrider.models.target import Target
+from outrider.models.target_drafting import TargetDrafter
+from outrider.models.vocab import DraftVocab
+
+
+@dataclass(frozen=True)
+class Config(UntrainedConfig):
+    """Settings of Draft & Verify; conf/drafter/draft_verify.yaml describes each."""
+
+    name: str = "draft_verify"
+    skip_attention: tuple[int, ...] = ()
+    skip_mlp: tuple[int, ...] = ()
+
+
+class DraftVerify(TargetDrafter):
+    """The target without the sublayers of two lists."""
+
+    is_trained = False
+
+    def __init__(
+        self, cfg: Config, target: TargetEnds, vocab: DraftVocab, taps: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        vocab.require_full()
+        self.cfg, self.vocab, self.taps = cfg, vocab, taps
+        layers = target.shape().layers
+        for key in ("skip_attention", "skip_mlp"):
+            _check_layers(f"drafter.{key}", getattr(cfg, key), layers)
+        if len({*cfg.skip_attention}) == len({*cfg.skip_mlp}) == layers:
+            why = f"All {layers} layers are skipped: a draft would not depend on its context."
+            fix = "Leave at least one sublayer."
+            raise ConfigError("drafter.skip_attention", cfg.skip_attention, why, fix)
+        self.part = Part(
+            skip_attention=frozenset(cfg.skip_attention), skip_mlp=frozenset(cfg.skip_mlp)
+        )
+
+    def draft_forward(
+        self,
+        target: Target,
+        cache: KVCache,
+        ids: Int[Tensor, "B N"],
+        positions: Int[Tensor, "B N"],
+        visible: Bool[Tensor, "B N S"],
+    ) -> Float[Tensor, "B N H"]:
+        """Return the target's last states without the skipped sublayers."""
+        return target.forward(ids, positions, visible, cache, part=self.part).last
+
+
+def _check_layers(key: str, skipped: tuple[int, ...], layers: int) -> None:
+    """Raise ConfigError for a layer that the target does not have."""
+    for i, layer in enumerate(skipped):
+        if not 0 <= layer < layers:
+            why = f"The target has decoder layers 0..{layers - 1}."
+            raise ConfigError(f"{key}[{i}]", layer, why, "Leave it out.")
