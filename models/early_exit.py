@@ -14,12 +14,15 @@ Legend: B prompts, T tokens, N nodes of a level, S columns, H hidden size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.fields import option
+from outrider.conf.schema import DEPTHS, DrafterConfig
 from outrider.models.drafter import TargetInput
 from outrider.models.kv_cache import KVCache
 from outrider.models.layer_parts import Part
@@ -28,27 +31,38 @@ from outrider.models.target import Target, TargetStates
 from outrider.models.target_drafting import TargetDrafter, TargetDraftState
 
 
+@dataclass(frozen=True)
+class EarlyExitConfig(DrafterConfig):
+    """Settings that every drafter with an early exit has."""
+
+    exit_layer: int = option(2, "", DEPTHS)
+
+    def tap_layers(self, layers: int) -> tuple[int, ...]:
+        """Return the layer whose output is the exit state.
+
+        Raises:
+            ConfigError: the target does not have so many layers.
+        """
+        if not 1 <= self.exit_layer <= layers:
+            why = f"The target has {layers} layers, and a draft runs at least one of them."
+            fix = f"Use 1 to {layers - 1}; {layers} drafts with the whole target."
+            raise ConfigError("drafter.exit_layer", self.exit_layer, why, fix)
+        return (self.exit_layer - 1,)
+
+
 class EarlyExit(TargetDrafter):
     """A drafter that exits the target after `exit_layer` layers; its tap is the exit state.
 
-    A subclass calls `set_exit`, and may override `draft_logits` and `absorb_batch`, whose traces
-    hold the exit states of verified rows as `taps`.
+    Its `Config` is an `EarlyExitConfig`. A subclass calls `set_exit`, and may override
+    `draft_logits` and `absorb_batch`, whose traces hold the exit states of verified rows as `taps`.
     """
 
     required_features = "taps"
     exit_layer: int
 
     def set_exit(self, exit_layer: int, layers: int) -> None:
-        """Set the exit, the tap and the ranges of the cache.
-
-        Raises:
-            ConfigError: the target does not have so many layers.
-        """
-        if not 1 <= exit_layer <= layers:
-            why = f"The target has {layers} layers, and a draft runs at least one of them."
-            fix = f"Use 1 to {layers - 1}; {layers} drafts with the whole target."
-            raise ConfigError("drafter.exit_layer", exit_layer, why, fix)
-        self.exit_layer, self.taps = exit_layer, (exit_layer - 1,)
+        """Set the exit and the ranges of the cache: one range if the exit is the target's end."""
+        self.exit_layer = exit_layer
         self.splits = (exit_layer,) if exit_layer < layers else ()
 
     def draft_cache(self, cache: KVCache | SplitCache) -> KVCache:

@@ -16,6 +16,7 @@ Legend of shape letters; a file that uses others has its own legend:
     V target vocabulary  Vd draft vocabulary   N nodes of one tree level      D drafter width
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -122,6 +123,17 @@ class Guess(NamedTuple):
 
     depth: int
     hidden: Float[Tensor, "B T D"]
+
+
+def shifted_guesses(states: Float[Tensor, "B T D"], depths: int) -> Iterator[Guess]:
+    """Yield the guesses of a drafter whose depths are one function of the text before a token.
+
+    Args:
+        states: the state after x_0..x_t at row t; its logits predict x_{t+1}. So the guess of depth
+            d at row t is the state of row t + d.
+    """
+    for depth in range(1, depths + 1):
+        yield Guess(depth, F.pad(states[:, depth:], (0, 0, 0, min(depth, states.shape[1]))))
 
 
 class ModelShape(NamedTuple):

@@ -116,8 +116,8 @@ class Attention(nn.Module):
         return rotated[:, : self.heads], rotated[:, self.heads :], value
 
 
-class DecoderLayer(nn.Module):
-    """Decoder layer: attention, then a gated MLP, each added to the residual stream.
+class AttentionLayer(nn.Module):
+    """Attention that is added to the residual stream: a decoder layer without MLP.
 
     The caller passes both the residual and `x`, the input of the attention, which may differ.
     """
@@ -132,15 +132,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.input_layernorm = Norm(shape.hidden, shape.eps) if input_norm else nn.Identity()
         self.self_attn = Attention(shape, width_factor, qk_norm)
-        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
-        self.mlp = Mlp(shape.hidden, shape.intermediate, shape.activation)
 
     def finish(
         self, residual: Float[Tensor, "N D"], attended: Float[Tensor, "N AG C"]
     ) -> Float[Tensor, "N D"]:
         """Return the layer's output from its residual input and the output of its heads."""
-        residual = residual + self.self_attn.o_proj(attended.flatten(-2))
-        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        out: Tensor = residual + self.self_attn.o_proj(attended.flatten(-2))
         return out
 
     def unroll(
@@ -185,6 +182,28 @@ class DecoderLayer(nn.Module):
         prompts = zip(query.split_with_sizes(counts), keys, values, masks, strict=True)
         attended = torch.cat([grouped_attention(*prompt) for prompt in prompts if len(prompt[0])])
         return self.finish(residual, attended), keys, values
+
+
+class DecoderLayer(AttentionLayer):
+    """Decoder layer: attention, then a gated MLP, each added to the residual stream."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        width_factor: int = 1,
+        input_norm: bool = True,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__(shape, width_factor, input_norm, qk_norm)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
+        self.mlp = Mlp(shape.hidden, shape.intermediate, shape.activation)
+
+    def finish(
+        self, residual: Float[Tensor, "N D"], attended: Float[Tensor, "N AG C"]
+    ) -> Float[Tensor, "N D"]:
+        residual = super().finish(residual, attended)
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
 
     @property
     def activation_count(self) -> float:

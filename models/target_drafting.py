@@ -101,9 +101,7 @@ class TargetDrafter(BatchDrafter):
         ancestors = extend_ancestor_mask(ancestors)
         drafted, prefix = len(states[0].hidden), cache.active_lengths
         cache.ensure_capacity(max(prefix) + drafted + ids.shape[1])
-        last = target.shape().max_positions - 1  # unused guesses may exceed it
-        positions = torch.tensor(prefix, device=ids.device)[:, None] + (depth - 1)
-        positions = positions.clamp(max=last).expand(-1, ids.shape[1])
+        positions = level_positions(states, depth, ids)
         with cache.after_draft(drafted):
             visible = branch_mask(prefix, ancestors)
             hidden = self.draft_forward(target, cache, ids, positions, visible)
@@ -135,3 +133,12 @@ class TargetDrafter(BatchDrafter):
     ) -> list[TargetDraftState]:
         """Return the states: verified rows are in the target's cache."""
         return [state for state in states if state is not None]
+
+
+def level_positions(
+    states: Sequence[TargetDraftState], depth: int, ids: LevelIds
+) -> Int[Tensor, "B N"]:
+    """Return the rotary positions of the tokens of level depth - 1."""
+    prefix, last = states[0].cache.active_lengths, states[0].target.shape().max_positions - 1
+    positions = torch.tensor(prefix, device=ids.device)[:, None] + (depth - 1)
+    return positions.clamp(max=last).expand(-1, ids.shape[1])  # unused guesses may exceed it

@@ -49,7 +49,12 @@ def drafter_class(name: str) -> type[Drafter]:
 
 
 def resolve_taps(cfg: Any, layers: int) -> tuple[int, ...]:
-    """Return the taps of a drafter: those of its settings, or its file's default."""
+    """Return the taps of a drafter: those of its settings, or its file's default.
+
+    A `Config` with a method `tap_layers` computes them, and checks its settings.
+    """
+    if hasattr(cfg, "tap_layers"):
+        return tuple(cfg.tap_layers(layers))
     if not hasattr(cfg, "taps"):
         return ()
     module = drafter_module(cfg.name)

@@ -43,7 +43,7 @@ from outrider.models.causal_lm import (
     small_llama_config,
 )
 from outrider.models.drafter import BatchDrafter, LevelIds
-from outrider.models.interface import Batch, Guess, Trace
+from outrider.models.interface import Batch, Guess, Trace, shifted_guesses
 from outrider.models.kv_cache import KVCache
 from outrider.models.on_policy import first_answers, replace_answers, sample_answers
 from outrider.models.self_feeding import gather_parents
@@ -147,10 +147,7 @@ class DraftLm(BatchDrafter):
             self._checkpoints = True
         mask = document_mask(trace.document)
         last = self.lm.forward(trace.ids, trace.positions, mask, grad=torch.is_grad_enabled()).last
-        for depth in range(1, self.depths + 1):
-            shifted = torch.zeros_like(last)
-            shifted[:, :-depth] = last[:, depth:]
-            yield Guess(depth, shifted)
+        yield from shifted_guesses(last, self.depths)
 
     # ---- decoding ----
 
