@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.models.branch_attention import QueryPlan
+from outrider.models.branch_attention import QueryPlan, by_key_head, by_row
 from outrider.models.interface import ModelShape
+from outrider.models.layer_rows import LayerRows
 from outrider.models.small_matmul import gqa_attention
 
-PromptRows = Sequence[Float[Tensor, "_ *row"]]  # one tensor per prompt
+Pair = tuple[Float[Tensor, "_ A C"], Float[Tensor, "_ A C"]]  # keys and values
 
 
 class Norm(nn.Module):
@@ -160,28 +161,38 @@ class AttentionLayer(nn.Module):
         residual: Float[Tensor, "R D"],
         x: Float[Tensor, "R X"],
         positions: Int[Tensor, " R"],
-        past: Sequence[tuple[Tensor, Tensor] | None],
+        past: Sequence[LayerRows | None],
         masks: Sequence[Bool[Tensor, "_ _"] | None],
         counts: Sequence[int],
+        *,
+        drafted: bool = False,
         newest: slice | Int[Tensor, " B"] | None = None,
-    ) -> tuple[Float[Tensor, "_ D"], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    ) -> tuple[Float[Tensor, "_ D"], list[LayerRows]]:
         """Return the outputs of new rows, and every prompt's keys and values with theirs appended.
 
         Args:
             past: keys and values of each prompt; None at its start.
             masks: for each prompt, its new rows over its last keys; None: no key is masked.
             counts: new rows of each prompt.
+            drafted: the new rows are of draft tokens.
             newest: compute the outputs of these rows only, one per prompt.
         """
         query, key, value = self.self_attn.query_key_value(x, positions)
-        keys = append_rows([pair[0] if pair else key[:0] for pair in past], key, counts)
-        values = append_rows([pair[1] if pair else value[:0] for pair in past], value, counts)
+        rows = append_rows(past, key, value, counts, drafted)
         if newest is not None:
             residual, query = residual[newest], query[newest]
             counts, masks = [1] * len(counts), [None] * len(counts)
-        prompts = zip(query.split_with_sizes(counts), keys, values, masks, strict=True)
-        attended = torch.cat([grouped_attention(*prompt) for prompt in prompts if len(prompt[0])])
-        return self.finish(residual, attended), keys, values
+        prompts = zip(query.split_with_sizes(counts), rows, masks, strict=True)
+        attended = torch.cat([attend_rows(*prompt) for prompt in prompts if len(prompt[0])])
+        return self.finish(residual, attended), rows
+
+    @property
+    def activation_count(self) -> float:
+        """Numbers per row saved for the backward pass, fitted (tests/test_memory_plan.py)."""
+        attn = self.self_attn
+        hidden, queries = attn.o_proj.out_features, attn.q_proj.out_features
+        width, keys = attn.q_proj.in_features, attn.k_proj.out_features
+        return 2.8 * hidden + width + 2.4 * queries + 2.0 * keys
 
 
 class DecoderLayer(AttentionLayer):
@@ -207,33 +218,60 @@ class DecoderLayer(AttentionLayer):
 
     @property
     def activation_count(self) -> float:
-        """Numbers per row saved for the backward pass, fitted (tests/test_memory_plan.py)."""
-        attn, inner = self.self_attn, self.mlp.gate_proj.out_features
-        hidden, queries = attn.o_proj.out_features, attn.q_proj.out_features
-        width, keys = attn.q_proj.in_features, attn.k_proj.out_features
-        return 5.8 * hidden + width + 3.9 * inner + 2.4 * queries + 2.0 * keys
+        inner, hidden = self.mlp.gate_proj.out_features, self.self_attn.o_proj.out_features
+        return super().activation_count + 3.0 * hidden + 3.9 * inner
 
 
-def grouped_attention(
-    q: Float[Tensor, "N AG C"],
-    keys: Float[Tensor, "L A C"],
-    values: Float[Tensor, "L A C"],
-    mask: Bool[Tensor, "N M"] | None = None,
+def append_rows(
+    past: Sequence[LayerRows | None],
+    key: Float[Tensor, "R A C"],
+    value: Float[Tensor, "R A C"],
+    counts: Sequence[int],
+    drafted: bool = False,
+) -> list[LayerRows]:
+    """Append new keys and values to those of every prompt."""
+    out = list[LayerRows]()
+    parts = (key.split_with_sizes(counts), value.split_with_sizes(counts))
+    for rows, *new in zip(past, *parts, strict=True):
+        rows = rows or LayerRows.empty_like(*new)
+        out.append(rows.append_draft(*new) if drafted else rows.append(*new))
+    return out
+
+
+def attend_rows(
+    q: Float[Tensor, "N AG C"], rows: LayerRows, mask: Bool[Tensor, "N M"] | None = None
 ) -> Float[Tensor, "N AG C"]:
-    """Attend to all keys, except those of the last M that `mask` excludes."""
+    """Attend to all keys, except those of the last M that `mask` excludes.
+
+    Verified rows and a branch are attended to where they are, under one softmax.
+    """
+    keys, values = rows.keys.rows, rows.values.rows
+    if rows.branch is not None:
+        return _attend_both(q, (keys, values), rows.branch, mask)
     if mask is not None:
         mask = F.pad(mask, (len(keys) - mask.shape[1], 0), value=True)[None, None]
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
     return gqa_attention(q, keys, values, mask)[0].transpose(0, 1)
 
 
-def append_rows(
-    old: PromptRows, new: Float[Tensor, "R *row"], counts: Sequence[int]
-) -> tuple[Float[Tensor, "_ *row"], ...]:
-    """Append the new rows of every prompt to its old ones, in one copy, and return views of it."""
-    parts = [part for pair in zip(old, new.split_with_sizes(counts), strict=True) for part in pair]
-    lengths = [len(rows) + count for rows, count in zip(old, counts, strict=True)]
-    return tuple(torch.cat(parts).split_with_sizes(lengths))
+def _attend_both(
+    q: Float[Tensor, "N AG C"],
+    verified: Pair,
+    branch: Pair,
+    mask: Bool[Tensor, "N M"] | None,
+) -> Float[Tensor, "N AG C"]:
+    """Attend to two groups of keys, of which `mask` describes the last ones."""
+    count, heads, length = len(q), verified[0].shape[1], len(verified[0])
+    rows = by_key_head(q, heads)
+    parts = [torch.matmul(rows, keys.permute(1, 2, 0)) for keys, _ in (verified, branch)]
+    scores = torch.cat(parts, dim=-1).float() * q.shape[-1] ** -0.5
+    if mask is not None:
+        columns = scores.view(heads, -1, count, scores.shape[-1])[..., -mask.shape[1] :]
+        columns.masked_fill_(~mask, float("-inf"))
+    weights = scores.softmax(-1).to(q.dtype).split([length, scores.shape[-1] - length], dim=-1)
+    values = (pair[1].transpose(0, 1) for pair in (verified, branch))
+    first, second = (torch.matmul(*part) for part in zip(weights, values, strict=True))
+    return by_row(first + second, count)
 
 
 def init_linear_weights(module: nn.Module) -> None:

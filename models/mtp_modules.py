@@ -30,6 +30,7 @@ from outrider.models.attention_masks import causal_mask
 from outrider.models.branch_attention import ATTENTIONS, QueryPlan, plan_queries
 from outrider.models.drafter import LevelIds, target_head_logits
 from outrider.models.interface import Guess, ModelShape, TargetEnds, Trace
+from outrider.models.layer_rows import LayerRows
 from outrider.models.layers import DecoderLayer, Norm, append_rows
 from outrider.models.self_feeding import (
     Rows,
@@ -37,7 +38,7 @@ from outrider.models.self_feeding import (
     gather_parents,
     maybe_checkpoint,
     scatter_rows,
-    transpose_rows,
+    transpose,
 )
 from outrider.models.vocab import DraftVocab
 
@@ -79,8 +80,7 @@ class MtpModule(nn.Module):
 class MtpChainState:
     """Decoding state of a chain: true rows of each stage, and draft rows of each node."""
 
-    keys: tuple[Float[Tensor, "_ A C"], ...]  # stage k has k-1 rows fewer than stage 1
-    values: tuple[Float[Tensor, "_ A C"], ...]
+    rows: tuple[LayerRows, ...]  # stage k has k-1 rows fewer than stage 1
     newest: tuple[Float[Tensor, "_ H"], ...]  # each stage's last output; no row in short texts
     position: Int[Tensor, " 1"]  # rotary, of the newest true row
     path: Int[Tensor, "N P"]  # draft tokens from the root to each node
@@ -140,13 +140,12 @@ class MtpChain:
         device = traces[0].ids.device
         old = [state or self._empty_state(device) for state in states]
         ids, ends = [t.next_ids[0] for t in traces], [t.positions[0, -1:] for t in traces]
-        totals = [len(state.keys[0]) + len(new) for state, new in zip(old, ids, strict=True)]
-        keys = transpose_rows(state.keys for state in old)
-        values = transpose_rows(state.values for state in old)
-        newest = transpose_rows(state.newest for state in old)
+        totals = [len(state.rows[0]) + len(new) for state, new in zip(old, ids, strict=True)]
+        layers = [list(rows) for rows in transpose(state.rows for state in old)]
+        newest = transpose(state.newest for state in old)
         inputs: Rows = tuple(trace.last[0].to(self.dtype) for trace in traces)
         for k, stage in enumerate(self.stages):
-            counts = [max(0, n - k) - len(past) for n, past in zip(totals, keys[k], strict=True)]
+            counts = [max(0, n - k) - len(past) for n, past in zip(totals, layers[k], strict=True)]
             if not any(counts):
                 break  # the texts are too short for this stage and those after it
             at = torch.cat([_positions(end - k, n) for end, n in zip(ends, counts, strict=True)])
@@ -155,19 +154,17 @@ class MtpChain:
             residual, x = self._embed(stage, tokens, state)
             if k and stage is self.stages[-1]:  # only its keys and values are needed
                 key, value = stage.block.self_attn.key_value(x, at)
-                keys[k] = append_rows(keys[k], key, counts)
-                values[k] = append_rows(values[k], value, counts)
+                layers[k] = append_rows(layers[k], key, value, counts)
                 break
-            past = list(zip(keys[k], values[k], strict=True))
             masks = [causal_mask(count, device) for count in counts]
-            out, keys[k], values[k] = stage.block.decode(residual, x, at, past, masks, counts)
-            outputs = append_rows(newest[k], out, counts)
+            out, layers[k] = stage.block.decode(residual, x, at, layers[k], masks, counts)
+            new = out.split_with_sizes(counts)
+            outputs = [torch.cat(pair) for pair in zip(newest[k], new, strict=True)]
             newest[k] = tuple(rows[-1:] for rows in outputs)
             inputs = tuple(stage.next_state(rows) for rows in outputs)
         no_path, no_branch = old[0].path[:1, :0], old[0].branch[:1, :0]
-        rows = [transpose_rows(part) for part in (keys, values, newest)]
-        prompts = zip(*rows, ends, strict=True)
-        return [MtpChainState(k, v, n, end, no_path, no_branch) for k, v, n, end in prompts]
+        prompts = zip(transpose(layers), transpose(newest), ends, strict=True)
+        return [MtpChainState(rows, n, end, no_path, no_branch) for rows, n, end in prompts]
 
     def _empty_state(self, device: torch.device) -> MtpChainState:
         attn, count = self.stages[0].block.self_attn, len(self.stages)
@@ -176,8 +173,8 @@ class MtpChain:
         row = torch.zeros(0, heads, attn.head_dim, dtype=self.dtype, device=device)
         branch = torch.zeros(1, 0, hidden, dtype=self.dtype, device=device)
         path = torch.zeros(1, 0, dtype=torch.long, device=device)
-        rows, position = (row,) * count, path.new_full((1,), -1)
-        return MtpChainState(rows, rows, (branch[0],) * count, position, path, branch)
+        rows, position = LayerRows.empty_like(row, row), path.new_full((1,), -1)
+        return MtpChainState((rows,) * count, (branch[0],) * count, position, path, branch)
 
     def step_batch(
         self, states: Sequence[MtpChainState], depth: int, ids: LevelIds, parents: LevelIds
@@ -203,10 +200,10 @@ class MtpChain:
         tokens = torch.cat([p[:, -n:].flatten() for p, n in zip(paths, lengths, strict=True)])
         fed = before.next_state(torch.cat([rows.flatten(0, 1) for rows in inputs]))
         residual, x = self._embed(stage, tokens, fed)
-        past = [(s.keys[depth - 1], s.values[depth - 1]) for s in states]
+        past = [state.rows[depth - 1] for state in states]
         masks = {n: _node_masks(nodes, n, ids.device) for n in set(lengths)}
-        out, *_ = stage.block.decode(
-            residual, x, torch.cat(at), past, [masks[n] for n in lengths], counts
+        out, _ = stage.block.decode(
+            residual, x, torch.cat(at), past, [masks[n] for n in lengths], counts, drafted=True
         )
         branches = [rows.unflatten(0, (nodes, -1)) for rows in out.split_with_sizes(counts)]
         normed = stage.norm(torch.stack([branch[:, -1] for branch in branches]))

@@ -30,6 +30,7 @@ from outrider.models.attention_masks import causal_mask, extend_ancestor_mask
 from outrider.models.branch_attention import ATTENTIONS, QueryPlan, plan_queries
 from outrider.models.drafter import BatchDrafter, LevelIds
 from outrider.models.interface import Guess, TargetEnds, Trace
+from outrider.models.layer_rows import LayerRows
 from outrider.models.layers import DecoderLayer
 
 Rows = tuple[Float[Tensor, "_ *row"], ...]  # one tensor per prompt, or per layer of one prompt
@@ -53,8 +54,7 @@ def maybe_checkpoint(enabled: bool, function: Callable[..., T], *inputs: Any) ->
 class SelfFeedingState:
     """Decoding state: keys and values of true rows, then of the branch drafted in this round."""
 
-    keys: tuple[Float[Tensor, "L A C"], ...]  # of each layer
-    values: tuple[Float[Tensor, "L A C"], ...]
+    rows: tuple[LayerRows, ...]  # of each layer
     hidden: Float[Tensor, "N D"]  # the last layer's output at the newest rows
     position: Int[Tensor, " 1"]  # rotary, of the newest true row
     ancestors: Bool[Tensor, "N M"]  # the nodes of the branch that each newest row descends from
@@ -160,11 +160,12 @@ class SelfFeeding(BatchDrafter):
         newest: slice | Int[Tensor, " B"] = slice(-1, None)
         if len(counts) > 1:
             newest = torch.tensor(counts, device=positions.device).cumsum(0) - 1
-        hidden, keys, values = self._decode(
-            rows.next_ids[0], self.initial_state(rows), positions, states, masks, counts, newest
-        )
+        hidden, layers = self._decode(
+            rows.next_ids[0], self.initial_state(rows), positions, states, masks, counts,
+            newest=newest,
+        )  # fmt: skip
         no_ancestors = torch.zeros(1, 0, dtype=torch.bool, device=positions.device)
-        prompts = zip(keys, values, hidden.split(1), positions[newest].split(1), strict=True)
+        prompts = zip(layers, hidden.split(1), positions[newest].split(1), strict=True)
         return [SelfFeedingState(*prompt, no_ancestors) for prompt in prompts]
 
     def step_batch(
@@ -179,12 +180,12 @@ class SelfFeeding(BatchDrafter):
         ancestors = extend_ancestor_mask(ancestors)
         is_chain = ancestors.shape[2] < depth  # then no key is masked
         masks = [None if is_chain else mask for mask in ancestors.unbind()]
-        hidden, keys, values = self._decode(
+        hidden, layers = self._decode(
             ids.flatten(), self.next_state(above), positions, states, masks,
-            [ids.shape[1]] * len(ids),
+            [ids.shape[1]] * len(ids), drafted=True,
         )  # fmt: skip
         hidden = hidden.unflatten(0, ids.shape)
-        prompts = zip(keys, values, hidden.unbind(), roots, ancestors.unbind(), strict=True)
+        prompts = zip(layers, hidden.unbind(), roots, ancestors.unbind(), strict=True)
         return self.head(hidden), [SelfFeedingState(*prompt) for prompt in prompts]
 
     def _decode(
@@ -195,26 +196,28 @@ class SelfFeeding(BatchDrafter):
         states: Sequence[SelfFeedingState | None],
         masks: Sequence[Bool[Tensor, "_ _"] | None],
         counts: Sequence[int],
+        drafted: bool = False,
         newest: slice | Int[Tensor, " B"] | None = None,
-    ) -> tuple[Float[Tensor, "_ D"], list[Rows], list[Rows]]:
+    ) -> tuple[Float[Tensor, "_ D"], list[tuple[LayerRows, ...]]]:
         """Run all layers on the new rows of all prompts, and return each prompt's keys and values.
 
         Outputs are those of the `newest` rows, by default of all.
         """
-        keys, values = list[Rows](), list[Rows]()
+        layers = list[list[LayerRows]]()
         residual, x = self._embed(ids, state)
         for i, layer in enumerate(self.decoder_layers):
             x = x if i == 0 else layer.input_layernorm(residual)
-            past = [(s.keys[i], s.values[i]) if s else None for s in states]
-            rows = newest if layer is self.decoder_layers[-1] else None
-            residual, key, value = layer.decode(residual, x, positions, past, masks, counts, rows)
-            keys.append(key)
-            values.append(value)
-        return residual, transpose_rows(keys), transpose_rows(values)
+            past = [state.rows[i] if state else None for state in states]
+            residual, rows = layer.decode(
+                residual, x, positions, past, masks, counts, drafted=drafted,
+                newest=newest if layer is self.decoder_layers[-1] else None,
+            )  # fmt: skip
+            layers.append(rows)
+        return residual, transpose(layers)
 
 
-def transpose_rows(rows: Iterable[Rows]) -> list[Rows]:
-    """Turn one tuple per layer, over prompts, into one per prompt, over layers; or back."""
+def transpose(rows: Iterable[Sequence[T]]) -> list[tuple[T, ...]]:
+    """Turn one sequence per layer, over prompts, into one per prompt, over layers; or back."""
     return list(zip(*rows, strict=True))
 
 

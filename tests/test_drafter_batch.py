@@ -17,6 +17,7 @@ from outrider.models import drafters
 from outrider.models.causal_lm import config_to_dict
 from outrider.models.drafter import Drafter, State
 from outrider.models.interface import Trace
+from outrider.models.layer_rows import GrowingRows
 from outrider.models.target import Target
 from tests import tiny
 from tests.families import small_model
@@ -125,6 +126,8 @@ def tensors(state: Any) -> list[Tensor]:
     """All tensors of a state."""
     if isinstance(state, Tensor):
         return [state]
+    if isinstance(state, GrowingRows):
+        return [state.rows]
     if dataclasses.is_dataclass(state):
         state = [getattr(state, field.name) for field in dataclasses.fields(state)]
     return [x for part in state for x in tensors(part)] if isinstance(state, list | tuple) else []

@@ -28,7 +28,8 @@ def adapted(target: Target, drafter: Kangaroo, text: list[int]) -> Tensor:
     out = target.model(input_ids=torch.tensor([text]), output_hidden_states=True)
     exits = out.hidden_states[drafter.cfg.exit_layer][0]
     attn, shape = drafter.layer.self_attn, target.shape()
-    x = F.rms_norm(exits, (shape.hidden,), drafter.layer.input_layernorm.weight, shape.eps)
+    weight = drafter.get_parameter("layers.0.input_layernorm.weight")
+    x = F.rms_norm(exits, (shape.hidden,), weight, shape.eps)
     at = torch.arange(len(text))
     heads = (F.linear(x, m.weight).unflatten(-1, (-1, shape.head_dim)) for m in
              (attn.q_proj, attn.k_proj, attn.v_proj))  # fmt: skip
@@ -81,7 +82,7 @@ def layer_rows(target: Target) -> list[list[int]]:
             out: Tensor = attend(x, *rest)
             return out
 
-        layer.attend = counted  # type: ignore[method-assign]
+        layer.attend = counted  # type: ignore[assignment, method-assign]
     return counts
 
 

@@ -19,7 +19,7 @@ Drafting stops after a token of low probability (`decode.confidence`), which is 
 Differs (docs/drafters/kangaroo.md): trees and batches; any rotary base; the first norm weights are
 fitted; the adapter reads verified tokens again instead of keeping its rows of accepted drafts.
 
-Legend: B prompts, T tokens, N nodes of a level, L rows of a prompt, A key heads, C head size.
+Legend: B prompts, T tokens, N nodes of a level.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +36,7 @@ from outrider.models.drafter import LevelIds, target_head_logits
 from outrider.models.early_exit import EarlyExit, EarlyExitConfig
 from outrider.models.interface import Guess, Trace, shifted_guesses
 from outrider.models.kv_cache import KVCache
+from outrider.models.layer_rows import LayerRows
 from outrider.models.layers import AttentionLayer, Norm, append_rows, init_linear_weights
 from outrider.models.self_feeding import concat_prompts, maybe_checkpoint, scatter_rows
 from outrider.models.split_cache import SplitCache
@@ -56,10 +57,9 @@ class Config(EarlyExitConfig):
 
 @dataclass(frozen=True)
 class KangarooState(TargetDraftState):
-    """Decoding state: keys and values of the adapter, of true rows and then of drafted ones."""
+    """Decoding state, with the keys and values of the adapter."""
 
-    keys: Float[Tensor, "L A C"]
-    values: Float[Tensor, "L A C"]
+    rows: LayerRows
 
 
 class Kangaroo(EarlyExit):
@@ -128,34 +128,31 @@ class Kangaroo(EarlyExit):
         none = TargetDraftState.without_drafts(target, cache)
         if state is None:
             attn, weight = self.layer.self_attn, self.norm.weight
-            keys = weight.new_zeros(0, attn.k_proj.out_features // attn.head_dim, attn.head_dim)
-            return KangarooState(**vars(none), keys=keys, values=keys)
-        return replace(state, **vars(none))
+            row = weight.new_zeros(0, attn.k_proj.out_features // attn.head_dim, attn.head_dim)
+            return KangarooState(**vars(none), rows=LayerRows.empty_like(row, row))
+        after: KangarooState = replace(state, **vars(none))
+        return after
 
     def absorb_batch(
-        self, states: Sequence[KangarooState | None], traces: Sequence[Trace]
+        self, states: Sequence[Any], traces: Sequence[Trace]
     ) -> list[TargetDraftState]:
         """Append the adapter's keys and values of verified rows, from their exit states."""
-        assert None not in states, "run_target returns a state for every prompt"
-        known = [state for state in states if state is not None]
         rows, counts = concat_prompts(traces), [trace.ids.shape[1] for trace in traces]
         x = self.layer.input_layernorm(rows.taps[0].to(self.norm.weight.dtype))
         key, value = self.layer.self_attn.key_value(x, rows.positions[0])
-        keys = append_rows([state.keys for state in known], key, counts)
-        values = append_rows([state.values for state in known], value, counts)
-        prompts = zip(known, keys, values, strict=True)
-        return [replace(state, keys=k, values=v) for state, k, v in prompts]
+        appended = append_rows([state.rows for state in states], key, value, counts)
+        return [replace(state, rows=new) for state, new in zip(states, appended, strict=True)]
 
     def step_batch(
         self, states: Sequence[Any], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[TargetDraftState]]:
-        exits, after = self.run_level(states, depth, ids, parents)
+        exits, level = self.run_level(states, depth, ids, parents)
         exits = exits.flatten(0, 1).to(self.norm.weight.dtype)
         positions = level_positions(states, depth, ids).flatten()
-        masks = [state.ancestors for state in after]
-        past, counts = [(s.keys, s.values) for s in states], [ids.shape[1]] * len(ids)
+        masks = [state.ancestors for state in level]
+        past, counts = [state.rows for state in states], [ids.shape[1]] * len(ids)
         x = self.layer.input_layernorm(exits)
-        out, keys, values = self.layer.decode(exits, x, positions, past, masks, counts)
-        prompts = zip(after, keys, values, strict=True)
-        after = [replace(state, keys=k, values=v) for state, k, v in prompts]
+        out, rows = self.layer.decode(exits, x, positions, past, masks, counts, drafted=True)
+        pairs: Iterable[tuple[Any, LayerRows]] = zip(level, rows, strict=True)
+        after = [replace(state, rows=new) for state, new in pairs]
         return self.head(self.norm(out)).unflatten(0, ids.shape), after
