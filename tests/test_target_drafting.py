@@ -42,6 +42,7 @@ NAMES = [
 # settings with which a drafter drafts badly, and with which it drafts what the target decodes
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "draft_verify": [{"skip_attention": [1, 2], "skip_mlp": [0, 2]}, {"skip_attention": [3]}],
+    "kangaroo": [{"exit_layer": 2}, {"exit_layer": 4}],
 }
 PERFECT: dict[str, dict[str, Any]] = {"draft_verify": {}}
 CASES = [(name, changes) for name in NAMES for changes in SETTINGS[name]]

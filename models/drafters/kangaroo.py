@@ -118,7 +118,7 @@ class Kangaroo(EarlyExit):
         return 1
 
     def activation_count(self, depths: int) -> float:
-        return self.layer.activation_count + (2.0 + depths) * self.target.shape().hidden
+        return self.layer.activation_count + 2.0 * self.target.shape().hidden
 
     # ---- decoding ----
 
