@@ -82,6 +82,7 @@ BENCHES = {
         ("lengths", "lengths:lengths", "memory and time of a training step on rows up to 32k"),
         ("rounds", "decode:rounds", "time of each part of a decoding round"),
         ("batch", "decode:batch", "tokens per second with and without the drafter, by batch size"),
+        ("drafting", "drafting:drafting", "time of a draft by context length, for every drafter"),
         ("launches", "equality:launches", "losses and weights after 1, 2, 4 ranks, DDP and ZeRO"),
         ("soak", "soak:soak", "inject faults into a run of several ranks, compare bit by bit"),
         ("storage", "storage:storage", "recording formats: bytes per token against acceptance"),

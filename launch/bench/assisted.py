@@ -21,7 +21,6 @@ from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.files import read_json
-from outrider.conf.schema import TargetConfig
 from outrider.data.conversations import read_prompts
 from outrider.data.sources import suite_source
 from outrider.data.tokenise import prompt_ids
@@ -86,8 +85,7 @@ def _prepare(options: Options) -> tuple[systems.Decoders, systems.TokenizedPromp
     """Return the models, the prompts that fit both, and the names of those that do not."""
     process.set_threads()
     name = options.target
-    known = {"tiny": TargetConfig("tiny"), "smollm2": TargetConfig("smollm2")}
-    config = known.get(name, TargetConfig("hf", path=name))
+    config = common.target_settings(name)
     target, tokenizer, _ = load_target(config, process.device())
     stops = stop_ids(tokenizer, target)
     drafter, assistant = draft_models(options.draft, target)

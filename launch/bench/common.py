@@ -18,6 +18,7 @@ from rich.table import Table
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
+from outrider.conf.schema import TargetConfig
 from outrider.train.manifest import machine as machine_facts
 
 CHILD = "OUTRIDER_BENCH_CHILD"  # set in the environment of a process that measures one setting
@@ -53,6 +54,13 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+
+
+def target_settings(name: str, dtype: Any = "float32") -> TargetConfig:
+    """Return the settings of a target: tiny, smollm2, or a folder or hub id."""
+    if name in ("tiny", "smollm2"):
+        return TargetConfig("tiny" if name == "tiny" else "smollm2", dtype=dtype)
+    return TargetConfig("hf", path=name, dtype=dtype)
 
 
 def use_threads(threads: int) -> None:

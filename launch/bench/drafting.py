@@ -1,0 +1,153 @@
+"""`outrider bench drafting`: milliseconds per round that each drafter needs, by context length.
+
+Drafters have untrained weights, and decode after a prompt of repeated tokens: their time depends on
+sizes only. The time of attention is measured apart, so that the rest shows what else grows with
+the context. A drafter's time includes absorbing verified rows.
+"""
+
+import dataclasses
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from outrider.conf.compose import parse_words
+from outrider.conf.console import Console
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import option
+from outrider.conf.schema import DrafterSettings
+from outrider.eval.report_tables import narrow_table
+from outrider.launch.bench import common
+from outrider.models import drafters, kv_cache, layers, process
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain
+from outrider.models.decode.request import Request
+from outrider.models.decode.round_times import Stopwatch
+from outrider.models.drafter import Drafter
+from outrider.models.load import load_target
+from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
+
+BLOCK = 97  # tokens that the prompt repeats: look-ups find them
+ATTENTION = ((layers, "attend_rows"), (kv_cache, "gqa_attention"))  # of drafters, of caches
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of `outrider bench drafting`."""
+
+    target: str = option("tiny", "target: tiny, smollm2, or a folder or hub id")
+    dtype: str = option("auto", "its precision")
+    drafters: tuple[str, ...] = option((), "which drafters; none: all")
+    contexts: tuple[int, ...] = option((512, 2048, 8192), "context lengths, tokens", "[16, 4194304]")
+    depth: int = option(4, "draft tokens per round", "[1, 1024]")
+    rounds: int = option(12, "rounds per measurement", "[1, 65536]")
+    repeats: int = option(5, "measurements; medians count", "[1, 65536]")
+    threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
+    out: str = option("", "JSON file for the result")
+
+    def __post_init__(self) -> None:
+        for i, name in enumerate(self.drafters):
+            if name not in drafters.names():
+                fix = f"Use: {', '.join(drafters.names())}."
+                raise ConfigError(f"drafters[{i}]", name, "There is no such drafter.", fix)
+
+
+def drafting(words: list[str]) -> int:
+    options = parse_words(Options, words)
+    common.use_threads(options.threads)
+    settings = common.target_settings(options.target, options.dtype)
+    target = load_target(settings, process.device()).target
+    _extend_positions(target, max(options.contexts) + 64 + options.rounds * (1 + options.depth))
+    console, rows = Console(), list[dict[str, Any]]()
+    head = ("drafter", "context", "draft ms", "attention", "rest", "target ms")
+    table = narrow_table(head, ("drafter",))
+    with console.status("") as status:
+        for name in options.drafters or drafters.names():
+            drafter = _untrained(name, target)
+            for context in options.contexts:
+                status.update(f"{name}, {context} tokens")
+                row = _measure(target, drafter, context, options)
+                rows.append({"drafter": name, "context": context, **row})
+                cells = (f"{row[key]:.2f}" for key in ("draft", "attention", "rest", "target"))
+                table.add_row(name, str(context), *cells)
+    common.report(console, table, options.out, {"setting": vars(options), "rows": rows})
+    return 0
+
+
+def _extend_positions(target: Target, count: int) -> None:
+    """Allow more positions than the target was trained for: text does not matter here."""
+    config = target.text_config
+    config.max_position_embeddings = max(count, config.max_position_embeddings)
+
+
+def _untrained(name: str, target: Target) -> Drafter:
+    torch.manual_seed(0)
+    cfg: DrafterSettings = drafters.drafter_module(name).Config(name=name)
+    vocab = DraftVocab.identity(target.vocab_size)
+    return drafters.build(cfg, target, vocab).to(target.device, target.dtype).eval()
+
+
+def _measure(target: Target, drafter: Drafter, context: int, options: Options) -> dict[str, float]:
+    """Return medians of milliseconds per round."""
+    block = random.Random(0).choices(range(target.vocab_size), k=BLOCK)
+    prompt = (block * (1 + context // BLOCK))[:context]
+    engine = Engine(target, drafter, Chain(min(options.depth, drafter.max_depth)))
+    runs = [_per_round(engine, prompt, options.rounds) for _ in range(1 + options.repeats)][1:]
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    return {**medians, "rest": medians["draft"] - medians["attention"]}
+
+
+def _per_round(engine: Engine, prompt: Sequence[int], rounds: int) -> dict[str, float]:
+    """Return milliseconds per round of one answer."""
+    assert engine.drafter is not None
+    budget = 1 + rounds * (1 + engine.policy.nodes if engine.policy else 1)
+    with timed_attention(engine.drafter, engine.target.device) as seconds:
+        decoding = engine.run([Request(prompt, budget)], 1)
+        out, of_prompt = next(decoding).out, sum(seconds)
+        for event in decoding:
+            out = event.out
+            if out.rounds == rounds:
+                break
+        decoding.close()
+    parts = {"draft": out.times.draft, "target": out.times.target}
+    parts["attention"] = sum(seconds) - of_prompt
+    return {name: 1000 * spent / out.rounds for name, spent in parts.items()}
+
+
+@contextmanager
+def timed_attention(drafter: Drafter, device: torch.device) -> Iterator[list[float]]:
+    """Inside, record the seconds of every attention that the drafter computes."""
+    seconds, watch, drafting = list[float](), Stopwatch(device), list[bool]()
+
+    def timed(attend: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not drafting:
+                return attend(*args, **kwargs)
+            watch.lap()
+            out = attend(*args, **kwargs)
+            seconds.append(watch.lap())
+            return out
+
+        return run
+
+    def marked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            drafting.append(True)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                drafting.pop()
+
+        return run
+
+    with ExitStack() as patches:
+        for owner, name in ATTENTION:
+            patches.enter_context(patch.object(owner, name, timed(getattr(owner, name))))
+        for name in ("absorb_batch", "step_batch"):
+            patches.enter_context(patch.object(drafter, name, marked(getattr(drafter, name))))
+        yield seconds
