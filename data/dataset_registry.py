@@ -11,6 +11,7 @@ from typing import Any
 
 TINY = Path(__file__).parent / "tiny" / "prompts.jsonl"
 GENERAL = Path(__file__).parent / "prompts" / "eval.jsonl"
+COPYING = Path(__file__).parent / "prompts" / "copying.jsonl"
 CATEGORY_COLUMNS = ("category", "subject")
 
 
@@ -77,6 +78,10 @@ DATASETS = {
 SUITES = {
     "outrider": DatasetSpec(
         str(GENERAL), "Apache-2.0", "80 prompts in 8 categories, written for Outrider",
+        category="category",
+    ),
+    "copying": DatasetSpec(
+        str(COPYING), "Apache-2.0", "24 prompts whose answers repeat them: 3 categories",
         category="category",
     ),
     "tiny": DatasetSpec(str(TINY), "Apache-2.0", "written for target=tiny", category="category"),

@@ -1,7 +1,8 @@
 """Counts of the token sequences of some texts, up to a length, without a node for each of them.
 
 A sequence that occurred several times has a node, which counts what followed it. One that occurred
-once needs none: the index of the text behind it says all. It becomes a node when it occurs again.
+once needs none: the index of the text behind it says all. It becomes a node when it occurs again,
+and remains one when the oldest text is removed.
 The text "a b a c" as an example, with an index written as -> i:
 
     "" (4) --- a (2) --- b (1) -> 2        "a b" occurred once, and text[2:] followed
@@ -10,14 +11,14 @@ The text "a b a c" as an example, with an index written as -> i:
             `- c (1) -> 4
 
 `append` adds a token in at most `depth` + 1 operations: one for each end of the text that occurred
-before.
+before. `remove_oldest` takes at most `depth` + 1 operations for each token of the oldest text.
 
 Source: SuffixDecoding, Oliaro et al. 2024, arXiv:2411.04975, sections 4.1 and 4.2.
 Differs: indices into the text instead of compressed paths, with the same counts; the end of the
 text, which nothing follows yet, does not lower the probability of what followed earlier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -34,20 +35,38 @@ class Node:
     Attributes:
         total: how many tokens followed it so far.
         counts: how often each token followed.
-        best: the token that followed most often; END before there is one.
         longer: the sequence with each such token behind it: its node, or an index of the text.
     """
 
     total: int = 0
     counts: dict[int, int] = field(default_factory=dict)
-    best: int = END
     longer: dict[int, "Place"] = field(default_factory=dict)
+    _best: int | None = END  # None: not known since a token was removed
 
     def count(self, token: int) -> None:
         self.total += 1
-        self.counts[token] = self.counts.get(token, 0) + 1
-        if self.best == END or self.counts[token] > self.counts[self.best]:
-            self.best = token
+        new = self.counts[token] = self.counts.get(token, 0) + 1
+        if self._best == END or (self._best is not None and new > self.counts[self._best]):
+            self._best = token
+
+    def remove(self, token: int) -> bool:
+        """Count a token once less; return whether it still follows."""
+        self.total -= 1
+        self.counts[token] -= 1
+        if token == self._best:
+            self._best = None
+        if self.counts[token]:
+            return True
+        del self.counts[token]
+        self.longer.pop(token, None)
+        return False
+
+    @property
+    def best(self) -> int:
+        """The token that followed most often; END before there is one."""
+        if self._best is None:
+            self._best = max(self.counts, key=self.counts.__getitem__, default=END)
+        return self._best
 
 
 class Place(NamedTuple):
@@ -67,14 +86,17 @@ class Candidate(NamedTuple):
 class SuffixTrie:
     """Counts of the sequences of some texts, of which the last may grow.
 
+    Indices count the tokens of removed texts, too.
+
     Attributes:
-        tokens: the texts, END behind all but the last.
+        tokens: the texts, END behind all but the last. Removed ones may precede them.
         ends: places of the last 0, 1, 2, .. tokens of the last text, as far as they have nodes.
     """
 
     def __init__(self, depth: int) -> None:
         """Sequences of up to `depth` tokens are counted, each with the token behind it."""
         self.depth, self.tokens = depth, list[int]()
+        self._offset, self._first = 0, 0  # of `tokens`; where the oldest text begins in it
         self.root = Place(Node())
         self.ends = [self.root]
 
@@ -89,7 +111,7 @@ class SuffixTrie:
                 break
             place = node.longer.get(token)
             if place is None:
-                node.longer[token] = Place(None, len(self.tokens))
+                node.longer[token] = Place(None, self._offset + len(self.tokens))
             else:
                 if place.node is None:
                     place = node.longer[token] = self._node_of(place.at, length)
@@ -98,7 +120,7 @@ class SuffixTrie:
 
     def _node_of(self, index: int, length: int) -> Place:
         """Return a node for a sequence that occurred once, before this index of the text."""
-        node, following = Node(), self.tokens[index]
+        node, following = Node(), self._at(index)
         if following != END:
             node.count(following)
             if length < self.depth:
@@ -109,6 +131,31 @@ class SuffixTrie:
         """End the last text; the next token begins another one."""
         self.tokens.append(END)
         self.ends = [self.root]
+
+    def texts(self) -> Iterator[list[int]]:
+        """Yield the texts that have ended, the oldest first."""
+        text = list[int]()
+        for token in self.tokens[self._first :]:
+            if token == END:
+                yield text
+                text = []
+            else:
+                text.append(token)
+
+    def remove_oldest(self) -> None:
+        """Remove the counts of the oldest text, which has ended."""
+        stop = self.tokens.index(END, self._first)
+        for start in range(self._first, stop):
+            node = self.root.node
+            for token in self.tokens[start : min(stop, start + self.depth + 1)]:
+                assert node is not None, "a sequence that occurs elsewhere, too, has a node"
+                if not node.remove(token):
+                    break
+                node = node.longer.get(token, self.root).node
+        self._first = stop + 1
+        if 2 * self._first > len(self.tokens):  # seldom, as this moves all later tokens
+            del self.tokens[: self._first]
+            self._offset, self._first = self._offset + self._first, 0
 
     def follow(self, places: Sequence[Place], token: int) -> list[Place]:
         """Return the places of the last 0, 1, 2, .. tokens of a text after one more token.
@@ -125,7 +172,9 @@ class SuffixTrie:
         return Place(None, place.at + 1) if self._at(place.at) == token else None
 
     def _at(self, index: int) -> int:
-        return self.tokens[index] if index < len(self.tokens) else END
+        """Return a token; END where no text is, or none any more."""
+        index -= self._offset
+        return self.tokens[index] if 0 <= index < len(self.tokens) else END
 
     def path(self, place: Place, most: int, least: float) -> Candidate:
         """Draft the most frequent continuation: `most` tokens, each path at least so probable."""

@@ -3,13 +3,20 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from outrider.conf.errors import ConfigError
+from outrider.launch.bench import common
+from outrider.launch.bench.long_prompts import Options, tensor_bytes
 from outrider.models import drafters
 from outrider.models.decode import engine
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Request
+from outrider.models.load import LoadedTarget
 from outrider.models.target import TargetStates
 from tests import tiny
 
@@ -54,3 +61,82 @@ def test_no_mask_of_a_long_prompt_has_the_square_of_its_length(
     assert len(out.ids) == 1
     assert len(sizes) == 20
     assert max(sizes) <= 200
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records how many elements the largest tensor has that is computed inside."""
+
+    elements: int
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+def largest_tensor(name: str, length: int) -> int:
+    target = tiny.target("llama", max_position_embeddings=4096)
+    vocab = tiny.vocab(tiny.VOCAB)
+    drafter = tiny.drafter(name, target, vocab, draft_vocab_size=None)
+    prompt = [3 + i * i % 50 for i in range(length)]
+    decoder = Engine(target, drafter, Chain(1))
+    largest = LargestTensor()
+    with largest:
+        decoder.generate_all([Request(prompt, 1)], 1)
+    return largest.elements
+
+
+@pytest.mark.parametrize("name", drafters.names())
+def test_no_tensor_of_a_long_prompt_has_the_square_of_its_length(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the target and of the drafter that absorbs it; read in one piece, some tensor has."""
+    monkeypatch.setattr(engine, "PREFILL_MASK", 2**13)
+    short, long = (largest_tensor(name, length) for length in (512, 1024))
+    assert long <= 2.1 * short
+    monkeypatch.setattr(engine, "PREFILL_MASK", 2**24)
+    assert largest_tensor(name, 1024) > 3.5 * largest_tensor(name, 512)
+
+
+@pytest.mark.slow
+def test_logits_of_a_long_prompt_are_those_of_one_piece(
+    loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded target's, after 2,000 tokens in pieces of 2,000, 333 and 50 rows."""
+    prompt = torch.randint(1536, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    logits, compute = list[Tensor](), loaded.target.logits
+
+    def recorded(last: Tensor) -> Tensor:
+        logits.append(compute(last))
+        return logits[-1]
+
+    monkeypatch.setattr(loaded.target, "logits", recorded)
+    for rows in (2000, 333, 50):
+        monkeypatch.setattr(engine, "PREFILL_MASK", rows * len(prompt))
+        Engine(loaded.target, None, None).generate_all([Request(prompt, 1)], 1)
+    whole, *others = logits
+    for one in others:
+        torch.testing.assert_close(one, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_shared_memory_is_counted_once() -> None:
+    rows = torch.zeros(8, 4)
+    assert tensor_bytes({"a": (rows, rows[:2]), "b": [torch.zeros(2, dtype=torch.long), 7]}) == 144
+
+
+@pytest.mark.slow
+def test_32k_tokens_take_less_than_a_gigabyte() -> None:
+    """Above the weights and the caches, in a process of its own; one mask alone would have 4."""
+    row = common.run_in_child("long-prompts", Options(threads=2), lengths=32768, drafters="none")
+    assert row["cache_mb"] > 32768 * 8 * 2 * 2 * 32 * 4 / 2**20  # layers, K and V, heads, size
+    assert 0 < row["peak_mb"] < 1000
+
+
+def test_an_unknown_drafter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="eagle9"):
+        Options(drafters=("none", "eagle9"))

@@ -1,16 +1,21 @@
-"""The counts of suffix_trie.py against a scan of all texts, and the drafts made of them."""
+"""The counts of suffix_trie.py against a scan of all texts, and drafts against a full trie's."""
 
 import random
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.models.drafters.suffix import Suffix
 from outrider.models.lookup import Draft
-from outrider.models.suffix_trie import END, Place, SuffixTrie
+from outrider.models.suffix_trie import END, Node, Place, SuffixTrie
+from tests import tiny
 
-DEPTH = 4
+DEPTH, TARGET = 4, tiny.target()
 texts = st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=4)
 
 
@@ -47,7 +52,7 @@ def counted(trie: SuffixTrie, sequence: tuple[int, ...]) -> Counter[int]:
         assert node.total == sum(node.counts.values())
         assert node.best == END or node.counts[node.best] == max(node.counts.values())
         return Counter(node.counts)
-    following = trie.tokens[index] if index < len(trie.tokens) else END
+    following = trie._at(index)
     return Counter() if following == END else Counter([following])
 
 
@@ -138,3 +143,232 @@ def test_a_draft_is_the_most_frequent_continuation_by_a_scan(
         assert everything.score >= candidate.score - 1e-9
         if size == DEPTH:
             assert set(everything.draft) == set(scanned(of, tuple(context[-size:])))
+
+
+# ---- whole drafts against an uncompressed trie ----
+
+
+@dataclass
+class Full:
+    """A node for every sequence that occurred, with the tokens that followed it, in order."""
+
+    followers: list[int] = field(default_factory=list)
+    children: dict[int, "Full"] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, texts: list[list[int]]) -> "Full":
+        """Insert every text by its tokens: every sequence that ends before one is followed by it.
+
+        No length is limited: quadratic time and memory.
+        """
+        root = cls()
+        for text in texts:
+            for stop in range(1, len(text) + 1):
+                for start in range(stop):
+                    node = root
+                    for token in text[start : stop - 1]:
+                        node = node.children[token]
+                    node.followers.append(text[stop - 1])
+                    node.children.setdefault(text[stop - 1], cls())
+        return root
+
+    def find(self, sequence: list[int]) -> "Full | None":
+        node: Full | None = self
+        for token in sequence:
+            node = None if node is None else node.children.get(token)
+        return node
+
+    def best(self) -> int:
+        """The most frequent follower; of several the one that was first to be so frequent."""
+        counts = Counter[int]()
+        best = self.followers[0]
+        for token in self.followers:
+            counts[token] += 1
+            best = token if counts[token] > counts[best] else best
+        return best
+
+    def share(self, token: int) -> float:
+        return self.followers.count(token) / len(self.followers)
+
+    def path(self, most: int, least: float) -> tuple[float, list[int]]:
+        node, p, score, out = self, 1.0, 0.0, list[int]()
+        while node.followers and len(out) < most:
+            token = node.best()
+            p *= node.share(token)
+            if p < least:
+                break
+            score, node = score + p, node.children[token]
+            out.append(token)
+        return score, out
+
+    def tree(self, p: float = 1.0) -> Iterator[float]:
+        """The probability of every continuation."""
+        for token in set(self.followers):
+            yield p * self.share(token)
+            yield from self.children[token].tree(p * self.share(token))
+
+
+def full_draft(
+    own: list[int], earlier: list[list[int]], depths: int, factor: float, least: float, tree: bool
+) -> tuple[float, list[int]]:
+    """The best draft by its definition: every end of the text, the longest first; own text first.
+
+    Of a tree only the score is returned.
+    """
+    best = 0.0, list[int]()
+    for trie in (Full.of([own]), Full.of(earlier)):
+        for length in range(len(own), 0, -1):
+            node, most = trie.find(own[len(own) - length :]), min(depths, int(factor * length))
+            if node is None:
+                continue
+            if tree:
+                probable = sorted((p for p in node.tree() if p >= least), reverse=True)
+                candidate = sum(probable[:most]), list[int]()
+            else:
+                candidate = node.path(most, least)
+            best = candidate if candidate[0] > best[0] + 1e-9 else best
+    return best
+
+
+def probabilities(draft: Draft, p: float = 1.0) -> Iterator[float]:
+    for share, below in draft.values():
+        yield p * share
+        yield from probabilities(below, p * share)
+
+
+def suffix(**changes: Any) -> Suffix:
+    size = {"draft_vocab_size": None, "depths": 16, **changes}
+    drafter = tiny.drafter("suffix", TARGET, tiny.vocab(tiny.VOCAB), **size)
+    assert isinstance(drafter, Suffix)
+    return drafter
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=14),
+    st.lists(st.lists(st.integers(0, 2), max_size=10), max_size=3),
+    st.sampled_from([2, 6]),
+    st.sampled_from([1.0, 2.5]),
+    st.sampled_from([0.0, 0.1, 0.4]),
+)
+def test_whole_drafts_equal_those_of_an_uncompressed_trie(
+    own: list[int], earlier: list[list[int]], depths: int, factor: float, least: float
+) -> None:
+    """Of a request, by its own text and earlier answers; as a path and as a tree.
+
+    A path has the same tokens, ties included; a tree the same score, which ties do not change.
+    """
+    for tree in (False, True):
+        drafter = suffix(depths=depths, factor=factor, least=least, tree=tree)
+        for answer in earlier:
+            drafter.add_answer(answer)
+        index = drafter.new_index()
+        for token in own:
+            index.append(token)
+        draft = drafter.look_up(index)
+        score, tokens = full_draft(own, earlier, depths, factor, least, tree)
+        if tree:
+            assert sum(probabilities(draft)) == pytest.approx(score)
+        else:
+            assert chain_of(draft) == tokens
+
+
+# ---- operations ----
+
+
+def test_a_token_takes_one_operation_for_each_counted_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A text of one token, whose ends all occurred before: depth + 1 counts each, however long."""
+    counts, count = [0], Node.count
+
+    def counted(node: Node, token: int) -> None:
+        counts[-1] += 1
+        count(node, token)
+
+    monkeypatch.setattr(Node, "count", counted)
+    trie = SuffixTrie(8)
+    for _ in range(500):
+        counts.append(0)
+        trie.append(7)
+    assert max(counts) <= 8 + 2  # and one for a sequence that gets a node
+    assert counts[400:] == [9] * 101
+
+
+# ---- forgotten answers ----
+
+
+@given(texts, st.lists(st.integers(0, 2), max_size=14), st.integers(0, 4))
+def test_forgotten_texts_are_not_counted(
+    of: list[list[int]], later: list[int], forgotten: int
+) -> None:
+    """Counts, ends and drafts are those of the texts that are left, also while one grows."""
+    trie = SuffixTrie(DEPTH)
+    for text in of:
+        for token in text:
+            trie.append(token)
+        trie.end_text()
+    for number in range(min(forgotten, len(of))):
+        trie.remove_oldest()
+        assert list(trie.texts()) == of[number + 1 :]
+    for token in later:
+        trie.append(token)
+    left = [*of[forgotten:], later]
+    sequences = {
+        tuple(text[i : i + size])
+        for text in [*of, later]
+        for size in range(DEPTH + 1)
+        for i in range(len(text) - size + 1)
+    }
+    for sequence in sequences:
+        assert counted(trie, sequence) == scanned(left, sequence), sequence
+        if sequence and len(sequence) <= DEPTH and scanned(left, sequence):
+            place = _place(trie, sequence)
+            score, _ = Full.of(left).find(list(sequence)).path(1, 0.0)  # type: ignore[union-attr]
+            assert trie.path(place, most=1, least=0.0).score == pytest.approx(score)
+
+
+def _place(trie: SuffixTrie, sequence: tuple[int, ...]) -> Place:
+    places = [trie.root]
+    for token in sequence:
+        places = trie.follow(places, token)
+    return places[-1]
+
+
+def test_memory_of_forgotten_texts_is_freed() -> None:
+    draw = random.Random(0)
+    trie = SuffixTrie(8)
+    for number in range(400):
+        for _ in range(50):
+            trie.append(draw.randrange(40))
+        trie.end_text()
+        if number >= 10:
+            trie.remove_oldest()
+    assert len(trie.tokens) <= 2 * 51 * 11
+    assert trie.root.node is not None
+    assert trie.root.node.total == 10 * 50
+
+
+def test_the_newest_answers_are_kept() -> None:
+    drafter = suffix(most_answers=2)
+    for answer in ([1, 2, 3], [1, 2, 4], [], [1, 2, 5]):
+        drafter.add_answer(answer)
+    assert list(drafter.earlier.texts()) == [[], [1, 2, 5]]
+    index = drafter.new_index()
+    for token in (9, 1, 2):
+        index.append(token)
+    assert chain_of(drafter.look_up(index)) == [5]
+
+
+def test_an_answer_that_is_forgotten_while_another_request_follows_it() -> None:
+    """Its places stay valid: what is drafted after it is a draft, or nothing."""
+    drafter = suffix(most_answers=1, factor=4.0)
+    drafter.add_answer([1, 2, 3, 4, 5, 6])
+    index = drafter.new_index()
+    for token in (1, 2, 3):
+        index.append(token)
+    assert chain_of(drafter.look_up(index)) == [4, 5, 6]
+    for answer in ([7, 8], [9, 10, 11, 12, 13, 14, 15]):
+        drafter.add_answer(answer)
+    assert chain_of(drafter.look_up(index)) in ([], [4, 5, 6])
+    index.append(4)
+    assert chain_of(drafter.look_up(index)) in ([], [5, 6])

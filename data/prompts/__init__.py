@@ -1,1 +1,1 @@
-"""Prompts for self-generation (`general.jsonl`) and the held-out suite (`eval.jsonl`)."""
+"""Prompts for self-generation (`general.jsonl`), and suites (`eval.jsonl`, `copying.jsonl`)."""

@@ -2,10 +2,11 @@
 
 Source: Oliaro et al. 2024, "SuffixDecoding", arXiv:2411.04975, sections 4.1 to 4.3.
 
-Counts are of two kinds: of the request's own text, prompt and answer, and of earlier answers
-(`drafter.answers`). Every end of the text that occurred before, of m = 1, 2, .. tokens, gives a
-draft of at most `factor` * m tokens. The one with the highest score is taken, the sum of the
-probabilities of its tokens by the counts: the expected number of accepted tokens.
+Counts are of two kinds: of the request's own text, prompt and answer, and of earlier answers, read
+from a file (`answers`) or counted when they end (`learn`). Every end of the text that occurred
+before, of m = 1, 2, .. tokens, gives a draft of at most `factor` * m tokens. The one with the
+highest score is taken, the sum of the probabilities of its tokens by the counts: the expected
+number of accepted tokens.
 
 Differs (docs/drafters/suffix.md): the end of the text itself is not counted; a draft of the
 request's own text wins ties.
@@ -13,12 +14,14 @@ request's own text wins ties.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.conf.fields import option
 from outrider.conf.schema import PROBABILITY, UntrainedConfig
-from outrider.models.interface import TargetEnds
+from outrider.models.answer_file import read_answers, write_answers
 from outrider.models.lookup import Draft, LookupDrafter, TextIndex
 from outrider.models.suffix_trie import Candidate, SuffixTrie
+from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
 
@@ -33,6 +36,8 @@ class Config(UntrainedConfig):
     least: float = option(0.1, "", PROBABILITY)
     tree: bool = False
     learn: bool = False
+    answers: str | None = None
+    most_answers: int = option(100_000, "", "[1, inf)")
 
 
 class SuffixIndex(TextIndex):
@@ -55,22 +60,41 @@ class Suffix(LookupDrafter):
     """SuffixDecoding.
 
     Attributes:
-        earlier: counts of earlier answers.
+        earlier: counts of the newest `most_answers` earlier answers.
     """
 
     cfg: Config
 
     def __init__(
-        self, cfg: Config, target: TargetEnds, vocab: DraftVocab, taps: tuple[int, ...]
+        self, cfg: Config, target: Target, vocab: DraftVocab, taps: tuple[int, ...]
     ) -> None:
         super().__init__(cfg, target, vocab, taps)
-        self.earlier = SuffixTrie(cfg.longest)
+        self.target, self.earlier, self._count = target, SuffixTrie(cfg.longest), 0
+        if cfg.answers is not None:
+            self.load_answers(cfg.answers)
 
     def add_answer(self, tokens: Sequence[int]) -> None:
-        """Count an earlier answer."""
+        """Count an earlier answer, and forget the oldest one if there are more than the most."""
         for token in tokens:
             self.earlier.append(token)
         self.earlier.end_text()
+        self._count += 1
+        if self._count > self.cfg.most_answers:
+            self.earlier.remove_oldest()
+            self._count -= 1
+
+    def load_answers(self, file: str | Path) -> None:
+        """Count the answers of a file, the oldest first; those counted already stay.
+
+        Raises:
+            RunError: it cannot be read, has no answers, or has answers of another target.
+        """
+        for tokens in read_answers(file, self.target):
+            self.add_answer(tokens)
+
+    def save_answers(self, file: str | Path) -> None:
+        """Write the earlier answers to a file, which `load_answers` and `answers` read."""
+        write_answers(file, self.earlier.texts(), self.target)
 
     def finish(self, answer: Sequence[int]) -> None:
         if self.cfg.learn:
