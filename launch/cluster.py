@@ -47,7 +47,7 @@ srun --cpus-per-task={cores} {command}
 
 
 def launch(overrides: list[str]) -> int:
-    """Print the commands, and write or start them if the settings say so. Returns the exit code."""
+    """Print the commands, and write or start them if `cluster` is set so. Returns the exit code."""
     cluster, words = verb_group(ClusterConfig, "cluster", overrides)
     config = checked_config(cluster, words)
     text = launch_script(cluster, words, config)

@@ -1,7 +1,7 @@
 """Counts of the token sequences of some texts, up to a length, without a node for each of them.
 
 A sequence that occurred several times has a node, which counts what followed it. One that occurred
-once needs none: the index of the text behind it says all. It becomes a node when it occurs again.
+once needs none: the index of the text behind it is enough. It becomes a node when it occurs again.
 The text "a b a c" as an example, with an index written as -> i:
 
     "" (4) --- a (2) --- b (1) -> 2        "a b" occurred once, and text[2:] followed

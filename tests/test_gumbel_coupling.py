@@ -1,7 +1,7 @@
 """Coupled sampling: every token a draw from p, and the plain sampler's answer whatever is drafted.
 
-Where one noise decides, there is no law of a decoder left to prove: it must say what plain sampling
-with that noise says, token for token; and the winners of plain noise must follow p.
+The noise determines the answer: it must equal plain sampling with that noise token for token, and
+the winners of plain noise must follow p.
 """
 
 from collections import Counter

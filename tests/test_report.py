@@ -397,7 +397,7 @@ def test_page_shows_predictions_on_both_texts_with_their_depth() -> None:
 
 
 def test_template_hashes_of_older_reports_are_marked(tmp_path: Path) -> None:
-    """They have another length, so a difference from a new one says nothing."""
+    """They have another length, so a difference from a new one has no meaning."""
     new = {**SETTING["fingerprints"], "template": "d" * 16}  # type: ignore[dict-item]
     measured(tmp_path / "old", "eval", 2.0)
     measured(tmp_path / "new", "eval", 2.0, fingerprints=new)

@@ -1,7 +1,7 @@
 """The target's own answers to held-out prompts, as text to measure acceptance on.
 
 Decoding verifies text that the target writes. Others may have written the conversations of a file,
-and acceptance on those then says little about decoding. Before training the target therefore
+and acceptance on those then predicts little about decoding. Before training the target therefore
 answers some held-out prompts, greedily and without a drafter. Every held-out evaluation measures
 acceptance on these answers, too, and they choose the best drafter.
 """

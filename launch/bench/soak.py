@@ -293,10 +293,10 @@ def _fill_disk(run: FaultyRun, process: Launcher) -> None:
     spare = run.random.randint(size // 100, size)
     with filler.open("wb") as file:
         while process.poll() is None:  # removed checkpoints free space
-            taken, free = filler.stat().st_size, shutil.disk_usage(folder).free
+            used, free = filler.stat().st_size, shutil.disk_usage(folder).free
             if free > spare:
                 with suppress(OSError):  # the run took it
-                    os.posix_fallocate(file.fileno(), taken, free - spare)
+                    os.posix_fallocate(file.fileno(), used, free - spare)
             time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""`outrider bench storage`: what smaller recorded features cost a drafter.
+"""`outrider bench storage`: acceptance of drafters that train from smaller recorded features.
 
 One text is recorded in several ways, one recipe is trained from each recording, and each drafter
 decodes the same prompts. A setting is written as its parts:
