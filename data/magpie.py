@@ -5,7 +5,7 @@ is kept when it has ended, has words and is no near duplicate of an earlier one.
 out are counted by reason. A larger number of prompts begins with those of a smaller number.
 
 Source: Xu et al. 2024, "Magpie", arXiv:2406.08464, section 2.1 (temperature 1, no nucleus).
-Differs: no second model judges quality or difficulty; near duplicates are found by 5-grams of
+Differs: no second model rates quality or difficulty; near duplicates are found by 5-grams of
 words instead of embeddings.
 """
 

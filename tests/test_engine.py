@@ -391,9 +391,9 @@ def test_a_fresh_draw_after_a_rejection_is_detected() -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_bonus_from_unwarped_logits_is_detected(wrong: bool) -> None:
     """A drafter that is the target is always accepted: of drafts of one, token 3 is the bonus."""
-    twin = ScriptedDrafter(cache(lambda text: logits_after(mean_target(), text)), TOKENS)
+    deterministic = ScriptedDrafter(cache(lambda text: logits_after(mean_target(), text)), TOKENS)
     kind = RawBonus if wrong else Engine
-    p = p_value(kind(mean_target(), twin, Chain(1), sampling=NARROW), 60)
+    p = p_value(kind(mean_target(), deterministic, Chain(1), sampling=NARROW), 60)
     assert p < 1e-6 if wrong else p > 1e-3
 
 

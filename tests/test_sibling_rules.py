@@ -253,7 +253,7 @@ def test_accepted_tokens_per_rule_are_in_the_known_order() -> None:
     """Depth 2, width 2, random models: accepted tokens on average, each rule with its drafts.
 
     The known numbers are 1.70 (independent), 1.74 (top-k), 1.87 (without replacement) and
-    1.885 (traversal). Favourites may end anywhere in this order, by how good the drafter is.
+    1.885 (traversal). Top-k tokens may be anywhere in this order, by how good the drafter is.
     """
     toys = [Toy(seed, likeness=0.8, length=1, sharpness=2.5) for seed in range(2)]
     cases: list[tuple[Propose, ToyRule]] = [
