@@ -207,7 +207,7 @@ class AnswerView:
             if text and (origin == ACCEPTED) != inside:
                 line, inside = line + ("]" if inside else "["), not inside
             line += text
-        self.console.out(line + ("]" if inside else ""), end="", highlight=False)
+        self.console.out(line + ("]" if inside else ""), end="")
 
     def close(self) -> None:
         if not self.blank:
@@ -309,5 +309,5 @@ def _read_line(console: Console) -> str:
         raise RunError(message, "Set PYTHONIOENCODING=utf-8.") from None
     with suppress(UnicodeError):  # of a locale that is not UTF-8
         line = line.encode(sys.stdin.encoding, "surrogateescape").decode()
-    console.out(f"> {line}", highlight=False)
+    console.out(f"> {line}")
     return line

@@ -59,11 +59,11 @@ def launch(overrides: list[str]) -> int:
         f"{rows // (ranks * config.launch.accumulation)} x {config.data.max_length} per forward "
         "pass and rank"
     )
-    console.print(summary, highlight=False, soft_wrap=True)
+    console.print(summary, soft_wrap=True)
     console.print(Text(text), soft_wrap=True)
     if cluster.out:
         write(Path(cluster.out), text.encode())
-        console.print(f"written: {cluster.out}", highlight=False)
+        console.print(f"written: {cluster.out}")
     if not cluster.run:
         return 0
     command = local_command(launch_commands(cluster, words)[0])

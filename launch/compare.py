@@ -32,7 +32,7 @@ def compare(words: list[str], explain: bool = False) -> int:
         show(path, console)
     if runs:
         for left_out in without:
-            console.print(f"left out: {left_out.message}", highlight=False)
+            console.print(f"left out: {left_out.message}")
         print_runs(console, runs, explain)
     for folder in (word.removeprefix("to=") for word in words if word.startswith("to=")):
         from outrider.eval.page.build import write_comparison

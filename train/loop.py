@@ -65,7 +65,7 @@ def fit(
         published = best_drafter.has_result(run)
         return run.folder / "drafter" if published else best_drafter.write_result(run)
     if resumed:
-        console.print(resume_message(run), highlight=False, soft_wrap=True)
+        console.print(resume_message(run), soft_wrap=True)
     if not resumed or own_text.is_measured(run.folder):
         own_text.add(run, loaded, console)
     if run.main:

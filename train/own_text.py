@@ -50,7 +50,7 @@ def add(run: Trainer, loaded: LoadedTarget, console: Console) -> None:
     about["own_text"] = {"prompts": len(prompts), "tokens": tokens}
     console.print(
         f"the target answered {len(prompts)} held-out prompts ({tokens:,} tokens): acceptance on "
-        "its own answers chooses the best drafter", highlight=False,
+        "its own answers chooses the best drafter",
     )  # fmt: skip
 
 

@@ -51,20 +51,20 @@ def print_plan(
         words: of the command line, for the command that decodes with the best draft.
         in_full: every draft, check, definition and assumption, too.
     """
-    console.print(_verdict(plan, words), style="bold", highlight=False, soft_wrap=True)
+    console.print(_verdict(plan, words), style="bold", soft_wrap=True)
     if checks:
         console.print(_verdict_of_checks(checks), soft_wrap=True)
     if any(row.speedup > row.tau for row in plan.recommended):
         noise = "Speedups above tau are noise: a round takes at least a plain step."
-        console.print(noise, style="red", highlight=False)
+        console.print(noise, style="red")
     for sentence in plan.warnings if in_full else plan.warnings[:MOST_WARNINGS]:
-        console.print(f"- {sentence}", style="yellow", highlight=False)
+        console.print(f"- {sentence}", style="yellow")
     if not in_full:
         rows = plan.recommended
         rows = rows if len(rows) <= MOST_SETTINGS else rows[: MOST_SETTINGS - 1]
         console.print(_best_table(plan, rows))
         if (others := len(plan.recommended) - len(rows)) > 0:
-            console.print(f"{others} more settings: --explain", highlight=False)
+            console.print(f"{others} more settings: --explain")
         return
     console.print("\nthe best draft of each setting, then the best of the other kind")
     console.print(_best_table(plan, list(_with_other_kind(plan))))
@@ -75,7 +75,7 @@ def print_plan(
         console.print(check_table(checks))
     explain(console, DEFINITIONS)
     for sentence in plan.assumptions:
-        console.print(f"- {sentence}", style="dim", highlight=False)
+        console.print(f"- {sentence}", style="dim")
 
 
 def _verdict(plan: Plan, words: str) -> str:

@@ -101,7 +101,7 @@ def _compare_runs(options: Options, folder: Path, console: Console) -> int:
     }
     console.print(_table(faults))
     for name, holds in verdicts.items():
-        console.print(f"{name.replace('_', ' ')}: {'yes' if holds else 'NO'}", highlight=False)
+        console.print(f"{name.replace('_', ' ')}: {'yes' if holds else 'NO'}")
     details = {"options": dataclasses.asdict(options), "steps": steps, "faults": faults}
     save_result(options.out, {**details, **verdicts})
     return int(not all(verdicts.values()))
@@ -132,7 +132,7 @@ def _inject(run: "FaultyRun", name: Kind, console: Console) -> dict[str, Any]:
         (run.folder.parent / FILLER).unlink(missing_ok=True)
     end, step, unsaved = time.monotonic(), run.step(), run.unsaved()
     outcome = f"ended with {code} after {end - moment:.1f} s, {unsaved} steps not saved"
-    console.print(f"{name} at step {step}: {outcome}", highlight=False)
+    console.print(f"{name} at step {step}: {outcome}")
     seconds = {"seconds": end - start, "seconds_to_end": end - moment}
     counts = {"code": code, "unsaved": unsaved, "left": left}
     return {"fault": name, "step": step, **counts, **seconds}
