@@ -183,7 +183,7 @@ def write_advice(
     console.print(fit, soft_wrap=True)
     write(folder / "advise.png", _plot(points, fits, far))
     fields = {
-        "format": FORMAT, "steps": settings.steps, "tokens": whole, "law": fits[0]._asdict(),
+        "format": FORMAT, "steps": settings.steps, "tokens": whole, "fit": fits[0]._asdict(),
         "pilots": [asdict(pilot) for pilot in pilots],
         "largest_pilot": near._asdict(), "all_text": far._asdict(),
     }  # fmt: skip

@@ -30,8 +30,13 @@ DEFINITIONS = {
 }
 TIMES = "draft_ms, verify_ms, round_ms, plain_ms"
 ROW = {"batch, context, depth, width, nodes": int, f"tau, speedup, {TIMES}": float, "shape": str}
-CHECK = {"shape": str, "batch, context": int,
-         "tau_foreseen, tau, speedup_foreseen, speedup, off": float}  # fmt: skip
+OLD_NAMES = {  # of a check, in plans of earlier versions
+    "tau_foreseen": "tau_predicted", "speedup_foreseen": "speedup_predicted", "off": "error",
+}  # fmt: skip
+CHECK = tuple(
+    {"shape": str, "batch, context": int, f"tau, speedup, {', '.join(names)}": float}
+    for names in (OLD_NAMES.values(), OLD_NAMES)
+)
 PLAN = {  # `<out>.json`
     "format": FORMAT, "machine": str, "assumptions": [str], "warnings?": [str],
     "rows, recommended": [ROW], "checks?": [CHECK],
@@ -175,8 +180,8 @@ class Check:
         row = self.row
         return {
             "shape": row.label, "batch": row.batch, "context": row.context,
-            "tau_foreseen": row.tau, "tau": self.tau,
-            "speedup_foreseen": row.speedup, "speedup": self.speedup, "off": self.error,
+            "tau_predicted": row.tau, "tau": self.tau,
+            "speedup_predicted": row.speedup, "speedup": self.speedup, "error": self.error,
         }  # fmt: skip
 
 
@@ -205,7 +210,9 @@ def write_plan(
 
 def read_plan(file: Path) -> dict[str, Any]:
     """Read `<out>.json`; a `CorruptFile` if it is not a plan of this format."""
-    return read_object(file, f"Run again: outrider plan run.dir={file.parents[1]}", PLAN)
+    plan = read_object(file, f"Run again: outrider plan run.dir={file.parents[1]}", PLAN)
+    checks = plan.get("checks", [])
+    return plan | {"checks": [{OLD_NAMES.get(k, k): v for k, v in c.items()} for c in checks]}
 
 
 def plot(plan: Plan) -> bytes:
