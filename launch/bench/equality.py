@@ -46,7 +46,7 @@ class TrainingResult(NamedTuple):
 
     losses: list[float]
     weights: dict[str, Tensor]
-    pace: float
+    speed: float
 
     @classmethod
     def read(cls, run: Path) -> "TrainingResult":
@@ -100,9 +100,9 @@ def launches(words: list[str]) -> int:
         first = first or result
         seconds = time.monotonic() - start
         losses, weights = result.max_difference(first)
-        figures = {"losses": losses, "weights": weights, "pace": result.pace, "seconds": seconds}
+        figures = {"losses": losses, "weights": weights, "speed": result.speed, "seconds": seconds}
         rows.append({**variant._asdict(), **figures})
-        cells = (f"{losses:.1e}", f"{weights:.1e}", f"{result.pace:.0f}", f"{seconds:.0f}")
+        cells = (f"{losses:.1e}", f"{weights:.1e}", f"{result.speed:.0f}", f"{seconds:.0f}")
         table.add_row(*map(str, variant), *cells)
     console.print(table)
     equal = all(row["losses"] < LOSS and row["weights"] < WEIGHT for row in rows)
