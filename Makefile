@@ -54,7 +54,7 @@ engines: $(ENGINES:%=.engines/%/.stamp) ## environments of other engines in .eng
 	touch $@
 
 clean: ## remove the virtual environment and caches; runs/ stays
-	rm -rf .venv .engines build docs/_build docs/reference/c*.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .engines build docs/_build docs/reference/[cm]*.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch is installed first and alone: DeepSpeed's set-up imports the installed torch.
 .venv/.stamp: pyproject.toml constraints.txt

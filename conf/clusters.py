@@ -14,7 +14,7 @@ HOSTFILE_LINE = re.compile(
 )
 
 
-class Machine(NamedTuple):
+class Host(NamedTuple):
     """A machine of a cluster."""
 
     host: str  # name or address; "" if unknown
@@ -45,10 +45,10 @@ class ClusterConfig:
         require_word("cluster.partition", self.partition)
 
 
-def list_machines(cluster: ClusterConfig) -> list[Machine]:
+def list_machines(cluster: ClusterConfig) -> list[Host]:
     """Return all machines; the first one hosts the rendezvous."""
     if cluster.hosts is None:
-        return [Machine(cluster.host or "", cluster.gpus)] * cluster.nodes
+        return [Host(cluster.host or "", cluster.gpus)] * cluster.nodes
     for name in ("nodes", "gpus", "host"):
         if getattr(cluster, name) != getattr(ClusterConfig, name):
             why = f"The hostfile {cluster.hosts} also defines it."
@@ -64,7 +64,7 @@ def list_machines(cluster: ClusterConfig) -> list[Machine]:
     return machines
 
 
-def read_hostfile(path: Path) -> list[Machine]:
+def read_hostfile(path: Path) -> list[Host]:
     """Read a hostfile in the format of DeepSpeed and Open MPI; a `ConfigError` names its line."""
     from outrider.conf.files import read_bytes  # imports torch
 
@@ -77,7 +77,7 @@ def read_hostfile(path: Path) -> list[Machine]:
         lines = read_bytes(path).decode().splitlines()
     except (OSError, ValueError) as error:
         raise refused(f"It cannot be read: {error}") from None
-    machines = dict[str, Machine]()
+    machines = dict[str, Host]()
     for number, text in enumerate(lines, start=1):
         line = text.partition("#")[0].strip()
         if not line:
@@ -88,7 +88,7 @@ def read_hostfile(path: Path) -> list[Machine]:
         host = match["host"]
         if host in machines:
             raise refused(f"Line {number} repeats {host}.", "Give it one line with all its slots.")
-        machines[host] = Machine(host, int(match["slots"]))
+        machines[host] = Host(host, int(match["slots"]))
     if not machines:
         raise refused("It contains no host.")
     return list(machines.values())

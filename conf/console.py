@@ -1,9 +1,10 @@
 """The console of every verb: what it prints is text, never markup or an escape sequence.
 
 Differs from rich's console: square brackets and colons of file names, settings and prompts are not
-markup or emoji, credentials are masked, and control characters are escaped (`shown_text`). Styles
-are given as `Text` or `style=`. No cell of a table is cut: a table that is too wide is printed in
-parts of as many columns as fit, each with the first column.
+markup or emoji, numbers and paths are not highlighted, credentials are masked, and control
+characters are escaped (`shown_text`). Styles are given as `Text` or `style=`. No cell of a table is
+cut: a table that is too wide is printed in parts of as many columns as fit, each with the first
+column.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ class Console(RichConsole):
     """A rich console without markup, whose text is escaped; arguments are those of rich."""
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**{"markup": False, "emoji": False, **arguments})
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **arguments})
 
     def render_str(self, text: str, **arguments: Any) -> Text:
         """Escape before a table or a line is laid out."""

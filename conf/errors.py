@@ -22,11 +22,11 @@ class ConfigError(ValueError):
     """An invalid setting, found before a model is loaded: key and value, reason, fix."""
 
     def __init__(self, key: str, value: object, why: str, fix: str) -> None:
-        super().__init__(f"{key} = {_shown(value)}\n  {why}\n  {fix}")
+        super().__init__(f"{key} = {_abbreviate(value)}\n  {why}\n  {fix}")
         self.key, self.value, self.why, self.fix = key, value, why, fix
 
 
-def _shown(value: object) -> str:
+def _abbreviate(value: object) -> str:
     """Return the representation of a value, its first SHOWN characters."""
     try:
         text = repr(value)

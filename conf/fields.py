@@ -1,11 +1,11 @@
 """Conversion of plain values into frozen dataclasses; every error names its key.
 
-A dataclass is the schema: type hints and `Literal` say what a value may be, and `option(...)` adds
-the help text and the interval.
+A dataclass is the schema: type hints and `Literal` define the values, and `option(...)` adds the
+help text and the interval.
 
 Differs from OmegaConf's structured configs: frozen classes, Literal and tuples work. Differs from
 pydantic: true is not a number, and only lossless conversions happen (1 -> 1.0, 2e3 -> 2000,
-2026 -> "2026"). Nothing is unbounded: numbers end at LARGEST unless their interval says otherwise,
+2026 -> "2026"). Nothing is unbounded: numbers end at LARGEST unless their interval has other ends,
 text and lists have a longest length, and nan and control characters are refused.
 """
 
@@ -85,9 +85,9 @@ def from_dict(schema: type[T], values: Mapping[str, Any], prefix: str) -> T:
         return schema(**converted)
     except ConfigError:
         raise
-    except OSError as error:  # of a path that the system refuses
+    except OSError as error:  # a path that the operating system rejects
         raise ConfigError(prefix, values, f"{error.strerror}.", _advice(prefix)) from None
-    except (ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
+    except (ValueError, RuntimeError) as error:  # RuntimeError: the home of an unknown user (~name)
         raise _translate(error, converted, prefix) from None
 
 
@@ -108,8 +108,8 @@ def check_plain(value: Any, key: str, depth: int = 0) -> None:
         why = "The number must be finite."
     elif isinstance(value, int) and abs(value) >= 2**63:
         why = "The number must have 64 bits at most."
-    elif isinstance(value, str) and (found := UNPRINTABLE.search(value)):
-        why = f"The text must not contain the control character {found[0]!r}."
+    elif isinstance(value, str) and (match := UNPRINTABLE.search(value)):
+        why = f"The text must not contain the control character {match[0]!r}."
     elif isinstance(value, str | list | tuple | Mapping):
         largest = MAX_TEXT if isinstance(value, str) else MAX_LIST
         if len(value) > largest:

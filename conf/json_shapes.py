@@ -1,4 +1,4 @@
-"""JSON files from outside, read and compared with a shape: their fields, and the type of each.
+"""Validation of JSON files from outside: their fields, and the type of each.
 
 A shape is one of
 
@@ -46,8 +46,8 @@ def read_rows(
 
 def require_shape(value: Any, shape: Any, place: str, fix: str) -> None:
     """Raise a `CorruptFile` for a value of another shape; `place` is the file."""
-    if found := find_mismatch(value, shape):
-        raise CorruptFile(f"{place}: {found}.", fix)
+    if mismatch := find_mismatch(value, shape):
+        raise CorruptFile(f"{place}: {mismatch}.", fix)
 
 
 def number(value: Any) -> bool:
@@ -68,8 +68,8 @@ NAMES = {float: "a number", int: "a whole number from 0", str: "text", bool: "tr
 def find_mismatch(value: Any, shape: Any, name: str = "") -> str:
     """Return which part of a value has another shape; "" if none has."""
     if isinstance(shape, tuple):
-        found = [find_mismatch(value, one, name) for one in shape]
-        return "" if "" in found else found[0]
+        mismatches = [find_mismatch(value, one, name) for one in shape]
+        return "" if "" in mismatches else mismatches[0]
     if isinstance(shape, list) and isinstance(value, list) and len(shape) in (1, len(value)):
         entries = _to_check(value) if len(shape) == 1 else enumerate(value)
         parts: Iterator[Any] = ((x, shape[i % len(shape)], f"{name}[{i}]") for i, x in entries)

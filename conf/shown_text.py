@@ -1,4 +1,4 @@
-"""Text on its way to people: credentials and home folders masked, control characters escaped."""
+"""Text for people: credentials and home folders are masked, control characters escaped."""
 
 import logging
 import os
@@ -36,8 +36,8 @@ def mask_credentials(text: str) -> str:
 
 def mask_address(address: str, message: str) -> str:
     """Return a message about an address without any part of the address's credentials."""
-    secrets = [found[0] for found in USERINFO.finditer(address)]
-    secrets += [found[0].partition("=")[2] for found in SECRET_FIELD.finditer(address)]
+    secrets = [match[0] for match in USERINFO.finditer(address)]
+    secrets += [match[0].partition("=")[2] for match in SECRET_FIELD.finditer(address)]
     parts = {part for secret in secrets for part in (secret, *re.split("[:@]", secret)) if part}
     for part in sorted(parts, key=len, reverse=True):
         message = message.replace(part, MASK)
@@ -67,7 +67,7 @@ def mask_values(value: Any, mask: Any = mask_credentials) -> Any:
 
 def escape_controls(text: str) -> str:
     r"""Return text whose characters cannot act on a terminal: an escape is shown as \x1b."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def for_terminal(text: object) -> str:

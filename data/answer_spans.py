@@ -116,31 +116,31 @@ class ChatTemplate:
         spans, rewritten = list[Span](), 0
         for first in range(0, len(turns), WINDOW):
             # with the answer before, whose place in the text is known
-            wanted = turns[max(0, first - 1) : first + WINDOW]
+            in_window = turns[max(0, first - 1) : first + WINDOW]
             begin = turns[first - 1 - MARGIN] + 1 if first > MARGIN else 0
             behind = first + WINDOW + MARGIN  # the first answer behind the window
             end = turns[behind] if behind < len(turns) else len(messages)
             head = system if begin else []
             window, offset = [*head, *messages[begin:end]], begin - len(head)
             part = self.text(window)
-            pairs = [self.prefixes(window, turn - offset) for turn in wanted]
-            found = [
+            pairs = [self.prefixes(window, turn - offset) for turn in in_window]
+            located = [
                 self.span_in_text(window, turn - offset, pair, part)
-                for turn, pair in zip(wanted, pairs, strict=True)
+                for turn, pair in zip(in_window, pairs, strict=True)
             ]
-            shift, start = (spans[-1][0] - found[0][0], found[0][0]) if first else (0, 0)
-            if text[start + shift : found[-1][1] + shift] != part[start : found[-1][1]]:
+            shift, start = (spans[-1][0] - located[0][0], located[0][0]) if first else (0, 0)
+            if text[start + shift : located[-1][1] + shift] != part[start : located[-1][1]]:
                 if len(turns) <= MOST:
                     return None, 0
-                reason = f"has {len(turns)} answers, and its template changes them by far turns"
+                reason = f"has {len(turns)} answers, and its template changes them by distant turns"
                 fix = f"Split it into conversations of at most {MOST} answers."
                 raise conversation_error(messages, reason, fix)
             ids = self.ids(part)
             new = slice(bool(first), None)
             exact = [self.span_in_tokens(pair, part, ids) for pair in pairs[new]]
             rewritten += exact.count(None)
-            spans += [(a + shift, b + shift) for a, b in found[new]]
-            self.on_turn(wanted[-1] + 1)
+            spans += [(a + shift, b + shift) for a, b in located[new]]
+            self.on_turn(in_window[-1] + 1)
         return spans, rewritten
 
     def generation_blocks(self, messages: list[Message], text: str) -> list[Span] | None:
@@ -203,8 +203,8 @@ class ChatTemplate:
         """Return the text before and after the content of a turn; None if it is not rendered."""
         mark = Message(role=messages[turn]["role"], content=MARK)
         text = self.text([*messages[:turn], mark, *messages[turn + 1 :]])
-        head, shown, tail = text.partition(MARK)
-        return (head, tail) if shown else None
+        head, mark_in_text, tail = text.partition(MARK)
+        return (head, tail) if mark_in_text else None
 
     def end_token_length(self, messages: list[Message], text: str) -> int:
         """Return the characters up to the end of the end token after an answer, or 0."""
@@ -321,5 +321,5 @@ def conversation_error(messages: Sequence[Message], reason: str, fix: str) -> Ru
     lines = [f"    {turn['role']}: {turn['content'][:400]}" for turn in messages]
     if (left_out := len(lines) - 2 * SHOWN) > 0:
         lines[SHOWN:-SHOWN] = [f"    ... {left_out} more turns ..."]
-    shown = "\n".join(lines)
-    return RunError(f"This conversation {reason}\n{shown}", fix)
+    text = "\n".join(lines)
+    return RunError(f"This conversation {reason}\n{text}", fix)

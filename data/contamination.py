@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.conf.errors import RunError
-from outrider.data.conversations import Message, Prompt, Summary
+from outrider.data.conversations import Message, Prompt, RuleCounts
 
 NGRAM = 5  # words of a gram
 NEAR = 0.8  # least Jaccard similarity of two questions that count as the same
@@ -143,7 +143,7 @@ class OverlapFilter:
             raise OverlapError(why, fix, len(self.hits))
 
     def drop_overlaps(
-        self, conversations: Iterable[list[Message]], summary: Summary
+        self, conversations: Iterable[list[Message]], summary: RuleCounts
     ) -> Iterator[list[Message]]:
         """Yield the conversations without overlap; call `raise_if_refused` after the last one."""
         for turns in conversations:

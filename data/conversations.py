@@ -2,7 +2,7 @@
 
 A conversation is a list of turns: an optional system turn, a question, then answers and questions
 in turn, none of them empty. Every chat template can render that. Records that differ are repaired
-or left out by `RULES`, and each use of a rule is counted in a `Summary`.
+or left out by `RULES`, and each use of a rule is counted in a `RuleCounts`.
 
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
     {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
@@ -68,7 +68,7 @@ class Message(TypedDict):
 
 
 @dataclass
-class Summary:
+class RuleCounts:
     """Counts of the rules in `RULES`. Prints as a table: `console.print(summary)`.
 
     Every conversation is counted once as used or left out; it may be repaired by several rules.
@@ -108,12 +108,12 @@ class Prompt:
         return [*system, Message(role="user", content=self.turns[0])]
 
 
-def parse_conversation(record: dict[str, Any], summary: Summary | None = None) -> list[Message]:
+def parse_conversation(record: dict[str, Any], summary: RuleCounts | None = None) -> list[Message]:
     """Return the turns of a record, repaired by `RULES`; empty when nothing is usable.
 
     The questions of a `turns` record stay separate turns, to be answered one by one.
     """
-    summary = Summary() if summary is None else summary
+    summary = RuleCounts() if summary is None else summary
     turns = _normalise(record, summary)
     answered = any(turn["role"] == "assistant" for turn in turns)
     if answered and turns[-1]["role"] == "user":
@@ -124,7 +124,7 @@ def parse_conversation(record: dict[str, Any], summary: Summary | None = None) -
     return turns
 
 
-def read_conversations(source: Source, summary: Summary) -> Iterator[list[Message]]:
+def read_conversations(source: Source, summary: RuleCounts) -> Iterator[list[Message]]:
     """Yield the conversations of a source that have answers; RunError if there are none."""
     first = ""
     for number, record in enumerate(source.rows(lambda: summary.add("bad row"))):
@@ -142,14 +142,14 @@ def read_conversations(source: Source, summary: Summary) -> Iterator[list[Messag
 
 
 def read_prompts(
-    source: Source, limit: int | None = None, summary: Summary | None = None
+    source: Source, limit: int | None = None, summary: RuleCounts | None = None
 ) -> list[Prompt]:
     """Return the first `limit` prompts of a source, for evaluation and for self-generation.
 
     Answers are not used. A record without an id is named by its number (from 1). An id that occurs
     again gets `#2`, `#3`, ... so that ids are unique. Raises RunError if there is no question.
     """
-    summary = Summary() if summary is None else summary
+    summary = RuleCounts() if summary is None else summary
     prompts, ids = list[Prompt](), Counter[str]()
     for number, record in enumerate(source.rows(lambda: summary.add("bad row")), start=1):
         if limit is not None and len(prompts) >= limit:
@@ -167,7 +167,7 @@ def read_prompts(
     return prompts
 
 
-def _normalise(record: dict[str, Any], summary: Summary) -> list[Message]:
+def _normalise(record: dict[str, Any], summary: RuleCounts) -> list[Message]:
     """Apply the rules of conversations and prompts; the last question may lack its answer."""
     raw = _role_content_pairs(record)
     if raw is None:
@@ -217,7 +217,7 @@ def _instruction(record: dict[str, Any]) -> Any:
     return instruction
 
 
-def _valid_turns(raw: list[tuple[Any, Any]], summary: Summary) -> list[Message]:
+def _valid_turns(raw: list[tuple[Any, Any]], summary: RuleCounts) -> list[Message]:
     """Return the turns before the first unusable one; an empty system turn is skipped."""
     turns: list[Message] = []
     for name, value in raw:
@@ -239,7 +239,7 @@ def _valid_turns(raw: list[tuple[Any, Any]], summary: Summary) -> list[Message]:
     return turns
 
 
-def _text(value: Any, summary: Summary) -> str | None:
+def _text(value: Any, summary: RuleCounts) -> str | None:
     if isinstance(value, list) and value:
         parts = [part.get("text") if isinstance(part, dict) else part for part in value]
         texts = [part for part in parts if isinstance(part, str)]
@@ -252,7 +252,7 @@ def _text(value: Any, summary: Summary) -> str | None:
     return "" if value is None or value == [] else None
 
 
-def _alternate(turns: list[Message], summary: Summary, join_questions: bool) -> list[Message]:
+def _alternate(turns: list[Message], summary: RuleCounts, join_questions: bool) -> list[Message]:
     result: list[Message] = []
     for turn in turns:
         last = result[-1]["role"] if result else "system"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config, DataConfig
 from outrider.data.contamination import OverlapFilter
-from outrider.data.conversations import Prompt, Summary, read_conversations
+from outrider.data.conversations import Prompt, RuleCounts, read_conversations
 from outrider.data.pack import split_holdout
 from outrider.data.record.cache import TraceCache
 from outrider.data.record.folder import RecordingFolder
@@ -156,8 +156,8 @@ def _select(
     if suite != config.eval.prompts:
         compared = suite or "null"
         reporter.note(f"the recorded text was compared with eval.prompts={compared}, not these")
-    documents, kept = _fit_rows(documents, data)
-    return documents, recording.select(kept)
+    documents, numbers = _fit_rows(documents, data)
+    return documents, recording.select(numbers)
 
 
 # ---- self-generated text ----
@@ -190,11 +190,11 @@ def _self_generated(
         "not selected": len(answers) - len(selected), "in the suite": len(contaminated),
     })  # fmt: skip
     if len(cases) > 1:
-        reporter.print(Summary(cases))
+        reporter.print(RuleCounts(cases))
     about: dict[str, Any] = {"source": "self", "store": store.about, "cases": dict(cases)}
     if config.data.given is None:
         return Text(documents, about)
-    given = _given(len(selected), config.data, loaded, overlap, reporter)
+    given = _read_given(len(selected), config.data, loaded, overlap, reporter)
     about |= {"given": given.about["sha256"], "given_cases": given.about["cases"]}
     return Text(documents + given.documents, about)
 
@@ -213,7 +213,7 @@ def _contaminated_prompts(prompts: Sequence[Prompt], overlap: OverlapFilter) -> 
     return keys
 
 
-def _given(
+def _read_given(
     generated: int, data: DataConfig, loaded: LoadedTarget, overlap: OverlapFilter,
     reporter: Reporter,
 ) -> Text:  # fmt: skip
@@ -237,7 +237,7 @@ def _tokenise(
     source: Source, limit: int | None, data: DataConfig, tokenizer: Any, overlap: OverlapFilter,
     reporter: Reporter,
 ) -> Text:  # fmt: skip
-    summary = Summary()
+    summary = RuleCounts()
     if description := source.describe():
         reporter.print(description)
     conversations = overlap.drop_overlaps(read_conversations(source, summary), summary)
@@ -271,8 +271,8 @@ def _fit_rows(documents: Sequence[Document], data: DataConfig) -> tuple[list[Doc
     """Cut documents to a row; return the numbers of those with enough answer tokens as well."""
     length, shortest = data.max_length, data.shortest
     cut = [replace(d, ids=d.ids[:length], answer=d.answer[:length]) for d in documents]
-    kept = [i for i, document in enumerate(cut) if document.answer.sum() >= shortest]
-    return [cut[i] for i in kept], kept
+    numbers = [i for i, document in enumerate(cut) if document.answer.sum() >= shortest]
+    return [cut[i] for i in numbers], numbers
 
 
 def _summary(data: TrainingData) -> str:

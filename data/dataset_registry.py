@@ -2,7 +2,8 @@
 
 `data.path=ultrachat` and `eval.prompts=mt_bench` stream them from the model hub; `ultrachat@FOLDER`
 and `mt_bench@question.jsonl` read the same rows from a copy. The licences are those on the data
-sets' pages; text that a model generated may also be bound by that model's licence.
+sets' pages; text that a model generated may also be bound by that model's licence. Their contents
+are listed in docs/your_model.md.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ class DatasetSpec:
 
     location: str  # hub id, address or file
     licence: str
-    description: str
     split: str | None = None  # None: the usual one
     subset: str | None = None
     file: str | None = None  # the one to read in a hub repository; None: `datasets` reads it
@@ -51,71 +51,51 @@ class DatasetSpec:
 DATASETS = {
     "sharegpt": DatasetSpec(
         "Aeala/ShareGPT_Vicuna_unfiltered", "Apache-2.0, text by users and ChatGPT",
-        "68k-120k dialogues of users and ChatGPT: EAGLE's and HASS's training data",
         file="ShareGPT_V4.3_unfiltered_cleaned_split.json",
     ),
-    "ultrachat": DatasetSpec(
-        "HuggingFaceH4/ultrachat_200k", "MIT", "200k dialogues of two ChatGPTs, filtered",
-        split="train_sft",
-    ),
-    "perfectblend": DatasetSpec(
-        "mlabonne/open-perfectblend", "Apache-2.0", "1.4M: chat, mathematics, code, instructions",
-        split="train",
-    ),
+    "ultrachat": DatasetSpec("HuggingFaceH4/ultrachat_200k", "MIT", split="train_sft"),
+    "perfectblend": DatasetSpec("mlabonne/open-perfectblend", "Apache-2.0", split="train"),
     "magpie": DatasetSpec(
-        "Magpie-Align/Magpie-Pro-300K-Filtered", "Llama 3 Community License",
-        "300k prompts and answers of Llama-3-70B-Instruct", split="train",
+        "Magpie-Align/Magpie-Pro-300K-Filtered", "Llama 3 Community License", split="train"
     ),
-    "gsm8k": DatasetSpec(
-        "openai/gsm8k", "MIT", "7,473 word problems, training split",
-        split="train", subset="main",
-    ),
-    "code": DatasetSpec(
-        "ise-uiuc/Magicoder-Evol-Instruct-110K", "Apache-2.0", "110k programming tasks",
-        split="train",
-    ),
+    "gsm8k": DatasetSpec("openai/gsm8k", "MIT", split="train", subset="main"),
+    "code": DatasetSpec("ise-uiuc/Magicoder-Evol-Instruct-110K", "Apache-2.0", split="train"),
 }  # fmt: skip
 SUITES = {
-    "outrider": DatasetSpec(
-        str(GENERAL), "Apache-2.0", "80 prompts in 8 categories, written for Outrider",
-        category="category",
-    ),
-    "copying": DatasetSpec(
-        str(COPYING), "Apache-2.0", "24 prompts whose answers repeat them: 3 categories",
-        category="category",
-    ),
-    "tiny": DatasetSpec(str(TINY), "Apache-2.0", "written for target=tiny", category="category"),
+    "outrider": DatasetSpec(str(GENERAL), "Apache-2.0", category="category"),
+    "copying": DatasetSpec(str(COPYING), "Apache-2.0", category="category"),
+    "tiny": DatasetSpec(str(TINY), "Apache-2.0", category="category"),
     "mt_bench": DatasetSpec(
-        "HuggingFaceH4/mt_bench_prompts", "Apache-2.0", "80 dialogues of two turns",
+        "HuggingFaceH4/mt_bench_prompts", "Apache-2.0",
         split="train", turns="prompt", id="prompt_id", category="category",
     ),
     "humaneval": DatasetSpec(
-        "openai/openai_humaneval", "MIT", "164 functions to complete", split="test",
+        "openai/openai_humaneval", "MIT", split="test",
         prompt_format="Complete this Python function.\n\n```python\n{prompt}```", id="task_id",
         category="humaneval",
     ),
     "gsm8k": DatasetSpec(
-        "openai/gsm8k", "MIT", "1,319 word problems", split="test", subset="main",
+        "openai/gsm8k", "MIT", split="test", subset="main",
         prompt_format="{question}", category="gsm8k",
     ),
     "alpaca": DatasetSpec(
-        "tatsu-lab/alpaca_eval", "CC-BY-NC-4.0", "805 instructions of AlpacaEval",
-        file="alpaca_eval.json", prompt_format="{instruction}", category="alpaca",
+        "tatsu-lab/alpaca_eval", "CC-BY-NC-4.0", file="alpaca_eval.json",
+        prompt_format="{instruction}", category="alpaca",
     ),
     "cnn_dm": DatasetSpec(
-        "abisee/cnn_dailymail", "Apache-2.0", "11,490 articles to summarise", split="test",
+        "abisee/cnn_dailymail", "Apache-2.0", split="test",
         subset="3.0.0", prompt_format="Summarize: {article}", id="id", category="cnn_dm",
     ),
     "nq": DatasetSpec(
-        "google-research-datasets/nq_open", "CC-BY-SA-3.0", "3,610 questions to a search engine",
+        "google-research-datasets/nq_open", "CC-BY-SA-3.0",
         split="validation", prompt_format="{question}?", category="nq",
     ),
     "spec_bench": DatasetSpec(
         "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
-        "Apache-2.0, parts under their own", "480 prompts of six tasks", category="category",
+        "Apache-2.0, parts under their own", category="category",
     ),
     "math_500": DatasetSpec(
-        "HuggingFaceH4/MATH-500", "MIT", "500 competition problems", split="test",
+        "HuggingFaceH4/MATH-500", "MIT", split="test",
         prompt_format="{problem}", id="unique_id", category="subject",
     ),
 }  # fmt: skip

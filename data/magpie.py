@@ -1,11 +1,11 @@
 """Prompts that the target generates, so that no data set is needed.
 
 Given only the tokens that open a user's turn, an instruct model continues as a user would. The text
-is kept when it has ended, asks something and is no near duplicate of an earlier one. Texts that are
-left out are counted by reason. A larger number of prompts begins with those of a smaller number.
+is kept when it has ended, has words and is no near duplicate of an earlier one. Texts that are left
+out are counted by reason. A larger number of prompts begins with those of a smaller number.
 
 Source: Xu et al. 2024, "Magpie", arXiv:2406.08464, section 2.1 (temperature 1, no nucleus).
-Differs: no second model judges quality or difficulty; near duplicates are found by 5-grams of
+Differs: no second model rates quality or difficulty; near duplicates are found by 5-grams of
 words instead of embeddings.
 """
 

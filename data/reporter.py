@@ -30,7 +30,7 @@ class Reporter:
     def _print(self, message: RenderableType) -> None:
         if self.main:
             soft = isinstance(message, str | Text)
-            self.console.print(message, highlight=False, soft_wrap=soft)
+            self.console.print(message, soft_wrap=soft)
 
     def note(self, message: str) -> None:
         """Print a message that the user should read although nothing failed."""
@@ -79,7 +79,7 @@ class TokenProgress:
             self.last_line = now
             count = f"{done:.0f}/{self.total}" if self.total else f"{done:,.0f}"
             parts = [f"{self.verb}: {count} {self.unit}", speed, self._left(now)]
-            self.reporter.console.print(", ".join(filter(None, parts)), highlight=False)
+            self.reporter.console.print(", ".join(filter(None, parts)))
 
     def _left(self, now: float) -> str:
         """Return an estimate of the time left; "" if the total is unknown."""

@@ -151,8 +151,8 @@ def _download(address: str, option: str) -> Path:
 
     from outrider.conf.paths import cache_home
 
-    shown = mask_credentials(address)  # a saved run, which has only this, finds the same file
-    name = f"{hashlib.sha256(shown.encode()).hexdigest()[:16]}-{shown.rpartition('/')[2]}"
+    masked = mask_credentials(address)  # a saved run, which has only this, finds the same file
+    name = f"{hashlib.sha256(masked.encode()).hexdigest()[:16]}-{masked.rpartition('/')[2]}"
     file = cache_home() / "files" / name
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +251,7 @@ def _with_run_errors(rows: Iterator[dict[str, Any]], source: Source) -> Iterator
         except Exception as error:  # of arrow, json, the network: there is no common class
             why = _first_line(error.__cause__ or error)
             fix = "Download or write it again, or give its file."
-            shown = mask_credentials(source.location)
+            location = mask_credentials(source.location)
             why = mask_address(source.location, why)
-            raise RunError(f"{shown} cannot be read on: {why}", fix) from None
+            raise RunError(f"{location} cannot be read on: {why}", fix) from None
         yield row

@@ -24,7 +24,7 @@ from outrider.data.answer_spans import (
     plain_answer_spans,
     plain_pieces,
 )
-from outrider.data.conversations import Message, Summary
+from outrider.data.conversations import Message, RuleCounts
 from outrider.data.reporter import Reporter, TokenProgress
 
 
@@ -84,7 +84,7 @@ def render(
 
 def render_all(
     tokenizer: Tokenizer, conversations: Iterable[Sequence[Message]], *, max_length: int,
-    summary: Summary | None = None, limit: int | None = None, supervise: str = "all",
+    summary: RuleCounts | None = None, limit: int | None = None, supervise: str = "all",
     cut: bool = True, reporter: Reporter | None = None,
 ) -> list[Document]:  # fmt: skip
     """`render` each conversation; count the cut ones, drop those without any answer left.
@@ -96,7 +96,7 @@ def render_all(
         cut: keep the head of too long conversations instead of dropping them.
         reporter: shows the progress in turns; None shows nothing.
     """
-    summary, documents = Summary() if summary is None else summary, list[Document]()
+    summary, documents = RuleCounts() if summary is None else summary, list[Document]()
     turns, reporter = 0, Reporter.silent() if reporter is None else reporter
     with reporter.progress("tokenising", None, "turns") as bar:
         for messages in conversations:
@@ -140,7 +140,7 @@ def _text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
 
 
 def _supervised_parts(
-    messages: Sequence[Message], supervise: str, summary: Summary
+    messages: Sequence[Message], supervise: str, summary: RuleCounts
 ) -> Iterator[Sequence[Message]]:
     """Yield the conversation, or with supervise="each" its prefixes that end with an answer."""
     if supervise != "each":

@@ -1,6 +1,6 @@
-"""Pages that are generated from the code: configuration, commands, and the map of files.
+"""Pages that are generated from the code: configuration, commands, metrics, and the map of files.
 
-`docs/conf.py` writes the first two for every build. `python docs/reference_pages.py` writes the
+`docs/conf.py` writes the first three for every build. `python docs/reference_pages.py` writes the
 map of files into docs/architecture.md, which a test compares with the code.
 """
 
@@ -17,10 +17,11 @@ BEGIN, END = "<!-- files: begin -->\n", "<!-- files: end -->\n"
 
 
 def write(folder: Path) -> None:
-    """Write configuration.md and commands.md into a folder."""
+    """Write configuration.md, commands.md and metrics.md into a folder."""
     folder.mkdir(exist_ok=True)
     (folder / "configuration.md").write_text(configuration(), encoding="utf-8")
     (folder / "commands.md").write_text(commands(), encoding="utf-8")
+    (folder / "metrics.md").write_text(metrics(), encoding="utf-8")
 
 
 def configuration() -> str:
@@ -70,6 +71,21 @@ def commands() -> str:
             cli.main([verb, "--help"])
         parts += [f"## outrider {verb}\n", "```text", output.getvalue().strip(), "```\n"]
     return "\n".join(parts)
+
+
+def metrics() -> str:
+    """Return a page with a table of the metrics that training logs."""
+    from outrider.train.metrics_log import METRICS
+
+    parts = [
+        "# Logged metrics\n",
+        "The numbers of `metrics.jsonl`, of the trackers and of the report page's curves; `x@d` is "
+        "x at depth d. Metrics of a report: {doc}`../measuring`.\n",
+        "| name | unit | reduction | meaning |\n|---|---|---|---|",
+    ]
+    for name, metric in METRICS.items():
+        parts.append(f"| `{name}` | {' | '.join(metric)} |")
+    return "\n".join(parts) + "\n"
 
 
 def file_map() -> str:

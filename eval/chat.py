@@ -56,12 +56,12 @@ COMMANDS = {
 
 
 def chat(
-    config: Config, console: Console | None = None, ask: Callable[[], str] | None = None
+    config: Config, console: Console | None = None, read_line: Callable[[], str] | None = None
 ) -> int:
     """Run `outrider chat`.
 
     Args:
-        ask: returns the next line of the user; EOFError ends the chat. None reads standard input.
+        read_line: returns the next line of the user; EOFError ends the chat. None: standard input.
 
     Raises:
         RunError, ConfigError: the run has no drafter, or it does not support `config.decode`.
@@ -80,7 +80,7 @@ def chat(
     _print_greeting(console, decoder, policy, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the greeting prints them
-        for line in _lines(console, ask or (lambda: _read_line(console))):
+        for line in _lines(console, read_line or (lambda: _read_line(console))):
             if line == "/quit":
                 break
             session.handle(line)
@@ -207,7 +207,7 @@ class AnswerView:
             if text and (origin == ACCEPTED) != inside:
                 line, inside = line + ("]" if inside else "["), not inside
             line += text
-        self.console.out(line + ("]" if inside else ""), end="", highlight=False)
+        self.console.out(line + ("]" if inside else ""), end="")
 
     def close(self) -> None:
         if not self.blank:
@@ -285,11 +285,11 @@ def _print_dim(console: Console, text: str) -> None:
     console.print(Text(text, "dim"), soft_wrap=True)
 
 
-def _lines(console: Console, ask: Callable[[], str]) -> Iterator[str]:
+def _lines(console: Console, read_line: Callable[[], str]) -> Iterator[str]:
     """Yield the lines of the user until the end of the input."""
     while True:
         try:
-            yield ask().strip()
+            yield read_line().strip()
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -309,5 +309,5 @@ def _read_line(console: Console) -> str:
         raise RunError(message, "Set PYTHONIOENCODING=utf-8.") from None
     with suppress(UnicodeError):  # of a locale that is not UTF-8
         line = line.encode(sys.stdin.encoding, "surrogateescape").decode()
-    console.out(f"> {line}", highlight=False)
+    console.out(f"> {line}")
     return line

@@ -158,7 +158,7 @@ def ranking(runs: Sequence[RunResults]) -> list[str]:
     """Return the order of the runs by each decoding of the same prompts that all of them have.
 
     Without one they are ordered by the acceptance on the target's own text. Runs with different
-    targets, or without numbers on the same kind of text, are not ranked: the line says why.
+    targets, or without numbers on the same kind of text, are not ranked: the line has the reason.
     """
     if len(runs) < 2:
         return []

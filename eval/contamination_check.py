@@ -12,7 +12,7 @@ from rich.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
 from outrider.data.contamination import OverlapFilter
-from outrider.data.conversations import Prompt, Summary, read_conversations, read_prompts
+from outrider.data.conversations import Prompt, RuleCounts, read_conversations, read_prompts
 from outrider.data.self_generated import conversation_source, prompt_source
 from outrider.data.sources import data_source
 from outrider.train.settings import read_saved_config
@@ -57,5 +57,5 @@ def training_questions(config: Config) -> Iterator[list[str]]:
     if data.name != "self":
         sources.append(conversation_source(data))
     for source in sources:
-        for turns in read_conversations(source, Summary()):
+        for turns in read_conversations(source, RuleCounts()):
             yield [turn["content"] for turn in turns if turn["role"] == "user"]

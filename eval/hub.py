@@ -22,7 +22,7 @@ def file_tree(folder: Path, name: str) -> Tree:
     """Return the files of a folder and their sizes for the console."""
     files = sorted(f for f in folder.rglob("*") if f.is_file())
     total = decimal(sum(f.stat().st_size for f in files))
-    out = Tree(f"{name}  {total}", highlight=False)
+    out = Tree(f"{name}  {total}")
     for file in files:
         out.add(f"{file.relative_to(folder)}  {decimal(file.stat().st_size)}")
     return out
@@ -50,7 +50,7 @@ def upload(folder: Path, repo: str, private: bool, console: Console) -> None:
         raise
     except _errors() as error:
         raise RunError(f"{repo} was not uploaded: {without_token(error)}", RETRY) from None
-    console.print(f"uploaded: {url}", highlight=False)
+    console.print(f"uploaded: {url}")
 
 
 def fetch(name: str) -> Path:

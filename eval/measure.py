@@ -7,7 +7,7 @@ prompt. A sampled answer depends only on run.seed and the prompt's index: repeat
 tokens.
 
 Greedy and coupled answers must equal plain decoding, which is checked here: where one differs, the
-difference of the target's two largest logits there tells rounding from an error.
+difference of the target's two largest logits there distinguishes rounding from an error.
 """
 
 import platform

@@ -102,5 +102,5 @@ def open_drafter(
     }
     hashes = ", ".join(f"{name} {sha256[:12]}" for name, sha256 in about["files"].items())
     summary = f"drafter: {about['drafter']}, format {about['format']}: {hashes}"
-    console.print(summary, highlight=False)
+    console.print(summary)
     return drafter, replace(config, drafter=cfg), {"published": about}

@@ -75,21 +75,21 @@ def print_ranks(
     tree, chain = (f"{tokens:.2f}" for tokens in _tokens_per_round(first, trees[start]))
     best = f"Best tree of {TREE_NODES} nodes: {tree} tokens per round"
     verdict = f"{best}, chain of {len(first)}: {chain} (greedy)."
-    console.print(verdict, style="bold", highlight=False)
+    console.print(verdict, style="bold")
     for use, command in (
         ("To decode with it", f"outrider eval run.dir={folder} decode=static_tree"),
         ("To see what is faster", f"outrider plan run.dir={folder}"),
     ):
-        console.print(f"{use}: {command}", highlight=False, soft_wrap=True)
+        console.print(f"{use}: {command}", soft_wrap=True)
     console.print(_summary(tables, trees))
     for name, table in tables.items():
         if in_full or (name == start and len(table) <= MOST_DEPTHS):
             console.print(_rank_table(name, table))
         if in_full:
             console.print(f"best tree of {TREE_NODES} nodes:")
-            console.print(tree_shapes.picture(trees[name]), highlight=False)
+            console.print(tree_shapes.picture(trees[name]))
     files = f"written: {folder / FILE} (every number), tree-*.json"
-    console.print(files, highlight=False, soft_wrap=True)
+    console.print(files, soft_wrap=True)
     if in_full:
         print_definitions(console, DEFINITIONS)
 

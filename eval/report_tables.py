@@ -36,7 +36,7 @@ def show_and_save(
     show(report, console, next_step(report, folder.parent), in_full)
     save(report, folder, out)
     files = f"report: {folder / out}.json (every number), .outputs.jsonl, .png"
-    console.print(files, highlight=False, soft_wrap=True)
+    console.print(files, soft_wrap=True)
 
 
 def show(report: Report, console: Console, advice: str = "", in_full: bool = False) -> None:
@@ -48,12 +48,12 @@ def show(report: Report, console: Console, advice: str = "", in_full: bool = Fal
     setting, total = report.setting, report.summary
     console.print(Text(report.verdict(), style=_style(report)))
     if advice:
-        console.print(advice, highlight=False, soft_wrap=True)
-    console.print(headline(setting), style="bold", highlight=False)
+        console.print(advice, soft_wrap=True)
+    console.print(headline(setting), style="bold")
     if left_out := setting["left_out"]:
         names = ", ".join(left_out[:NAMED]) + (", ..." if len(left_out) > NAMED else "")
         message = f"{len(left_out)} left out, longer than the target's context: {names}"
-        console.print(message, style="yellow", highlight=False)
+        console.print(message, style="yellow")
     console.print(speed_table(report, in_full))
     console.print(_acceptance_table(total))
     console.print(_time_table(total, in_full))
@@ -62,7 +62,7 @@ def show(report: Report, console: Console, advice: str = "", in_full: bool = Fal
     if report.forecast is not None:
         predicted = f"{report.forecast:.2f} predicted by teacher forcing on this text"
         decoded = f"tau {format_number(total.tau)} at depth {setting['depth']}"
-        console.print(f"{decoded}, {predicted}", highlight=False)
+        console.print(f"{decoded}, {predicted}")
 
 
 def next_step(report: Report, run: Path) -> str:
@@ -85,12 +85,12 @@ def show_grid(reports: Mapping[str, Report], folder: Path, console: Console) -> 
     advice = next_step(reports[best], folder.parent)
     console.print(Text(f"{best}: {reports[best].verdict()}", style=_style(reports[best])))
     if advice:
-        console.print(advice, highlight=False, soft_wrap=True)
+        console.print(advice, soft_wrap=True)
     for name, report in reports.items():
         if report.exceeds_rounding and name != best:
             console.print(Text(f"{name}: {report.exactness()}", style=_style(report)))
         if name != best and (noise := above_tau(report.fields())):
-            console.print(f"{name}: {noise}", highlight=False)
+            console.print(f"{name}: {noise}")
     numbers = "tau", "ms/round", "speedup", "95 %", "tokens/s", "plain"
     table = narrow_table(("decoding", *numbers, "exact"), ("decoding", "exact"))
     for name, report in reports.items():
@@ -98,7 +98,7 @@ def show_grid(reports: Mapping[str, Report], folder: Path, console: Console) -> 
         table.add_row(name, *(cells[i] for i in (2, 3, 5, 6, 7, 8)), _exact(report))
     console.print(table)
     files = f"reports: {folder}/NAME.json (every number), .outputs.jsonl, .png"
-    console.print(files, highlight=False, soft_wrap=True)
+    console.print(files, soft_wrap=True)
 
 
 def in_short(report: Report) -> str:

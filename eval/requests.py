@@ -159,8 +159,8 @@ def check_names(how: Mapping[str, Any]) -> dict[str, Any]:
     for name in how:
         if name not in names:
             close = difflib.get_close_matches(name, names, 1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            raise TypeError(f"unknown setting {name!r}: {meant}valid are {', '.join(names)}")
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise TypeError(f"unknown setting {name!r}: {hint}valid are {', '.join(names)}")
     return dict(how)
 
 

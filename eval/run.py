@@ -44,7 +44,7 @@ def evaluate(config: Config, explain: bool = False) -> int:
     require_single_process("eval")
     process.set_threads()
     target, tokenizer, origin = load_target(config.target, process.device())
-    console.print(f"target: {origin}", highlight=False)
+    console.print(f"target: {origin}")
     drafter, config, about = open_drafter(source, config, target, console)
     config = adapt(config, Reporter(console).note)
     suite = load_suite(config, config.eval.limit)
@@ -116,7 +116,7 @@ def _print_reports(
         if len(parts) == 1 or in_full:
             show_and_save(report, folder, name, console, in_full)
         else:
-            console.print(f"{name}: {in_short(report)}", highlight=False)
+            console.print(f"{name}: {in_short(report)}")
             save(report, folder, name)
         yield name, report
     if len(parts) > 1:

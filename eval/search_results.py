@@ -128,10 +128,10 @@ def show(folder: Path, console: Console) -> None:
     console.print(_table(trials, complete, metric))
     if metric not in REPORT_METRICS and any("decoded tau" in t.user_attrs for t in complete):
         legend = f"{metric}: of a chain of drafter.depths tokens; decoded tau: of decode.depth"
-        console.print(legend, highlight=False)
+        console.print(legend)
     if shares:
         parts = "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        console.print(f"importance (PED-ANOVA): {parts}", highlight=False)
+        console.print(f"importance (PED-ANOVA): {parts}")
     if complete:
         words = [*content["overrides"], *complete[0].user_attrs.get("words", [])]
         command = f"outrider train {' '.join(map(shlex.quote, words))}"
@@ -139,7 +139,7 @@ def show(folder: Path, console: Console) -> None:
     write_json(folder / "search.json", mask_values(content))
     if complete:
         write(folder / "search.png", _plot(complete, shares, metric))
-        console.print(f"written: {folder}/search.json, search.png", highlight=False)
+        console.print(f"written: {folder}/search.json, search.png")
 
 
 def rank_trials(trials: list[FrozenTrial]) -> list[FrozenTrial]:

@@ -91,7 +91,7 @@ def advise(config: Config, settings: AdviseConfig, explain: bool = False) -> int
     with folder_lock(folder) if main else nullcontext():
         for pilot, documents in parts:
             text = f"{pilot.conversations:,} conversations, {pilot.tokens:,} tokens"
-            console.print(f"pilot on {pilot.share:.3%}: {text}", highlight=False)
+            console.print(f"pilot on {pilot.share:.3%}: {text}")
             part = data.with_documents([*documents, *held], config.data)
             done = run_pilot(config, settings, loaded, part, pilot)
             if done is None:
@@ -175,21 +175,21 @@ def write_advice(
     largest = max(tokens for tokens, _ in points)
     near, far = (scaling_law.forecast(points, n, most) for n in (largest, float(whole)))
     fits = candidate_fits(points, most)
-    console.print(verdict(far, largest), style="bold", highlight=False, soft_wrap=True)
+    console.print(verdict(far, largest), style="bold", soft_wrap=True)
     console.print(_table(pilots))
     console.print(_forecast_table(near, far))
     note = "" if scaling_law.saturates(points, most) else "; no saturation visible yet"
     fit = f"{fits[0].formula()}, at {settings.steps} steps{note}"
-    console.print(fit, highlight=False, soft_wrap=True)
+    console.print(fit, soft_wrap=True)
     write(folder / "advise.png", _plot(points, fits, far))
     fields = {
-        "format": FORMAT, "steps": settings.steps, "tokens": whole, "law": fits[0]._asdict(),
+        "format": FORMAT, "steps": settings.steps, "tokens": whole, "fit": fits[0]._asdict(),
         "pilots": [asdict(pilot) for pilot in pilots],
         "largest_pilot": near._asdict(), "all_text": far._asdict(),
     }  # fmt: skip
     write_json(folder / "advise.json", fields)
     files = f"written: {folder}/advise.json (every number), advise.png"
-    console.print(files, highlight=False, soft_wrap=True)
+    console.print(files, soft_wrap=True)
 
 
 def _table(pilots: Sequence[Pilot]) -> Table:

@@ -47,7 +47,7 @@ srun --cpus-per-task={cores} {command}
 
 
 def launch(overrides: list[str]) -> int:
-    """Print the commands, and write or start them if the settings say so. Returns the exit code."""
+    """Print the commands, and write or start them if `cluster` is set so. Returns the exit code."""
     cluster, words = verb_group(ClusterConfig, "cluster", overrides)
     config = checked_config(cluster, words)
     text = launch_script(cluster, words, config)
@@ -59,11 +59,11 @@ def launch(overrides: list[str]) -> int:
         f"{rows // (ranks * config.launch.accumulation)} x {config.data.max_length} per forward "
         "pass and rank"
     )
-    console.print(summary, highlight=False, soft_wrap=True)
+    console.print(summary, soft_wrap=True)
     console.print(Text(text), soft_wrap=True)
     if cluster.out:
         write(Path(cluster.out), text.encode())
-        console.print(f"written: {cluster.out}", highlight=False)
+        console.print(f"written: {cluster.out}")
     if not cluster.run:
         return 0
     command = local_command(launch_commands(cluster, words)[0])

@@ -32,7 +32,7 @@ def compare(words: list[str], explain: bool = False) -> int:
         show(path, console)
     if runs:
         for left_out in without:
-            console.print(f"left out: {left_out.message}", highlight=False)
+            console.print(f"left out: {left_out.message}")
         print_runs(console, runs, explain)
     for folder in (word.removeprefix("to=") for word in words if word.startswith("to=")):
         from outrider.eval.page.build import write_comparison
@@ -53,10 +53,10 @@ def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = Fal
         for text in one if in_full else map(_shorten, one[:1]):
             console.print(text)
     pairs = [(run, report) for run in runs for report in run.reports.values()]
-    shown = pairs if in_full or len(pairs) <= MOST_ROWS else _fastest(runs)[:MOST_ROWS]
-    console.print(_table(shown))
+    rows = pairs if in_full or len(pairs) <= MOST_ROWS else _fastest(runs)[:MOST_ROWS]
+    console.print(_table(rows))
     if not in_full:
-        hidden = f"{len(pairs) - len(shown)} more reports, " * (len(shown) < len(pairs))
+        hidden = f"{len(pairs) - len(rows)} more reports, " * (len(rows) < len(pairs))
         console.print(f"{hidden}training cost and conditions: --explain, or to=FOLDER for a page")
         return
     console.print(tables.overview(runs))

@@ -70,10 +70,10 @@ def _run_all(
             console.rule(title)
             return pool.run("train", job)
         output = (f"{config.run.dir}/output.txt", "dim")
-        console.print(Text.assemble(f"{title}  ", output), highlight=False)
+        console.print(Text.assemble(f"{title}  ", output))
         code = pool.run("train", job, Path(config.run.dir) / "output.txt")
         result = ("done", "") if code == 0 else (f"exit code {code}", "red")
-        console.print(Text.assemble(f"run {number + 1}: ", result), highlight=False)
+        console.print(Text.assemble(f"run {number + 1}: ", result))
         return code
 
     if pool.sweep.jobs == 1:

@@ -137,13 +137,13 @@ def show(value: Any) -> str:
 
 def overview() -> int:
     console = _console()
-    console.print("Train and measure draft models for speculative decoding.\n", highlight=False)
-    console.print("outrider VERB [key=value ...]\n", highlight=False, markup=False)
+    console.print("Train and measure draft models for speculative decoding.\n")
+    console.print("outrider VERB [key=value ...]\n")
     table = Table.grid(padding=(0, 2))
     for name, verb in VERBS.items():
         table.add_row(Text(f"  {name}", style="bold"), verb.line)
     console.print(table)
-    console.print("\noutrider VERB --help lists the keys of a verb.", highlight=False)
+    console.print("\noutrider VERB --help lists the keys of a verb.")
     return 0
 
 
@@ -152,7 +152,7 @@ def benchmark(program: str, bench: Verb) -> int:
     options = importlib.import_module(bench.target.partition(":")[0]).Options
     values = flatten(dataclasses.asdict(options()))
     console = _console()
-    console.print(f"{program} [key=value ...]: {bench.line}\n", highlight=False, markup=False)
+    console.print(f"{program} [key=value ...]: {bench.line}\n")
     _print_table(console, list(schema_keys(options, "")), {key: show(v) for key, v in values})
     return 0
 
@@ -166,11 +166,11 @@ def reference(program: str, verb: Verb, own: str = "", everything: bool = False)
     """
     console = _console()
     root = verb.root
-    console.print(f"{program}: {verb.line}\n", highlight=False, markup=False)
+    console.print(f"{program}: {verb.line}\n")
     cfg = "" if own else " [--cfg]"  # a verb's own group is not part of a configuration
     options = f"[--config FILE]{cfg} [--help [all]]"
     usage = f"{program} [group=choice ...] [key=value ...] {options}"
-    console.print(usage, markup=False, highlight=False)
+    console.print(usage)
     if root == "train":
         console.print("--config reads keys from a yaml file; those of the command line win.")
     if cfg:
@@ -216,7 +216,7 @@ def _print_everyday(console: Console, program: str, root: str) -> None:
             rows += [key for key in group_keys(group, started.get(group)) if key.name == name]
             values |= defaults(group, started[group]) if group in started else {}
     _print_table(console, rows, values)
-    console.print(f"{program} --help all lists every key.\n", highlight=False)
+    console.print(f"{program} --help all lists every key.\n")
 
 
 def _print_groups(console: Console, root: str) -> None:

@@ -232,7 +232,7 @@ def memory(overrides: list[str], explain: bool = False) -> int:
             replace(config, target=setting), sizes, target.shape(), drafter, settings.gpus,
             CHUNK_GPU,
         )  # fmt: skip
-    console.print(verdict(by_place, available), style="bold", highlight=False)
+    console.print(verdict(by_place, available), style="bold")
     name = settings.model or config.target.path or config.target.name
     machines = f"{settings.gpus} x {machine.name}"
     for line in (
@@ -242,7 +242,7 @@ def memory(overrides: list[str], explain: bool = False) -> int:
         f"launch={config.launch.name}, {machines}",
         _time_and_disk(config, target, drafter, settings.gpus * machine.flops),
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print(_table(by_place, available))
     if explain:
         for note in notes:

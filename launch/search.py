@@ -177,7 +177,7 @@ class Search:
 
     def run(self, base: Config) -> int:
         title = f"{self.sweep.trials} trials in {self.folder}, {self.sweep.jobs} at a time: "
-        self.console.print(title + ", ".join(self.sweep.over), highlight=False)
+        self.console.print(title + ", ".join(self.sweep.over))
         with JobPool(self.sweep) as self.pool:
             if code := generate_texts(self.pool, [self.overrides], [base]):
                 return code
@@ -231,7 +231,7 @@ class Search:
                 value = search_results.metric_of_run(folder, self.sweep.metric, self.report)
                 state = TrialState.COMPLETE
             except RunError as error:
-                self.console.print(error.message, highlight=False)
+                self.console.print(error.message)
                 code = 2
         if state == TrialState.FAIL:
             trial.set_user_attr(EXIT_CODE, code)
@@ -255,7 +255,7 @@ class Search:
         complete = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
         best = f"  best {self.study.best_value:.3f}" if complete else ""
         line = Text.assemble(f"trial {trial.number}: ", result, f"  {params}{best}")
-        self.console.print(line, highlight=False)
+        self.console.print(line)
 
 
 class PruningWatch:

@@ -32,7 +32,7 @@ def step_flops(
 
 
 def active_parameters(target: Target) -> int:
-    """Return the parameters that a token meets: of a layer's experts, those it is routed to."""
+    """Return the parameters that a token uses: of a layer's experts, those it is routed to."""
     config = target.text_config
     experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 1)
     routed = getattr(config, "num_experts_per_tok", None) or experts

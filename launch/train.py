@@ -62,8 +62,7 @@ def _train(config: Config, main: bool) -> int:
         console.print(f"target has {loaded.target.num_layers} layers: taps adapted to {list(taps)}")
     data = load_training_data(config, loaded, taps, reporter)
     seconds = {"loading": time.monotonic() - start}
-    show = partial(console.print, markup=False)
-    with trackers.open_trackers(config, show, main) as services:
+    with trackers.open_trackers(config, console.print, main) as services:
         require_trainable(config, loaded, data)
         on_start = partial(print_start_summary, console, loaded=loaded)
         outcome = fit(config, loaded, data, console, services, on_start)

@@ -1,4 +1,4 @@
-"""The chat template: limits for one from outside, and its arguments: thinking, the date, ...
+"""Rendering of chat templates within limits of time and memory, and their arguments.
 
 The values are assigned at the start of the template itself, so everything that renders with this
 tokenizer uses them, and the hash of the template, which every run and report stores, covers them.

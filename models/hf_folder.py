@@ -1,7 +1,7 @@
 """A causal language model from outside, checked before and after transformers reads it.
 
-transformers opens every file that an index names, allocates what config.json asks for, and gives
-random values to weights that are missing. Each function raises a ValueError that says why not.
+transformers opens every file that an index names, allocates the sizes in config.json, and gives
+random values to missing weights. Each function raises a ValueError with the reason.
 """
 
 import re

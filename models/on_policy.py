@@ -20,7 +20,7 @@ from outrider.models.target import Target
 Draw = Callable[[Float[Tensor, "N D"]], Int[Tensor, "N 1"]]  # a token from each final state
 
 
-class AnswerSpan(NamedTuple):
+class FirstAnswer(NamedTuple):
     """Location of a document's first answer: row of the batch, and columns."""
 
     row: int
@@ -29,7 +29,7 @@ class AnswerSpan(NamedTuple):
     stop: int  # of the document
 
 
-def first_answers(batch: Batch) -> list[AnswerSpan]:
+def first_answers(batch: Batch) -> list[FirstAnswer]:
     """Return each document's first answer; at least one token precedes it."""
     spans = []
     rows = zip(batch.document.cpu(), batch.answer.tolist(), strict=True)
@@ -39,12 +39,12 @@ def first_answers(batch: Batch) -> list[AnswerSpan]:
             start, stop = columns[0], columns[-1] + 1
             first = max(start + 1, next((i for i in columns if answer[i]), stop))
             if index >= 0 and first < stop:
-                spans.append(AnswerSpan(row, start, first, stop))
+                spans.append(FirstAnswer(row, start, first, stop))
     return spans
 
 
 def replace_answers(
-    batch: Batch, spans: Sequence[AnswerSpan], answers: Sequence[Int[Tensor, " _"]]
+    batch: Batch, spans: Sequence[FirstAnswer], answers: Sequence[Int[Tensor, " _"]]
 ) -> Batch:
     """Put an answer into each span; the rest of the document becomes padding."""
     ids, answer, document = (c.clone() for c in (batch.ids, batch.answer, batch.document))
@@ -57,7 +57,7 @@ def replace_answers(
 
 
 def sample_answers(
-    lm: Target, draw: Draw, batch: Batch, spans: Sequence[AnswerSpan], max_tokens: int
+    lm: Target, draw: Draw, batch: Batch, spans: Sequence[FirstAnswer], max_tokens: int
 ) -> list[Int[Tensor, " _"]]:
     """Sample an answer for each span, up to an end token, `max_tokens` or its document's end."""
     limits = [min(span.stop - span.first, max_tokens) for span in spans]

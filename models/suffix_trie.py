@@ -1,7 +1,7 @@
 """Counts of the token sequences of some texts, up to a length, without a node for each of them.
 
 A sequence that occurred several times has a node, which counts what followed it. One that occurred
-once needs none: the index of the text behind it says all. It becomes a node when it occurs again,
+once needs none: the index of the text behind it is enough. It becomes a node when it occurs again,
 and remains one when the oldest text is removed.
 The text "a b a c" as an example, with an index written as -> i:
 

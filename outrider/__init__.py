@@ -13,7 +13,7 @@ if not (Path(__file__).parent / "models").is_dir() and (_ROOT / "pyproject.toml"
 
 
 def _version() -> str:
-    """The version in pyproject.toml, asked of the installation or of the file itself."""
+    """Return the version of the installed package, or that in pyproject.toml."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -77,7 +77,7 @@ def test_the_scaling_law_is_printed_and_plotted(tmp_path: Path) -> None:
     cfg = config(tmp_path, "drafter.depths=2")
     write_advice(console, tmp_path, cfg, AdviseConfig(), pilots, whole=200_000)
     printed, advice = console.export_text(), json.loads((tmp_path / "advise.json").read_text())
-    assert advice["law"]["a"] == pytest.approx(TRUE.a, abs=1e-2)
+    assert advice["fit"]["a"] == pytest.approx(TRUE.a, abs=1e-2)
     assert advice["all_text"]["gain"] == pytest.approx(TRUE.at(4e5) - TRUE.at(2e5), abs=5e-3)
     assert f"{advice['all_text']['now']:.2f}" in printed
     assert "larger shares give a better prediction" in printed
@@ -102,7 +102,7 @@ def test_a_second_call_reuses_finished_pilots(
     first = json.loads((tmp_path / "advise" / "advise.json").read_text())
     assert [p["share"] for p in first["pilots"]] == [0.3, 0.6]
     assert all(1 <= p["accept_length"] <= 3 for p in first["pilots"])
-    assert first["law"]["kind"] == "line"
+    assert first["fit"]["kind"] == "line"
     assert "written" in capsys.readouterr().out
     pilot = tmp_path / "advise" / "steps-4" / "share-0.3-0"
     log = (pilot / "metrics.jsonl").read_bytes()

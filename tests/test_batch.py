@@ -66,8 +66,8 @@ def answers(family: str) -> tuple[list[int], ...]:
     return tuple(tiny.greedy_tokens(of, prompt, budget) for prompt, budget, _ in requests())
 
 
-def choir(family: str) -> Row:
-    """Knows every other token of all the answers."""
+def half_right(family: str) -> Row:
+    """Logits that favour the right token at every other place of all answers."""
     noise, known = random_logits(tiny.VOCAB, scale=3.0), {}
     for request, answer in zip(requests(), answers(family), strict=True):
         text = (*request.prompt, *answer)
@@ -83,7 +83,7 @@ def choir(family: str) -> Row:
 
 
 def engine(family: str, policy: Policy, kind: type[Engine] = Engine, **how: Any) -> Engine:
-    return kind(tiny.target(family), ScriptedDrafter(choir(family), tiny.VOCAB), policy, **how)
+    return kind(tiny.target(family), ScriptedDrafter(half_right(family), tiny.VOCAB), policy, **how)
 
 
 def token_ids(outs: Sequence[Output]) -> list[list[int]]:
@@ -357,7 +357,7 @@ def test_batch_size_0_is_refused() -> None:
 
 
 class Broken(Target):
-    """Its head says NaN from the n-th call on, to the last prompt of the batch."""
+    """A target whose head outputs NaN from the n-th call on, for the last prompt of the batch."""
 
     calls: int
 
@@ -389,8 +389,8 @@ def test_nan_target_logits_end_the_run(
 
 
 def going_wrong(value: float, length: int, node: int | None) -> Row:
-    """`choir`, and after more than `length` tokens `value`, everywhere or for one token."""
-    good = choir("llama")
+    """`half_right`, and after more than `length` tokens `value`, everywhere or for one token."""
+    good = half_right("llama")
 
     def row(text: tuple[int, ...]) -> Tensor:
         logits = good(text).clone()

@@ -62,7 +62,7 @@ def test_only_the_runs_of_an_earlier_soak_are_removed(
 
 
 def test_ranks_that_outlive_their_launcher_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zombie, which nobody waited for, has ended."""
+    """A zombie, whose exit code was not read, has ended."""
     monkeypatch.setattr("outrider.launch.bench.soak.GRACE", 0.5)
     with subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"]) as living:
         children = psutil.Process().children()

@@ -18,8 +18,8 @@ SMALL = Options(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path_name", ["fast", "noted"])
-def test_paths_agree_in_loss_and_gradient(path_name: Literal["fast", "noted"]) -> None:
+@pytest.mark.parametrize("path_name", ["fast", "recorded"])
+def test_paths_agree_in_loss_and_gradient(path_name: Literal["fast", "recorded"]) -> None:
     results = []
     for path in (path_name, "reference"):
         case = build_case(SMALL, 2, "fp32", path)
@@ -41,7 +41,7 @@ def test_result_is_written_with_the_machine(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
     assert compare_paths(replace(SMALL, out=str(tmp_path / "out.json")), console) == 0
     result = json.loads((tmp_path / "out.json").read_text())
-    assert [row["path"] for row in result["results"]] == ["noted", "fast", "reference"]
+    assert [row["path"] for row in result["results"]] == ["recorded", "fast", "reference"]
     assert all(row["seconds"] > 0 and row["peak_mb"] >= 0 for row in result["results"])
     assert torch.__version__ in console.export_text()
 

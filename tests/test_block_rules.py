@@ -42,7 +42,7 @@ TRAVERSAL = {
     False: by(bind_rule("traversal", "drawn")),
     True: by(bind_rule("traversal", "independent")),
 }
-WAYS = pytest.mark.parametrize("replacement", [False, True], ids=["none twice", "independent"])
+EACH_DRAW = pytest.mark.parametrize("replacement", [False, True], ids=["none twice", "independent"])
 
 # ---- exactness -----------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ def toy_of(toy: Toy, levels: int) -> Toy:
     return Toy(toy.seed, toy.vocab, toy.warp, toy.likeness, levels=levels)
 
 
-@WAYS
+@EACH_DRAW
 @pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2), (2, 1, 1)])
 @pytest.mark.parametrize("toy", TOYS)
 def test_traversal_verification_is_exact(
@@ -77,7 +77,7 @@ def test_traversal_of_a_bushy_tree_is_exact() -> None:
     assert bias(shallow, sampled_tree((3, 1), replacement=False), TRAVERSAL[False]) < 1e-12
 
 
-@WAYS
+@EACH_DRAW
 def test_a_chain_under_traversal_equals_block(replacement: bool) -> None:
     """Not only in distribution: the same probabilities and rows at every flip."""
     toy = Toy(17, levels=3)
@@ -101,7 +101,7 @@ def test_generator_source_follows_the_joint_distribution(
     assert g_test(toy, sampled_tree(widths, replacement), rule, 2000) > 1e-3
 
 
-@WAYS
+@EACH_DRAW
 def test_ragged_batch_equals_single_trees(replacement: bool) -> None:
     toy = Toy(12, levels=3)
     chains = [sampled_chain(depth) for depth in (1, 2, 3)]

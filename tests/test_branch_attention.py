@@ -131,7 +131,7 @@ def test_row_attends_to_the_columns_of_the_diagram(attend: Attend) -> None:
 
 @both
 def test_a_document_does_not_attend_to_the_one_before(attend: Attend) -> None:
-    """Documents of 2 and 3 rows, and only rows 1, 3 and 4 ask."""
+    """Documents of 2 and 3 rows; only rows 1, 3 and 4 are queries."""
     queried = torch.tensor([[False, True, False, True, True]])
     plan = plan_queries(queried, torch.tensor([[8, 8, 3, 3, 3]]), heads=1)
     names = torch.eye(5)[:, None]

@@ -302,7 +302,7 @@ def test_load_run_applies_evaluation_overrides(run: Path) -> None:
 
 def test_load_run_ignores_evaluation_settings_of_training(run: Path) -> None:
     config = load_run(run, ["run.seed=1"])
-    assert not config.target.trust_remote_code, "a run folder cannot ask for it"
+    assert not config.target.trust_remote_code, "a run folder cannot enable it"
     assert load_run(run, ["target.trust_remote_code=true"]).target.trust_remote_code
     assert (config.decode.depth, config.eval.limit, config.run.seed) == (3, None, 1)
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
 from outrider.data.contamination import NEAR, NgramIndex, OverlapFilter, jaccard, ngrams
-from outrider.data.conversations import Message, Prompt, Summary
+from outrider.data.conversations import Message, Prompt, RuleCounts
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
@@ -79,21 +79,23 @@ def test_overlaps_raise_with_their_prompts_or_are_dropped_and_counted() -> None:
     suite = [Prompt("sky", "all", [LONG, "Go on."]), Prompt("hi", "all", ["Hello there"])]
     text = [turns("Something else."), turns(LONG), [*turns("x y"), *turns("Hello there!")]]
     overlap_filter = OverlapFilter(suite, "refuse")
-    assert list(overlap_filter.drop_overlaps(text, Summary())) == text[:1]
+    assert list(overlap_filter.drop_overlaps(text, RuleCounts())) == text[:1]
     with pytest.raises(RunError, match=r"2 training questions(.|\n)*sky \(100%\): 'Explain"):
         overlap_filter.raise_if_refused()
-    summary = Summary()
+    summary = RuleCounts()
     assert list(OverlapFilter(suite, "drop").drop_overlaps(text, summary)) == text[:1]
     assert summary.counts == {"in the suite": 2}
-    assert list(OverlapFilter(suite, "keep").drop_overlaps(text, Summary())) == text
+    assert list(OverlapFilter(suite, "keep").drop_overlaps(text, RuleCounts())) == text
     follow_up = turns("Go on.")  # not a first question
-    assert list(OverlapFilter(suite, "refuse").drop_overlaps([follow_up], Summary())) == [follow_up]
+    assert list(OverlapFilter(suite, "refuse").drop_overlaps([follow_up], RuleCounts())) == [
+        follow_up
+    ]
 
 
 def test_the_search_stops_at_the_limit() -> None:
     overlap_filter = OverlapFilter([Prompt("sky", "all", [LONG])], "refuse")
     with pytest.raises(RunError, match="at least 10 training questions"):
-        list(overlap_filter.drop_overlaps((turns(LONG) for _ in range(10**9)), Summary()))
+        list(overlap_filter.drop_overlaps((turns(LONG) for _ in range(10**9)), RuleCounts()))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from outrider.data.conversations import (
     RULES,
     Message,
     Prompt,
-    Summary,
+    RuleCounts,
     parse_conversation,
     read_conversations,
     read_prompts,
@@ -96,19 +96,19 @@ REPAIRED: list[tuple[str, list[Any], list[Message]]] = [
 def test_an_irregular_conversation_is_repaired_by_its_rule_and_counted(
     reason: str, turns: list[Any], expected: list[Message]
 ) -> None:
-    summary = Summary()
+    summary = RuleCounts()
     assert parse_conversation({"messages": turns}, summary) == expected
     assert summary.counts[reason] == 1
 
 
 def test_a_regular_conversation_uses_no_rule() -> None:
-    summary = Summary()
+    summary = RuleCounts()
     parse_conversation({"messages": [system("S"), *DIALOGUE, *DIALOGUE]}, summary)
     assert not summary.counts
 
 
 def test_content_in_parts_is_joined_and_an_image_ends_the_conversation() -> None:
-    summary = Summary()
+    summary = RuleCounts()
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     image = [{"type": "image", "url": "cat.png"}]
     turns = [{"role": "user", "content": parts}, DIALOGUE[1], {"role": "user", "content": image}]
@@ -117,13 +117,13 @@ def test_content_in_parts_is_joined_and_an_image_ends_the_conversation() -> None
 
 
 def test_a_record_without_known_keys_is_counted() -> None:
-    summary = Summary()
+    summary = RuleCounts()
     assert parse_conversation({"text": "once upon a time"}, summary) == []
     assert summary.counts == {"unknown shape": 1}
 
 
 def test_the_summary_prints_each_used_rule_with_its_count() -> None:
-    summary, console = Summary(), Console(width=120, record=True, file=StringIO())
+    summary, console = RuleCounts(), Console(width=120, record=True, file=StringIO())
     summary.add("cut", 1234)
     console.print(summary)
     printed = console.export_text()
@@ -136,10 +136,10 @@ def test_the_summary_prints_each_used_rule_with_its_count() -> None:
 
 def test_conversations_without_answers_are_counted(tmp_path: Path) -> None:
     rows = [{"messages": DIALOGUE}, {"prompt": "2+2?"}, {"text": "x"}, {"messages": DIALOGUE}]
-    source, summary = data_source(str(write(tmp_path / "a.jsonl", *rows))), Summary()
+    source, summary = data_source(str(write(tmp_path / "a.jsonl", *rows))), RuleCounts()
     assert list(read_conversations(source, summary)) == [DIALOGUE, DIALOGUE]
     assert summary.counts == {"used": 2, "no answer": 1, "unknown shape": 1}
-    assert next(read_conversations(source, Summary())) == DIALOGUE
+    assert next(read_conversations(source, RuleCounts())) == DIALOGUE
 
 
 ROW = {"text": "x", "source": "y"}
@@ -147,7 +147,7 @@ ROW = {"text": "x", "source": "y"}
 
 def test_a_file_without_answers_raises_and_shows_its_first_record(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r'The first: \{"text": "x", "source": "y"\}'):
-        list(read_conversations(data_source(str(write(tmp_path / "a.jsonl", ROW))), Summary()))
+        list(read_conversations(data_source(str(write(tmp_path / "a.jsonl", ROW))), RuleCounts()))
 
 
 def test_prompts_contain_only_the_questions(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_prompts_contain_only_the_questions(tmp_path: Path) -> None:
         Prompt("m", "all", ["2+2?", "3+3?"], "S"),
         Prompt("m#2", "all", ["the same name twice"]),
     ]
-    summary = Summary()
+    summary = RuleCounts()
     assert read_prompts(suite_source(str(path)), summary=summary) == expected
     assert summary.counts == {"unknown shape": 1}
     assert read_prompts(suite_source(str(path)), limit=2) == expected[:2]

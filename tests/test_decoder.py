@@ -36,7 +36,7 @@ from tests.test_tokenise import PLAIN, byte_tokenizer, dialogue
 from tests.tiny import ScriptedDrafter, Text
 
 QUESTION = "why?"
-TOLD = dialogue(QUESTION)
+DIALOGUE = dialogue(QUESTION)
 BUDGET = 24
 POSITIONS = 512
 CHAIN, TREE = Chain(5), DynamicTree(depth=4, width=3, budget=9)
@@ -91,11 +91,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     forward = Target.forward
 
-    def noted(self: Target, ids: Tensor, *rest: Any, **more: Any) -> TargetStates:
+    def recorded(self: Target, ids: Tensor, *rest: Any, **more: Any) -> TargetStates:
         seen.append(ids[0].tolist())
         return forward(self, ids, *rest, **more)
 
-    monkeypatch.setattr(Target, "forward", noted)
+    monkeypatch.setattr(Target, "forward", recorded)
     return seen
 
 
@@ -105,9 +105,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def test_tokens_text_and_messages_are_prompts() -> None:
     """Text is tokenised as it is; messages are rendered by the template, ready to be answered."""
     ours, coder = decoder(), byte_tokenizer(PLAIN)
-    bare, rendered = coder(QUESTION)["input_ids"], prompt_ids(coder, TOLD)
+    bare, rendered = coder(QUESTION)["input_ids"], prompt_ids(coder, DIALOGUE)
     assert bare != rendered
-    prompts: list[Prompt] = [bare, QUESTION, TOLD, [QUESTION]]
+    prompts: list[Prompt] = [bare, QUESTION, DIALOGUE, [QUESTION]]
     for prompt, ids in zip(prompts, (bare, bare, rendered, rendered), strict=True):
         assert ours.ids(prompt) == ids
         assert ours.generate(prompt, 8).output_ids == ours.generate(ids, 8).output_ids
@@ -117,7 +117,7 @@ def test_tokens_text_and_messages_are_prompts() -> None:
 @POLICIES
 @HEATS
 def test_generate_matches_the_engine(policy: str | Policy, heat: float) -> None:
-    ours = decoder().generate(TOLD, BUDGET, temperature=heat, seed=5, policy=policy)
+    ours = decoder().generate(DIALOGUE, BUDGET, temperature=heat, seed=5, policy=policy)
     coder, shape = byte_tokenizer(PLAIN), None if isinstance(policy, str) else policy
     engine = Engine(
         target(),
@@ -126,7 +126,7 @@ def test_generate_matches_the_engine(policy: str | Policy, heat: float) -> None:
         sampling=Sampling(heat),
         stops=Stops(stop_ids(coder, target())),
     )
-    (out,) = engine.generate_all([Request(prompt_ids(coder, TOLD), BUDGET, 5)], 1)
+    (out,) = engine.generate_all([Request(prompt_ids(coder, DIALOGUE), BUDGET, 5)], 1)
     assert (ours.output_ids, ours.origins, ours.accepted) == (out.ids, out.origins, out.accepted)
     assert (ours.tau, ours.stop_reason) == (out.tau, out.stop_reason)
     assert len(ours.origins) == len(ours.output_ids) == 1 + sum(n + 1 for n in ours.accepted)
@@ -134,8 +134,8 @@ def test_generate_matches_the_engine(policy: str | Policy, heat: float) -> None:
 
 @POLICIES
 def test_greedy_answers_match_the_target(policy: str | Policy) -> None:
-    own = decoder().generate(TOLD, BUDGET, policy=ALONE)
-    ours = decoder().generate(TOLD, BUDGET, policy=policy)
+    own = decoder().generate(DIALOGUE, BUDGET, policy=ALONE)
+    ours = decoder().generate(DIALOGUE, BUDGET, policy=policy)
     assert ours.output_ids == own.output_ids
     assert set(own.origins[1:]) == {"bonus"}
     assert own.tau == 1
@@ -147,8 +147,8 @@ def test_greedy_answers_match_the_target(policy: str | Policy) -> None:
 def test_stream_pieces_concatenate_to_the_answer(policy: str | Policy, heat: float) -> None:
     """Bytes come one by one, so that pieces end within characters; nothing is repeated."""
     how: dict[str, Any] = {"temperature": heat, "seed": 3, "policy": policy}
-    pieces = list(decoder().stream(TOLD, BUDGET, **how))
-    whole = decoder().generate(TOLD, BUDGET, **how)
+    pieces = list(decoder().stream(DIALOGUE, BUDGET, **how))
+    whole = decoder().generate(DIALOGUE, BUDGET, **how)
     assert [token for piece in pieces for token in piece.ids] == whole.output_ids
     assert [origin for piece in pieces for origin in piece.origins] == whole.origins
     assert "".join(piece.text for piece in pieces) == whole.text == pieces[-1].result.text
@@ -199,7 +199,7 @@ def stream_of(row: Callable[[Text], Tensor]) -> list[Piece]:
 
 
 def test_a_budget_of_0_gives_no_tokens() -> None:
-    none = decoder().generate(TOLD, 0)
+    none = decoder().generate(DIALOGUE, 0)
     assert (none.output_ids, none.text, none.tau, none.tokens_per_second) == ([], "", None, None)
 
 
@@ -209,7 +209,7 @@ def test_a_budget_of_0_gives_no_tokens() -> None:
 @pytest.fixture(name="text", scope="module")
 def unstopped() -> str:
     """The answer without a stop string: one token per letter."""
-    whole = perfect().generate(TOLD, BUDGET, **letters_only())
+    whole = perfect().generate(DIALOGUE, BUDGET, **letters_only())
     assert len(whole.text) == len(whole.output_ids) == BUDGET
     assert len(set(whole.text)) > 8
     return whole.text
@@ -222,7 +222,9 @@ def test_text_ends_before_a_stop_string(text: str, policy: str | Policy, size: i
     for start in range(BUDGET - size):
         stop = text[start : start + size]
         first = text.find(stop)
-        pieces = list(perfect().stream(TOLD, BUDGET, stop=[stop], policy=policy, **letters_only()))
+        pieces = list(
+            perfect().stream(DIALOGUE, BUDGET, stop=[stop], policy=policy, **letters_only())
+        )
         ours = pieces[-1].result
         assert (ours.text, ours.stop_reason) == (text[:first], "stop string")
         assert perfect().text(ours.output_ids) == text[: first + size]
@@ -232,15 +234,15 @@ def test_text_ends_before_a_stop_string(text: str, policy: str | Policy, size: i
 def test_a_stop_string_inside_a_round_cuts_what_was_accepted(text: str) -> None:
     """A perfect chain of five: tokens 1..5 are accepted in the first round; the stop ends at 3."""
     assert text.find(text[1:4]) == 1
-    ours = perfect().generate(TOLD, BUDGET, stop=text[1:4], **letters_only())
+    ours = perfect().generate(DIALOGUE, BUDGET, stop=text[1:4], **letters_only())
     assert ours.accepted == [3]
     assert ours.origins == ["first", "accepted", "accepted", "accepted"]
     assert ours.text == text[:1]
 
 
 def test_the_first_of_several_stop_strings_counts(text: str) -> None:
-    stops = [text[9:12], "not said", text[4:7]]
-    ours = perfect().generate(TOLD, BUDGET, stop=stops, **letters_only())
+    stops = [text[9:12], "not written", text[4:7]]
+    ours = perfect().generate(DIALOGUE, BUDGET, stop=stops, **letters_only())
     assert ours.text == text[: min(text.find(stops[0]), text.find(stops[2]))]
 
 
@@ -248,7 +250,7 @@ def test_stop_strings_outside_the_answer_stop_nothing(text: str) -> None:
     """Half a stop string waits, and is emitted when it turns out to be none."""
     assert QUESTION not in text
     half = text[:-1] + "!"
-    pieces = list(perfect().stream(TOLD, BUDGET, stop=[QUESTION, half], **letters_only()))
+    pieces = list(perfect().stream(DIALOGUE, BUDGET, stop=[QUESTION, half], **letters_only()))
     assert (pieces[-1].result.text, pieces[-1].result.stop_reason) == (text, "budget")
     assert [piece.text for piece in pieces[:-1]] == [""] * (len(pieces) - 1)
     assert pieces[-1].text == text
@@ -261,7 +263,7 @@ def test_stop_strings_outside_the_answer_stop_nothing(text: str) -> None:
 def test_a_seed_determines_the_answer(policy: str | Policy) -> None:
     def output_ids(seed: int) -> list[int]:
         how: dict[str, Any] = {"temperature": 1.0, "policy": policy}
-        return decoder().generate(TOLD, BUDGET, seed=seed, **how).output_ids
+        return decoder().generate(DIALOGUE, BUDGET, seed=seed, **how).output_ids
 
     answers = [output_ids(seed) for seed in range(4)]
     assert answers == [output_ids(seed) for seed in range(4)]
@@ -274,7 +276,7 @@ def test_a_seed_determines_the_answer(policy: str | Policy) -> None:
 def test_a_batch_equals_single_prompts(policy: str | Policy, heat: float, batch: int) -> None:
     """The n-th answer has the seed raised by n; prompts are of different lengths."""
     question = "what is to be said about this?"
-    prompts: list[Prompt] = [TOLD, "a", dialogue("and then?"), [5, 6, 7], question]
+    prompts: list[Prompt] = [DIALOGUE, "a", dialogue("and then?"), [5, 6, 7], question]
     how: dict[str, Any] = {"temperature": heat, "policy": policy}
     batched = decoder().generate_batch(prompts, 12, batch=batch, seed=7, **how)
     alone = [decoder().generate(p, 12, seed=7 + n, **how) for n, p in enumerate(prompts)]
@@ -290,8 +292,8 @@ def test_rule_argument_selects_the_rule() -> None:
         "temperature": 1.0,
         "rule": bind_rule("lossy_typical", "drawn", epsilon=1e-9),
     }
-    assert decoder().generate(TOLD, 13, **how).accepted == [5, 5]
-    assert decoder().generate(TOLD, 13, temperature=1.0).accepted != [5, 5]
+    assert decoder().generate(DIALOGUE, 13, **how).accepted == [5, 5]
+    assert decoder().generate(DIALOGUE, 13, temperature=1.0).accepted != [5, 5]
 
 
 # ---- dialogues -----------------------------------------------------------------------------------
@@ -373,7 +375,7 @@ def test_a_system_message_comes_first() -> None:
     chat.messages.insert(0, Message(role="system", content="brief"))
     reply = chat.say("why?", 8)
     anew = decoder().generate(dialogue("why?", system="brief"), 8)
-    assert reply.output_ids == anew.output_ids != decoder().generate(TOLD, 8).output_ids
+    assert reply.output_ids == anew.output_ids != decoder().generate(DIALOGUE, 8).output_ids
 
 
 @POLICIES
@@ -396,7 +398,7 @@ def test_streamed_tokens_of_an_interrupted_answer_are_not_reread(read: list[list
     stream = chat.stream(QUESTION, BUDGET)
     heard = [token for _ in range(3) for token in next(stream).ids]
     stream.close()
-    cached = len(perfect().ids(TOLD)) + len(heard) - 1
+    cached = len(perfect().ids(DIALOGUE)) + len(heard) - 1
     read.clear()
     chat.say("so", 8)
     assert len(heard) == 13
@@ -426,7 +428,7 @@ def test_ctrl_c_in_absorb_leaves_the_dialogue_cache_valid(
 ) -> None:
     """The target has read rows then that the drafter's state does not hold."""
     drafter, memory = oracle(lambda n: True), DialogueCache()
-    engine, prompt = Engine(target(), drafter, CHAIN), decoder().ids(TOLD)
+    engine, prompt = Engine(target(), drafter, CHAIN), decoder().ids(DIALOGUE)
     absorb, left = drafter.absorb, [calls]
 
     def interrupted(*arguments: Any) -> Any:

@@ -493,7 +493,9 @@ def test_json_and_tables_have_the_same_content(tmp_path: Path) -> None:
     for name, group in finding["groups"].items():
         assert name in printed
         for title, row in group.items():
-            assert all(part in printed for part in (title, row["state"], row["said"], row["fix"]))
+            assert all(
+                part in printed for part in (title, row["state"], row["message"], row["fix"])
+            )
     assert finding["may_start"] is False
     assert verdict(groups) == "Training cannot start: 1 wrong, 1 to note"
     assert to_json(groups[:1])["may_start"] is True

@@ -494,7 +494,7 @@ def test_zero3_refuses_on_policy() -> None:
 
 
 def test_the_saved_settings_build_the_same_body(target: Target) -> None:
-    """Whatever `layers`, `hidden` and `heads` would say then."""
+    """`layers`, `hidden` and `heads` of the configuration are not read then."""
     cfg = draft_lm(target, layers=1, hidden=8).cfg
     again = DraftLm(dataclasses.replace(cfg, layers=5, hidden=32), target, whole(), ())
     assert (again.lm.num_layers, again.lm.shape().hidden) == (1, 8)

@@ -1,8 +1,8 @@
-"""What every drafter owes: the promises of the design, for every name there is.
+"""The contract of all drafters, tested for every file in `models/drafters/`.
 
-A new file in `models/drafters/` is tested here without a change to this one. What only one
-drafter promises is in the test of its own name. Drafters that draft through the target need its
-cache to decode: test_target_drafting.py compares their steps with their unroll.
+A new file in `models/drafters/` is tested here without a change to this one. What is
+particular to one drafter is in the test of its own name. Drafters that draft through the target
+need its cache to decode: test_target_drafting.py compares their steps with their unroll.
 """
 
 import dataclasses
@@ -108,12 +108,12 @@ def same(a: Tensor, b: Tensor) -> bool:
     return bool(torch.allclose(a, b, atol=CLOSE, rtol=CLOSE))
 
 
-# ---- 1: decoding sees what training saw ----------------------------------------------------------
+# ---- 1: decoding computes what training computed -------------------------------------------------
 
 
 @standalone
 def test_steps_repeat_the_unroll_at_every_row_and_depth(drafter: Drafter, trace: Trace) -> None:
-    """Rows absorbed one at a time; every guess that training judges is compared."""
+    """Rows absorbed one at a time; every guess in the training loss is compared."""
     trained, compared = unrolled(drafter, trace), 0
     for row, start, stop in tiny.document_spans(trace):
         state = None

@@ -265,9 +265,9 @@ def first_loss(target: Target, init: str) -> float:
     drafter = tiny.drafter("eagle3", target, init=init)
     traces = [tiny.packed_trace(target, seed=seed) for seed in range(40)]
     drafter.initialise(target, iter(traces[1:]))
-    judge = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
+    objective = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
     with torch.no_grad():
-        sums = judge(traces[0], torch.ones(tiny.DEPTHS))[1]
+        sums = objective(traces[0], torch.ones(tiny.DEPTHS))[1]
     return float(sums.loss[0] / sums.rows[0])
 
 

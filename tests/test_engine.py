@@ -292,13 +292,13 @@ def test_round_times_add_up(llama: Scene) -> None:
 # ---- sampling ------------------------------------------------------------------------------------
 
 WARM, NARROW = Sampling(temperature=0.8, top_k=4), Sampling(temperature=0.8, top_k=2)
-SHORT, SAID = [1, 3, 4, 2], 3  # the joint law of three tokens; one more leaves room to draft
+SHORT, LENGTH = [1, 3, 4, 2], 3  # the joint law of three tokens; one more leaves room to draft
 
 
 def exact_law(target: Target, sampling: Sampling) -> dict[Text, float]:
     """Plain sampling of three tokens, by the chain rule."""
     law: dict[Text, float] = {(): 1.0}
-    for _ in range(SAID):
+    for _ in range(LENGTH):
         longer: dict[Text, float] = {}
         for text, chance in law.items():
             row = sampling.probs(logits_after(target, [*SHORT, *text])[None])[0].tolist()
@@ -314,7 +314,9 @@ def p_value(decoder: Engine, samples: int) -> float:
     A token that plain sampling cannot give is the surest evidence of all: 0.
     """
     law = exact_law(decoder.target, decoder.sampling)
-    counts = Counter(tuple(decoder.generate(SHORT, SAID + 1).ids[:SAID]) for _ in range(samples))
+    counts = Counter(
+        tuple(decoder.generate(SHORT, LENGTH + 1).ids[:LENGTH]) for _ in range(samples)
+    )
     if not counts.keys() <= law.keys():
         return 0.0
     cells = [(counts[text], samples * chance) for text, chance in law.items()]
@@ -389,9 +391,9 @@ def test_a_fresh_draw_after_a_rejection_is_detected() -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_bonus_from_unwarped_logits_is_detected(wrong: bool) -> None:
     """A drafter that is the target is always accepted: of drafts of one, token 3 is the bonus."""
-    twin = ScriptedDrafter(cache(lambda text: logits_after(mean_target(), text)), TOKENS)
+    deterministic = ScriptedDrafter(cache(lambda text: logits_after(mean_target(), text)), TOKENS)
     kind = RawBonus if wrong else Engine
-    p = p_value(kind(mean_target(), twin, Chain(1), sampling=NARROW), 60)
+    p = p_value(kind(mean_target(), deterministic, Chain(1), sampling=NARROW), 60)
     assert p < 1e-6 if wrong else p > 1e-3
 
 

@@ -19,7 +19,7 @@ from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config
 from outrider.data import corpus
 from outrider.data.batches import select_rows
-from outrider.data.conversations import Prompt, Summary, read_conversations, read_prompts
+from outrider.data.conversations import Prompt, RuleCounts, read_conversations, read_prompts
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.data.pack import split_holdout
 from outrider.data.prepare import record
@@ -81,7 +81,7 @@ def read_text(file: Path) -> None:
     """Read a file as training text and as prompts, and use both as preparation does."""
 
     def conversations() -> None:
-        summary = Summary()
+        summary = RuleCounts()
         for turns in read_conversations(data_source(str(file), skip_bad=2), summary):
             assert turns[-1]["role"] == "assistant"
             conversation_key(turns)

@@ -117,7 +117,7 @@ def refused(action: Callable[[], object]) -> bool:
 
 @fuzz(state=mutated_json(STATE))
 def test_a_changed_state_is_the_same_or_set_aside(pair: Path, state: bytes) -> None:
-    """Only a file without version and hash, as of an earlier version, may say anything else."""
+    """Only a file without version and hash, as of an earlier version, may hold anything else."""
     replace_file(pair / "step-00000002" / "state.json", state)
     progress = load(pair)
     if progress.step == 2:

@@ -1,7 +1,7 @@
 """Coupled sampling: every token a draw from p, and the plain sampler's answer whatever is drafted.
 
-Where one noise decides, there is no law of a decoder left to prove: it must say what plain sampling
-with that noise says, token for token; and the winners of plain noise must follow p.
+The noise determines the answer: it must equal plain sampling with that noise token for token, and
+the winners of plain noise must follow p.
 """
 
 from collections import Counter
@@ -327,9 +327,9 @@ def test_top_k_leaves_a_tree_its_siblings(name: str, monkeypatch: pytest.MonkeyP
 
 def test_reduced_draft_vocabulary_uses_the_noise_of_target_ids() -> None:
     scores, ids = torch.zeros(1, 2, 3), torch.tensor([1, 4, 6])
-    race = RoundNoise([GumbelNoise(4, 11, CPU)], [6], 4, 0.5)
+    noise = RoundNoise([GumbelNoise(4, 11, CPU)], [6], 4, 0.5)
     expected = -0.5 * GumbelNoise(4, 11, CPU).rows(7, 1)[0, ids]
-    assert race.draft_scores(scores, 2, ids).equal(expected.expand(1, 2, 3))
+    assert noise.draft_scores(scores, 2, ids).equal(expected.expand(1, 2, 3))
 
 
 def test_noise_per_round_is_detected(
@@ -355,9 +355,9 @@ def test_chain_scores_equal_tree_scores() -> None:
     ids, parents = torch.tensor([[7, 3, 9]]), torch.tensor([[-1, 0, 1]])
     chain, tree = Tree.chain(ids), Tree.from_parents(ids, parents, torch.tensor([[0, 1, 2]]), 2)
     scores = torch.randn(1, 3, 11, generator=seeded(2))
-    race = RoundNoise([GumbelNoise(4, 11, CPU)], [6], 4, 0.5)
-    assert race.target_scores(scores, chain).equal(race.target_scores(scores, tree))
-    assert race.target_scores(scores, chain).equal(
+    noise = RoundNoise([GumbelNoise(4, 11, CPU)], [6], 4, 0.5)
+    assert noise.target_scores(scores, chain).equal(noise.target_scores(scores, tree))
+    assert noise.target_scores(scores, chain).equal(
         scores - 0.5 * GumbelNoise(4, 11, CPU).rows(6, 3)
     )
 

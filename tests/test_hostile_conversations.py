@@ -9,7 +9,7 @@ from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.data import answer_spans
 from outrider.data import reporter as reporters
-from outrider.data.conversations import Message, Summary
+from outrider.data.conversations import Message, RuleCounts
 from outrider.data.reporter import Reporter
 from outrider.data.tokenise import render, render_all
 from tests.test_tokenise import (
@@ -80,7 +80,7 @@ def test_a_template_of_far_turns_is_refused_with_a_short_message() -> None:
 def test_each_takes_the_first_answers_of_thousands_of_turns_in_seconds(
     template: str | None,
 ) -> None:
-    start, summary = time.process_time(), Summary()
+    start, summary = time.process_time(), RuleCounts()
     rows = render_all(
         byte_tokenizer(template), [long_dialogue(TURNS)], max_length=256, supervise="each",
         summary=summary,

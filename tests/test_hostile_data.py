@@ -12,7 +12,7 @@ import torch
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import read_json, sha256_of, write_json
 from outrider.data.batches import select_rows
-from outrider.data.conversations import Summary, read_conversations
+from outrider.data.conversations import RuleCounts, read_conversations
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.data.prepare import record
 from outrider.data.readers import MAX_ROW, SUFFIXES, BadRowPolicy, read_records
@@ -37,7 +37,7 @@ def test_hostile_data_is_one_error_at_once(kind: str, suffix: str, tmp_path: Pat
     file, start = tmp_path / f"text{suffix}", time.process_time()
     hostile(kind, file)
     with pytest.raises((ConfigError, RunError), match="text"):
-        list(read_conversations(data_source(str(file)), Summary()))
+        list(read_conversations(data_source(str(file)), RuleCounts()))
     assert time.process_time() - start < 10
 
 

@@ -1,4 +1,4 @@
-"""Targets whose files lie, lack weights, name pickles or describe impossible models."""
+"""Targets whose files disagree, lack weights, name pickles or describe impossible models."""
 
 import json
 import os

@@ -409,9 +409,9 @@ def first_losses(target: Target, **settings: Any) -> Tensor:
     """Nats per row at every depth, on held-out text."""
     drafter = tiny.drafter("mtp", target, **settings)
     drafter.initialise(target, iter(tiny.packed_trace(target, seed=seed) for seed in range(1, 60)))
-    judge = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
+    objective = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
     with torch.no_grad():
-        sums: MetricSums = judge(tiny.packed_trace(target, seed=0), torch.ones(tiny.DEPTHS))[1]
+        sums: MetricSums = objective(tiny.packed_trace(target, seed=0), torch.ones(tiny.DEPTHS))[1]
     return sums.loss / sums.rows
 
 

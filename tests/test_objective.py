@@ -20,7 +20,7 @@ from tests import tiny
 from tests.tiny import FixedDrafter
 
 WEIGHTS = [1.0, 0.8, 0.64]
-PATHS = ["fused", "kept", "plain"]
+PATHS = ["fused", "stored", "plain"]
 FIELDS = ("loss", "agree", "alpha", "rows")
 
 
@@ -175,7 +175,7 @@ def test_objective_matches_reference(
 
 @pytest.mark.parametrize("chunk", [1, 500, 2**23])
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("path", ["fused", "kept"])
+@pytest.mark.parametrize("path", ["fused", "stored"])
 def test_chunked_paths_match_plain(
     target: Target,
     trace: Trace,
@@ -248,7 +248,7 @@ def test_kept_path_has_equal_chunk_counts_on_all_ranks(
 
         monkeypatch.setattr(drafter, "head", counted)
         text = dataclasses.replace(trace, answer=answer)
-        run(drafter, target, text, path="kept")[0].backward()
+        run(drafter, target, text, path="stored")[0].backward()
         calls.append(count)
     assert calls[0] == calls[1] == calls[2] > 4
 

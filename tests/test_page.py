@@ -110,8 +110,8 @@ def write_run(run: Path) -> Path:
     row = {"batch": 1, "context": 64, **shape, "tau": 1.0}
     times = {"draft_ms": 0.0, "verify_ms": 1.0, "round_ms": 1.0, "plain_ms": 1.0, "speedup": 1.0}
     rows = [row | times, row | times | {"depth": 2, "width": 1, "tau": 2.5, "speedup": 1.625}]
-    check = {"shape": "chain 2", "batch": 1, "context": 64, "tau": 2.0, "tau_foreseen": 2.5,
-             "speedup": 1.5, "speedup_foreseen": 1.625, "off": 0.0833}  # fmt: skip
+    check = {"shape": "chain 2", "batch": 1, "context": 64, "tau": 2.0, "tau_predicted": 2.5,
+             "speedup": 1.5, "speedup_predicted": 1.625, "error": 0.0833}  # fmt: skip
     write_json(run / "plan" / "plan.json", {
         "format": PLAN, "machine": MARKUP, "assumptions": [MARKUP], "rows": rows,
         "recommended": rows[1:], "checks": [check],
@@ -389,6 +389,19 @@ def test_damaged_file_raises_an_error_with_its_name(
 
 
 # ---- several runs, searches, the command line ----------------------------------------------------
+
+
+def test_plans_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Their checks have other names; the page shows the same numbers."""
+    folder = write_run(tmp_path / "run")
+    file = folder / "plan" / "plan.json"
+    plan, text = read_run_files(folder).plans, file.read_text()
+    for new, old in (("tau_predicted", "tau_foreseen"), ("speedup_predicted", "speedup_foreseen"),
+                     ("error", "off")):  # fmt: skip
+        text = text.replace(f'"{new}"', f'"{old}"')
+    assert '"off"' in text
+    file.write_text(text)
+    assert read_run_files(folder).plans == plan
 
 
 def test_folder_of_runs_gives_a_comparison_page(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_plan_is_checked_by_decoding(run: Config, capsys: pytest.CaptureFixture[
     free = [("tree 2x2, 4 nodes", 2), ("tree 2x2, 4 nodes", 1)]
     assert [(check["shape"], check["batch"]) for check in checks] == free
     for check in checks:
-        assert check["off"] == pytest.approx(check["speedup_foreseen"] / check["speedup"] - 1)
+        assert check["error"] == pytest.approx(check["speedup_predicted"] / check["speedup"] - 1)
         assert check["tau"] >= 1
     decoded = content["times"]["decoded"]  # type: ignore[index]
     assert {batch: len(rounds) for batch, rounds in decoded.items()} == {"1": 6, "2": 6}

@@ -226,29 +226,29 @@ ROWS = {  # the target's row, the drafter's
 
 
 def sibling_rule(
-    p: Tensor, q: Tensor, ranks: int, coins: RandomSource, renormalise: bool = True
+    p: Tensor, q: Tensor, ranks: int, rng: RandomSource, renormalise: bool = True
 ) -> Context:
     """Draw all siblings, then verify them in order; return (accepted rank or -1, token)."""
     siblings: list[tuple[int, Tensor]] = []
     for _ in range(ranks):
         if q.sum() > 0:
-            token = int(coins.draw(q[None, None]))
+            token = int(rng.draw(q[None, None]))
             siblings.append((token, q))
             q = torch.where(torch.arange(len(q)) == token, 0.0, q)
             q = q / q.sum().clamp(min=1e-300) if renormalise else q
     rest = p
     for rank, (token, row) in enumerate(siblings):
         probability = (rest[token] / row[token]).clamp(max=1.0)
-        if bool(coins.flip(probability.view(1, 1))):
+        if bool(rng.flip(probability.view(1, 1))):
             return rank, token
         rest = (rest - row).clamp(min=0)
         rest = rest / rest.sum()
-    return -1, int(coins.draw(rest[None, None]))
+    return -1, int(rng.draw(rest[None, None]))
 
 
 def law_of_ranks(p: Tensor, q: Tensor, ranks: int, renormalise: bool = True) -> Tensor:
     """Exact distribution of the accepted rank, by enumeration."""
-    law = enumerate_law(lambda coins: sibling_rule(p, q, ranks, coins, renormalise))
+    law = enumerate_law(lambda rng: sibling_rule(p, q, ranks, rng, renormalise))
     shares = [
         sum(probability for (rank, _), probability in law.items() if rank == k)
         for k in range(ranks)
@@ -267,7 +267,7 @@ def test_sibling_rule_is_lossless(name: str) -> None:
     p, q = rows_of(name)
     plain: Law = {(token,): probability for token, probability in enumerate(p.tolist())}
     for renormalise in (True, False):
-        law = enumerate_law(lambda coins: sibling_rule(p, q, 3, coins, renormalise)[1:])  # noqa: B023
+        law = enumerate_law(lambda rng: sibling_rule(p, q, 3, rng, renormalise)[1:])  # noqa: B023
         gap = distance(law, plain)
         assert gap < 1e-12 if renormalise else gap > 0.01
 
@@ -277,8 +277,8 @@ def test_sibling_acceptance_equals_enumeration(name: str, monkeypatch: pytest.Mo
     """The mean over all draws of rejected tokens is the distribution of the accepted rank."""
     p, q = rows_of(name)
 
-    def run(coins: RandomSource) -> tuple[float, ...]:
-        monkeypatch.setattr(module, "draw", lambda rows, _: coins.draw(rows[None])[0])
+    def run(rng: RandomSource) -> tuple[float, ...]:
+        monkeypatch.setattr(module, "draw", lambda rows, _: rng.draw(rows[None])[0])
         return tuple(sibling_acceptance(p[None], q[None], 4, torch.Generator())[0].tolist())
 
     law = enumerate_law(run)  # type: ignore[arg-type]

@@ -397,7 +397,7 @@ def test_page_shows_predictions_on_both_texts_with_their_depth() -> None:
 
 
 def test_template_hashes_of_older_reports_are_marked(tmp_path: Path) -> None:
-    """They have another length, so a difference from a new one says nothing."""
+    """They have another length, so a difference from a new one has no meaning."""
     new = {**SETTING["fingerprints"], "template": "d" * 16}  # type: ignore[dict-item]
     measured(tmp_path / "old", "eval", 2.0)
     measured(tmp_path / "new", "eval", 2.0, fingerprints=new)
@@ -445,9 +445,9 @@ def test_compare_separates_verification_rules(tmp_path: Path) -> None:
     run = read_results(Path(folder))
     names = {decoding_label(report_fields) for report_fields in run.reports.values()}
     assert names == {"chain@1", "chain@1 (block)", "chain@1 (lossy_typical)"}
-    favourites = {**warm, "draft": "best", "verify": "match"}
-    assert decoding_label({**run.reports["usual"], **favourites}) == "chain@1 (best, match)"
-    tree = {**run.reports["usual"], **favourites, "policy": "dynamic_tree"}
+    top_k = {**warm, "draft": "best", "verify": "match"}
+    assert decoding_label({**run.reports["usual"], **top_k}) == "chain@1 (best, match)"
+    tree = {**run.reports["usual"], **top_k, "policy": "dynamic_tree"}
     assert decoding_label(tree) == "dynamic_tree@1"
 
 

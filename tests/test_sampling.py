@@ -104,11 +104,11 @@ def test_flips_follow_their_probability_and_are_certain_at_0_and_1() -> None:
 
 def test_random_numbers_are_fresh_every_time() -> None:
     """R6: two rounds from one object differ; two objects on equal seeds agree."""
-    rng, twin = (GeneratorSource([Random(8)], 5) for _ in range(2))
+    rng, equal_rng = (GeneratorSource([Random(8)], 5) for _ in range(2))
     rows = torch.ones(1, 5, 1000) / 1000
     first, second = rng.draw(rows).tolist(), rng.draw(rows).tolist()
     assert first != second
-    assert [first, second] == [twin.draw(rows).tolist() for _ in range(2)]
+    assert [first, second] == [equal_rng.draw(rows).tolist() for _ in range(2)]
 
 
 def test_a_prompts_random_numbers_depend_neither_on_its_neighbours_nor_on_the_padding() -> None:

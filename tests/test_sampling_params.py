@@ -121,8 +121,8 @@ def requests(budget: int = 14) -> list[Request]:
     return [Request(prompt, budget - 4 * n, n) for n, prompt in enumerate(PROMPTS)]
 
 
-def choir(sampling: Sampling) -> Row:
-    """Knows two of three tokens of the greedy answers under these processors."""
+def mostly_right(sampling: Sampling) -> Row:
+    """Logits that favour two of three tokens of the greedy answers under these processors."""
     noise, known = random_logits(tiny.VOCAB, scale=2.0), dict[Text, int]()
     for prompt, budget, _ in requests():
         text = (*prompt, *plainly(sampling._replace(temperature=0.0), prompt, budget))
@@ -144,7 +144,7 @@ def choir(sampling: Sampling) -> Row:
 @each_change
 def test_greedy_answers_match_transformers(policy: Policy | None, change: dict[str, Any]) -> None:
     sampling = Sampling(**change)
-    drafter = ScriptedDrafter(choir(sampling), tiny.VOCAB) if policy else None
+    drafter = ScriptedDrafter(mostly_right(sampling), tiny.VOCAB) if policy else None
     for batch in (1, 2):
         decoder = Engine(tiny.target(), drafter, policy, sampling=sampling)
         outs = decoder.generate_all(requests(), batch)
@@ -249,7 +249,7 @@ def test_a_banned_token_is_never_proposed(
 @pytest.mark.parametrize("warm", [0.0, 1.0], ids=["greedy", "warm"])
 @each_policy
 def test_banned_tokens_are_not_proposed_when_few_are_left(policy: Policy, warm: float) -> None:
-    """Two of five tokens are allowed; the trees want up to three children."""
+    """Two of five tokens are allowed, where trees have up to three children."""
     sampling = Sampling(warm, banned=(0, 2, 4))
     decoder = Listening(
         mean_target(), ScriptedDrafter(random_logits(TOKENS), TOKENS), policy, sampling=sampling
@@ -295,7 +295,10 @@ def test_invalid_settings_are_refused(change: dict[str, Any], message: str) -> N
 def sampled_ids(policy: Policy) -> list[list[int]]:
     sampling = Sampling(**CHANGES["penalty"])
     decoder = Engine(
-        tiny.target(), ScriptedDrafter(choir(sampling), tiny.VOCAB), policy, sampling=sampling
+        tiny.target(),
+        ScriptedDrafter(mostly_right(sampling), tiny.VOCAB),
+        policy,
+        sampling=sampling,
     )
     return [out.ids for out in decoder.generate_all(requests(), 3)]
 

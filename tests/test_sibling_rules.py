@@ -250,19 +250,19 @@ def test_siblings_that_cannot_have_been_drawn_are_refused() -> None:
 
 
 def test_accepted_tokens_per_rule_are_in_the_known_order() -> None:
-    """Depth 2, width 2, random models: accepted tokens on average, each way with its drafts.
+    """Depth 2, width 2, random models: accepted tokens on average, each rule with its drafts.
 
     The known numbers are 1.70 (independent), 1.74 (top-k), 1.87 (without replacement) and
-    1.885 (traversal). Favourites may end anywhere in this order, by how good the drafter is.
+    1.885 (traversal). Top-k tokens may be anywhere in this order, by how good the drafter is.
     """
     toys = [Toy(seed, likeness=0.8, length=1, sharpness=2.5) for seed in range(2)]
-    ways: list[tuple[Propose, ToyRule]] = [
+    cases: list[tuple[Propose, ToyRule]] = [
         (sampled_tree((2, 2), replacement=True), IID),
         (top_k_tree(2, 2), MATCH),
         (sampled_tree((2, 2), replacement=False), NONE_TWICE),
         (sampled_tree((2, 2), replacement=False), TRAVERSAL),
     ]
-    accepted = [sum(tokens_per_round(toy, *way) - 1 for toy in toys) / len(toys) for way in ways]
+    accepted = [sum(tokens_per_round(toy, *case) - 1 for toy in toys) / len(toys) for case in cases]
     assert accepted == sorted(accepted)
     assert accepted == pytest.approx([1.70, 1.74, 1.87, 1.885], abs=0.035)
 

@@ -17,7 +17,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.data import sources
 from outrider.data.conversations import (
     Prompt,
-    Summary,
+    RuleCounts,
     parse_conversation,
     read_conversations,
     read_prompts,
@@ -80,7 +80,7 @@ def table(file: Path, *rows: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", DATASETS)
 def test_rows_of_every_named_data_set_become_the_same_dialogue(name: str, tmp_path: Path) -> None:
     copy = table(tmp_path / "rows.parquet", ROWS[name])
-    source, summary = data_source(f"{name}@{copy}"), Summary()
+    source, summary = data_source(f"{name}@{copy}"), RuleCounts()
     assert list(read_conversations(source, summary)) == [DIALOGUE]
     assert summary.counts == {"used": 1}
 
@@ -226,16 +226,16 @@ def test_an_unreachable_hub_is_a_config_error(
 def test_bad_rows_are_counted_in_the_summary(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"messages": DIALOGUE}) + "\n{\n[]\n")
-    summary = Summary()
+    summary = RuleCounts()
     assert len(list(read_conversations(data_source(str(file), skip_bad=2), summary))) == 1
     assert summary.counts == {"used": 1, "bad row": 2}
     with pytest.raises(RunError, match="line 3"):
-        list(read_conversations(data_source(str(file), skip_bad=1), Summary()))
+        list(read_conversations(data_source(str(file), skip_bad=1), RuleCounts()))
 
 
 def test_rows_of_mixed_shapes_in_one_file(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in ROWS.values()))
-    assert list(read_conversations(data_source(str(file)), Summary())) == [DIALOGUE] * len(ROWS)
+    assert list(read_conversations(data_source(str(file)), RuleCounts())) == [DIALOGUE] * len(ROWS)
     assert parse_conversation(ROWS["code"]) == DIALOGUE
     assert sources.HUB_ID.fullmatch("org/name")

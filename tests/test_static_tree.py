@@ -181,7 +181,7 @@ def test_siblings_are_stored_in_the_order_drawn(kind: str, top_k: int) -> None:
 
 
 def test_no_more_siblings_are_real_than_tokens_have_mass() -> None:
-    """Two tokens, three children wanted: the third is not there, nor is anything below it."""
+    """Two tokens, three children in the shape: the third is not there, nor is anything below it."""
     tree, q_rows = propose(DENSE, scripted_drafter(), sampling=Sampling(1.0, 1.0, 2), draft=DRAWN)
     gone = [path[0] == 2 for path in DENSE]
     assert checked(tree).real.tolist() == [[True, *(not away for away in gone)]]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.conf.console import Console
 from outrider.conf.errors import RunError
-from outrider.data.conversations import Message, Summary
+from outrider.data.conversations import Message, RuleCounts
 from outrider.data.reporter import Reporter
 from outrider.data.tokenise import (
     Document,
@@ -325,7 +325,7 @@ def test_training_and_decoding_have_equal_prompt_tokens(
 
 def test_a_long_conversation_is_cut_and_counted() -> None:
     """The answer of 8 tokens starts at token 7; 9 of the 16 tokens keep two tokens of it."""
-    tokenizer, summary = character_tokenizer(PLAIN), Summary()
+    tokenizer, summary = character_tokenizer(PLAIN), RuleCounts()
     messages = dialogue("a", "a" * 7)
     full = render(tokenizer, messages, max_length=16)
     assert (len(full.ids), full.cut) == (16, 0)
@@ -335,7 +335,7 @@ def test_a_long_conversation_is_cut_and_counted() -> None:
 
 
 def test_a_conversation_whose_answers_are_cut_off_is_dropped_and_counted() -> None:
-    summary = Summary()
+    summary = RuleCounts()
     documents = render_all(
         character_tokenizer(PLAIN),
         [dialogue("a" * 9, "b"), dialogue("a", "b")],
@@ -398,7 +398,7 @@ def test_supervise_last_or_each_answer() -> None:
     """The supervised tokens are the same; only the division into rows differs."""
     tokenizer, conversation = word_tokenizer(PLAIN), dialogue("hi", "4 why", "so", "five")
     every = render_all(tokenizer, [conversation], max_length=99)
-    summary = Summary()
+    summary = RuleCounts()
     each = render_all(tokenizer, [conversation], max_length=99, supervise="each", summary=summary)
     last = render_all(tokenizer, [conversation], max_length=99, supervise="last")
     assert [len(group) for group in (every, each, last)] == [1, 2, 1]
@@ -413,7 +413,7 @@ def test_supervise_last_or_each_answer() -> None:
 def test_long_conversations_are_cut_or_dropped_and_reading_stops_at_the_limit() -> None:
     tokenizer = word_tokenizer(PLAIN)
     conversations = [dialogue("hi", "4"), dialogue("hi", "4 " * 50), dialogue("so", "five")]
-    summary = Summary()
+    summary = RuleCounts()
     documents = render_all(tokenizer, conversations, max_length=30, cut=False, summary=summary)
     assert len(documents) == 2
     assert summary.counts == {"too long": 1}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.conf.errors import RunError
-from outrider.data.conversations import Message, Summary, parse_conversation
+from outrider.data.conversations import Message, RuleCounts, parse_conversation
 from outrider.data.tokenise import prompt_ids, render, render_all
 from outrider.models.chat_template import set_template_args
 from tests import fetched
@@ -102,7 +102,7 @@ def test_the_end_of_an_answer_without_text_is_supervised(name: str, blank: str) 
 @families
 def test_adjacent_turns_of_one_role_are_joined(name: str) -> None:
     turns = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")]
-    summary = Summary()
+    summary = RuleCounts()
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
     messages = parse_conversation(record, summary)
     assert summary.counts == {"turns joined": 2}

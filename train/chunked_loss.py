@@ -6,7 +6,7 @@ rows u-1, u-2, ... are compared with it. Three paths give the same numbers:
 
     fused       the gradient of head and loss is computed within the chunk, while its logits exist
                 (as fused linear cross-entropy kernels do), and autograd sees one function
-    kept        chunks keep the gradient of their logits until the backward pass, for weights that
+    stored      chunks store the gradient of their logits until the backward pass, for weights that
                 are gathered only while their own module runs (ZeRO-3); equally many on every rank
     plain       all rows at once through autograd: the reference
 
@@ -100,7 +100,7 @@ class ChunkedLoss:
             return [rows] if len(rows) else []
         most = max_logits(rows.device)
         target_vocab, draft_vocab = self.teacher.target.vocab_size, len(self.drafter.vocab)
-        if self.path == "kept":  # as many chunks as if every row were needed
+        if self.path == "stored":  # as many chunks as if every row were needed
             size = max(1, most // max(target_vocab, draft_vocab * len(self.depths)))
             return list(rows.tensor_split(-(-len(needed) // size)))
         full = self.full or self._known_argmax(rows) is None

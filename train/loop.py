@@ -65,7 +65,7 @@ def fit(
         published = best_drafter.has_result(run)
         return run.folder / "drafter" if published else best_drafter.write_result(run)
     if resumed:
-        console.print(resume_message(run), highlight=False, soft_wrap=True)
+        console.print(resume_message(run), soft_wrap=True)
     if not resumed or own_text.is_measured(run.folder):
         own_text.add(run, loaded, console)
     if run.main:
@@ -202,7 +202,7 @@ def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, 
     progress, weights = run.progress, enumerate(run.objective.weights, start=1)
     speed = progress.step * run.rows * run.config.data.max_length / max(progress.seconds, 1e-9)
     metrics["objective"] = sum(w * metrics.get(f"loss@{depth}", 0.0) for depth, w in weights)
-    metrics["objective"] += run.drafter.target_loss_weight * metrics.get("kept", 0.0)
+    metrics["objective"] += run.drafter.target_loss_weight * metrics.get("target_loss", 0.0)
     log.log(progress.step, "train", {**metrics, **facts, "tokens_per_second": speed})
     log.update_progress(
         fraction_done(run.config.train, progress),
@@ -219,13 +219,13 @@ def _evaluate(run: Trainer, log: MetricsLog, over: bool) -> None:
         own = run.evaluate(run.own_text, TargetTraces(run.target))
     best = best_drafter.save_if_best(run, metrics, own)
     log.log(step, "held", metrics)
-    beside = f" with {depths} draft tokens"
+    conditions = f" with {depths} draft tokens"
     if own:
         log.log(step, "own", own)
-        beside += f", {own['accept_length']:.2f} on the target's own answers"
+        conditions += f", {own['accept_length']:.2f} on the target's own answers"
     log.print(
         f"held out, step {step}: loss {metrics['loss@1']:.3f}, agree {metrics['agree@1']:.1%}, "
-        f"predicted acceptance length {metrics['accept_length']:.2f}{beside}"
+        f"predicted acceptance length {metrics['accept_length']:.2f}{conditions}"
         f"{' (best so far)' if best else ''}"
     )
     if own and over and own_text.is_far(metrics, own):

@@ -68,7 +68,7 @@ class MetricSums:
         depths = [i for i, count in enumerate(self.rows.tolist()) if count or i == 0]
         out = {f"{name}@{i + 1}": float(share[i]) for name, share in shares.items() for i in depths}
         if self.target_loss[1]:
-            out["kept"] = float(self.target_loss[0] / self.target_loss[1])
+            out["target_loss"] = float(self.target_loss[0] / self.target_loss[1])
         tokens, greedy, sampled = self.rounds.tolist()
         out["accept_length"] = tokens / greedy if greedy else 1.0
         out["accept_length_sampling"] = tokens / sampled if sampled else 1.0

@@ -39,8 +39,9 @@ METRICS = {
                             "greedy tau of a chain of drafter.depths"),
     "accept_length_sampling": Metric("tokens", "emitted / expected rounds",
                                      "the same at temperature 1"),
-    "kept": Metric("nats", "mean over answer rows", "loss of the modified target (Medusa-2)"),
-    "objective": Metric("nats", "weights x losses, keep x kept", "what is minimised"),
+    "target_loss": Metric("nats", "mean over answer rows",
+                          "loss of the modified target (Medusa-2)"),
+    "objective": Metric("nats", "weights x losses, keep x target_loss", "what is minimised"),
     "grad_norm": Metric("1", "of the last step", "norm of the gradient before clipping"),
     "update_ratio": Metric("1", "of the last step",
                            "norm of the step / norm of the weights (not under zero3)"),
@@ -85,12 +86,12 @@ class MetricsLog:
                 fix = "Remove it, and the run continues with an empty one."
                 raise CorruptFile(f"{self.file} cannot be read: {error}", fix) from None
             lines = [x for x in map(_parse_line, text.splitlines()) if x]
-            kept = [
+            earlier = [
                 x
                 for x in lines
                 if x["step"] < step or (x["step"] == step and x["kind"] in ("held", "own"))
             ]
-            write(self.file, "".join(json.dumps(line) + "\n" for line in kept).encode())
+            write(self.file, "".join(json.dumps(line) + "\n" for line in earlier).encode())
 
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
         """Append a line: {"step": .., "kind": "train" | "held" | "own" | "skipped", ...}."""

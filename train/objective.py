@@ -27,7 +27,7 @@ class Objective(nn.Module):
     def __init__(
         self, drafter: Drafter, target: TargetHead, *, weights: list[float],
         loss: Sequence[str] = ("soft_ce",), renormalise: bool = True,
-        path: Literal["fused", "kept", "plain"] = "fused",
+        path: Literal["fused", "stored", "plain"] = "fused",
     ) -> None:  # fmt: skip
         """
         Args:

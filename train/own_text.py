@@ -1,7 +1,7 @@
 """The target's own answers to held-out prompts, as text to measure acceptance on.
 
 Decoding verifies text that the target writes. Others may have written the conversations of a file,
-and acceptance on those then says little about decoding. Before training the target therefore
+and acceptance on those then predicts little about decoding. Before training the target therefore
 answers some held-out prompts, greedily and without a drafter. Every held-out evaluation measures
 acceptance on these answers, too, and they choose the best drafter.
 """
@@ -50,7 +50,7 @@ def add(run: Trainer, loaded: LoadedTarget, console: Console) -> None:
     about["own_text"] = {"prompts": len(prompts), "tokens": tokens}
     console.print(
         f"the target answered {len(prompts)} held-out prompts ({tokens:,} tokens): acceptance on "
-        "its own answers chooses the best drafter", highlight=False,
+        "its own answers chooses the best drafter",
     )  # fmt: skip
 
 

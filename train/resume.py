@@ -33,7 +33,7 @@ OTHER_FOLDER = "Choose another run.dir, or start over with train.resume=never."
 
 
 def resume(run: Trainer) -> list[str] | None:
-    """Load the newest checkpoint, as `train.resume` says, and quarantine damaged ones.
+    """Load the newest checkpoint, as `train.resume` sets, and quarantine damaged ones.
 
     Returns:
         Messages for the user; None when the run starts from the beginning.
@@ -154,5 +154,5 @@ def _lossy_layout(about: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _describe_traces(about: Mapping[str, Any]) -> str:
     online = "the target's own output"
-    found = f"{about.get('traces')} ({about['layout']})" if "layout" in about else online
-    return found[:SHOWN]
+    text = f"{about.get('traces')} ({about['layout']})" if "layout" in about else online
+    return text[:SHOWN]

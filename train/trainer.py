@@ -64,7 +64,7 @@ class Trainer:
             weights=parse_depth_weights(cfg.depth_weights, cfg.depths),
             loss=cfg.loss,
             renormalise=cfg.renormalise,
-            path="kept" if config.launch.name == "zero3" else "fused",
+            path="stored" if config.launch.name == "zero3" else "fused",
         )
         self.accelerator = distributed.build_accelerator(
             config.launch, config.train.clip,

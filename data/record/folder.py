@@ -122,8 +122,8 @@ class RecordingFolder:
         fix = "Choose another data.traces, or the settings that it was recorded with."
         for name, value in about.items():
             if (recorded := self.manifest.get(name)) != value:
-                shown = repr(recorded)[:SHOWN]
-                why = f"{self.path} was recorded with {name} = {shown}, not {value!r}."
+                text = repr(recorded)[:SHOWN]
+                why = f"{self.path} was recorded with {name} = {text}, not {value!r}."
                 raise RunError(why, fix)
 
     @cached_property
@@ -252,7 +252,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 
 def text_columns(documents: Sequence[Document], with_last: Sequence[bool]) -> dict[str, Tensor]:
-    """Return the columns of a shard's text; `with_last` tells whose last states are stored."""
+    """Return the columns of a shard's text; `with_last`: whose last states are stored."""
     ids: Int[Tensor, " S"] = torch.from_numpy(np.concatenate([d.ids for d in documents]))
     answer: Bool[Tensor, " S"] = torch.from_numpy(np.concatenate([d.answer for d in documents]))
     length = torch.tensor([len(d.ids) for d in documents]).int()

@@ -90,7 +90,7 @@ class Layout:
     def for_drafter(
         cls, config: Config, target: Target, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "Layout":
-        """Return what this drafter needs, encoded as `record` says; `vocab` is for `top` only."""
+        """Return the layout for this drafter and the group `record`; `vocab` is for `top` only."""
         cfg, record = config.drafter, config.record
         reads = drafter_class(cfg.name).required_features
         return cls(
@@ -184,7 +184,7 @@ class Layout:
             return torch.zeros(len(rows.features), 0)
         if self.step is None or self.scales is None:
             stored = decode(self.states, _without_prefix("features", parts), self.width)
-        else:  # a whole document, of which the caller may want the first rows only
+        else:  # a whole document, of which the caller may need the first rows only
             packed = parts["features.packed"]
             stored = entropy_coding.decompress(packed, self.width, self.step, longest)
             stored = self.scales.restore(stored[: int(rows.features.sum())])

@@ -37,8 +37,8 @@ class RecordedTraces:
         self.folder, self.path, self.locations = folder, folder.path, list(locations)
         self.shape = shape  # of the target
         self.with_last_states, layout = with_last_states, folder.layout
-        wanted = taps if layout.reads == "taps" else ()
-        self.tap_indices = [layout.taps.index(tap) for tap in wanted]
+        read_taps = taps if layout.reads == "taps" else ()
+        self.tap_indices = [layout.taps.index(tap) for tap in read_taps]
         self.has_last_states = with_last_states or layout.features_hold_teacher
 
     def select(self, documents: Sequence[int], with_last_states: bool = True) -> "RecordedTraces":
@@ -54,7 +54,7 @@ class RecordedTraces:
         """Return the recorded trace of these rows.
 
         With `record.top`, `Trace.top` is the teacher and `last` has no columns, except for
-        documents whose last states are stored and wanted.
+        documents whose last states are stored and read.
         """
         batch = Batch(*(field.cpu() for field in batch))
         texts = zip(batch.document, batch.answer, strict=True)

@@ -116,7 +116,8 @@ class ContextBin(NamedTuple):
 
 def context_parts(run: RunFiles) -> Iterator[Part]:
     """Yield tokens per round over the length of the text before it."""
-    bins = {out: found for out, report in run.reports.items() if (found := list(_bins(report)))}
+    all_bins = ((out, list(_bins(report))) for out, report in run.reports.items())
+    bins = {out: of_report for out, of_report in all_bins if of_report}
     if not bins:
         why = f"Not measured: no report has {MIN_ROUNDS} rounds in its outputs."
         yield Note(why, f"outrider eval run.dir={run.folder}")

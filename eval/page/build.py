@@ -44,7 +44,7 @@ def report(folder: Path, options: ReportConfig, overrides: Sequence[str]) -> int
         _refuse_run_options(options, overrides)
         page = _folder_page(folder)
     for file in write_page(page, folder):
-        console.print(f"written: {file}", highlight=False, soft_wrap=True)
+        console.print(f"written: {file}", soft_wrap=True)
     return 0
 
 

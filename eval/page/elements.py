@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 class _Part:
     @property
     def kind(self) -> str:
-        """The name that templates know the class by."""
+        """The name of the class in templates."""
         return type(self).__name__.lower()
 
 

@@ -120,7 +120,7 @@ def curves(
             mark = "o" if marks or len(points) == 1 else None
             text = label(name, LEGEND_LABEL)
             axes.plot(x, y, style, color=colour, marker=mark, ms=4, lw=1.4, label=text)
-            for at, interval in _known(x, intervals, name):
+            for at, interval in _known_intervals(x, intervals, name):
                 axes.plot([at, at], interval, color=colour, lw=1, alpha=0.6)
         if diagonal:
             axes.plot([0, 1], [0, 1], color=theme.text, lw=0.8, ls=":")
@@ -131,7 +131,7 @@ def curves(
     return paint
 
 
-def _known(
+def _known_intervals(
     at: Sequence[float], intervals: Mapping[str, Sequence[Interval]] | None, name: str
 ) -> list[tuple[float, Sequence[float]]]:
     """Return the known intervals and their coordinates."""
@@ -178,7 +178,7 @@ def bars(
             at = [row + (i - (len(values) - 1) / 2) * thick for row in range(len(names))]
             widths = [float("nan") if number is None else number for number in numbers]
             axes.barh(at, widths, 0.9 * thick, color=colour, label=label(kind, LEGEND_LABEL))
-            for y, interval in _known(at, intervals, kind):
+            for y, interval in _known_intervals(at, intervals, kind):
                 outline = withStroke(linewidth=3, foreground=theme.ground)
                 axes.plot(interval, [y, y], color=theme.text, lw=1.2, path_effects=[outline])
         if level is not None:

@@ -57,12 +57,12 @@ def _surface(name: str, plan: Mapping[str, Any]) -> Iterator[Part]:
 def _checks(name: str, checks: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
     title = f"predicted and measured: {name}"
     definition = "Settings of the plan that were decoded too, interleaved with plain decoding."
-    pairs = {"settings": [(float(c["speedup_foreseen"]), float(c["speedup"])) for c in checks]}
+    pairs = {"settings": [(float(c["speedup_predicted"]), float(c["speedup"])) for c in checks]}
     paint = points(pairs, "predicted speedup", "measured speedup", diagonal=True)
     yield draw(title, f"{definition} Dotted: where both are equal.", paint)
     head = ["draft", "batch", "context", "tau predicted", "tau", "speedup predicted", "speedup"]
-    keys = ("shape", "batch", "context", "tau_foreseen", "tau", "speedup_foreseen", "speedup")
-    rows = [[*(_format(check[key]) for key in keys), f"{check['off']:+.1%}"] for check in checks]
+    keys = ("shape", "batch", "context", "tau_predicted", "tau", "speedup_predicted", "speedup")
+    rows = [[*(_format(check[key]) for key in keys), f"{check['error']:+.1%}"] for check in checks]
     yield text_table(title, [*head, "error"], rows, definition)
 
 

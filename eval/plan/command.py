@@ -77,13 +77,13 @@ def plan(config: Config, options: PlanConfig, explain: bool = False) -> int:
     deepest = max(row.depth for row in result.rows)
     if left_out := [depth for depth in options.depths if depth > deepest]:
         message = f"depths {left_out} left out: the maximum depth of this checkpoint is {deepest}"
-        console.print(message, style="yellow", highlight=False)
+        console.print(message, style="yellow")
     if not checks and study.machine is None and options.check:
         message = "No check: all these shapes were used to calibrate the prediction."
-        console.print(message, style="yellow", highlight=False)
+        console.print(message, style="yellow")
     write_plan(folder / "plan", result, options.out, [check.fields() for check in checks])
     files = f"plan: {folder / 'plan' / options.out}.json (every draft), .png"
-    console.print(files, highlight=False, soft_wrap=True)
+    console.print(files, soft_wrap=True)
     return 0
 
 

@@ -80,7 +80,7 @@ class DraftShape(NamedTuple):
 
 
 PLAIN = DraftShape(0, 0, ())
-SHAPE_KEYS = ("depth", "nodes", "asked")  # of a shape in plan/*.json
+SHAPE_KEYS = ("depth", "nodes", "expanded")  # of a shape in plan/*.json
 
 
 class RoundCost(NamedTuple):

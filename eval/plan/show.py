@@ -30,8 +30,13 @@ DEFINITIONS = {
 }
 TIMES = "draft_ms, verify_ms, round_ms, plain_ms"
 ROW = {"batch, context, depth, width, nodes": int, f"tau, speedup, {TIMES}": float, "shape": str}
-CHECK = {"shape": str, "batch, context": int,
-         "tau_foreseen, tau, speedup_foreseen, speedup, off": float}  # fmt: skip
+OLD_NAMES = {  # of a check, in plans of earlier versions
+    "tau_foreseen": "tau_predicted", "speedup_foreseen": "speedup_predicted", "off": "error",
+}  # fmt: skip
+CHECK = tuple(
+    {"shape": str, "batch, context": int, f"tau, speedup, {', '.join(names)}": float}
+    for names in (OLD_NAMES.values(), OLD_NAMES)
+)
 PLAN = {  # `<out>.json`
     "format": FORMAT, "machine": str, "assumptions": [str], "warnings?": [str],
     "rows, recommended": [ROW], "checks?": [CHECK],
@@ -51,20 +56,20 @@ def print_plan(
         words: of the command line, for the command that decodes with the best draft.
         in_full: every draft, check, definition and assumption, too.
     """
-    console.print(_verdict(plan, words), style="bold", highlight=False, soft_wrap=True)
+    console.print(_verdict(plan, words), style="bold", soft_wrap=True)
     if checks:
         console.print(_verdict_of_checks(checks), soft_wrap=True)
     if any(row.speedup > row.tau for row in plan.recommended):
         noise = "Speedups above tau are noise: a round takes at least a plain step."
-        console.print(noise, style="red", highlight=False)
+        console.print(noise, style="red")
     for sentence in plan.warnings if in_full else plan.warnings[:MOST_WARNINGS]:
-        console.print(f"- {sentence}", style="yellow", highlight=False)
+        console.print(f"- {sentence}", style="yellow")
     if not in_full:
         rows = plan.recommended
         rows = rows if len(rows) <= MOST_SETTINGS else rows[: MOST_SETTINGS - 1]
         console.print(_best_table(plan, rows))
         if (others := len(plan.recommended) - len(rows)) > 0:
-            console.print(f"{others} more settings: --explain", highlight=False)
+            console.print(f"{others} more settings: --explain")
         return
     console.print("\nthe best draft of each setting, then the best of the other kind")
     console.print(_best_table(plan, list(_with_other_kind(plan))))
@@ -75,7 +80,7 @@ def print_plan(
         console.print(check_table(checks))
     explain(console, DEFINITIONS)
     for sentence in plan.assumptions:
-        console.print(f"- {sentence}", style="dim", highlight=False)
+        console.print(f"- {sentence}", style="dim")
 
 
 def _verdict(plan: Plan, words: str) -> str:
@@ -175,8 +180,8 @@ class Check:
         row = self.row
         return {
             "shape": row.label, "batch": row.batch, "context": row.context,
-            "tau_foreseen": row.tau, "tau": self.tau,
-            "speedup_foreseen": row.speedup, "speedup": self.speedup, "off": self.error,
+            "tau_predicted": row.tau, "tau": self.tau,
+            "speedup_predicted": row.speedup, "speedup": self.speedup, "error": self.error,
         }  # fmt: skip
 
 
@@ -205,7 +210,9 @@ def write_plan(
 
 def read_plan(file: Path) -> dict[str, Any]:
     """Read `<out>.json`; a `CorruptFile` if it is not a plan of this format."""
-    return read_object(file, f"Run again: outrider plan run.dir={file.parents[1]}", PLAN)
+    plan = read_object(file, f"Run again: outrider plan run.dir={file.parents[1]}", PLAN)
+    checks = plan.get("checks", [])
+    return plan | {"checks": [{OLD_NAMES.get(k, k): v for k, v in c.items()} for c in checks]}
 
 
 def plot(plan: Plan) -> bytes:

@@ -61,14 +61,14 @@ def publish(config: Config, settings: PublishConfig) -> int:
         for form, place in places:
             partial = open_folders.enter_context(atomic_folder(place))
             comparison = export.build(form, partial)
-            console.print(f"{form.names[0]}: {comparison}", highlight=False, soft_wrap=True)
+            console.print(f"{form.names[0]}: {comparison}", soft_wrap=True)
     for form, place in places:
-        console.print(file_tree(place, str(place)), highlight=False)
+        console.print(file_tree(place, str(place)))
         repo = export.repo(form)
         if repo is not None and not settings.dry_run:
             upload(place, repo, settings.private, console)
         elif repo is not None:
-            console.print(f"dry run: not uploaded to {repo}", highlight=False)
+            console.print(f"dry run: not uploaded to {repo}")
     return 0
 
 
@@ -98,7 +98,7 @@ class Export:
             refusals = formats.export_refusals(self.drafter, name, self.loaded.target)
             words = [word for word, reason in refusals.items() if not reason]
             for message in (f"{word}: left out, {why}" for word, why in refusals.items() if why):
-                console.print(message, style="yellow", highlight=False, soft_wrap=True)
+                console.print(message, style="yellow", soft_wrap=True)
         forms = [formats.find(word, name) for word in words]
         out = self.run / "published" if settings.out is None else Path(settings.out).expanduser()
         alone = settings.out is not None and settings.format != "all"

@@ -79,7 +79,7 @@ class Decoders:
         end_tokens = Stops(stops)
         self.engine = Engine(target, drafter, Chain(gamma), stops=end_tokens, timed=False)
         self.plain = Engine(target, None, None, stops=end_tokens, timed=False)
-        self.gauge = Engine(target, None, None, keep_gaps=True)
+        self.gap_engine = Engine(target, None, None, keep_gaps=True)
         target.model.generation_config = GenerationConfig(
             do_sample=False, eos_token_id=list(stops) or None, pad_token_id=next(iter(stops), 0)
         )
@@ -155,7 +155,7 @@ class Decoders:
             output = case.ids(name)
             if output != plain:
                 at, tokens = first_difference(output, plain)
-                gap = self.gauge.generate([*case.prompt, *plain[:at]], 1).gaps[0]
+                gap = self.gap_engine.generate([*case.prompt, *plain[:at]], 1).gaps[0]
                 mismatches.append(Mismatch(f"{case.id}: {name}", at, *tokens, gap))
         return mismatches
 

@@ -185,7 +185,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{row['same_answers']} of {row['prompts']}",
         )  # fmt: skip
     console.print(table)
-    console.print("; ".join(_notes(result)), highlight=False)
+    console.print("; ".join(_notes(result)))
     for miss in result["mismatches"]:
         difference = f"{miss['token']} for {miss['baseline_token']} at {miss['position']}"
         console.print(f"{miss['id']}: {difference}, lead {miss['gap']:.2g}", style="yellow")

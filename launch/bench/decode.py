@@ -59,8 +59,8 @@ class Options:
     tokens: int = option(64, "tokens of each answer", "[1, 4194304]")
     repeats: int = option(5, "repetitions; medians count", "[1, inf)")
     batches: tuple[int, ...] = option((1, 4, 16), "batch sizes (bench batch)", "[1, 65536]")
-    forward: Literal["lean", "modules"] = option(
-        "lean", "of the target; lean: Outrider's own, modules: transformers' modules"
+    forward: Literal["fast", "modules"] = option(
+        "fast", "of the target; fast: Outrider's own, modules: transformers' modules"
     )
     out: str = option("", "JSON file for the result")
 
@@ -159,7 +159,7 @@ def batch(words: list[str]) -> int:
         for name in ("chain of 3", "tree of 8"):
             row = _throughput(run, SHAPES[name], size, expected)
             rows.append({"batch": size, "shape": name, **row})
-            cells = (f"{row['tau']:.2f}", f"{row['pace']:.1f}", f"{row['plain']:.1f}")
+            cells = (f"{row['tau']:.2f}", f"{row['speed']:.1f}", f"{row['plain']:.1f}")
             same = f"{row['same']} of {len(expected)}"
             table.add_row(str(size), name, *cells, f"{row['speedup']:.2f}x", same)
     run.show(table, rows)
@@ -184,7 +184,7 @@ def _throughput(
     speed, plain_speed, speedup = map(statistics.median, zip(*speeds, strict=True))
     same = sum(out.ids == ids for out, ids in zip(drafted, expected, strict=True))
     tau = _per_round(drafted)["tau"]
-    return {"tau": tau, "pace": speed, "plain": plain_speed, "speedup": speedup, "same": same}
+    return {"tau": tau, "speed": speed, "plain": plain_speed, "speedup": speedup, "same": same}
 
 
 def _speed(outputs: Sequence[Output]) -> float:

@@ -43,7 +43,9 @@ class Options:
     target: str = option("tiny", "target: tiny, smollm2, or a folder or hub id")
     dtype: str = option("auto", "its precision")
     drafters: tuple[str, ...] = option((), "which drafters; none: all")
-    contexts: tuple[int, ...] = option((512, 2048, 8192), "context lengths, tokens", "[16, 4194304]")
+    contexts: tuple[int, ...] = option(
+        (512, 2048, 8192), "context lengths, tokens", "[16, 4194304]"
+    )
     depth: int = option(4, "draft tokens per round", "[1, 1024]")
     rounds: int = option(12, "rounds per measurement", "[1, 65536]")
     repeats: int = option(5, "measurements; medians count", "[1, 65536]")

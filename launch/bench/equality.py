@@ -41,15 +41,15 @@ class LaunchVariant(NamedTuple):
     offload: str = "none"
 
 
-class Result(NamedTuple):
+class TrainingResult(NamedTuple):
     """Losses and final weights of a finished run, and its speed in tokens per second of steps."""
 
     losses: list[float]
     weights: dict[str, Tensor]
-    pace: float
+    speed: float
 
     @classmethod
-    def read(cls, run: Path) -> "Result":
+    def read(cls, run: Path) -> "TrainingResult":
         losses = [line["loss@1"] for line in read_log(run) if line["kind"] == "train"]
         newest = list_checkpoints(run / "checkpoints")[-1]
         state = read_tensors(newest / "state.safetensors", None, "")
@@ -58,7 +58,7 @@ class Result(NamedTuple):
         summary = read_object(run / "training.json", "Run the benchmark again.", shape)
         return cls(losses, weights, summary["tokens"] / summary["phases"]["steps"])
 
-    def max_difference(self, first: "Result") -> tuple[float, float]:
+    def max_difference(self, first: "TrainingResult") -> tuple[float, float]:
         """Return the largest difference of a step's loss, and of a tensor relative to its norm."""
         pairs = zip(self.losses, first.losses, strict=True)
         weights = [
@@ -96,13 +96,13 @@ def launches(words: list[str]) -> int:
     rows, first = list[dict[str, Any]](), None
     for variant in VARIANTS:
         start = time.monotonic()
-        result = Result.read(_train(variant, options))
+        result = TrainingResult.read(_train(variant, options))
         first = first or result
         seconds = time.monotonic() - start
         losses, weights = result.max_difference(first)
-        figures = {"losses": losses, "weights": weights, "pace": result.pace, "seconds": seconds}
+        figures = {"losses": losses, "weights": weights, "speed": result.speed, "seconds": seconds}
         rows.append({**variant._asdict(), **figures})
-        cells = (f"{losses:.1e}", f"{weights:.1e}", f"{result.pace:.0f}", f"{seconds:.0f}")
+        cells = (f"{losses:.1e}", f"{weights:.1e}", f"{result.speed:.0f}", f"{seconds:.0f}")
         table.add_row(*map(str, variant), *cells)
     console.print(table)
     equal = all(row["losses"] < LOSS and row["weights"] < WEIGHT for row in rows)

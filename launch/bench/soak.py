@@ -101,7 +101,7 @@ def _compare_runs(options: Options, folder: Path, console: Console) -> int:
     }
     console.print(_table(faults))
     for name, holds in verdicts.items():
-        console.print(f"{name.replace('_', ' ')}: {'yes' if holds else 'NO'}", highlight=False)
+        console.print(f"{name.replace('_', ' ')}: {'yes' if holds else 'NO'}")
     details = {"options": dataclasses.asdict(options), "steps": steps, "faults": faults}
     save_result(options.out, {**details, **verdicts})
     return int(not all(verdicts.values()))
@@ -132,7 +132,7 @@ def _inject(run: "FaultyRun", name: Kind, console: Console) -> dict[str, Any]:
         (run.folder.parent / FILLER).unlink(missing_ok=True)
     end, step, unsaved = time.monotonic(), run.step(), run.unsaved()
     outcome = f"ended with {code} after {end - moment:.1f} s, {unsaved} steps not saved"
-    console.print(f"{name} at step {step}: {outcome}", highlight=False)
+    console.print(f"{name} at step {step}: {outcome}")
     seconds = {"seconds": end - start, "seconds_to_end": end - moment}
     counts = {"code": code, "unsaved": unsaved, "left": left}
     return {"fault": name, "step": step, **counts, **seconds}
@@ -293,10 +293,10 @@ def _fill_disk(run: FaultyRun, process: Launcher) -> None:
     spare = run.random.randint(size // 100, size)
     with filler.open("wb") as file:
         while process.poll() is None:  # removed checkpoints free space
-            taken, free = filler.stat().st_size, shutil.disk_usage(folder).free
+            used, free = filler.stat().st_size, shutil.disk_usage(folder).free
             if free > spare:
                 with suppress(OSError):  # the run took it
-                    os.posix_fallocate(file.fileno(), taken, free - spare)
+                    os.posix_fallocate(file.fileno(), used, free - spare)
             time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""`outrider bench storage`: what smaller recorded features cost a drafter.
+"""`outrider bench storage`: acceptance of drafters that train from smaller recorded features.
 
 One text is recorded in several ways, one recipe is trained from each recording, and each drafter
 decodes the same prompts. A setting is written as its parts:
@@ -71,7 +71,7 @@ def storage(words: list[str]) -> int:
         with console.status(f"{setting}: recording, training, decoding"):
             rows[setting] = _measure(setting, options)
         figures = ", ".join(f"{name} {rows[setting][name]:.4g}" for name in MEASURED)
-        console.print(f"{setting}: {figures}", highlight=False, soft_wrap=True)
+        console.print(f"{setting}: {figures}", soft_wrap=True)
     result = {"setting": dataclasses.asdict(options), "rows": rows}
     report(console, _table(rows), options.out, result)
     return 0

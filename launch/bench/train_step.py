@@ -3,7 +3,7 @@
 A step is unroll, losses and backward of an EAGLE-3 drafter; the target's features are given. Paths
 are timed alternately in one process; the peak memory of each is measured in a process of its own.
 
-    noted       fast, with the target's top-1 tokens given, as recorded features have them
+    recorded    fast, with the target's top-1 tokens given, as recorded features have them
     fast        from the target's last hidden states only
     reference   dense mask, all rows at once, unfused losses
 
@@ -33,7 +33,7 @@ from outrider.models.interface import ModelShape, Trace
 from outrider.models.vocab import DraftVocab
 from outrider.train.objective import Objective
 
-Path = Literal["noted", "fast", "reference"]
+Path = Literal["recorded", "fast", "reference"]
 Precision = Literal["fp32", "bf16"]
 
 
@@ -54,7 +54,7 @@ class Options:
     out: str = option("", "JSON file for the result")
     depths: tuple[int, ...] = option((3, 7), "draft depths", "[1, 1024]")
     precision: tuple[Precision, ...] = option(("fp32", "bf16"), "precisions of a step")
-    paths: tuple[Path, ...] = option(("noted", "fast", "reference"), "paths to compare")
+    paths: tuple[Path, ...] = option(("recorded", "fast", "reference"), "paths to compare")
 
 
 def train_step(words: list[str]) -> int:
@@ -123,7 +123,7 @@ def build_case(options: Options, depths: int, precision: Precision, path: Path) 
         loss=["soft_ce_reference" if reference else "soft_ce"],
     )  # fmt: skip
     trace = _random_trace(options, dtype)
-    if path == "noted":
+    if path == "recorded":
         best = first_argmax(ends.logits(trace.last.flatten(0, 1)))
         trace = replace(trace, top1_ids=best.view_as(trace.ids))
     return Case(objective, trace, precision)

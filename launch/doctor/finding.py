@@ -79,7 +79,7 @@ def to_json(groups: Sequence[FindingGroup]) -> dict[str, Any]:
         "may_start": not list(with_state(groups, "wrong")),
         "groups": {
             group.name: {
-                one.name: {"state": one.state, "said": one.message, "fix": one.fix, **one.facts}
+                one.name: {"state": one.state, "message": one.message, "fix": one.fix, **one.facts}
                 for one in group.findings
             }
             for group in groups

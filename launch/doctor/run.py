@@ -48,7 +48,7 @@ def doctor(config: Config, options: DoctorConfig) -> int:
     result = finding.to_json(groups)
     if options.json and main:
         write_json(Path(options.json).expanduser(), mask_values(result))
-        console.print(f"written: {options.json}", highlight=False)
+        console.print(f"written: {options.json}")
     process.destroy_group()
     return 0 if result["may_start"] else 1
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config, TargetConfig
 from outrider.conf.template_args import THINKING_ARG
-from outrider.data.conversations import Message, Summary, read_conversations
+from outrider.data.conversations import Message, RuleCounts, read_conversations
 from outrider.data.reporter import Reporter
 from outrider.data.self_generated import conversation_source, load_prompts
 from outrider.data.sources import data_source
@@ -65,11 +65,11 @@ def _sample(
     """Return the first conversations of the data; with data=self those with generated answers."""
     data = config.data
     if data.name != "self":
-        return list(islice(read_conversations(conversation_source(data), Summary()), count))
+        return list(islice(read_conversations(conversation_source(data), RuleCounts()), count))
     dialogues: list[Dialogue] = list(islice(_generated(config, loaded, documents), count))
     if data.given is not None:
         given = data_source(data.given, "data.given", skip_bad=data.skip_bad)
-        dialogues += islice(read_conversations(given, Summary()), count)
+        dialogues += islice(read_conversations(given, RuleCounts()), count)
     return dialogues
 
 

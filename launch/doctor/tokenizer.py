@@ -26,9 +26,9 @@ def check_tokenizer(tokenizer: Any) -> Finding:
     if not changed:
         message = f"{len(TEXTS)} texts in several scripts are equal after encoding and decoding"
         return Finding("tokenizer", "ok", message, facts)
-    shown = list(changed.items())[:SHOWN]
+    examples = list(changed.items())[:SHOWN]
     lines = [f"{len(changed)} of {len(TEXTS)} test texts change in encoding and decoding, such as"]
-    lines += [f"{text!r} becomes {decoded!r}" for text, decoded in shown]
+    lines += [f"{text!r} becomes {decoded!r}" for text, decoded in examples]
     fix = "Text in such characters is trained on and answered without them: use another tokenizer."
     return Finding("tokenizer", "note", "\n".join(lines), facts, fix)
 

@@ -1,4 +1,4 @@
-"""Where the time of an answer goes."""
+"""Wall-clock time of the parts of a decoding round."""
 
 import time
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ as weight - 1, exact for weights in 0.5 .. 2 and rounded elsewhere.
 
 An engine runs a module with the rotary embedding and the head of the target that holds it, and
 feeds the next depth the module's output after its norm; drafters trained otherwise are refused.
-docs/formats.md says which target families an engine serves.
+docs/formats.md lists the target families that an engine serves.
 """
 
 from collections.abc import Mapping
