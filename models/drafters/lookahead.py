@@ -85,7 +85,7 @@ class Lookahead(UntrainedDrafter):
         reach, positions = cfg.window + cfg.n - 2, target.shape().max_positions
         if reach > positions:
             why = (
-                f"The window spans {reach} positions (window + n - 2); the target has {positions}."
+                f"A window of {reach} positions (window + n - 2) exceeds the target's {positions}."
             )
             raise ConfigError("drafter.window", cfg.window, why, "Use a smaller window or n.")
         self.last_position, self.extra_rows = positions - 1, most_rows(cfg.n, cfg.window)
