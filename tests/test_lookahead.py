@@ -292,8 +292,11 @@ def test_the_pool_keeps_the_latest_used_ngrams() -> None:
 def test_guesses_share_the_probability_by_their_use() -> None:
     """Weights 1, 1/2, 1/4 of the latest three; the latest is the most probable chain."""
     draft = merge_guesses([(4, 6), (4, 5), (3, 8)])
-    four = {5: (pytest.approx(2 / 3), {}), 6: (pytest.approx(1 / 3), {})}
-    assert draft == {3: (pytest.approx(4 / 7), {8: (1.0, {})}), 4: (pytest.approx(3 / 7), four)}
+    assert {token: p for token, (p, _) in draft.items()} == pytest.approx({3: 4 / 7, 4: 3 / 7})
+    after_four = {token: p for token, (p, _) in draft[4][1].items()}
+    assert after_four == pytest.approx({5: 2 / 3, 6: 1 / 3})
+    assert draft[3][1] == {8: (1.0, {})}
+    assert merge_guesses([]) == {}
 
 
 # ---- text of a period ----
