@@ -600,8 +600,10 @@ def test_the_pool_holds_the_ngrams_of_the_answer() -> None:
     right = Schedule(lambda text: (text[-1] + 1) % PERIOD, prompt, drafter.cfg, 7)
     assert_follows(states, right)
     wrong = RepeatedToken(right.argmax, prompt, drafter.cfg, 7)
-    with pytest.raises(AssertionError, match=r"\.pool"):
-        assert_follows(states, wrong)
+    for _ in states[:-2]:
+        wrong.round()
+    assert wrong.text[:30] == right.text[:30]
+    assert wrong.pool != right.pool
 
 
 @pytest.mark.parametrize(
@@ -621,6 +623,6 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], key: str) -> 
 
 def test_a_window_wider_than_the_context_is_refused() -> None:
     build(tiny.target(), Lookahead, window=125)
-    with pytest.raises(ConfigError, match="the target has 128") as error:
+    with pytest.raises(ConfigError, match="exceeds the target's 128") as error:
         build(tiny.target(), Lookahead, window=126)
     assert error.value.key == "drafter.window"
