@@ -78,6 +78,7 @@ class Drafter(nn.Module):
     is_trained: ClassVar[bool] = True  # False: it has no weights, and `unroll` is not implemented
     # a row of its logits may be -inf everywhere: it drafts no child of that node
     may_abstain: ClassVar[bool] = False
+    extra_rows: int = 0  # rows that `run_target` adds after a tree at most, and drops again
     splits: tuple[int, ...] = ()  # layers of the target that start a range of its cache
     target_loss_weight: float = 0.0  # of the loss that keeps the distribution of a patched target
     gradient_checkpointing: bool = False

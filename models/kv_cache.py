@@ -88,6 +88,12 @@ class KVCache(Cache):
             raise ValueError(f"cannot crop {self.lengths[slot]} rows to {length}")
         self.lengths[slot] = length
 
+    def drop_newest(self, count: int) -> None:
+        """Drop the newest rows of every selected slot, as if the last forward had not had them."""
+        self._count -= count
+        for slot in range(*self._window):
+            self.crop(slot, self.lengths[slot] - count)
+
     @contextmanager
     def after_draft(self, count: int) -> Iterator[None]:
         """Inside, every selected slot has `count` more rows: those of draft tokens.

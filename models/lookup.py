@@ -1,4 +1,4 @@
-"""Base class of drafters that look their tokens up in earlier text.
+"""Base classes of drafters without weights: those that look their tokens up, in text or elsewhere.
 
 A draft is a nested dictionary, token -> (probability, draft of what follows):
 
@@ -7,12 +7,12 @@ A draft is a nested dictionary, token -> (probability, draft of what follows):
 The logits of a node's children are the logarithms of these probabilities, and -inf for all other
 tokens; a node without children gets -inf everywhere, so that nothing is drafted after it. All
 probabilities come from counts, never from the target, and only tokens are read: the target's states
-are not.
+are not, unless a subclass runs the target on tokens of its own.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -41,7 +41,14 @@ class TextIndex(Protocol):
 
 
 @dataclass(frozen=True)
-class LookupState:
+class DraftState:
+    """State of a prompt while a tree is drafted: what follows each node of the last level."""
+
+    level: tuple[Draft, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class LookupState(DraftState):
     """State of a prompt: the first `length` tokens of an index, and the drafts of a tree level.
 
     Later states share the index. A state that is not the latest gets an index of its own before
@@ -50,11 +57,10 @@ class LookupState:
 
     index: TextIndex
     length: int
-    level: tuple[Draft, ...] = ()  # what follows each node of the last level
 
 
-class LookupDrafter(Drafter):
-    """A drafter without weights; subclasses implement `new_index` and `look_up`."""
+class UntrainedDrafter(Drafter):
+    """A drafter without weights; subclasses implement `absorb` and `draft_after`."""
 
     is_trained = False
     may_abstain = True
@@ -68,12 +74,38 @@ class LookupDrafter(Drafter):
         self.cfg, self.vocab, self.taps, self.max_depth = cfg, vocab, taps, cfg.depths
 
     @abstractmethod
+    def draft_after(self, state: Any) -> Draft:
+        """Return what may follow the text of a state, which is a `DraftState`."""
+
+    def step(
+        self, state: Any, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N Vd"], Any]:
+        if depth == 1:
+            level: Sequence[Draft] = [self.draft_after(state)]
+        else:
+            nodes = zip(ids.tolist(), parents.tolist(), strict=True)
+            level = [state.level[parent].get(token, (0.0, {}))[1] for token, parent in nodes]
+        logits = torch.full((len(level), len(self.vocab)), float("-inf"), device=ids.device)
+        for row, draft in zip(logits, level, strict=True):
+            if draft:
+                tokens = torch.tensor(list(draft), device=ids.device)
+                row[tokens] = torch.tensor([p for p, _ in draft.values()], device=ids.device).log()
+        return logits, replace(state, level=tuple(level))
+
+
+class LookupDrafter(UntrainedDrafter):
+    """A drafter that looks up earlier text; subclasses implement `new_index` and `look_up`."""
+
+    @abstractmethod
     def new_index(self) -> TextIndex:
         """Return the index of an empty text."""
 
     @abstractmethod
     def look_up(self, index: TextIndex) -> Draft:
         """Return what may follow the text of the index."""
+
+    def draft_after(self, state: LookupState) -> Draft:
+        return self.look_up(self._index_of(state))
 
     def absorb(self, state: LookupState | None, trace: Trace) -> LookupState:
         ids, newest = trace.ids[0].tolist(), int(trace.next_ids[0, -1])
@@ -93,18 +125,3 @@ class LookupDrafter(Drafter):
         for token in state.index.tokens[: state.length]:
             index.append(token)
         return index
-
-    def step(
-        self, state: LookupState, depth: int, ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
-    ) -> tuple[Float[Tensor, "N Vd"], LookupState]:
-        if depth == 1:
-            level: Sequence[Draft] = [self.look_up(self._index_of(state))]
-        else:
-            nodes = zip(ids.tolist(), parents.tolist(), strict=True)
-            level = [state.level[parent].get(token, (0.0, {}))[1] for token, parent in nodes]
-        logits = torch.full((len(level), len(self.vocab)), float("-inf"), device=ids.device)
-        for row, draft in zip(logits, level, strict=True):
-            if draft:
-                tokens = torch.tensor(list(draft), device=ids.device)
-                row[tokens] = torch.tensor([p for p, _ in draft.values()], device=ids.device).log()
-        return logits, replace(state, level=tuple(level))

@@ -85,6 +85,10 @@ class SplitCache(Cache):
         for part in self.parts:
             part.crop(slot, length)
 
+    def drop_newest(self, count: int) -> None:
+        for part in self.parts:
+            part.drop_newest(count)
+
     def keep_rows(
         self, paths: Sequence[Sequence[int]], paths_on_device: Int[Tensor, "B P"] | None = None
     ) -> None:

@@ -258,3 +258,26 @@ def test_a_target_gives_equal_logits_on_slots_and_separate_caches(family: str) -
     logits = target.logits(target.forward(torch.tensor(trees), positions, visible, cache).last)
     for slot in range(3):
         torch.testing.assert_close(logits[slot], expected[slot][1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [(), (2,)], ids=["one cache", "two ranges"])
+def test_rows_dropped_after_a_forward_do_not_count_among_its_rows(splits: tuple[int, ...]) -> None:
+    """Of five new rows two are dropped; keeping rows 0 and 2 of the others moves row 2."""
+    target = tiny.target()
+    rows = []
+    for dropped in (0, 2):
+        cache = target.new_cache(16, 2, splits)
+        ids = torch.tensor([TEXTS[0][: 5 + dropped], TEXTS[2][: 5 + dropped]])
+        for new in (ids[:, :2], ids[:, 2:]):
+            start, count = cache.active_lengths[0], new.shape[1]
+            positions = torch.arange(start, start + count).expand(2, -1)
+            visible = torch.arange(start + count) <= positions[..., None]
+            target.forward(new, positions, visible, cache)
+        cache.drop_newest(dropped)
+        cache.keep_rows([[0, 2], [0]], torch.tensor([[0, 2], [0, 0]]))
+        assert cache.lengths == [4, 3]
+        rows.append(
+            [part for layer in range(4) for slot in (0, 1) for part in cache.rows(layer, slot)]
+        )
+    for mine, theirs in zip(*rows, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -23,7 +23,7 @@ from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.ngram import NGramIndex
 from outrider.models.interface import Trace
-from outrider.models.lookup import LookupDrafter
+from outrider.models.lookup import LookupDrafter, UntrainedDrafter
 from outrider.models.target import Target
 from tests import tiny
 from tests.enumeration import distance
@@ -31,9 +31,12 @@ from tests.families import FAMILIES, small_model
 from tests.test_drafter_contract import emitted_distribution, plain_distribution
 
 UNTRAINED = [name for name in drafters.names() if not drafters.drafter_class(name).is_trained]
-NAMES = [name for name in UNTRAINED if issubclass(drafters.drafter_class(name), LookupDrafter)]
-each_drafter = pytest.mark.parametrize("name", NAMES)
 each_untrained = pytest.mark.parametrize("name", UNTRAINED)
+# those whose drafts need no forward of the target; test_target_drafting.py has the others
+NAMES = [name for name in UNTRAINED if issubclass(drafters.drafter_class(name), UntrainedDrafter)]
+each_drafter = pytest.mark.parametrize("name", NAMES)
+COPYING = [name for name in NAMES if issubclass(drafters.drafter_class(name), LookupDrafter)]
+each_copying_drafter = pytest.mark.parametrize("name", COPYING)
 TREE = ((0,), (1,), (0, 0))
 POLICIES: list[Policy] = [
     Chain(5),
@@ -72,7 +75,7 @@ def drafted(drafter: Drafter, text: list[int], depth: int = 4) -> list[int]:
     return out
 
 
-@each_drafter
+@each_copying_drafter
 def test_a_repetition_is_continued_and_a_new_text_is_not(name: str) -> None:
     assert drafted(build(name), REPEATING)[:2] == [5, 9]
     assert drafted(build(name), [3, 4, 8, 6]) == []
@@ -92,7 +95,7 @@ def test_ngrams_are_found_as_by_a_scan(text: list[int], n: int, latest: bool) ->
     assert index.find() == found
 
 
-@each_drafter
+@each_copying_drafter
 @pytest.mark.parametrize("piece", [1, 3, 11])
 def test_absorbing_in_pieces_of_any_size_is_equal(name: str, piece: int) -> None:
     drafter, state = build(name), None
@@ -106,7 +109,7 @@ def test_absorbing_in_pieces_of_any_size_is_equal(name: str, piece: int) -> None
     assert torch.equal(logits, whole)
 
 
-@each_drafter
+@each_copying_drafter
 def test_a_used_state_can_be_used_again(name: str) -> None:
     drafter = build(name)
     state = drafter.absorb(None, trace_of(REPEATING[:-1], REPEATING[-1]))
@@ -118,7 +121,7 @@ def test_a_used_state_can_be_used_again(name: str) -> None:
         assert torch.equal(drafter.step(state, 1, newest, only)[0], before)
 
 
-@each_drafter
+@each_copying_drafter
 def test_an_unknown_token_of_a_tree_has_no_children(name: str) -> None:
     drafter = build(name)
     state = drafter.absorb(None, trace_of(REPEATING[:-1], REPEATING[-1]))
@@ -162,7 +165,7 @@ SAMPLED: list[tuple[str, Policy, str | None]] = [
 ]
 
 
-@each_drafter
+@each_copying_drafter
 @pytest.mark.parametrize("case", SAMPLED[:5], ids=[name for name, *_ in SAMPLED[:5]])
 def test_sampling_has_exactly_the_distribution_of_plain_sampling(
     name: str, case: tuple[str, Policy, str | None]
@@ -190,13 +193,13 @@ def test_a_reduced_vocabulary_is_refused(name: str) -> None:
 
 @each_untrained
 def test_eval_needs_no_run(name: str, tmp_path: Path) -> None:
-    words = [f"drafter={name}", "target=tiny", f"run.dir={tmp_path}", "drafter.depths=6"]
+    words = [f"drafter={name}", "target=tiny", f"run.dir={tmp_path}", "drafter.depths=4"]
     few = ["eval.limit=2", "eval.max_new_tokens=24", "eval.warmup=0"]
     assert main(["eval", *words, *few]) == 0
     report = json.loads((tmp_path / "eval" / "eval.json").read_text())
     assert report["exact"] is True
     assert report["drafter"] == name
-    assert report["depth"] == 6  # as deep as the drafter
+    assert report["depth"] == 4  # as deep as the drafter
 
 
 @each_untrained

@@ -170,8 +170,10 @@ class Engine:
         for request in requests:
             check_request(request, positions, self.target.vocab_size)
         nodes = self.policy.nodes if self.policy is not None else 0
+        extra = 0 if self.drafter is None else self.drafter.extra_rows
         slots = min(batch, max(1, len(requests)))
-        rows = nodes + 1 + max((len(r.prompt) + max(0, r.budget) for r in requests), default=1)
+        longest = max((len(r.prompt) + max(0, r.budget) for r in requests), default=1)
+        rows = nodes + 1 + extra + longest
         if dialogue is None or dialogue.cache is None:
             splits = () if self.drafter is None else self.drafter.splits
             self.cache = self.target.new_cache(rows, slots, splits)
