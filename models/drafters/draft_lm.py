@@ -180,8 +180,9 @@ class DraftLm(BatchDrafter):
         out = dict[int, DraftLmState]()
         for new in (False, True):
             group = [i for i, state in enumerate(states) if (state is None) == new]
-            columns = ([part[i] for i in group] for part in (states, traces, guesses))
-            out |= zip(group, self._append_tokens(*columns), strict=True)
+            old, text = [states[i] for i in group], [traces[i] for i in group]
+            extended = self._append_tokens(old, text, [guesses[i] for i in group])
+            out |= zip(group, extended, strict=True)
         return [out[i] for i in range(len(states))]
 
     def _append_tokens(

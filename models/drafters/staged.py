@@ -26,7 +26,7 @@ Legend: R rows of the newest token and the branch, D width, S columns of the bra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -37,9 +37,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.conf.fields import option
 from outrider.conf.schema import NODES
-from outrider.models import inner_drafter
 from outrider.models.drafter import Drafter, LevelIds, State
-from outrider.models.drafters import draft_lm
+from outrider.models.drafters import _inner, draft_lm
 from outrider.models.drafters.draft_lm import DraftLm, DraftLmState
 from outrider.models.interface import Trace
 from outrider.models.target import Target
@@ -58,7 +57,7 @@ class Config(draft_lm.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inner_drafter.check_settings(self.inner)
+        _inner.check_settings(self.inner)
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,12 @@ class Staged(DraftLm):
     ) -> None:
         super().__init__(cfg, target, vocab, taps)
         self.inner = None
-        if cfg.inner is None:
-            return
-        inner, settings = inner_drafter.build(cfg.inner, self.lm)
+        if cfg.inner is not None:
+            self.set_inner(cfg.inner)
+
+    def set_inner(self, values: dict[str, Any]) -> None:
+        """Build the inner drafter of these settings (models/drafters/_inner.py)."""
+        inner, settings = _inner.build(values, self.lm)
         self.cfg, self.inner_depths = replace(self.cfg, inner=settings), int(settings["depths"])
         if inner.is_trained:
             self.inner = inner
@@ -153,9 +155,7 @@ class Staged(DraftLm):
     def _guess(self, states: Sequence[State], newest: Sequence[int]) -> list[list[int]]:
         """Return the inner drafter's chain after each of several texts."""
         assert self.inner is not None, "only a draft model with an inner drafter guesses"
-        return inner_drafter.draft_chains(
-            self.inner, states, newest, self.inner_depths, self.vocab
-        )
+        return _inner.draft_chains(self.inner, states, newest, self.inner_depths, self.vocab)
 
     # ---- the tree ----
 
@@ -216,6 +216,18 @@ class Staged(DraftLm):
             _extended(state, read, nodes)
             for state, read, nodes in zip(states, ran, new, strict=True)
         ]
+
+
+def add_inner(
+    drafter: DraftLm, target: Target, inner: dict[str, Any], inner_width: int = 1
+) -> Staged:
+    """Return a trained draft model with an inner drafter; weights and vocabulary are copied."""
+    own = {field.name: getattr(drafter.cfg, field.name) for field in fields(draft_lm.Config)}
+    cfg = Config(**{**own, "name": "staged", "inner_width": inner_width})
+    out = Staged(cfg, target, DraftVocab(drafter.vocab.target_ids.cpu(), target.vocab_size), ())
+    out.to(drafter.lm.device, drafter.lm.dtype).load_state_dict(drafter.state_dict())
+    out.set_inner(inner)
+    return out.eval().requires_grad_(False)
 
 
 def _at_level(state: StagedState, tokens: Sequence[int], parents: Sequence[int]) -> StagedState:

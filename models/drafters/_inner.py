@@ -1,4 +1,4 @@
-"""The drafter of a draft model: its settings, its construction and its drafts.
+"""The inner drafter of `staged`: its settings, its construction and its drafts.
 
 A mapping describes it: the settings of any drafter, {name: ngram, n: 4}, where that drafter may
 have an inner one again; or the folder of a trained drafter whose target is the draft model,
@@ -76,13 +76,15 @@ def build(values: dict[str, Any], lm: Target) -> tuple[Drafter, dict[str, Any]]:
     _refuse_unusable(drafter, cfg.name)
     size = None if drafter.vocab.is_full else len(drafter.vocab)
     settings = {**dataclasses.asdict(cfg), "draft_vocab_size": size}
-    return drafter.eval().requires_grad_(False), json.loads(json.dumps(settings))
+    drafter.to(lm.device, lm.dtype).eval().requires_grad_(False)
+    return drafter, json.loads(json.dumps(settings))
 
 
 def _vocab(cfg: Any, lm: Target) -> DraftVocab:
     """Return the draft vocabulary; a checkpoint overwrites which tokens a reduced one has."""
-    size, no_counts = cfg.draft_vocab_size, torch.zeros(lm.vocab_size, dtype=torch.long)
-    return DraftVocab.from_counts(no_counts, size or lm.vocab_size)
+    with torch.device("cpu"):  # also where a checkpoint is read: its values are checked
+        no_counts = torch.zeros(lm.vocab_size, dtype=torch.long)
+        return DraftVocab.from_counts(no_counts, cfg.draft_vocab_size or lm.vocab_size)
 
 
 def _refuse_unusable(drafter: Drafter, name: str) -> None:
