@@ -512,6 +512,13 @@ def test_a_wrong_setting_is_refused_by_its_name(inner: Any, key: str) -> None:
     assert "drafter.inner" in str(caught.value)
 
 
+def test_a_model_that_is_not_found_is_named(target: Target, tmp_path: Path) -> None:
+    inner = {"name": "draft_lm", "path": str(tmp_path / "nowhere/at/all")}
+    with pytest.raises(ConfigError, match="could not be loaded") as caught:
+        staged(target, {"name": "staged", "inner": inner})
+    assert caught.value.key == "drafter.inner.inner.path"
+
+
 def test_a_misspelt_key_has_the_nearest_one_as_its_fix() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean drafter\.inner\.latest\?"):
         Config(inner={"name": "ngram", "lastest": True})

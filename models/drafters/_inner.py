@@ -7,7 +7,8 @@ have an inner one again; or the folder of a trained drafter whose target is the 
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,22 @@ def check_settings(values: Any) -> None:
         raise ValueError(f"inner = {values}: a path is text")
 
 
-def parse_settings(values: dict[str, Any]) -> Any:
-    """Return the `Config` of the inner drafter that `values` name."""
+@contextmanager
+def _named_inside() -> Iterator[None]:
+    """Turn the key of a `ConfigError`, drafter.n, into that of the inner drafter's setting."""
     try:
-        schema = drafters.drafter_module(values["name"]).Config
-        return from_dict(schema, values, "drafter")
+        yield
     except ConfigError as error:
         key = KEY + error.key.removeprefix("drafter")
         fix = error.fix.replace("drafter.", f"{KEY}.")
         raise ConfigError(key, error.value, error.why, fix) from None
+
+
+def parse_settings(values: dict[str, Any]) -> Any:
+    """Return the `Config` of the inner drafter that `values` name."""
+    with _named_inside():
+        schema = drafters.drafter_module(values["name"]).Config
+        return from_dict(schema, values, "drafter")
 
 
 def build(values: dict[str, Any], lm: Target) -> tuple[Drafter, dict[str, Any]]:
@@ -66,18 +74,24 @@ def build(values: dict[str, Any], lm: Target) -> tuple[Drafter, dict[str, Any]]:
     """
     if "name" in values:
         cfg = parse_settings(values)
-        drafter = drafters.build(cfg, lm, _vocab(cfg, lm))
+        with _named_inside():
+            drafter = drafters.build(cfg, lm, _vocab(cfg, lm))
     else:
-        folder = Path(values["path"]).expanduser()
-        folder = folder / "drafter" if (folder / "drafter").is_dir() else folder
-        drafter, cfg = formats.load(folder, lm)
-        lm.set_taps(drafter.taps)
+        drafter, cfg = _load(Path(values["path"]).expanduser(), lm)
     cfg = getattr(drafter, "cfg", cfg)
     _refuse_unusable(drafter, cfg.name)
     size = None if drafter.vocab.is_full else len(drafter.vocab)
     settings = {**dataclasses.asdict(cfg), "draft_vocab_size": size}
     drafter.to(lm.device, lm.dtype).eval().requires_grad_(False)
     return drafter, json.loads(json.dumps(settings))
+
+
+def _load(folder: Path, lm: Target) -> tuple[Drafter, Any]:
+    """Load the drafter of a folder or of a run folder."""
+    folder = folder / "drafter" if (folder / "drafter").is_dir() else folder
+    drafter, cfg = formats.load(folder, lm)
+    lm.set_taps(drafter.taps)
+    return drafter, cfg
 
 
 def _vocab(cfg: Any, lm: Target) -> DraftVocab:

@@ -62,7 +62,7 @@ class Config(draft_lm.Config):
 
 @dataclass(frozen=True)
 class StagedState:
-    """Decoding state of a prompt.
+    """Decoding state of a prompt. The next `absorb` drops the branch, guesses included.
 
     Attributes:
         read: keys and values of the text, then of the branch; hidden states and taps of the newest
@@ -144,13 +144,7 @@ class Staged(DraftLm):
             read = self._read_text(texts, traces, guesses)
             own = map(_with_states, traces, texts, read)
             inner = self.inner.absorb_batch(before, list(own))
-        out = list[StagedState]()
-        for new, guess, *rest in zip(read, guesses, newest, inner, strict=True):
-            count, last = len(guess) + 1, slice(-len(guess) - 1, None)
-            new = replace(new, hidden=new.hidden[last], taps=new.taps[last])
-            nodes = {tuple(guess[:row]): row for row in range(count)}
-            out.append(StagedState(new, rest[0], nodes, rest[1]))
-        return out
+        return list(map(_after_text, read, newest, guesses, inner))
 
     def _guess(self, states: Sequence[State], newest: Sequence[int]) -> list[list[int]]:
         """Return the inner drafter's chain after each of several texts."""
@@ -193,11 +187,11 @@ class Staged(DraftLm):
         ends = [(state, node) for state, nodes in new for node in nodes]
         traces = [_branch_trace(state, node) for state, node in ends]
         inner = self.inner.absorb_batch([state.inner for state, _ in ends], traces)
-        chains = iter(zip(ends, self._guess(inner, [node[-1] for _, node in ends]), strict=True))
+        chains = iter(self._guess(inner, [node[-1] for _, node in ends]))
         for _, nodes in new:
-            for _ in range(len(nodes)):
-                (_, node), chain = next(chains)
-                nodes += [(*node, *chain[: i + 1]) for i in range(len(chain))]
+            for node in tuple(nodes):
+                chain = next(chains)
+                nodes += [(*node, *chain[:end]) for end in range(1, len(chain) + 1)]
 
     def _run_nodes(
         self, states: Sequence[StagedState], new: Sequence[Sequence[Path]]
@@ -225,9 +219,18 @@ def add_inner(
     own = {field.name: getattr(drafter.cfg, field.name) for field in fields(draft_lm.Config)}
     cfg = Config(**{**own, "name": "staged", "inner_width": inner_width})
     out = Staged(cfg, target, DraftVocab(drafter.vocab.target_ids.cpu(), target.vocab_size), ())
-    out.to(drafter.lm.device, drafter.lm.dtype).load_state_dict(drafter.state_dict())
+    weights = {n: v for n, v in drafter.state_dict().items() if not n.startswith("inner.")}
+    out.to(drafter.lm.device, drafter.lm.dtype).load_state_dict(weights)
     out.set_inner(inner)
     return out.eval().requires_grad_(False)
+
+
+def _after_text(read: DraftLmState, newest: int, guess: Sequence[int], inner: State) -> StagedState:
+    """Return the state after a text and a guess that the draft model has read."""
+    rows = slice(-len(guess) - 1, None)
+    read = replace(read, hidden=read.hidden[rows], taps=read.taps[rows])
+    nodes = {tuple(guess[:row]): row for row in range(len(guess) + 1)}
+    return StagedState(read, newest, nodes, inner)
 
 
 def _at_level(state: StagedState, tokens: Sequence[int], parents: Sequence[int]) -> StagedState:
