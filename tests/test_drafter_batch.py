@@ -30,6 +30,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"body": config_to_dict(small_model(family).config)}
         for family in ("gemma3", "gpt2", "mistral")
     ],
+    "staged": [
+        {"inner": {"name": "ngram"}, "inner_width": 4},
+        {"inner": {"name": "eagle3"}, "inner_width": 4},
+        {"inner": {"name": "staged", "inner": {"name": "suffix"}}},
+    ],
 }
 CASES = [(name, changes) for name in tiny.STANDALONE for changes in [{}, *VARIANTS.get(name, [])]]
 LABELS = [f"{name}-{i}" for i, (name, _) in enumerate(CASES)]

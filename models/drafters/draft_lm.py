@@ -91,6 +91,7 @@ class DraftLmState:
     rows: Rows
     positions: Int[Tensor, "1 L"]
     hidden: Float[Tensor, "N D"]  # final states of the newest tokens
+    taps: Float[Tensor, "N KD"]  # and outputs of the tapped layers, if there are any
     ancestors: Bool[Tensor, "N M"]  # the nodes of the branch that each newest token descends from
 
 
@@ -120,6 +121,11 @@ class DraftLm(BatchDrafter):
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
         path = self.pretrained_path
         return "random weights" if path is None else f"the weights of {path}"
+
+    @property
+    def last_position(self) -> int:
+        """The last position of the model; unused guesses may exceed it."""
+        return self.lm.shape().max_positions - 1
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
         out: Tensor = self.lm_head(hidden, self.vocab)
@@ -154,33 +160,51 @@ class DraftLm(BatchDrafter):
     def absorb_batch(
         self, states: Sequence[DraftLmState | None], traces: Sequence[Trace]
     ) -> list[DraftLmState]:
-        """Extend prompts with a state in one forward, and start new prompts in another."""
+        new = self._read_text(states, traces, [()] * len(traces))
+        return [replace(state, hidden=state.hidden[-1:], taps=state.taps[-1:]) for state in new]
+
+    def _read_text(
+        self,
+        states: Sequence[DraftLmState | None],
+        traces: Sequence[Trace],
+        guesses: Sequence[Sequence[int]],
+    ) -> list[DraftLmState]:
+        """Extend prompts with a state in one forward, and start new prompts in another.
+
+        Args:
+            guesses: tokens that may follow each text, read after it.
+        """
         out = dict[int, DraftLmState]()
         for new in (False, True):
             group = [i for i, state in enumerate(states) if (state is None) == new]
-            extended = self._append_tokens([states[i] for i in group], [traces[i] for i in group])
+            old, text = [states[i] for i in group], [traces[i] for i in group]
+            extended = self._append_tokens(old, text, [guesses[i] for i in group])
             out |= zip(group, extended, strict=True)
         return [out[i] for i in range(len(states))]
 
     def _append_tokens(
-        self, states: Sequence[DraftLmState | None], traces: Sequence[Trace]
+        self,
+        states: Sequence[DraftLmState | None],
+        traces: Sequence[Trace],
+        guesses: Sequence[Sequence[int]],
     ) -> list[DraftLmState]:
-        """Return the states after decided tokens, whose number may differ between prompts."""
+        """Return the states after decided tokens and guesses; prompts may differ in length."""
         if not states:
             return []
         ids, positions = [t.next_ids[0] for t in traces], [t.positions[0] + 1 for t in traces]
         if states[0] is None:  # all prompts are new: x_0 is the next token of no row
             ids = [torch.cat([t.ids[0, :1], t.next_ids[0]]) for t in traces]
             positions = [torch.cat([t.positions[0, :1], t.positions[0] + 1]) for t in traces]
+        for i, guess in enumerate(guesses):
+            if guess:
+                ids[i] = torch.cat([ids[i], ids[i].new_tensor(guess)])
+                steps = torch.arange(1, len(guess) + 1, device=ids[i].device)
+                positions[i] = torch.cat([positions[i], positions[i][-1:] + steps])
         counts = [len(tokens) for tokens in ids]
         width, device = max(counts), ids[0].device
         causal = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
         tokens, at = (pad_sequence(list(rows), batch_first=True) for rows in (ids, positions))
-        new = self._forward(states, tokens, at, counts, causal)
-        return [
-            replace(state, hidden=state.hidden[n - 1 : n], ancestors=state.ancestors[:1])
-            for state, n in zip(new, counts, strict=True)
-        ]
+        return self._forward(states, tokens, at.clamp(max=self.last_position), counts, causal)
 
     def step_batch(
         self, states: Sequence[DraftLmState], depth: int, ids: LevelIds, parents: LevelIds
@@ -189,8 +213,8 @@ class DraftLm(BatchDrafter):
             return self.head(torch.stack([state.hidden for state in states])), list(states)
         lengths = [state.positions.shape[1] - state.ancestors.shape[1] for state in states]
         newest = [state.positions[0, n - 1] for state, n in zip(states, lengths, strict=True)]
-        last = self.lm.shape().max_positions - 1  # unused guesses may exceed it
-        at = (torch.stack(newest)[:, None] + (depth - 1)).clamp(max=last).expand_as(ids)
+        at = torch.stack(newest)[:, None] + (depth - 1)
+        at = at.clamp(max=self.last_position).expand_as(ids)
         old = gather_parents([state.ancestors for state in states], parents)
         ancestors = extend_ancestor_mask(old)
         new = self._forward(states, ids, at, [ids.shape[1]] * len(ids), ancestors)
@@ -226,15 +250,15 @@ class DraftLm(BatchDrafter):
         if any(padding):
             columns = torch.arange(cache.capacity, device=mask.device)
             mask = mask & (columns >= columns.new_tensor(padding)[:, None])[:, None]
-        hidden = self.lm.forward(ids, positions, mask.expand(len(ids), -1, -1), cache).last
+        new = self.lm.forward(ids, positions, mask.expand(len(ids), -1, -1), cache)
         out = list[DraftLmState]()
         for i, (start, count) in enumerate(zip(padding, counts, strict=True)):
             span = slice(start, length + count)
             layers = (cache.rows(layer, i) for layer in range(len(cache)))
             # views, which keep the whole cache alive
             rows = tuple((k[:, :, span], v[:, :, span]) for k, v in layers)
-            positions = cache.positions(i)[:, span]
-            out.append(DraftLmState(rows, positions, hidden[i], mask[0, :, :0]))
+            positions, own = cache.positions(i)[:, span], (new.last[i, :count], new.taps[i, :count])
+            out.append(DraftLmState(rows, positions, *own, mask[0, :1, :0]))
         return out
 
     def _copy_to_cache(self, states: Sequence[DraftLmState], slots: int, width: int) -> KVCache:
