@@ -241,33 +241,48 @@ def append_rows(
 def attend_rows(
     q: Float[Tensor, "N AG C"], rows: LayerRows, mask: Bool[Tensor, "N M"] | None = None
 ) -> Float[Tensor, "N AG C"]:
-    """Attend to all keys, except those of the last M that `mask` excludes.
+    """Attend to all keys, except those of the last M that `mask` excludes."""
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+        bias = bias.masked_fill_(~mask, float("-inf"))
+    return attend_with_bias(q, rows, bias)
+
+
+def attend_with_bias(
+    q: Float[Tensor, "N AG C"],
+    rows: LayerRows,
+    bias: Float[Tensor, "N M"] | None,
+    scale: float | None = None,
+) -> Float[Tensor, "N AG C"]:
+    """Attend to all keys; `bias` is added to the scores of the last M.
 
     Verified rows and a branch are attended to where they are, under one softmax.
     """
     keys, values = rows.keys.rows, rows.values.rows
     if rows.branch is not None:
-        return _attend_both(q, (keys, values), rows.branch, mask)
-    if mask is not None:
-        mask = F.pad(mask, (len(keys) - mask.shape[1], 0), value=True)[None, None]
+        return _attend_both(q, (keys, values), rows.branch, bias, scale or q.shape[-1] ** -0.5)
+    if bias is not None:
+        bias = F.pad(bias, (len(keys) - bias.shape[1], 0))[None, None]
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
-    return gqa_attention(q, keys, values, mask)[0].transpose(0, 1)
+    return gqa_attention(q, keys, values, bias, scale)[0].transpose(0, 1)
 
 
 def _attend_both(
     q: Float[Tensor, "N AG C"],
     verified: Pair,
     branch: Pair,
-    mask: Bool[Tensor, "N M"] | None,
+    bias: Float[Tensor, "N M"] | None,
+    scale: float,
 ) -> Float[Tensor, "N AG C"]:
-    """Attend to two groups of keys, of which `mask` describes the last ones."""
+    """Attend to two groups of keys, to the last ones of which `bias` belongs."""
     count, heads, length = len(q), verified[0].shape[1], len(verified[0])
     rows = by_key_head(q, heads)
     parts = [torch.matmul(rows, keys.permute(1, 2, 0)) for keys, _ in (verified, branch)]
-    scores = torch.cat(parts, dim=-1).float() * q.shape[-1] ** -0.5
-    if mask is not None:
-        columns = scores.view(heads, -1, count, scores.shape[-1])[..., -mask.shape[1] :]
-        columns.masked_fill_(~mask, float("-inf"))
+    scores = torch.cat(parts, dim=-1).float() * scale
+    if bias is not None:
+        columns = scores.view(heads, -1, count, scores.shape[-1])[..., -bias.shape[1] :]
+        columns += bias
     weights = scores.softmax(-1).to(q.dtype).split([length, scores.shape[-1] - length], dim=-1)
     values = (pair[1].transpose(0, 1) for pair in (verified, branch))
     first, second = (torch.matmul(*part) for part in zip(weights, values, strict=True))

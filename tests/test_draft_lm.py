@@ -146,8 +146,10 @@ def test_the_target_itself_is_a_perfect_draft_model(loss: str, tmp_path: Path) -
 
 
 def tensors(state: DraftLmState) -> list[Tensor]:
-    pairs = [tensor for pair in state.rows for tensor in pair]
-    return [*pairs, state.positions, state.hidden, state.ancestors]
+    layers = state.rows.layers
+    kept = [part.rows for rows in layers for part in (rows.keys, rows.values)]
+    branch = [part for rows in layers for part in rows.branch or ()]
+    return [*kept, *branch, state.rows.branch_positions, state.hidden, state.ancestors]
 
 
 @torch.no_grad()
@@ -171,10 +173,25 @@ def test_state_holds_the_text_and_no_branch(target: Target) -> None:
     for depth in (1, 2, 3):
         _, branch = drafter.step(branch, depth, torch.tensor([4]), torch.tensor([0]))
     longer = drafter.absorb(state, tiny.verified_rows(trace, 1, 6, 9))
-    assert state.positions.tolist() == [list(range(7))]
-    assert branch.positions.tolist() == [list(range(9))]  # depth 1 reads nothing new
-    assert longer.positions.tolist() == [list(range(10))]
-    assert [len(m.rows) for m in (state, branch, longer)] == [drafter.lm.num_layers] * 3
+    assert [one.rows.length for one in (state, branch, longer)] == [7, 7, 10]
+    assert branch.rows.branch_positions.tolist() == [7, 8]  # depth 1 reads nothing new
+    assert not len(state.rows.branch_positions) + len(longer.rows.branch_positions)
+    for one in (state, branch, longer):
+        assert len(one.rows.layers) == drafter.lm.num_layers
+        assert {len(rows) for rows in one.rows.layers} == {one.rows.length}
+
+
+@torch.no_grad()
+def test_a_draft_token_copies_no_row_of_the_text(target: Target) -> None:
+    drafter, trace = draft_lm(target), tiny.packed_trace(target)
+    state = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
+    _, branch = drafter.step(state, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))
+    longer = drafter.absorb(state, tiny.verified_rows(trace, 1, 6, 9))
+    addresses = {
+        tuple(rows.keys.rows.data_ptr() for rows in one.rows.layers)
+        for one in (state, branch, longer)
+    }
+    assert len(addresses) == 1
 
 
 # ---- weights -------------------------------------------------------------------------------------

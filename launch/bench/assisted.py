@@ -26,7 +26,12 @@ from outrider.data.sources import suite_source
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.metrics import bootstrap
 from outrider.launch.bench import against_transformers as systems
-from outrider.launch.bench.common import describe_machine, save_result, use_threads
+from outrider.launch.bench.common import (
+    describe_machine,
+    save_result,
+    target_settings,
+    use_threads,
+)
 from outrider.models import drafters, process
 from outrider.models.drafters.draft_lm import Config, DraftLm
 from outrider.models.formats import native
@@ -85,7 +90,7 @@ def _prepare(options: Options) -> tuple[systems.Decoders, systems.TokenizedPromp
     """Return the models, the prompts that fit both, and the names of those that do not."""
     process.set_threads()
     name = options.target
-    config = common.target_settings(name)
+    config = target_settings(name)
     target, tokenizer, _ = load_target(config, process.device())
     stops = stop_ids(tokenizer, target)
     drafter, assistant = draft_models(options.draft, target)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -44,9 +44,9 @@ from outrider.models.causal_lm import (
 )
 from outrider.models.drafter import BatchDrafter, LevelIds
 from outrider.models.interface import Batch, Guess, Trace, shifted_guesses
-from outrider.models.kv_cache import KVCache
 from outrider.models.on_policy import first_answers, replace_answers, sample_answers
 from outrider.models.self_feeding import gather_parents
+from outrider.models.state_cache import PromptRows, StateCache
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
@@ -81,15 +81,11 @@ class Config(DrafterConfig):
         return "With drafter.on_policy its ranks would deadlock." * deadlocks
 
 
-Rows = tuple[tuple[Float[Tensor, "1 A L C"], Float[Tensor, "1 A L C"]], ...]  # of each layer
-
-
 @dataclass(frozen=True)
 class DraftLmState:
     """Decoding state: keys and values of the text read so far, then of the branch."""
 
-    rows: Rows
-    positions: Int[Tensor, "1 L"]
+    rows: PromptRows
     hidden: Float[Tensor, "N D"]  # final states of the newest tokens
     taps: Float[Tensor, "N KD"]  # and outputs of the tapped layers, if there are any
     ancestors: Bool[Tensor, "N M"]  # the nodes of the branch that each newest token descends from
@@ -121,11 +117,6 @@ class DraftLm(BatchDrafter):
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
         path = self.pretrained_path
         return "random weights" if path is None else f"the weights of {path}"
-
-    @property
-    def last_position(self) -> int:
-        """The last position of the model; unused guesses may exceed it."""
-        return self.lm.shape().max_positions - 1
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
         out: Tensor = self.lm_head(hidden, self.vocab)
@@ -191,33 +182,32 @@ class DraftLm(BatchDrafter):
         """Return the states after decided tokens and guesses; prompts may differ in length."""
         if not states:
             return []
-        ids, positions = [t.next_ids[0] for t in traces], [t.positions[0] + 1 for t in traces]
+        texts = [t.next_ids[0] for t in traces]
         if states[0] is None:  # all prompts are new: x_0 is the next token of no row
-            ids = [torch.cat([t.ids[0, :1], t.next_ids[0]]) for t in traces]
-            positions = [torch.cat([t.positions[0, :1], t.positions[0] + 1]) for t in traces]
-        for i, guess in enumerate(guesses):
-            if guess:
-                ids[i] = torch.cat([ids[i], ids[i].new_tensor(guess)])
-                steps = torch.arange(1, len(guess) + 1, device=ids[i].device)
-                positions[i] = torch.cat([positions[i], positions[i][-1:] + steps])
-        counts = [len(tokens) for tokens in ids]
-        width, device = max(counts), ids[0].device
+            texts = [torch.cat([t.ids[0, :1], t.next_ids[0]]) for t in traces]
+        verified = [*map(len, texts)]
+        ids = [
+            torch.cat([text, text.new_tensor(guess)]) if guess else text
+            for text, guess in zip(texts, guesses, strict=True)
+        ]
+        counts, device = [*map(len, ids)], ids[0].device
+        starts = [0 if state is None else state.rows.length for state in states]
+        at = [torch.arange(n, device=device) + s for n, s in zip(counts, starts, strict=True)]
+        width = max(counts)
         causal = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
-        tokens, at = (pad_sequence(list(rows), batch_first=True) for rows in (ids, positions))
-        return self._forward(states, tokens, at.clamp(max=self.last_position), counts, causal)
+        tokens, positions = (pad_sequence(part, batch_first=True) for part in (ids, at))
+        return self._forward(states, tokens, positions, counts, verified, causal)
 
     def step_batch(
         self, states: Sequence[DraftLmState], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[DraftLmState]]:
         if depth == 1:
             return self.head(torch.stack([state.hidden for state in states])), list(states)
-        lengths = [state.positions.shape[1] - state.ancestors.shape[1] for state in states]
-        newest = [state.positions[0, n - 1] for state, n in zip(states, lengths, strict=True)]
-        at = torch.stack(newest)[:, None] + (depth - 1)
-        at = at.clamp(max=self.last_position).expand_as(ids)
+        newest = torch.tensor([state.rows.length - 1 for state in states], device=ids.device)
+        at = (newest[:, None] + depth - 1).expand_as(ids)
         old = gather_parents([state.ancestors for state in states], parents)
-        ancestors = extend_ancestor_mask(old)
-        new = self._forward(states, ids, at, [ids.shape[1]] * len(ids), ancestors)
+        ancestors, counts = extend_ancestor_mask(old), [ids.shape[1]] * len(ids)
+        new = self._forward(states, ids, at, counts, [0] * len(ids), ancestors)
         new = [replace(s, ancestors=own) for s, own in zip(new, ancestors.unbind(), strict=True)]
         return self.head(torch.stack([state.hidden for state in new])), new
 
@@ -227,52 +217,31 @@ class DraftLm(BatchDrafter):
         ids: Int[Tensor, "B W"],
         positions: Int[Tensor, "B W"],
         counts: Sequence[int],
+        verified: Sequence[int],
         mask: Bool[Tensor, "_ W M"],
     ) -> list[DraftLmState]:
-        """Run new tokens after every prompt, on a copy of all states.
-
-        Old rows are padded in front, so that new ones start in the same column and the rows of a
-        prompt stay contiguous. With states of two and four rows (n: new, .: padding):
-
-            . . r r n n n
-            r r r r n n .
+        """Run new tokens after every prompt; `StateCache` has the layout of the columns.
 
         Args:
+            positions: those after the last position of the model are set to it.
             counts: how many of the W tokens belong to each prompt; the rest is padding.
+            verified: how many of these, from the first on, belong to the text.
             mask: which of the last M columns a new token attends to; it attends to all others
                 that are not padding.
         """
-        width = ids.shape[1]
-        cache = self._copy_to_cache([state for state in states if state], len(ids), width)
-        length = cache.lengths[0]  # of all prompts
-        padding = [length - (state.positions.shape[1] if state else 0) for state in states]
-        mask = F.pad(mask, (cache.capacity - mask.shape[2], 0), value=True)
-        if any(padding):
-            columns = torch.arange(cache.capacity, device=mask.device)
-            mask = mask & (columns >= columns.new_tensor(padding)[:, None])[:, None]
+        start = PromptRows((), ids.new_zeros(0))
+        cache = StateCache([s.rows if s else start for s in states], counts, verified)
+        mask = F.pad(mask, (cache.length + ids.shape[1] - mask.shape[2], 0), value=True)
+        if any(cache.padding):
+            columns = torch.arange(mask.shape[2], device=mask.device)
+            mask = mask & (columns >= columns.new_tensor(cache.padding)[:, None])[:, None]
+        positions = positions.clamp(max=self.lm.shape().max_positions - 1)
         new = self.lm.forward(ids, positions, mask.expand(len(ids), -1, -1), cache)
-        out = list[DraftLmState]()
-        for i, (start, count) in enumerate(zip(padding, counts, strict=True)):
-            span = slice(start, length + count)
-            layers = (cache.rows(layer, i) for layer in range(len(cache)))
-            # views, which keep the whole cache alive
-            rows = tuple((k[:, :, span], v[:, :, span]) for k, v in layers)
-            positions, own = cache.positions(i)[:, span], (new.last[i, :count], new.taps[i, :count])
-            out.append(DraftLmState(rows, positions, *own, mask[0, :1, :0]))
-        return out
-
-    def _copy_to_cache(self, states: Sequence[DraftLmState], slots: int, width: int) -> KVCache:
-        """Return a cache with the states' rows, padded in front, and `width` free columns."""
-        longest = max((state.positions.shape[1] for state in states), default=0)
-        cache = self.lm.new_cache(longest + width, slots)
-        cache.reserve(longest)
-        for layer in range(self.lm.num_layers if states else 0):
-            keys, values = zip(*(state.rows[layer] for state in states), strict=True)
-            cache.update(_pad_left(keys, longest), _pad_left(values, longest), layer)
-        if states:
-            positions = [state.positions[:, None, :, None] for state in states]
-            cache.commit(_pad_left(positions, longest)[:, 0, :, 0])
-        return cache
+        none = mask[0, :1, :0]
+        return [
+            DraftLmState(cache.prompt(i), new.last[i, :count], new.taps[i, :count], none)
+            for i, count in enumerate(counts)
+        ]
 
     def forward_count(self, depths: int) -> int:
         return 1
@@ -299,12 +268,3 @@ class DraftLm(BatchDrafter):
     def _draw(self, hidden: Float[Tensor, "N D"]) -> Int[Tensor, "N 1"]:
         probs = (self.head(hidden).float() / self.cfg.write_temperature).softmax(-1)
         return self.vocab.to_target(torch.multinomial(probs, 1))
-
-
-def _pad_left(
-    rows: Sequence[Shaped[Tensor, "1 A _ C"]], length: int
-) -> Shaped[Tensor, "B A {length} C"]:
-    """Stack prompts along the batch, padded in front to `length` columns."""
-    if len(rows) == 1:
-        return rows[0]
-    return torch.cat([F.pad(part, (0, 0, length - part.shape[2], 0)) for part in rows])

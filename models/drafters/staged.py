@@ -82,15 +82,14 @@ class StagedState:
     @property
     def length(self) -> int:
         """Tokens of the text."""
-        return self.read.positions.shape[1] - len(self.nodes) + 1
+        return self.read.rows.length
 
     @property
     def text(self) -> DraftLmState:
         """The state of the draft model after the text, without the branch."""
-        read, end = self.read, slice(self.length)
-        rows = tuple((key[:, :, end], value[:, :, end]) for key, value in read.rows)
+        read = self.read
         return DraftLmState(
-            rows, read.positions[:, end], read.hidden[:1], read.taps[:1], read.ancestors
+            read.rows.without_branch(), read.hidden[:1], read.taps[:1], read.ancestors
         )
 
 
@@ -197,15 +196,14 @@ class Staged(DraftLm):
         self, states: Sequence[StagedState], new: Sequence[Sequence[Path]]
     ) -> list[StagedState]:
         """Run new nodes of every prompt; the parent of each has a row or is run with it."""
-        device, counts = states[0].read.positions.device, [*map(len, new)]
+        device, counts = states[0].read.hidden.device, [*map(len, new)]
         tokens = [torch.tensor([node[-1] for node in nodes], device=device) for nodes in new]
-        roots = [state.read.positions[0, state.length - 1] for state in states]
         below = [torch.tensor([*map(len, nodes)], device=device) for nodes in new]
-        at = [root + steps for root, steps in zip(roots, below, strict=True)]
+        at = [state.length - 1 + steps for state, steps in zip(states, below, strict=True)]
         ids, positions = (pad_sequence(part, batch_first=True) for part in (tokens, at))
         mask = _ancestors([[*state.nodes][1:] for state in states], new).to(device)
         reads = [state.read for state in states]
-        ran = self._forward(reads, ids, positions.clamp(max=self.last_position), counts, mask)
+        ran = self._forward(reads, ids, positions, counts, [0] * len(new), mask)
         return [
             _extended(state, read, nodes)
             for state, read, nodes in zip(states, ran, new, strict=True)
@@ -280,11 +278,10 @@ def _with_states(trace: Trace, before: DraftLmState | None, read: DraftLmState) 
 
 def _branch_trace(state: StagedState, node: Path) -> Trace:
     """Return the rows from the newest token to a node's parent, as the inner drafter reads them."""
-    read, device = state.read, state.read.positions.device
+    read, device = state.read, state.read.hidden.device
     ids = torch.tensor([[state.newest, *node]], device=device)
     rows = torch.tensor([state.nodes[node[:depth]] for depth in range(len(node))], device=device)
-    root = read.positions[:, state.length - 1 : state.length]
-    positions = root + torch.arange(len(node), device=device)
+    positions = state.length - 1 + torch.arange(len(node), device=device)[None]
     taps, last = (part[rows][None] for part in (read.taps, read.hidden))
     document = torch.zeros_like(positions)
     return Trace(ids[:, :-1], ids[:, 1:], document.bool(), document, positions, taps, last)
