@@ -136,7 +136,7 @@ def test_report(printed: Callable[[Shown], str]) -> None:
 def test_report_of_a_long_chain(printed: Callable[[Shown], str]) -> None:
     """The acceptance of 12 of 16 draft tokens; all are printed in full, and in the file."""
     result = report(*[2.0, 3.0] * 40, forecast=None, depth=16)
-    rates = [1 - k / 20 for k in range(16)]
+    rates: list[float | None] = [1 - k / 20 for k in range(16)]
     result = replace(result, summary=replace(result.summary, accept_at=rates, cond_at=rates))
     shown = partial(show_and_save, result, RUN / "eval", "quick")
     text = printed(shown)
