@@ -23,7 +23,7 @@ def expand(overrides: Sequence[str], choices: Mapping[str, Sequence[str]]) -> li
     out = []
     for word in overrides:
         group, _, value = word.partition("=")
-        if group in choices and _is_path(value, choices[group]):
+        if group in choices and is_path(value, choices[group]):
             out += [f"{group}={SHORT_FORMS[group]}"] if choices[group] else []
             plain = re.fullmatch(r"[\w./+:@-]+|['\"].*", value)
             out.append(f"{group}.path={value if plain else json.dumps(value)}")
@@ -32,7 +32,7 @@ def expand(overrides: Sequence[str], choices: Mapping[str, Sequence[str]]) -> li
     return out
 
 
-def _is_path(value: str, names: Sequence[str]) -> bool:
+def is_path(value: str, names: Sequence[str]) -> bool:
     """Whether a value is a path, hub id or name rather than a choice, mistyped or not."""
     if not value or value in names or "," in value:
         return False

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.conf.errors import RunError
-from outrider.eval.report import describe_policy, format_number, read_fields
+from outrider.eval.report import describe_policy, exact_in_a_word, format_number, read_fields
 from outrider.train.manifest import read_manifest, read_training
 
 MB = 2.0**20
@@ -55,7 +55,7 @@ RESULT_FIELDS = (
     ComparisonField("ms/draft step", lambda r: r["ms"]["draft_step"], 2, -1),
     ComparisonField("overhead", lambda r: r["overhead"], 3, -1),
     ComparisonField("alpha", lambda r: r["alpha"], 3, 1),
-    ComparisonField("exact", lambda r: {True: "yes", False: "NO", None: "-"}[r["exact"]]),
+    ComparisonField("exact", exact_in_a_word),
     ComparisonField("mismatches", lambda r: len(r["mismatches"]), 0, -1),
     *(ComparisonField(name, itemgetter(name)) for name in ("drafter", "target")),
 )

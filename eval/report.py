@@ -9,7 +9,7 @@ milliseconds per round and speedup are printed too.
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,8 +91,8 @@ class Report:
     @property
     def exceeds_rounding(self) -> bool:
         """Whether some answer differs by more than rounding can explain."""
-        limit = ROUNDING.get(self.setting["dtype"], 0.0)
-        return any(mismatch.gap > limit or limit == 0 for mismatch in self.mismatches)
+        gaps = [mismatch.gap for mismatch in self.mismatches]
+        return exceeds_rounding(self.setting["dtype"], gaps)
 
     def exactness(self) -> str:
         """Describe `exact`."""
@@ -121,8 +121,9 @@ class Report:
         cost = f"tau {total.tau:.2f} at {format_number(total.ms['round'], 1)} ms per round"
         if total.speedup is None:
             return f"{cost}; speedup unknown without a baseline. Exactness: {self.exactness()}."
-        low, high = total.speedup_95 or (total.speedup, total.speedup)
+        low, high = total.speedup_95 or (1.0, 1.0)
         result = "faster" if low > 1 else "slower" if high < 1 else "about as fast, within noise"
+        result = result if total.speedup_95 else "without an interval, which needs more prompts"
         spread = f" (95 %: {low:.2f}-{high:.2f})" if total.speedup_95 else ""
         cost = f"{cost} against {format_number(total.ms['baseline'], 1)} ms per plain token"
         noise = " ".join(["", above_tau(self.fields())]).rstrip()
@@ -165,6 +166,21 @@ def _summary(content: dict[str, Any]) -> Summary:
     values = {f.name: content[f.name] for f in fields(Summary)}
     spans = {k: tuple(v) for k, v in values.items() if k.endswith("_95") and v is not None}
     return Summary(**{**values, **spans})
+
+
+def exceeds_rounding(dtype: str, gaps: Sequence[float]) -> bool:
+    """Return whether some top-2 gap of the mismatches is larger than rounding can explain."""
+    limit = ROUNDING.get(dtype, 0.0)
+    return any(limit == 0 or not gap <= limit for gap in gaps)
+
+
+def exact_in_a_word(report: Mapping[str, Any]) -> str:
+    """Return `yes`, `NO` or `rounding`; `lossy` or `-` for answers that are not compared."""
+    if report["exact"] is None:
+        return "lossy" if report.get("lossy") else "-"
+    gaps = [mismatch["gap"] for mismatch in report["mismatches"]]
+    wrong = "NO" if exceeds_rounding(report["dtype"], gaps) else "rounding"
+    return "yes" if report["exact"] else wrong
 
 
 def above_tau(report: Mapping[str, Any]) -> str:

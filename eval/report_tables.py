@@ -8,8 +8,17 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.eval.metrics import METRICS, Summary
-from outrider.eval.report import ROUNDING, Report, above_tau, format_number, headline, save
+from outrider.eval.report import (
+    ROUNDING,
+    Report,
+    above_tau,
+    exact_in_a_word,
+    format_number,
+    headline,
+    save,
+)
 
+SHOWN_DEPTHS = 12  # draft tokens whose acceptance is printed; --explain prints all
 NAMED = 5  # prompts left out that are named
 DOCTOR = "outrider doctor target=..."
 
@@ -55,7 +64,7 @@ def show(report: Report, console: Console, advice: str = "", in_full: bool = Fal
         message = f"{len(left_out)} left out, longer than the target's context: {names}"
         console.print(message, style="yellow")
     console.print(speed_table(report, in_full))
-    console.print(_acceptance_table(total))
+    console.print(_acceptance_table(total, len(total.accept_at) if in_full else SHOWN_DEPTHS))
     console.print(_time_table(total, in_full))
     if in_full and report.theory is not None:
         console.print(_theory_table(total, report.theory))
@@ -95,7 +104,9 @@ def show_grid(reports: Mapping[str, Report], folder: Path, console: Console) -> 
     table = narrow_table(("decoding", *numbers, "exact"), ("decoding", "exact"))
     for name, report in reports.items():
         cells = _speed_cells(report.summary)
-        table.add_row(name, *(cells[i] for i in (2, 3, 5, 6, 7, 8)), _exact(report))
+        table.add_row(
+            name, *(cells[i] for i in (2, 3, 5, 6, 7, 8)), exact_in_a_word(report.fields())
+        )
     console.print(table)
     files = f"reports: {folder}/NAME.json (every number), .outputs.jsonl, .png"
     console.print(files, soft_wrap=True)
@@ -104,12 +115,6 @@ def show_grid(reports: Mapping[str, Report], folder: Path, console: Console) -> 
 def in_short(report: Report) -> str:
     total = report.summary
     return f"{format_number(total.speedup, 2, 'x')}, tau {format_number(total.tau)}"
-
-
-def _exact(report: Report) -> str:
-    if report.exact is None:
-        return "lossy" if report.setting.get("lossy") else "-"
-    return "yes" if report.exact else "NO" if report.exceeds_rounding else "rounding"
 
 
 def _style(report: Report) -> str:
@@ -140,11 +145,14 @@ def _speed_cells(part: Summary) -> list[str]:
     return [*counts, *ms, format_number(part.speedup, 2, "x"), spread, *speeds]
 
 
-def _acceptance_table(total: Summary) -> Table:
-    numbers = (str(k) for k, _ in enumerate(total.accept_at, start=1))
-    table = narrow_table(("draft token k", *numbers), ("draft token k",))
-    table.add_row("accept@k", *(format_number(rate) for rate in total.accept_at))
-    table.add_row("cond@k", *(format_number(rate) for rate in total.cond_at))
+def _acceptance_table(total: Summary, shown: int) -> Table:
+    """Return the acceptance of the first `shown` draft tokens."""
+    depth = len(total.accept_at)
+    name = "draft token k" if depth <= shown else f"k, {shown} of {depth}"
+    numbers = (str(k) for k in range(1, min(shown, depth) + 1))
+    table = narrow_table((name, *numbers), (name,))
+    table.add_row("accept@k", *(format_number(rate) for rate in total.accept_at[:shown]))
+    table.add_row("cond@k", *(format_number(rate) for rate in total.cond_at[:shown]))
     return table
 
 

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from outrider.conf.console import Console
+from outrider.conf.errors import CorruptFile
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
@@ -24,6 +26,7 @@ from outrider.models.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.load import LoadedTarget, load_target
 from outrider.models.target import Target
+from outrider.train.manifest import RESTORE, read_manifest
 from outrider.train.trackers import TrackerThread
 
 QUICK_PROMPTS = 8  # of the report at the end of training
@@ -49,8 +52,7 @@ def evaluate(config: Config, explain: bool = False) -> int:
     config = adapt(config, Reporter(console).note)
     suite = load_suite(config, config.eval.limit)
     if source is not None and config.eval.drafter is None:  # a run, whose training text is known
-        if warning := template_change(folder, config.target, tokenizer):
-            console.print(warning, style="red")
+        warn_of_another_template(folder, config, tokenizer, console)
         suite = drop_contaminated(config, suite, console)
     _patch_target(drafter, target, console)
 
@@ -63,6 +65,16 @@ def evaluate(config: Config, explain: bool = False) -> int:
     if explain:
         explain_metrics(console)
     return 0
+
+
+def warn_of_another_template(run: Path, config: Config, tokenizer: Any, console: Console) -> None:
+    """Print a warning if the run was trained with another chat template."""
+    try:
+        warning = template_change(read_manifest(run) or {}, config.target, tokenizer)
+    except ValueError as error:
+        raise CorruptFile(f"{run / 'manifest.json'}: {error}.", RESTORE) from None
+    if warning:
+        console.print(warning, style="red")
 
 
 def _patch_target(drafter: Drafter, target: Target, console: Console) -> None:

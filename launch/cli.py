@@ -159,25 +159,30 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
 def _config(name: str, overrides: list[str]) -> Config:
     """Compose and validate the configuration of a verb; of a run folder with root eval."""
     from outrider.conf.compose import compose
-    from outrider.train.settings import is_untrained, load_published, load_run, parse
+    from outrider.train import settings
 
     verb = VERBS[name]
     chosen = [word[8:] for word in overrides if word.startswith("drafter=")][-1:]
-    untrained = bool(chosen) and is_untrained(chosen[0])
+    untrained = bool(chosen) and settings.is_untrained(chosen[0])
     words = overrides
     if not untrained:
         words = [f"eval.{word}" if word.startswith("drafter=") else word for word in words]
     if verb.root != "eval":
-        config = parse(compose(overrides, verb.root))
-    elif untrained or any(word.startswith("eval.drafter=") for word in words):
-        config = load_published(words, report=name == "eval")
+        return settings.parse(compose(overrides, verb.root))
+    if chosen and not untrained:
+        settings.check_published(chosen[0])
+    if untrained and name not in ("eval", "chat"):
+        why = f"It has no weights, and {name} uses the drafter of a run."
+        raise ConfigError("drafter", chosen[0], why, "Use outrider eval or chat.")
+    if untrained or any(word.startswith("eval.drafter=") for word in words):
+        config = settings.load_published(words, report=name == "eval")
     else:
         folder = compose(overrides, "eval").run.dir
         if not folder:
             why, fix = f"{name} needs a finished run.", "Add run.dir=runs/<name>."
             raise ConfigError("run.dir", folder, why, fix)
-        config = load_run(str(folder), overrides)
-    if (untrained or config.eval.drafter is not None) and name not in ("eval", "chat"):
+        config = settings.load_run(str(folder), overrides)
+    if config.eval.drafter is not None and name not in ("eval", "chat"):
         why, fix = f"{name} uses the drafter of a run.", "Use outrider eval or chat."
         raise ConfigError("eval.drafter", config.eval.drafter, why, fix)
     return config

@@ -1,8 +1,8 @@
 """`outrider compare`: tables of finished runs, and a page."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -10,7 +10,7 @@ from rich.text import Text
 from outrider.conf.console import Console
 from outrider.eval import compare as tables
 from outrider.eval.compare import RunResults, decoding_label
-from outrider.eval.report import format_number
+from outrider.eval.report import exact_in_a_word, format_number
 from outrider.eval.report_tables import explain_metrics, narrow_table
 
 MOST_ROWS = 8  # reports that are printed without --explain
@@ -52,7 +52,7 @@ def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = Fal
     for one in sentences:
         for text in one if in_full else map(_shorten, one[:1]):
             console.print(text)
-    pairs = [(run, report) for run in runs for report in run.reports.values()]
+    pairs = [(run, name) for run in runs for name in run.reports]
     rows = pairs if in_full or len(pairs) <= MOST_ROWS else _fastest(runs)[:MOST_ROWS]
     console.print(_table(rows))
     if not in_full:
@@ -73,31 +73,41 @@ def _shorten(text: Text) -> Text:
 
 def _best_decoding(run: RunResults) -> str:
     """Return the fastest report of the only run."""
-    ((_, report),) = _fastest([run])
+    ((_, name),) = _fastest([run])
+    report = run.reports[name]
     speedup, tau = format_number(report["speedup"], 2, "x"), format_number(report["tau"])
     return f"fastest decoding of {run.folder.name}: {decoding_label(report)}, {speedup}, tau {tau}"
 
 
-def _fastest(runs: Sequence[RunResults]) -> list[tuple[RunResults, dict[str, Any]]]:
-    """Return each run with its fastest report, the fastest first."""
-    pairs = [(run, max(run.reports.values(), key=_speedup)) for run in runs]
-    return sorted(pairs, key=lambda pair: -_speedup(pair[1]))
+def _fastest(runs: Sequence[RunResults]) -> list[tuple[RunResults, str]]:
+    """Return each run with the name of its fastest report, the fastest first."""
+    pairs = [(run, max(run.reports, key=partial(_speedup, run))) for run in runs]
+    return sorted(pairs, key=lambda pair: -_speedup(*pair))
 
 
-def _speedup(report: dict[str, Any]) -> float:
-    return float(report["speedup"] or 0.0)
+def _speedup(run: RunResults, name: str) -> float:
+    return float(run.reports[name]["speedup"] or 0.0)
 
 
-def _table(pairs: Sequence[tuple[RunResults, dict[str, Any]]]) -> Table:
+def _row_name(run: RunResults, name: str) -> str:
+    """Return the run's name, with the report's if the run has several of this decoding."""
+    labels = [decoding_label(report) for report in run.reports.values()]
+    several = labels.count(decoding_label(run.reports[name])) > 1
+    return f"{run.folder.name} {name}" if several else run.folder.name
+
+
+def _table(pairs: Sequence[tuple[RunResults, str]]) -> Table:
+    """Return the table of reports, each given by its run and its name."""
     numbers = "tau", "speedup", "95 %", "tokens/s"
     table = narrow_table(("run", "decoding", *numbers, "exact"), ("run", "decoding", "exact"))
-    for run, report in pairs:
+    for run, name in pairs:
+        report = run.reports[name]
         spread = report["speedup_95"]
         table.add_row(
-            run.folder.name, decoding_label(report), format_number(report["tau"]),
+            _row_name(run, name), decoding_label(report), format_number(report["tau"]),
             format_number(report["speedup"], 2, "x"),
             "-" if spread is None else "{:.2f}-{:.2f}".format(*spread),
             format_number(report["tokens_per_second"], 1),
-            {True: "yes", False: "NO", None: "-"}[report["exact"]],
+            exact_in_a_word(report),
         )  # fmt: skip
     return table

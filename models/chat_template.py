@@ -12,7 +12,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,16 +108,14 @@ def template_hash(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def template_change(folder: Any, target: Any, tokenizer: Any) -> str:
-    """Return a warning if the run in `folder` was trained with another template, else "".
+def template_change(manifest: Mapping[str, Any], target: Any, tokenizer: Any) -> str:
+    """Return a warning if the run of a manifest was trained with another template, else "".
 
     `target` holds the present settings of its target.
-    """
-    from outrider.conf.files import read_json
 
-    if not (folder / "manifest.json").is_file():
-        return ""
-    manifest = read_json(folder / "manifest.json", f"Train {folder} again.")
+    Raises:
+        ValueError: the manifest has template arguments that are none.
+    """
     was = manifest.get("fingerprints", {}).get("template")
     if was is None or was == template_hash(tokenizer):
         return ""

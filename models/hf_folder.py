@@ -5,6 +5,7 @@ random values to missing weights. Each function raises a ValueError with the rea
 """
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ def check_sizes(fields: Any) -> None:
         low, high = 0 if name in FROM_0 else 1, SIZES.get(name) or FROM_0.get(name)
         for number in value if isinstance(value, list) else [value]:
             if high and number is not None and not (type(number) is int and low <= number <= high):
-                why = f"{name}: {str(number)[:80]}, which must be an integer in {low}..{high}"
+                why = f"{name}: {repr(number)[:80]}, which must be an integer in {low}..{high}"
                 raise ValueError(f"its config.json has {why}.")
 
 
@@ -61,6 +62,8 @@ def check_config(weights: str, revision: str | None) -> dict[str, Any]:
     file = _find(weights, "config.json", revision)
     fields = {} if file is None else read_json(file, "")
     check_sizes(fields)
+    if not isinstance(fields.get("model_type", ""), str):
+        raise ValueError(f"its config.json has model_type: {fields['model_type']!r}"[:120])
     return fields
 
 
@@ -129,21 +132,29 @@ def _find(weights: str, name: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Silence transformers' table of missing and unknown tensors, which become one message."""
+    """Silence transformers' table of missing and unknown tensors, which become one message.
+
+    Its progress bar is for a terminal only.
+    """
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
+    """Return the first line of an error's message, and the second if the first ends in a colon."""
     text = error.message if isinstance(error, RunError) else str(error).strip()
-    return (text or type(error).__name__).splitlines()[0][:500]
+    first, *more = (text or type(error).__name__).splitlines()
+    return (f"{first} {more[0].strip()}" if more and first.endswith(":") else first)[:500]
 
 
 def empty_model(config: Any, **kwargs: Any) -> Any:

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from outrider.conf.compose import compose
-from outrider.conf.errors import ConfigError
+from outrider.conf.console import Console
+from outrider.conf.errors import ConfigError, CorruptFile
 from outrider.conf.template_args import parse_template_args
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids, render
-from outrider.eval.run import evaluate
+from outrider.eval.run import evaluate, warn_of_another_template
 from outrider.launch.train import train
 from outrider.models.chat_template import set_template_args, template_change, template_hash
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.load import LoadedTarget, load_target, load_tokenizer
 from outrider.train.settings import load_run, parse
 from tests import runs
 
@@ -109,7 +110,7 @@ def test_another_thinking_flag_than_in_training_is_warned_about(
     assert config.target.thinking is False
     tokenizer = load_target(config.target).tokenizer
     assert manifest["fingerprints"]["template"] == template_hash(tokenizer)
-    assert template_change(tmp_path, config.target, tokenizer) == ""
+    assert template_change(manifest, config.target, tokenizer) == ""
     usual = ["eval.limit=1", "eval.max_new_tokens=4", "eval.warmup=0", f"run.dir={tmp_path}"]
     evaluate(load_run(tmp_path, usual))
     assert "not the one of training" not in capsys.readouterr().out
@@ -118,6 +119,18 @@ def test_another_thinking_flag_than_in_training_is_warned_about(
     assert "not the one of training" in output
     assert "trained with enable_thinking=false" in output
     assert "measured with enable_thinking=true" in output
+
+
+@pytest.mark.parametrize("target", [{"template_args": ["no value"]}, {"template_args": "a=b"}])
+def test_wrong_template_arguments_of_a_manifest_are_one_error(
+    tmp_path: Path, target: dict[str, object]
+) -> None:
+    manifest = {"fingerprints": {"template": "0" * 16}, "config": {"target": target}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    config = parse(compose(["target=tiny"]))
+    tokenizer = load_tokenizer(config.target)
+    with pytest.raises(CorruptFile, match="template_args"):
+        warn_of_another_template(tmp_path, config, tokenizer, Console())
 
 
 def text(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from outrider.conf.shown_text import escape_controls
 from outrider.eval.page import elements, write
 from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.publish import card
+from outrider.eval.publish import run as publish_run
 from outrider.train.settings import parse
 from tests.test_page import measured
 
@@ -101,7 +102,10 @@ def test_card_calls_a_speedup_above_tau_noise(
 
 
 @pytest.mark.parametrize(("name", "changes"), [
-    ("manifest", {"config": "text"}), ("manifest", {"versions": {"torch": 2}}),
+    ("manifest", {"config": "text"}), ("manifest", {"fingerprints": {"template": 3}}),
+    ("manifest", {"config": {"target": {"thinking": "yes"}}}),
+    ("manifest", {"config": {"target": {"template_args": "a=b"}}}),
+    ("manifest", {"versions": {"torch": 2}}),
     ("manifest", {"git": 3}), ("manifest", {"argv": 7}), ("training", {"tokens": "many"}),
     ("eval/chain", {"tau": "high"}), ("eval/chain", {"accept_at": 5}),
     ("eval/chain", {"categories": []}), ("plan/plan", {"recommended": 1}),
@@ -111,6 +115,18 @@ def test_wrong_types_end_with_a_message(
 ) -> None:
     with pytest.raises(CorruptFile, match=f"{name}.json: {next(iter(changes))}"):
         render(tmp_path, "text", monkeypatch, **{name: changes})
+
+
+@pytest.mark.parametrize("name", ["eval/chain", "plan/plan", "manifest", "training"])
+def test_damaged_files_are_found_before_the_target_is_loaded(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / f"{name}.json").write_text('"text"')
+    monkeypatch.setattr(publish_run, "load_target", lambda *_: pytest.fail("loaded"))
+    config = parse(compose([f"run.dir='{tmp_path}'", "target=tiny", "drafter=eagle3"]))
+    with pytest.raises(CorruptFile, match=f"{name}.json does not hold a JSON object"):
+        publish_run.publish(config, PublishConfig())
 
 
 def test_manifest_without_versions_has_a_card(

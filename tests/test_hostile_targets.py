@@ -203,6 +203,21 @@ def test_end_tokens_of_other_types_are_refused(folder: Path, ids: object) -> Non
     refused(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": "32"}, "hidden_size: '32', which must be an integer"),
+        ({"model_type": ["llama"]}, "model_type: ['llama']"),
+        ({"eos_token_id": "two"}, "eos_token_id': TypeError"),  # the two lines of transformers
+    ],
+)
+def test_a_refused_config_is_named_with_its_reason(
+    folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    edit(folder / "config.json", **changes)
+    assert reason in refused(folder)
+
+
 @pytest.mark.parametrize("template", [5, {"a": "b"}, ["x"], [[1]], True, {"default": 5}], ids=str)
 def test_templates_that_are_no_text_are_refused(folder: Path, template: object) -> None:
     edit(folder / "tokenizer_config.json", chat_template=template)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import TargetConfig
@@ -21,6 +22,18 @@ def test_the_shipped_target_loads_offline() -> None:
     assert loaded.source == "the model shipped with Outrider"
     assert loaded.target.dtype == torch.float32
     assert loaded.target.vocab_size == len(loaded.tokenizer)
+
+
+def test_the_progress_bar_of_loading_is_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.enable_progress_bar()
+    load.load_target(settings(name="tiny"))
+    assert "Loading weights" not in capsys.readouterr().err
+    assert logging.is_progress_bar_enabled()  # for the user's own models
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    load.load_target(settings(name="tiny"))
+    assert "Loading weights" in capsys.readouterr().err
 
 
 def test_any_local_folder_is_a_target(tmp_path: Path) -> None:

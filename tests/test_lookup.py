@@ -221,6 +221,29 @@ def test_training_commands_say_that_there_is_nothing_to_train(
     assert f"outrider eval drafter={name}" in error
 
 
+@each_drafter
+@pytest.mark.parametrize("verb", ["publish", "plan", "ranks"])
+def test_commands_of_a_run_refuse_a_drafter_without_weights(
+    name: str, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, f"drafter={name}", "target=tiny", "run.dir=x"])
+    error = capsys.readouterr().err
+    assert f"drafter = '{name}'\n  It has no weights, and {verb} uses" in error
+
+
+@pytest.mark.parametrize("name", ["eagle3", "Medusa", "sufix"])
+@pytest.mark.parametrize("verb", ["eval", "chat"])
+def test_the_name_of_a_drafter_with_weights_is_no_hub_id(
+    name: str, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, f"drafter={name}", "target=tiny", "run.dir=x"])
+    error = capsys.readouterr().err
+    assert f"drafter = '{name}'" in error
+    assert "run.dir=runs/<name>" in error
+
+
 def test_a_misspelt_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("drafter.nn=2", "drafter.n=0", "drafter.least=4", "drafter.draft_vocab_size=9"):
         with pytest.raises(SystemExit, match="2"):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,20 @@ def test_report(printed: Callable[[Shown], str]) -> None:
     interval = "{:.2f}-{:.2f}".format(*saved["speedup_95"])
     row = f"{tau:.2f}", f"{speedup:.2f}x", interval, f"{fast:.1f}", f"{plain:.1f}"
     assert has_numbers(text, *row, str(saved["prompts"]), str(saved["tokens"]))
+
+
+def test_report_of_a_long_chain(printed: Callable[[Shown], str]) -> None:
+    """The acceptance of 12 of 16 draft tokens; all are printed in full, and in the file."""
+    result = report(*[2.0, 3.0] * 40, forecast=None, depth=16)
+    rates: list[float | None] = [1 - k / 20 for k in range(16)]
+    result = replace(result, summary=replace(result.summary, accept_at=rates, cond_at=rates))
+    shown = partial(show_and_save, result, RUN / "eval", "quick")
+    text = printed(shown)
+    assert lines(text) <= LINES, text
+    assert "k, 12 of 16" in text
+    assert has_numbers(text, *leaves(rates[:12], ".2f"))
+    assert "0.25" not in text.split()
+    assert has_numbers(printed(lambda console: shown(console, in_full=True)), "0.25")
 
 
 def test_report_in_full(printed: Callable[[Shown], str], tmp_path: Path) -> None:

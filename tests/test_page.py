@@ -418,6 +418,17 @@ def test_folder_of_runs_gives_a_comparison_page(tmp_path: Path) -> None:
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 3  # speedup, tau, curves
 
 
+def test_reports_without_a_run_have_a_page(tmp_path: Path) -> None:
+    """`outrider eval drafter=suffix` writes reports, and no config.yaml."""
+    for name in ("ngram", "suffix"):
+        save(measured(drafter=name), tmp_path / name / "eval", "chain")
+    for folder, title in ((tmp_path / "suffix", "suffix: reports"), (tmp_path, "2 runs compared")):
+        assert report(folder, ReportConfig(), [f"run.dir={folder}"]) == 0
+        page = Reader((folder / "report.html").read_text())
+        assert title in page.text
+        assert f"{measured().summary.speedup:.2f}" in page.text
+
+
 def test_warnings_keep_the_case_of_names(tmp_path: Path) -> None:
     """Names are not capitalised at the beginning of a sentence."""
     for name, threads in (("one", 1), ("two", 2)):

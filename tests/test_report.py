@@ -105,6 +105,12 @@ def test_verdict_of_an_interval_around_one() -> None:
     assert "about as fast, within noise: tau" in report(0.5, 0.5, 2.0, 2.0).verdict()
 
 
+def test_one_prompt_has_no_interval_and_no_verdict() -> None:
+    verdict = report(2.0).verdict()
+    assert verdict.startswith("2.00x, without an interval, which needs more prompts: tau 3.00")
+    assert "faster" not in verdict
+
+
 def test_a_speedup_above_tau_is_called_noise() -> None:
     """Tau is 3; a plain second per token against a sixth of one is a speedup of 6."""
     noise = "is noise: a round takes at least a plain step."
@@ -297,6 +303,33 @@ def test_compare_prints_different_conditions(
     ]
     compare(runs, explain=True)
     assert shown in " ".join(capsys.readouterr().out.split())
+
+
+def test_comparison_calls_a_difference_of_rounding_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gap of 0.01 logits is bridged in bfloat16, and is an error in float32."""
+    runs = [tmp_path / name for name in ("fine", "bridged", "wrong")]
+    for run, dtype in zip(runs, ("float32", "bfloat16", "float32"), strict=True):
+        mismatches = () if run.name == "fine" else (Mismatch("p0", 4, 7, 9, 0.01),)
+        save(report(2.0, 2.0, mismatches=mismatches, dtype=dtype), run / "eval", "eval")
+    compare([*map(str, runs)])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    words = {row[0]: row[-1] for row in rows if row and "chain@0" in row[1:2]}
+    assert words == {"fine": "yes", "bridged": "rounding", "wrong": "NO"}
+
+
+def test_two_reports_of_one_decoding_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("shallow", "deep"):
+        measured(tmp_path / "run", name, 2.0)
+    measured(tmp_path / "run", "tree", 2.0, policy="dynamic_tree")
+    compare([str(tmp_path / "run")])
+    text = capsys.readouterr().out
+    assert "run shallow chain@0" in text
+    assert "run deep " in text
+    assert "run tree" not in text
 
 
 def trained(folder: Path, tau: float, plain: float, **more: Any) -> str:

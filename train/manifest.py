@@ -24,8 +24,12 @@ PACKAGES = (
 )  # fmt: skip
 RESTORE = "Restore it from a copy, or train again."
 MANIFEST = {
-    "argv?": [str], "config?": {"train?": ({str: object}, None), "drafter?": object},
-    "versions?": {str: str}, "git?": {"commit?": str}, "fingerprints?": {str: object},
+    "argv?": [str], "versions?": {str: str}, "git?": {"commit?": str},
+    "config?": {
+        "train?": ({str: object}, None), "drafter?": object,
+        "target?": {"thinking?": (bool, None), "template_args?": ([str], None)},
+    },
+    "fingerprints?": {"template?": str, str: object},
 }  # fmt: skip
 TRAINING = {  # best_drafter.training_summary
     "parameters?, steps?, seconds?, start_seconds?, tokens?, tokens_per_second?": RATE,

@@ -18,6 +18,7 @@ from outrider.conf.compose import (
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
 from outrider.conf.schema import GROUPS, Config, UntrainedConfig, to_dict
+from outrider.conf.short_forms import is_path
 
 DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
 INPUT_FILES = ("data.path", "data.given", "eval.prompts")  # keys of files that a run reads
@@ -79,6 +80,16 @@ def is_untrained(name: str) -> bool:
     """Return whether a drafter of this name exists that has no weights."""
     known = re.fullmatch("[a-z][a-z0-9_]*", name) and (DRAFTERS / f"{name}.py").is_file()
     return bool(known) and issubclass(drafter_schema({"name": name}), UntrainedConfig)
+
+
+def check_published(name: str) -> None:
+    """Raise a `ConfigError` if `drafter=NAME` is a drafter with weights, mistyped or not."""
+    known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
+    if is_path(name, known) or Path(name).expanduser().exists():
+        return
+    why = "It is no folder and no hub id of a published drafter, and no drafter without weights."
+    fix = "The drafter of a run is measured by run.dir=runs/<name> alone"
+    raise ConfigError("drafter", name, why, f"{fix}; drafters here are {', '.join(known)}.")
 
 
 def check_files(config: Config, *keys: str) -> None:

@@ -1,5 +1,7 @@
 """`outrider report`: one page on a run, on a search, or on all runs of a folder.
 
+The reports of a published drafter, or of one without weights, count as a run.
+
 The page shows files of the folder. Only the calibration of the drafter's confidence may be
 measured for it, with report.measure=true.
 """
@@ -109,17 +111,21 @@ def _run_page(config: Config, options: ReportConfig, console: Console) -> Page:
 
 
 def _folder_page(folder: Path) -> Page:
-    """Return the page of a search, or of the runs in a folder."""
+    """Return the page of a search, of the runs in a folder, or of reports without a run."""
     if any((folder / name).is_file() for name in SEARCH_FILES):
         section = comparison.search_section(folder, "search")
         return _page(f"Search: {folder.name}", [], [section], [folder])
-    places = sorted(file.parent for file in folder.glob("*/config.yaml"))
+    places = {file.parent for file in folder.glob("*/config.yaml")}
+    places |= {file.parents[1] for file in folder.glob("*/eval/*.json")}
+    if not places and any(folder.glob("eval/*.json")):
+        places = {folder}
     if not places:
         message = f"{folder} holds no run, no search and no folder of a run."
         raise RunError(message, "Give run.dir=runs/<name>, or the folder that contains runs.")
-    runs, without, _ = compare.load_runs(places)
+    runs, without, _ = compare.load_runs(sorted(places))
     sections = comparison.comparison_sections(runs, without)
-    return _page(f"{folder.name}: {len(runs)} runs compared", [], sections, [folder])
+    title = f"{len(runs)} runs compared" if places != {folder} else "reports"
+    return _page(f"{folder.name}: {title}", [], sections, [folder])
 
 
 def _refuse_run_options(options: ReportConfig, overrides: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from outrider.eval.metrics import ROUND_PARTS, Summary
 from outrider.eval.page.elements import Note, Part, metric_definitions, text_table
 from outrider.eval.page.figures import Interval, are_several, bars, draw, stacked_bars
 from outrider.eval.page.run_files import RunFiles
-from outrider.eval.report import Report, describe_policy, format_number
+from outrider.eval.report import Report, describe_policy, exact_in_a_word, format_number
 
 THEORY = (
     "from times: tau x plain step / round, equal to the measured one. no overhead: the same with "
@@ -46,7 +46,7 @@ def _row(out: str, report: Report) -> list[str]:
         out, f"{describe_policy(report.setting)}, {sampling}", str(total.prompts),
         str(total.tokens), with_interval(total.tau, total.tau_95), format_number(total.ms["round"]),
         format_number(total.ms["baseline"]), with_interval(total.speedup, total.speedup_95, "x"),
-        {True: "yes", False: "NO", None: "-"}[report.exact],
+        exact_in_a_word(report.fields()),
     ]  # fmt: skip
 
 

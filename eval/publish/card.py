@@ -151,8 +151,8 @@ def eval_results(reports: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
 
 
 def _is_certain(report: Mapping[str, Any]) -> bool:
-    """Return whether a speedup is at most tau, and its interval does not hold 1."""
-    low, high = report["speedup_95"] or (report["speedup"],) * 2
+    """Return whether a speedup is at most tau, and has an interval that does not hold 1."""
+    low, high = report["speedup_95"] or (1.0, 1.0)  # one prompt has no interval
     return bool((low > 1 or high < 1) and report["speedup"] <= (report["tau"] or 0))
 
 
@@ -218,6 +218,15 @@ def read_reports(folder: Path, drafter: Drafter) -> tuple[dict[str, dict[str, An
         else:
             other.append(file.stem)
     return reports, other
+
+
+def require_readable(run: Path) -> None:
+    """Read the files of a run that a card is made from; a `CorruptFile` for a damaged one."""
+    for file in (run / "eval").glob("*.json"):
+        read_fields(file)
+    read_manifest(run)
+    read_training(run)
+    read_newest_plan(run)
 
 
 def read_newest_plan(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,13 @@ from outrider.conf.schema import Config
 from outrider.eval.hub import file_tree, upload
 from outrider.eval.open_drafter import drafter_folder
 from outrider.eval.publish import engine_check
-from outrider.eval.publish.card import CardSubject, base_model, read_reports, write_card
+from outrider.eval.publish.card import (
+    CardSubject,
+    base_model,
+    read_reports,
+    require_readable,
+    write_card,
+)
 from outrider.eval.publish.reference_outputs import reference_outputs, write_reference
 from outrider.eval.publish.round_trip import RoundTrip, first_prompts
 from outrider.models import formats, process
@@ -51,6 +57,7 @@ def publish(config: Config, settings: PublishConfig) -> int:
     engine_check.check_settings(
         settings, None if settings.format == "all" else formats.find(settings.format, name), name
     )
+    require_readable(Path(config.run.dir))
     loaded = load_target(replace(config.target, dtype="float32"), process.device())
     target = loaded.target
     target.name = base_model(config, settings) or Path(target.name).name  # no local path

@@ -119,7 +119,6 @@ def _per_round(engine: Engine, prompt: Sequence[int], rounds: int) -> dict[str, 
             out = event.out
             if out.rounds == rounds:
                 break
-        decoding.close()
     parts = {"draft": out.times.draft, "target": out.times.target}
     parts["attention"] = sum(seconds) - of_prompt
     return {name: 1000 * spent / out.rounds for name, spent in parts.items()}
