@@ -29,6 +29,7 @@ from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.drafters.ngram import NGram
 from outrider.models.drafters.staged import Config, Staged, add_inner
 from outrider.models.formats import native
+from outrider.models.interface import Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 from outrider.train.settings import parse
@@ -221,6 +222,40 @@ def test_rows_of_other_families(target: Target, family: str, tmp_path: Path) -> 
     drafter = staged(target, NGRAM, path=str(tmp_path), inner_width=6)
     for found, expected in tree_rows(drafter, REPEATING):
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_the_inner_drafter_reads_the_draft_models_states(
+    target: Target, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two pieces of a text and of tree nodes: each row against one pass over its own text."""
+    drafter, seen = staged(target, INNER[kind], inner_width=4), list[Trace]()
+    assert drafter.inner is not None
+    absorb = drafter.inner.absorb_batch
+
+    def recorded(states: Any, traces: Sequence[Trace]) -> Any:
+        seen.extend(traces)
+        return absorb(states, traces)
+
+    monkeypatch.setattr(drafter.inner, "absorb_batch", recorded)
+    with torch.no_grad():
+        rows = trace_of(REPEATING[7:11], REPEATING[11])
+        rows = dataclasses.replace(rows, positions=rows.positions + 7)
+        state = drafter.absorb(absorbed(drafter, REPEATING[:8]), rows)
+        levels = [([REPEATING[11]], [0]), ([4, 9, 5], [0, 0, 0]), ([7, 8], [2, 0])]
+        for depth, (ids, parents) in enumerate(levels, start=1):
+            _, state = drafter.step(state, depth, torch.tensor(ids), torch.tensor(parents))
+    assert [trace.ids.shape[1] for trace in seen] == [7, 4, 1, 1, 1, 2, 2]
+    for trace in seen:
+        first, ids = int(trace.positions[0, 0]), trace.ids[0].tolist()
+        text = torch.tensor([[*REPEATING[:first], *ids, int(trace.next_ids[0, -1])]])
+        count = text.shape[1]
+        causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+        states = drafter.lm.forward(text, torch.arange(count)[None], causal)
+        assert trace.positions[0].tolist() == list(range(first, count - 1))
+        assert trace.next_ids[0].tolist() == text[0, first + 1 :].tolist()
+        for found, own in zip((trace.taps, trace.last), states, strict=True):
+            torch.testing.assert_close(found, own[:, first:-1], atol=1e-5, rtol=1e-4)
 
 
 # ---- the recursion through the engine ------------------------------------------------------------
