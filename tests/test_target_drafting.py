@@ -34,8 +34,12 @@ NAMES = [
 # settings with which a drafter drafts badly, and with which it drafts what the target decodes
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "draft_verify": [{"skip_attention": [1, 2], "skip_mlp": [0, 2]}, {"skip_attention": [3]}],
+    "sparse_kv": [
+        {"budget": 4, "sinks": 1},
+        {"method": "snapkv", "budget": 5, "window": 2, "pool": 3},
+    ],
 }
-PERFECT: dict[str, dict[str, Any]] = {"draft_verify": {}}
+PERFECT: dict[str, dict[str, Any]] = {"draft_verify": {}, "sparse_kv": {"method": "snapkv"}}
 CASES = [(name, changes) for name in NAMES for changes in SETTINGS[name]]
 each_drafter = pytest.mark.parametrize(
     ("name", "changes"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
