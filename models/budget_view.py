@@ -39,11 +39,11 @@ class Front(NamedTuple):
     """The rows in front of the tails.
 
     Attributes:
-        count: K.
+        size: K.
         rows: copies, of each layer; None: the first K columns of the cache.
     """
 
-    count: int
+    size: int
     rows: Sequence[Rows] | None = None
 
 
@@ -81,7 +81,7 @@ class BudgetView(Cache):
         else:
             self.starts = [max(0, end - width) for end in ends]
         self.width = together if self._one_slice else width
-        self.columns = front.count + self.width
+        self.columns = front.size + self.width
 
     @property
     def prefix(self) -> list[int]:
@@ -90,7 +90,7 @@ class BudgetView(Cache):
 
     def limit(self, branch: Bool[Tensor, "B N W"]) -> Bool[Tensor, "B N K+W"]:
         """Return the mask of all columns, from that of rows up to `prefix` and draft rows."""
-        count, batch = self.front.count, len(self._tails)
+        count, batch = self.front.size, len(self._tails)
         branch = branch.expand(batch, -1, -1)
         skipped = [t - s for t, s in zip(self._tails, self.starts, strict=True)]
         if any(skipped):
@@ -121,9 +121,9 @@ class BudgetView(Cache):
             [row[s : s + self.width] for row, s in zip(rows, self.starts, strict=True)]
         )
         if self.front.rows is None:
-            return torch.cat([rows[:, : self.front.count], own], dim=1)
+            return torch.cat([rows[:, : self.front.size], own], dim=1)
         tails = torch.tensor(self._tails, device=rows.device)[:, None]
-        before = torch.arange(-self.front.count, 0, device=rows.device)
+        before = torch.arange(-self.front.size, 0, device=rows.device)
         return torch.cat([tails + before, own], dim=1)
 
     def update(
@@ -131,7 +131,7 @@ class BudgetView(Cache):
     ) -> tuple[Float[Tensor, "B A K+W C"], Float[Tensor, "B A K+W Cv"]]:
         """Append rows to the cache, and return the columns of the view."""
         keys, values = self.cache.update(key, value, layer_idx)
-        count = self.front.count
+        count = self.front.size
         fronts = keys[:, :, :count], values[:, :, :count]
         if self.front.rows is not None:
             fronts = self.front.rows[layer_idx]
@@ -147,7 +147,7 @@ class BudgetView(Cache):
     def _read(
         self, rows: Float[Tensor, "B A S C"], front: Float[Tensor, "B A K C"]
     ) -> Float[Tensor, "B A K+W C"]:
-        count, start = self.front.count, self.starts[0]
+        count, start = self.front.size, self.starts[0]
         if self._one_slice:
             tails = rows[:, :, start : start + self.width]
             return torch.cat([front, tails], dim=2) if count else tails

@@ -1,17 +1,17 @@
-"""The view of the cache against masked attention over all rows; the selection against a literal one.
+"""The view of a cache against masked attention over all rows, and selections against literal ones.
 
 The slow reference of a draft is the same forward over the whole cache, whose rows outside the view
 are masked, per key head with SnapKV: `masked_logits`.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, RunError
+from outrider.models.budget_view import BudgetView
 from outrider.models.decode import engine
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
@@ -118,9 +118,9 @@ def selected_rows(drafter: SparseKV, state: SparseState) -> list[Tensor]:
         all_keys, all_values = state.cache.rows(layer)
         same = (keys[0, :, :, None] == all_keys[0, :, None]).all(-1)  # [A, K, rows]
         assert torch.equal(same.sum(-1), torch.ones_like(same[..., 0]).long())
-        same_values = (values[0, :, :, None] == all_values[0, :, None]).all(-1)
-        assert torch.equal(same, same_values)
         out.append(same.int().argmax(-1))
+        index = out[-1][None, :, :, None].expand(-1, -1, -1, values.shape[3])
+        assert torch.equal(values, all_values.gather(2, index))
     return out
 
 
@@ -221,38 +221,46 @@ def test_prompts_of_any_lengths_read_no_more_rows_than_the_longest_tail(method: 
 
 
 @each_method
-def test_a_view_shares_the_rows_of_the_cache(method: str) -> None:
-    """A selection copies its rows; the tail, and all rows within the budget, are not copied."""
+@pytest.mark.parametrize("budget", [len(PROMPT), 9])
+def test_a_view_reads_the_rows_of_the_cache_in_place(method: str, budget: int) -> None:
+    """All columns within the budget; beyond it, they are joined with the front for a forward."""
     target = tiny.target()
-    drafter = drafter_of(method, target, budget=len(PROMPT))
-    state = state_after(target, drafter, PROMPT)
-    addresses = list[int]()
-    gqa, seen = KVCache.update, list[Tensor]()
+    drafter = drafter_of(method, target, budget=budget)
+    state, places, views = state_after(target, drafter, PROMPT), list[int](), list[int]()
+    whole, part = KVCache.update, BudgetView.update
 
-    from outrider.models import budget_view
-
-    def record(self: Any, *args: Any) -> Any:
-        keys, values = gqa(self, *args)
-        addresses.append(keys.data_ptr())
+    def of_cache(self: Any, *args: Any) -> Any:
+        keys, values = whole(self, *args)
+        places.extend([keys.data_ptr(), values.data_ptr()])
         return keys, values
 
-    class Recorded(budget_view.BudgetView):
-        def update(self, *args: Any, **_: Any) -> Any:
-            keys, values = super().update(*args)
-            seen.append(keys)
-            return keys, values
+    def of_view(self: Any, *args: Any) -> Any:
+        keys, values = part(self, *args)
+        views.extend([keys.data_ptr(), values.data_ptr()])
+        return keys, values
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "update", record)
-        patch.setattr("outrider.models.drafters.sparse_kv.BudgetView", Recorded)
+        patch.setattr(KVCache, "update", of_cache)
+        patch.setattr(BudgetView, "update", of_view)
         drafted_logits(drafter, state, [30])
-    assert [keys.data_ptr() for keys in seen] == addresses
-    assert len(seen) == target.num_layers
-    state = drafter_of(method, target) and state_after(target, drafter_of(method, target), PROMPT)
-    selection = drafter_of(method, target).with_selection(0, state).selection
+    assert len(places) == 2 * target.num_layers
+    assert (places == views) == (budget == len(PROMPT))
+
+
+def test_a_state_holds_copies_of_selected_rows_only() -> None:
+    target = tiny.target()
+    drafter = drafter_of("snapkv", target)
+    state = state_after(target, drafter, PROMPT)
+    selection = drafter.with_selection(0, state).selection
     assert selection is not None
-    copied = sum(keys.shape[2] for keys, _ in selection.rows)
-    assert copied == target.num_layers * (9 - 4 if method == "snapkv" else 0) or method != "snapkv"
+    stored = [part.untyped_storage().nbytes() for rows in selection.rows for part in rows]
+    size = target.shape().head_dim
+    assert stored == [2 * 5 * size * 4] * (
+        2 * target.num_layers
+    )  # A K C floats; 5 = budget - window
+    whole = drafter_of("snapkv", target, budget=len(PROMPT)).with_selection(0, state).selection
+    assert whole is not None
+    assert whole.rows == ()
 
 
 @each_method
@@ -331,8 +339,9 @@ def test_a_selection_is_kept_in_a_request_and_remade_in_the_next_turn() -> None:
             plain = Engine(target, None, None).generate(text, 9)
             assert out.ids == plain.ids
             assert made[-1] == len(text) - 4
-            fresh = state_after(target, drafter, text)
-            assert dialogue.checkpoints[-1][1].newest.tolist() == fresh.newest.tolist()
+            latest = dialogue.checkpoints[-1][1]
+            assert latest is not None
+            assert latest.newest.tolist() == text[-4:]
             text = [*text, *out.ids]
     assert len(made) == 3
 
@@ -343,7 +352,7 @@ def test_attention_without_the_interface_of_transformers_is_refused() -> None:
     state = state_after(target, drafter, PROMPT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptObserver, "observe", lambda *_: None)
-        with pytest.raises(Exception, match="drafter.method=streaming"):
+        with pytest.raises(RunError, match=r"drafter\.method=streaming"):
             drafter.with_selection(0, state)
 
 
@@ -351,9 +360,8 @@ def test_the_attention_function_is_restored() -> None:
     target = Target(small_model("gpt2"))
     before = target.text_config._attn_implementation
     observer = PromptObserver(KVCache(1, 8, 4, target.device), 0, [])
-    with pytest.raises(KeyError), observed_modules(target.text_config, observer):
+    with observed_modules(target.text_config, observer):
         assert target.text_config._attn_implementation != before
-        raise KeyError
     assert target.text_config._attn_implementation == before
 
 
@@ -373,7 +381,7 @@ def test_the_attention_function_is_restored() -> None:
 )
 def test_settings_that_leave_nothing_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tiny.config("sparse_kv", **changes)
+        tiny.config("sparse_kv", draft_vocab_size=None, **changes)
 
 
 def test_a_window_wider_than_the_context_is_refused() -> None:

@@ -160,6 +160,8 @@ class SparseKV(TargetDrafter):
 
         A prompt without selected rows gets zeros, which the mask excludes.
         """
+        if len(selections) == 1:
+            return list(selections[0].rows)
         known, stacked = self._stacked
         same = len(known) == len(selections)
         if same and all(a is b for a, b in zip(known, selections, strict=True)):
