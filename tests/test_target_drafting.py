@@ -35,8 +35,8 @@ NAMES = [
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "draft_verify": [{"skip_attention": [1, 2], "skip_mlp": [0, 2]}, {"skip_attention": [3]}],
     "sparse_kv": [
-        {"budget": 4, "sinks": 1},
-        {"method": "snapkv", "budget": 5, "window": 2, "pool": 3},
+        {"budget": 3, "sinks": 1},
+        {"method": "snapkv", "budget": 3, "window": 2, "pool": 3},
     ],
 }
 PERFECT: dict[str, dict[str, Any]] = {"draft_verify": {}, "sparse_kv": {"method": "snapkv"}}
