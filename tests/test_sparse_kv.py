@@ -217,6 +217,50 @@ def test_prompts_of_any_lengths_read_no_more_rows_than_the_longest_tail(method: 
     assert max(seen) <= 9 + 6 + 12  # budget, draft and the text since; the contexts are 12 and 96
 
 
+@each_method
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("lengths", [(24, 22, 20), (96, 12, 7)], ids=["one slice", "copies"])
+def test_a_draft_does_not_depend_on_the_batch(
+    method: str, family: str, lengths: tuple[int, ...]
+) -> None:
+    """The same logits for prompts together as for each alone; 7 rows are within a budget."""
+    target = Target(small_model(family))
+    drafter = drafter_of(method, target)
+    prompts = [(PROMPT * 4)[:length] for length in lengths]
+    alone = [
+        drafted_logits(drafter, state_after(target, drafter, prompt), CHAIN) for prompt in prompts
+    ]
+    captured = list[Any]()
+
+    class Captured(Engine):
+        def _draft(self, active: Any, times: Any) -> Any:
+            captured.extend(one.state for one in active)
+            return super()._draft(active, times)
+
+    requests = [Request(prompt, 3) for prompt in prompts]
+    events = Captured(target, drafter, Chain(1)).run(requests, 3)
+    [*zip(range(4), events, strict=False)]  # a round of all three
+    states, slices = captured[:3], set[bool]()
+    whole = BudgetView.__init__
+
+    def record(self: Any, *args: Any) -> None:
+        whole(self, *args)
+        slices.add(self._one_slice)
+
+    cache = states[0].cache
+    cache.lengths = list(lengths)
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(BudgetView, "__init__", record)
+        together = []
+        for depth, token in enumerate(CHAIN, start=1):
+            ids, parents = torch.full((3, 1), token), torch.zeros(3, 1, dtype=torch.long)
+            logits, states = drafter.step_batch(states, depth, ids, parents)
+            together.append(logits[:, 0])
+    assert slices == {lengths == (24, 22, 20)}
+    for one, expected in zip(torch.stack(together, dim=1), alone, strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
 # ---- what is shared ----
 
 
