@@ -187,8 +187,7 @@ def measure(
     assert isinstance(cache, KVCache)
     plain = ReadPrompts(target, None, None)
     events = plain.use_cache(cache, 0).run(requests, batch)
-    for _ in zip(requests, events, strict=False):
-        """Read every prompt once; no round follows."""
+    [*zip(requests, events, strict=False)]  # reads every prompt once; no round follows
     plain.rows = prompt - options.window  # read again: a selection needs these tokens
     engines = [
         ReadPrompts(target, drafter_of(options, target, budget), Chain(options.depth))
