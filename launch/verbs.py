@@ -87,6 +87,7 @@ BENCHES = {
         ("launches", "equality:launches", "losses and weights after 1, 2, 4 ranks, DDP and ZeRO"),
         ("soak", "soak:soak", "inject faults into a run of several ranks, compare bit by bit"),
         ("storage", "storage:storage", "recording formats: bytes per token against acceptance"),
+        ("context", "context:context", "sparse_kv by context, batch and budget: where it pays"),
         ("assisted", "assisted:assisted", "speed against transformers' assisted generation"),
     )
 }

@@ -49,3 +49,11 @@ def window_size(config: Any) -> int | None:
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
     used = "sliding_attention" in kinds and getattr(config, "use_sliding_window", True)
     return getattr(config, "sliding_window", None) if used else None
+
+
+def sliding_layers(config: Any, layers: int) -> list[bool]:
+    """Return of every decoder layer whether its attention has a window."""
+    if window_size(config) is None:
+        return [False] * layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [kind == "sliding_attention" for kind in kinds]

@@ -63,6 +63,11 @@ class KVCache(Cache):
         """Lengths of the selected slots."""
         return self.lengths[slice(*self._window)]
 
+    @property
+    def active_slots(self) -> range:
+        """The selected slots."""
+        return range(*self._window)
+
     def ensure_capacity(self, capacity: int) -> None:
         """Grow every slot to this many rows; existing rows are kept."""
         if capacity <= self.capacity:

@@ -53,8 +53,8 @@ class TargetDraftState:
 class TargetDrafter(BatchDrafter):
     """A drafter that runs draft tokens through the target.
 
-    A subclass implements `draft_forward`, and may override `draft_cache`, `run_target` and
-    `absorb_batch`.
+    A subclass implements `draft_forward` or `draft_level`, and may override `draft_cache`,
+    `run_target` and `absorb_batch`.
     """
 
     required_features = "ids"
@@ -103,13 +103,25 @@ class TargetDrafter(BatchDrafter):
         cache.ensure_capacity(max(prefix) + drafted + ids.shape[1])
         positions = level_positions(states, depth, ids)
         with cache.after_draft(drafted):
-            visible = branch_mask(prefix, ancestors)
-            hidden = self.draft_forward(target, cache, ids, positions, visible)
+            hidden = self.draft_level(states, prefix, ids, positions, ancestors)
         after = [
             replace(state, ancestors=mask, hidden=torch.cat([state.hidden, new]))
             for state, mask, new in zip(states, ancestors, hidden, strict=True)
         ]
         return hidden, after
+
+    def draft_level(
+        self,
+        states: Sequence[TargetDraftState],
+        prefix: list[int],
+        ids: Int[Tensor, "B N"],
+        positions: Int[Tensor, "B N"],
+        ancestors: Bool[Tensor, "B N M"],
+    ) -> Float[Tensor, "B N H"]:
+        """Run the tokens of a level after `prefix` committed rows; all rows are visible."""
+        target, cache = states[0].target, self.draft_cache(states[0].cache)
+        visible = branch_mask(prefix, ancestors)
+        return self.draft_forward(target, cache, ids, positions, visible)
 
     def run_target(
         self,

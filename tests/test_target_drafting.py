@@ -43,8 +43,12 @@ NAMES = [
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "draft_verify": [{"skip_attention": [1, 2], "skip_mlp": [0, 2]}, {"skip_attention": [3]}],
     "kangaroo": [{"exit_layer": 2}, {"exit_layer": 4}],
+    "sparse_kv": [
+        {"budget": 3, "sinks": 1},
+        {"method": "snapkv", "budget": 3, "window": 2, "pool": 3},
+    ],
 }
-PERFECT: dict[str, dict[str, Any]] = {"draft_verify": {}}
+PERFECT: dict[str, dict[str, Any]] = {"draft_verify": {}, "sparse_kv": {"method": "snapkv"}}
 CASES = [(name, changes) for name in NAMES for changes in SETTINGS[name]]
 TRAINED = [case for case in CASES if drafters.drafter_class(case[0]).is_trained]
 each_drafter = pytest.mark.parametrize(

@@ -1,0 +1,288 @@
+"""`outrider bench context`: sparse_kv by context length, batch size and budget.
+
+MagicDec (arXiv:2408.11049) claims that drafting with few rows of the target's cache pays where
+reading the cache dominates: at long contexts and large batches. For each context and batch the
+prompts are read once; plain decoding and every budget then decode the same number of rounds from
+there, interleaved, all prompts in every round. Medians of the repetitions count.
+
+    T        one round of plain decoding
+    draft    time of a draft step / T
+    verify   time of the target's forward over a drafted chain / T
+    alpha    acceptance rate: accepted draft tokens / (accepted + rejected)
+    tau      tokens per round and prompt
+    plan     speedup by theory.py from alpha, draft and verify; no overhead
+    found    speedup that was measured
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from outrider.conf.compose import parse_words
+from outrider.conf.console import Console
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import option
+from outrider.conf.schema import TargetConfig
+from outrider.data.conversations import read_prompts
+from outrider.data.sources import suite_source
+from outrider.eval.report_tables import narrow_table
+from outrider.eval.theory import speedup_from_alpha
+from outrider.launch.bench.common import describe_machine, save_result, use_threads
+from outrider.models import drafters, process
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain
+from outrider.models.decode.request import ActiveRequest, DialogueCache, Output, Request
+from outrider.models.drafter import Drafter, State
+from outrider.models.drafters.sparse_kv import Config
+from outrider.models.kv_cache import KVCache
+from outrider.models.load import load_target
+from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
+
+WARMUP = 2  # rounds before those that count: the first one selects rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of `outrider bench context`."""
+
+    target: str = option("tiny", "tiny, smollm2, or folder or hub id of a language model")
+    contexts: tuple[int, ...] = option((512, 1024), "tokens of prompt and answer", "[64, 4194304]")
+    batches: tuple[int, ...] = option((1, 4), "batch sizes", "[1, 65536]")
+    budgets: tuple[int, ...] = option((128,), "rows that a draft reads", "[1, 4194304]")
+    method: str = option("streaming", "which rows: streaming or snapkv")
+    sinks: int = option(4, "method=streaming: first rows of the text", "[0, 4194304]")
+    window: int = option(32, "method=snapkv: last tokens of a prompt", "[1, 4194304]")
+    depth: int = option(4, "draft tokens of a round", "[1, 1024]")
+    rounds: int = option(16, "rounds of a repetition that count", "[1, 65536]")
+    repeats: int = option(3, "repetitions; medians count", "[1, inf)")
+    text: str = option("", "text file for the prompts; empty: shipped prompts, repeated")
+    threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
+    out: str = option("", "JSON file for the result")
+
+    def __post_init__(self) -> None:
+        for budget in self.budgets:
+            try:
+                self.config(budget)
+            except ValueError as error:
+                fix = "Change budgets, method, sinks or window."
+                raise ConfigError("budgets", budget, f"{error}.", fix) from None
+
+    def config(self, budget: int) -> Config:
+        """Return the settings of the drafter with this budget."""
+        return Config(
+            depths=self.depth, method=self.method, budget=budget, sinks=self.sinks,
+            window=self.window,
+        )  # fmt: skip
+
+    @property
+    def room(self) -> int:
+        """Tokens of a context that are decoded at most."""
+        return (WARMUP + self.rounds + 1) * (self.depth + 1)
+
+
+class ReadPrompt(DialogueCache):
+    """A prompt whose first rows are in the cache already."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def match_prefix(self, prompt: Sequence[int]) -> tuple[int, State | None]:
+        return self.rows, None
+
+    def add_prompt(self, cache: KVCache, text: list[int], state: State | None) -> None:
+        """Keep nothing."""
+
+
+class ReadPrompts(Engine):
+    """An engine whose prompts are in a cache already, but for their last tokens."""
+
+    rows = 0
+
+    def use_cache(self, cache: KVCache, rows: int) -> "ReadPrompts":
+        self.given, self.rows = cache, rows
+        return self
+
+    def _start(
+        self, requests: Sequence[Request], batch: int, dialogue: DialogueCache | None
+    ) -> None:
+        super()._start(requests, batch, dialogue)
+        self.cache = self.given
+
+    def _prefill(
+        self, started: list[ActiveRequest], first: int, dialogue: DialogueCache | None
+    ) -> None:
+        super()._prefill(started, first, ReadPrompt(self.rows) if len(started) == 1 else None)
+
+
+def context(words: list[str]) -> int:
+    """Run the benchmark."""
+    options = parse_words(Options, words)
+    use_threads(options.threads)
+    process.set_threads()
+    known = {"tiny": TargetConfig("tiny"), "smollm2": TargetConfig("smollm2")}
+    config = known.get(options.target, TargetConfig("hf", path=options.target))
+    target, tokenizer, _ = load_target(config, process.device())
+    check(options, target)
+    ids = tokenizer(_text(options))["input_ids"]
+    rows = list[dict[str, Any]]()
+    cases = [(length, batch) for length in options.contexts for batch in options.batches]
+    work = sum(length * batch for length, batch in cases)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=work)
+        for length, batch in cases:
+            progress.update(task, description=f"context {length}, batch {batch}")
+            rows.extend(measure(options, target, ids, length, batch))
+            progress.advance(task, length * batch)
+    show(options, rows, Console())
+    setting = {**dataclasses.asdict(options), "dtype": str(target.dtype)}
+    save_result(options.out, {"machine": describe_machine(), "setting": setting, "rows": rows})
+    return 0
+
+
+def check(options: Options, target: Target) -> None:
+    """Raise ConfigError for a context that the target or the prompts cannot have."""
+    positions = target.shape().max_positions
+    for i, length in enumerate(options.contexts):
+        if length > positions:
+            why = f"{target.name} has {positions} positions."
+            raise ConfigError(f"contexts[{i}]", length, why, "Use a shorter context.")
+        if length <= options.room + options.window:
+            why = f"Up to {options.room} tokens are decoded, and a prompt must come before them."
+            raise ConfigError(f"contexts[{i}]", length, why, "Use fewer rounds, or a longer one.")
+
+
+def _text(options: Options) -> str:
+    if options.text:
+        try:
+            return Path(options.text).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = f"It cannot be read: {error}."
+            raise ConfigError("text", options.text, why, "Give a text file in UTF-8.") from None
+    prompts = read_prompts(
+        suite_source("tiny" if options.target == "tiny" else "outrider", "prompts")
+    )
+    return "\n\n".join(turn for prompt in prompts for turn in prompt.turns)
+
+
+def requests_of(ids: Sequence[int], length: int, batch: int, budget: int) -> list[Request]:
+    """Return prompts of `length` tokens that start at different places of the text, repeated."""
+    starts = (i * len(ids) // batch for i in range(batch))
+    prompts = ([ids[(start + i) % len(ids)] for i in range(length)] for start in starts)
+    return [Request(prompt, budget) for prompt in prompts]
+
+
+def measure(
+    options: Options, target: Target, ids: Sequence[int], length: int, batch: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per budget at one context and batch."""
+    prompt = length - options.room
+    requests = requests_of(ids, prompt, batch, options.room)
+    cache = target.new_cache(length, batch)
+    assert isinstance(cache, KVCache)
+    plain = ReadPrompts(target, None, None)
+    events = plain.use_cache(cache, 0).run(requests, batch)
+    [*zip(requests, events, strict=False)]  # reads every prompt once; no round follows
+    plain.rows = prompt - options.window  # read again: a selection needs these tokens
+    engines = [
+        ReadPrompts(target, drafter_of(options, target, budget), Chain(options.depth))
+        for budget in options.budgets
+    ]
+    for engine in engines:
+        engine.use_cache(cache, plain.rows)
+    found = list[list[dict[str, float]]]()
+    for _ in range(options.repeats):
+        found.append([timed(options, engine, requests) for engine in (plain, *engines)])
+    for i, budget in enumerate(options.budgets, start=1):
+        runs = [compare(options, one[0], one[i]) for one in found]
+        row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        yield {"context": length, "batch": batch, "budget": budget, **row}
+
+
+def drafter_of(options: Options, target: Target, budget: int) -> Drafter:
+    """Return the drafter with this budget."""
+    everything = DraftVocab.identity(target.vocab_size)
+    return drafters.build(options.config(budget), target, everything).eval()
+
+
+def timed(options: Options, engine: ReadPrompts, requests: Sequence[Request]) -> dict[str, float]:
+    """Decode all prompts together; return seconds per round and its parts, tau and alpha."""
+    outputs, before = dict[int, Output](), dict[str, float]()
+    for event in engine.run(requests, len(requests)):
+        outputs[event.number] = event.out
+        if engine.rounds == WARMUP:
+            before = before or _totals(outputs.values())
+        if engine.rounds == WARMUP + options.rounds:
+            break
+    after, rounds = _totals(outputs.values()), options.rounds
+    total = {key: after[key] - before[key] for key in after}
+    return {
+        "seconds": total["rounds"] / rounds, "draft": total["draft"] / rounds,
+        "target": total["target"] / rounds, "tau": total["tokens"] / (rounds * len(requests)),
+        "alpha": total["accepted"] / max(1, total["trials"]),
+    }  # fmt: skip
+
+
+def _totals(outputs: Iterable[Output]) -> dict[str, float]:
+    outputs = list(outputs)
+    pairs = [(a, d) for out in outputs for a, d in zip(out.accepted, out.drafted, strict=True)]
+    return {
+        "rounds": sum(out.times.rounds for out in outputs),
+        "draft": sum(out.times.draft for out in outputs),
+        "target": sum(out.times.target for out in outputs),
+        "tokens": sum(len(out.ids) for out in outputs),
+        "accepted": sum(a for a, _ in pairs),
+        "trials": sum(min(a + 1, d) for a, d in pairs),
+    }
+
+
+def compare(
+    options: Options, plain: dict[str, float], drafted: dict[str, float]
+) -> dict[str, float]:
+    """Return the ratios of one repetition."""
+    step = plain["seconds"]
+    draft, verify = drafted["draft"] / options.depth / step, drafted["target"] / step
+    return {
+        "plain_ms": 1000 * step, "draft": draft, "verify": verify,
+        "alpha": drafted["alpha"], "tau": drafted["tau"],
+        "plan": speedup_from_alpha(drafted["alpha"], options.depth, draft, verify),
+        "found": drafted["tau"] / plain["tau"] * step / drafted["seconds"],
+    }  # fmt: skip
+
+
+def verdicts(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield, for each batch, the shortest context from which drafting is faster."""
+    for batch in options.batches:
+        best = {
+            length: max(r["found"] for r in rows if (r["context"], r["batch"]) == (length, batch))
+            for length in options.contexts
+        }
+        slower = [length for length, speedup in best.items() if speedup <= 1]
+        faster = [n for n in best if n > max(slower, default=0)]
+        top = max(best.values())
+        if faster:
+            yield f"batch {batch}: faster from a context of {min(faster)}, at most {top:.2f}x"
+        else:
+            yield f"batch {batch}: not faster at {max(slower)}, at most {top:.2f}x"
+
+
+def show(options: Options, rows: Sequence[dict[str, Any]], console: Console) -> None:
+    for line in verdicts(options, rows):
+        console.print(line, highlight=False)
+    head = "context", "batch", "budget", "T ms", "draft", "verify", "alpha", "tau", "plan", "found"
+    table = narrow_table(head)
+    for row in rows:
+        ratios = (f"{row[key]:.2f}" for key in ("draft", "verify", "alpha", "tau", "plan", "found"))
+        names = (str(row[key]) for key in ("context", "batch", "budget"))
+        table.add_row(*names, f"{row['plain_ms']:.1f}", *ratios)
+    console.print(table)
+    console.print(
+        f"{options.method}, greedy, chains of {options.depth}; draft and verify in plain steps T",
+        highlight=False,
+    )
+    console.print(describe_machine(), highlight=False)
