@@ -107,7 +107,7 @@ def _scores(q: Tensor, key: Tensor, plan: QueryPlan, block: Block) -> Tensor:
     """Return the scores of one block, [A, G*n, keys] in float32; -inf where masked."""
     start, stop, low, high = block
     heads, size = key.shape[1], q.shape[-1]
-    flat = by_key_head(q[start:stop], heads)
+    flat = _by_key_head(q[start:stop], heads)
     scores: Tensor = torch.matmul(flat, key[low:high].permute(1, 2, 0)).float() * size**-0.5
     column = torch.arange(low, high, device=q.device)
     rows, first = plan.rows[start:stop, None], plan.document_start[start:stop, None]
@@ -121,13 +121,13 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
     return x.view(len(x), heads, x.shape[1] // heads, x.shape[2])
 
 
-def by_key_head(x: Tensor, heads: int) -> Tensor:
+def _by_key_head(x: Tensor, heads: int) -> Tensor:
     """[N, A*G, C] -> [A, G*N, C], the layout of `_scores`."""
     count, _, size = x.shape
     return x.view(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
 
 
-def by_row(x: Tensor, count: int) -> Tensor:
+def _by_row(x: Tensor, count: int) -> Tensor:
     """[A, G*N, C] -> [N, A*G, C]."""
     heads, _, size = x.shape
     return x.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1, size)
@@ -150,7 +150,7 @@ class _BranchAttention(torch.autograd.Function):
             lse = torch.logsumexp(scores, -1)
             weights = scores.sub_(lse[..., None]).exp_().to(value.dtype)
             attended = torch.matmul(weights, value[low:high].transpose(0, 1)).float()
-            out[start:stop] = by_row(attended, stop - start)
+            out[start:stop] = _by_row(attended, stop - start)
             total[start:stop] = lse.view(heads, -1, stop - start).permute(2, 0, 1)
         lse = torch.stack([total, *own_scores]).logsumexp(0)
         merged = out.view_as(grouped).mul_((total - lse).exp()[..., None])
@@ -176,14 +176,14 @@ class _BranchAttention(torch.autograd.Function):
             n = stop - start
             row = lse[start:stop].permute(1, 2, 0).reshape(heads, -1, 1)
             weights = _scores(q, key, ctx.plan, block).sub_(row).exp_()
-            dout = by_key_head(grad[start:stop].to(value.dtype), heads)
+            dout = _by_key_head(grad[start:stop].to(value.dtype), heads)
             dvalue[low:high] += torch.matmul(weights.to(value.dtype).mT, dout).transpose(0, 1)
             dscore = torch.matmul(dout, value[low:high].permute(1, 2, 0)).float()
             dscore.sub_(delta[start:stop].permute(1, 2, 0).reshape(heads, -1, 1)).mul_(weights)
             dscore = dscore.mul_(scale).to(q.dtype)
             dblock = torch.matmul(dscore, key[low:high].transpose(0, 1)).float()
-            dq[start:stop] = by_row(dblock, n).view(n, heads, -1, size)
-            query = by_key_head(q[start:stop], heads)
+            dq[start:stop] = _by_row(dblock, n).view(n, heads, -1, size)
+            query = _by_key_head(q[start:stop], heads)
             dkey[low:high] += torch.matmul(dscore.mT, query).transpose(0, 1)
         grouped, g = _grouped(q, heads).float(), _grouped(grad, heads).float()
         dkeys, dvalues = [], []

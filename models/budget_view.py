@@ -10,9 +10,9 @@ key head and copied (SnapKV). Tail and draft rows are the cache's own, and draft
 there. Keys keep the rotation of their positions, so both readers of the cache share its rows.
 
 Prompts of several lengths: the view is as wide as the longest tail with its draft rows. If their
-tails are in nearly the same columns, one slice has them all; else each is copied for the forward.
+tails are in nearly the same columns, one slice has them all; else each prompt has its own.
 
-    slot   columns of the cache        one slice          copies
+    slot   columns of the cache        one slice          own slices
     0      f f . t t t d d             t t t d d x x      t t t d d
     1      f f . . . t t t d d         x x t t t d d      t t t d d      x: excluded by the mask
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from outrider.models.kv_cache import KVCache
-from outrider.models.small_matmul import gqa_attention
+from outrider.models.small_matmul import gqa_attention, split_attention
 
 Rows = tuple[Float[Tensor, "B A K C"], Float[Tensor, "B A K Cv"]]  # keys and values of a layer
 
@@ -129,20 +129,39 @@ class BudgetView(Cache):
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Float[Tensor, "B A K+W C"], Float[Tensor, "B A K+W Cv"]]:
-        """Append rows to the cache, and return the columns of the view."""
+        """Append rows to the cache, and return a copy of the columns of the view."""
         keys, values = self.cache.update(key, value, layer_idx)
-        count = self.front.size
-        fronts = keys[:, :, :count], values[:, :, :count]
-        if self.front.rows is not None:
-            fronts = self.front.rows[layer_idx]
+        fronts = self._fronts(keys, values, layer_idx)
         return self._read(keys, fronts[0]), self._read(values, fronts[1])
+
+    def _fronts(self, keys: Tensor, values: Tensor, layer: int) -> Rows:
+        if self.front.rows is not None:
+            return self.front.rows[layer]
+        count = self.front.size
+        return keys[:, :, :count], values[:, :, :count]
 
     def attend(
         self, query: Float[Tensor, "B G T C"], key: Tensor, value: Tensor, layer: int,
         mask: Float[Tensor, "B 1 T K+W"], scale: float,
     ) -> Float[Tensor, "B G T C"]:  # fmt: skip
-        """Append rows and attend to the view; called by every layer of `FastLlama`."""
-        return gqa_attention(query, *self.update(key, value, layer), mask, scale)
+        """Append rows and attend to them where they are; called by every layer of `FastLlama`."""
+        rows = self.cache.update(key, value, layer)
+        fronts, out = self._fronts(*rows, layer), list[Tensor]()
+        together = [(slice(None), self.starts[0])]
+        for prompts, start in together if self._one_slice else self._single_prompts:
+            columns = slice(start, start + self.width)
+            keys, values = (part[prompts, :, columns] for part in rows)
+            parts = [(fronts[0][prompts], fronts[1][prompts]), (keys, values)]
+            if self.front.size:
+                attended = split_attention(query[prompts], parts, mask[prompts], scale)
+            else:
+                attended = gqa_attention(query[prompts], keys, values, mask[prompts], scale)
+            out.append(attended)
+        return torch.cat(out)
+
+    @property
+    def _single_prompts(self) -> list[tuple[slice, int]]:
+        return [(slice(i, i + 1), start) for i, start in enumerate(self.starts)]
 
     def _read(
         self, rows: Float[Tensor, "B A S C"], front: Float[Tensor, "B A K C"]

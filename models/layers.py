@@ -12,12 +12,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.models.branch_attention import QueryPlan, by_key_head, by_row
+from outrider.models.branch_attention import QueryPlan
 from outrider.models.interface import ModelShape
 from outrider.models.layer_rows import LayerRows
-from outrider.models.small_matmul import gqa_attention
-
-Pair = tuple[Float[Tensor, "_ A C"], Float[Tensor, "_ A C"]]  # keys and values
+from outrider.models.small_matmul import gqa_attention, split_attention
 
 
 class Norm(nn.Module):
@@ -259,34 +257,16 @@ def attend_with_bias(
 
     Verified rows and a branch are attended to where they are, under one softmax.
     """
-    keys, values = rows.keys.rows, rows.values.rows
+    parts = [(rows.keys.rows, rows.values.rows), *([rows.branch] if rows.branch else [])]
+    by_head = [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in parts]
+    q = q.transpose(0, 1)[None]
     if rows.branch is not None:
-        return _attend_both(q, (keys, values), rows.branch, bias, scale or q.shape[-1] ** -0.5)
+        bias = None if bias is None else bias[None, None]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return split_attention(q, by_head, bias, scale)[0].transpose(0, 1)
     if bias is not None:
-        bias = F.pad(bias, (len(keys) - bias.shape[1], 0))[None, None]
-    q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
-    return gqa_attention(q, keys, values, bias, scale)[0].transpose(0, 1)
-
-
-def _attend_both(
-    q: Float[Tensor, "N AG C"],
-    verified: Pair,
-    branch: Pair,
-    bias: Float[Tensor, "N M"] | None,
-    scale: float,
-) -> Float[Tensor, "N AG C"]:
-    """Attend to two groups of keys, to the last ones of which `bias` belongs."""
-    count, heads, length = len(q), verified[0].shape[1], len(verified[0])
-    rows = by_key_head(q, heads)
-    parts = [torch.matmul(rows, keys.permute(1, 2, 0)) for keys, _ in (verified, branch)]
-    scores = torch.cat(parts, dim=-1).float() * scale
-    if bias is not None:
-        columns = scores.view(heads, -1, count, scores.shape[-1])[..., -bias.shape[1] :]
-        columns += bias
-    weights = scores.softmax(-1).to(q.dtype).split([length, scores.shape[-1] - length], dim=-1)
-    values = (pair[1].transpose(0, 1) for pair in (verified, branch))
-    first, second = (torch.matmul(*part) for part in zip(weights, values, strict=True))
-    return by_row(first + second, count)
+        bias = F.pad(bias, (len(rows) - bias.shape[1], 0))[None, None]
+    return gqa_attention(q, *by_head[0], bias, scale)[0].transpose(0, 1)
 
 
 def init_linear_weights(module: nn.Module) -> None:

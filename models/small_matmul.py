@@ -4,10 +4,11 @@ Each function calls `F.linear` or `F.scaled_dot_product_attention` with other sh
 measured to be faster (docs/log.md). Results differ in the order of sums only.
 
 Legend: X inputs and Y outputs of a linear map; B prompts, A key heads, G query heads to each of
-them, N rows, L keys, C numbers of a head.
+them, N rows, L keys, M the last of them, C numbers of a head.
 """
 
 import platform
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -77,3 +78,30 @@ def gqa_attention(
         mask = mask.repeat(1, 1, heads // key_heads, 1)
     out = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
     return out.reshape(batch, heads, count, size)  # on a GPU the result is strided
+
+
+def split_attention(
+    q: Float[Tensor, "B AG N C"],
+    parts: Sequence[tuple[Float[Tensor, "B A _ C"], Float[Tensor, "B A _ C"]]],
+    bias: Float[Tensor, "#B 1 N M"] | None,
+    scale: float,
+) -> Float[Tensor, "B AG N C"]:
+    """Compute `gqa_attention` of keys and values in several tensors, which are not concatenated.
+
+    Args:
+        parts: keys and values.
+        bias: added to the scores of the last M keys.
+    """
+    batch, heads, count, size = q.shape
+    key_heads = parts[0][0].shape[1]
+    rows = q.reshape(batch, key_heads, -1, size)
+    scores = torch.cat([torch.matmul(rows, keys.mT) for keys, _ in parts], dim=-1).float() * scale
+    if bias is not None:
+        by_query = scores.view(batch, key_heads, -1, count, scores.shape[-1])
+        by_query[..., -bias.shape[-1] :] += bias[:, :, None]
+    lengths = [keys.shape[2] for keys, _ in parts]
+    weights = scores.softmax(-1).to(q.dtype).split(lengths, dim=-1)
+    out = torch.zeros_like(rows)
+    for weight, (_, values) in zip(weights, parts, strict=True):
+        out = out + torch.matmul(weight, values)
+    return out.reshape(batch, heads, count, size)

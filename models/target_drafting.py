@@ -95,7 +95,7 @@ class TargetDrafter(BatchDrafter):
         self, states: Sequence[TargetDraftState], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N H"], list[TargetDraftState]]:
         """Run the tokens of level depth - 1; return their states and those of the prompts."""
-        target, cache = states[0].target, self.draft_cache(states[0].cache)
+        cache = self.draft_cache(states[0].cache)
         above = [state.ancestors for state in states]
         ancestors = torch.stack(above) if depth == 1 else gather_parents(above, parents)
         ancestors = extend_ancestor_mask(ancestors)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.models import small_matmul
-from outrider.models.small_matmul import gqa_attention
+from outrider.models.small_matmul import gqa_attention, split_attention
 
 uncached_mkl_on_amd = small_matmul.mkl_on_amd.__wrapped__
 ATTEND = F.scaled_dot_product_attention
@@ -91,3 +91,19 @@ def test_gqa_attention_equals_repeated_keys(
 def strided_attention(*args: Any, **kwargs: Any) -> Tensor:
     """Attention with the memory layout of the memory-efficient kernel's result."""
     return ATTEND(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", [(5,), (3, 7), (1, 4, 2)])
+@pytest.mark.parametrize(("batch", "count"), [(1, 1), (3, 4)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_keys_in_several_tensors_are_attended_to_as_in_one(
+    lengths: tuple[int, ...], batch: int, count: int, biased: bool
+) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(batch, 6, count, 8)
+    parts = [(torch.randn(batch, 2, n, 8), torch.randn(batch, 2, n, 8)) for n in lengths]
+    keys, values = (torch.cat(group, dim=2) for group in zip(*parts, strict=True))
+    bias = torch.randn(batch, 1, count, 2) if biased else None
+    mask = None if bias is None else F.pad(bias, (keys.shape[2] - 2, 0))
+    expected = ATTEND(q, keys, values, mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(split_attention(q, parts, bias, 0.3), expected)

@@ -181,7 +181,7 @@ def test_a_draft_step_reads_as_many_rows_at_every_context(method: str) -> None:
 
 @each_method
 def test_prompts_of_any_lengths_read_no_more_rows_than_the_longest_tail(method: str) -> None:
-    """Lengths far apart are copied, lengths close together are one slice of the cache."""
+    """Lengths far apart have slices of their own, lengths close together share one."""
     target = tiny.target()
     seen = list[int]()
 
@@ -201,7 +201,7 @@ def test_prompts_of_any_lengths_read_no_more_rows_than_the_longest_tail(method: 
 
 @each_method
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
-@pytest.mark.parametrize("lengths", [(24, 22, 20), (96, 12, 7)], ids=["one slice", "copies"])
+@pytest.mark.parametrize("lengths", [(24, 22, 20), (96, 12, 7)], ids=["one slice", "own slices"])
 def test_a_draft_does_not_depend_on_the_batch(
     method: str, family: str, lengths: tuple[int, ...]
 ) -> None:

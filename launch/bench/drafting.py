@@ -22,7 +22,7 @@ from outrider.conf.fields import option
 from outrider.conf.schema import DrafterSettings
 from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench import common
-from outrider.models import drafters, kv_cache, layers, process, state_cache
+from outrider.models import budget_view, drafters, kv_cache, layers, process, state_cache
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Request
@@ -33,9 +33,11 @@ from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
 BLOCK = 97  # tokens that the prompt repeats: look-ups find them
-ATTENTION = (
+ATTENTION = (  # of drafters, of draft models, of views of a cache, of caches
     (layers, "attend_rows"),
     (state_cache, "attend_with_bias"),
+    (budget_view, "split_attention"),
+    (budget_view, "gqa_attention"),
     (kv_cache, "gqa_attention"),
 )
 
