@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
+from outrider.models import budget_view, small_matmul
 from outrider.models.budget_view import BudgetView
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
@@ -249,28 +250,32 @@ def test_a_draft_does_not_depend_on_the_batch(
 @each_method
 @pytest.mark.parametrize("budget", [len(PROMPT), 9])
 def test_a_view_reads_the_rows_of_the_cache_in_place(method: str, budget: int) -> None:
-    """All columns within the budget; beyond it, they are joined with the front for a forward."""
+    """Of what is attended to, only selected rows are outside of the cache's memory."""
     target = tiny.target()
     drafter = drafter_of(method, target, budget=budget)
-    state, places, views = state_after(target, drafter, PROMPT), list[int](), list[int]()
-    whole, part = KVCache.update, BudgetView.update
+    state = state_after(target, drafter, PROMPT)
+    cached = memory_of(state.cache.rows(0))
+    attended = list[set[int]]()
 
-    def of_cache(self: Any, *args: Any) -> Any:
-        keys, values = whole(self, *args)
-        places.extend([keys.data_ptr(), values.data_ptr()])
-        return keys, values
+    def whole(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+        attended.append(memory_of((keys, values)))
+        return small_matmul.gqa_attention(q, keys, values, *rest)
 
-    def of_view(self: Any, *args: Any) -> Any:
-        keys, values = part(self, *args)
-        views.extend([keys.data_ptr(), values.data_ptr()])
-        return keys, values
+    def split(q: Tensor, parts: Any, *rest: Any) -> Tensor:
+        attended.append(memory_of([rows for part in parts for rows in part]))
+        return small_matmul.split_attention(q, parts, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "update", of_cache)
-        patch.setattr(BudgetView, "update", of_view)
+        patch.setattr(budget_view, "gqa_attention", whole)
+        patch.setattr(budget_view, "split_attention", split)
         drafted_logits(drafter, state, [30])
-    assert len(places) == 2 * target.num_layers
-    assert (places == views) == (budget == len(PROMPT))
+    assert len(attended) == target.num_layers
+    selected = 2 * (method == "snapkv" and budget < len(PROMPT))  # keys and values
+    assert all(cached <= memory and len(memory - cached) == selected for memory in attended)
+
+
+def memory_of(rows: Any) -> set[int]:
+    return {part.untyped_storage().data_ptr() for part in rows}
 
 
 def test_a_state_holds_copies_of_selected_rows_only() -> None:
