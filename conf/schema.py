@@ -37,9 +37,7 @@ class TargetConfig:
     """The frozen target model."""
 
     name: Literal["tiny", "smollm2", "hf"] = option("tiny", "which target (choose with target=...)")
-    path: str | None = option(
-        None, "folder or model hub id; null: the default of tiny and smollm2, required for hf"
-    )
+    path: str | None = option(None, "folder or hub id; null: that of tiny, smollm2; hf needs one")
     revision: str | None = option(None, "branch, tag or commit on the model hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "float32", "precision; auto: as stored"
@@ -325,7 +323,10 @@ class DecodeConfig:
         "traversal, sampled, coupled, lossy_typical, lossy_lenience; auto: the usual lossless one",
     )
     tree: str | None = option(None, "static_tree, sampled_tree: JSON of rank paths; null: the best")
-    confidence: float = option(0.0, "chain: stop after a token of lower probability", PROBABILITY)
+    confidence: float | Literal["adaptive"] = option(
+        0.0, "chain: stop after a token of lower probability; adaptive: by acceptance", PROBABILITY
+    )
+    acceptance_goal: float = option(0.9, "confidence=adaptive: share to accept", PROBABILITY)
     gain: float = option(0.0, "trees: stop if a level adds fewer expected tokens", "[0, inf)")
     lenience: float = option(0.5, "lossy_lenience: accept with min(1, p / (lenience q))", "(0, 1]")
     epsilon: float = option(0.09, "lossy_typical: accept p > min(epsilon, delta exp(-H))", "(0, 1]")

@@ -15,6 +15,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
 from outrider.conf.schema import Config, DecodeConfig, UntrainedConfig
 from outrider.models.decode import tree_shapes
+from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.rule_table import (
@@ -53,7 +54,10 @@ def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
     """
     draft = _draft_of(decode)
     if decode.kind == "chain":
-        return Chain(decode.depth, draft, decode.confidence)
+        confidence = decode.confidence
+        if confidence == "adaptive":
+            return Chain(decode.depth, draft, AdaptiveConfidence(decode.acceptance_goal))
+        return Chain(decode.depth, draft, confidence)
     if decode.kind == "dynamic_tree":
         return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft)
     paths = tree_shapes.read(Path(decode.tree)) if decode.tree else search_tree(decode, tables)
@@ -128,6 +132,9 @@ def check_decode(decode: DecodeConfig) -> None:
     for key, kind in (("confidence", "chain"), ("gain", "dynamic_tree"), ("tree", "static_tree")):
         if getattr(decode, key) and decode.kind != kind:
             raise refuse(key, f"Only decode={kind} has this setting.", f"Use decode={kind}.")
+    if decode.acceptance_goal != DecodeConfig.acceptance_goal and decode.confidence != "adaptive":
+        why, fix = "Only an adaptive confidence has a goal.", "Add decode.confidence=adaptive."
+        raise refuse("acceptance_goal", why, fix)
     if decode.verify == "auto":
         return
     try:
