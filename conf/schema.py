@@ -6,7 +6,7 @@ Hydra composes plain yaml (`compose.py`); `train.settings.parse` converts it int
 
 import dataclasses
 import re
-from typing import Any, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -156,6 +156,7 @@ class DrafterSettings:
     name: str = ""
     depths: int = option(4, "", DEPTHS)  # of training; held-out text is measured at all of them
     draft_vocab_size: int | None = option(None, "", COUNT)  # most frequent answer tokens; None: all
+    confidence: ClassVar[float | Literal["adaptive"]] = 0.0  # of chains: null in decode.confidence
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -233,9 +234,10 @@ class TrainConfig:
     )
     skip_bad: int = option(0, "bad steps to skip before the run stops", "[0, inf)")
     spike: float | None = option(
-        None, "a loss above this multiple of the median of the last 64 is bad; null: only NaN is",
+        None,
+        "a loss above this multiple of the last 64's median is bad; null: only NaN",
         "(1, inf)",
-    )  # fmt: skip
+    )
     eval_every: int = option(100, "steps between held-out evaluations", COUNT)
     own_prompts: int = option(
         16,

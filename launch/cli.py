@@ -159,6 +159,7 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
 def _config(name: str, overrides: list[str]) -> Config:
     """Compose and validate the configuration of a verb; of a run folder with root eval."""
     from outrider.conf.compose import compose
+    from outrider.conf.schema import UntrainedConfig
     from outrider.train.settings import is_untrained, load_published, load_run, parse
 
     verb = VERBS[name]
@@ -168,7 +169,7 @@ def _config(name: str, overrides: list[str]) -> Config:
     if not untrained:
         words = [f"eval.{word}" if word.startswith("drafter=") else word for word in words]
     if verb.root != "eval":
-        config = parse(compose(overrides, verb.root))
+        config = parse(compose(overrides, verb.root), searched=name == "train")
     elif untrained or any(word.startswith("eval.drafter=") for word in words):
         config = load_published(words, report=name == "eval")
     else:
@@ -177,9 +178,15 @@ def _config(name: str, overrides: list[str]) -> Config:
             why, fix = f"{name} needs a finished run.", "Add run.dir=runs/<name>."
             raise ConfigError("run.dir", folder, why, fix)
         config = load_run(str(folder), overrides)
-    if (untrained or config.eval.drafter is not None) and name not in ("eval", "chat"):
-        why, fix = f"{name} uses the drafter of a run.", "Use outrider eval or chat."
+    if verb.root != "eval" or name in ("eval", "chat"):
+        return config
+    fix = "Use outrider eval or chat."
+    if untrained or config.eval.drafter is not None:
+        why = f"{name} uses the drafter of a run."
         raise ConfigError("eval.drafter", config.eval.drafter, why, fix)
+    if isinstance(config.drafter, UntrainedConfig):
+        why = f"{name} needs a drafter with weights, and the run's has none."
+        raise ConfigError("drafter", config.drafter.name, why, fix)
     return config
 
 

@@ -165,12 +165,12 @@ def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`.
 
-    Those of the grid are at most as deep as the drafter can draft.
+    Those of the grid have the depth and the confidence that suit the drafter.
     """
     if not config.eval.grid:
         return [(config.eval.out, config.decode)]
     parsed = map(parse_policy_at_temperature, config.eval.grid)
-    return [(name, suit_depth(decode, config.drafter)) for name, decode in parsed]
+    return [(name, suit_drafter(decode, config.drafter)) for name, decode in parsed]
 
 
 def suit_depth(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
@@ -178,3 +178,9 @@ def suit_depth(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
     exactly = isinstance(drafter, UntrainedConfig)
     depth = drafter.depths if exactly else min(decode.depth, drafter.max_depth)
     return replace(decode, depth=depth, nodes=depth if decode.kind == "chain" else decode.nodes)
+
+
+def suit_drafter(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
+    """Return the settings with the depth and, for a chain, the confidence that suit the drafter."""
+    decode = suit_depth(decode, drafter)
+    return replace(decode, confidence=drafter.confidence) if decode.kind == "chain" else decode
