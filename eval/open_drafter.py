@@ -96,10 +96,10 @@ def open_drafter(
     """
     if folder is None:
         assert isinstance(config.drafter, UntrainedConfig), "see find_drafter"
-        about = describe_untrained(config.drafter)
-        if found := [f"{name} {value}" for name, value in about.items() if name != "untrained"]:
+        fields = describe_untrained(config.drafter)
+        if found := [f"{name} {value}" for name, value in fields.items() if name != "untrained"]:
             console.print(f"drafter: {config.drafter.name}, {', '.join(found)}", highlight=False)
-        return build_untrained(config.drafter, target), config, about
+        return build_untrained(config.drafter, target), config, fields
     if config.eval.drafter is None:
         return native.load(folder, target)[0], config, {}
     drafter, cfg = formats.load(folder, target)

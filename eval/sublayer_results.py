@@ -92,8 +92,8 @@ def plot(layers: int, trials: Sequence[Trial], found: Skipped) -> bytes:
         chosen = [layer + offset for layer in getattr(found, kind)]
         right.scatter(chosen, [1.04] * len(chosen), marker="v", color=color, s=16)
     title = f"share of the best {TOP:.0%} that skip a sublayer (v: found)"
-    right.set(xlabel="decoder layer", ylim=(0, 1.1), title=title)
-    right.legend(fontsize=8)
+    right.set(xlabel="decoder layer", ylim=(0, 1.35), title=title)
+    right.legend(fontsize=8, loc="upper left", ncols=2)
     return png(figure)
 
 

@@ -43,7 +43,7 @@ FINALISTS, REPEATS = 4, 3  # candidates measured again, and how often
 SEED_STRIDE = 1_000_003
 TRIAL = {
     "number": int, "skip_attention, skip_mlp": [token], "pruned": bool,
-    "speedups": [float], "tokens_per_second, tau, accepted": float,
+    "speedups": [float], "speedup, tokens_per_second, tau, accepted": float,
 }  # fmt: skip
 
 Measure = Callable[[Skipped], Iterator[Timing]]
@@ -53,7 +53,8 @@ class Trial(NamedTuple):
     """A measured candidate.
 
     Attributes:
-        speedups: over the first 1, 2, .. prompts; the last one is its value.
+        speedups: over the first 1, 2, .. prompts.
+        speed: over all that were decoded.
         pruned: not all prompts were decoded.
     """
 
@@ -64,23 +65,20 @@ class Trial(NamedTuple):
 
     @property
     def value(self) -> float:
-        return self.speedups[-1]
+        return self.speed.speedup
 
-    def to_line(self, number: int) -> dict[str, Any]:
-        (attention, mlp), speed = self.candidate, self.speed
+    def to_line(self, index: int) -> dict[str, Any]:
+        attention, mlp = self.candidate
         return {
-            "number": number, "skip_attention": attention, "skip_mlp": mlp, "pruned": self.pruned,
-            "speedups": self.speedups, "tokens_per_second": speed.tokens_per_second,
-            "tau": speed.tau, "accepted": speed.accepted,
+            "number": index, "skip_attention": attention, "skip_mlp": mlp, "pruned": self.pruned,
+            "speedups": self.speedups, **self.speed._asdict(),
         }  # fmt: skip
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> "Trial":
         candidate = Skipped(tuple(line["skip_attention"]), tuple(line["skip_mlp"]))
-        numbers = (line[name] for name in ("tokens_per_second", "tau", "accepted"))
-        return cls(
-            candidate, line["speedups"], Speed(line["speedups"][-1], *numbers), line["pruned"]
-        )
+        speed = Speed(*(line[name] for name in Speed._fields))
+        return cls(candidate, line["speedups"], speed, line["pruned"])
 
 
 class Finalist(NamedTuple):
@@ -159,8 +157,8 @@ class SublayerSearch:
         lines = read_lines(file, fix, torn=True) if file.is_file() else []
         if lines:
             _require_equal(lines[0], json.loads(json.dumps(settings)), self.folder)
-        for number, line in enumerate(lines[1:], start=2):
-            require_shape(line, TRIAL, f"{file}: line {number}", fix)
+        for row, line in enumerate(lines[1:], start=2):
+            require_shape(line, TRIAL, f"{file}: line {row}", fix)
             self._add(Trial.from_line(line))
         rows = [settings, *(trial.to_line(i) for i, trial in enumerate(self.trials))]
         write(file, "".join(json.dumps(row) + "\n" for row in rows).encode())  # without a torn line
@@ -174,11 +172,11 @@ class SublayerSearch:
             while len(self.trials) < self.search.trials:
                 if minutes is not None and time.monotonic() - start > 60 * minutes:
                     break
-                number, best = len(self.trials), self.best
-                self._add(trial := self._measured(self._propose(number)))
-                append(self.folder / LOG, json.dumps(trial.to_line(number)) + "\n")
+                index, best = len(self.trials), self.best
+                self._add(trial := self._measured(self._propose(index)))
+                append(self.folder / LOG, json.dumps(trial.to_line(index)) + "\n")
                 if self.best is not best:
-                    self.reporter.print(_describe(number, trial))
+                    self.reporter.print(_describe(index, trial))
                 bar.advance(1)
         return self.trials
 
@@ -189,10 +187,8 @@ class SublayerSearch:
 
     def finalists(self) -> list[Finalist]:
         """Measure the best candidates again, in turns; return them, the fastest first."""
-        values = dict[Skipped, list[float]]()
-        for trial in self._complete():
-            values.setdefault(trial.candidate, []).append(trial.value)
-        best = sorted(values, key=lambda one: -median(values[one]))[:FINALISTS]
+        values = {trial.candidate: trial.value for trial in self._complete()}
+        best = sorted(values, key=lambda one: -values[one])[:FINALISTS]
         timings = {one: list[list[Timing]]() for one in best}
         for _ in range(REPEATS):
             for one in best:
@@ -206,19 +202,33 @@ class SublayerSearch:
     def _complete(self) -> list[Trial]:
         return [trial for trial in self.trials if not trial.pruned]
 
-    def _propose(self, number: int) -> Skipped:
-        """Return the candidate of a trial, by the seed and the trials before it alone."""
-        if number < len(self.probes):
-            return self.probes[number]
-        seed = (self.seed * SEED_STRIDE + number) % 2**32
+    def _propose(self, index: int) -> Skipped:
+        """Return the candidate of a trial, by the seed and the trials before it alone.
+
+        A proposal of TPE that was measured before is changed: it would add little.
+        """
+        if index < len(self.probes):
+            return self.probes[index]
+        seed = (self.seed * SEED_STRIDE + index) % 2**32
         self.study.sampler = optuna.samplers.TPESampler(
             seed=seed, multivariate=True, n_startup_trials=1
         )
         trial = self.study.ask(self.space)
         self.study.tell(trial, state=TrialState.FAIL)  # `_add` adds what was measured
-        skipped = [name.split(".") for name, value in trial.params.items() if value]
-        layers = (tuple(int(k) for kind, k in skipped if kind == part) for part in Skipped._fields)
-        return Skipped(*layers)
+        skipped = {name for name, value in trial.params.items() if value}
+        return self._unmeasured(skipped, Random(seed))
+
+    def _unmeasured(self, skipped: set[str], random: Random) -> Skipped:
+        """Flip sublayers at random, one after the other, until the candidate is a new one."""
+        known, names = {trial.candidate for trial in self.trials}, [*self.space]
+        for name in ["", *random.sample(names, len(names))]:
+            skipped = skipped ^ {name} if name else skipped
+            split = [part.split(".") for part in skipped]
+            layers = ([int(k) for kind, k in split if kind == part] for part in Skipped._fields)
+            candidate = Skipped(*(tuple(sorted(part)) for part in layers))
+            if candidate not in known:
+                break
+        return candidate
 
     def _measured(self, candidate: Skipped) -> Trial:
         """Measure a candidate, and stop as soon as it is clearly slower than the best."""
@@ -238,11 +248,8 @@ class SublayerSearch:
 
     def _add(self, trial: Trial) -> None:
         self.trials.append(trial)
-        skipped = {
-            f"{kind}.{layer}"
-            for kind in Skipped._fields
-            for layer in getattr(trial.candidate, kind)
-        }
+        parts = trial.candidate._asdict().items()
+        skipped = {f"{kind}.{layer}" for kind, layers in parts for layer in layers}
         params = {name: name in skipped for name in self.space}
         state = TrialState.PRUNED if trial.pruned else TrialState.COMPLETE
         self.study.add_trial(
@@ -254,17 +261,15 @@ class SublayerSearch:
         )  # fmt: skip
 
 
-def _describe(number: int, trial: Trial) -> str:
+def _describe(index: int, trial: Trial) -> str:
     speed = trial.speed
     numbers = f"{speed.tokens_per_second:.1f} tokens/s, {speed.speedup:.2f}x, tau {speed.tau:.2f}"
-    return f"candidate {number}: {numbers}, the best so far; skips {trial.candidate}"
+    return f"candidate {index}: {numbers}, the best so far; skips {trial.candidate}"
 
 
 def _require_equal(known: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
     """Raise ConfigError if the log of a folder was written with other settings."""
     for name, value in settings.items():
         if known.get(name) != value:
-            why = (
-                f"{folder} has a search with {name} = {known.get(name)}, and this one's is {value}."
-            )
+            why = f"{folder} has a search with {name} = {known.get(name)}, not {value}."
             raise ConfigError("run.dir", str(folder), why, "Choose another run.dir.")

@@ -137,9 +137,7 @@ def search_prompts(config: Config, loaded: LoadedTarget, search: SearchConfig) -
     longest = max(map(len, prompts)) + search.tokens
     positions = loaded.target.shape().max_positions
     if longest > positions:
-        why = (
-            f"A prompt and its answer have {longest} tokens, and the target {positions} positions."
-        )
+        why = f"A prompt and its answer have {longest} tokens, the target {positions} positions."
         raise ConfigError("drafter.search.contexts", search.contexts, why, "Use shorter contexts.")
     return prompts
 

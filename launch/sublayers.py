@@ -15,7 +15,7 @@ from outrider.data.reporter import Reporter
 from outrider.eval import sublayer_results
 from outrider.eval.open_drafter import build_untrained, describe_untrained
 from outrider.eval.run import short_reports
-from outrider.eval.sublayer_search import Finalist, SublayerSearch
+from outrider.eval.sublayer_search import LOG, Finalist, SublayerSearch
 from outrider.eval.sublayer_speed import Skipped, SpeedMeasurement, search_prompts
 from outrider.models import process
 from outrider.models.adapt import adapt
@@ -45,7 +45,11 @@ def search_sublayers(config: Config) -> int:
     if config.target.place not in ("replicated", "apart"):
         why = "The search decodes with the whole target in one process."
         raise ConfigError("target.place", config.target.place, why, "Use target.place=replicated.")
-    with folder_lock(Path(config.run.dir)):
+    folder = Path(config.run.dir)
+    with folder_lock(folder):
+        if (folder / "config.yaml").is_file() and not (folder / LOG).is_file():
+            why = "It is the folder of another run."
+            raise ConfigError("run.dir", config.run.dir, why, "Choose another run.dir.")
         return _search(config, Console())
 
 

@@ -68,7 +68,9 @@ class Recorded(Chain):
     """Keep the thresholds of every round."""
 
     def propose(self, context: DraftContext) -> Draft:
-        self.__dict__.setdefault("values", []).append(self._threshold(context).tolist())
+        threshold = self._threshold(context)
+        assert isinstance(threshold, torch.Tensor)
+        self.__dict__.setdefault("values", []).append(threshold.tolist())
         return super().propose(context)
 
 
@@ -144,6 +146,7 @@ class Dropped(Chain):
         assert draft.q_rows is not None
         rows, ids = draft.q_rows[:, :-1], draft.tree.ids[:, 1:]
         least = self._threshold(context)
+        assert isinstance(least, torch.Tensor)
         likely = (rows.gather(2, ids[..., None])[..., 0] >= least).cumprod(-1)
         return Draft(Tree.chain(draft.tree.ids, likely.sum(-1)), draft.q_rows)
 
