@@ -17,7 +17,7 @@ import pytest
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
-from outrider.conf.searched import SearchConfig
+from outrider.conf.searched import SearchConfig, SearchedConfig
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.eval import sublayer_results
@@ -32,6 +32,7 @@ from outrider.eval.sublayer_speed import (
 )
 from outrider.launch.cli import main
 from outrider.models.decode.policy import Chain
+from outrider.models.drafters.draft_verify import DraftVerify
 from outrider.models.load import LoadedTarget, load_target
 from outrider.train.settings import load_run, parse, read_found
 from tests import tiny
@@ -89,7 +90,8 @@ def test_the_search_finds_a_planted_optimum(tmp_path: Path) -> None:
     trials = run_search(tmp_path, 120)
     assert BEST not in probes(LAYERS, 0, Skipped())
     best = max(trials, key=lambda trial: trial.value)
-    assert (best.candidate, best.value) == (BEST, pytest.approx(2.0))
+    assert best.candidate == BEST
+    assert best.value == pytest.approx(2.0)
     assert not best.pruned
 
 
@@ -157,8 +159,9 @@ def test_the_best_are_measured_again_in_turns_and_the_median_decides(tmp_path: P
     search._add(Trial(Skipped(), [10.0], Speed(10.0, 1.0, 1.0, 1.0), pruned=True))
     first, second = search.finalists()
     assert calls == [lucky, steady] * 3
-    assert (first.candidate, first.value) == (steady, pytest.approx(1.4))
-    assert (second.candidate, second.value) == (lucky, pytest.approx(1.1))
+    assert (first.candidate, second.candidate) == (steady, lucky)
+    assert first.value == pytest.approx(1.4)
+    assert second.value == pytest.approx(1.1)
 
 
 # ---- resuming ------------------------------------------------------------------------------------
@@ -345,11 +348,10 @@ def test_candidates_decode_the_answers_of_plain_decoding(loaded: LoadedTarget) -
     ],
 )
 def test_wrong_lists_are_named(changes: dict[str, Any], key: str, text: str) -> None:
+    lists: dict[str, Any] = {name: tuple(value) for name, value in changes.items()}
+    target, vocab = tiny.target(), tiny.vocab(tiny.VOCAB)
     with pytest.raises(ConfigError, match=text) as caught:
-        tiny.drafter(
-            "draft_verify", tiny.target(), tiny.vocab(tiny.VOCAB), draft_vocab_size=None,
-            **{name: tuple(value) for name, value in changes.items()},
-        )  # fmt: skip
+        tiny.drafter("draft_verify", target, vocab, draft_vocab_size=None, **lists)
     assert caught.value.key == key
 
 
@@ -429,10 +431,12 @@ def test_the_run_decodes_with_what_was_found(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = read_found(run_folder)["drafter"]
-    assert load_run(run_folder, []).drafter.found_settings() == found
+    cfg = load_run(run_folder, []).drafter
+    assert isinstance(cfg, SearchedConfig)
+    assert cfg.found_settings() == found
     decoder = Decoder.from_run(run_folder)
-    assert decoder.drafter is not None
-    assert [*decoder.drafter.cfg.skip_attention] == found["skip_attention"]
+    assert isinstance(decoder.drafter, DraftVerify)
+    assert decoder.drafter.cfg == cfg
     plain = decoder.generate([11, 12, 13] * 4, 12, policy="plain")
     assert decoder.generate([11, 12, 13] * 4, 12).output_ids == plain.output_ids
     few = ["eval.limit=1", "eval.max_new_tokens=6", "eval.warmup=0", "eval.out=again"]
