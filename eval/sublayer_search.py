@@ -1,10 +1,10 @@
 """The search of Draft & Verify: which sublayers of the target a draft skips.
 
 A candidate is a subset of the 2L attention and MLP sublayers, and its value the measured speed of
-decoding with it (sublayer_speed.py). The first candidates are chosen by hand and at random; TPE
-proposes the others. One that is clearly slower than the best so far on the same prompts is pruned.
-The best few are measured again, in turns, and the median decides: the largest of many noisy values
-is too large.
+decoding with it (sublayer_speed.py). The first candidates are chosen by hand and at random. Then
+TPE and a recombination of two of the best candidates propose in turn. A candidate that is clearly
+slower than the best so far on the same prompts is pruned. The best few are measured again, in
+turns, and the median decides: the largest of many noisy values is too large.
 
 Every finished candidate is a line of `search.jsonl`. A proposal depends only on the seed and on the
 lines before it, so a search that continues after a stop makes the proposals that it would have made
@@ -12,7 +12,8 @@ without one.
 
 Source: Zhang et al. 2023, "Draft & Verify", arXiv:2309.08168, section 3.2; TPE, Bergstra et al.
 2011, as implemented in Optuna (Akiba et al. 2019, arXiv:1907.10902). Differs: TPE over binary
-variables instead of a Gaussian process over [0, 1], pruning, and the repeated measurement.
+variables and recombination instead of a Gaussian process over [0, 1], pruning, and the repeated
+measurement.
 """
 
 import json
@@ -37,7 +38,8 @@ from outrider.data.reporter import Reporter
 from outrider.eval.sublayer_speed import Skipped, Speed, Timing
 
 LOG = "search.jsonl"
-RANDOM = 8  # random candidates, of growing size, before TPE proposes
+RANDOM = 8  # random candidates, of growing size, among the first ones
+PARENTS, FLIPS = 8, 3  # best candidates that are recombined; sublayers flipped at most
 PRUNE = 0.85  # a candidate is stopped below this share of the best speedup on the same prompts
 FINALISTS, REPEATS = 4, 3  # candidates measured again, and how often
 SEED_STRIDE = 1_000_003
@@ -205,18 +207,30 @@ class SublayerSearch:
     def _propose(self, index: int) -> Skipped:
         """Return the candidate of a trial, by the seed and the trials before it alone.
 
-        A proposal of TPE that was measured before is changed: it would add little.
+        A proposal that was measured before is changed: it would add little.
         """
         if index < len(self.probes):
             return self.probes[index]
         seed = (self.seed * SEED_STRIDE + index) % 2**32
+        random = Random(seed)
+        skipped = self._recombined(random) if index % 2 else self._sampled(seed)
+        return self._unmeasured(skipped, random)
+
+    def _recombined(self, random: Random) -> set[str]:
+        """Return each sublayer as in one of two of the best candidates, some of them flipped."""
+        ranked = sorted(self._complete(), key=lambda trial: -trial.value)[:PARENTS]
+        one, other = (_names(random.choice(ranked).candidate) for _ in range(2))
+        mixed = {name for name in self.space if name in random.choice((one, other))}
+        return mixed ^ {*random.sample([*self.space], random.randint(1, FLIPS))}
+
+    def _sampled(self, seed: int) -> set[str]:
+        """Return the sublayers that TPE proposes to skip."""
         self.study.sampler = optuna.samplers.TPESampler(
             seed=seed, multivariate=True, n_startup_trials=1
         )
         trial = self.study.ask(self.space)
         self.study.tell(trial, state=TrialState.FAIL)  # `_add` adds what was measured
-        skipped = {name for name, value in trial.params.items() if value}
-        return self._unmeasured(skipped, Random(seed))
+        return {name for name, value in trial.params.items() if value}
 
     def _unmeasured(self, skipped: set[str], random: Random) -> Skipped:
         """Flip sublayers at random, one after the other, until the candidate is a new one."""
@@ -248,8 +262,7 @@ class SublayerSearch:
 
     def _add(self, trial: Trial) -> None:
         self.trials.append(trial)
-        parts = trial.candidate._asdict().items()
-        skipped = {f"{kind}.{layer}" for kind, layers in parts for layer in layers}
+        skipped = _names(trial.candidate)
         params = {name: name in skipped for name in self.space}
         state = TrialState.PRUNED if trial.pruned else TrialState.COMPLETE
         self.study.add_trial(
@@ -259,6 +272,12 @@ class SublayerSearch:
                 intermediate_values=dict(enumerate(trial.speedups)),
             )
         )  # fmt: skip
+
+
+def _names(candidate: Skipped) -> set[str]:
+    """Return the skipped sublayers as names: {"attention.3", "mlp.0"}."""
+    parts = candidate._asdict().items()
+    return {f"{kind}.{layer}" for kind, layers in parts for layer in layers}
 
 
 def _describe(index: int, trial: Trial) -> str:
