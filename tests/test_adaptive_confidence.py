@@ -7,10 +7,11 @@ import torch
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
+from outrider.models.adapt import adapt
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence, Threshold
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.from_config import policy_of
+from outrider.models.decode.from_config import decodings, policy_of
 from outrider.models.decode.policy import Chain, Draft
 from outrider.models.decode.request import Request
 from outrider.models.decode.sampling import RandomSource
@@ -208,3 +209,27 @@ def test_wrong_settings_are_named(word: str, key: str, text: str) -> None:
         decode_with(word)
     assert caught.value.key == key
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (["drafter=draft_verify"], "adaptive"),
+        (["drafter=draft_verify", "decode.confidence=0.3"], 0.3),
+        (["drafter=draft_verify", "decode.confidence=0"], 0.0),
+        (["drafter=draft_verify", "decode=dynamic_tree"], 0.0),
+        (["drafter=ngram"], 0.0),
+        (["drafter=eagle3"], 0.0),
+    ],
+)
+def test_the_drafter_chooses_a_confidence_that_is_not_set(words: list[str], chosen: Any) -> None:
+    notes = list[str]()
+    config = adapt(parse(compose(words), to_train=False), notes.append)
+    assert config.decode.confidence == chosen
+    assert any("decode.confidence" in note for note in notes) == (chosen == "adaptive")
+
+
+def test_the_grid_has_the_confidence_of_the_drafter() -> None:
+    words = ["drafter=draft_verify", "eval.grid=[chain@0,dynamic_tree@0]"]
+    config = parse(compose(words), to_train=False)
+    assert [decode.confidence for _, decode in decodings(config)] == ["adaptive", 0.0]

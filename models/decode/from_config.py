@@ -174,10 +174,15 @@ def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
 
 
 def suit_depth(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
-    """Return the settings with the drafter's depth at most, or just that without weights."""
-    exactly = isinstance(drafter, UntrainedConfig)
+    """Return the settings with the drafter's depth at most, or just that without weights.
+
+    A tree is not deeper than its number of nodes.
+    """
+    exactly, chain = isinstance(drafter, UntrainedConfig), decode.kind == "chain"
     depth = drafter.depths if exactly else min(decode.depth, drafter.max_depth)
-    return replace(decode, depth=depth, nodes=depth if decode.kind == "chain" else decode.nodes)
+    if chain:
+        return replace(decode, depth=depth, nodes=depth)
+    return replace(decode, depth=min(depth, decode.nodes))
 
 
 def suit_drafter(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
