@@ -167,12 +167,13 @@ class SublayerSearch:
         return len(self.trials)
 
     def run(self) -> list[Trial]:
-        """Measure candidates until there are `search.trials`, or the time is over."""
-        start, minutes = time.monotonic(), self.search.minutes
+        """Measure candidates, one at least, until there are `search.trials` or the time is over."""
+        start, limit = time.monotonic(), self.search.minutes
         with self.reporter.progress("searching", self.search.trials, "candidates") as bar:
             bar.advance(len(self.trials))
             while len(self.trials) < self.search.trials:
-                if minutes is not None and time.monotonic() - start > 60 * minutes:
+                late = limit is not None and time.monotonic() - start > 60 * limit
+                if late and self.best is not None:
                     break
                 index, best = len(self.trials), self.best
                 self._add(trial := self._measured(self._propose(index)))

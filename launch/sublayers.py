@@ -66,7 +66,7 @@ def _search(config: Config, console: Console) -> int:
     prompts = search_prompts(config, loaded, cfg.search)
     settings = _settings(config, loaded, prompts)
     measurement = SpeedMeasurement(loaded, cfg, policy_of(decode), prompts)
-    given = Skipped(tuple(sorted(cfg.skip_attention)), tuple(sorted(cfg.skip_mlp)))
+    given = Skipped(*(tuple(sorted({*part})) for part in (cfg.skip_attention, cfg.skip_mlp)))
     search = SublayerSearch(
         folder, layers, cfg.search, config.run.seed, measurement, reporter, given
     )
