@@ -62,14 +62,13 @@ def _search(config: Config, console: Console) -> int:
     cfg, folder, layers = config.drafter, Path(config.run.dir), loaded.target.num_layers
     assert isinstance(cfg, DraftVerifyConfig), "the only drafter that is searched"
     build_untrained(cfg, loaded.target)  # checks the given lists
-    decode = replace(config.decode, temperature=0.0, verify="auto", draft="auto")
     prompts = search_prompts(config, loaded, cfg.search)
     settings = _settings(config, loaded, prompts)
+    decode = replace(config.decode, temperature=0.0, verify="auto", draft="auto")
     measurement = SpeedMeasurement(loaded, cfg, policy_of(decode), prompts)
     given = Skipped(*(tuple(sorted({*part})) for part in (cfg.skip_attention, cfg.skip_mlp)))
-    search = SublayerSearch(
-        folder, layers, cfg.search, config.run.seed, measurement, reporter, given
-    )
+    seed = config.run.seed
+    search = SublayerSearch(folder, layers, cfg.search, seed, measurement, reporter, given)
     measured = search.resume(settings)
     if not (folder / "config.yaml").is_file():
         write_manifest(folder, config, {"fingerprints": {"target": settings["target"]}})
@@ -104,8 +103,8 @@ def _print_estimate(
     seconds = time.monotonic() - start
     lengths = [len(prompt) for prompt in measurement.prompts]
     reporter.print(
-        f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, {search.tokens} new "
-        f"tokens each; the prefill is not timed"
+        f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, up to {search.tokens} "
+        f"new tokens each; the prefill is not timed"
     )
     left = max(0, search.trials - measured)
     minutes = seconds * left / 60
@@ -113,7 +112,7 @@ def _print_estimate(
         minutes = min(minutes, search.minutes)
     earlier = f"{measured} candidates were measured before; " if measured else ""
     reporter.print(
-        f"{earlier}{left} to measure, {seconds:.1f} s each at most: about {minutes:.0f} minutes"
+        f"{earlier}{left} to measure, about {seconds:.1f} s each: {max(1, round(minutes))} min"
     )
 
 
