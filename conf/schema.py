@@ -234,9 +234,7 @@ class TrainConfig:
     )
     skip_bad: int = option(0, "bad steps to skip before the run stops", "[0, inf)")
     spike: float | None = option(
-        None,
-        "a loss above this multiple of the last 64's median is bad; null: only NaN",
-        "(1, inf)",
+        None, "bad: a loss above this multiple of the last 64's median; null: only NaN", "(1, inf)"
     )
     eval_every: int = option(100, "steps between held-out evaluations", COUNT)
     own_prompts: int = option(
