@@ -33,6 +33,7 @@ def fill_automatic(values: Mapping[str, Any]) -> tuple[str, ...]:
         "data.max_length": TINY_LENGTH if names.get("data") == "tiny" else LENGTH,
         "train.lr": LEARNING_RATE,
         "decode.depth": automatic_depth(str(names.get("decode"))),
+        "decode.confidence": 0.0,
     }
     if names.get("decode") == "chain":
         defaults["decode.nodes"] = defaults["decode.depth"]

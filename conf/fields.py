@@ -241,6 +241,8 @@ def unknown_key(key: str, value: object, known: Iterable[str]) -> ConfigError:
 def _describe(kind: Any) -> str:
     if get_origin(kind) in (list, tuple):
         return "a list like [1, 2]"
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
     if dataclasses.is_dataclass(kind):
         return "a group of keys"
     return TYPE_NAMES.get(kind, str(kind))

@@ -6,7 +6,7 @@ Hydra composes plain yaml (`compose.py`); `train.settings.parse` converts it int
 
 import dataclasses
 import re
-from typing import Any, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -37,9 +37,7 @@ class TargetConfig:
     """The frozen target model."""
 
     name: Literal["tiny", "smollm2", "hf"] = option("tiny", "which target (choose with target=...)")
-    path: str | None = option(
-        None, "folder or model hub id; null: the default of tiny and smollm2, required for hf"
-    )
+    path: str | None = option(None, "folder or hub id; null: that of tiny, smollm2; hf needs one")
     revision: str | None = option(None, "branch, tag or commit on the model hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "float32", "precision; auto: as stored"
@@ -158,6 +156,7 @@ class DrafterSettings:
     name: str = ""
     depths: int = option(4, "", DEPTHS)  # of training; held-out text is measured at all of them
     draft_vocab_size: int | None = option(None, "", COUNT)  # most frequent answer tokens; None: all
+    confidence: ClassVar[float | Literal["adaptive"]] = 0.0  # of chains: null in decode.confidence
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -235,9 +234,8 @@ class TrainConfig:
     )
     skip_bad: int = option(0, "bad steps to skip before the run stops", "[0, inf)")
     spike: float | None = option(
-        None, "a loss above this multiple of the median of the last 64 is bad; null: only NaN is",
-        "(1, inf)",
-    )  # fmt: skip
+        None, "bad: a loss above this multiple of the last 64's median; null: only NaN", "(1, inf)"
+    )
     eval_every: int = option(100, "steps between held-out evaluations", COUNT)
     own_prompts: int = option(
         16,
@@ -325,7 +323,10 @@ class DecodeConfig:
         "traversal, sampled, coupled, lossy_typical, lossy_lenience; auto: the usual lossless one",
     )
     tree: str | None = option(None, "static_tree, sampled_tree: JSON of rank paths; null: the best")
-    confidence: float = option(0.0, "chain: stop after a token of lower probability", PROBABILITY)
+    confidence: float | Literal["adaptive"] = option(
+        0.0, "chain: stop after a token of lower probability; adaptive: by acceptance", PROBABILITY
+    )
+    acceptance_goal: float = option(0.9, "confidence=adaptive: share to accept", PROBABILITY)
     gain: float = option(0.0, "trees: stop if a level adds fewer expected tokens", "[0, inf)")
     lenience: float = option(0.5, "lossy_lenience: accept with min(1, p / (lenience q))", "(0, 1]")
     epsilon: float = option(0.09, "lossy_typical: accept p > min(epsilon, delta exp(-H))", "(0, 1]")

@@ -9,6 +9,7 @@ from rich.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config, UntrainedConfig
+from outrider.conf.searched import SearchedConfig
 from outrider.eval.hub import DRAFTER_FILES, fetch
 from outrider.models import drafters, formats, process
 from outrider.models.drafter import Drafter
@@ -76,21 +77,29 @@ def build_untrained(cfg: UntrainedConfig, target: Target) -> Drafter:
     return drafters.build(cfg, target, DraftVocab.identity(target.vocab_size)).to(target.device)
 
 
+def describe_untrained(cfg: UntrainedConfig) -> dict[str, Any]:
+    """Return the fields of a report about a drafter without weights: what a search has found."""
+    return {"untrained": True, **(cfg.found_settings() if isinstance(cfg, SearchedConfig) else {})}
+
+
 def open_drafter(
     folder: Path | None, config: Config, target: Target, console: Console
 ) -> tuple[Drafter, Config, dict[str, Any]]:
     """Load the drafter for decoding.
 
     Returns:
-        The drafter, the configuration with its own settings, and fields of the report about a
-        published one: source, format, hashes of its files.
+        The drafter, the configuration with its own settings, and fields of the report: of a
+        published one its source, format and hashes of its files; see also `describe_untrained`.
 
     Raises:
         RunError: it cannot be read, or was made for another target.
     """
     if folder is None:
         assert isinstance(config.drafter, UntrainedConfig), "see find_drafter"
-        return build_untrained(config.drafter, target), config, {"untrained": True}
+        fields = describe_untrained(config.drafter)
+        if found := [f"{name} {value}" for name, value in fields.items() if name != "untrained"]:
+            console.print(f"drafter: {config.drafter.name}, {', '.join(found)}", highlight=False)
+        return build_untrained(config.drafter, target), config, fields
     if config.eval.drafter is None:
         return native.load(folder, target)[0], config, {}
     drafter, cfg = formats.load(folder, target)

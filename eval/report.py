@@ -200,8 +200,13 @@ def above_tau(report: Mapping[str, Any]) -> str:
 
 
 def describe_policy(setting: dict[str, Any]) -> str:
-    """Return `chain, depth 3` or `dynamic_tree, depth 4, width 4, nodes 8`, and a lossy rule."""
+    """Return `chain, depth 3` or `dynamic_tree, depth 4, width 4, nodes 8`, and a lossy rule.
+
+    A confidence at which chains end is named, too.
+    """
     names = ["depth"] if setting["policy"] == "chain" else ["depth", "nodes"]
+    if setting.get("confidence"):
+        names.append("confidence")
     if setting["policy"] in ("dynamic_tree", "opt_tree"):
         names.insert(1, "width")
     lossy = [f"LOSSY ({setting.get('verify')})"] if setting.get("lossy") else []

@@ -107,14 +107,26 @@ def quick_report(
     drafter, _ = native.load(folder / "drafter", loaded.target)
     _patch_target(drafter, loaded.target, console)
     measure_held_out(folder, drafter, loaded.target, data, config.data.max_length)
+    for name, report in short_reports(config, loaded, drafter, {}, console):
+        for service in services:
+            service.report(report_summary(report, folder / "eval", name, loaded.tokenizer))
+
+
+def short_reports(
+    config: Config, loaded: LoadedTarget, drafter: Drafter, about: dict[str, Any], console: Console
+) -> Iterator[tuple[str, Report]]:
+    """Measure a drafter on a few prompts; print, write and yield every report with its name.
+
+    Args:
+        about: fields of the report about the drafter.
+    """
     suite = load_suite(config, config.eval.limit or QUICK_PROMPTS)
 
     def run(part: Config) -> Report:
-        return measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
+        report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
+        return replace(report, setting={**report.setting, **about})
 
-    for name, report in _print_reports(config, run, console):
-        for service in services:
-            service.report(report_summary(report, folder / "eval", name, loaded.tokenizer))
+    return _print_reports(config, run, console)
 
 
 def _print_reports(

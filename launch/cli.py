@@ -159,33 +159,46 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
 def _config(name: str, overrides: list[str]) -> Config:
     """Compose and validate the configuration of a verb; of a run folder with root eval."""
     from outrider.conf.compose import compose
+    from outrider.conf.schema import UntrainedConfig
     from outrider.train import settings
 
     verb = VERBS[name]
+    if verb.root != "eval":
+        return settings.parse(compose(overrides, verb.root), searched=name == "train")
+    config = _drafter_config(name, overrides)
+    if name in ("eval", "chat"):
+        return config
+    fix = "Use outrider eval or chat."
+    if config.eval.drafter is not None:
+        why = f"{name} uses the drafter of a run."
+        raise ConfigError("eval.drafter", config.eval.drafter, why, fix)
+    if isinstance(config.drafter, UntrainedConfig):
+        why = f"{name} needs a drafter with weights, and the run's has none."
+        raise ConfigError("drafter", config.drafter.name, why, fix)
+    return config
+
+
+def _drafter_config(name: str, overrides: list[str]) -> Config:
+    """Return the configuration of a run's drafter, a published one, or one without weights."""
+    from outrider.conf.compose import compose
+    from outrider.train import settings
+
     chosen = [word[8:] for word in overrides if word.startswith("drafter=")][-1:]
     untrained = bool(chosen) and settings.is_untrained(chosen[0])
-    words = overrides
-    if not untrained:
-        words = [f"eval.{word}" if word.startswith("drafter=") else word for word in words]
-    if verb.root != "eval":
-        return settings.parse(compose(overrides, verb.root))
-    if chosen and not untrained:
-        settings.check_published(chosen[0])
     if untrained and name not in ("eval", "chat"):
         why = f"It has no weights, and {name} uses the drafter of a run."
         raise ConfigError("drafter", chosen[0], why, "Use outrider eval or chat.")
+    words = overrides
+    if chosen and not untrained:
+        settings.check_published(chosen[0])
+        words = [f"eval.{word}" if word.startswith("drafter=") else word for word in words]
     if untrained or any(word.startswith("eval.drafter=") for word in words):
-        config = settings.load_published(words, report=name == "eval")
-    else:
-        folder = compose(overrides, "eval").run.dir
-        if not folder:
-            why, fix = f"{name} needs a finished run.", "Add run.dir=runs/<name>."
-            raise ConfigError("run.dir", folder, why, fix)
-        config = settings.load_run(str(folder), overrides)
-    if config.eval.drafter is not None and name not in ("eval", "chat"):
-        why, fix = f"{name} uses the drafter of a run.", "Use outrider eval or chat."
-        raise ConfigError("eval.drafter", config.eval.drafter, why, fix)
-    return config
+        return settings.load_published(words, report=name == "eval")
+    folder = compose(overrides, "eval").run.dir
+    if not folder:
+        why, fix = f"{name} needs a finished run.", "Add run.dir=runs/<name>."
+        raise ConfigError("run.dir", folder, why, fix)
+    return settings.load_run(str(folder), overrides)
 
 
 def _help(name: str, words: list[str], program: str, multirun: bool) -> int:

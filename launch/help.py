@@ -33,6 +33,7 @@ EXAMPLES = {
   outrider train experiment=smollm2  # a real instruct model on two cores
   outrider train target=Qwen/Qwen3-8B data=chats.jsonl  # any causal model
   accelerate launch --num_processes 8 -m outrider train launch=zero2 train.lr=1e-4  # a GPU node
+  outrider train drafter=draft_verify target=smollm2  # a search instead of a training
   outrider train -m drafter=eagle,medusa experiment=bakeoff_tiny  # two runs, compared""",
     "eval": """
   outrider eval run.dir=runs/eagle3-tiny  # a chain, greedy, the embedded prompts
@@ -89,17 +90,20 @@ def schema_keys(schema: type, prefix: str) -> Iterator[KeyHelp]:
 
 
 def yaml_keys(group: str, choice: str) -> Iterator[KeyHelp]:
-    """Yield the keys of a yaml file; the comment after a value is its meaning."""
+    """Yield the keys of a yaml file, nested ones too; the comment after a value is its meaning."""
+    parent = group
     for line in (CONF / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines():
-        match = re.match(r"([a-z]\w*):[^#]*(?:# (.*))?", line)
-        if match:
-            yield KeyHelp(f"{group}.{match[1]}", match[2] or "")
+        match = re.match(r"(  )?([a-z]\w*):([^#]*)(?:# (.*))?", line)
+        if match and (match[1] or match[3].strip()):
+            yield KeyHelp(f"{parent if match[1] else group}.{match[2]}", match[4] or "")
+        elif match:
+            parent = f"{group}.{match[2]}"
 
 
 def trainable(group: str) -> list[str]:
-    """Return the choices of a group, without drafters that have no weights and hence no loss."""
-    names, key = choices(group), "drafter.loss"
-    return [n for n in names if group != "drafter" or key in default_values(f"drafter/{n}")]
+    """Return the choices of a group, without drafters that are neither trained nor searched."""
+    names, keys = choices(group), {"drafter.loss", "drafter.search.trials"}
+    return [n for n in names if group != "drafter" or keys & default_values(f"drafter/{n}").keys()]
 
 
 def group_keys(group: str, first: str | None = None) -> list[KeyHelp]:

@@ -1,4 +1,7 @@
-"""`outrider train`: load the target, prepare the data, train, measure the drafter."""
+"""`outrider train`: load the target, prepare the data, train, measure the drafter.
+
+A drafter that is searched instead of trained: `launch/sublayers.py`.
+"""
 
 import time
 from collections.abc import Sequence
@@ -9,11 +12,13 @@ from pathlib import Path
 from outrider.conf.console import Console
 from outrider.conf.files import folder_lock, write_json
 from outrider.conf.schema import Config
+from outrider.conf.searched import SearchedConfig
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
 from outrider.eval.run import quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
+from outrider.launch.sublayers import search_sublayers
 from outrider.models import drafters, load, process
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings, policy_of, sampling_of
@@ -29,10 +34,12 @@ from outrider.train.trackers import TrackerThread
 
 
 def train(config: Config) -> int:
-    """Train and measure a drafter. Returns the exit code.
+    """Train and measure a drafter, or search its settings. Returns the exit code.
 
     The run folder is checked and locked before anything is loaded.
     """
+    if isinstance(config.drafter, SearchedConfig):
+        return search_sublayers(config)
     distributed.require_matching_launcher(config.launch)
     trackers.require_packages(config)
     main = process.rank() == 0

@@ -5,6 +5,8 @@
     data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
     decode.depth     3 for a chain, 8 for opt_tree, else 4, and not more than the drafter can;
                      drafter.depths for a drafter without weights
+    decode.confidence  of a chain: 0; adaptive for a drafter whose draft tokens run through most of
+                     the target
 
 The learning rate equals what a search found for the embedded target (hidden size 192), what
 experiment=smollm2 uses (5e-4 for 576), and what is published for a hidden size of 4096 (EAGLE-3 and
@@ -50,6 +52,10 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
         config = replace(config, data=replace(config.data, max_length=longest))
     if "decode.depth" in config.automatic:
         config = replace(config, decode=suit_depth(config.decode, config.drafter))
+    if "decode.confidence" in config.automatic and config.drafter.confidence:
+        decode = replace(config.decode, confidence=config.drafter.confidence)
+        config = replace(config, decode=decode)
+        notes.append(f"decode.confidence={decode.confidence}")
     if "decode.depth" in config.automatic or config.eval.grid:
         used = [decode for _, decode in decodings(config)]
         if any(decode.depth < automatic_depth(decode.name) for decode in used):

@@ -21,7 +21,9 @@ from outrider.train.resume import as_it_began
 from outrider.train.settings import load_run, parse
 from tests import tiny
 
-AUTOMATIC = ("data.max_length", "train.lr", "decode.depth", "decode.nodes")
+AUTOMATIC = (
+    "data.max_length", "train.lr", "decode.depth", "decode.confidence", "decode.nodes",
+)  # fmt: skip
 SHORT = [
     "data=tiny", "data.max_samples=40", "train.max_steps=2", "train.own_prompts=0",
     "train.quick_eval=false", "train.batch_tokens=256",
@@ -150,7 +152,7 @@ def test_a_continued_run_keeps_the_values_that_it_began_with(tmp_path: Path) -> 
     again = parsed(f"run.dir={tmp_path}")
     continued = as_it_began(again)
     assert (continued.train.lr, continued.data.max_length) == (1e-3, 100)
-    assert continued.automatic == ("decode.depth", "decode.nodes")
+    assert continued.automatic == ("decode.depth", "decode.confidence", "decode.nodes")
     other = parsed(f"run.dir={tmp_path}", "train.lr=2e-3")
     assert as_it_began(other).train.lr == 2e-3, "the comparison with the saved one refuses it"
     assert as_it_began(parsed(f"run.dir={tmp_path}", "train.resume=never")).train.lr == 3.5e-3

@@ -13,6 +13,7 @@ from outrider.conf.errors import RunError
 from outrider.models.decode import request as request_module
 from outrider.models.decode import sampling as sampling_module
 from outrider.models.decode import tree_layout, verifier
+from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
@@ -35,6 +36,7 @@ SHAPE = parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
 POLICIES: dict[str, Policy] = {
     "chain": Chain(3),
     "early chain": Chain(4, confidence=0.3),
+    "adaptive chain": Chain(4, confidence=AdaptiveConfidence(start=0.3, step=2.0)),
     "static": StaticTree(SHAPE),
     "dynamic": DynamicTree(depth=3, width=3, budget=8),
     "opt-tree": DynamicTree(depth=4, width=3, budget=8, gain=0.3),

@@ -73,7 +73,8 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "all"]) == 0
     listed = set(re.findall(r"^  (\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
     assert set(DOCUMENTED_KEYS) <= listed
-    trained = {key for name in trained_names() for key in default_values(f"drafter/{name}")}
+    names = [*trained_names(), "draft_verify"]  # `train` searches the latter's settings
+    trained = {key for name in names for key in default_values(f"drafter/{name}")}
     known = {key for key in known_keys() if "." in key}
     assert listed == {key for key in known if key in trained or not key.startswith("drafter.")}
 
@@ -84,7 +85,7 @@ def test_help_shows_choices_defaults_and_meanings(capsys: pytest.CaptureFixture[
     assert "target = hf | smollm2 | tiny (default tiny)" in out
     assert "train.clip 1.0 gradient clipping: largest norm (> 0)" in out
     assert "data.max_length null tokens per row; null: 1024 (data=tiny: 256)" in out
-    assert "drafter.depths 4; hass, mtp: 3 training-time-test steps" in out
+    assert "drafter.depths 4; draft_verify: 10; hass, training-time-test steps" in out
     assert "accelerate launch --num_processes 8 -m outrider train launch=zero2" in out
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.searched import SearchedConfig
 from outrider.eval.decoder import Decoder
 from outrider.launch.cli import main
 from outrider.models import drafters
@@ -31,6 +32,9 @@ from tests.families import FAMILIES, small_model
 from tests.test_drafter_contract import emitted_distribution, plain_distribution
 
 UNTRAINED = [name for name in drafters.names() if not drafters.drafter_class(name).is_trained]
+SEARCHED = [
+    name for name in UNTRAINED if issubclass(drafters.drafter_module(name).Config, SearchedConfig)
+]
 each_untrained = pytest.mark.parametrize("name", UNTRAINED)
 # those whose drafts need no forward of the target; test_target_drafting.py has the others
 NAMES = [name for name in UNTRAINED if issubclass(drafters.drafter_class(name), UntrainedDrafter)]
@@ -209,8 +213,15 @@ def test_a_decoder_takes_its_name(name: str) -> None:
     assert drafted.output_ids == plain.output_ids
 
 
-@each_untrained
-@pytest.mark.parametrize("verb", ["train", "doctor", "memory", "prepare"])
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [
+        (name, verb)
+        for name in UNTRAINED
+        for verb in ("train", "doctor", "memory", "prepare", "record")
+        if verb != "train" or name not in SEARCHED
+    ],
+)
 def test_training_commands_say_that_there_is_nothing_to_train(
     name: str, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -280,6 +280,7 @@ class Dropped(Chain):
     def propose(self, *args: Any, **kwargs: Any) -> Draft:
         draft = super().propose(*args, **kwargs)
         assert draft.q_rows is not None
+        assert isinstance(self.confidence, float)
         rows, ids = draft.q_rows[:, :-1], draft.tree.ids[:, 1:]
         likely = (rows.gather(2, ids[..., None])[..., 0] >= self.confidence).cumprod(-1)
         return Draft(Tree.chain(draft.tree.ids, likely.sum(-1)), draft.q_rows)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
+from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
@@ -61,6 +62,7 @@ TREE = ((0,), (1,), (0, 0))
 POLICIES: list[Policy] = [
     Chain(4),
     Chain(3, confidence=0.5),
+    Chain(3, confidence=AdaptiveConfidence(start=0.3, step=2.0)),
     DynamicTree(3, 3, 7),
     StaticTree(TREE),
 ]

@@ -3,6 +3,7 @@
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,22 +18,28 @@ from outrider.conf.compose import (
 )
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
+from outrider.conf.json_shapes import read_object, token
 from outrider.conf.schema import GROUPS, Config, UntrainedConfig, to_dict
+from outrider.conf.searched import SearchedConfig
 from outrider.conf.short_forms import is_path
 
 DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
 INPUT_FILES = ("data.path", "data.given", "eval.prompts")  # keys of files that a run reads
+FOUND = "found.json"  # in a run folder: the settings of the drafter that a search has found
+FOUND_FORMAT = "outrider-found-1"
+FOUND_SHAPE = {"format": FOUND_FORMAT, "drafter": {str: [token]}, "speedup": float}
 CHANGEABLE_KEYS = (  # an evaluation may set them differently from the training
     "run.seed", "target.path", "target.dtype", "target.trust_remote_code", "target.place",
     "target.devices", "target.thinking", "target.template_args", "data.overlap",
 )  # fmt: skip
 
 
-def parse(node: DictConfig, *, to_train: bool = True) -> Config:
+def parse(node: DictConfig, *, to_train: bool = True, searched: bool = False) -> Config:
     """Validate what `compose` returns, or the `config.yaml` of a run folder; loads no model.
 
     Args:
-        to_train: the drafter has weights.
+        to_train: refuse a drafter without weights.
+        searched: but not one whose settings `train` searches.
 
     Raises:
         ConfigError: the first unknown key, wrong type, value out of range, or contradiction.
@@ -52,13 +59,20 @@ def parse(node: DictConfig, *, to_train: bool = True) -> Config:
         **{name: from_dict(schema, values.get(name, {}), name) for name, schema in schemas.items()},
         automatic=automatic,
     )
-    if to_train and isinstance(config.drafter, UntrainedConfig):
-        why = "It has no weights: there is nothing to train."
-        fix = f"outrider eval drafter={config.drafter.name} target=... run.dir=..."
-        raise ConfigError("drafter", config.drafter.name, why, f"Measure it: {fix}")
+    is_run = searched and isinstance(config.drafter, SearchedConfig)
+    if to_train and not is_run and isinstance(config.drafter, UntrainedConfig):
+        raise _nothing_to_train(config.drafter)
     for check in CHECKS:
         check(config)
     return config
+
+
+def _nothing_to_train(cfg: UntrainedConfig) -> ConfigError:
+    words = f"drafter={cfg.name} target=... run.dir=..."
+    fix = f"Measure it: outrider eval {words}"
+    if isinstance(cfg, SearchedConfig):
+        fix = f"Search its settings: outrider train {words}\n  {fix}"
+    return ConfigError("drafter", cfg.name, "It has no weights: there is nothing to train.", fix)
 
 
 def drafter_schema(values: object) -> type:
@@ -111,10 +125,11 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
     """Return the configuration for measuring a finished run.
 
     All comes from `<folder>/config.yaml`, except for eval and decode, which conf/eval.yaml and
-    `overrides` set, and for CHANGEABLE_KEYS in `overrides`.
+    `overrides` set, for CHANGEABLE_KEYS in `overrides`, and for the settings of the drafter that a
+    search has found.
 
     Raises:
-        RunError: the folder has no readable config.yaml.
+        RunError: the folder has no readable config.yaml, or its search has not finished.
         ConfigError: an override that does not exist or would change what was trained.
     """
     evaluation = _compose_evaluation(overrides)
@@ -125,7 +140,20 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
     for key in CHANGEABLE_KEYS:
         if (value := OmegaConf.select(evaluation, key)) is not None:
             OmegaConf.update(saved, key, value)
-    return parse(saved)
+    config = parse(saved, searched=True)
+    if not isinstance(config.drafter, SearchedConfig):
+        return config
+    saved.drafter.update(read_found(Path(folder))["drafter"])
+    return parse(saved, searched=True)
+
+
+def read_found(folder: Path) -> dict[str, Any]:
+    """Read the result of a search; without one, raise a RunError."""
+    file = folder / FOUND
+    if not file.is_file():
+        message = f"{folder} has no {FOUND}: its search has not finished."
+        raise RunError(message, "Finish it: the same outrider train command continues it.")
+    return read_object(file, "Search again, with another run.dir.", FOUND_SHAPE)
 
 
 def load_published(overrides: list[str], *, report: bool = True) -> Config:

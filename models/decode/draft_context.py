@@ -27,6 +27,7 @@ class DraftContext:
     """State of one round of a batch, passed to the draft policy.
 
     Attributes:
+        requests: those of the batch.
         roots: the newest tokens.
         depth_limits: per request, the deepest useful draft token.
         max_depth: the deepest level the drafter supports.
@@ -50,7 +51,7 @@ class DraftContext:
             history: the texts so far; required where `sampling` has a penalty or bans.
         """
         self.drafter, self.vocab, self.max_depth = drafter, drafter.vocab, drafter.max_depth
-        self.states = [one.state for one in requests]
+        self.requests, self.states = requests, [one.state for one in requests]
         self.depth_limits = [one.room for one in requests]
         roots = [one.root for one in requests]
         self.may_abstain = drafter.may_abstain

@@ -15,6 +15,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
 from outrider.conf.schema import Config, DecodeConfig, UntrainedConfig
 from outrider.models.decode import tree_shapes
+from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.rule_table import (
@@ -53,7 +54,10 @@ def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
     """
     draft = _draft_of(decode)
     if decode.kind == "chain":
-        return Chain(decode.depth, draft, decode.confidence)
+        confidence = decode.confidence
+        if confidence == "adaptive":
+            return Chain(decode.depth, draft, AdaptiveConfidence(decode.acceptance_goal))
+        return Chain(decode.depth, draft, confidence)
     if decode.kind == "dynamic_tree":
         return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft)
     paths = tree_shapes.read(Path(decode.tree)) if decode.tree else search_tree(decode, tables)
@@ -128,6 +132,9 @@ def check_decode(decode: DecodeConfig) -> None:
     for key, kind in (("confidence", "chain"), ("gain", "dynamic_tree"), ("tree", "static_tree")):
         if getattr(decode, key) and decode.kind != kind:
             raise refuse(key, f"Only decode={kind} has this setting.", f"Use decode={kind}.")
+    if decode.acceptance_goal != DecodeConfig.acceptance_goal and decode.confidence != "adaptive":
+        why, fix = "Only an adaptive confidence has a goal.", "Add decode.confidence=adaptive."
+        raise refuse("acceptance_goal", why, fix)
     if decode.verify == "auto":
         return
     try:
@@ -158,16 +165,27 @@ def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`.
 
-    Those of the grid are at most as deep as the drafter can draft.
+    Those of the grid have the depth and the confidence that suit the drafter.
     """
     if not config.eval.grid:
         return [(config.eval.out, config.decode)]
     parsed = map(parse_policy_at_temperature, config.eval.grid)
-    return [(name, suit_depth(decode, config.drafter)) for name, decode in parsed]
+    return [(name, suit_drafter(decode, config.drafter)) for name, decode in parsed]
 
 
 def suit_depth(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
-    """Return the settings with the drafter's depth at most, or just that without weights."""
-    exactly = isinstance(drafter, UntrainedConfig)
+    """Return the settings with the drafter's depth at most, or just that without weights.
+
+    A tree is not deeper than its number of nodes.
+    """
+    exactly, chain = isinstance(drafter, UntrainedConfig), decode.kind == "chain"
     depth = drafter.depths if exactly else min(decode.depth, drafter.max_depth)
-    return replace(decode, depth=depth, nodes=depth if decode.kind == "chain" else decode.nodes)
+    if chain:
+        return replace(decode, depth=depth, nodes=depth)
+    return replace(decode, depth=min(depth, decode.nodes))
+
+
+def suit_drafter(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
+    """Return the settings with the depth and, for a chain, the confidence that suit the drafter."""
+    decode = suit_depth(decode, drafter)
+    return replace(decode, confidence=drafter.confidence) if decode.kind == "chain" else decode

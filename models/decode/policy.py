@@ -15,11 +15,13 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.argmax import first_argmax
 from outrider.models.decode.draft_context import DraftContext
+from outrider.models.decode.request import ActiveRequest
 from outrider.models.decode.rule_table import (
     BEST,
     DRAWN,
@@ -75,17 +77,18 @@ class Chain:
 
     Attributes:
         confidence: drafting stops after a token that the drafter gives less probability than this
-            (with noise, where drafts are coupled). The token itself is still verified, else the
-            output distribution would change (rule R2).
+            (with noise, where drafts are coupled), or than an adaptive threshold. The token itself
+            is still verified, else the output distribution would change (rule R2).
     """
 
     depth: int
     draft: str = DRAWN
-    confidence: float = 0.0
+    confidence: float | AdaptiveConfidence = 0.0
     branches = False
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or not 0 <= self.confidence <= 1:
+        fixed = 0.0 if isinstance(self.confidence, AdaptiveConfidence) else self.confidence
+        if self.depth < 1 or not 0 <= fixed <= 1:
             raise ValueError(f"{self}: depth is at least 1, confidence between 0 and 1")
         check_draft(self.draft)
 
@@ -102,8 +105,8 @@ class Chain:
         ids, rows = [roots[:, None]], list[Tensor]()
         parents = root_index(len(roots), roots.device)
         deepest = min(self.depth, max(depth_limits), context.max_depth)
-        drafted = None  # all
-        if self.confidence > 0 or context.may_abstain or min(depth_limits) < deepest:
+        drafted, threshold = None, self._threshold(context)  # None: all
+        if threshold is not None or context.may_abstain or min(depth_limits) < deepest:
             drafted = torch.tensor(depth_limits, device=roots.device).clamp(max=self.depth)
         is_sampled = not sampling.greedy and self.draft in SAMPLED_DRAFTS
         for depth in range(1, deepest + 1):
@@ -119,9 +122,9 @@ class Chain:
             else:
                 token = first_argmax(logits)
             ids.append(context.vocab.to_target(token))
-            if drafted is not None and self.confidence > 0:
+            if drafted is not None and threshold is not None:
                 prob = logits.float().softmax(-1).gather(-1, token[..., None]).flatten()
-                drafted = torch.where(prob < self.confidence, drafted.clamp(max=depth), drafted)
+                drafted = torch.where(prob < threshold, drafted.clamp(max=depth), drafted)
                 if bool((drafted <= depth).all()):
                     break
         tree = Tree.chain(torch.cat(ids, dim=1), drafted)
@@ -129,6 +132,24 @@ class Chain:
             return Draft(tree, None)
         q_rows = [context.vocab.expand(row) for row in rows]
         return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))
+
+    def _threshold(self, context: DraftContext) -> float | Float[Tensor, " B"] | None:
+        """Return the probability below which drafts end, or that of every prompt; None: none."""
+        if not isinstance(self.confidence, AdaptiveConfidence):
+            return self.confidence or None
+        deepest = min(self.depth, context.max_depth)
+        values = [_adapted(self.confidence, one, deepest) for one in context.requests]
+        return torch.tensor(values, device=context.roots.device)
+
+
+def _adapted(rule: AdaptiveConfidence, one: ActiveRequest, deepest: int) -> float:
+    """Return the threshold of a request's next round, and keep it with the request."""
+    threshold, out = one.threshold or rule.initial(), one.out
+    for i in range(threshold.rounds, out.rounds):
+        drafted, longest = out.drafted[i], min(deepest, out.room[i])
+        threshold = rule.update(threshold, drafted, out.accepted[i], drafted == longest)
+    one.threshold = threshold
+    return threshold.value
 
 
 @lru_cache(maxsize=64)

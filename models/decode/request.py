@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.conf.errors import RunError
+from outrider.models.decode.adaptive_confidence import Threshold
 from outrider.models.decode.gumbel_coupling import GumbelNoise
 from outrider.models.decode.round_outcome import RoundOutcome
 from outrider.models.decode.round_times import RoundTimes
@@ -116,6 +117,7 @@ class ActiveRequest:
 
     Attributes:
         noise: where a verifier chooses tokens with noise.
+        threshold: where a policy adapts its confidence.
         state: the drafter's.
         root: the newest token on the device; set when rows are absorbed.
     """
@@ -124,6 +126,7 @@ class ActiveRequest:
     request: Request
     generator: Random
     noise: GumbelNoise | None = None
+    threshold: Threshold | None = None
     state: State | None = None
     root: Tensor = field(init=False, repr=False, compare=False)
     out: Output = field(default_factory=Output)

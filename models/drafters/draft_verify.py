@@ -11,12 +11,13 @@ Draft tokens attend to the exact rows of the committed text in the target's own 
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.schema import UntrainedConfig
+from outrider.conf.searched import SearchedConfig
 from outrider.models.interface import TargetEnds
 from outrider.models.kv_cache import KVCache
 from outrider.models.layer_parts import Part
@@ -26,12 +27,17 @@ from outrider.models.vocab import DraftVocab
 
 
 @dataclass(frozen=True)
-class Config(UntrainedConfig):
+class Config(SearchedConfig):
     """Settings of Draft & Verify; conf/drafter/draft_verify.yaml describes each."""
 
     name: str = "draft_verify"
     skip_attention: tuple[int, ...] = ()
     skip_mlp: tuple[int, ...] = ()
+
+    confidence: ClassVar[float | Literal["adaptive"]] = "adaptive"
+
+    def found_settings(self) -> dict[str, Any]:
+        return {"skip_attention": [*self.skip_attention], "skip_mlp": [*self.skip_mlp]}
 
 
 class DraftVerify(TargetDrafter):
