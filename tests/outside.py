@@ -13,6 +13,7 @@ from outrider.models import drafters, formats
 from outrider.models.drafter import Drafter
 from outrider.models.formats.external import Format
 from outrider.models.target import Target
+from outrider.models.target_drafting import TargetDrafter
 from tests import tiny
 
 EAGLE3: list[dict[str, Any]] = [
@@ -91,9 +92,12 @@ def logits(drafter: Drafter, target: Target) -> list[Tensor]:
     """Return the logits of every depth on `tiny`'s packed rows, then of two decoding steps."""
     target.set_taps(drafter.taps)
     trace, out = tiny.packed_trace(target), []
-    for depth, hidden in drafter.unroll(trace):
-        rows = drafter.heads_by_depth([hidden[trace.supervised_mask(depth)]], [depth])
+    for guess in drafter.unroll(trace):
+        states = guess.hidden[trace.supervised_mask(guess.depth)]
+        rows = drafter.heads_by_depth([states], [guess.depth])
         out.append(rows)
+    if isinstance(drafter, TargetDrafter):  # decodes with the target's cache only
+        return out
     state = drafter.absorb(None, tiny.verified_rows(trace, 1, 0, 6))
     for depth, token in ((1, 3), (2, 7)):
         if depth <= min(drafter.max_depth, len(out)):

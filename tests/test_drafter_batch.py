@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models import drafters
 from outrider.models.causal_lm import config_to_dict
 from outrider.models.drafter import Drafter, State
 from outrider.models.interface import Trace
@@ -31,11 +30,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         for family in ("gemma3", "gpt2", "mistral")
     ],
 }
-CASES = [
-    (name, changes)
-    for name in drafters.trained_names()
-    for changes in [{}, *VARIANTS.get(name, [])]
-]
+CASES = [(name, changes) for name in tiny.STANDALONE for changes in [{}, *VARIANTS.get(name, [])]]
 LABELS = [f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
 # of each document: rows absorbed alone, and rows absorbed together; two join, one has a single row
 ROW_COUNTS = ((5, 3), (1, 1), (0, 3), (10, 2), (0, 1))

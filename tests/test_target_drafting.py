@@ -1,7 +1,8 @@
 """Drafters that run draft tokens through the target: what all of them owe.
 
 A new subclass of `TargetDrafter` is tested here without a change to this file, except for the
-settings of its variants.
+settings of its variants. Trained ones have random weights here, and the target is changed if they
+change it; test_drafter_contract.py has the tests of training.
 """
 
 from typing import Any
@@ -26,7 +27,14 @@ from outrider.models.target_drafting import TargetDrafter
 from tests import tiny
 from tests.enumeration import distance
 from tests.families import FAMILIES, small_model
-from tests.test_drafter_contract import emitted_distribution, plain_distribution
+from tests.test_drafter_contract import (
+    emitted_distribution,
+    plain_distribution,
+    same,
+    supervised,
+    unrolled,
+    walked,
+)
 
 NAMES = [
     name for name in drafters.names() if issubclass(drafters.drafter_class(name), TargetDrafter)
@@ -37,8 +45,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 }
 PERFECT: dict[str, dict[str, Any]] = {"draft_verify": {}}
 CASES = [(name, changes) for name in NAMES for changes in SETTINGS[name]]
+TRAINED = [case for case in CASES if drafters.drafter_class(case[0]).is_trained]
 each_drafter = pytest.mark.parametrize(
     ("name", "changes"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
+)
+each_trained = pytest.mark.parametrize(
+    ("name", "changes"), TRAINED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(TRAINED)]
 )
 TREE = ((0,), (1,), (0, 0))
 POLICIES: list[Policy] = [
@@ -64,10 +76,22 @@ def target_of(family: str, modules: bool) -> Target:
     return target
 
 
-def build(name: str, target: Target, changes: dict[str, Any], size: int | None = None) -> Drafter:
-    size = target.vocab_size if size is None else size
-    vocab = tiny.vocab(size, target.vocab_size)
-    return tiny.drafter(name, target, vocab, draft_vocab_size=None, **changes).eval()
+def random_drafter(name: str, target: Target, changes: dict[str, Any]) -> Drafter:
+    """Weights of initial value 0, or that of the target's, are changed."""
+    vocab = tiny.vocab(target.vocab_size, target.vocab_size)
+    drafter = tiny.drafter(name, target, vocab, draft_vocab_size=None, **changes).eval()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for value in drafter.parameters():
+            value.add_(0.05 * torch.randn_like(value))
+    return drafter
+
+
+def build(name: str, target: Target, changes: dict[str, Any]) -> Drafter:
+    """Return a drafter and apply its changes of the target."""
+    drafter = random_drafter(name, target, changes)
+    drafter.patch_target(target)
+    return drafter
 
 
 def requests(budget: int = 14) -> list[Request]:
@@ -90,7 +114,7 @@ def test_greedy_output_equals_plain_decoding(
             assert sum(sum(out.drafted) for out in outputs) > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PERFECT)
 @each_path
 def test_a_draft_of_the_whole_target_is_accepted(name: str, family: str, modules: bool) -> None:
     target = target_of(family, modules)
@@ -226,3 +250,31 @@ def state_after(target: Target, drafter: Drafter, prompt: list[int]) -> Any:
     Captured(target, drafter, Chain(1)).generate(prompt, 1)
     assert isinstance(captured[0].cache, KVCache | SplitCache)
     return captured[0]
+
+
+@each_trained
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_steps_repeat_the_unroll_at_every_row_and_depth(
+    name: str, changes: dict[str, Any], family: str
+) -> None:
+    """Steps after the target has read x_0..x_t, in its cache; the unroll reads packed documents.
+
+    The unroll is of the training: its trace is of the target before a change.
+    """
+    target = tiny.target(family)
+    drafter = random_drafter(name, target, changes)
+    target.set_taps(drafter.taps)
+    trace, compared = tiny.packed_trace(target), 0
+    trained = unrolled(drafter, trace)
+    drafter.patch_target(target)
+    for row, start, stop in tiny.document_spans(trace):
+        for t in range(start, stop - 2):
+            state = state_after(target, drafter, trace.ids[row, start : t + 1].tolist())
+            text = trace.ids[row, t + 1 : min(stop - 1, t + 1 + len(trained))].tolist()
+            with torch.inference_mode():  # as the engine, which wrote the cache
+                found = walked(drafter, state, text)
+            for depth, logits in found.items():
+                if trace.supervised_mask(depth)[row, t]:
+                    assert same(logits, trained[depth][row, t]), (row, start, t, depth)
+                    compared += 1
+    assert compared == len(supervised(trace, list(trained))) > 30

@@ -31,6 +31,7 @@ from outrider.models.kv_cache import KVCache
 from outrider.models.layer_parts import WHOLE, Part
 from outrider.models.split_cache import SplitCache
 from outrider.models.target import Target, TargetStates
+from outrider.models.target_drafting import TargetDrafter
 from outrider.models.vocab import DraftVocab
 from outrider.train.objective import Objective
 from tests.families import small_model
@@ -39,6 +40,12 @@ VOCAB, DRAFTED = 61, 40
 DEPTHS = 3
 LAYOUT = ((9, 7, 5), (14, 10))  # lengths of the documents in each packed row
 LENGTH = 24  # the first row ends in three tokens of padding
+# trained drafters that draft without the target; test_target_drafting.py has the others
+STANDALONE = [
+    name
+    for name in drafters.trained_names()
+    if not issubclass(drafters.drafter_class(name), TargetDrafter)
+]
 
 
 def target(family: str = "llama", seed: int = 0, **changes: object) -> Target:
