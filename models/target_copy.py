@@ -118,7 +118,9 @@ def _require_plain_layers(target: Target) -> None:
     """Raise ConfigError for layers whose weights cannot be copied and trained."""
     weights = [p.data for p in target.layers.parameters()]
     plain = all(type(w) is Tensor and w.is_floating_point() for w in weights)
-    if target.is_remote or target.ends_only or not plain:
+    # a model without any weights is planned with, and not trained
+    not_loaded = target.ends_only and not target.embedding.weight.is_meta
+    if target.is_remote or not_loaded or not plain:
         why = f"The layers of {target.name} are quantised, sharded, elsewhere or not loaded, and "
         why += "this drafter trains copies of them."
         fix = "Use target.place=replicated without target.quantise."

@@ -145,13 +145,14 @@ def exit_weights(layers: int, cfg: Config, step: int, done: float) -> list[float
         done: share of the training that they are.
     """
     last = layers - 1
+    rotation, exits = cfg.rotation, range(last)
     enabled = {
-        "rotational": lambda layer: layer % cfg.rotation == step % cfg.rotation,
-        "gradual": lambda layer: last - layer <= 2 * layers * done,
-        "all": lambda layer: True,
+        "rotational": [i % rotation == step % rotation for i in exits],
+        "gradual": [last - i <= 2 * layers * done for i in exits],
+        "all": [True for _ in exits],
     }[cfg.curriculum]
-    weights = [cfg.exit_scale * sum(range(i + 1)) * enabled(i) for i in range(last)]
-    weights.append((last + cfg.exit_scale * sum(range(last))) or 1.0)
+    weights = [cfg.exit_scale * sum(range(i + 1)) * enabled[i] for i in exits]
+    weights.append((last + cfg.exit_scale * sum(exits)) or 1.0)
     total = sum(weights)
     return [weight / total for weight in weights]
 
