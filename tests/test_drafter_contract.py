@@ -287,11 +287,12 @@ def test_the_checkpoint_holds_no_weights_of_the_target(drafter: Drafter, target:
     Trained copies of the target's layers are equal to them at first.
     """
     theirs = list(target.model.parameters())
+    copies = type(drafter).__module__.endswith(tiny.CHANGES_TARGET)
     shared = {p.untyped_storage().data_ptr() for p in theirs}
     for name, value in drafter.state_dict().items():
         assert value.untyped_storage().data_ptr() not in shared, name
         assert value.shape != target.head_weight.shape, name
-        if value.ndim > 1 and drafter.cfg.name not in tiny.CHANGES_TARGET:  # type: ignore[union-attr]
+        if value.ndim > 1 and not copies:
             assert not any(torch.equal(value, p) for p in theirs if p.shape == value.shape), name
 
 

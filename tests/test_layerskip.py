@@ -22,6 +22,7 @@ from outrider.models import fast_llama, formats
 from outrider.models.attention_masks import document_mask
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
+from outrider.models.decode.request import Request
 from outrider.models.drafters.layerskip import Config, LayerSkip, drop_chances, exit_weights
 from outrider.models.formats import native
 from outrider.models.interface import Trace
@@ -167,7 +168,7 @@ def exit_loss(drafter: LayerSkip, target: Target, trace: Trace) -> float:
     drafter.eval()
     sums = Objective(drafter, target, weights=[1.0] * 3)(trace, torch.ones(3), True)[1]
     drafter.train()
-    return sums.means()["loss@1"]
+    return float(sums.means()["loss@1"])
 
 
 # ---- layer dropout -------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def test_verification_runs_the_first_layers_on_one_token(
     drafter = layerskip(target, exit_layer=2).eval()
     engine = Engine(target, drafter, Chain(3))
     prompt, rounds = [5, 40, 17, 23, 9], 0
-    for event in engine.run([tiny.Request(prompt, 12)], 1):
+    for event in engine.run([Request(prompt, 12)], 1):
         if len(event.out.ids) > 1 and event.out.drafted[-1] == 3:
             drafting = [(layer, 1) for _ in range(3) for layer in (0, 1)]
             assert calls == [*drafting, (0, 1), (1, 1), (2, 4), (3, 4)]

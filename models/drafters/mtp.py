@@ -100,8 +100,9 @@ class Mtp(BatchDrafter):
         (runner,) = self._runner
         runner.gradient_checkpointing = self.gradient_checkpointing
         for guess in runner.unroll(trace):
-            loops = isinstance(runner, MtpLoop)
-            yield guess._replace(hidden=runner.stage.norm(guess.hidden)) if loops else guess
+            if isinstance(runner, MtpLoop):
+                guess = guess._replace(hidden=runner.stage.norm(guess.hidden))
+            yield guess
 
     def absorb_batch(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
         return self._runner[0].absorb_batch(states, traces)
