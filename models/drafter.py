@@ -80,7 +80,7 @@ class Drafter(nn.Module):
     may_abstain: ClassVar[bool] = False
     extra_rows: int = 0  # rows that `run_target` adds after a tree at most, and drops again
     splits: tuple[int, ...] = ()  # layers of the target that start a range of its cache
-    target_loss_weight: float = 0.0  # of the loss that keeps the distribution of a patched target
+    target_loss: Sequence[str] = ("soft_ce",)  # terms of the loss of guesses of depth 0
     gradient_checkpointing: bool = False
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
@@ -98,7 +98,8 @@ class Drafter(nn.Module):
 
         Tokens are those of the text; states are the target's at depth 1, the drafter's own at
         deeper ones. The objective stops after the last depth it needs. A drafter that changes its
-        target first yields a guess of depth 0: the changed target's states.
+        target first yields guesses of depth 0, each with its weight: the changed target's last
+        states, then those of other exits.
         """
         raise NotImplementedError
 
@@ -109,6 +110,14 @@ class Drafter(nn.Module):
     def lr_factors(self) -> dict[str, float]:
         """Return factors on `train.lr` by prefix of the parameter names they apply to."""
         return {}
+
+    def begin_step(self, step: int, done: float) -> None:
+        """Prepare an optimizer step, for losses with a curriculum; by default nothing.
+
+        Args:
+            step: optimizer steps taken before.
+            done: share of the training that they are, 0 to 1.
+        """
 
     def on_policy_batch(self, batch: Batch) -> Batch | None:
         """Return the batch with text sampled from the drafter; None: train on the original batch.

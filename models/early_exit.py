@@ -31,9 +31,17 @@ from outrider.models.target import Target, TargetStates
 from outrider.models.target_drafting import TargetDrafter, TargetDraftState
 
 
+def check_exit(exit_layer: int, layers: int) -> None:
+    """Raise ConfigError unless a target of so many layers has this exit."""
+    if not 1 <= exit_layer <= layers:
+        why = f"The target has {layers} layers, and a draft runs at least one of them."
+        fix = f"Use 1 to {layers - 1}; {layers} drafts with the whole target."
+        raise ConfigError("drafter.exit_layer", exit_layer, why, fix)
+
+
 @dataclass(frozen=True)
 class EarlyExitConfig(DrafterConfig):
-    """Settings that every drafter with an early exit has."""
+    """Settings of a drafter that is trained on exit states, which are its tap."""
 
     exit_layer: int = option(2, "", DEPTHS)
 
@@ -43,25 +51,28 @@ class EarlyExitConfig(DrafterConfig):
         Raises:
             ConfigError: the target does not have so many layers.
         """
-        if not 1 <= self.exit_layer <= layers:
-            why = f"The target has {layers} layers, and a draft runs at least one of them."
-            fix = f"Use 1 to {layers - 1}; {layers} drafts with the whole target."
-            raise ConfigError("drafter.exit_layer", self.exit_layer, why, fix)
+        check_exit(self.exit_layer, layers)
         return (self.exit_layer - 1,)
 
 
 class EarlyExit(TargetDrafter):
-    """A drafter that exits the target after `exit_layer` layers; its tap is the exit state.
+    """A drafter that exits the target after `exit_layer` layers.
 
-    Its `Config` is an `EarlyExitConfig`. A subclass calls `set_exit`, and may override
-    `draft_logits` and `absorb_batch`, whose traces hold the exit states of verified rows as `taps`.
+    A subclass calls `set_exit`, and may override `draft_logits` and `absorb_batch`, whose traces
+    hold the exit states of verified rows as `taps`. One whose training reads exit states has an
+    `EarlyExitConfig`.
     """
 
     required_features = "taps"
     exit_layer: int
 
     def set_exit(self, exit_layer: int, layers: int) -> None:
-        """Set the exit and the ranges of the cache: one range if the exit is the target's end."""
+        """Set the exit and the ranges of the cache: one range if the exit is the target's end.
+
+        Raises:
+            ConfigError: the target does not have so many layers.
+        """
+        check_exit(exit_layer, layers)
         self.exit_layer = exit_layer
         self.splits = (exit_layer,) if exit_layer < layers else ()
 

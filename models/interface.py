@@ -118,11 +118,13 @@ class Guess(NamedTuple):
     """Hidden states of one depth; the logits of row t predict token x_{t+1+depth}.
 
     A guess holds states instead of logits, so that the objective can apply `Drafter.head` in
-    chunks. Rows outside `Trace.supervised_mask(depth)` may hold any value.
+    chunks. Rows outside `Trace.supervised_mask(depth)` may hold any value. A guess of depth 0 is a
+    prediction of x_{t+1} by a target that the drafter changes.
     """
 
     depth: int
     hidden: Float[Tensor, "B T D"]
+    weight: float = 1.0  # of its loss, a factor on the weight of its depth
 
 
 def shifted_guesses(states: Float[Tensor, "B T D"], depths: int) -> Iterator[Guess]:

@@ -68,7 +68,7 @@ def _cases() -> list[Case]:
     cases += [Case("mtp", w, state_first, True) for w in layouts]
     cases += [Case("mtp", w, {**QK, "depths": 1, "feed": "raw"}, True) for w in layouts]
     cases += [Case("mtp", "qwen3_next", {"depths": 1}, True)]
-    cases += [Case("draft_lm", "transformers", {}, True)]
+    cases += [Case(name, "transformers", {}, True) for name in ("draft_lm", "layerskip")]
     return cases + [Case(name, "native", {}, False) for name in drafters.trained_names()]
 
 

@@ -77,10 +77,11 @@ def test_no_answers_give_no_rounds() -> None:
 
 
 def pair(name: str) -> tuple[Target, Drafter]:
-    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     target = tiny.target(vocab_size=3, pad_token_id=0, **size, **heads)
-    return target, tiny.drafter(name, target, tiny.vocab(2, 3), depths=DEPTH).eval()
+    changes = {"depths": DEPTH, "exit_layer": 1}
+    return target, tiny.drafter(name, target, tiny.vocab(2, 3), **changes).eval()
 
 
 def predicted_rounds(target: Target, drafter: Drafter, answers: list[tuple[int, ...]]) -> Tensor:

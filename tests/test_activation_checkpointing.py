@@ -11,7 +11,7 @@ from outrider.models.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
 
-WITH_LAYERS = (".draft_lm", ".eagle", ".eagle3", ".hass", ".mtp")
+WITH_LAYERS = (".draft_lm", ".eagle", ".eagle3", ".hass", ".layerskip", ".mtp")
 
 
 @pytest.fixture(scope="module")

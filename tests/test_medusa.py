@@ -65,7 +65,7 @@ def perturb(drafter: Medusa, scale: float = 0.05) -> Medusa:
 def logits(drafter: Medusa, trace: Trace) -> dict[int, Tensor]:
     return {
         depth: drafter.heads_by_depth([hidden.flatten(0, 1)], [depth]).unflatten(0, trace.ids.shape)
-        for depth, hidden in drafter.unroll(trace)
+        for depth, hidden, _ in drafter.unroll(trace)
     }
 
 
@@ -253,7 +253,7 @@ def test_gradients_reach_adapters_and_heads_only(
     target: Target, trace: Trace, own_heads: bool
 ) -> None:
     drafter = perturb(medusa2(target, own_heads=own_heads))
-    states = [(hidden.flatten(0, 1), depth) for depth, hidden in drafter.unroll(trace)]
+    states = [(hidden.flatten(0, 1), depth) for depth, hidden, _ in drafter.unroll(trace)]
     found = drafter.heads_by_depth([state for state, _ in states], [depth for _, depth in states])
     found.logsumexp(-1).sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in drafter.parameters())

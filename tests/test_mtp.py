@@ -212,7 +212,7 @@ def test_the_unroll_equals_loops_over_modules_and_rows(
 ) -> None:
     drafter = built(target, attention=attention, **variant)
     trace, compared = tiny.packed_trace(target), 0
-    for depth, hidden in drafter.unroll(trace):
+    for depth, hidden, _ in drafter.unroll(trace):
         for row, start, stop in tiny.document_spans(trace):
             literal = Literal(drafter, trace, row, start)
             for t in range(start, min(stop, start + 8)):  # loops of loops: eight rows are enough

@@ -483,10 +483,8 @@ def test_smooth_l1_compares_states_with_next_target_state(target: Target, trace:
 class Changing(FixedDrafter):
     """A drafter that also yields the changed target's states, at depth 0."""
 
-    target_loss_weight = 0.5
-
     def unroll(self, trace: Trace) -> Iterator[Guess]:
-        yield Guess(0, self.states[0])
+        yield Guess(0, self.states[0], 0.5)
         for depth, state in enumerate(self.states[1:], start=1):
             yield Guess(depth, state)
 

@@ -42,6 +42,7 @@ NAMES = [
 ]
 # settings with which a drafter drafts badly, and with which it drafts what the target decodes
 SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "layerskip": [{"exit_layer": 1}, {"exit_layer": 3}],
     "draft_verify": [{"skip_attention": [1, 2], "skip_mlp": [0, 2]}, {"skip_attention": [3]}],
     "kangaroo": [{"exit_layer": 2}, {"exit_layer": 4}],
     "sparse_kv": [
@@ -49,7 +50,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"method": "snapkv", "budget": 3, "window": 2, "pool": 3},
     ],
 }
-PERFECT: dict[str, dict[str, Any]] = {"draft_verify": {}, "sparse_kv": {"method": "snapkv"}}
+PERFECT: dict[str, dict[str, Any]] = {
+    "draft_verify": {},
+    "layerskip": {"exit_layer": 4},
+    "sparse_kv": {"method": "snapkv"},
+}
 CASES = [(name, changes) for name in NAMES for changes in SETTINGS[name]]
 TRAINED = [case for case in CASES if drafters.drafter_class(case[0]).is_trained]
 each_drafter = pytest.mark.parametrize(

@@ -46,6 +46,8 @@ STANDALONE = [
     for name in drafters.trained_names()
     if not issubclass(drafters.drafter_class(name), TargetDrafter)
 ]
+# drafters that train copies of the target's layers, and may propose each of its tokens
+CHANGES_TARGET = ("layerskip",)
 
 
 def target(family: str = "llama", seed: int = 0, **changes: object) -> Target:
@@ -56,6 +58,8 @@ def config(name: str, **changes: object) -> Any:
     """The `Config` of a drafter; fields that it does not have are left out."""
     kind = drafters.drafter_module(name).Config
     settings = {"depths": DEPTHS, "draft_vocab_size": DRAFTED, **changes}
+    if name in CHANGES_TARGET:
+        settings["draft_vocab_size"] = None
     return kind(**{f.name: settings[f.name] for f in fields(kind) if f.name in settings})
 
 
@@ -70,6 +74,8 @@ def drafter(
 ) -> Drafter:
     """Untrained, built as a run builds it."""
     torch.manual_seed(seed)
+    if name in CHANGES_TARGET:
+        draft_vocab = DraftVocab.identity(of.vocab_size)
     return drafters.build(config(name, **changes), of, draft_vocab or vocab())
 
 
@@ -162,7 +168,7 @@ def answered_trace(of: Target, answers: Sequence[Sequence[int]]) -> Trace:
 
 def train_drafter(student: Drafter, of: Target, trace: Trace, steps: int) -> list[float]:
     """AdamW on one batch; the mean over depths of the nats per row, before each step."""
-    depths = [guess.depth for guess in student.unroll(trace)]
+    depths = [guess.depth for guess in student.unroll(trace) if guess.depth]
     objective = Objective(student, of, weights=[1 / len(depths)] * len(depths))
     divide = torch.stack([trace.supervised_mask(d).sum() for d in depths]).float()
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
@@ -177,7 +183,7 @@ def train_drafter(student: Drafter, of: Target, trace: Trace, steps: int) -> lis
 
 
 class HalfTrained(NamedTuple):
-    """A target, its greedy answers to PROMPTS, and a drafter trained on them for a few steps."""
+    """A target with the drafter's changes, its greedy answers to PROMPTS, and the drafter."""
 
     target: Target
     answers: tuple[list[int], ...]
@@ -186,11 +192,13 @@ class HalfTrained(NamedTuple):
 
 @cache
 def half_trained(name: str, family: str) -> HalfTrained:
-    """Train for twelve steps, after which some guesses are right."""
+    """Train for twelve steps on the answers, after which some guesses are right."""
     of = target(family)
     answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)
     student = drafter(name, of, vocab(VOCAB))
     train_drafter(student, of, answered_trace(of, answers), steps=12)
+    if student.patch_target(of):
+        answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)
     return HalfTrained(of, answers, student.eval())
 
 

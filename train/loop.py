@@ -130,7 +130,9 @@ def _advance(run: Trainer, log: MetricsLog) -> None:
     """Take one optimizer step, or skip a bad one."""
     train, step = run.config.train, run.progress.step
     run.seed_step(step)
-    rate = learning_rate(train, fraction_done(train, run.progress))
+    done = fraction_done(train, run.progress)
+    run.drafter.begin_step(step, done)
+    rate = learning_rate(train, done)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group.get("lr_factor", 1.0)
     micro_batches = run.step_data.micro_batches(step)
@@ -199,10 +201,9 @@ def _update_ratio(before: list[torch.Tensor], after: list[torch.Tensor]) -> dict
 
 def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, float]) -> None:
     metrics = run.means(sums)
-    progress, weights = run.progress, enumerate(run.objective.weights, start=1)
+    progress = run.progress
     speed = progress.step * run.rows * run.config.data.max_length / max(progress.seconds, 1e-9)
-    metrics["objective"] = sum(w * metrics.get(f"loss@{depth}", 0.0) for depth, w in weights)
-    metrics["objective"] += run.drafter.target_loss_weight * metrics.get("target_loss", 0.0)
+    metrics["objective"] = float(run.reduce(sums.objective))
     log.log(progress.step, "train", {**metrics, **facts, "tokens_per_second": speed})
     log.update_progress(
         fraction_done(run.config.train, progress),

@@ -25,14 +25,15 @@ class MetricSums:
     rows: Float[Tensor, " D"]
     terms: Float[Tensor, "terms D"]  # each term on its own, unweighted
     term_rows: Float[Tensor, "terms D"]  # rows that each term counts
-    target_loss: Float[Tensor, "2"]  # Medusa-2: of the changed target under the original; its rows
+    target_loss: Float[Tensor, "2"]  # of the last states of a changed target; its rows
     rounds: Float[Tensor, "3"]
+    objective: Float[Tensor, ""]  # what a step minimises; `means` leaves it out
 
     @classmethod
     def zero(
         cls, depths: int, device: torch.device | str, names: Sequence[str] = ("soft_ce",)
     ) -> "MetricSums":
-        sizes = [(depths,)] * 4 + [(len(names), depths)] * 2 + [(2,), (3,)]
+        sizes = [(depths,)] * 4 + [(len(names), depths)] * 2 + [(2,), (3,), ()]
         zeros = (torch.zeros(size, dtype=torch.float64, device=device) for size in sizes)
         return cls(tuple(names), *zeros)
 

@@ -18,8 +18,6 @@ from outrider.train.losses import parse_loss
 from outrider.train.metric_sums import MetricSums
 from outrider.train.teacher import TargetHead, Teacher
 
-TARGET_LOSS = parse_loss(["soft_ce"])  # keeps the distribution of a target that the drafter changes
-
 
 class Objective(nn.Module):
     """The module that accelerate wraps: the drafter, and the target as its teacher."""
@@ -37,7 +35,7 @@ class Objective(nn.Module):
         """
         super().__init__()
         self.drafter, self.weights, self.path = drafter, weights, path
-        self.terms = parse_loss(loss)
+        self.terms, self.target_terms = parse_loss(loss), parse_loss(drafter.target_loss)
         # not a submodule: the target is neither trained nor saved
         self.teacher = Teacher(target, drafter.vocab, renormalise)
 
@@ -52,31 +50,31 @@ class Objective(nn.Module):
     def forward(
         self, trace: Trace, denominators: Float[Tensor, " D"], measure: bool = False
     ) -> tuple[Float[Tensor, ""], MetricSums]:
-        """Return the sum over depths of weight * loss / denominator, and the metric sums.
+        """Return the sum over guesses of weight * loss / denominator, and the metric sums.
 
         Args:
             denominators: per depth, the supervised rows of the whole step.
             measure: unroll all depths, and compute alpha and rounds.
         """
         trained = max(i for i, weight in enumerate(self.weights, start=1) if weight)
-        changed, guesses = None, list[Guess]()
+        changed, guesses = list[Guess](), list[Guess]()  # of depth 0; of the others
         for guess in self.drafter.unroll(trace):
-            if guess.depth:
-                guesses.append(guess)
-            else:  # of a drafter that changes its target
-                changed = guess
+            (guesses if guess.depth else changed).append(guess)
             if len(guesses) == (len(self.weights) if measure else trained):
                 break
         device = trace.last.device
         denominators, sums = denominators.to(device), self.zero_sums(device)
-        scale = torch.tensor(self.weights, device=device) / denominators
+        weights = [w * guess.weight for w, guess in zip(self.weights, guesses, strict=False)]
+        scale = torch.tensor(weights, device=device) / denominators[: len(weights)]
         chunked = partial(ChunkedLoss, self.drafter, self.teacher, trace, path=self.path)
         full = self.needs_full_head(measure)
         loss = chunked(guesses, scale, sums, self.terms, full=full, measure=measure).loss()
-        if changed is not None:
-            own, full = MetricSums.zero(1, device), self.needs_full_head(False)
-            scale = self.drafter.target_loss_weight / denominators[:1]
-            parts = [changed], scale, own, TARGET_LOSS
+        if changed:
+            names = [term.name for term in self.target_terms]
+            own, full = MetricSums.zero(len(changed), device, names), self.needs_full_head(False)
+            scale = torch.tensor([guess.weight for guess in changed], device=device)
+            parts = changed, scale / denominators[0], own, self.target_terms
             loss = loss + chunked(*parts, full=full, measure=False).loss()
             sums.target_loss.copy_(torch.stack([own.loss[0], own.rows[0]]))
+        sums.objective.copy_(loss.detach())
         return loss, sums

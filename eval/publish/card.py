@@ -177,7 +177,7 @@ def template_values(subject: CardSubject, repo: str) -> dict[str, Any]:
         "warnings": plan.get("warnings", []),
         "comparison": subject.comparison,
         "engine": subject.engine,
-        "changed": bool(getattr(subject.cfg, "adapter_rank", 0)),
+        "changed": subject.drafter.patch_target(target),
         "datasets": list(settings.datasets),
         **_training_values(Path(config.run.dir)),
     }  # fmt: skip

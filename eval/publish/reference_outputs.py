@@ -11,6 +11,7 @@ vocabulary.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.interface import Trace
 from outrider.models.target import Target
+from outrider.models.target_drafting import TargetDrafter
 
 ROWS = 3
 LONGEST = 12  # tokens of the text, besides one for each depth
@@ -83,7 +85,14 @@ def _outputs(
 
 
 def _draft_logits(drafter: Drafter, trace: Trace, row: int, depths: int) -> Float[Tensor, "D Vd"]:
-    """Return the logits of every depth after rows 0..row; the draft tokens are the text's own."""
+    """Return the logits of every depth after rows 0..row; the draft tokens are the text's own.
+
+    A drafter that needs the target's cache for `step` unrolls, which gives the same logits.
+    """
+    if isinstance(drafter, TargetDrafter):
+        guesses = (guess for guess in drafter.unroll(trace) if guess.depth)
+        rows = ((guess.hidden[0, row : row + 1], guess.depth) for guess in islice(guesses, depths))
+        return torch.cat([drafter.heads_by_depth([state], [depth]) for state, depth in rows])
     prefix = {k: v[:, : row + 1] for k, v in vars(trace).items() if v is not None}
     state, out = drafter.absorb(None, Trace(**prefix)), []
     root = torch.zeros(1, dtype=torch.long, device=trace.ids.device)

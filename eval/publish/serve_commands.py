@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from outrider.models.drafter import Drafter
+from outrider.models.drafters.layerskip import LayerSkip
 
 SELF_FEEDING = (
     "any number works, since the drafter reads its own output; it was trained to {d}, and not for "
@@ -22,6 +23,11 @@ NOTES = {  # (format, drafter), or a format with all others -> what to know firs
     "medusa": "TGI reads `medusa_lm_head.safetensors` and config.json. Medusa's own code opens "
     "only `medusa_lm_head.pt`: torch.save the same tensors under that name.",
     "native": "No engine reads this format; Outrider does.",
+    (
+        "transformers",
+        "layerskip",
+    ): "The folder is the changed target, whole. Other engines serve "
+    "it as a model without a drafter.",
     "deepseek": "Engines look for MTP modules inside the target's checkpoint, and serve them where "
     "they have MTP modules with plain attention for the target's family.",
 }
@@ -38,6 +44,14 @@ target = AutoModelForCausalLM.from_pretrained('{target}')
 draft = AutoModelForCausalLM.from_pretrained('{repo}')
 ids = tokenizer('Once upon a time', return_tensors='pt').input_ids
 out = target.generate(ids, assistant_model=draft, max_new_tokens=64)
+print(tokenizer.decode(out[0]))
+\""""
+EARLY_EXIT = """python -c "
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained('{repo}')
+model = AutoModelForCausalLM.from_pretrained('{repo}')
+ids = tokenizer('Once upon a time', return_tensors='pt').input_ids
+out = model.generate(ids, assistant_early_exit={layers}, max_new_tokens=64)
 print(tokenizer.decode(out[0]))
 \""""
 
@@ -64,7 +78,11 @@ def serve_commands(
         f"outrider eval drafter={repo} target={own_target} decode.depth={depths} "
         "run.dir=runs/published"
     )
-    commands = [*_engine_commands(form, cfg.name, repo, target, depths), ("Outrider", own)]
+    commands = _engine_commands(form, cfg.name, repo, target, depths)
+    if isinstance(drafter, LayerSkip) and form == "transformers":
+        exit_early = EARLY_EXIT.format(repo=repo, layers=drafter.exit_layer)
+        commands = [("transformers", exit_early)]
+    commands = [*commands, ("Outrider", own)]
     note = NOTES.get((form, cfg.name)) or NOTES.get(form)
     return ServeCommands(commands, _legal(cfg).format(d=depths), [note] if note else [])
 
@@ -74,7 +92,7 @@ def _legal(cfg: Any) -> str:
         return HEADS
     if cfg.name == "mtp" and cfg.mode == "chained":
         return MODULES
-    return LANGUAGE_MODEL if cfg.name == "draft_lm" else SELF_FEEDING
+    return LANGUAGE_MODEL if cfg.name in ("draft_lm", "layerskip") else SELF_FEEDING
 
 
 def _engine_commands(

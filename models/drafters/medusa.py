@@ -90,7 +90,7 @@ class Medusa(BatchDrafter):
     ) -> None:
         super().__init__()
         self.cfg, self.target, self.vocab, self.taps = cfg, target, vocab, taps
-        self.max_depth, self.target_loss_weight = cfg.max_depth, cfg.keep
+        self.max_depth = cfg.max_depth
         hidden, owned = target.shape().hidden, cfg.depths if cfg.own_heads else 0
         self.blocks = nn.ModuleList(ResidualHead(hidden, cfg.res_layers) for _ in range(cfg.depths))
         self.lm_heads = nn.ModuleList(
@@ -171,7 +171,7 @@ class Medusa(BatchDrafter):
         last = trace.last
         if self.adapters is not None:
             last = self._adapted_states(self.adapters, trace)
-            yield Guess(0, last)
+            yield Guess(0, last, self.cfg.keep)
         for depth, block in enumerate(self.blocks, start=1):
             yield Guess(depth, block(last))
 

@@ -99,8 +99,10 @@ class Mtp(BatchDrafter):
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         (runner,) = self._runner
         runner.gradient_checkpointing = self.gradient_checkpointing
-        for depth, hidden in runner.unroll(trace):
-            yield Guess(depth, runner.stage.norm(hidden) if isinstance(runner, MtpLoop) else hidden)
+        for guess in runner.unroll(trace):
+            if isinstance(runner, MtpLoop):
+                guess = guess._replace(hidden=runner.stage.norm(guess.hidden))
+            yield guess
 
     def absorb_batch(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
         return self._runner[0].absorb_batch(states, traces)

@@ -13,7 +13,7 @@ from outrider.models.causal_lm import refuse_code_keys
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.formats import native
-from outrider.models.formats.external import ExternalFormat, read_sidecar
+from outrider.models.formats.external import ExternalFormat, read_sidecar, sidecar_drafter
 from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
@@ -36,6 +36,7 @@ class HuggingFaceFormat(ExternalFormat):
         embedded = any(key.endswith(embeddings) for key in folder.shapes)
         prefixes = ("fc.", "midlayer.", "mtp.")
         other = any(key.startswith(prefixes) or "eh_proj" in key for key in folder.shapes)
+        other |= sidecar_drafter(folder) not in ("", *self.drafters)
         return causal and "model_type" in folder.config and embedded and not other
 
     def _read(self, opened: WeightFolder, target: Target) -> tuple[Drafter, Any]:

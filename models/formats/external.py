@@ -256,6 +256,13 @@ def write_sidecar(folder: Path, content: Mapping[str, Any]) -> None:
     write_json(folder / SIDECAR, {**published, "sha256": sha256, "tensors": tensors})
 
 
+def sidecar_drafter(folder: WeightFolder) -> str:
+    """Return the name of the drafter in outrider.json; "" without one."""
+    file = folder.path / SIDECAR
+    fields = read_json(file, FIX).get("drafter") if file.exists() else None
+    return str(fields.get("name", "")) if isinstance(fields, dict) else ""
+
+
 def read_sidecar(
     folder: WeightFolder, form: str, joint_order: list[str] | None, target: Target
 ) -> dict[str, Any]:
