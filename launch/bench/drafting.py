@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
 BLOCK = 97  # tokens that the prompt repeats: look-ups find them
+UNCOUNTED = 2  # first rounds, in which buffers are allocated
 ATTENTION = (  # of drafters, of draft models, of views of a cache, of caches
     (layers, "attend_rows"),
     (state_cache, "attend_with_bias"),
@@ -53,8 +55,7 @@ class Options:
         (512, 2048, 8192), "context lengths, tokens", "[16, 4194304]"
     )
     depth: int = option(4, "draft tokens per round", "[1, 1024]")
-    rounds: int = option(12, "rounds per measurement", "[1, 65536]")
-    repeats: int = option(5, "measurements; medians count", "[1, 65536]")
+    rounds: int = option(16, "rounds; medians count", "[1, 65536]")
     threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
     out: str = option("", "JSON file for the result")
 
@@ -70,7 +71,9 @@ def drafting(words: list[str]) -> int:
     common.use_threads(options.threads)
     settings = common.target_settings(options.target, options.dtype)
     target = load_target(settings, process.device()).target
-    _extend_positions(target, max(options.contexts) + 64 + options.rounds * (1 + options.depth))
+    _extend_positions(
+        target, max(options.contexts) + 2 + (UNCOUNTED + options.rounds) * (1 + options.depth)
+    )
     console, rows = Console(), list[dict[str, Any]]()
     head = ("drafter", "context", "draft ms", "attention", "rest", "target ms")
     table = narrow_table(head, ("drafter",))
@@ -101,29 +104,33 @@ def _untrained(name: str, target: Target) -> Drafter:
 
 
 def _measure(target: Target, drafter: Drafter, context: int, options: Options) -> dict[str, float]:
-    """Return medians of milliseconds per round."""
+    """Return medians of milliseconds per round, after two rounds that are not counted."""
     block = random.Random(0).choices(range(target.vocab_size), k=BLOCK)
     prompt = (block * (1 + context // BLOCK))[:context]
-    engine = Engine(target, drafter, Chain(min(options.depth, drafter.max_depth)))
-    runs = [_per_round(engine, prompt, options.rounds) for _ in range(1 + options.repeats)][1:]
-    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    return {**medians, "rest": medians["draft"] - medians["attention"]}
+    policy = Chain(min(options.depth, drafter.max_depth))
+    engine = Engine(target, drafter, policy)
+    rounds = islice(_rounds(engine, prompt, UNCOUNTED + options.rounds), UNCOUNTED, None)
+    draft, attention, forward = (
+        1000 * statistics.median(part) for part in zip(*rounds, strict=True)
+    )
+    return {"draft": draft, "attention": attention, "rest": draft - attention, "target": forward}
 
 
-def _per_round(engine: Engine, prompt: Sequence[int], rounds: int) -> dict[str, float]:
-    """Return milliseconds per round of one answer."""
+def _rounds(
+    engine: Engine, prompt: Sequence[int], count: int
+) -> Iterator[tuple[float, float, float]]:
+    """Yield the seconds of each round: of the drafter, of its attention, of the target."""
     assert engine.drafter is not None
-    budget = 1 + rounds * (1 + engine.policy.nodes if engine.policy else 1)
+    assert engine.policy is not None
+    budget = 2 + count * (1 + engine.policy.nodes)
     with timed_attention(engine.drafter, engine.target.device) as seconds:
-        decoding = engine.run([Request(prompt, budget)], 1)
-        out, of_prompt = next(decoding).out, sum(seconds)
-        for event in decoding:
-            out = event.out
-            if out.rounds == rounds:
-                break
-    parts = {"draft": out.times.draft, "target": out.times.target}
-    parts["attention"] = sum(seconds) - of_prompt
-    return {name: 1000 * spent / out.rounds for name, spent in parts.items()}
+        events = engine.run([Request(prompt, budget)], 1)
+        times = next(events).out.times
+        for _ in range(count):
+            before = times.draft, sum(seconds), times.target
+            next(events)
+            after = times.draft, sum(seconds), times.target
+            yield tuple(b - a for a, b in zip(before, after, strict=True))  # type: ignore[misc]
 
 
 @contextmanager
