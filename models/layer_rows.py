@@ -39,13 +39,15 @@ class GrowingRows:
     @classmethod
     def empty_like(cls, rows: Float[Tensor, "_ *row"]) -> "GrowingRows":
         """Return no rows, of the shape, dtype and device of these."""
-        return cls(_Buffer(rows[:0], 0), 0)
+        return cls(_Buffer(rows.new_empty(0, *rows.shape[1:]), 0), 0)
 
     @property
     def rows(self) -> Float[Tensor, "{self.length} *row"]:
         return self._buffer.rows[: self.length]
 
     def append(self, new: Float[Tensor, "N *row"]) -> "GrowingRows":
+        if not len(new):
+            return self
         buffer, end = self._buffer, self.length + len(new)
         if buffer.used > self.length or end > len(buffer.rows):
             wider = new.new_empty(end + max(SPARE_ROWS, end // 4), *new.shape[1:])

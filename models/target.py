@@ -18,13 +18,11 @@ from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
 from outrider.models.attention_masks import additive_mask, document_mask, window_size
-from outrider.models.budget_view import BudgetView
 from outrider.models.fast_llama import FastLlama, supports
-from outrider.models.interface import Batch, ModelShape, Trace
+from outrider.models.interface import Batch, LayerCache, ModelShape, Trace
 from outrider.models.kv_cache import KVCache
 from outrider.models.layer_parts import WHOLE, Part, limit_layers
 from outrider.models.lora import has_adapters
-from outrider.models.prompt_observer import PromptObserver
 from outrider.models.small_matmul import linear
 from outrider.models.split_cache import SplitCache
 
@@ -176,7 +174,7 @@ class Target:
         ids: Int[Tensor, "B T"],
         positions: Int[Tensor, "B T"],
         mask: Bool[Tensor, "B T S"],
-        cache: KVCache | SplitCache | BudgetView | PromptObserver | None = None,
+        cache: LayerCache | None = None,
         grad: bool = False,
         part: Part = WHOLE,
     ) -> TargetStates:

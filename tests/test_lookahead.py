@@ -23,7 +23,7 @@ from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
 from outrider.models.drafter import TargetInput
 from outrider.models.drafters.lookahead import Config, Lookahead, LookaheadState
-from outrider.models.interface import Trace
+from outrider.models.interface import LayerCache, Trace
 from outrider.models.kv_cache import KVCache
 from outrider.models.layer_parts import WHOLE, Part
 from outrider.models.lookahead_window import (
@@ -312,7 +312,7 @@ class CycleTarget(Target):
         ids: Tensor,
         positions: Tensor,
         mask: Tensor,
-        cache: KVCache | SplitCache | None = None,
+        cache: LayerCache | None = None,
         grad: bool = False,
         part: Part = WHOLE,
     ) -> TargetStates:

@@ -9,10 +9,8 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import CHECKPOINTS, DialogueCache, Output, Request
-from outrider.models.interface import Trace
-from outrider.models.kv_cache import KVCache
+from outrider.models.interface import LayerCache, Trace
 from outrider.models.layer_parts import WHOLE, Part
-from outrider.models.split_cache import SplitCache
 from outrider.models.target import Target, TargetStates
 from tests import tiny
 from tests.families import small_model
@@ -34,7 +32,7 @@ class CountingTarget(Target):
         ids: Tensor,
         positions: Tensor,
         seen: Tensor,
-        cache: KVCache | SplitCache | None = None,
+        cache: LayerCache | None = None,
         grad: bool = False,
         part: Part = WHOLE,
     ) -> TargetStates:

@@ -26,10 +26,8 @@ from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import Decision
 from outrider.models.drafter import Drafter
-from outrider.models.interface import Guess, Trace
-from outrider.models.kv_cache import KVCache
+from outrider.models.interface import Guess, LayerCache, Trace
 from outrider.models.layer_parts import WHOLE, Part
-from outrider.models.split_cache import SplitCache
 from outrider.models.target import Target, TargetStates
 from outrider.models.target_drafting import TargetDrafter
 from outrider.models.vocab import DraftVocab
@@ -290,7 +288,7 @@ class MeanTarget(Target):
         ids: Tensor,
         positions: Tensor,
         mask: Tensor,
-        cache: KVCache | SplitCache | None = None,
+        cache: LayerCache | None = None,
         grad: bool = False,
         part: Part = WHOLE,
     ) -> TargetStates:

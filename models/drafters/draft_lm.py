@@ -86,8 +86,8 @@ class DraftLmState:
     """Decoding state: keys and values of the text read so far, then of the branch."""
 
     rows: PromptRows
-    hidden: Float[Tensor, "N D"]  # final states of the newest tokens
-    taps: Float[Tensor, "N KD"]  # and outputs of the tapped layers, if there are any
+    hidden: Float[Tensor, "R D"]  # final states of the R newest tokens
+    taps: Float[Tensor, "R KD"]  # and outputs of the tapped layers, if there are any
     ancestors: Bool[Tensor, "N M"]  # the nodes of the branch that each newest token descends from
 
 
