@@ -17,7 +17,7 @@ tails are in nearly the same columns, one slice has them all; else each prompt h
     1      f f . . . t t t d d         x x t t t d d      t t t d d      x: excluded by the mask
 
 Legend: B prompts, A key heads, N new rows, M draft rows, K rows of the front, W columns of the
-tails, S all columns of the cache, C numbers of a head.
+tails, V = K + W columns of the view, S all columns of the cache, C numbers of a head.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ class BudgetView(Cache):
         """Of each prompt, how many of its W columns precede its draft rows."""
         return [length - s for length, s in zip(self._lengths, self.starts, strict=True)]
 
-    def limit(self, branch: Bool[Tensor, "B N W"]) -> Bool[Tensor, "B N K+W"]:
+    def limit(self, branch: Bool[Tensor, "B N W"]) -> Bool[Tensor, "B N V"]:
         """Return the mask of all columns, from that of rows up to `prefix` and draft rows."""
         count, batch = self.front.size, len(self._tails)
         branch = branch.expand(batch, -1, -1)
@@ -111,7 +111,7 @@ class BudgetView(Cache):
     def commit(self, positions: Int[Tensor, "B T"]) -> None:
         self.cache.commit(positions)
 
-    def column_positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B K+W"]:
+    def column_positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B V"]:
         """Return the position of every column, for layers with a window.
 
         In such layers the rows that precede a tail are its front, if the front holds copies.
@@ -128,7 +128,7 @@ class BudgetView(Cache):
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[Float[Tensor, "B A K+W C"], Float[Tensor, "B A K+W Cv"]]:
+    ) -> tuple[Float[Tensor, "B A V C"], Float[Tensor, "B A V Cv"]]:
         """Append rows to the cache, and return a copy of the columns of the view."""
         keys, values = self.cache.update(key, value, layer_idx)
         fronts = self._fronts(keys, values, layer_idx)
@@ -142,7 +142,7 @@ class BudgetView(Cache):
 
     def attend(
         self, query: Float[Tensor, "B G T C"], key: Tensor, value: Tensor, layer: int,
-        mask: Float[Tensor, "B 1 T K+W"], scale: float,
+        mask: Float[Tensor, "B 1 T V"], scale: float,
     ) -> Float[Tensor, "B G T C"]:  # fmt: skip
         """Append rows and attend to them where they are; called by every layer of `FastLlama`."""
         rows = self.cache.update(key, value, layer)
@@ -165,7 +165,7 @@ class BudgetView(Cache):
 
     def _read(
         self, rows: Float[Tensor, "B A S C"], front: Float[Tensor, "B A K C"]
-    ) -> Float[Tensor, "B A K+W C"]:
+    ) -> Float[Tensor, "B A V C"]:
         count, start = self.front.size, self.starts[0]
         if self._one_slice:
             tails = rows[:, :, start : start + self.width]

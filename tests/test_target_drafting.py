@@ -43,7 +43,7 @@ NAMES = [
 # settings with which a drafter drafts badly, and with which it drafts what the target decodes
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "layerskip": [{"exit_layer": 1}, {"exit_layer": 3}],
-    "draft_verify": [{"skip_attention": [1, 2], "skip_mlp": [0, 2]}, {"skip_attention": [3]}],
+    "draft_verify": [{"skip_attention": (1, 2), "skip_mlp": (0, 2)}, {"skip_attention": (3,)}],
     "kangaroo": [{"exit_layer": 2}, {"exit_layer": 4}],
     "sparse_kv": [
         {"budget": 3, "sinks": 1},
