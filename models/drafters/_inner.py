@@ -38,7 +38,7 @@ def check_settings(values: Any) -> None:
         raise ValueError(f"inner = {stages} stages: there are {MAX_STAGES} at most")
     if values is None:
         return
-    named = isinstance(values, dict) and "name" in values
+    named = isinstance(values, dict) and isinstance(values.get("name"), str)
     if not named and not (isinstance(values, dict) and set(values) == {"path"}):
         raise ValueError(f"inner = {values}: use {{name: ngram, n: 3}} or {{path: FOLDER}}")
     if named:
