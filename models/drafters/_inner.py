@@ -135,11 +135,9 @@ def draft_chains(
         best = logits[:, 0].max(-1)
         ids = drafter.vocab.to_target(best.indices)[:, None]
         alive = alive & (best.values > float("-inf")) & t2d[ids[:, 0]]
-        if not bool(alive.any()):
-            break
         drafted.append(ids[:, 0])
         kept.append(alive)
-    if not drafted:
-        return [[] for _ in newest]
+        if not bool(alive.any()):
+            break
     tokens, lengths = torch.stack(drafted, 1).tolist(), torch.stack(kept, 1).sum(1).tolist()
     return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
