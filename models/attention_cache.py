@@ -21,4 +21,5 @@ class AttentionCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return the number of columns before the new ones."""
-        return self.get_seq_length(layer_idx)
+        columns: int = self.get_seq_length(layer_idx)
+        return columns

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from outrider.conf.command_settings import PlanConfig
 from outrider.conf.compose import compose
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, RunError
+from outrider.eval.plan.command import plan
 from outrider.launch.cli import main
 from outrider.launch.memory import memory
-from outrider.models.drafters import resolve_taps
+from outrider.models.drafters import drafter_class, names, resolve_taps
 from outrider.models.drafters.kangaroo import Config as KangarooConfig
 from outrider.models.drafters.layerskip import Config as LayerSkipConfig
 from outrider.train.settings import parse
@@ -124,3 +126,16 @@ def test_memory_has_no_placements_that_the_drafter_refuses(
     assert heads == [
         ["replicated", "tensor", "sharded", "apart", "int8", "nf4", "ends"], ["replicated"]
     ]  # fmt: skip
+
+
+def test_plan_refuses_drafters_that_run_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan times drafts without the target's cache, which these read."""
+    monkeypatch.setattr("outrider.eval.plan.command.load_run_models", None)
+    for name in ("kangaroo", "layerskip"):
+        config = parse(compose([f"drafter={name}", f"run.dir={tmp_path}"]))
+        with pytest.raises(RunError, match=rf"{name} drafts in .*\n.*outrider eval"):
+            plan(config, PlanConfig())
+    running = [name for name in names() if drafter_class(name).runs_target()]
+    assert running == ["draft_verify", "kangaroo", "layerskip", "lookahead", "sparse_kv"]

@@ -103,7 +103,7 @@ def _vocab(cfg: Any, lm: Target) -> DraftVocab:
 
 def _refuse_unusable(drafter: Drafter, name: str) -> None:
     fix = "Use another inner drafter, such as ngram."
-    if type(drafter).run_target is not Drafter.run_target:
+    if drafter.runs_target():
         why = "It runs its target itself, and the drafter runs the draft model."
         raise ConfigError(f"{KEY}.name", name, why, fix)
     if drafters.custom_shape(drafter) is not None:
