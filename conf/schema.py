@@ -182,9 +182,8 @@ class DrafterConfig(DrafterSettings):
         super().__post_init__()
         self.require_choice("normalise", "rows", "tokens")
 
-    def why_unsupported(self, launch: str) -> str:
-        """Return why the drafter cannot be trained under this launch, "" if it can."""
-        return ""
+    def check_run(self, launch: "LaunchConfig", target: TargetConfig) -> None:
+        """Raise ConfigError if the drafter cannot be trained under this launch or target."""
 
     def require_choice(self, name: str, *allowed: str) -> None:
         """Raise ValueError unless the field has one of these values."""

@@ -163,7 +163,8 @@ def read_prompts(
             system = turns[0]["content"] if turns[0]["role"] == "system" else None
             prompts.append(Prompt(name, str(record.get("category") or "all"), questions, system))
     if not prompts and limit != 0:
-        raise RunError(f"{source.location} has no question", f"Known shapes: {SHAPES}.")
+        message = f"{source.location} has no question: no prompt or user turn with text."
+        raise RunError(message, f"Known shapes: {SHAPES}.")
     return prompts
 
 

@@ -42,7 +42,7 @@ from outrider.models.decode.request import DialogueCache, Output, Request, Stops
 from outrider.models.drafter import Drafter
 from outrider.models.load import load_target, stop_ids
 from outrider.models.target import Target
-from outrider.train.settings import drafter_schema, is_untrained, load_run
+from outrider.train.settings import check_published, drafter_schema, is_untrained, load_run
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class Decoder:
             dtype: of the target: auto, float32, bfloat16 or float16.
 
         Raises:
+            ConfigError: the name is that of a drafter with weights.
             RunError: the drafter is not found, or was trained for another target.
         """
         built_in = str(target) in ("tiny", "smollm2")
@@ -145,6 +146,7 @@ class Decoder:
         if is_untrained(str(drafter)):
             own = drafter_schema({"name": str(drafter)})()
             return cls._loaded(settings, None, policy, own)
+        check_published(str(drafter))
         return cls._loaded(settings, published_folder(str(drafter)), policy)
 
     @classmethod

@@ -88,7 +88,8 @@ def measure(
                 for _ in measurement.decode(prompt):
                     progress.update(task, advance=1, status=measurement.progress_text())
         if not measurement.records:
-            message = "No prompt fits the target together with eval.max_new_tokens."
+            count, most = config.eval.max_new_tokens, target.shape().max_positions
+            message = f"No prompt fits the target's {most} positions with {count} new tokens."
             raise RunError(message, "Use a smaller eval.max_new_tokens, or shorter prompts.")
         return measurement.report()
     finally:

@@ -17,6 +17,7 @@ from outrider.eval.report import (
     headline,
     save,
 )
+from outrider.models.drafters import drafter_class
 
 SHOWN_DEPTHS = 12  # draft tokens whose acceptance is printed; --explain prints all
 NAMED = 5  # prompts left out that are named
@@ -85,6 +86,8 @@ def next_step(report: Report, run: Path) -> str:
         return ""
     if (report.summary.speedup_95 or (0.0,))[0] > 1:
         return f"To use it: outrider chat, or outrider publish, run.dir={run}"
+    if drafter_class(report.setting["drafter"]).runs_target():
+        return f"To try another draft: outrider eval run.dir={run} decode.depth=2"
     return f"To find a faster draft: outrider plan run.dir={run}"
 
 

@@ -29,7 +29,8 @@ from torch import nn
 from outrider.conf.command_settings import MemoryConfig
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.console import Console
-from outrider.conf.schema import Config, LaunchConfig
+from outrider.conf.errors import ConfigError
+from outrider.conf.schema import Config, DrafterConfig, LaunchConfig, TargetConfig
 from outrider.data.reporter import Reporter
 from outrider.eval.plan.roofline import MACHINES
 from outrider.eval.report_tables import explain as print_definitions
@@ -228,6 +229,8 @@ def memory(overrides: list[str], explain: bool = False) -> int:
     by_place = {}
     for place, quantise in PLACES:
         setting = replace(config.target, place=place, quantise=quantise)  # type: ignore[arg-type]
+        if not _is_trainable(config, setting):
+            continue
         by_place[quantise or place] = memory_by_part(
             replace(config, target=setting), sizes, target.shape(), drafter, settings.gpus,
             CHUNK_GPU,
@@ -250,6 +253,16 @@ def memory(overrides: list[str], explain: bool = False) -> int:
         more = math.ceil(sizes.width * sizes.whole / available)
         print_definitions(console, DEFINITIONS | {"apart": f"on {more} more GPU(s)"})
     return 0
+
+
+def _is_trainable(config: Config, target: TargetConfig) -> bool:
+    """Return whether the drafter can be trained with the target in this placement."""
+    assert isinstance(config.drafter, DrafterConfig), "drafters without weights are refused before"
+    try:
+        config.drafter.check_run(config.launch, target)
+    except ConfigError:
+        return False
+    return True
 
 
 def verdict(by_place: dict[str, dict[str, float]], available: float) -> str:

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache
 
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.kv_cache import KVCache
 from outrider.models.small_matmul import gqa_attention, split_attention
 
@@ -47,15 +47,13 @@ class Front(NamedTuple):
     rows: Sequence[Rows] | None = None
 
 
-class BudgetView(Cache):
+class BudgetView(AttentionCache):
     """The rows of the selected slots that draft tokens read, for one forward.
 
     Attributes:
         columns: of the view, K + W: how many rows of every layer a forward reads per prompt.
         starts: of each prompt, the column of the cache where its W columns start.
     """
-
-    is_compileable = False
 
     def __init__(
         self, cache: KVCache, lengths: Sequence[int], tails: Sequence[int], drafted: int,
@@ -67,9 +65,7 @@ class BudgetView(Cache):
             tails: the first row of each tail; 0: all rows are visible, without a front.
             drafted: M, the rows of the coming forward included.
         """
-        self.layers: list[Any] = []  # read by transformers
-        self.offloading = False
-        self.layer_class_to_replicate = None
+        super().__init__()
         self.cache, self.front = cache, front
         self._lengths, self._tails = list(lengths), list(tails)
         ends = [length + drafted for length in lengths]
@@ -181,8 +177,6 @@ class BudgetView(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns - self.cache.appended
-
-    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.columns, 0

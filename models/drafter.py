@@ -199,6 +199,11 @@ class Drafter(nn.Module):
         """
         return target.forward(new.ids, new.positions, new.visible, cache), states
 
+    @classmethod
+    def runs_target(cls) -> bool:
+        """Return whether `run_target` is overridden: drafts then need the target and its cache."""
+        return cls.run_target is not Drafter.run_target
+
     def finish(self, answer: Sequence[int]) -> None:
         """Read a finished answer, its new tokens; by default it is not used."""
 

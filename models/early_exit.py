@@ -35,7 +35,7 @@ def check_exit(exit_layer: int, layers: int) -> None:
     """Raise ConfigError unless a target of so many layers has this exit."""
     if not 1 <= exit_layer <= layers:
         why = f"The target has {layers} layers, and a draft runs at least one of them."
-        fix = f"Use 1 to {layers - 1}; {layers} drafts with the whole target."
+        fix = f"Use 1 to {layers}; {layers} drafts with the whole target."
         raise ConfigError("drafter.exit_layer", exit_layer, why, fix)
 
 

@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache
 
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.small_matmul import gqa_attention
 
 
-class KVCache(Cache):
+class KVCache(AttentionCache):
     """Slots of `capacity` rows, allocated when a layer first writes."""
-
-    is_compileable = False
 
     def __init__(self, slots: int, capacity: int, depth: int, device: torch.device) -> None:
         """
@@ -35,9 +33,7 @@ class KVCache(Cache):
             depth: layers per block.
             device: of the positions; rows are on the devices of their layers.
         """
-        self.layers: list[Any] = []  # read by transformers; the rows are in `_blocks`
-        self.offloading = False
-        self.layer_class_to_replicate = None
+        super().__init__()
         self.slots, self.capacity, self.depth = slots, capacity, depth
         self.lengths = [0] * slots
         self._window = (0, slots)
@@ -266,12 +262,10 @@ class KVCache(Cache):
         length = self.lengths[slot]
         return key[slot : slot + 1, :, :length], value[slot : slot + 1, :, :length]
 
-    # interface of transformers
+    # ---- interface of transformers ----
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.active_lengths)
-
-    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return max(self.active_lengths) + query_length, 0

@@ -9,7 +9,7 @@ are read once more, and attend to its P rows in the cache; nothing is written. P
 and the rows before the last W with the highest scores are selected. The order of these steps is
 the paper's: pooling is linear, so that the sum over the group may come first.
 
-Layers with a window select the rows just before the last W, which are the only ones they can see.
+Layers with a window select the rows just before the last W: later queries attend to no others.
 
 Legend: G query heads, A key heads, W observing queries, P rows, K selected rows, C head size.
 """
@@ -23,33 +23,29 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.conf.errors import RunError
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.kv_cache import KVCache
 from outrider.models.small_matmul import gqa_attention
 
 OBSERVED = "outrider_observed"  # name of the attention function that passes queries to an observer
 
 
-class PromptObserver(Cache):
+class PromptObserver(AttentionCache):
     """The rows of one prompt in a cache, for a forward that writes nothing.
 
     Attributes:
         scores: of each observed layer, before pooling.
     """
 
-    is_compileable = False
-
     def __init__(self, cache: KVCache, slot: int, observed: Collection[int]) -> None:
         """
         Args:
             observed: layers.
         """
-        self.layers: list[Any] = []  # read by transformers
-        self.offloading = False
-        self.layer_class_to_replicate = None
+        super().__init__()
         self.cache, self.slot, self.observed = cache, slot, observed
         self.scores: dict[int, Float[Tensor, "A P"]] = {}
 
@@ -78,10 +74,8 @@ class PromptObserver(Cache):
             RunError: the layer's attention was not observed.
         """
         if layer not in self.scores:
-            raise RunError(
-                "The attention modules of this target have no interface that shows their queries.",
-                "Use drafter.method=streaming.",
-            )
+            message = "The attention of this target does not use transformers' attention functions."
+            raise RunError(message, "Use drafter.method=streaming.")
         return select_rows(self.scores[layer][:, : self.length - window], count, pool)
 
     # ---- a forward ----
@@ -114,8 +108,6 @@ class PromptObserver(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
-
-    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.length, 0

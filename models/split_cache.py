@@ -12,19 +12,17 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache
 
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.kv_cache import KVCache
 
 
-class SplitCache(Cache):
+class SplitCache(AttentionCache):
     """A `KVCache` per range of layers, with the interface of one where all hold the same rows.
 
     Attributes:
         parts: the caches of the ranges, in order.
     """
-
-    is_compileable = False
 
     def __init__(
         self, slots: int, capacity: int, layers: int, device: torch.device, splits: Sequence[int]
@@ -36,9 +34,7 @@ class SplitCache(Cache):
         Raises:
             ValueError: a range would be empty.
         """
-        self.layers: list[Any] = []  # read by transformers
-        self.offloading = False
-        self.layer_class_to_replicate = None
+        super().__init__()
         bounds = [0, *splits, layers]
         sizes = [stop - first for first, stop in pairwise(bounds)]
         if min(sizes) < 1:
@@ -133,8 +129,6 @@ class SplitCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.range_of(layer_idx).get_seq_length()
-
-    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.range_of(layer_idx).get_mask_sizes(query_length)

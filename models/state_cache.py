@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache
 
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.layer_rows import LayerRows
 from outrider.models.layers import attend_with_bias
 
@@ -44,15 +44,13 @@ class PromptRows(NamedTuple):
         return PromptRows(layers, self.branch_positions[:0])
 
 
-class StateCache(Cache):
+class StateCache(AttentionCache):
     """The rows of some prompts and those that a forward appends.
 
     Attributes:
         length: columns before the new ones.
         padding: of each prompt, columns before its first row.
     """
-
-    is_compileable = False
 
     def __init__(
         self, prompts: Sequence[PromptRows], counts: Sequence[int], verified: Sequence[int]
@@ -62,9 +60,7 @@ class StateCache(Cache):
             counts: of each prompt, new rows; the other new columns are padding.
             verified: how many of them, from the first on, are of verified tokens.
         """
-        self.layers: list[Any] = []  # read by transformers
-        self.offloading = False
-        self.layer_class_to_replicate = None
+        super().__init__()
         self.counts, self.verified = counts, verified
         self._before = prompts
         self._rows = [dict(enumerate(prompt.layers)) for prompt in prompts]
@@ -145,8 +141,6 @@ class StateCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
-
-    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.length + query_length, 0

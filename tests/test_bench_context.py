@@ -8,6 +8,7 @@ import pytest
 
 from outrider.conf.errors import ConfigError
 from outrider.launch.bench import context
+from outrider.launch.bench.common import build_drafter
 from outrider.launch.bench.context import Options, ReadPrompts
 from outrider.launch.cli import main
 from outrider.models.decode.engine import Engine
@@ -28,7 +29,7 @@ def test_prompts_in_the_cache_are_decoded_as_if_they_were_read(method: str) -> N
     plain = ReadPrompts(target, None, None)
     events = plain.use_cache(cache, 0).run(requests, 2)
     assert [event.number for event, _ in zip(events, requests, strict=False)] == [0, 1]
-    drafter = context.drafter_of(options, target, 16)
+    drafter = build_drafter(options.config(16), target)
     given = ReadPrompts(target, drafter, Chain(3)).use_cache(cache, 60 - 8)
     expected = Engine(target, drafter, Chain(3)).generate_all(requests, 2)
     found = {event.number: event.out for event in given.run(requests, 2)}

@@ -243,16 +243,29 @@ def test_commands_of_a_run_refuse_a_drafter_without_weights(
     assert f"drafter = '{name}'\n  It has no weights, and {verb} uses" in error
 
 
-@pytest.mark.parametrize("name", ["eagle3", "Medusa", "sufix"])
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("eagle3", "outrider train drafter=eagle3 target=... run.dir=runs/eagle3\n"),
+        ("kangaroo", "outrider train drafter=kangaroo target=... run.dir=runs/kangaroo\n"),
+        ("Medusa", "run.dir=runs/<name>"),
+        ("sufix", "sparse_kv, suffix."),
+    ],
+)
 @pytest.mark.parametrize("verb", ["eval", "chat"])
 def test_the_name_of_a_drafter_with_weights_is_no_hub_id(
-    name: str, verb: str, capsys: pytest.CaptureFixture[str]
+    name: str, fix: str, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([verb, f"drafter={name}", "target=tiny", "run.dir=x"])
     error = capsys.readouterr().err
     assert f"drafter = '{name}'" in error
-    assert "run.dir=runs/<name>" in error
+    assert fix in error
+
+
+def test_a_decoder_refuses_the_name_of_a_drafter_with_weights() -> None:
+    with pytest.raises(ConfigError, match=r"drafter=layerskip .*\n.*Decoder\.from_run"):
+        Decoder.from_pretrained("tiny", drafter="layerskip")
 
 
 def test_a_misspelt_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,7 @@ def test_next_step_follows_from_the_result(printed: Callable[[Shown], str], tmp_
     for result, step in (
         (report(2.0, 2.0), "To use it: outrider chat, or outrider publish, run.dir="),
         (report(0.5, 0.5), "To find a faster draft: outrider plan run.dir="),
+        (report(0.5, 0.5, drafter="layerskip"), "To try another draft: outrider eval run.dir="),
         (report(2.0, mismatches=wrong), "Do not use it: the answers are not the target's."),
         (report(2.0, mismatches=wrong, dtype="bfloat16"), "measure with target.dtype=float32"),
     ):

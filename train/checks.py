@@ -124,12 +124,11 @@ def check_traces(config: Config) -> None:
 
 
 def check_drafter(config: Config) -> None:
-    """Check that the launch and the loss suit the drafter."""
+    """Check that the launch, the target and the loss suit the drafter."""
     cfg = config.drafter
     if not isinstance(cfg, DrafterConfig):
         return
-    if why := cfg.why_unsupported(config.launch.name):
-        raise ConfigError("launch", config.launch.name, why, "Use launch=zero2 or launch=ddp.")
+    cfg.check_run(config.launch, config.target)
     parse_depth_weights(cfg.depth_weights, cfg.depths)
     for term in parse_loss(cfg.loss):
         if term.spec.needs_states and not drafter_class(cfg.name).predicts_target_states:

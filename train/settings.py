@@ -101,9 +101,14 @@ def check_published(name: str) -> None:
     known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
     if is_path(name, known) or Path(name).expanduser().exists():
         return
-    why = "It is no folder and no hub id of a published drafter, and no drafter without weights."
-    fix = "The drafter of a run is measured by run.dir=runs/<name> alone"
-    raise ConfigError("drafter", name, why, f"{fix}; drafters here are {', '.join(known)}.")
+    if name in known:
+        why = "It has weights, which a training writes to its run folder."
+        fix = f"Train it: outrider train drafter={name} target=... run.dir=runs/{name}\n"
+        fix += f"  Then use its run: run.dir=runs/{name} alone; in Python, Decoder.from_run."
+        raise ConfigError("drafter", name, why, fix)
+    why = "There is no folder, no hub id and no drafter of this name."
+    fix = f"Drafters without weights: {', '.join(filter(is_untrained, known))}."
+    raise ConfigError("drafter", name, why, f"{fix}\n  Others need their run: run.dir=runs/<name>.")
 
 
 def check_files(config: Config, *keys: str) -> None:

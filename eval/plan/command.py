@@ -36,6 +36,7 @@ from outrider.eval.plan.round_costs import DecodedRound, DraftShape, Grid, Measu
 from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import Plan, draft_trees, make_plan
 from outrider.eval.rank_tables import rank_table
+from outrider.models import drafters
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import sampling_of
 from outrider.models.decode.policy import Policy
@@ -62,6 +63,7 @@ def plan(config: Config, options: PlanConfig, explain: bool = False) -> int:
         ConfigError, RunError: the run, target or prompts cannot be used, or nothing of the grid.
     """
     console, folder = Console(), Path(config.run.dir)
+    _require_separate_times(config)
     study = PlanStudy(config, options, *load_run_models(config))
     with console.status("measuring acceptance on the target's answers"):
         study.measure_acceptance()
@@ -85,6 +87,15 @@ def plan(config: Config, options: PlanConfig, explain: bool = False) -> int:
     files = f"plan: {folder / 'plan' / options.out}.json (every draft), .png"
     console.print(files, soft_wrap=True)
     return 0
+
+
+def _require_separate_times(config: Config) -> None:
+    """Raise RunError for a drafter that cannot be timed without the target."""
+    name = config.drafter.name
+    if drafters.drafter_class(name).runs_target():
+        message = f"{name} drafts in the target's cache; a plan times drafts without the target."
+        fix = f"Measure draft shapes: outrider eval run.dir={config.run.dir} decode.depth=2"
+        raise RunError(message, fix)
 
 
 class PlanStudy:

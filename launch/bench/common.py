@@ -18,7 +18,11 @@ from rich.table import Table
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
-from outrider.conf.schema import TargetConfig
+from outrider.conf.schema import DrafterSettings, TargetConfig
+from outrider.models import drafters
+from outrider.models.drafter import Drafter
+from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
 from outrider.train.manifest import machine as machine_facts
 
 CHILD = "OUTRIDER_BENCH_CHILD"  # set in the environment of a process that measures one setting
@@ -61,6 +65,24 @@ def target_settings(name: str, dtype: Any = "float32") -> TargetConfig:
     if name in ("tiny", "smollm2"):
         return TargetConfig("tiny" if name == "tiny" else "smollm2", dtype=dtype)
     return TargetConfig("hf", path=name, dtype=dtype)
+
+
+def allow_positions(target: Target, count: int) -> None:
+    """Allow more positions than the target was trained for, where its text does not matter."""
+    config = target.text_config
+    config.max_position_embeddings = max(count, config.max_position_embeddings)
+
+
+def default_drafter(name: str, target: Target) -> Drafter:
+    """Build a drafter with its default settings and untrained weights."""
+    return build_drafter(drafters.drafter_module(name).Config(name=name), target)
+
+
+def build_drafter(cfg: DrafterSettings, target: Target) -> Drafter:
+    """Build a drafter over the whole vocabulary; its weights, if any, are untrained."""
+    torch.manual_seed(0)
+    drafter = drafters.build(cfg, target, DraftVocab.identity(target.vocab_size))
+    return drafter.to(target.device, target.dtype).eval()
 
 
 def use_threads(threads: int) -> None:

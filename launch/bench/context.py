@@ -21,27 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
+from rich.table import Table
 
 from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
-from outrider.conf.schema import TargetConfig
 from outrider.data.conversations import read_prompts
 from outrider.data.sources import suite_source
 from outrider.eval.report_tables import narrow_table
 from outrider.eval.theory import speedup_from_alpha
-from outrider.launch.bench.common import describe_machine, save_result, use_threads
-from outrider.models import drafters, process
+from outrider.launch.bench.common import build_drafter, report, target_settings, use_threads
+from outrider.models import process
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import ActiveRequest, DialogueCache, Output, Request
-from outrider.models.drafter import Drafter, State
+from outrider.models.drafter import State
 from outrider.models.drafters.sparse_kv import Config
 from outrider.models.kv_cache import KVCache
 from outrider.models.load import load_target
 from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
 
 WARMUP = 2  # rounds before those that count: the first one selects rows
 
@@ -125,9 +124,8 @@ def context(words: list[str]) -> int:
     options = parse_words(Options, words)
     use_threads(options.threads)
     process.set_threads()
-    known = {"tiny": TargetConfig("tiny"), "smollm2": TargetConfig("smollm2")}
-    config = known.get(options.target, TargetConfig("hf", path=options.target))
-    target, tokenizer, _ = load_target(config, process.device())
+    settings = target_settings(options.target, "auto")
+    target, tokenizer, _ = load_target(settings, process.device())
     check(options, target)
     ids = tokenizer(_text(options))["input_ids"]
     rows = list[dict[str, Any]]()
@@ -139,9 +137,11 @@ def context(words: list[str]) -> int:
             progress.update(task, description=f"context {length}, batch {batch}")
             rows.extend(measure(options, target, ids, length, batch))
             progress.advance(task, length * batch)
-    show(options, rows, Console())
+    console = Console()
+    for line in verdicts(options, rows):
+        console.print(line, highlight=False)
     setting = {**dataclasses.asdict(options), "dtype": str(target.dtype)}
-    save_result(options.out, {"machine": describe_machine(), "setting": setting, "rows": rows})
+    report(console, table_of(options, rows), options.out, {"setting": setting, "rows": rows})
     return 0
 
 
@@ -190,7 +190,7 @@ def measure(
     [*zip(requests, events, strict=False)]  # reads every prompt once; no round follows
     plain.rows = prompt - options.window  # read again: a selection needs these tokens
     engines = [
-        ReadPrompts(target, drafter_of(options, target, budget), Chain(options.depth))
+        ReadPrompts(target, build_drafter(options.config(budget), target), Chain(options.depth))
         for budget in options.budgets
     ]
     for engine in engines:
@@ -202,12 +202,6 @@ def measure(
         runs = [compare(options, one[0], one[i]) for one in found]
         row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         yield {"context": length, "batch": batch, "budget": budget, **row}
-
-
-def drafter_of(options: Options, target: Target, budget: int) -> Drafter:
-    """Return the drafter with this budget."""
-    everything = DraftVocab.identity(target.vocab_size)
-    return drafters.build(options.config(budget), target, everything).eval()
 
 
 def timed(options: Options, engine: ReadPrompts, requests: Sequence[Request]) -> dict[str, float]:
@@ -271,18 +265,13 @@ def verdicts(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"batch {batch}: not faster at {max(slower)}, at most {top:.2f}x"
 
 
-def show(options: Options, rows: Sequence[dict[str, Any]], console: Console) -> None:
-    for line in verdicts(options, rows):
-        console.print(line, highlight=False)
+def table_of(options: Options, rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of all rows."""
     head = "context", "batch", "budget", "T ms", "draft", "verify", "alpha", "tau", "plan", "found"
     table = narrow_table(head)
+    table.caption = f"{options.method}, greedy, chains of {options.depth}; draft, verify: in T"
     for row in rows:
         ratios = (f"{row[key]:.2f}" for key in ("draft", "verify", "alpha", "tau", "plan", "found"))
         names = (str(row[key]) for key in ("context", "batch", "budget"))
         table.add_row(*names, f"{row['plain_ms']:.1f}", *ratios)
-    console.print(table)
-    console.print(
-        f"{options.method}, greedy, chains of {options.depth}; draft and verify in plain steps T",
-        highlight=False,
-    )
-    console.print(describe_machine(), highlight=False)
+    return table

@@ -20,7 +20,6 @@ from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
-from outrider.conf.schema import DrafterSettings
 from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench import common
 from outrider.models import budget_view, drafters, kv_cache, layers, process, state_cache
@@ -31,7 +30,6 @@ from outrider.models.decode.round_times import Stopwatch
 from outrider.models.drafter import Drafter
 from outrider.models.load import load_target
 from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
 
 BLOCK = 97  # tokens that the prompt repeats: look-ups find them
 UNCOUNTED = 2  # first rounds, in which buffers are allocated
@@ -71,15 +69,14 @@ def drafting(words: list[str]) -> int:
     common.use_threads(options.threads)
     settings = common.target_settings(options.target, options.dtype)
     target = load_target(settings, process.device()).target
-    _extend_positions(
-        target, max(options.contexts) + 2 + (UNCOUNTED + options.rounds) * (1 + options.depth)
-    )
+    new_tokens = 2 + (UNCOUNTED + options.rounds) * (1 + options.depth)
+    common.allow_positions(target, max(options.contexts) + new_tokens)
     console, rows = Console(), list[dict[str, Any]]()
     head = ("drafter", "context", "draft ms", "attention", "rest", "target ms")
     table = narrow_table(head, ("drafter",))
     with console.status("") as status:
         for name in options.drafters or drafters.names():
-            drafter = _untrained(name, target)
+            drafter = common.default_drafter(name, target)
             for context in options.contexts:
                 status.update(f"{name}, {context} tokens")
                 row = _measure(target, drafter, context, options)
@@ -88,19 +85,6 @@ def drafting(words: list[str]) -> int:
                 table.add_row(name, str(context), *cells)
     common.report(console, table, options.out, {"setting": vars(options), "rows": rows})
     return 0
-
-
-def _extend_positions(target: Target, count: int) -> None:
-    """Allow more positions than the target was trained for: text does not matter here."""
-    config = target.text_config
-    config.max_position_embeddings = max(count, config.max_position_embeddings)
-
-
-def _untrained(name: str, target: Target) -> Drafter:
-    torch.manual_seed(0)
-    cfg: DrafterSettings = drafters.drafter_module(name).Config(name=name)
-    vocab = DraftVocab.identity(target.vocab_size)
-    return drafters.build(cfg, target, vocab).to(target.device, target.dtype).eval()
 
 
 def _measure(target: Target, drafter: Drafter, context: int, options: Options) -> dict[str, float]:
@@ -136,32 +120,40 @@ def _rounds(
 @contextmanager
 def timed_attention(drafter: Drafter, device: torch.device) -> Iterator[list[float]]:
     """Inside, record the seconds of every attention that the drafter computes."""
-    seconds, watch, drafting = list[float](), Stopwatch(device), list[bool]()
+    clock = _AttentionClock(device)
+    with ExitStack() as patches:
+        for owner, name in ATTENTION:
+            timed = clock.timed(getattr(owner, name))
+            patches.enter_context(patch.object(owner, name, timed))
+        for name in ("absorb_batch", "step_batch"):
+            drafting = clock.drafting(getattr(drafter, name))
+            patches.enter_context(patch.object(drafter, name, drafting))
+        yield clock.seconds
 
-    def timed(attend: Callable[..., Any]) -> Callable[..., Any]:
+
+class _AttentionClock:
+    """Times calls of attention functions inside of calls of a drafter's methods."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds, self._watch, self._depth = list[float](), Stopwatch(device), 0
+
+    def timed(self, attend: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not drafting:
+            if not self._depth:
                 return attend(*args, **kwargs)
-            watch.lap()
+            self._watch.lap()
             out = attend(*args, **kwargs)
-            seconds.append(watch.lap())
+            self.seconds.append(self._watch.lap())
             return out
 
         return run
 
-    def marked(call: Callable[..., Any]) -> Callable[..., Any]:
+    def drafting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            drafting.append(True)
+            self._depth += 1
             try:
                 return call(*args, **kwargs)
             finally:
-                drafting.pop()
+                self._depth -= 1
 
         return run
-
-    with ExitStack() as patches:
-        for owner, name in ATTENTION:
-            patches.enter_context(patch.object(owner, name, timed(getattr(owner, name))))
-        for name in ("absorb_batch", "step_batch"):
-            patches.enter_context(patch.object(drafter, name, marked(getattr(drafter, name))))
-        yield seconds

@@ -72,8 +72,7 @@ def _measure(options: Options) -> dict[str, float]:
     """Return peaks and seconds of the target's pass and of the drafter's step."""
     (length,), (recompute,) = options.lengths, options.recompute
     target = load_target(TargetConfig()).target
-    config = target.text_config
-    config.max_position_embeddings = max(length, config.max_position_embeddings)
+    common.allow_positions(target, length)
     name = options.drafter
     cfg = drafters.drafter_module(name).Config(name=name, depths=options.depths)
     target.set_taps(drafters.resolve_taps(cfg, target.num_layers))

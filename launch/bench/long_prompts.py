@@ -27,7 +27,6 @@ from outrider.models.decode.request import DialogueCache, Request
 from outrider.models.drafter import Drafter
 from outrider.models.load import load_target
 from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
 
 MB = 2**20
 NO_DRAFTER = "none"
@@ -75,17 +74,10 @@ def long_prompts(words: list[str]) -> int:
 def _measure(options: Options) -> dict[str, float]:
     (length,), (name,) = options.lengths, options.drafters
     target = load_target(TargetConfig()).target
-    config = target.text_config
-    config.max_position_embeddings = max(length + 1, config.max_position_embeddings)
-    drafter = None if name == NO_DRAFTER else build_drafter(name, target)
+    common.allow_positions(target, length + 1)
+    drafter = None if name == NO_DRAFTER else common.default_drafter(name, target)
     read_prompt(target, drafter, 16)  # libraries allocate their own memory on the first call
     return read_prompt(target, drafter, length)
-
-
-def build_drafter(name: str, target: Target) -> Drafter:
-    """Build a drafter with its default settings and the whole vocabulary."""
-    cfg = drafters.drafter_module(name).Config(name=name)
-    return drafters.build(cfg, target, DraftVocab.identity(target.vocab_size)).eval()
 
 
 def read_prompt(target: Target, drafter: Drafter | None, length: int) -> dict[str, float]:

@@ -103,7 +103,7 @@ def _vocab(cfg: Any, lm: Target) -> DraftVocab:
 
 def _refuse_unusable(drafter: Drafter, name: str) -> None:
     fix = "Use another inner drafter, such as ngram."
-    if type(drafter).run_target is not Drafter.run_target:
+    if drafter.runs_target():
         why = "It runs its target itself, and the drafter runs the draft model."
         raise ConfigError(f"{KEY}.name", name, why, fix)
     if drafters.custom_shape(drafter) is not None:
@@ -135,11 +135,9 @@ def draft_chains(
         best = logits[:, 0].max(-1)
         ids = drafter.vocab.to_target(best.indices)[:, None]
         alive = alive & (best.values > float("-inf")) & t2d[ids[:, 0]]
-        if not bool(alive.any()):
-            break
         drafted.append(ids[:, 0])
         kept.append(alive)
-    if not drafted:
-        return [[] for _ in newest]
+        if not bool(alive.any()):
+            break
     tokens, lengths = torch.stack(drafted, 1).tolist(), torch.stack(kept, 1).sum(1).tolist()
     return [row[:length] for row, length in zip(tokens, lengths, strict=True)]

@@ -29,8 +29,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
-from outrider.conf.schema import DEPTHS, PROBABILITY, TOKENS, WIDTH, DrafterConfig
+from outrider.conf.schema import (
+    DEPTHS,
+    PROBABILITY,
+    TOKENS,
+    WIDTH,
+    DrafterConfig,
+    LaunchConfig,
+    TargetConfig,
+)
 from outrider.models import target_check
 from outrider.models.attention_masks import document_mask, extend_ancestor_mask
 from outrider.models.causal_lm import (
@@ -75,10 +84,15 @@ class Config(DrafterConfig):
             if not isinstance(self.body, dict) or not isinstance(self.body.get("model_type"), str):
                 raise ValueError(f"body = {self.body}: needs a model_type")
 
-    def why_unsupported(self, launch: str) -> str:
-        """ZeRO-3 gathers weights on all ranks at once, and their answers differ in length."""
-        deadlocks = launch == "zero3" and self.on_policy > 0
-        return "With drafter.on_policy its ranks would deadlock." * deadlocks
+    def check_run(self, launch: LaunchConfig, target: TargetConfig) -> None:
+        """Refuse ZeRO-3: it gathers weights on all ranks at once; their answers differ in length.
+
+        Raises:
+            ConfigError: launch=zero3 with `on_policy`.
+        """
+        if launch.name == "zero3" and self.on_policy > 0:
+            why = "With drafter.on_policy its ranks would deadlock."
+            raise ConfigError("launch", launch.name, why, "Use launch=zero2 or launch=ddp.")
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class DraftVerify(TargetDrafter):
             _check_layers(f"drafter.{key}", getattr(cfg, key), layers)
         if len({*cfg.skip_attention}) == len({*cfg.skip_mlp}) == layers:
             why = f"All {layers} layers are skipped: a draft would not depend on its context."
-            fix = "Leave at least one sublayer."
-            raise ConfigError("drafter.skip_attention", cfg.skip_attention, why, fix)
+            fix = "Leave a layer out of skip_attention or skip_mlp."
+            raise ConfigError("drafter.skip_attention", [*cfg.skip_attention], why, fix)
         self.part = Part(
             skip_attention=frozenset(cfg.skip_attention), skip_mlp=frozenset(cfg.skip_mlp)
         )

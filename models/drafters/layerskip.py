@@ -26,10 +26,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
-from outrider.conf.schema import DEPTHS, PROBABILITY, DrafterConfig
+from outrider.conf.schema import DEPTHS, PROBABILITY, DrafterConfig, LaunchConfig, TargetConfig
 from outrider.models.drafter import target_head_logits
-from outrider.models.early_exit import EarlyExit
+from outrider.models.early_exit import EarlyExit, check_exit
 from outrider.models.interface import Guess, TargetEnds, Trace, shifted_guesses
 from outrider.models.target import Target
 from outrider.models.target_copy import TargetCopy
@@ -56,6 +57,34 @@ class Config(DrafterConfig):
             why = "training changes the probability of every token, so use null"
             raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: {why}")
 
+    def exit_of(self, layers: int) -> int:
+        """Return E; by default a quarter of the layers, and not the first exit: it has no weight.
+
+        Raises:
+            ConfigError: the target does not have so many layers.
+        """
+        default = min(layers, max(2, layers // 4))
+        exit_layer = default if self.exit_layer is None else self.exit_layer
+        check_exit(exit_layer, layers)
+        return exit_layer
+
+    def check_run(self, launch: LaunchConfig, target: TargetConfig) -> None:
+        """Refuse placements of the target whose layers cannot be copied.
+
+        Raises:
+            ConfigError: the target is quantised, or not whole in every process.
+        """
+        why = "The drafter trains copies of the target's layers."
+        if target.quantise is not None:
+            raise ConfigError("target.quantise", target.quantise, why, "Use target.quantise=null.")
+        if target.place != "replicated":
+            raise ConfigError("target.place", target.place, why, "Use target.place=replicated.")
+
+    def tap_layers(self, layers: int) -> tuple[int, ...]:
+        """Check the exit; training reads no taps."""
+        self.exit_of(layers)
+        return ()
+
 
 class LayerSkip(EarlyExit):
     """The first layers of a target that is trained to exit after any layer."""
@@ -70,9 +99,7 @@ class LayerSkip(EarlyExit):
         vocab.require_full()
         self.cfg, self.target, self.vocab, self.taps = cfg, target, vocab, taps
         self.target_loss = cfg.loss
-        layers = target.num_layers
-        default = min(layers, max(2, layers // 4))  # the first exit has no weight
-        self.set_exit(default if cfg.exit_layer is None else cfg.exit_layer, layers)
+        self.set_exit(cfg.exit_of(target.num_layers), target.num_layers)
         self.body = TargetCopy(target)
         self.step_number, self.share_done, self._checkpoints = 0, 0.0, False
 

@@ -112,7 +112,7 @@ class SparseKV(TargetDrafter):
         positions = target.shape().max_positions
         if self.snapkv and cfg.window > positions:
             why = f"The target's context is {positions} tokens, and a prompt is never longer."
-            raise ConfigError("drafter.window", cfg.window, why, "Use a narrower window, as 32.")
+            raise ConfigError("drafter.window", cfg.window, why, f"Use at most {positions}.")
 
     # ---- drafting ----
 
@@ -246,7 +246,7 @@ def _own(state: TargetDraftState) -> SparseState:
 
 
 def _read_again(state: SparseState, observer: PromptObserver) -> None:
-    """Read the newest tokens of a prompt once more, so that the observer sees their queries."""
+    """Read the newest tokens of a prompt once more; the observer receives their queries."""
     target, ids, length = state.target, state.newest, observer.length
     assert ids is not None, "a selection before any token"
     positions = torch.arange(length - len(ids), length, device=ids.device)
