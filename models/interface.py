@@ -18,7 +18,7 @@ Legend of shape letters; a file that uses others has its own legend:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -167,26 +167,3 @@ class TargetEnds(Protocol):
     def logits_of(
         self, last: Float[Tensor, "*rows H"], ids: Int[Tensor, " Vd"]
     ) -> Float[Tensor, "*rows Vd"]: ...
-
-
-@runtime_checkable
-class LayerCache(Protocol):
-    """A key-value cache as `Target.forward` uses it.
-
-    The layers append their rows between `reserve` and `commit`: modules of transformers through
-    `update`, `FastLlama` through `attend`.
-    """
-
-    def reserve(self, count: int) -> None:
-        """Set the columns of `count` new tokens."""
-
-    def commit(self, positions: Int[Tensor, "B T"]) -> None:
-        """Count the new tokens, after all layers have written."""
-
-    def column_positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B S"]:
-        """Return the position of every column, those of the new tokens included."""
-
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, A, T, C] of a layer, and return those of all columns."""

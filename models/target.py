@@ -17,9 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.attention_masks import additive_mask, document_mask, window_size
 from outrider.models.fast_llama import FastLlama, supports
-from outrider.models.interface import Batch, LayerCache, ModelShape, Trace
+from outrider.models.interface import Batch, ModelShape, Trace
 from outrider.models.kv_cache import KVCache
 from outrider.models.layer_parts import WHOLE, Part, limit_layers
 from outrider.models.lora import has_adapters
@@ -174,7 +175,7 @@ class Target:
         ids: Int[Tensor, "B T"],
         positions: Int[Tensor, "B T"],
         mask: Bool[Tensor, "B T S"],
-        cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
         grad: bool = False,
         part: Part = WHOLE,
     ) -> TargetStates:

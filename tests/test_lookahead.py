@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
@@ -20,7 +21,7 @@ from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafters.lookahead import Config, Lookahead, LookaheadState
-from outrider.models.interface import LayerCache, Trace
+from outrider.models.interface import Trace
 from outrider.models.layer_parts import WHOLE, Part
 from outrider.models.target import Target, TargetStates
 from outrider.models.vocab import DraftVocab
@@ -208,7 +209,7 @@ class CycleTarget(Target):
         ids: Tensor,
         positions: Tensor,
         mask: Tensor,
-        cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
         grad: bool = False,
         part: Part = WHOLE,
     ) -> TargetStates:

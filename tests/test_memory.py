@@ -5,11 +5,12 @@ from collections.abc import Generator, Sequence
 import pytest
 from torch import Tensor
 
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import CHECKPOINTS, DialogueCache, Output, Request
-from outrider.models.interface import LayerCache, Trace
+from outrider.models.interface import Trace
 from outrider.models.layer_parts import WHOLE, Part
 from outrider.models.target import Target, TargetStates
 from tests import tiny
@@ -32,7 +33,7 @@ class CountingTarget(Target):
         ids: Tensor,
         positions: Tensor,
         seen: Tensor,
-        cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
         grad: bool = False,
         part: Part = WHOLE,
     ) -> TargetStates:

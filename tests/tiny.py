@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
+from outrider.models.attention_cache import AttentionCache
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Draft, Policy
@@ -26,7 +27,7 @@ from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import Decision
 from outrider.models.drafter import Drafter
-from outrider.models.interface import Guess, LayerCache, Trace
+from outrider.models.interface import Guess, Trace
 from outrider.models.layer_parts import WHOLE, Part
 from outrider.models.target import Target, TargetStates
 from outrider.models.target_drafting import TargetDrafter
@@ -288,7 +289,7 @@ class MeanTarget(Target):
         ids: Tensor,
         positions: Tensor,
         mask: Tensor,
-        cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
         grad: bool = False,
         part: Part = WHOLE,
     ) -> TargetStates:
