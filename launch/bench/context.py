@@ -1,9 +1,10 @@
 """`outrider bench context`: sparse_kv by context length, batch size and budget.
 
-MagicDec (arXiv:2408.11049) claims that drafting with few rows of the target's cache pays where
+MagicDec (arXiv:2408.11049) claims that drafting with few rows of a cache pays where
 reading the cache dominates: at long contexts and large batches. For each context and batch the
 prompts are read once; plain decoding and every budget then decode the same number of rounds from
-there, interleaved, all prompts in every round. Medians of the repetitions count.
+there, interleaved, all prompts in every round. Medians of the repetitions count. With `path` a
+draft model drafts, over the rows of its own cache.
 
     T        one round of plain decoding
     draft    time of a draft step / T
@@ -54,6 +55,7 @@ class Options:
     contexts: tuple[int, ...] = option((512, 1024), "tokens of prompt and answer", "[64, 4194304]")
     batches: tuple[int, ...] = option((1, 4), "batch sizes", "[1, 65536]")
     budgets: tuple[int, ...] = option((128,), "rows that a draft reads", "[1, 4194304]")
+    path: str = option("", "folder or hub id of a draft model; empty: the target itself")
     method: str = option("streaming", "which rows: streaming or snapkv")
     sinks: int = option(4, "method=streaming: first rows of the text", "[0, 4194304]")
     window: int = option(32, "method=snapkv: last tokens of a prompt", "[1, 4194304]")
@@ -75,8 +77,8 @@ class Options:
     def config(self, budget: int) -> Config:
         """Return the settings of the drafter with this budget."""
         return Config(
-            depths=self.depth, method=self.method, budget=budget, sinks=self.sinks,
-            window=self.window,
+            depths=self.depth, path=self.path or None, method=self.method, budget=budget,
+            sinks=self.sinks, window=self.window,
         )  # fmt: skip
 
     @property
@@ -131,13 +133,14 @@ def context(words: list[str]) -> int:
     check(options, target)
     ids = tokenizer(_text(options))["input_ids"]
     rows = list[dict[str, Any]]()
+    loaded = [drafter_of(options, target, budget) for budget in options.budgets]
     cases = [(length, batch) for length in options.contexts for batch in options.batches]
     work = sum(length * batch for length, batch in cases)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=work)
         for length, batch in cases:
             progress.update(task, description=f"context {length}, batch {batch}")
-            rows.extend(measure(options, target, ids, length, batch))
+            rows.extend(measure(options, target, loaded, ids, length, batch))
             progress.advance(task, length * batch)
     show(options, rows, Console())
     setting = {**dataclasses.asdict(options), "dtype": str(target.dtype)}
@@ -178,23 +181,24 @@ def requests_of(ids: Sequence[int], length: int, batch: int, budget: int) -> lis
 
 
 def measure(
-    options: Options, target: Target, ids: Sequence[int], length: int, batch: int
-) -> Iterator[dict[str, Any]]:
-    """Yield a row per budget at one context and batch."""
-    prompt = length - options.room
+    options: Options, target: Target, loaded: Sequence[Drafter], ids: Sequence[int], length: int,
+    batch: int,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield a row per budget at one context and batch.
+
+    Args:
+        loaded: the drafter of each budget.
+    """
+    prompt, policy = length - options.room, Chain(options.depth)
     requests = requests_of(ids, prompt, batch, options.room)
-    cache = target.new_cache(length, batch)
+    cache = loaded[0].new_cache(target, length, batch)
     assert isinstance(cache, KVCache)
-    plain = ReadPrompts(target, None, None)
-    events = plain.use_cache(cache, 0).run(requests, batch)
+    events = ReadPrompts(target, loaded[0], policy).use_cache(cache, 0).run(requests, batch)
     [*zip(requests, events, strict=False)]  # reads every prompt once; no round follows
-    plain.rows = prompt - options.window  # read again: a selection needs these tokens
-    engines = [
-        ReadPrompts(target, drafter_of(options, target, budget), Chain(options.depth))
-        for budget in options.budgets
-    ]
-    for engine in engines:
-        engine.use_cache(cache, plain.rows)
+    plain = ReadPrompts(target, None, None)
+    engines = [ReadPrompts(target, drafter, policy) for drafter in loaded]
+    for engine in (plain, *engines):
+        engine.use_cache(cache, prompt - options.window)  # a selection reads these tokens again
     found = list[list[dict[str, float]]]()
     for _ in range(options.repeats):
         found.append([timed(options, engine, requests) for engine in (plain, *engines)])
@@ -207,7 +211,7 @@ def measure(
 def drafter_of(options: Options, target: Target, budget: int) -> Drafter:
     """Return the drafter with this budget."""
     everything = DraftVocab.identity(target.vocab_size)
-    return drafters.build(options.config(budget), target, everything).eval()
+    return drafters.build(options.config(budget), target, everything).to(target.device).eval()
 
 
 def timed(options: Options, engine: ReadPrompts, requests: Sequence[Request]) -> dict[str, float]:
@@ -281,6 +285,8 @@ def show(options: Options, rows: Sequence[dict[str, Any]], console: Console) -> 
         names = (str(row[key]) for key in ("context", "batch", "budget"))
         table.add_row(*names, f"{row['plain_ms']:.1f}", *ratios)
     console.print(table)
+    if options.path:
+        console.print(f"draft model: {options.path}", highlight=False)
     console.print(
         f"{options.method}, greedy, chains of {options.depth}; draft and verify in plain steps T",
         highlight=False,
