@@ -4,6 +4,7 @@ Draft models are saved folders of small random models. "near" is the target with
 whose draft tokens some are accepted.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,10 +281,9 @@ def test_drafts_equal_masked_attention_over_all_rows(
     assert (found - masked_logits(model, visible, CHAIN)).abs().max() > 0.01  # the control
 
 
-def test_verified_tokens_are_read_over_few_rows(folders: dict[str, str]) -> None:
-    """The first draft of round 2: the tokens of round 1 attend to rows 0..2 and from 18 on."""
-    target, states = tiny.target(), list[Any]()
-    drafter = sparse(target, folders["near"], **METHODS["streaming"])
+def after_one_round(target: Target, drafter: SparseKV) -> tuple[Any, list[int]]:
+    """Return the state after PROMPT and a round, and the tokens so far; the last is the root."""
+    states = list[Any]()
 
     class AfterOneRound(Engine):
         def _round(self, active: list[Any]) -> list[int]:
@@ -292,17 +292,38 @@ def test_verified_tokens_are_read_over_few_rows(folders: dict[str, str]) -> None
             return counts
 
     events = AfterOneRound(target, drafter, Chain(3)).run([Request(PROMPT, 12)], 1)
-    _, event = zip(range(2), events, strict=False)
-    ids, rows = event[1].out.ids, torch.arange(len(PROMPT))
-    assert len(ids) > 2
+    _, (_, event) = zip(range(2), events, strict=False)
+    assert len(event.out.ids) > 2
+    return states[0], event.out.ids
+
+
+def test_verified_tokens_are_read_over_few_rows(folders: dict[str, str]) -> None:
+    """The first draft of round 2: the tokens of round 1 attend to rows 0..2 and from 18 on."""
+    target, rows = tiny.target(), torch.arange(len(PROMPT))
+    drafter = sparse(target, folders["near"], **METHODS["streaming"])
+    state, ids = after_one_round(target, drafter)
     mask = ((rows < 3) | (rows >= 18)).expand(2, -1)
     model = draft_model(drafter)
     expected = masked_logits(model, dict.fromkeys(range(model.num_layers), mask), ids)
     with torch.inference_mode():
-        found, _ = drafter.step(states[0], 1, torch.tensor(ids[-1:]), torch.zeros(1).long())
+        found, _ = drafter.step(state, 1, torch.tensor(ids[-1:]), torch.zeros(1).long())
     torch.testing.assert_close(found[0], expected[-1], rtol=1e-5, atol=1e-5)
     whole = dict.fromkeys(range(model.num_layers), (rows >= 0).expand(2, -1))
     assert (found[0] - masked_logits(model, whole, ids)[-1]).abs().max() > 0.01  # the control
+
+
+@torch.inference_mode()
+def test_unread_tokens_do_not_select(folders: dict[str, str]) -> None:
+    """A selection after round 1 is that of the prompt, which the draft model has read."""
+    target = tiny.target()
+    drafter = sparse(target, folders["near"], **METHODS["snapkv"])
+    state, _ = after_one_round(target, drafter)
+    assert sum(state.cache.unread_counts) > 0
+    again = drafter.with_selection(0, replace(state, selection=None)).selection
+    assert again is not None
+    assert again.tail == state.selection.tail == len(PROMPT) - 4
+    for found, expected in zip(again.rows, state.selection.rows, strict=True):
+        assert all(map(torch.equal, found, expected))
 
 
 @each_method
