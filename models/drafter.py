@@ -178,6 +178,14 @@ class Drafter(nn.Module):
         """
         return list(map(self.absorb, states, traces))
 
+    def new_cache(self, target: "Target", capacity: int, slots: int) -> "KVCache | SplitCache":
+        """Return the cache of a decoding run, which `run_target` gets; by default the target's.
+
+        Args:
+            capacity: rows of each slot, tree nodes included.
+        """
+        return target.new_cache(capacity, slots, self.splits)
+
     def run_target(
         self,
         target: "Target",

@@ -34,6 +34,7 @@ class TargetDraftState:
     """Decoding state of a prompt.
 
     Attributes:
+        target: the model that drafts; `sparse_kv` may have a smaller one.
         ancestors: the drafted rows that each node of the last level attends to, itself included.
         hidden: states of the drafted rows, in the order of the cache.
     """

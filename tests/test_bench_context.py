@@ -14,22 +14,30 @@ from outrider.launch.cli import main
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.kv_cache import KVCache
+from outrider.models.load import TINY
 from tests import tiny
+from tests.families import small_model
 
 SMALL = ("contexts=[96,128]", "batches=[1,2]", "rounds=2", "repeats=1", "window=8", "depth=3")
 
 
+@pytest.mark.parametrize("drafts", ["target", "draft model"])
 @pytest.mark.parametrize("method", ["streaming", "snapkv"])
-def test_prompts_in_the_cache_are_decoded_as_if_they_were_read(method: str) -> None:
+def test_prompts_in_the_cache_are_decoded_as_if_they_were_read(
+    method: str, drafts: str, tmp_path: Path
+) -> None:
     target = tiny.target()
-    options = Options(method=method, window=8, sinks=2, depth=3)
+    if drafts == "draft model":
+        small_model("llama", seed=7).save_pretrained(tmp_path)
+    path = str(tmp_path) if drafts == "draft model" else ""
+    options = Options(path=path, method=method, window=8, sinks=2, depth=3)
     requests = context.requests_of(list(range(3, 40)), 60, 2, 12)
-    cache = target.new_cache(90, 2)
-    assert isinstance(cache, KVCache)
-    plain = ReadPrompts(target, None, None)
-    events = plain.use_cache(cache, 0).run(requests, 2)
-    assert [event.number for event, _ in zip(events, requests, strict=False)] == [0, 1]
     drafter = build_drafter(options.config(16), target)
+    cache = drafter.new_cache(target, 90, 2)
+    assert isinstance(cache, KVCache)
+    first = ReadPrompts(target, drafter, Chain(3))
+    events = first.use_cache(cache, 0).run(requests, 2)
+    assert [event.number for event, _ in zip(events, requests, strict=False)] == [0, 1]
     given = ReadPrompts(target, drafter, Chain(3)).use_cache(cache, 60 - 8)
     expected = Engine(target, drafter, Chain(3)).generate_all(requests, 2)
     found = {event.number: event.out for event in given.run(requests, 2)}
@@ -53,6 +61,15 @@ def test_the_command_writes_a_row_per_case(
     text = capsys.readouterr().out
     assert text.startswith("batch 1: ")
     assert max(map(len, text.splitlines()[:11])) <= 80
+
+
+def test_a_draft_model_with_the_weights_of_the_target_drafts_all_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "context.json"
+    words = ["bench", "context", *SMALL, "budgets=[24,128]", f"path={TINY}", f"out={out}"]
+    assert main(words) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert all(row["alpha"] == 1 and row["tau"] == 4 for row in rows if row["budget"] == 128)
+    assert any(row["alpha"] < 1 for row in rows if row["budget"] == 24)
 
 
 def test_ratios_are_those_of_the_times() -> None:

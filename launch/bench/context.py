@@ -1,9 +1,10 @@
 """`outrider bench context`: sparse_kv by context length, batch size and budget.
 
-MagicDec (arXiv:2408.11049) claims that drafting with few rows of the target's cache pays where
+MagicDec (arXiv:2408.11049) claims that drafting with few rows of a cache pays where
 reading the cache dominates: at long contexts and large batches. For each context and batch the
 prompts are read once; plain decoding and every budget then decode the same number of rounds from
-there, interleaved, all prompts in every round. Medians of the repetitions count.
+there, interleaved, all prompts in every round. Medians of the repetitions count. With `path` a
+draft model drafts, over the rows of its own cache.
 
     T        one round of plain decoding
     draft    time of a draft step / T
@@ -36,7 +37,7 @@ from outrider.models import process
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import ActiveRequest, DialogueCache, Output, Request
-from outrider.models.drafter import State
+from outrider.models.drafter import Drafter, State
 from outrider.models.drafters.sparse_kv import Config
 from outrider.models.kv_cache import KVCache
 from outrider.models.load import load_target
@@ -53,6 +54,7 @@ class Options:
     contexts: tuple[int, ...] = option((512, 1024), "tokens of prompt and answer", "[64, 4194304]")
     batches: tuple[int, ...] = option((1, 4), "batch sizes", "[1, 65536]")
     budgets: tuple[int, ...] = option((128,), "rows that a draft reads", "[1, 4194304]")
+    path: str = option("", "folder or hub id of a draft model; empty: the target itself")
     method: str = option("streaming", "which rows: streaming or snapkv")
     sinks: int = option(4, "method=streaming: first rows of the text", "[0, 4194304]")
     window: int = option(32, "method=snapkv: last tokens of a prompt", "[1, 4194304]")
@@ -74,8 +76,8 @@ class Options:
     def config(self, budget: int) -> Config:
         """Return the settings of the drafter with this budget."""
         return Config(
-            depths=self.depth, method=self.method, budget=budget, sinks=self.sinks,
-            window=self.window,
+            depths=self.depth, path=self.path or None, method=self.method, budget=budget,
+            sinks=self.sinks, window=self.window,
         )  # fmt: skip
 
     @property
@@ -129,13 +131,14 @@ def context(words: list[str]) -> int:
     check(options, target)
     ids = tokenizer(_text(options))["input_ids"]
     rows = list[dict[str, Any]]()
+    loaded = [build_drafter(options.config(budget), target) for budget in options.budgets]
     cases = [(length, batch) for length in options.contexts for batch in options.batches]
     work = sum(length * batch for length, batch in cases)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=work)
         for length, batch in cases:
             progress.update(task, description=f"context {length}, batch {batch}")
-            rows.extend(measure(options, target, ids, length, batch))
+            rows.extend(measure(options, target, loaded, ids, length, batch))
             progress.advance(task, length * batch)
     console = Console()
     for line in verdicts(options, rows):
@@ -178,23 +181,24 @@ def requests_of(ids: Sequence[int], length: int, batch: int, budget: int) -> lis
 
 
 def measure(
-    options: Options, target: Target, ids: Sequence[int], length: int, batch: int
-) -> Iterator[dict[str, Any]]:
-    """Yield a row per budget at one context and batch."""
-    prompt = length - options.room
+    options: Options, target: Target, loaded: Sequence[Drafter], ids: Sequence[int], length: int,
+    batch: int,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield a row per budget at one context and batch.
+
+    Args:
+        loaded: the drafter of each budget.
+    """
+    prompt, policy = length - options.room, Chain(options.depth)
     requests = requests_of(ids, prompt, batch, options.room)
-    cache = target.new_cache(length, batch)
+    cache = loaded[0].new_cache(target, length, batch)
     assert isinstance(cache, KVCache)
-    plain = ReadPrompts(target, None, None)
-    events = plain.use_cache(cache, 0).run(requests, batch)
+    events = ReadPrompts(target, loaded[0], policy).use_cache(cache, 0).run(requests, batch)
     [*zip(requests, events, strict=False)]  # reads every prompt once; no round follows
-    plain.rows = prompt - options.window  # read again: a selection needs these tokens
-    engines = [
-        ReadPrompts(target, build_drafter(options.config(budget), target), Chain(options.depth))
-        for budget in options.budgets
-    ]
-    for engine in engines:
-        engine.use_cache(cache, plain.rows)
+    plain = ReadPrompts(target, None, None)
+    engines = [ReadPrompts(target, drafter, policy) for drafter in loaded]
+    for engine in (plain, *engines):
+        engine.use_cache(cache, prompt - options.window)  # a selection reads these tokens again
     found = list[list[dict[str, float]]]()
     for _ in range(options.repeats):
         found.append([timed(options, engine, requests) for engine in (plain, *engines)])
@@ -270,6 +274,8 @@ def table_of(options: Options, rows: Sequence[dict[str, Any]]) -> Table:
     head = "context", "batch", "budget", "T ms", "draft", "verify", "alpha", "tau", "plan", "found"
     table = narrow_table(head)
     table.caption = f"{options.method}, greedy, chains of {options.depth}; draft, verify: in T"
+    if options.path:
+        table.caption += f"\ndraft model: {options.path}"
     for row in rows:
         ratios = (f"{row[key]:.2f}" for key in ("draft", "verify", "alpha", "tau", "plan", "found"))
         names = (str(row[key]) for key in ("context", "batch", "budget"))

@@ -44,6 +44,8 @@ from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import NO_RANDOMNESS, Decision, verifier_class
 from outrider.models.drafter import Drafter, State, TargetInput
 from outrider.models.interface import Trace
+from outrider.models.kv_cache import KVCache
+from outrider.models.split_cache import SplitCache
 from outrider.models.target import Target, TargetStates
 
 PREFILL_MASK = 2**24  # elements of the mask with which a piece of a prompt is read
@@ -175,8 +177,7 @@ class Engine:
         longest = max((len(r.prompt) + max(0, r.budget) for r in requests), default=1)
         rows = nodes + 1 + extra + longest
         if dialogue is None or dialogue.cache is None:
-            splits = () if self.drafter is None else self.drafter.splits
-            self.cache = self.target.new_cache(rows, slots, splits)
+            self.cache = self._new_cache(rows, slots)
         else:
             self.cache = dialogue.cache
             self.cache.ensure_capacity(rows)
@@ -184,6 +185,11 @@ class Engine:
         self.history = None
         if not self.sampling.has_no_processors:
             self.history = TokenHistory(slots, self.target.vocab_size, self.target.device)
+
+    def _new_cache(self, rows: int, slots: int) -> KVCache | SplitCache:
+        if self.drafter is None:
+            return self.target.new_cache(rows, slots)
+        return self.drafter.new_cache(self.target, rows, slots)
 
     def _set_taps(self) -> None:
         """Set the target's taps, which another engine may have changed since the last round."""

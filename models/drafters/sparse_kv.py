@@ -11,8 +11,19 @@ and the draft tokens before it. All rows are exact: they are the target's own, a
 replaces the rows of draft tokens. Where a budget covers all rows, a draft is the target's own
 choice.
 
+With `path` a draft model drafts over the same rows of a cache of its own (`PairedCache`). It reads
+prompts with full attention. It reads the verified tokens of a round over few rows, in one forward
+with the root of the next round; their rows replace those of the draft. Of the draft a b c after the
+root r, two tokens are accepted, and x is the next root:
+
+    rows of the draft model    L committed rows | r a b        the last level is not run
+    rows of the next forward   L committed rows | r a b x      the state of x drafts
+
 Differs (docs/drafters/sparse_kv.md): keys keep their absolute positions; the selection is made by
 reading the last tokens of the prompt once more, before the first draft.
+
+Legend: B prompts, N nodes of a level, M rows drafted in this round, H hidden size of the model that
+drafts, T tokens of a piece of a prompt.
 """
 
 from collections.abc import Sequence
@@ -21,17 +32,20 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import TOKENS, UntrainedConfig
-from outrider.models.attention_masks import sliding_layers
 from outrider.models.budget_view import BudgetView, Front, Rows
 from outrider.models.decode.tree_layout import branch_mask
 from outrider.models.drafter import LevelIds, TargetInput
+from outrider.models.drafters import _draft_model
+from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.interface import TargetEnds, Trace
 from outrider.models.kv_cache import KVCache
-from outrider.models.prompt_observer import PromptObserver, observed_modules
+from outrider.models.paired_cache import PairedCache
+from outrider.models.row_selection import Selection, select, stack
 from outrider.models.split_cache import SplitCache
 from outrider.models.target import Target, TargetStates
 from outrider.models.target_drafting import TargetDrafter, TargetDraftState
@@ -46,6 +60,7 @@ class Config(UntrainedConfig):
 
     name: str = "sparse_kv"
     depths: int = option(4, "", "[1, 1024]")
+    path: str | None = None
     method: str = "streaming"
     budget: int = option(512, "", TOKENS)
     sinks: int = option(4, "", "[0, 4194304]")
@@ -67,24 +82,12 @@ class Config(UntrainedConfig):
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Rows of one prompt that were selected.
-
-    Attributes:
-        tail: the first row after them; 0: the budget covers the prompt, and there are none.
-        rows: copies, of each layer.
-    """
-
-    tail: int
-    rows: tuple[Rows, ...] = ()
-
-
-@dataclass(frozen=True)
 class SparseState(TargetDraftState):
     """Decoding state of a prompt.
 
     Attributes:
-        newest: the newest committed tokens, at most `window`.
+        newest: the newest committed tokens: the last `window`, if they select rows, of those that
+            the drafting model has read, and all that it has not.
         selection: None until the first draft after the prompt.
     """
 
@@ -93,20 +96,28 @@ class SparseState(TargetDraftState):
 
 
 class SparseKV(TargetDrafter):
-    """The target over a view of its cache.
+    """The target over a view of its cache, or a draft model over a view of its own.
 
     Attributes:
+        draft: the draft model; None: the target drafts.
         reads: rows of every layer that the last draft step read, per prompt.
     """
 
     is_trained = False
+    draft: DraftLm | None
 
     def __init__(
         self, cfg: Config, target: TargetEnds, vocab: DraftVocab, taps: tuple[int, ...]
     ) -> None:
         super().__init__()
         vocab.require_full()
-        self.cfg, self.vocab, self.taps = cfg, vocab, taps
+        draft = None
+        if cfg.path is not None:
+            assert isinstance(target, Target), "a draft model is compared with the target"
+            draft = _draft_model.load(cfg.path, target)
+        self.__dict__["draft"] = draft  # no submodule: nothing of it is saved
+        self.cfg, self.taps = cfg, taps
+        self.vocab = vocab if draft is None else draft.vocab
         self.snapkv, self.reads = cfg.method == "snapkv", 0
         self._stacked: tuple[list[Selection], list[Rows]] = ([], [])
         positions = target.shape().max_positions
@@ -116,6 +127,21 @@ class SparseKV(TargetDrafter):
 
     # ---- drafting ----
 
+    def new_cache(self, target: Target, capacity: int, slots: int) -> KVCache | SplitCache:
+        if self.draft is None:
+            return super().new_cache(target, capacity, slots)
+        return PairedCache(target, self.draft.lm, capacity, slots)
+
+    def draft_cache(self, cache: KVCache | SplitCache) -> KVCache:
+        return super().draft_cache(cache) if self.draft is None else _paired(cache).draft
+
+    def draft_logits(
+        self, target: Target, hidden: Float[Tensor, "B N H"]
+    ) -> Float[Tensor, "B N Vd"]:
+        if self.draft is None:
+            return super().draft_logits(target, hidden)
+        return self.draft.head(hidden)
+
     def run_level(
         self, states: Sequence[TargetDraftState], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N H"], list[TargetDraftState]]:
@@ -123,6 +149,8 @@ class SparseKV(TargetDrafter):
             cache = self.draft_cache(states[0].cache)
             prompts = zip(cache.active_slots, states, strict=True)
             states = [self.with_selection(slot, _own(state)) for slot, state in prompts]
+        if depth == 1 and self.draft is not None:
+            return self.read_newest(states, ids)
         return super().run_level(states, depth, ids, parents)
 
     def draft_level(
@@ -156,52 +184,87 @@ class SparseKV(TargetDrafter):
         return tails, Front(self.cfg.budget - self.cfg.window, self._stack(selections))
 
     def _stack(self, selections: list[Selection]) -> list[Rows]:
-        """Return the rows of several prompts, of each layer; kept while the prompts are the same.
-
-        A prompt without selected rows gets zeros, which the mask excludes.
-        """
+        """Return the rows of several prompts; kept while the prompts are the same."""
         if len(selections) == 1:
             return list(selections[0].rows)
         known, stacked = self._stacked
         same = len(known) == len(selections)
         if same and all(a is b for a, b in zip(known, selections, strict=True)):
             return stacked
-        model = next(each for each in selections if each.tail)
-        none = tuple((torch.zeros_like(k), torch.zeros_like(v)) for k, v in model.rows)
-        parts = [each.rows or none for each in selections]
-        stacked = [
-            (torch.cat([k for k, _ in layer]), torch.cat([v for _, v in layer]))
-            for layer in zip(*parts, strict=True)
-        ]
-        self._stacked = selections, stacked
-        return stacked
+        self._stacked = selections, stack(selections)
+        return self._stacked[1]
 
     # ---- selection ----
 
     def with_selection(self, slot: int, state: SparseState) -> SparseState:
         """Return the state with the rows selected, if they were not; the prompt ends here."""
-        cache, cfg = self.draft_cache(state.cache), self.cfg
+        cache, cfg, newest = self.draft_cache(state.cache), self.cfg, state.newest
         length = cache.lengths[slot]
         if state.selection is not None:
             return state
         if length <= cfg.budget:
             return replace(state, selection=Selection(0))
-        slides = sliding_layers(state.target.text_config, state.target.num_layers)
-        observed = [layer for layer, is_sliding in enumerate(slides) if not is_sliding]
-        observer = PromptObserver(cache, slot, observed)
-        if observed:
-            _read_again(state, observer)
-        count, tail = cfg.budget - cfg.window, length - cfg.window
-        rows = list[Rows]()
-        for layer, is_sliding in enumerate(slides):
-            keys, values = cache.rows(layer, slot)
-            if is_sliding:
-                span = slice(tail - count, tail)
-                rows.append((keys[:, :, span].clone(), values[:, :, span].clone()))
-            else:
-                chosen = observer.selected(layer, count, cfg.window, cfg.pool)
-                rows.append((_take(keys, chosen), _take(values, chosen)))
-        return replace(state, selection=Selection(tail, tuple(rows)))
+        assert newest is not None, "a selection before any token"
+        unread = state.cache.lengths[slot] - length
+        ids = newest[: len(newest) - unread][-cfg.window :]
+        found = select(state.target, cache, slot, ids, cfg.budget - cfg.window, cfg.pool)
+        return replace(state, selection=found)
+
+    # ---- the text of a draft model ----
+
+    def read_newest(
+        self, states: Sequence[TargetDraftState], roots: Int[Tensor, "B 1"]
+    ) -> tuple[Float[Tensor, "B 1 H"], list[TargetDraftState]]:
+        """Run the verified tokens that the draft model has not read, and the root after them.
+
+        Their rows replace those of the previous draft. Prompts with fewer tokens are padded behind.
+        """
+        pair = _paired(states[0].cache)
+        cache, counts, read = pair.draft, pair.unread_counts, pair.draft.active_lengths
+        texts = [
+            torch.cat([_last(_own(state).newest, count), root])
+            for state, count, root in zip(states, counts, roots, strict=True)
+        ]
+        hidden = self._read_few(states, read, pad_sequence(texts, batch_first=True))
+        for slot, length in zip(cache.active_slots, pair.active_lengths, strict=True):
+            cache.crop(slot, length)
+        last = torch.stack([rows[count] for rows, count in zip(hidden, counts, strict=True)])
+        itself = torch.ones(1, 1, dtype=torch.bool, device=last.device)
+        after = [
+            replace(state, ancestors=itself, hidden=row[None])
+            for state, row in zip(states, last, strict=True)
+        ]
+        return last[:, None], after
+
+    def _read_few(
+        self, states: Sequence[TargetDraftState], read: list[int], ids: Int[Tensor, "B T"]
+    ) -> Float[Tensor, "B T H"]:
+        """Run tokens after the rows that the draft model has, over few of these rows."""
+        (batch, width), device = ids.shape, ids.device
+        self.draft_cache(states[0].cache).ensure_capacity(max(read) + width)
+        positions = torch.tensor(read, device=device)[:, None] + torch.arange(width, device=device)
+        causal = torch.ones(batch, width, width, dtype=torch.bool, device=device).tril()
+        return self.draft_level(states, read, ids, self._clamp(positions), causal)
+
+    def _read_prompt(
+        self, pair: PairedCache, states: Sequence[TargetDraftState], ids: Int[Tensor, "B T"]
+    ) -> None:
+        """Run a piece of prompts of one length through the draft model, with full attention.
+
+        Of the answer before it in a dialogue, the last tokens may not have been read.
+        """
+        read, length = pair.draft.active_lengths[0], pair.active_lengths[0]
+        unread = length - ids.shape[1] - read
+        if unread:
+            ids = torch.cat([_last(_own(states[0]).newest, unread)[None], ids], dim=1)
+        positions = torch.arange(read, length, device=ids.device).expand(len(ids), -1)
+        visible = torch.arange(length, device=ids.device) <= positions[..., None]
+        states[0].target.forward(ids, self._clamp(positions), visible, pair.draft)
+
+    def _clamp(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+        """Set positions that the draft model does not have to its last one."""
+        assert self.draft is not None, "the target has all positions of a text"
+        return positions.clamp(max=self.draft.lm.shape().max_positions - 1)
 
     # ---- verification ----
 
@@ -215,6 +278,8 @@ class SparseKV(TargetDrafter):
         """Run the target; a selection made by the draft is kept until more of a prompt is read."""
         out, after = super().run_target(target, cache, states, new)
         if new.tree is None:
+            if self.draft is not None:
+                self._read_prompt(_paired(cache), after, new.ids)
             return out, after
         known = [_own(state).selection for state in new.drafted]
         pairs = zip(map(_own, after), known, strict=True)
@@ -224,19 +289,22 @@ class SparseKV(TargetDrafter):
         self, target: Target, cache: KVCache | SplitCache, state: TargetDraftState | None
     ) -> TargetDraftState:
         newest = None if state is None else _own(state).newest
-        fresh = TargetDraftState.without_drafts(target, cache)
-        return SparseState(target, cache, fresh.ancestors, fresh.hidden, newest)
+        model = target if self.draft is None else self.draft.lm
+        fresh = TargetDraftState.without_drafts(model, cache)
+        return SparseState(model, cache, fresh.ancestors, fresh.hidden, newest)
 
     def absorb_batch(
         self, states: Sequence[TargetDraftState | None], traces: Sequence[Trace]
     ) -> list[TargetDraftState]:
-        """Keep the newest tokens, which a selection reads again."""
+        """Keep the newest tokens: those that a selection or the draft model has yet to read."""
         out = super().absorb_batch(states, traces)
-        if not self.snapkv:
+        unread = [0] * len(out) if self.draft is None else _paired(out[0].cache).unread_counts
+        window = self.cfg.window if self.snapkv else 0
+        if not window and self.draft is None:
             return out
         for i, (state, trace) in enumerate(zip(map(_own, out), traces, strict=True)):
             ids = trace.ids[0] if state.newest is None else torch.cat([state.newest, trace.ids[0]])
-            out[i] = replace(state, newest=ids[-self.cfg.window :])
+            out[i] = replace(state, newest=_last(ids, window + unread[i]))
         return out
 
 
@@ -245,16 +313,12 @@ def _own(state: TargetDraftState) -> SparseState:
     return state
 
 
-def _read_again(state: SparseState, observer: PromptObserver) -> None:
-    """Read the newest tokens of a prompt once more; the observer receives their queries."""
-    target, ids, length = state.target, state.newest, observer.length
-    assert ids is not None, "a selection before any token"
-    positions = torch.arange(length - len(ids), length, device=ids.device)
-    visible = torch.arange(length, device=ids.device) <= positions[:, None]
-    with observed_modules(target.text_config, observer):
-        target.forward(ids[None], positions[None], visible[None], observer)
+def _paired(cache: KVCache | SplitCache) -> PairedCache:
+    assert isinstance(cache, PairedCache), "made by SparseKV.new_cache"
+    return cache
 
 
-def _take(rows: Float[Tensor, "1 A P C"], chosen: Int[Tensor, "A K"]) -> Float[Tensor, "1 A K C"]:
-    """Return the chosen rows of each key head."""
-    return rows.gather(2, chosen[None, :, :, None].expand(-1, -1, -1, rows.shape[3]))
+def _last(ids: Int[Tensor, " _"] | None, count: int) -> Int[Tensor, " _"]:
+    """Return the last tokens, at most `count`."""
+    assert ids is not None, "before any token"
+    return ids[max(0, len(ids) - count) :]

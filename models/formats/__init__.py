@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,17 @@ def recognise(folder: Path) -> "Format":
     some = ", ".join(sorted(opened.shapes)[:3])
     why = f"{folder} has no format that Outrider reads; its tensors begin with {some}."
     raise RunError(why, f"Formats: {', '.join(format_names())}.")
+
+
+def holds_drafter(folder: Path) -> bool:
+    """Return whether Outrider wrote this folder, so that it is more than a language model's."""
+    from outrider.models.formats import native
+    from outrider.models.formats.weight_folder import FIX, SIDECAR
+
+    if (folder / SIDECAR).is_file():
+        return True
+    file = folder / "config.json"
+    return file.is_file() and read_json(file, FIX).get("format") == native.FORMAT
 
 
 def load(
