@@ -162,17 +162,18 @@ def _config(name: str, overrides: list[str]) -> Config:
     from outrider.conf.schema import UntrainedConfig
     from outrider.train import settings
 
-    verb = VERBS[name]
-    if verb.root != "eval":
-        return settings.parse(compose(overrides, verb.root), searched=name == "train")
-    config = _drafter_config(name, overrides)
+    trains = VERBS[name].root != "eval"
+    if trains:
+        config = settings.parse(compose(overrides, VERBS[name].root), searched=name == "train")
+    else:
+        config = _drafter_config(name, overrides)
     if name in ("eval", "chat"):
         return config
     fix = "Use outrider eval or chat."
     if config.eval.drafter is not None:
         why = f"{name} uses the drafter of a run."
         raise ConfigError("eval.drafter", config.eval.drafter, why, fix)
-    if isinstance(config.drafter, UntrainedConfig):
+    if not trains and isinstance(config.drafter, UntrainedConfig):
         why = f"{name} needs a drafter with weights, and the run's has none."
         raise ConfigError("drafter", config.drafter.name, why, fix)
     return config

@@ -126,6 +126,10 @@ class Drafter(nn.Module):
         """
         return None
 
+    def describe_target_change(self) -> str | None:
+        """Return what `patch_target` changes; None: nothing."""
+        return None
+
     def patch_target(self, target: TargetEnds) -> str | None:
         """Change the target permanently for decoding (Medusa-2), and return a description, or None.
 

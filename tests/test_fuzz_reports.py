@@ -96,8 +96,9 @@ def show_tables(run: Run) -> None:
 
 def write_card(run: Run) -> None:
     drafter: Any = SimpleNamespace(
-        parameters=list, vocab=[1], taps=[1], max_depth=3, state_dict=dict
-    )
+        parameters=list, vocab=[1], taps=[1], max_depth=3, state_dict=dict,
+        describe_target_change=lambda: None,
+    )  # fmt: skip
     target: Any = SimpleNamespace(name="target", vocab_size=9)
     subject = card.CardSubject(
         run.config, PublishConfig(), drafter, run.config.drafter, target, "sglang", "same tokens",

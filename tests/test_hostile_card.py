@@ -59,8 +59,9 @@ def render(run: Path, text: str, monkeypatch: pytest.MonkeyPatch, **changes: Any
     monkeypatch.setattr(card, "_target_card", lambda *_: {"license": text, "license_name": text})
     config = parse(compose([f"run.dir='{run}'", "target=hf", "target.path=a/b"]))
     drafter: Any = SimpleNamespace(
-        parameters=list, vocab=[1], taps=[1], max_depth=3, state_dict=dict
-    )
+        parameters=list, vocab=[1], taps=[1], max_depth=3, state_dict=dict,
+        describe_target_change=lambda: None,
+    )  # fmt: skip
     target: Any = SimpleNamespace(name=text, vocab_size=9)
     reports, others = card.read_reports(run, drafter)
     subject = card.CardSubject(

@@ -74,11 +74,11 @@ def test_runs_of_a_bakeoff_differ_only_in_the_drafter() -> None:
     from outrider.models import drafters
     from outrider.train.settings import parse
 
+    # the experiments reduce the draft vocabulary, which layerskip refuses
+    names = ",".join(name for name in drafters.trained_names() if name != "layerskip")
     for experiment in ("bakeoff_tiny", "bakeoff_smollm2"):
         runs: list[dict[str, Any]] = []
-        for job in expand_overrides(
-            [f"drafter={','.join(drafters.trained_names())}", f"experiment={experiment}"]
-        ):
+        for job in expand_overrides([f"drafter={names}", f"experiment={experiment}"]):
             config = asdict(parse(compose(job)))
             assert str(config["run"].pop("dir")).endswith(config["drafter"]["name"])
             runs.append({name: part for name, part in config.items() if name != "drafter"})

@@ -177,7 +177,7 @@ def template_values(subject: CardSubject, repo: str) -> dict[str, Any]:
         "warnings": plan.get("warnings", []),
         "comparison": subject.comparison,
         "engine": subject.engine,
-        "changed": subject.drafter.patch_target(target),
+        "changed": subject.drafter.describe_target_change(),
         "datasets": list(settings.datasets),
         **_training_values(Path(config.run.dir)),
     }  # fmt: skip

@@ -121,10 +121,13 @@ class LayerSkip(EarlyExit):
         layer = 7.3 * shape.hidden + 4.1 * queries + 4.0 * shape.intermediate
         return shape.layers * layer + 2.0 * shape.hidden
 
-    def patch_target(self, target: TargetEnds) -> str | None:
+    def describe_target_change(self) -> str:
+        return "the layers of the target are changed (LayerSkip)"
+
+    def patch_target(self, target: TargetEnds) -> str:
         assert isinstance(target, Target), "LayerSkip needs the decoder layers"
         self.body.write_to(target)
-        return "the layers of the target are changed (LayerSkip)"
+        return self.describe_target_change()
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
         return target_head_logits(self.target, self.vocab, hidden)

@@ -138,12 +138,16 @@ class Medusa(BatchDrafter):
     def activation_count(self, depths: int) -> float:
         return float((1 + depths * self.cfg.res_layers) * self.target.shape().hidden)
 
-    def patch_target(self, target: TargetEnds) -> str | None:
+    def describe_target_change(self) -> str | None:
         if self.adapters is None:
             return None
-        assert isinstance(target, Target), "adapters need the decoder layers"
-        self.adapters.attach(target.layers)
         return f"the target is changed by LoRA adapters of rank {self.cfg.adapter_rank} (Medusa-2)"
+
+    def patch_target(self, target: TargetEnds) -> str | None:
+        if self.adapters is not None:
+            assert isinstance(target, Target), "adapters need the decoder layers"
+            self.adapters.attach(target.layers)
+        return self.describe_target_change()
 
     # ---- heads ----
 
