@@ -367,7 +367,7 @@ def five_token_pair(name: str) -> tuple[Target, Drafter]:
     size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     target = tiny.target(vocab_size=5, **size, **heads)
-    return target, tiny.drafter(name, target, tiny.vocab(4, 5)).eval()
+    return target, tiny.drafter(name, target, tiny.vocab(4, 5), exit_layer=1).eval()
 
 
 @pytest.mark.slow
