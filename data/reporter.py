@@ -3,7 +3,7 @@
 import time
 
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from outrider.conf.console import Console
@@ -36,9 +36,17 @@ class Reporter:
         """Print a message that the user should read although nothing failed."""
         self._print(Text.assemble(("note:", "yellow"), f" {message}"))
 
-    def progress(self, verb: str, total: int | None, unit: str) -> "TokenProgress":
-        """Return a progress bar over `total` units (None: unknown), as a context manager."""
-        return TokenProgress(self, verb, total, unit)
+    def progress(
+        self, verb: str, total: int | None, unit: str, *, before: int = 0,
+        seconds: float | None = None,
+    ) -> "TokenProgress":  # fmt: skip
+        """Return a progress bar over `total` units (None: unknown), as a context manager.
+
+        Args:
+            before: units that an earlier call finished.
+            seconds: the work stops after this time, finished or not.
+        """
+        return TokenProgress(self, verb, total, unit, before, seconds)
 
 
 class TokenProgress:
@@ -48,16 +56,20 @@ class TokenProgress:
         bar.advance(1, tokens)
     """
 
-    def __init__(self, reporter: Reporter, verb: str, total: int | None, unit: str) -> None:
+    def __init__(
+        self, reporter: Reporter, verb: str, total: int | None, unit: str, before: int,
+        seconds: float | None,
+    ) -> None:  # fmt: skip
         self.reporter, self.verb, self.total, self.unit = reporter, verb, total, unit
-        self.done, self.tokens = 0.0, 0
+        self.before, self.seconds = before, seconds
+        self.done, self.tokens = float(before), 0
         self.start = self.last_line = time.monotonic()
         self.bar = Progress(
             TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
-            TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), console=reporter.console,
-            disable=not reporter.main, transient=total is None,
+            TextColumn("{task.fields[speed]}"), TextColumn("{task.fields[left]}"),
+            console=reporter.console, disable=not reporter.main, transient=total is None,
         )  # fmt: skip
-        self.task = self.bar.add_task(verb, total=total, speed="")
+        self.task = self.bar.add_task(verb, total=total, completed=before, speed="", left="")
 
     def __enter__(self) -> "TokenProgress":
         self.bar.start()
@@ -73,19 +85,22 @@ class TokenProgress:
         self.done, self.tokens = done, tokens
         rate = tokens / max(now - self.start, 1e-9) if rate is None else rate
         speed = f"{tokens:,} tokens, {rate:,.0f}/s" if tokens else ""
-        self.bar.update(self.task, completed=done, speed=speed)
+        left = self._left(now)
+        self.bar.update(self.task, completed=done, speed=speed, left=left)
         silent = self.reporter.console.is_terminal or not self.reporter.main
         if not silent and now - self.last_line > LINE:
             self.last_line = now
             count = f"{done:.0f}/{self.total}" if self.total else f"{done:,.0f}"
-            parts = [f"{self.verb}: {count} {self.unit}", speed, self._left(now)]
+            parts = [f"{self.verb}: {count} {self.unit}", speed, left]
             self.reporter.console.print(", ".join(filter(None, parts)))
 
     def _left(self, now: float) -> str:
         """Return an estimate of the time left; "" if the total is unknown."""
-        if not self.total or not self.done:
+        if not self.total or self.done <= self.before:
             return ""
-        seconds = (now - self.start) / self.done * (self.total - self.done)
+        seconds = (now - self.start) / (self.done - self.before) * (self.total - self.done)
+        if self.seconds is not None:
+            seconds = min(seconds, max(0.0, self.start + self.seconds - now))
         return f"about {max(1, round(seconds / 60))} min left"
 
     def __exit__(self, *_error: object) -> None:

@@ -112,7 +112,8 @@ def generate_answers(
     with _exclusive(store, reporter) as store:
         reporter.print(f"generating training text with the target{server} into {store.folder}")
         reporter.print(_size_estimate(tokenised, options, store.folder))
-        with reporter.progress("generating", len(tokenised), "answers") as bar:
+        limit = None if options.minutes is None else 60 * options.minutes - store.seconds
+        with reporter.progress("generating", len(tokenised), "answers", seconds=limit) as bar:
             generate_missing(backend, tokenised, store, minutes=options.minutes, tick=bar.update)
         reporter.print(f"generated {bar.done} answers, {bar.tokens:,} tokens")
         if isinstance(backend, EndpointGenerator):

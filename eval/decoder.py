@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import RunError
-from outrider.conf.schema import Config, DecodeConfig, TargetConfig, UntrainedConfig
+from outrider.conf.schema import (
+    Config,
+    DecodeConfig,
+    DrafterConfig,
+    TargetConfig,
+    UntrainedConfig,
+)
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder
@@ -248,6 +254,8 @@ class Decoder:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
         if isinstance(policy, str):
             decode = _decode_config(policy, setting.sampling.temperature, setting.coupled)
+            if isinstance(settings := getattr(self.drafter, "cfg", None), DrafterConfig):
+                decode = from_config.suit_drafter(decode, settings)
             policy = from_config.policy_of(decode, self.tables)
         if warning := from_config.depth_warning(policy, self.drafter):
             warnings.warn(warning, stacklevel=6)

@@ -15,8 +15,8 @@ from outrider.conf.schema import Config
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.eval.rank_tables import FILE, measure_held_out, read_tables
+from outrider.eval.report_tables import draft_search, narrow_table
 from outrider.eval.report_tables import explain as print_definitions
-from outrider.eval.report_tables import narrow_table
 from outrider.models import process
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.from_config import best_tree
@@ -54,7 +54,8 @@ def ranks(config: Config, explain: bool = False) -> int:
     trees = {name: best_tree(name, table, TREE_NODES) for name, table in tables.items()}
     for name, tree in trees.items():
         tree_shapes.write(tree, folder / f"tree-{name}.json")
-    print_ranks(console, folder, tables, trees, explain)
+    search = draft_search(config.drafter.name, folder)
+    print_ranks(console, folder, tables, trees, search, explain)
     return 0
 
 
@@ -63,12 +64,14 @@ def print_ranks(
     folder: Path,
     tables: Mapping[str, Float[Tensor, "D K"]],
     trees: Mapping[str, Paths],
+    search: str,
     in_full: bool = False,
 ) -> None:
     """Print the best tree, a row per table, and the first table; at most 15 lines.
 
     Args:
         tables: at least one.
+        search: a command that shows whether another draft is faster.
         in_full: every table with its best tree, and the definitions.
     """
     start, first = next(iter(tables.items()))
@@ -78,7 +81,7 @@ def print_ranks(
     console.print(verdict, style="bold")
     for use, command in (
         ("To decode with it", f"outrider eval run.dir={folder} decode=static_tree"),
-        ("To see what is faster", f"outrider plan run.dir={folder}"),
+        ("To see what is faster", search),
     ):
         console.print(f"{use}: {command}", soft_wrap=True)
     console.print(_summary(tables, trees))

@@ -86,9 +86,18 @@ def next_step(report: Report, run: Path) -> str:
         return ""
     if (report.summary.speedup_95 or (0.0,))[0] > 1:
         return f"To use it: outrider chat, or outrider publish, run.dir={run}"
-    if drafter_class(report.setting["drafter"]).runs_target():
-        return f"To try another draft: outrider eval run.dir={run} decode.depth=2"
-    return f"To find a faster draft: outrider plan run.dir={run}"
+    return f"To find a faster draft: {draft_search(report.setting['drafter'], run)}"
+
+
+def draft_search(drafter: str | None, run: str | Path) -> str:
+    """Return a command that shows whether another draft is faster: a plan, where there can be one.
+
+    Args:
+        drafter: None if it is not known.
+    """
+    if drafter is not None and drafter_class(drafter).runs_target():
+        return f"outrider eval run.dir={run} decode.depth=2"
+    return f"outrider plan run.dir={run}"
 
 
 def show_grid(reports: Mapping[str, Report], folder: Path, console: Console) -> None:

@@ -95,6 +95,19 @@ class Finalist(NamedTuple):
         return median(self.speedups)
 
 
+def read_log(file: Path) -> tuple[dict[str, Any] | None, list[Trial]]:
+    """Return the settings of a search and its candidates; None and [] without a log.
+
+    Raises:
+        CorruptFile: the log cannot be read.
+    """
+    fix = "Search again, with another run.dir."
+    lines = read_lines(file, fix, torn=True) if file.is_file() else []
+    for row, line in enumerate(lines[1:], start=2):
+        require_shape(line, TRIAL, f"{file}: line {row}", fix)
+    return (lines[0] if lines else None), [Trial.from_line(line) for line in lines[1:]]
+
+
 def probes(layers: int, seed: int, given: Skipped) -> list[Skipped]:
     """Return the first candidates: given ones, some chosen by hand, and random ones.
 
@@ -155,24 +168,24 @@ class SublayerSearch:
             ConfigError: the folder has a search with other settings.
             CorruptFile: the log cannot be read.
         """
-        file, fix = self.folder / LOG, "Search again, with another run.dir."
-        lines = read_lines(file, fix, torn=True) if file.is_file() else []
-        if lines:
-            _require_equal(lines[0], json.loads(json.dumps(settings)), self.folder)
-        for row, line in enumerate(lines[1:], start=2):
-            require_shape(line, TRIAL, f"{file}: line {row}", fix)
-            self._add(Trial.from_line(line))
+        file = self.folder / LOG
+        before, trials = read_log(file)
+        if before is not None:
+            _require_equal(before, json.loads(json.dumps(settings)), self.folder)
+        for trial in trials:
+            self._add(trial)
         rows = [settings, *(trial.to_line(i) for i, trial in enumerate(self.trials))]
         write(file, "".join(json.dumps(row) + "\n" for row in rows).encode())  # without a torn line
         return len(self.trials)
 
     def run(self) -> list[Trial]:
         """Measure candidates, one at least, until there are `search.trials` or the time is over."""
-        start, limit = time.monotonic(), self.search.minutes
-        with self.reporter.progress("searching", self.search.trials, "candidates") as bar:
-            bar.advance(len(self.trials))
-            while len(self.trials) < self.search.trials:
-                late = limit is not None and time.monotonic() - start > 60 * limit
+        start, before, total = time.monotonic(), len(self.trials), self.search.trials
+        limit = None if self.search.minutes is None else 60 * self.search.minutes
+        report = self.reporter.progress
+        with report("searching", total, "candidates", before=before, seconds=limit) as bar:
+            while len(self.trials) < total:
+                late = limit is not None and time.monotonic() - start > limit
                 if late and self.best is not None:
                     break
                 index, best = len(self.trials), self.best

@@ -10,10 +10,10 @@ probabilities come from counts, never from the target, and only tokens are read:
 are not, unless a subclass runs the target on tokens of its own.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -26,18 +26,59 @@ from outrider.models.vocab import DraftVocab
 Draft: TypeAlias = dict[int, tuple[float, Any]]  # token -> (probability, Draft)
 
 
-@runtime_checkable
-class TextIndex(Protocol):
-    """A text that only grows, indexed for look-ups.
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A text, as another text and the tokens that follow it; the empty text has no other one."""
+
+    before: "Text | None" = None
+    added: tuple[int, ...] = ()
+    length: int = 0
+
+    def extended(self, tokens: Sequence[int]) -> "Text":
+        """Return this text and some tokens."""
+        return Text(self, tuple(tokens), self.length + len(tokens))
+
+
+class TextIndex(ABC):
+    """A text, indexed for look-ups; subclasses implement `append` and `remove_last`.
 
     Attributes:
-        tokens: the text so far.
+        tokens: the text.
     """
 
-    tokens: list[int]
+    def __init__(self) -> None:
+        self.tokens, self.start = list[int](), Text()
+        self._text = self.start
 
+    @abstractmethod
     def append(self, token: int) -> None:
         """Add a token to the text and to the index."""
+
+    @abstractmethod
+    def remove_last(self) -> None:
+        """Undo the last `append`."""
+
+    def move_to(self, text: Text) -> None:
+        """Remove and add the tokens in which the text of the index and another one differ.
+
+        Args:
+            text: made from `start`.
+        """
+        missing, other = list[Text](), text
+        while other is not self._text:
+            if other.length > self._text.length:
+                missing.append(other)
+                assert other.before is not None, "it follows the empty text"
+                other = other.before
+            else:
+                for _ in self._text.added:
+                    self.remove_last()
+                assert self._text.before is not None, "it follows the empty text"
+                self._text = self._text.before
+        for part in reversed(missing):
+            for token in part.added:
+                self.append(token)
+        self._text = text
 
 
 @dataclass(frozen=True)
@@ -49,14 +90,13 @@ class DraftState:
 
 @dataclass(frozen=True)
 class LookupState(DraftState):
-    """State of a prompt: the first `length` tokens of an index, and the drafts of a tree level.
+    """State of a prompt: its text, its index, and the drafts of a tree level.
 
-    Later states share the index. A state that is not the latest gets an index of its own before
-    tokens are added to it.
+    All states of a prompt share the index, which moves to the text of the state that is used.
     """
 
     index: TextIndex
-    length: int
+    text: Text
 
 
 class UntrainedDrafter(Drafter):
@@ -105,23 +145,15 @@ class LookupDrafter(UntrainedDrafter):
         """Return what may follow the text of the index."""
 
     def draft_after(self, state: LookupState) -> Draft:
-        return self.look_up(self._index_of(state))
+        state.index.move_to(state.text)
+        return self.look_up(state.index)
 
     def absorb(self, state: LookupState | None, trace: Trace) -> LookupState:
         ids, newest = trace.ids[0].tolist(), int(trace.next_ids[0, -1])
         if state is None:
-            index, added = self.new_index(), [*ids, newest]
+            index = self.new_index()
+            text = index.start.extended([*ids, newest])
         else:
-            index, added = self._index_of(state), [*ids[1:], newest]
-        for token in added:
-            index.append(token)
-        return LookupState(index, len(index.tokens))
-
-    def _index_of(self, state: LookupState) -> TextIndex:
-        """Return an index that holds the state's text only."""
-        if len(state.index.tokens) == state.length:
-            return state.index
-        index = self.new_index()
-        for token in state.index.tokens[: state.length]:
-            index.append(token)
-        return index
+            index, text = state.index, state.text.extended([*ids[1:], newest])
+        index.move_to(text)
+        return LookupState(index, text)

@@ -61,6 +61,17 @@ class Node:
         self.longer.pop(token, None)
         return False
 
+    def undo_count(self, token: int, best: int | None, place: "Place | None") -> None:
+        """Undo `count`.
+
+        Args:
+            best: `_best` before.
+            place: of the sequence with the token behind it, before; None: there was none.
+        """
+        if self.remove(token) and place is not None:
+            self.longer[token] = place
+        self._best = best
+
     @property
     def best(self) -> int:
         """The token that followed most often; END before there is one."""
@@ -74,6 +85,13 @@ class Place(NamedTuple):
 
     node: Node | None
     at: int = 0
+
+
+class Appended(NamedTuple):
+    """What undoes an `append`: the ends before it and, of each, its best token and longer place."""
+
+    ends: list[Place]
+    before: list[tuple[int | None, Place | None]]
 
 
 class Candidate(NamedTuple):
@@ -100,16 +118,17 @@ class SuffixTrie:
         self.root = Place(Node())
         self.ends = [self.root]
 
-    def append(self, token: int) -> None:
-        """Add a token to the last text."""
+    def append(self, token: int) -> Appended:
+        """Add a token to the last text; return what undoes it."""
         self.tokens.append(token)
-        ends = [self.root]
+        ends, appended = [self.root], Appended(self.ends, [])
         for length, (node, _) in enumerate(self.ends, start=1):
             assert node is not None, "ends have nodes"
+            place = node.longer.get(token)
+            appended.before.append((node._best, place))
             node.count(token)
             if length > self.depth:
                 break
-            place = node.longer.get(token)
             if place is None:
                 node.longer[token] = Place(None, self._offset + len(self.tokens))
             else:
@@ -117,6 +136,14 @@ class SuffixTrie:
                     place = node.longer[token] = self._node_of(place.at, length)
                 ends.append(place)
         self.ends = ends
+        return appended
+
+    def undo(self, appended: Appended) -> None:
+        """Undo the last `append`."""
+        token, self.ends = self.tokens.pop(), appended.ends
+        for (node, _), (best, place) in zip(self.ends, appended.before, strict=True):
+            assert node is not None, "ends have nodes"
+            node.undo_count(token, best, place)
 
     def _node_of(self, index: int, length: int) -> Place:
         """Return a node for a sequence that occurred once, before this index of the text."""

@@ -22,6 +22,10 @@ from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.eval import sublayer_results
 from outrider.eval.decoder import Decoder
+from outrider.eval.page.elements import Note
+from outrider.eval.page.run_files import read_run_files
+from outrider.eval.page.sublayers import search_parts
+from outrider.eval.requests import GenerationSettings
 from outrider.eval.sublayer_search import LOG, Measure, SublayerSearch, Trial, probes, skips_all
 from outrider.eval.sublayer_speed import (
     Skipped,
@@ -31,6 +35,7 @@ from outrider.eval.sublayer_speed import (
     search_prompts,
 )
 from outrider.launch.cli import main
+from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.policy import Chain
 from outrider.models.drafters.draft_verify import DraftVerify
 from outrider.models.load import LoadedTarget, load_target
@@ -442,8 +447,20 @@ def test_the_run_decodes_with_what_was_found(
     few = ["eval.limit=1", "eval.max_new_tokens=6", "eval.warmup=0", "eval.out=again"]
     assert main(["eval", f"run.dir={run_folder}", *few]) == 0
     assert f"skip_attention {found['skip_attention']}" in capsys.readouterr().out
+    policy = decoder._policy(GenerationSettings.of({}))
+    assert isinstance(policy, Chain)
+    assert (policy.depth, type(policy.confidence)) == (cfg.depths, AdaptiveConfidence)
     assert main(["report", f"run.dir={run_folder}"]) == 0
-    assert (run_folder / "report.html").is_file()
+    page = (run_folder / "report.html").read_text()
+    assert "speed of the candidates" in page
+    assert ", ".join(map(str, found["skip_attention"])) in page
+    (run_folder / "found.json").rename(run_folder / "aside")
+    try:
+        *_, note = search_parts(read_run_files(run_folder))
+        assert isinstance(note, Note)
+        assert "has not finished" in note.text
+    finally:
+        (run_folder / "aside").rename(run_folder / "found.json")
 
 
 def test_the_same_command_continues_with_more_candidates(

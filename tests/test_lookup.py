@@ -24,7 +24,7 @@ from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafter import Drafter
 from outrider.models.drafters.ngram import NGramIndex
 from outrider.models.interface import Trace
-from outrider.models.lookup import LookupDrafter, UntrainedDrafter
+from outrider.models.lookup import LookupDrafter, TextIndex, UntrainedDrafter
 from outrider.models.target import Target
 from tests import tiny
 from tests.enumeration import distance
@@ -85,11 +85,18 @@ def test_a_repetition_is_continued_and_a_new_text_is_not(name: str) -> None:
     assert drafted(build(name), [3, 4, 8, 6]) == []
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 3), st.booleans())
-def test_ngrams_are_found_as_by_a_scan(text: list[int], n: int, latest: bool) -> None:
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 3), st.booleans(),
+    st.lists(st.integers(0, 2), max_size=5),
+)  # fmt: skip
+def test_ngrams_are_found_as_by_a_scan(
+    text: list[int], n: int, latest: bool, removed: list[int]
+) -> None:
     index = NGramIndex(range(1, n + 1), latest)
-    for token in text:
+    for token in text + removed:
         index.append(token)
+    for _ in removed:
+        index.remove_last()
     found = None
     for size in range(min(n, len(text)), 0, -1):
         ends = [i for i in range(size, len(text)) if text[i - size : i] == text[-size:]]
@@ -97,6 +104,44 @@ def test_ngrams_are_found_as_by_a_scan(text: list[int], n: int, latest: bool) ->
             found = ends[-1] if latest else ends[0]
             break
     assert index.find() == found
+
+
+@each_copying_drafter
+@given(steps=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), min_size=1))))
+def test_states_of_a_prompt_can_be_used_in_any_order(
+    name: str, steps: list[tuple[int, list[int]]]
+) -> None:
+    """Each continues one of the last six; its drafts equal those of a new index."""
+    drafter, texts = build(name), [[1, 0]]
+    states: list[Any] = [drafter.absorb(None, trace_of([1], 0))]
+    for back, added in steps:
+        at = max(0, len(states) - 1 - back)
+        text = texts[at] + added
+        states.append(drafter.absorb(states[at], trace_of(text[-len(added) - 1 : -1], text[-1])))
+        texts.append(text)
+    newest = torch.zeros(1, dtype=torch.long)
+    for state, text in zip(states, texts, strict=True):
+        logits, _ = drafter.step(state, 1, newest, newest)
+        whole = drafter.absorb(None, trace_of(text[:-1], text[-1]))
+        assert torch.equal(logits, drafter.step(whole, 1, newest, newest)[0])
+
+
+@each_copying_drafter
+def test_a_branch_of_a_long_text_adds_its_own_tokens_only(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = build(name)
+    state = drafter.absorb(None, trace_of(REPEATING * 50, REPEATING[0]))
+    added, append = list[int](), type(state.index).append
+
+    def counted(index: TextIndex, token: int) -> None:
+        added.append(token)
+        append(index, token)
+
+    monkeypatch.setattr(type(state.index), "append", counted)
+    for token in (1, 2, 3):
+        drafter.absorb(state, trace_of([REPEATING[0], 5], token))
+    assert added == [5, 1, 5, 2, 5, 3]
 
 
 @each_copying_drafter

@@ -165,7 +165,7 @@ def test_next_step_follows_from_the_result(printed: Callable[[Shown], str], tmp_
     for result, step in (
         (report(2.0, 2.0), "To use it: outrider chat, or outrider publish, run.dir="),
         (report(0.5, 0.5), "To find a faster draft: outrider plan run.dir="),
-        (report(0.5, 0.5, drafter="layerskip"), "To try another draft: outrider eval run.dir="),
+        (report(0.5, 0.5, drafter="layerskip"), "To find a faster draft: outrider eval run.dir="),
         (report(2.0, mismatches=wrong), "Do not use it: the answers are not the target's."),
         (report(2.0, mismatches=wrong, dtype="bfloat16"), "measure with target.dtype=float32"),
     ):
@@ -195,7 +195,9 @@ def test_ranks(printed: Callable[[Shown], str], depths: int) -> None:
     tables = dict.fromkeys(TABLES, rates.double())
     trees = {name: tree_shapes.best_first(table, 8) for name, table in tables.items()}
     for in_full in (False, True):
-        text = printed(lambda console: print_ranks(console, RUN, tables, trees, in_full))  # noqa: B023
+        show = partial(print_ranks, folder=RUN, tables=tables, trees=trees, search="outrider plan")
+        text = printed(partial(show, in_full=in_full))
+        assert "To see what is faster: outrider plan" in text
         tree = tree_shapes.expected(trees["best@0"], tables["best@0"])
         start = f"Best tree of 8 nodes: {tree:.2f} tokens per round, chain of {depths}: "
         assert text.startswith(start)
@@ -293,3 +295,17 @@ def test_progress_in_a_pipe_has_an_estimate(monkeypatch: pytest.MonkeyPatch) -> 
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "decoding: 2/8 draft shapes, about 6 min left\n" in text
     assert "tokens" not in text
+
+
+def test_estimate_counts_earlier_units_and_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("outrider.data.reporter.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=WIDTH)
+    reporter = Reporter(console)
+    for options, left in (({"before": 90}, 9), ({"before": 90, "seconds": 300.0}, 4)):
+        now[0] = 0.0
+        with reporter.progress("searching", 100, "candidates", **options) as bar:
+            now[0] = 65.0
+            bar.advance(1)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert text.endswith(f"searching: 91/100 candidates, about {left} min left\n")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.models.drafters.suffix import Suffix
 from outrider.models.lookup import Draft
-from outrider.models.suffix_trie import END, Node, Place, SuffixTrie
+from outrider.models.suffix_trie import END, Appended, Node, Place, SuffixTrie
 from tests import tiny
 
 DEPTH, TARGET = 4, tiny.target()
@@ -76,6 +76,28 @@ def test_ends_are_the_ends_of_the_text_that_occurred_before(of: list[list[int]])
         before = [t[i : i + size] for t in of for i in range(len(t) - size + 1)]
         repeated = len(text) >= size and before.count(text[-size:]) > 1
         assert (len(trie.ends) > size) == repeated
+
+
+def contents(place: Place) -> Any:
+    """Return all that the trie holds below a place, in order."""
+    if place.node is None:
+        return place.at
+    node = place.node
+    longer = {token: contents(below) for token, below in node.longer.items()}
+    return node.total, [*node.counts.items()], node.best, longer
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=30))
+def test_undone_appends_leave_nothing(steps: list[tuple[int, int]]) -> None:
+    """Equal to a trie of the text alone after each step: some tokens removed, one added."""
+    trie, appended = SuffixTrie(DEPTH), list[Appended]()
+    for removed, token in steps:
+        for _ in range(min(removed, len(appended))):
+            trie.undo(appended.pop())
+        appended.append(trie.append(token))
+        fresh = build([trie.tokens])
+        assert contents(trie.root) == contents(fresh.root)
+        assert [*map(contents, trie.ends)] == [*map(contents, fresh.ends)]
 
 
 def chain_of(draft: Draft) -> list[int]:

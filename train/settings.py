@@ -27,7 +27,10 @@ DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
 INPUT_FILES = ("data.path", "data.given", "eval.prompts")  # keys of files that a run reads
 FOUND = "found.json"  # in a run folder: the settings of the drafter that a search has found
 FOUND_FORMAT = "outrider-found-1"
-FOUND_SHAPE = {"format": FOUND_FORMAT, "drafter": {str: [token]}, "speedup": float}
+FOUND_SHAPE = {
+    "format": FOUND_FORMAT, "drafter": {str: [token]}, "speedup": float,
+    "finalists": [{"skip_attention, skip_mlp": [token], "speedup, tau, accepted": float}],
+}  # fmt: skip
 CHANGEABLE_KEYS = (  # an evaluation may set them differently from the training
     "run.seed", "target.path", "target.dtype", "target.trust_remote_code", "target.place",
     "target.devices", "target.thinking", "target.template_args", "data.overlap",

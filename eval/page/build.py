@@ -20,7 +20,7 @@ from outrider.eval import compare
 from outrider.eval.calibration import calibrate
 from outrider.eval.compare import RunResults
 from outrider.eval.metrics import METRICS
-from outrider.eval.page import acceptance, answers, comparison, plans, speed, training
+from outrider.eval.page import acceptance, answers, comparison, plans, speed, sublayers, training
 from outrider.eval.page.elements import Collapsible, Figure, Page, Part, Section, text_table
 from outrider.eval.page.run_files import RunFiles, read_run_files
 from outrider.eval.page.write import write_page
@@ -98,6 +98,7 @@ def _run_page(config: Config, options: ReportConfig, console: Console) -> Page:
         ("temperature", "Acceptance by temperature", acceptance.temperature_parts),
         ("calibration", "Calibration of the drafter's confidence", plans.calibration_parts),
         ("curves", "Loss and acceptance in training", training.curve_parts),
+        ("search", "Search for skipped sublayers", sublayers.search_parts),
         ("cost", "Cost of training", training.cost_parts),
         ("origin", "Configuration and fingerprints", training.provenance_parts),
     ]
@@ -105,6 +106,7 @@ def _run_page(config: Config, options: ReportConfig, console: Console) -> Page:
         Section(name, heading, sorted(parts(run), key=lambda part: not isinstance(part, Figure)))
         for name, heading, parts in sections
     ]
+    built = [section for section in built if section.parts]
     lead = [f"{out}: {r.verdict()}" for out, r in run.reports.items()]
     title = f"{config.drafter.name} on {config.target.path or config.target.name}"
     return _page(title, lead, built, [folder])

@@ -6,6 +6,7 @@ from typing import Any
 from outrider.eval.page.elements import Collapsible, Note, Part, text_table
 from outrider.eval.page.figures import curves, draw, heatmap, points
 from outrider.eval.page.run_files import RunFiles
+from outrider.eval.report_tables import draft_search
 
 COLUMNS = ("batch", "context", "shape", "tau", "draft_ms", "verify_ms", "round_ms", "plain_ms")
 DEFINITION = (
@@ -17,7 +18,8 @@ DEFINITION = (
 def plan_parts(run: RunFiles) -> Iterator[Part]:
     """Yield predicted speedups over drafts, batches and contexts, and their checks."""
     if not run.plans:
-        yield Note("There is no plan.", f"outrider plan run.dir={run.folder}")
+        drafter = next((one.setting["drafter"] for one in run.reports.values()), None)
+        yield Note("There is no plan.", draft_search(drafter, run.folder))
     for name, plan in run.plans.items():
         yield from _surface(name, plan)
         if plan.get("checks"):

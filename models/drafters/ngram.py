@@ -36,18 +36,30 @@ class NGramIndex(TextIndex):
     """A text, and where the continuation of each of its n-grams begins."""
 
     def __init__(self, sizes: range, latest: bool) -> None:
-        self.tokens: list[int] = []
+        super().__init__()
         self.sizes, self.latest = sizes, latest
         self._continuations: dict[tuple[int, ...], int] = {}
+        self._replaced: list[list[tuple[tuple[int, ...], int | None]]] = []  # by each token
 
     def append(self, token: int) -> None:
         # the n-grams that end the text become earlier ones now
+        replaced = list[tuple[tuple[int, ...], int | None]]()
         for size in self.sizes:
             if size <= len(self.tokens):
                 ngram = tuple(self.tokens[-size:])
                 if self.latest or ngram not in self._continuations:
+                    replaced.append((ngram, self._continuations.get(ngram)))
                     self._continuations[ngram] = len(self.tokens)
         self.tokens.append(token)
+        self._replaced.append(replaced)
+
+    def remove_last(self) -> None:
+        self.tokens.pop()
+        for ngram, start in self._replaced.pop():
+            if start is None:
+                del self._continuations[ngram]
+            else:
+                self._continuations[ngram] = start
 
     def find(self) -> int | None:
         """Return where an earlier continuation of the longest known n-gram begins."""

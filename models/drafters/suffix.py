@@ -20,7 +20,7 @@ from outrider.conf.fields import option
 from outrider.conf.schema import PROBABILITY, UntrainedConfig
 from outrider.models.answer_file import read_answers, write_answers
 from outrider.models.lookup import Draft, LookupDrafter, TextIndex
-from outrider.models.suffix_trie import Candidate, SuffixTrie
+from outrider.models.suffix_trie import Appended, Candidate, Place, SuffixTrie
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
@@ -48,12 +48,18 @@ class SuffixIndex(TextIndex):
     """
 
     def __init__(self, own: SuffixTrie, earlier: SuffixTrie) -> None:
+        super().__init__()
         self.own, self.earlier = own, earlier
         self.tokens, self.places = own.tokens, [earlier.root]
+        self._appended: list[tuple[Appended, list[Place]]] = []  # and the places before
 
     def append(self, token: int) -> None:
-        self.own.append(token)
+        self._appended.append((self.own.append(token), self.places))
         self.places = self.earlier.follow(self.places, token)
+
+    def remove_last(self) -> None:
+        appended, self.places = self._appended.pop()
+        self.own.undo(appended)
 
 
 class Suffix(LookupDrafter):
