@@ -204,6 +204,8 @@ def test_answers_reach_the_inner_drafter(target: Target, monkeypatch: pytest.Mon
         ({"n": 3}, "drafter.inner"),
         ({"path": 3}, "drafter.inner"),
         ({"path": "x", "n": 3}, "drafter.inner"),
+        ({"name": "sparse_kv"}, "drafter.inner.name"),
+        ({"name": "staged", "inner": {"name": "lookahead"}}, "drafter.inner.inner.name"),
         ([NGRAM], "drafter.inner"),
         ("ngram", "drafter.inner"),
     ],
@@ -324,3 +326,9 @@ def test_a_trained_draft_lm_can_get_an_inner_drafter(
     assert answers(decoded(target, drafter, Chain(6), 4)) == expected
     again = saved_and_loaded(drafter, target, tmp_path)
     assert answers(decoded(target, again, Chain(6), 4)) == expected
+
+
+def test_a_drafter_without_a_draft_model_gets_no_inner_one(target: Target) -> None:
+    with pytest.raises(ConfigError, match="Only a draft model") as caught:
+        add_inner(tiny.drafter("kangaroo", target, tiny.vocab(tiny.VOCAB)), target, NGRAM)
+    assert (caught.value.key, caught.value.value) == ("drafter", "Kangaroo")

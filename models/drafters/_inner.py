@@ -24,6 +24,7 @@ from outrider.models.vocab import DraftVocab
 
 MAX_STAGES = 4  # of inner drafters
 KEY = "drafter.inner"
+OTHER = "Use another inner drafter, such as ngram."
 
 
 def check_settings(values: Any) -> None:
@@ -59,10 +60,16 @@ def _named_inside() -> Iterator[None]:
 
 
 def parse_settings(values: dict[str, Any]) -> Any:
-    """Return the `Config` of the inner drafter that `values` name."""
+    """Return the `Config` of the inner drafter that `values` name.
+
+    Raises:
+        ConfigError: there is no such drafter, it runs its target itself, or a setting is wrong.
+    """
     with _named_inside():
         schema = drafters.drafter_module(values["name"]).Config
-        return from_dict(schema, values, "drafter")
+        cfg = from_dict(schema, values, "drafter")
+    _refuse_target_running(drafters.drafter_class(cfg.name), cfg.name)
+    return cfg
 
 
 def build(values: dict[str, Any], lm: Target) -> tuple[Drafter, dict[str, Any]]:
@@ -79,7 +86,6 @@ def build(values: dict[str, Any], lm: Target) -> tuple[Drafter, dict[str, Any]]:
     else:
         drafter, cfg = _load(Path(values["path"]).expanduser(), lm)
     cfg = getattr(drafter, "cfg", cfg)
-    _refuse_unusable(drafter, cfg.name)
     size = None if drafter.vocab.is_full else len(drafter.vocab)
     settings = {**dataclasses.asdict(cfg), "draft_vocab_size": size}
     drafter.to(lm.device, lm.dtype).eval().requires_grad_(False)
@@ -90,6 +96,10 @@ def _load(folder: Path, lm: Target) -> tuple[Drafter, Any]:
     """Load the drafter of a folder or of a run folder."""
     folder = folder / "drafter" if (folder / "drafter").is_dir() else folder
     drafter, cfg = formats.load(folder, lm)
+    _refuse_target_running(type(drafter), cfg.name)
+    if drafters.custom_shape(drafter) is not None:
+        why = "Its layers have another shape than the draft model's, which its settings lack."
+        raise ConfigError(f"{KEY}.name", cfg.name, why, OTHER)
     lm.set_taps(drafter.taps)
     return drafter, cfg
 
@@ -101,14 +111,10 @@ def _vocab(cfg: Any, lm: Target) -> DraftVocab:
         return DraftVocab.from_counts(no_counts, cfg.draft_vocab_size or lm.vocab_size)
 
 
-def _refuse_unusable(drafter: Drafter, name: str) -> None:
-    fix = "Use another inner drafter, such as ngram."
+def _refuse_target_running(drafter: type[Drafter], name: str) -> None:
     if drafter.runs_target():
         why = "It runs its target itself, and the drafter runs the draft model."
-        raise ConfigError(f"{KEY}.name", name, why, fix)
-    if drafters.custom_shape(drafter) is not None:
-        why = "Its layers have another shape than the draft model's, which its settings lack."
-        raise ConfigError(f"{KEY}.name", name, why, fix)
+        raise ConfigError(f"{KEY}.name", name, why, OTHER)
 
 
 def draft_chains(

@@ -35,6 +35,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import NODES
 from outrider.models.drafter import Drafter, LevelIds, State
@@ -211,9 +212,16 @@ class Staged(DraftLm):
 
 
 def add_inner(
-    drafter: DraftLm, target: Target, inner: dict[str, Any], inner_width: int = 1
+    drafter: Drafter, target: Target, inner: dict[str, Any], inner_width: int = 1
 ) -> Staged:
-    """Return a trained draft model with an inner drafter; weights and vocabulary are copied."""
+    """Return a trained draft model with an inner drafter; weights and vocabulary are copied.
+
+    Raises:
+        ConfigError: it is another drafter, or the settings of the inner one are wrong.
+    """
+    if not isinstance(drafter, DraftLm):
+        why, fix = "Only a draft model has an inner drafter.", "Use a draft_lm, or staged."
+        raise ConfigError("drafter", type(drafter).__name__, why, fix)
     own = {field.name: getattr(drafter.cfg, field.name) for field in fields(draft_lm.Config)}
     cfg = Config(**{**own, "name": "staged", "inner_width": inner_width})
     out = Staged(cfg, target, DraftVocab(drafter.vocab.target_ids.cpu(), target.vocab_size), ())
