@@ -13,6 +13,7 @@ from rich.tree import Tree
 
 from outrider.conf.errors import RunError
 from outrider.conf.shown_text import mask_credentials
+from outrider.models import drafters
 
 DRAFTER_FILES = ["*.json", "*.safetensors"]  # what a drafter needs; never a pickle
 RETRY = "Log in (hf auth login, or HF_TOKEN) and repeat the command; it continues the upload."
@@ -69,7 +70,9 @@ def fetch(name: str) -> Path:
     except _errors() as error:
         why = "is no folder, and cannot be downloaded from the hub"
         message = f"{name} {why}: {without_token(error)}"
-        raise RunError(message, "Use the folder of a drafter, or its hub id.") from None
+        others = ", ".join(sorted({*drafters.names()} - {*drafters.trained_names()}))
+        fix = f"Use the folder of a drafter, its hub id, or one without weights: {others}."
+        raise RunError(message, fix) from None
 
 
 def without_token(error: Exception) -> str:

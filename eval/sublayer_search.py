@@ -43,6 +43,10 @@ PARENTS, FLIPS = 8, 3  # best candidates that are recombined; sublayers flipped 
 PRUNE = 0.85  # a candidate is stopped below this share of the best speedup on the same prompts
 FINALISTS, REPEATS = 4, 3  # candidates measured again, and how often
 SEED_STRIDE = 1_000_003
+HASHED = {  # settings of which the log has hashes
+    "target": "another target",
+    "prompts": "other prompts (data.*, drafter.search.contexts or .prompts)",
+}
 TRIAL = {
     "number": int, "skip_attention, skip_mlp": [token], "pruned": bool,
     "speedups": [float], "speedup, tokens_per_second, tau, accepted": float,
@@ -304,5 +308,6 @@ def _require_equal(known: dict[str, Any], settings: dict[str, Any], folder: Path
     """Raise ConfigError if the log of a folder was written with other settings."""
     for name, value in settings.items():
         if known.get(name) != value:
-            why = f"{folder} has a search with {name} = {known.get(name)}, not {value}."
-            raise ConfigError("run.dir", str(folder), why, "Choose another run.dir.")
+            other = HASHED.get(name, f"{name} = {known.get(name)}, not {value}")
+            fix = "Repeat its settings to continue it, or choose another run.dir."
+            raise ConfigError("run.dir", str(folder), f"{folder} has a search with {other}.", fix)

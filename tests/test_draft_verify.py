@@ -239,6 +239,14 @@ def test_a_search_with_other_settings_is_refused(tmp_path: Path) -> None:
     assert caught.value.key == "run.dir"
 
 
+def test_a_search_with_other_prompts_is_refused_without_hashes(tmp_path: Path) -> None:
+    new_search(tmp_path).resume({**SETTINGS, "prompts": "0badcafe"})
+    with pytest.raises(ConfigError, match="other prompts") as caught:
+        new_search(tmp_path).resume({**SETTINGS, "prompts": "deadbeef"})
+    assert "cafe" not in caught.value.why
+    assert "beef" not in caught.value.why
+
+
 @pytest.mark.parametrize("line", ['{"number": 3}', "no json\n{}", '{"number": "x"}'])
 def test_a_damaged_log_is_named(tmp_path: Path, line: str) -> None:
     run_search(tmp_path, 3)

@@ -38,7 +38,7 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import ActiveRequest, DialogueCache, Output, Request
 from outrider.models.drafter import Drafter, State
-from outrider.models.drafters.sparse_kv import Config
+from outrider.models.drafters.sparse_kv import METHODS, Config
 from outrider.models.kv_cache import KVCache
 from outrider.models.load import load_target
 from outrider.models.target import Target
@@ -66,12 +66,16 @@ class Options:
     out: str = option("", "JSON file for the result")
 
     def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            fix = f"Use {' or '.join(METHODS)}."
+            raise ConfigError("method", self.method, "There is no such method.", fix)
         for budget in self.budgets:
             try:
                 self.config(budget)
             except ValueError as error:
-                fix = "Change budgets, method, sinks or window."
-                raise ConfigError("budgets", budget, f"{error}.", fix) from None
+                fix = "Change budgets, sinks or window."
+                why = str(error).replace("drafter.", "")  # the options have no prefix
+                raise ConfigError("budgets", budget, f"{why}.", fix) from None
 
     def config(self, budget: int) -> Config:
         """Return the settings of the drafter with this budget."""
