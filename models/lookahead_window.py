@@ -34,7 +34,7 @@ from outrider.models.drafter import TargetInput
 from outrider.models.lookup import Draft
 
 NGram: TypeAlias = tuple[int, ...]
-Pool: TypeAlias = Mapping[int, tuple[NGram, ...]]  # token -> what followed it, latest use last
+Pool: TypeAlias = Mapping[int, tuple[NGram, ...]]  # token -> what followed it, oldest first
 
 
 class Window(NamedTuple):
@@ -84,7 +84,10 @@ def most_rows(n: int, width: int) -> int:
 
 
 def add_ngrams(pool: Pool, ngrams: Iterable[NGram], most: int) -> Pool:
-    """Return the pool with these n-grams; of each first token it keeps the `most` latest used."""
+    """Return the pool with these n-grams; of each first token it keeps the `most` newest.
+
+    One that is added again becomes the newest.
+    """
     new = dict(pool)
     for first, *following in ngrams:
         guess = tuple(following)
@@ -94,11 +97,11 @@ def add_ngrams(pool: Pool, ngrams: Iterable[NGram], most: int) -> Pool:
 
 
 def merge_guesses(guesses: Sequence[NGram]) -> Draft:
-    """Merge the n-grams after a token, latest use last, into a draft.
+    """Merge the n-grams after a token, oldest first, into a draft.
 
     The latest has a share of 1, the one before it 1/2, then 1/4 and so on; the probability of a
     token is its share of those that continue the same tokens. So a chain of the most probable
-    tokens is the latest n-gram, and a tree adds the others in the order of their use.
+    tokens is the latest n-gram, and a tree adds the others, newer ones first.
     """
     return _merge([(0.5**age, guess) for age, guess in enumerate(reversed(guesses))])
 
