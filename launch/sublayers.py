@@ -15,7 +15,7 @@ from outrider.data.reporter import Reporter
 from outrider.eval import sublayer_results
 from outrider.eval.open_drafter import build_untrained, describe_untrained
 from outrider.eval.run import short_reports
-from outrider.eval.sublayer_search import LOG, Finalist, SublayerSearch
+from outrider.eval.sublayer_search import FINALISTS, LOG, REPEATS, Finalist, SublayerSearch
 from outrider.eval.sublayer_speed import Skipped, SpeedMeasurement, search_prompts
 from outrider.models import process
 from outrider.models.adapt import adapt
@@ -103,13 +103,14 @@ def _print_estimate(
     seconds = time.monotonic() - start
     lengths = [len(prompt) for prompt in measurement.prompts]
     reporter.print(
-        f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, up to {search.tokens} "
-        f"new tokens each; the prefill is not timed"
+        f"prompts: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, with up to "
+        f"{search.tokens} new tokens each; the prefill is not timed"
     )
     left = max(0, search.trials - measured)
     minutes = seconds * left / 60
     if search.minutes is not None:
         minutes = min(minutes, search.minutes)
+    minutes += seconds * FINALISTS * REPEATS / 60
     earlier = f"{measured} candidates were measured before; " if measured else ""
     reporter.print(
         f"{earlier}{left} to measure, about {seconds:.1f} s each: {max(1, round(minutes))} min"
