@@ -23,7 +23,7 @@ from outrider.conf.errors import RunError
 from outrider.conf.schema import (
     Config,
     DecodeConfig,
-    DrafterConfig,
+    DrafterSettings,
     TargetConfig,
     UntrainedConfig,
 )
@@ -254,7 +254,7 @@ class Decoder:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
         if isinstance(policy, str):
             decode = _decode_config(policy, setting.sampling.temperature, setting.coupled)
-            if isinstance(settings := getattr(self.drafter, "cfg", None), DrafterConfig):
+            if isinstance(settings := getattr(self.drafter, "cfg", None), DrafterSettings):
                 decode = from_config.suit_drafter(decode, settings)
             policy = from_config.policy_of(decode, self.tables)
         if warning := from_config.depth_warning(policy, self.drafter):

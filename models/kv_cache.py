@@ -42,6 +42,7 @@ class KVCache(AttentionCache):
         self._locations: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
         self._positions = torch.zeros(slots, capacity, dtype=torch.long, device=device)
         self._new_columns = self._positions[:, :0]
+        self._prompts = self._positions[:, :0]
         self._count = self._start = self._width = 0  # of the current forward
         self._equal_lengths = True  # of the selected slots
         self._views: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # of that forward
@@ -128,6 +129,7 @@ class KVCache(AttentionCache):
         device = self._positions.device
         self._new_columns = torch.arange(self._start, self._start + count, device=device)
         self._new_columns = self._new_columns.expand(len(active), -1)
+        self._prompts = torch.arange(len(active), device=device)[:, None]
         if not self._equal_lengths:
             shifts = torch.tensor(active, device=device) - self._start
             self._new_columns = self._new_columns + shifts[:, None]
@@ -168,7 +170,8 @@ class KVCache(AttentionCache):
         if self._equal_lengths:
             goal.copy_(rows)
         else:
-            columns.scatter_(2, self._new_columns[:, None, :, None].expand(rows.shape), rows)
+            # not scatter_: on a view its time is that of all columns
+            columns.transpose(1, 2)[self._prompts, self._new_columns] = rows.transpose(1, 2)
         return columns
 
     def _slice_block(self, block: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -235,11 +238,10 @@ class KVCache(AttentionCache):
         source, goal = paths + offsets, torch.arange(widest, device=device) + offsets
         positions = self._positions[first:stop]
         positions.scatter_(1, goal, positions.gather(1, source))
+        prompts = torch.arange(len(paths), device=device)[:, None]
         for _, block, used in self._blocks:
-            part = block[:used, first:stop]
-            shape = (used, stop - first, block.shape[2], widest, block.shape[4])
-            moved = part.gather(3, source[None, :, None, :, None].expand(shape))
-            part.scatter_(3, goal[None, :, None, :, None].expand(shape), moved)
+            part = block[:used, first:stop].permute(1, 3, 0, 2, 4)
+            part[prompts, goal] = part[prompts, source]
 
     def _move_rows(self, slot: int, start: int, source: Int[Tensor, " P"]) -> None:
         """Move whole rows of one slot, which is faster than gather and scatter."""
