@@ -95,8 +95,8 @@ class TokenProgress:
             self.reporter.console.print(", ".join(filter(None, parts)))
 
     def _left(self, now: float) -> str:
-        """Return an estimate of the time left; "" if the total is unknown."""
-        if not self.total or self.done <= self.before:
+        """Return an estimate of the time left; "" if it is unknown, or nothing is left."""
+        if not self.total or not self.before < self.done < self.total:
             return ""
         seconds = (now - self.start) / (self.done - self.before) * (self.total - self.done)
         if self.seconds is not None:
@@ -104,4 +104,5 @@ class TokenProgress:
         return f"about {max(1, round(seconds / 60))} min left"
 
     def __exit__(self, *_error: object) -> None:
+        self.bar.update(self.task, left="")
         self.bar.stop()

@@ -366,6 +366,8 @@ def shown_template(digest: str, digits: int = 8) -> str:
 
 def _no_report(run: Path) -> RunError:
     measured = sorted(str(f.parents[1]) for f in run.parent.glob("*/eval/*.json"))
-    what = "has no report yet (eval/*.json)" if run.is_dir() else "does not exist"
-    others = f"Runs with a report beside it: {', '.join(dict.fromkeys(measured)) or 'none'}."
-    return RunError(f"{run} {what}.", f"{others} Measure one with: outrider eval run.dir={run}")
+    beside = f"Runs with a report beside it: {', '.join(dict.fromkeys(measured)) or 'none'}."
+    if not run.is_dir():
+        return RunError(f"{run} does not exist.", beside)
+    message = f"{run} has no report yet (eval/*.json)."
+    return RunError(message, f"{beside} Measure one with: outrider eval run.dir={run}")

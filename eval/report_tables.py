@@ -89,13 +89,13 @@ def next_step(report: Report, run: Path) -> str:
     return f"To find a faster draft: {draft_search(report.setting['drafter'], run)}"
 
 
-def draft_search(drafter: str | None, run: str | Path) -> str:
+def draft_search(drafter: str, run: str | Path) -> str:
     """Return a command that shows whether another draft is faster: a plan, where there can be one.
 
     Args:
-        drafter: None if it is not known.
+        drafter: its name.
     """
-    if drafter is not None and drafter_class(drafter).runs_target():
+    if drafter_class(drafter).runs_target():
         return f"outrider eval run.dir={run} decode.depth=2"
     return f"outrider plan run.dir={run}"
 

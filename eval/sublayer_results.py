@@ -81,7 +81,7 @@ def plot(layers: int, trials: Sequence[Trial], found: Skipped) -> bytes:
     for pruned, name, color in ((True, "pruned", "tab:gray"), (False, "measured", "tab:blue")):
         at = [i for i, trial in enumerate(trials) if trial.pruned == pruned]
         left.scatter(at, [trials[i].value for i in at], s=12, color=color, label=name)
-    left.plot(_best_so_far(trials), color="tab:orange", label="best so far")
+    left.plot(best_so_far(trials), color="tab:orange", label="best so far")
     left.axhline(1.0, color="black", linestyle=":", label="plain decoding")
     left.set(xlabel="candidate", ylabel="speedup", title="speedup on the prompts of the search")
     left.legend(fontsize=8)
@@ -110,7 +110,8 @@ def skip_shares(layers: int, trials: Sequence[Trial]) -> dict[str, list[float]]:
     }
 
 
-def _best_so_far(trials: Sequence[Trial]) -> list[float]:
+def best_so_far(trials: Sequence[Trial]) -> list[float]:
+    """Return the best complete value after each candidate; NaN before there is one."""
     best, values = math.nan, list[float]()
     for trial in trials:
         if not trial.pruned and not trial.value <= best:

@@ -42,6 +42,20 @@ EXAMPLES = {
   outrider eval run.dir=runs/eagle3-tiny eval.prompts=mine.jsonl eval.limit=8
   outrider eval drafter=me/draft target=Qwen/Qwen3-8B run.dir=runs/draft  # a published drafter
   outrider eval drafter=suffix target=smollm2 run.dir=runs/suffix  # one without weights""",
+    "chat": """
+  outrider chat run.dir=runs/eagle3-tiny  # a run
+  outrider chat drafter=suffix target=smollm2  # a drafter without weights; no run is needed
+  outrider chat drafter=me/draft target=Qwen/Qwen3-8B decode.temperature=0.7  # a published one""",
+    "plan": """
+  outrider plan run.dir=runs/eagle3-tiny  # this machine
+  outrider plan run.dir=runs/eagle3-tiny plan.machine=h100 plan.batches=[1,8]  # a GPU""",
+    "publish": """
+  outrider publish run.dir=runs/eagle3-tiny format=vllm  # into the run's folder
+  outrider publish run.dir=runs/eagle3-tiny format=vllm engine=vllm  # decoded by the engine, too
+  outrider publish run.dir=runs/eagle3-tiny publish.repo=me/draft  # uploaded""",
+    "ranks": """
+  outrider ranks run.dir=runs/eagle3-tiny
+  outrider ranks run.dir=runs/eagle3-tiny --explain  # every table and tree""",
     "doctor": """
   outrider doctor drafter=eagle3  # the embedded target
   outrider doctor target=Qwen/Qwen3-8B data=self  # before a long run
@@ -190,7 +204,8 @@ def reference(program: str, verb: Verb, own: str = "", everything: bool = False)
     else:
         _print_everyday(console, program, root)
     console.print(Text("examples", style="bold"), end="")
-    examples = Text(EXAMPLES[own if own in EXAMPLES else root])
+    name = program.rpartition(" ")[2]
+    examples = Text(EXAMPLES[name if name in EXAMPLES else root])
     examples.highlight_regex("  # .*", "dim")
     console.print(examples, soft_wrap=True)
     return 0

@@ -170,7 +170,7 @@ class KVCache(AttentionCache):
         if self._equal_lengths:
             goal.copy_(rows)
         else:
-            # not scatter_: on a view its time is that of all columns
+            # not scatter_, which in half precision takes the time of all columns on a CPU
             columns.transpose(1, 2)[self._prompts, self._new_columns] = rows.transpose(1, 2)
         return columns
 

@@ -36,7 +36,7 @@ def generated_text(cache: Path) -> dict[str, Any]:
 def free_port() -> int:
     """Return a free port for a server of a test.
 
-    It lies below the ports that the kernel gives to outgoing connections: a client that tries again
+    It is below the ports that the kernel gives to outgoing connections: a client that tries again
     and again before the server listens could otherwise be connected to itself, and keep the port.
     """
     while True:

@@ -19,17 +19,19 @@ from tests import tiny
 def test_every_drafter_and_context_has_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names, out = ("eagle3", "ngram", "sparse_kv"), tmp_path / "out.json"
-    words = [f"drafters={','.join(names)}", "contexts=40,80", "rounds=2", "depth=2"]
+    depths = {"eagle3": 7, "ngram": 7, "sparse_kv": 7, "lookahead": 4}  # its n-grams end there
+    names, out = tuple(depths), tmp_path / "out.json"
+    words = [f"drafters={','.join(names)}", "contexts=40,80", "rounds=2", "depth=7"]
     assert main(["bench", "drafting", *words, f"out={out}"]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["drafter"], row["context"]) for row in rows] == [
         (name, context) for name in names for context in (40, 80)
     ]
+    assert {row["drafter"]: row["depth"] for row in rows} == depths
     for row in rows:
         assert row["draft"] == pytest.approx(row["attention"] + row["rest"])
         assert row["target"] > 0
-        assert (row["attention"] > 0) == (row["drafter"] != "ngram")
+        assert (row["attention"] > 0) == (row["drafter"] in ("eagle3", "sparse_kv"))
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
 

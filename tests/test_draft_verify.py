@@ -5,6 +5,7 @@ line; `test_target_drafting.py` tests the drafter.
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.eval import sublayer_results
 from outrider.eval.decoder import Decoder
-from outrider.eval.page.elements import Note
+from outrider.eval.page.elements import Figure, Note, Table
 from outrider.eval.page.run_files import read_run_files
 from outrider.eval.page.sublayers import search_parts
 from outrider.eval.requests import GenerationSettings
@@ -459,9 +460,16 @@ def test_the_run_decodes_with_what_was_found(
     assert isinstance(policy, Chain)
     assert (policy.depth, type(policy.confidence)) == (cfg.depths, AdaptiveConfidence)
     assert main(["report", f"run.dir={run_folder}"]) == 0
-    page = (run_folder / "report.html").read_text()
-    assert "speed of the candidates" in page
-    assert ", ".join(map(str, found["skip_attention"])) in page
+    assert "speed of the candidates" in (run_folder / "report.html").read_text()
+    figure, table = search_parts(read_run_files(run_folder))
+    assert isinstance(figure, Figure)
+    assert isinstance(table, Table)
+    shown = [[cell.text for cell in row] for row in table.rows]
+    best = read_found(run_folder)["finalists"]
+    assert [row[2] for row in shown] == [f"{one['speedup']:.2f}x" for one in best]
+    for row, one in zip(shown, best, strict=True):
+        lists = ([int(n) for n in re.findall(r"\d+", text)] for text in row[:2])
+        assert [*lists] == [one["skip_attention"], one["skip_mlp"]]
     (run_folder / "found.json").rename(run_folder / "aside")
     try:
         *_, note = search_parts(read_run_files(run_folder))

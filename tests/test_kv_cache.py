@@ -1,5 +1,7 @@
 """Slots of a key-value cache against plain lists of rows, and against one cache per prompt."""
 
+import statistics
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -281,3 +283,25 @@ def test_rows_dropped_after_a_forward_do_not_count_among_its_rows(splits: tuple[
         )
     for mine, theirs in zip(*rows, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def seconds_to_append(capacity: int, lengths: tuple[int, int]) -> float:
+    """Return the median time of a forward's appends to two slots of these lengths."""
+    cache = KVCache(2, capacity, LAYERS, torch.device("cpu"))
+    cache.lengths = [*lengths]
+    rows = torch.ones(2, HEADS, 1, 64, dtype=torch.bfloat16)
+    times = list[float]()
+    for _ in range(15):
+        cache.reserve(1)
+        start = time.perf_counter()
+        for layer in range(LAYERS):
+            cache.update(rows, rows, layer)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_time_to_append_does_not_grow_with_the_context(shift: int) -> None:
+    """Slots of equal and of different lengths, in half precision, 1,024 times as long."""
+    short = seconds_to_append(64, (32, 32 + shift))
+    assert seconds_to_append(65536, (32768, 32768 + shift)) < 10 * short

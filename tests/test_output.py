@@ -309,3 +309,4 @@ def test_estimate_counts_earlier_units_and_a_time_limit(monkeypatch: pytest.Monk
             bar.advance(1)
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert f"searching: 91/100 candidates, about {left} min left\n" in text
+        assert "left" not in text.splitlines()[-1], "the work has ended"

@@ -413,7 +413,7 @@ def test_reports_without_a_round_have_no_rates_and_no_curve(tmp_path: Path) -> N
     save(empty, tmp_path, "eval")
     loaded = load(tmp_path, "eval")
     assert loaded.summary.accept_at == [None, None, None]
-    run = RunFiles(tmp_path, "", [], None, None, {"one": loaded, "two": loaded}, {}, None)
+    run = RunFiles(tmp_path, "eagle3", "", [], None, None, {"one": loaded, "two": loaded}, {}, None)
     parts = list(acceptance_parts(run))
     assert parts
     assert not any(isinstance(part, Figure) for part in parts)
@@ -422,7 +422,7 @@ def test_reports_without_a_round_have_no_rates_and_no_curve(tmp_path: Path) -> N
 def test_page_shows_predictions_on_both_texts_with_their_depth() -> None:
     training = {"best_step": 3, "held_out": {"alpha@1": 0.5, "alpha@2": 0.25, "accept_length": 1.5},
                 "own_text": {"alpha@1": 0.125, "alpha@2": 0.0, "accept_length": 1.125}}  # fmt: skip
-    parts = cost_parts(RunFiles(Path(), "", [], training, None, {}, {}, None))
+    parts = cost_parts(RunFiles(Path(), "eagle3", "", [], training, None, {}, {}, None))
     tables = {part.title: part.parts[0] for part in parts if isinstance(part, Collapsible)}
     names = ("held-out text", "the target's own answers to held-out prompts")
     assert list(tables) == [f"{name}, best step (3), drafts of 2 tokens" for name in names]
@@ -489,6 +489,8 @@ def test_lossy_report_is_marked() -> None:
     assert "LOSSY by choice (lossy_typical)" in result.verdict()
     assert "chain, depth 3, LOSSY (lossy_typical), temperature 1" in printed(result)
     assert "LOSSY" not in printed(report(2.0, temperature=1.0, lossy=False, verify="ratio"))
-    run = RunFiles(Path(), "", [], None, None, {"eval": result, "usual": report(2.0)}, {}, None)
+    run = RunFiles(
+        Path(), "eagle3", "", [], None, None, {"eval": result, "usual": report(2.0)}, {}, None
+    )
     parts = [str(part) for part in speed_parts(run)]
     assert any("LOSSY (lossy_typical)" in part for part in parts)

@@ -18,8 +18,7 @@ DEFINITION = (
 def plan_parts(run: RunFiles) -> Iterator[Part]:
     """Yield predicted speedups over drafts, batches and contexts, and their checks."""
     if not run.plans:
-        drafter = next((one.setting["drafter"] for one in run.reports.values()), None)
-        yield Note("There is no plan.", draft_search(drafter, run.folder))
+        yield Note("There is no plan.", draft_search(run.drafter, run.folder))
     for name, plan in run.plans.items():
         yield from _surface(name, plan)
         if plan.get("checks"):

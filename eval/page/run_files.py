@@ -25,6 +25,7 @@ class RunFiles(NamedTuple):
     """The contents of a run folder."""
 
     folder: Path
+    drafter: str  # its name
     config: str
     log: list[dict[str, Any]]
     training: dict[str, Any] | None
@@ -36,9 +37,11 @@ class RunFiles(NamedTuple):
 
 def read_run_files(folder: Path) -> RunFiles:
     """Read a run folder; a CorruptFile is raised for a damaged file or another format."""
+    config = read_saved_config(folder)
     return RunFiles(
         folder,
-        OmegaConf.to_yaml(read_saved_config(folder)),
+        str(config.drafter.name),
+        OmegaConf.to_yaml(config),
         read_log(folder),
         read_training(folder),
         read_manifest(folder),

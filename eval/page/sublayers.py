@@ -1,11 +1,13 @@
 """Section of a report page on the search for skipped sublayers (eval/sublayer_search.py)."""
 
+import math
 from collections.abc import Iterator
 
 from outrider.eval.page.elements import Note, Part, text_table
 from outrider.eval.page.figures import draw, points
 from outrider.eval.page.run_files import RunFiles
-from outrider.eval.sublayer_search import LOG, Trial, read_log
+from outrider.eval.sublayer_results import best_so_far
+from outrider.eval.sublayer_search import LOG, read_log
 from outrider.train.settings import FOUND, read_found
 
 MEASURED = "The speedup over plain decoding on the prompts of the search"
@@ -26,7 +28,8 @@ def search_parts(run: RunFiles) -> Iterator[Part]:
         for name, pruned in (("measured", False), ("pruned", True))
     }
     groups = {name: places for name, places in groups.items() if places}
-    paint = points(groups, "candidate", "speedup", front=_best_so_far(trials))
+    line = [(float(i), best) for i, best in enumerate(best_so_far(trials)) if not math.isnan(best)]
+    paint = points(groups, "candidate", "speedup", front=line)
     yield draw("speed of the candidates", CANDIDATES, paint)
     if not (run.folder / FOUND).is_file():
         yield Note("The search has not finished; the same command continues it.")
@@ -40,15 +43,6 @@ def search_parts(run: RunFiles) -> Iterator[Part]:
     ]  # fmt: skip
     head = ["skipped attention", "skipped MLP", "speedup", "tau", "accepted"]
     yield text_table("the best candidates", head, rows, FINALISTS)
-
-
-def _best_so_far(trials: list[Trial]) -> list[tuple[float, float]]:
-    best, line = 0.0, list[tuple[float, float]]()
-    for i, trial in enumerate(trials):
-        best = best if trial.pruned else max(best, trial.value)
-        if best:
-            line.append((float(i), best))
-    return line
 
 
 def _layers(layers: list[int]) -> str:

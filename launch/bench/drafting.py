@@ -52,7 +52,7 @@ class Options:
     contexts: tuple[int, ...] = option(
         (512, 2048, 8192), "context lengths, tokens", "[16, 4194304]"
     )
-    depth: int = option(4, "draft tokens per round", "[1, 1024]")
+    depth: int = option(4, "draft tokens per round, at most the drafter's", "[1, 1024]")
     rounds: int = option(16, "rounds; medians count", "[1, 65536]")
     threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
     out: str = option("", "JSON file for the result")
@@ -72,28 +72,30 @@ def drafting(words: list[str]) -> int:
     new_tokens = 2 + (UNCOUNTED + options.rounds) * (1 + options.depth)
     common.allow_positions(target, max(options.contexts) + new_tokens)
     console, rows = Console(), list[dict[str, Any]]()
-    head = ("drafter", "context", "draft ms", "attention", "rest", "target ms")
+    head = ("drafter", "depth", "context", "draft ms", "attention", "rest", "target ms")
     table = narrow_table(head, ("drafter",))
     with console.status("") as status:
         for name in options.drafters or drafters.names():
             drafter = common.default_drafter(name, target)
+            depth = min(options.depth, drafter.max_depth)
             for context in options.contexts:
                 status.update(f"{name}, {context} tokens")
-                row = _measure(target, drafter, context, options)
-                rows.append({"drafter": name, "context": context, **row})
+                row = _measure(target, drafter, context, depth, options.rounds)
+                rows.append({"drafter": name, "depth": depth, "context": context, **row})
                 cells = (f"{row[key]:.2f}" for key in ("draft", "attention", "rest", "target"))
-                table.add_row(name, str(context), *cells)
+                table.add_row(name, str(depth), str(context), *cells)
     common.report(console, table, options.out, {"setting": vars(options), "rows": rows})
     return 0
 
 
-def _measure(target: Target, drafter: Drafter, context: int, options: Options) -> dict[str, float]:
+def _measure(
+    target: Target, drafter: Drafter, context: int, depth: int, count: int
+) -> dict[str, float]:
     """Return medians of milliseconds per round, after two rounds that are not counted."""
     block = random.Random(0).choices(range(target.vocab_size), k=BLOCK)
     prompt = (block * (1 + context // BLOCK))[:context]
-    policy = Chain(min(options.depth, drafter.max_depth))
-    engine = Engine(target, drafter, policy)
-    rounds = islice(_rounds(engine, prompt, UNCOUNTED + options.rounds), UNCOUNTED, None)
+    engine = Engine(target, drafter, Chain(depth))
+    rounds = islice(_rounds(engine, prompt, UNCOUNTED + count), UNCOUNTED, None)
     draft, attention, forward = (
         1000 * statistics.median(part) for part in zip(*rounds, strict=True)
     )
