@@ -143,7 +143,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setattr(build, "_tokenizer", lambda *_: tokenizer)
         patch.setattr(figures, "_svg", paint_numbers)
         # to read the whole file in every example takes more time than all else
-        patch.setattr(run_files, "read_saved_config", lambda _folder: OmegaConf.create({}))
+        saved = OmegaConf.create({"drafter": {"name": config.drafter.name}})
+        patch.setattr(run_files, "read_saved_config", lambda _folder: saved)
         patch.setattr(search_results, "_plot", lambda *_: b"")
         patch.setattr(card, "target_fingerprint", lambda _target: "0123")
         patch.setattr(card, "fingerprint", lambda _tensors: "d")
