@@ -13,13 +13,14 @@ object, or "plain" for no speculation.
 """
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from outrider.conf.errors import RunError
+from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.fields import from_dict
 from outrider.conf.schema import (
     Config,
     DecodeConfig,
@@ -129,6 +130,7 @@ class Decoder:
         target: str | Path,
         drafter: str | Path | None = None,
         *,
+        settings: Mapping[str, Any] | None = None,
         dtype: str = "auto",
         policy: str | Policy = "chain",
     ) -> "Decoder":
@@ -138,33 +140,38 @@ class Decoder:
             target: "tiny", "smollm2", or a folder or hub id.
             drafter: the folder of its config.json, its hub id, or a name such as "suffix" of one
                 without weights; None allows plain decoding only.
+            settings: of a drafter without weights, as in conf/drafter/<name>.yaml.
             dtype: of the target: auto, float32, bfloat16 or float16.
 
         Raises:
-            ConfigError: the name is that of a drafter with weights.
+            ConfigError: the name is that of a drafter with weights, or a setting is wrong.
             RunError: the drafter is not found, or was trained for another target.
         """
         built_in = str(target) in ("tiny", "smollm2")
         names = {"name": str(target)} if built_in else {"name": "hf", "path": str(target)}
-        settings = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
+        of_target = TargetConfig(**names, dtype=dtype)  # type: ignore[arg-type]
+        if drafter is not None and is_untrained(str(drafter)):
+            values = {**(settings or {}), "name": str(drafter)}
+            own: UntrainedConfig = from_dict(drafter_schema(values), values, "drafter")
+            return cls._loaded(of_target, None, policy, own)
+        if settings:
+            why = "Only a drafter without weights takes settings; others have their own."
+            raise ConfigError("settings", dict(settings), why, "Leave it out.")
         if drafter is None:
-            return cls._loaded(settings, None, policy)
-        if is_untrained(str(drafter)):
-            own = drafter_schema({"name": str(drafter)})()
-            return cls._loaded(settings, None, policy, own)
+            return cls._loaded(of_target, None, policy)
         check_published(str(drafter))
-        return cls._loaded(settings, published_folder(str(drafter)), policy)
+        return cls._loaded(of_target, published_folder(str(drafter)), policy)
 
     @classmethod
     def _loaded(
         cls,
-        settings: TargetConfig,
+        of_target: TargetConfig,
         folder: Path | None,
         policy: str | Policy,
         untrained: UntrainedConfig | None = None,
     ) -> "Decoder":
         process.set_threads()
-        target, tokenizer, _ = load_target(settings, process.device())
+        target, tokenizer, _ = load_target(of_target, process.device())
         if untrained is not None:
             return cls(target, tokenizer, build_untrained(untrained, target), policy)
         if folder is None:

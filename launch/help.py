@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from rich.table import Table
@@ -80,7 +80,7 @@ class KeyHelp(NamedTuple):
     allowed: str = ""
 
 
-EVERYDAY = {  # the keys of a first `--help`, by root; a group is shown with its choices
+EVERYDAY = {  # the keys of a first `--help`, by verb or root; a group is shown with its choices
     "train": (
         "target", "data", "drafter", "experiment", "run.dir", "data.max_length", "data.max_samples",
         "drafter.depths", "train.max_steps", "train.lr", "train.batch_tokens", "launch",
@@ -90,6 +90,11 @@ EVERYDAY = {  # the keys of a first `--help`, by root; a group is shown with its
         "run.dir", "eval.drafter", "target.path", "decode", "decode.depth", "decode.nodes",
         "decode.temperature", "decode.top_p", "decode.verify", "eval.prompts", "eval.limit",
         "eval.max_new_tokens", "eval.grid", "eval.repeats", "eval.out",
+    ),
+    "chat": (
+        "run.dir", "eval.drafter", "target.path", "run.seed", "eval.max_new_tokens", "decode",
+        "decode.depth", "decode.width", "decode.nodes", "decode.temperature", "decode.top_p",
+        "decode.top_k", "decode.min_p", "decode.repetition_penalty", "decode.verify",
     ),
 }  # fmt: skip
 
@@ -149,8 +154,8 @@ def defaults(group: str, first: str | None) -> dict[str, str]:
 
 
 def show(value: Any) -> str:
-    """Return a value as written on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """Return a value as written on the command line; ${.depth}, a key of its group, as depth."""
+    return re.sub(r"^\$\{\.(\w+)\}$", r"\1", value) if isinstance(value, str) else json.dumps(value)
 
 
 def overview() -> int:
@@ -183,7 +188,7 @@ def reference(program: str, verb: Verb, own: str = "", everything: bool = False)
         everything: every key, by group (`--help all`); otherwise those of EVERYDAY, if any.
     """
     console = _console()
-    root = verb.root
+    root, name = verb.root, program.rpartition(" ")[2]
     console.print(f"{program}: {verb.line}\n")
     cfg = "" if own else " [--cfg]"  # a verb's own group is not part of a configuration
     options = f"[--config FILE]{cfg} [--help [all]]"
@@ -199,33 +204,37 @@ def reference(program: str, verb: Verb, own: str = "", everything: bool = False)
     if own:
         console.print(Text(own, style="bold"))
         _print_table(console, list(schema_keys(VERB_GROUPS[own], own)), defaults(own, "default"))
-    if everything or root not in EVERYDAY:
-        _print_groups(console, root)
+    keys = EVERYDAY.get(name, EVERYDAY.get(root, ()))
+    if everything or not keys:
+        _print_groups(console, root, _defaults_of(root, name))
     else:
-        _print_everyday(console, program, root)
+        _print_everyday(console, root, keys, _defaults_of(root, name))
+        console.print(f"{program} --help all lists every key.\n")
     console.print(Text("examples", style="bold"), end="")
-    name = program.rpartition(" ")[2]
     examples = Text(EXAMPLES[name if name in EXAMPLES else root])
     examples.highlight_regex("  # .*", "dim")
     console.print(examples, soft_wrap=True)
     return 0
 
 
-def _defaults_of(root: str) -> dict[str, str]:
-    """Return the default of every key of a root, as text."""
+def _defaults_of(root: str, name: str) -> dict[str, str]:
+    """Return the default of every key of a verb, as text."""
     values = {name: show(value) for name, value in default_values(root).items()}
     if root == "eval":
         values |= {"run.dir": "(required)", **dict.fromkeys(CHANGEABLE_KEYS, "as trained")}
+    if name == "chat":
+        values["run.dir"] = "(this, or drafter=)"
     if root == "report":
         values |= {"run.dir": "(required)", "target.path": "as trained"}
     return values
 
 
-def _print_everyday(console: Console, program: str, root: str) -> None:
-    """Print the keys of EVERYDAY, and how to see the others."""
-    values, started = _defaults_of(root), groups(root)
-    rows = []
-    for name in EVERYDAY[root]:
+def _print_everyday(
+    console: Console, root: str, keys: Iterable[str], values: dict[str, str]
+) -> None:
+    """Print some keys of a root; a group is shown with its choices."""
+    started, rows = groups(root), list[KeyHelp]()
+    for name in keys:
         group = name.partition(".")[0]
         if group == name:
             path = ", a path or a name" if group in SHORT_FORMS else ""
@@ -235,12 +244,11 @@ def _print_everyday(console: Console, program: str, root: str) -> None:
             rows += [key for key in group_keys(group, started.get(group)) if key.name == name]
             values |= defaults(group, started[group]) if group in started else {}
     _print_table(console, rows, values)
-    console.print(f"{program} --help all lists every key.\n")
 
 
-def _print_groups(console: Console, root: str) -> None:
+def _print_groups(console: Console, root: str, values: dict[str, str]) -> None:
     """Print every key of a root, by group."""
-    values, started = _defaults_of(root), groups(root)
+    started = groups(root)
     for group in dict.fromkeys(["run", "target", "data", *started]):
         if group == "experiment":
             continue

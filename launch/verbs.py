@@ -21,13 +21,13 @@ class Verb(NamedTuple):
         return getattr(importlib.import_module(module), name)
 
 
-PROMPTS = ("eval.prompts",)
+INPUTS = ("eval.prompts", "drafter.answers")
 VERBS = {
     "train": Verb(
         "outrider.launch.train:train", "train a drafter against a frozen target, then measure it"),
     "eval": Verb(
         "outrider.eval.run:evaluate", "measure a trained drafter: acceptance, speedup, exactness",
-        root="eval", files=PROMPTS, explains=True),
+        root="eval", files=INPUTS, explains=True),
     "launch": Verb(
         "outrider.launch.cluster:launch",
         "check a run for a cluster and print the command of each machine",
@@ -53,7 +53,7 @@ VERBS = {
     "chat": Verb(
         "outrider.eval.chat:chat",
         "chat with the target and a drafter: source of each token, tau and tokens/s",
-        root="eval", files=PROMPTS),
+        root="eval", files=INPUTS),
     "plan": Verb(
         "outrider.eval.plan.command:plan",
         "predict speedup over depth, width, nodes, batch and context, here or on a GPU",
@@ -65,7 +65,7 @@ VERBS = {
     "ranks": Verb(
         "outrider.eval.ranks:ranks",
         "measure how often each rank of the drafter's choices is accepted (ranks.json)",
-        root="eval", files=PROMPTS, explains=True),
+        root="eval", files=INPUTS, explains=True),
     "report": Verb(
         "outrider.eval.page.build:report",
         "write a page about a run, a search or a folder of runs: report.html, report.md",

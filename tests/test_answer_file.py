@@ -151,11 +151,14 @@ def test_outputs_of_an_evaluation_are_such_a_file(tmp_path: Path) -> None:
     assert second["tau"] > first["tau"]
 
 
-def test_a_missing_file_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb", ["eval", "chat"])
+def test_a_missing_file_is_one_message(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["drafter=suffix", "target=tiny", f"run.dir={tmp_path}", "drafter.answers=no.jsonl"]
     with pytest.raises(SystemExit, match="2"):
-        main(["eval", *words])
-    assert "no.jsonl cannot be read: No such file" in capsys.readouterr().err
+        main([verb, *words])
+    assert "drafter.answers = 'no.jsonl'" in capsys.readouterr().err
 
 
 def test_answers_of_a_decoder_are_saved(tmp_path: Path) -> None:

@@ -95,11 +95,11 @@ def test_help_of_eval_lists_only_what_eval_may_change(capsys: pytest.CaptureFixt
     assert listed == {key for key in known_keys("eval") if "." in key}
 
 
-@pytest.mark.parametrize("verb", ["train", "eval", "doctor"])
+@pytest.mark.parametrize("verb", ["train", "eval", "doctor", "chat"])
 def test_help_shows_the_everyday_keys_first(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "--help"]) == 0
     out = capsys.readouterr().out
-    keys = EVERYDAY[VERBS[verb].root]
+    keys = EVERYDAY.get(verb, EVERYDAY.get(VERBS[verb].root, ()))
     assert len(keys) == 15
     assert all(re.search(rf"^  {re.escape(key)} ", out, re.MULTILINE) for key in keys)
     assert "train.betas" not in out

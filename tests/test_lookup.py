@@ -22,6 +22,7 @@ from outrider.models.decode.rule_table import COUPLED, DRAWN, INDEPENDENT, bind_
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafter import Drafter
+from outrider.models.drafters import ngram
 from outrider.models.drafters.ngram import NGramIndex
 from outrider.models.interface import Trace
 from outrider.models.lookup import LookupDrafter, TextIndex, UntrainedDrafter
@@ -311,6 +312,28 @@ def test_the_name_of_a_drafter_with_weights_is_no_hub_id(
 def test_a_decoder_refuses_the_name_of_a_drafter_with_weights() -> None:
     with pytest.raises(ConfigError, match=r"drafter=layerskip .*\n.*Decoder\.from_run"):
         Decoder.from_pretrained("tiny", drafter="layerskip")
+
+
+def test_a_decoder_takes_settings_of_a_drafter_without_weights() -> None:
+    decoder = Decoder.from_pretrained("tiny", drafter="ngram", settings={"n": 2, "depths": 3})
+    assert decoder.drafter is not None
+    assert decoder.drafter.cfg == ngram.Config(n=2, depths=3)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings", "key"),
+    [
+        ("ngram", {"n": 0}, "drafter.n "),
+        ("ngram", {"nn": 2}, "drafter.nn "),
+        (None, {"n": 2}, "settings "),
+        ("someone/drafter", {"n": 2}, "settings "),
+    ],
+)
+def test_a_decoder_refuses_wrong_settings(
+    drafter: str | None, settings: dict[str, int], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        Decoder.from_pretrained("tiny", drafter=drafter, settings=settings)
 
 
 def test_a_misspelt_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
