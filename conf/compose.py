@@ -210,6 +210,12 @@ def _parse(kind: Any, text: str) -> Any:
         return text
 
 
+def trainable(group: str) -> list[str]:
+    """Return the choices of a group, without drafters that are neither trained nor searched."""
+    names, keys = choices(group), {"drafter.loss", "drafter.search.trials"}
+    return [n for n in names if group != "drafter" or keys & default_values(f"drafter/{n}").keys()]
+
+
 def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigError:
     """Return the ConfigError for Hydra's exception; with its first line if no case applies."""
     values = {left.lstrip("+~"): right for left, _, right in (o.partition("=") for o in overrides)}
@@ -217,7 +223,7 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         if group in values:
             other = "; or a path or name" if group in SHORT_FORMS else ""
-            fix = f"Use one of: {', '.join(choices(group))}{other}."
+            fix = f"Use one of: {', '.join(trainable(group))}{other}."
             return ConfigError(group, choice, f"The group {group} has no such choice.", fix)
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     quoted = (name.lstrip("+~").partition("=")[0] for name in re.findall("'([^']+)'", message))

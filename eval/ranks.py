@@ -34,7 +34,9 @@ DEFINITIONS = {
     "1st at depth": "probability at each depth that the first candidate is the accepted one, given "
     "that its parent was",
     "chain, tree": "expected tokens per round of the longest chain, and of the best tree of "
-    f"{TREE_NODES} nodes",
+    f"{TREE_NODES} nodes, as if depths were independent of each other: the mean acceptances of the "
+    "depths are multiplied. The predicted acceptance length of a training counts rows whose draft "
+    "tokens are all accepted, and decoding has other text",
 }
 
 
@@ -76,8 +78,8 @@ def print_ranks(
     """
     start, first = next(iter(tables.items()))
     tree, chain = (f"{tokens:.2f}" for tokens in _tokens_per_round(first, trees[start]))
-    best = f"Best tree of {TREE_NODES} nodes: {tree} tokens per round"
-    verdict = f"{best}, chain of {len(first)}: {chain} (greedy)."
+    best = f"Best tree of {TREE_NODES}: {tree} tokens per round"
+    verdict = f"{best}, chain of {len(first)}: {chain} (greedy, held-out text)"
     console.print(verdict, style="bold")
     for use, command in (
         ("To decode with it", f"outrider eval run.dir={folder} decode=static_tree"),

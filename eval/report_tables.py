@@ -18,6 +18,9 @@ from outrider.eval.report import (
     save,
 )
 from outrider.models.drafters import drafter_class
+from outrider.train import own_text
+from outrider.train.manifest import read_training
+from outrider.train.settings import read_saved_config
 
 SHOWN_DEPTHS = 12  # draft tokens whose acceptance is printed; --explain prints all
 NAMED = 5  # prompts left out that are named
@@ -76,17 +79,33 @@ def show(report: Report, console: Console, advice: str = "", in_full: bool = Fal
 
 
 def next_step(report: Report, run: Path) -> str:
-    """Return what to do after a measurement of the drafter of this run; "" if unknown."""
+    """Return what to do after a measurement of a drafter of this run; "" if unknown."""
     if report.exceeds_rounding and report.setting["dtype"] in ROUNDING:
         return "Do not use it before the cause is known: measure with target.dtype=float32."
     if report.exceeds_rounding:
         return f"Do not use it: the answers are not the target's. Check it: {DOCTOR}"
-    of_a_run = not {"published", "untrained"} & report.setting.keys()
-    if not of_a_run or report.summary.speedup is None:
+    if "published" in report.setting or report.summary.speedup is None:
         return ""
-    if (report.summary.speedup_95 or (0.0,))[0] > 1:
+    is_faster = (report.summary.speedup_95 or (0.0,))[0] > 1
+    if "untrained" in report.setting:
+        use = "To use it: outrider chat with the same drafter and target."
+        return use if is_faster else "To find a faster draft: the same command with decode.depth=2."
+    if is_faster:
         return f"To use it: outrider chat, or outrider publish, run.dir={run}"
-    return f"To find a faster draft: {draft_search(report.setting['drafter'], run)}"
+    return (
+        _other_text(run)
+        or f"To find a faster draft: {draft_search(report.setting['drafter'], run)}"
+    )
+
+
+def _other_text(run: Path) -> str:
+    """Return what to do if the drafter was trained on text unlike the target's; "" if not."""
+    training = read_training(run) or {}
+    held, own = training.get("held_out", {}), training.get("own_text", {})
+    measured = "accept_length" in held and "accept_length" in own
+    if not measured or not own_text.is_far(held, own):
+        return ""
+    return own_text.advice(read_saved_config(run).get("data", {}).get("path"))
 
 
 def draft_search(drafter: str, run: str | Path) -> str:

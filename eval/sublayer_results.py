@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.conf.files import write, write_json
+from outrider.conf.searched import SearchConfig
 from outrider.eval.report import png
 from outrider.eval.report_tables import narrow_table
 from outrider.eval.sublayer_search import LOG, REPEATS, Finalist, Trial
 from outrider.eval.sublayer_speed import Skipped
-from outrider.train.settings import FOUND, FOUND_FORMAT
+from outrider.train.settings import FOUND, FOUND_FORMAT, read_found
 
 PLOT = "search.png"
 TOP = 0.25  # share of the complete candidates whose sublayers the plot counts
@@ -21,7 +22,7 @@ TOP = 0.25  # share of the complete candidates whose sublayers the plot counts
 
 def save(
     folder: Path, layers: int, trials: Sequence[Trial], finalists: Sequence[Finalist],
-    settings: dict[str, Any],
+    settings: dict[str, Any], search: SearchConfig,
 ) -> None:  # fmt: skip
     """Write the plot and `found.json`, which every command that decodes with the run reads."""
     best = finalists[0]
@@ -30,9 +31,18 @@ def save(
         "format": FOUND_FORMAT, "drafter": _lists(best.candidate), **_numbers(best),
         "candidates": len(trials), "pruned": sum(trial.pruned for trial in trials),
         "finalists": [_lists(one.candidate) | _numbers(one) for one in finalists],
-        "settings": settings,
+        "settings": settings, "limits": _limits(search),
     }  # fmt: skip
     write_json(folder / FOUND, content)
+
+
+def is_finished(folder: Path, search: SearchConfig) -> bool:
+    """Return whether a search with these limits has ended."""
+    return (folder / FOUND).is_file() and read_found(folder).get("limits") == _limits(search)
+
+
+def _limits(search: SearchConfig) -> dict[str, Any]:
+    return {"trials": search.trials, "minutes": search.minutes}
 
 
 def _lists(candidate: Skipped) -> dict[str, Any]:

@@ -167,6 +167,7 @@ def _config(name: str, overrides: list[str]) -> Config:
         config = settings.parse(compose(overrides, VERBS[name].root), searched=name == "train")
     else:
         config = _drafter_config(name, overrides)
+    _refuse_unused(name, [word for word in overrides if not word.startswith("eval.drafter=")])
     if name in ("eval", "chat"):
         return config
     fix = "Use outrider eval or chat."
@@ -177,6 +178,15 @@ def _config(name: str, overrides: list[str]) -> Config:
         why = f"{name} needs a drafter with weights, and the run's has none."
         raise ConfigError("drafter", config.drafter.name, why, fix)
     return config
+
+
+def _refuse_unused(name: str, overrides: list[str]) -> None:
+    """Refuse a key that the verb would ignore."""
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        if not VERBS[name].uses_key(key):
+            keys = f"outrider {name} --help all lists its keys."
+            raise ConfigError(key, value, f"{name} does not use this key.", f"Leave it out: {keys}")
 
 
 def _drafter_config(name: str, overrides: list[str]) -> Config:
@@ -197,8 +207,10 @@ def _drafter_config(name: str, overrides: list[str]) -> Config:
         return settings.load_published(words, report=name == "eval")
     folder = compose(overrides, "eval").run.dir
     if not folder:
-        why, fix = f"{name} needs a finished run.", "Add run.dir=runs/<name>."
-        raise ConfigError("run.dir", folder, why, fix)
+        fix = "Add run.dir=runs/<name>."
+        if name in ("eval", "chat"):
+            fix = f"{fix} Without a run: drafter=<folder, hub id or name> target=<model>."
+        raise ConfigError("run.dir", "", f"{name} needs a finished run.", fix)
     return settings.load_run(str(folder), overrides)
 
 

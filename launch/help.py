@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.conf.command_settings import VERB_GROUPS
-from outrider.conf.compose import CONF, choices, default_values, flatten, groups
+from outrider.conf.compose import CONF, default_values, flatten, groups, trainable
 from outrider.conf.console import Console
 from outrider.conf.fields import describe_interval, leaf_fields
 from outrider.conf.schema import GROUPS
@@ -119,12 +119,6 @@ def yaml_keys(group: str, choice: str) -> Iterator[KeyHelp]:
             parent = f"{group}.{match[2]}"
 
 
-def trainable(group: str) -> list[str]:
-    """Return the choices of a group, without drafters that are neither trained nor searched."""
-    names, keys = choices(group), {"drafter.loss", "drafter.search.trials"}
-    return [n for n in names if group != "drafter" or keys & default_values(f"drafter/{n}").keys()]
-
-
 def group_keys(group: str, first: str | None = None) -> list[KeyHelp]:
     """Return all keys of a group, each once; meanings of the choice `first` win."""
     if group in GROUPS:
@@ -206,9 +200,9 @@ def reference(program: str, verb: Verb, own: str = "", everything: bool = False)
         _print_table(console, list(schema_keys(VERB_GROUPS[own], own)), defaults(own, "default"))
     keys = EVERYDAY.get(name, EVERYDAY.get(root, ()))
     if everything or not keys:
-        _print_groups(console, root, _defaults_of(root, name))
+        _print_groups(console, verb, _defaults_of(root, name))
     else:
-        _print_everyday(console, root, keys, _defaults_of(root, name))
+        _print_everyday(console, root, filter(verb.uses_key, keys), _defaults_of(root, name))
         console.print(f"{program} --help all lists every key.\n")
     console.print(Text("examples", style="bold"), end="")
     examples = Text(EXAMPLES[name if name in EXAMPLES else root])
@@ -246,16 +240,19 @@ def _print_everyday(
     _print_table(console, rows, values)
 
 
-def _print_groups(console: Console, root: str, values: dict[str, str]) -> None:
-    """Print every key of a root, by group."""
-    started = groups(root)
+def _print_groups(console: Console, verb: Verb, values: dict[str, str]) -> None:
+    """Print every key that a verb uses, by group."""
+    started = groups(verb.root)
     for group in dict.fromkeys(["run", "target", "data", *started]):
         if group == "experiment":
             continue
         of_group = defaults(group, started[group]) if group in started else {}
         keys = group_keys(group, started.get(group))
         rows = [key for key in keys if key.name in values or key.name in of_group]
-        console.print(_title(group, started))
+        rows = [key for key in rows if verb.uses_key(key.name)]
+        if not rows:
+            continue
+        console.print(_title(group, started if verb.uses_key(group) else {}))
         _print_table(console, rows, values | of_group)
     if "experiment" in started:
         console.print(_title("experiment", started), Text("  presets that cross groups\n"))

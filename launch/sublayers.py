@@ -24,6 +24,7 @@ from outrider.models.drafters.draft_verify import Config as DraftVerifyConfig
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import LoadedTarget, load_target
 from outrider.train.manifest import write_manifest
+from outrider.train.schedule import format_seconds
 
 SHAPE = ("name", "depth", "width", "nodes", "confidence", "acceptance_goal", "gain", "tree")
 LOG_FORMAT = "outrider-sublayer-search-1"
@@ -70,12 +71,18 @@ def _search(config: Config, console: Console) -> int:
     seed = config.run.seed
     search = SublayerSearch(folder, layers, cfg.search, seed, measurement, reporter, given)
     measured = search.resume(settings)
-    if not (folder / "config.yaml").is_file():
-        write_manifest(folder, config, {"fingerprints": {"target": settings["target"]}})
+    if sublayer_results.is_finished(folder, cfg.search):
+        console.print(
+            f"{folder} is finished: {measured} candidates. Measure it: outrider eval "
+            f"run.dir={folder}. To go on, raise drafter.search.trials or drafter.search.minutes.",
+            soft_wrap=True,
+        )
+        return 0
+    write_manifest(folder, config, {"fingerprints": {"target": settings["target"]}})
     _print_estimate(reporter, cfg, measurement, measured)
     trials = search.run()
     finalists = search.finalists()
-    sublayer_results.save(folder, layers, trials, finalists, settings)
+    sublayer_results.save(folder, layers, trials, finalists, settings, cfg.search)
     sublayer_results.show(folder, trials, finalists, console)
     if config.train.quick_eval:
         _measure(config, cfg, loaded, finalists[0], console)
@@ -107,13 +114,14 @@ def _print_estimate(
         f"{search.tokens} new tokens each; the prefill is not timed"
     )
     left = max(0, search.trials - measured)
-    minutes = seconds * left / 60
-    if search.minutes is not None:
-        minutes = min(minutes, search.minutes)
-    minutes += seconds * FINALISTS * REPEATS / 60
+    total, limit = f"{format_seconds(seconds * left)}", ""
+    if search.minutes is not None and 60 * search.minutes < seconds * left:
+        limit = f"; the search ends after {search.minutes:g} min (drafter.search.minutes)"
     earlier = f"{measured} candidates were measured before; " if measured else ""
+    again = format_seconds(seconds * FINALISTS * REPEATS)
     reporter.print(
-        f"{earlier}{left} to measure, about {seconds:.1f} s each: {max(1, round(minutes))} min"
+        f"{earlier}{left} to measure, about {seconds:.1f} s each: {total}{limit}. Then the best "
+        f"{FINALISTS} are measured {REPEATS} times: {again}"
     )
 
 

@@ -28,7 +28,7 @@ from outrider.train import checkpoint, distributed, trackers
 from outrider.train.checks import check_length
 from outrider.train.loop import fit
 from outrider.train.manifest import read_training
-from outrider.train.resume import as_it_began
+from outrider.train.resume import as_it_began, require_same_settings
 from outrider.train.settings import check_files
 from outrider.train.trackers import TrackerThread
 
@@ -57,6 +57,7 @@ def _train(config: Config, main: bool) -> int:
         process.init_group(config.launch)
     console, start = Console(quiet=not main), time.monotonic()
     config = as_it_began(config)
+    require_same_settings(config)
     loaded = load.load_target(config.target, process.device())
     console.print(f"target: {loaded.source}")
     reporter = Reporter(console, main)

@@ -14,14 +14,25 @@ class Verb(NamedTuple):
     shorthand: tuple[str, ...] = ()  # keys of the group that need not name it
     takes: str = "config"  # arguments: "config" (and the group's settings), "words" or "report"
     files: tuple[str, ...] = ("data.path", "data.given", "eval.prompts")  # keys; files must exist
+    uses: tuple[str, ...] | None = None  # beginnings of its keys of eval and decode; None: all
     explains: bool = False  # takes --explain: every table, and the definitions
+
+    def uses_key(self, key: str) -> bool:
+        """Return whether the verb would not ignore this key of its root."""
+        of_decoding = key.partition(".")[0] in ("eval", "decode")
+        return self.uses is None or not of_decoding or key.startswith(self.uses)
 
     def load(self) -> Any:
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(module), name)
 
 
-INPUTS = ("eval.prompts", "drafter.answers")
+PROMPTS = ("eval.prompts",)
+INPUTS = (*PROMPTS, "drafter.answers")
+SAMPLING = tuple(
+    f"decode.{name}"
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "banned")
+)
 VERBS = {
     "train": Verb(
         "outrider.launch.train:train", "train a drafter against a frozen target, then measure it"),
@@ -53,19 +64,20 @@ VERBS = {
     "chat": Verb(
         "outrider.eval.chat:chat",
         "chat with the target and a drafter: source of each token, tau and tokens/s",
-        root="eval", files=INPUTS),
+        root="eval", files=INPUTS, uses=("eval.drafter", "eval.max_new_tokens", "decode")),
     "plan": Verb(
         "outrider.eval.plan.command:plan",
         "predict speedup over depth, width, nodes, batch and context, here or on a GPU",
-        root="eval", group="plan", files=(), explains=True),
+        root="eval", group="plan", files=PROMPTS, uses=(*PROMPTS, *SAMPLING), explains=True),
     "publish": Verb(
         "outrider.eval.publish.run:publish",
         "export a drafter to an engine's format, verify it, write a card, upload it",
-        root="eval", group="publish", shorthand=("format", "engine", "engine.python"), files=()),
+        root="eval", group="publish", shorthand=("format", "engine", "engine.python"),
+        files=PROMPTS, uses=PROMPTS),
     "ranks": Verb(
         "outrider.eval.ranks:ranks",
         "measure how often each rank of the drafter's choices is accepted (ranks.json)",
-        root="eval", files=INPUTS, explains=True),
+        root="eval", files=(), uses=(), explains=True),
     "report": Verb(
         "outrider.eval.page.build:report",
         "write a page about a run, a search or a folder of runs: report.html, report.md",

@@ -1,6 +1,7 @@
 """Settings that the user did not set: their values for the target and the drafter."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from outrider.conf.sweeps import read_sweep
 from outrider.eval.run import evaluate
 from outrider.launch.search import _base_config
 from outrider.launch.train import train
+from outrider.models import load
 from outrider.models.adapt import adapt, learning_rate
 from outrider.models.decode.from_config import decodings
 from outrider.models.load import TINY, load_target
@@ -129,6 +131,9 @@ def test_the_grid_adapts_to_the_drafter_with_a_note() -> None:
     config, notes = adapted("drafter=mtp", "drafter.depths=2", grid)
     assert [decode.depth for _, decode in decodings(config)] == [2, 2]
     assert "decode.depth=2" in notes[0]
+    assert [name for name, _ in decodings(config)] == ["chain-t0", "dynamic_tree-t1"]
+    named, _ = adapted(grid, "eval.out=again")
+    assert [name for name, _ in decodings(named)] == ["again-chain-t0", "again-dynamic_tree-t1"]
 
 
 # ---- configuration files ----
@@ -177,7 +182,13 @@ def test_a_run_and_its_evaluation_use_and_store_what_was_chosen(
     assert saved.train.lr == learning_rate(256, 256)
     assert (saved.data.max_length, saved.decode.depth, saved.decode.nodes) == (64, 2, 2)
     assert train(parsed(*words)) == 0, "the finished run has the same settings"
-    assert "is finished" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"is finished: 2 steps. Measure it: outrider eval run.dir={tmp_path}." in shown
+    with (
+        patch.object(load, "load_target", side_effect=AssertionError("refused too late")),
+        pytest.raises(ConfigError, match=r"train\.lr = 0\.0001\n.*began with"),
+    ):
+        train(parsed(*words, "train.lr=1e-4"))
     evaluation = load_run(tmp_path, ["eval.limit=1", "eval.max_new_tokens=4", "eval.warmup=0"])
     assert evaluate(evaluation) == 0
     assert "note: not set, so chosen: decode.depth=2" in capsys.readouterr().out

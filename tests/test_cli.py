@@ -16,6 +16,7 @@ from outrider.launch.help import EVERYDAY
 from outrider.launch.verbs import BENCHES, VERBS
 from outrider.models.drafters import trained_names
 from outrider.train.settings import parse
+from tests.test_page import write_run
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTED_KEYS = re.findall(
@@ -104,6 +105,38 @@ def test_help_shows_the_everyday_keys_first(verb: str, capsys: pytest.CaptureFix
     assert all(re.search(rf"^  {re.escape(key)} ", out, re.MULTILINE) for key in keys)
     assert "train.betas" not in out
     assert f"outrider {verb} --help all lists every key." in out
+
+
+@pytest.mark.parametrize(
+    ("verb", "word"),
+    [
+        ("ranks", "eval.prompts=copying"),
+        ("ranks", "decode.temperature=1"),
+        ("plan", "eval.grid=[chain@0]"),
+        ("plan", "decode=opt_tree"),
+        ("publish", "eval.limit=3"),
+        ("chat", "eval.repeats=2"),
+    ],
+)
+def test_a_key_that_the_verb_would_ignore_is_refused(
+    verb: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([verb, f"run.dir={tmp_path / 'run'}", word])
+    key = word.partition("=")[0]
+    assert re.search(rf"{re.escape(key)} = .*\n  {verb} does not use", capsys.readouterr().err)
+    cli.main([verb, "--help", "all"])
+    assert f"  {key} " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["eval", "chat"])
+def test_a_missing_run_is_one_message(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([verb])
+    error = capsys.readouterr().err
+    assert "run.dir = ''" in error
+    assert "Without a run: drafter=" in error
 
 
 def test_help_lists_every_verb_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,10 @@ def test_the_result_and_its_plot(tmp_path: Path) -> None:
     search = new_search(tmp_path, 24)
     search.resume(SETTINGS)
     trials, finalists = search.run(), search.finalists()
-    sublayer_results.save(tmp_path, LAYERS, trials, finalists, SETTINGS)
+    assert not sublayer_results.is_finished(tmp_path, search.search)
+    sublayer_results.save(tmp_path, LAYERS, trials, finalists, SETTINGS, search.search)
+    assert sublayer_results.is_finished(tmp_path, search.search)
+    assert not sublayer_results.is_finished(tmp_path, replace(search.search, minutes=1.0))
     found = read_found(tmp_path)
     best = finalists[0].candidate
     assert found["drafter"] == {"skip_attention": [*best.attention], "skip_mlp": [*best.mlp]}
@@ -488,6 +492,10 @@ def test_the_same_command_continues_with_more_candidates(
     assert main(["train", "drafter=draft_verify", f"run.dir={run_folder}", *words, *more]) == 0
     assert "5 candidates were measured before; 1 to measure" in capsys.readouterr().out
     assert read_found(run_folder)["candidates"] == 6
+    before = (run_folder / "found.json").read_bytes()
+    assert main(["train", "drafter=draft_verify", f"run.dir={run_folder}", *words, *more]) == 0
+    assert "is finished: 6 candidates. Measure it: outrider eval" in capsys.readouterr().out
+    assert (run_folder / "found.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("verb", ["plan", "ranks", "publish"])

@@ -100,7 +100,8 @@ def test_the_message_is_whole_sentences(
 ) -> None:
     write(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "state.json").write_text(text)
-    monkeypatch.setattr(resume, "require_same_run", lambda _: None)
+    for name in ("require_same_settings", "require_same_text"):
+        monkeypatch.setattr(resume, name, lambda _: None)
     settings = SimpleNamespace(
         train=SimpleNamespace(resume="auto"), launch=SimpleNamespace(name="single")
     )

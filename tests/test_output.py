@@ -170,6 +170,26 @@ def test_next_step_follows_from_the_result(printed: Callable[[Shown], str], tmp_
         (report(2.0, mismatches=wrong, dtype="bfloat16"), "measure with target.dtype=float32"),
     ):
         assert step in printed(partial(show_and_save, result, tmp_path / "eval", "out"))
+    for speed, step in (
+        (2.0, "To use it: outrider chat with the same drafter"),
+        (0.5, "To find a faster draft: the same command with decode.depth=2."),
+    ):
+        result = report(speed, speed)
+        result = replace(result, setting={**result.setting, "untrained": True})
+        assert step in printed(partial(show_and_save, result, tmp_path / "eval", "out"))
+
+
+@pytest.mark.parametrize(("own", "is_named"), [(1.1, True), (1.9, False)])
+def test_a_drafter_of_other_text_should_be_trained_on_the_targets(
+    own: float, is_named: bool, printed: Callable[[Shown], str], tmp_path: Path
+) -> None:
+    names = {"run": {}, "target": {}, "drafter": {}, "data": {"path": "mine.jsonl"}}
+    (tmp_path / "config.yaml").write_text(json.dumps(names))
+    summary = {"held_out": {"accept_length": 2.0}, "own_text": {"accept_length": own}}
+    (tmp_path / "training.json").write_text(json.dumps(summary))
+    text = printed(partial(show_and_save, report(0.5, 0.5), tmp_path / "eval", "out"))
+    assert ("data=self data.path=mine.jsonl" in text) == is_named
+    assert ("outrider plan" in text) != is_named
 
 
 def test_grid(printed: Callable[[Shown], str]) -> None:
@@ -199,7 +219,7 @@ def test_ranks(printed: Callable[[Shown], str], depths: int) -> None:
         text = printed(partial(show, in_full=in_full))
         assert "To see what is faster: outrider plan" in text
         tree = tree_shapes.expected(trees["best@0"], tables["best@0"])
-        start = f"Best tree of 8 nodes: {tree:.2f} tokens per round, chain of {depths}: "
+        start = f"Best tree of 8: {tree:.2f} tokens per round, chain of {depths}: "
         assert text.startswith(start)
         assert in_full or lines(text) <= LINES, text
         shown = rates if in_full or depths == 4 else rates[:, :1]

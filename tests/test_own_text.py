@@ -74,7 +74,9 @@ def test_a_run_on_foreign_text_says_so_and_chooses_by_own_text(
     shown = " ".join(capsys.readouterr().out.split())
     assert "the target answered 4 held-out prompts" in shown
     assert f"{own[-1]['accept_length']:.2f} on the target's own answers" in shown
-    assert f"data=self data.path={foreign}" in shown
+    advice = f"data=self data.path={foreign} run.dir="
+    assert 1 <= shown.count(advice) <= 2, "when it is first seen, and at the end"
+    assert shown.index(advice) < shown.index("step 12:") or not own_text.is_far(held[-2], own[-2])
 
 
 def test_own_answers_are_those_of_plain_greedy_decoding(

@@ -61,7 +61,7 @@ def fit(
     for message in messages or ():
         console.print(message, style="yellow", soft_wrap=True)
     if resumed and run.progress.finished and fraction_done(config.train, run.progress) >= 1:
-        console.print(f"{run.folder} is finished: {run.progress.step} steps.")
+        console.print(_finished(run), soft_wrap=True)
         published = best_drafter.has_result(run)
         return run.folder / "drafter" if published else best_drafter.write_result(run)
     if resumed:
@@ -73,7 +73,7 @@ def fit(
         write_manifest(run.folder, config, {**facts, "ranks": run.accelerator.num_processes})
         if on_start is not None:
             on_start(run)
-    start = time.monotonic() - run.progress.seconds
+    start, warned = time.monotonic() - run.progress.seconds, False
     try:
         with stop_signals() as received, MetricsLog(config, console, run.main, trackers) as log:
             log.rewind(first_step if resumed else -1)
@@ -83,7 +83,10 @@ def fit(
                 evaluated = resumed and step == first_step
                 if (over or step % config.train.eval_every == 0) and not evaluated:
                     with run.progress.phase("held out"):
-                        _evaluate(run, log, over)
+                        is_far = _evaluate(run, log)
+                    if is_far and (over or not warned):
+                        warned = True
+                        log.print(own_text.advice(run.config.data.path))
                 if over or stop or (step % config.train.save_every == 0 and step > first_step):
                     run.progress.finished = over
                     with run.progress.phase("saving"):
@@ -112,6 +115,14 @@ def fit(
         raise RunError(message, fix) from error
     finally:
         run.close()
+
+
+def _finished(run: Trainer) -> str:
+    """Return that there is nothing left to train, and what can be done."""
+    return (
+        f"{run.folder} is finished: {run.progress.step} steps. Measure it: outrider eval "
+        f"run.dir={run.folder}. To go on, raise train.max_steps; to start over, train.resume=never."
+    )
 
 
 def _sync_stop_and_clock(run: Trainer, stop: bool) -> bool:
@@ -212,8 +223,11 @@ def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, 
     )
 
 
-def _evaluate(run: Trainer, log: MetricsLog, over: bool) -> None:
-    """Measure held-out text and the target's own answers; keep the drafter if it is the best."""
+def _evaluate(run: Trainer, log: MetricsLog) -> bool:
+    """Measure held-out text and the target's own answers; keep the drafter if it is the best.
+
+    Returns whether far more draft tokens are accepted on the held-out text.
+    """
     step, depths = run.progress.step, run.config.drafter.depths
     metrics, own = run.evaluate(run.data.held, run.sources.held), dict[str, float]()
     if run.own_text is not None:
@@ -229,7 +243,6 @@ def _evaluate(run: Trainer, log: MetricsLog, over: bool) -> None:
         f"predicted acceptance length {metrics['accept_length']:.2f}{conditions}"
         f"{' (best so far)' if best else ''}"
     )
-    if own and over and own_text.is_far(metrics, own):
-        log.print(own_text.advice(run.config.data))
     if not metrics["loss@1"] < float("inf"):
         raise RunError("The held-out loss is not finite.", "Lower train.lr and start again.")
+    return bool(own) and own_text.is_far(metrics, own)

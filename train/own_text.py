@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from outrider.conf.schema import DataConfig
 from outrider.data.pack import pack, split_holdout
 from outrider.data.tokenise import Document
 from outrider.models.decode.engine import Engine
@@ -25,6 +24,7 @@ from outrider.train.trainer import Trainer
 TOKENS = 128  # per answer at most
 LEAST = 32  # tokens that must fit after a prompt
 FAR = 1.5  # ratio of accepted draft tokens from which the file's text is not like the target's
+NOISE = 0.1  # difference of acceptance lengths that says nothing
 
 
 def add(run: Trainer, loaded: LoadedTarget, console: Console) -> None:
@@ -86,13 +86,18 @@ def is_measured(folder: Path) -> bool:
 
 def is_far(held: Mapping[str, float], own: Mapping[str, float]) -> bool:
     """Return whether far more draft tokens are accepted on held-out text than on own answers."""
-    return held["accept_length"] - 1 > FAR * (own["accept_length"] - 1)
+    accepted, own_accepted = held["accept_length"] - 1, own["accept_length"] - 1
+    return accepted > max(FAR * own_accepted, NOISE + own_accepted)
 
 
-def advice(data: DataConfig) -> str:
-    """Return what to type where `is_far`."""
-    path = f" data.path={data.path}" if data.path else ""
+def advice(path: str | None) -> str:
+    """Return what to type where `is_far`.
+
+    Args:
+        path: `data.path` of the run.
+    """
+    prompts = f" data.path={path}" if path else ""
     return (
-        "the target does not write like these conversations: decoding accepts as on its own "
-        f"answers. Train on its answers to their prompts: data=self{path}"
+        "The conversations are not the target's own text, so expect the acceptance on its own "
+        f"answers. Train on its answers to these prompts: data=self{prompts} run.dir=runs/own"
     )

@@ -40,7 +40,7 @@ def resume(run: Trainer) -> list[str] | None:
 
     Raises:
         RunError: no undamaged checkpoint, where one is needed.
-        RunError, ConfigError: as `require_same_run`.
+        RunError, ConfigError: as `require_same_text` and `require_same_settings`.
     """
     mode, checkpoints = run.config.train.resume, run.checkpoints()
     if mode == "never":
@@ -59,7 +59,8 @@ def resume(run: Trainer) -> list[str] | None:
             fix = "Use train.resume=auto."
             raise RunError(f"{run.folder / 'checkpoints'} holds no checkpoint.", fix)
         return None
-    require_same_run(run)
+    require_same_settings(run.config)
+    require_same_text(run)
     if run.config.launch.name.startswith("zero"):
         _create_moments(run)
     progress, errors = checkpoint.load_newest(checkpoints, run.objective, run.optimizer)
@@ -116,15 +117,26 @@ def as_it_began(config: Config) -> Config:
     return parse(OmegaConf.create(values))
 
 
-def require_same_run(run: Trainer) -> None:
-    """Refuse settings and data that change what a step computes.
+def require_same_settings(config: Config) -> None:
+    """Refuse a setting that changes what a step computes, before anything is loaded.
 
     Raises:
-        RunError: the run was trained on other text, or on traces of another precision.
-        ConfigError: a setting differs that is not in CHANGEABLE.
+        ConfigError: the run folder has checkpoints of a run with another value of a setting that is
+            not in CHANGEABLE.
     """
+    folder = Path(config.run.dir)
+    if config.train.resume == "never" or not checkpoint.list_checkpoints(folder / "checkpoints"):
+        return
     # parsed again, because an older file lacks settings, which then have their defaults
-    saved = dict(flatten(to_dict(parse(read_saved_config(run.folder)))))
+    saved = dict(flatten(to_dict(parse(read_saved_config(folder)))))
+    for name, value in flatten(mask_values(to_dict(config))):
+        if not name.startswith(CHANGEABLE) and saved.get(name) != value:
+            why = f"{folder} holds a run that began with {name} = {saved.get(name)!r}."
+            raise ConfigError(name, value, why, OTHER_FOLDER)
+
+
+def require_same_text(run: Trainer) -> None:
+    """Raise a RunError if the run was trained on other text, or traces of another precision."""
     about = read_json(run.folder / "manifest.json", checkpoint.FIX).get("data")
     about = about if isinstance(about, dict) else {}
     if about.get("sha256_documents") != run.data.about["sha256_documents"]:
@@ -134,10 +146,6 @@ def require_same_run(run: Trainer) -> None:
         why = f"{run.folder} was trained from {old}, and this run would continue from {new}."
         fix = "Give the data.traces that it began with, or start over with train.resume=never."
         raise RunError(why, fix)
-    for name, value in flatten(mask_values(to_dict(run.config))):
-        if not name.startswith(CHANGEABLE) and saved.get(name) != value:
-            why = f"{run.folder} holds a run that began with {name} = {saved.get(name)!r}."
-            raise ConfigError(name, value, why, OTHER_FOLDER)
 
 
 def _lossy_layout(about: Mapping[str, Any]) -> Mapping[str, Any] | None:

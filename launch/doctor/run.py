@@ -189,8 +189,10 @@ def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget)
     findings = [
         target.check_drafter(run), target.check_formats(run),
         text.check_vocabulary(data, config.drafter.draft_vocab_size, brief=True),
-        costs.check_memory(run, cost), costs.check_disk(run, cost), costs.check_time(run, cost),
+        costs.check_memory(run, cost), costs.check_disk(run, cost),
     ]  # fmt: skip
+    if not run.progress.step:  # a continued run has said how long it takes
+        findings.append(costs.check_time(run, cost))
     unusual = (
         text.check_mask(loaded, data), text.check_rows(config, data),
         check_tokenizer(loaded.tokenizer), check_chat_template(loaded.tokenizer),

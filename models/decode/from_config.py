@@ -13,7 +13,7 @@ from outrider.conf.automatic import fill_automatic
 from outrider.conf.compose import choices, compose, to_container
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
-from outrider.conf.schema import Config, DecodeConfig, UntrainedConfig
+from outrider.conf.schema import Config, DecodeConfig, EvalConfig, UntrainedConfig
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.dynamic_tree import DynamicTree
@@ -165,12 +165,15 @@ def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`.
 
-    Those of the grid have the depth and the confidence that suit the drafter.
+    Those of the grid have the depth and the confidence that suit the drafter; their names begin
+    with `eval.out`, if it is set.
     """
+    out = config.eval.out
     if not config.eval.grid:
-        return [(config.eval.out, config.decode)]
+        return [(out, config.decode)]
+    prefix = "" if out == EvalConfig.out else f"{out}-"
     parsed = map(parse_policy_at_temperature, config.eval.grid)
-    return [(name, suit_drafter(decode, config.drafter)) for name, decode in parsed]
+    return [(prefix + name, suit_drafter(decode, config.drafter)) for name, decode in parsed]
 
 
 def suit_depth(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
