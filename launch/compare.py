@@ -76,7 +76,10 @@ def _best_decoding(run: RunResults) -> str:
     ((_, name),) = _fastest([run])
     report = run.reports[name]
     speedup, tau = format_number(report["speedup"], 2, "x"), format_number(report["tau"])
-    return f"fastest decoding of {run.folder.name}: {decoding_label(report)}, {speedup}, tau {tau}"
+    spread = report["speedup_95"]
+    noise = ", within noise of plain decoding" if spread and spread[0] <= 1 <= spread[1] else ""
+    label = f"{decoding_label(report)}, {speedup}{noise}, tau {tau}"
+    return f"fastest decoding of {run.folder.name}: {label}"
 
 
 def _fastest(runs: Sequence[RunResults]) -> list[tuple[RunResults, str]]:

@@ -56,7 +56,10 @@ def print_plan(
         words: of the command line, for the command that decodes with the best draft.
         in_full: every draft, check, definition and assumption, too.
     """
-    console.print(_verdict(plan, words), style="bold", soft_wrap=True)
+    verdict, _, command = _verdict(plan, words).partition("\n")
+    console.print(verdict, style="bold")
+    if command:
+        console.print(command, style="bold", soft_wrap=True)
     if checks:
         console.print(_verdict_of_checks(checks), soft_wrap=True)
     if any(row.speedup > row.tau for row in plan.recommended):

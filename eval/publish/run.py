@@ -68,7 +68,8 @@ def publish(config: Config, settings: PublishConfig) -> int:
         for form, place in places:
             partial = open_folders.enter_context(atomic_folder(place))
             comparison = export.build(form, partial)
-            console.print(f"{form.names[0]}: {comparison}", soft_wrap=True)
+            lines = [f"{form.names[0]}:", *comparison.split("; ")]
+            console.print("\n  ".join(lines), soft_wrap=True)
     for form, place in places:
         console.print(file_tree(place, str(place)))
         repo = export.repo(form)
