@@ -75,7 +75,7 @@ def test_a_run_on_foreign_text_says_so_and_chooses_by_own_text(
     assert "the target answered 4 held-out prompts" in shown
     assert f"{own[-1]['accept_length']:.2f} on the target's own answers" in shown
     advice = f"data=self data.path={foreign} run.dir="
-    assert 1 <= shown.count(advice) <= 2, "when it is first seen, and at the end"
+    assert shown.count(advice) == 1, "when it is first measured"
     assert shown.index(advice) < shown.index("step 12:") or not own_text.is_far(held[-2], own[-2])
 
 

@@ -84,7 +84,7 @@ def fit(
                 if (over or step % config.train.eval_every == 0) and not evaluated:
                     with run.progress.phase("held out"):
                         is_far = _evaluate(run, log)
-                    if is_far and (over or not warned):
+                    if is_far and not warned:
                         warned = True
                         log.print(own_text.advice(run.config.data.path))
                 if over or stop or (step % config.train.save_every == 0 and step > first_step):
