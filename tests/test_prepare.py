@@ -255,7 +255,7 @@ BAD = {
     b'{"text": "x"}': (0, "has no conversation with an answer (unknown shape: 1). The first:"),
     "\n".join(GOOD).encode("utf-16"): (0, "iconv -f UTF-16"),
     GOOD[0].encode(): (0, "1 conversation: too few to train"),
-    "\n".join([*GOOD, GOOD[0][:20]]).encode(): (1, "line 31: no JSON object on one line"),
+    "\n".join([*GOOD, GOOD[0][:20]]).encode(): (1, "line 31: this is not one complete JSON object"),
     "\n".join([*GOOD, '{"prompt": "\u00e9"}']).encode("latin-1"): (1, "line 31: 'utf-8' codec"),
     "\n".join([*GOOD, '{"a": ' + "x" * (1 << 24)]).encode(): (1, "line 31: the line is longer"),
     "\n".join([*GOOD, "[" * 100_000]).encode(): (1, "line 31: maximum recursion"),
