@@ -55,7 +55,18 @@ def load_training_data(
     if config.data.traces is not None:
         folder = RecordingFolder(Path(config.data.traces).expanduser())
         folder.require_match(fingerprints(loaded))
-        return _from_recording(config, folder, loaded, taps, reporter)
+        data = _from_recording(config, folder, loaded, taps, reporter)
+        show_samples(reporter, loaded.tokenizer, data.documents)
+    else:
+        data = _load_or_record(config, loaded, taps, reporter, record)
+    reporter.print(_summary(data))
+    return data
+
+
+def _load_or_record(
+    config: Config, loaded: LoadedTarget, taps: Sequence[int], reporter: Reporter, record: bool
+) -> TrainingData:
+    """Return text with the traces that `data.mode` asks for, recorded if need be."""
     data = load_text(config, loaded, taps, reporter)
     recording = recording_config(config) if record else None
     if recording is not None:
@@ -66,7 +77,6 @@ def load_training_data(
         cache.touch_rows(data.train)
         cache.touch_rows(data.held)
         data.recorded = TraceSources(cache, cache)
-    reporter.print(_summary(data))
     return data
 
 
@@ -140,8 +150,6 @@ def _from_recording(
         recording.select(train, with_last_states=not top), recording.select(held)
     )
     data.recorded_vocab = folder.layout.vocab
-    show_samples(reporter, loaded.tokenizer, documents)
-    reporter.print(_summary(data))
     return data
 
 
