@@ -225,6 +225,7 @@ def test_sizes_have_one_unit_and_samples_are_shown_once(
     assert printed.count("tokens are supervised, from") == 2
     assert re.search(r"up to 6 answers, at most [\d.]+ (bytes|kB) of 73\.5 GB free\n", printed)
     assert re.search(r"in 1 file: [\d.]+ [kM]B \(\d+ bytes per token\) of 73\.5 GB free", printed)
+    assert "GB free, about 1 minute\n" in printed
     assert re.search(r" training rows? of 200 tokens .* 1 held-out row, recorded traces", printed)
 
 

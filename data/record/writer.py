@@ -233,7 +233,7 @@ class Recorder:
         self.reporter.print(
             f"recording {tokens:,} tokens in {format_count(len(shards), 'file')}: "
             f"{format_bytes(size)} ({per_token:.0f} bytes per token) of {format_bytes(free)} free, "
-            f"about {tokens / rate / 60:.1f} minutes"
+            f"about {format_count(max(1, round(tokens / rate / 60)), 'minute')}"
         )
 
     def _check_space(self, share: float) -> tuple[float, int]:
