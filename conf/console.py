@@ -2,9 +2,9 @@
 
 Differs from rich's console: square brackets and colons of file names, settings and prompts are not
 markup or emoji, numbers and paths are not highlighted, credentials are masked, and control
-characters are escaped (`shown_text`). Styles are given as `Text` or `style=`. No cell of a table is
-cut: a table that is too wide is printed in parts of as many columns as fit, each with the first
-column.
+characters are escaped (`shown_text`). Styles are given as `Text` or `style=`. A table's title is a
+line of its own, as wide as the terminal. No cell of a table is cut: a table that is too wide is
+printed in parts of as many columns as fit, each with the first column.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,8 +45,12 @@ class Console(RichConsole):
                 text = segment.text if segment.control else for_terminal(segment.text)
                 yield segment if text == segment.text else Segment(text, segment.style)
 
-    def _parts(self, table: Table, width: int) -> Iterable[Table]:
-        """Yield a table in parts that fit the width, each with the first column."""
+    def _parts(self, table: Table, width: int) -> Iterable[RenderableType]:
+        """Yield the title, then a table in parts that fit the width, each with the first column."""
+        if isinstance(table.title, str):
+            yield Text(table.title, table.title_style or "table.title")
+        elif table.title is not None:
+            yield table.title
         first, *others = [(column, self._needed_width(column)) for column in table.columns]
         parts = [[first]]
         for one in others:
@@ -57,7 +61,7 @@ class Console(RichConsole):
             part = _select(
                 table, [column for column, _ in columns], _width(table, columns) <= width
             )
-            part.title = table.title if columns is parts[0] else None
+            part.title = None
             yield part
 
     def _needed_width(self, column: Column) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config, DataConfig
 from outrider.data.contamination import OverlapFilter
 from outrider.data.conversations import Prompt, RuleCounts, read_conversations
@@ -54,7 +55,18 @@ def load_training_data(
     if config.data.traces is not None:
         folder = RecordingFolder(Path(config.data.traces).expanduser())
         folder.require_match(fingerprints(loaded))
-        return _from_recording(config, folder, loaded, taps, reporter)
+        data = _from_recording(config, folder, loaded, taps, reporter)
+        show_samples(reporter, loaded.tokenizer, data.documents)
+    else:
+        data = _load_or_record(config, loaded, taps, reporter, record)
+    reporter.print(_summary(data))
+    return data
+
+
+def _load_or_record(
+    config: Config, loaded: LoadedTarget, taps: Sequence[int], reporter: Reporter, record: bool
+) -> TrainingData:
+    """Return text with the traces that `data.mode` asks for, recorded if need be."""
     data = load_text(config, loaded, taps, reporter)
     recording = recording_config(config) if record else None
     if recording is not None:
@@ -65,7 +77,6 @@ def load_training_data(
         cache.touch_rows(data.train)
         cache.touch_rows(data.held)
         data.recorded = TraceSources(cache, cache)
-    reporter.print(_summary(data))
     return data
 
 
@@ -125,7 +136,7 @@ def _from_recording(
     cases = Counter(about.get("cases", {})) + Counter(about.pop("given_cases", {}))
     if unused := sum(folder.shard_documents) - len(documents):
         cases["not selected"] += unused
-        reporter.note(f"{unused} recorded conversations are not used")
+        reporter.note(f"not used: {format_count(unused, 'recorded conversation')}")
     about["cases"] = dict(cases | {"used": len(documents)})
     data = pack_documents(documents, config.data, loaded.target.vocab_size, about)
     position = {id(document): i for i, document in enumerate(documents)}
@@ -139,8 +150,6 @@ def _from_recording(
         recording.select(train, with_last_states=not top), recording.select(held)
     )
     data.recorded_vocab = folder.layout.vocab
-    show_samples(reporter, loaded.tokenizer, documents)
-    reporter.print(_summary(data))
     return data
 
 
@@ -152,7 +161,7 @@ def _select(
     documents = documents[: data.max_samples]
     longer = sum(len(document.ids) > data.max_length for document in documents)
     if longer:
-        reporter.note(f"{longer} recorded conversations are cut to data.max_length")
+        reporter.note(f"cut to data.max_length: {format_count(longer, 'recorded conversation')}")
     if suite != config.eval.prompts:
         compared = suite or "null"
         reporter.note(f"the recorded text was compared with eval.prompts={compared}, not these")
@@ -277,10 +286,12 @@ def _fit_rows(documents: Sequence[Document], data: DataConfig) -> tuple[list[Doc
 
 def _summary(data: TrainingData) -> str:
     cases = {**data.about.get("cases", {}), **data.about.get("given_cases", {})}
-    unit = "rows of one answer" if "rows of one answer" in cases else "conversations"
+    documents = format_count(data.about["documents"], "conversation")
+    if "rows of one answer" in cases:
+        documents = format_count(data.about["documents"], "row of one answer", "rows of one answer")
     return (
-        f"data: {data.about['documents']} {unit}, {len(data.train)} training rows of "
+        f"data: {documents}, {format_count(len(data.train), 'training row')} of "
         f"{data.train.length} tokens ({data.train.fill:.1%} filled, "
-        f"{data.train.supervised:.1%} supervised), {len(data.held)} held-out rows"
+        f"{data.train.supervised:.1%} supervised), {format_count(len(data.held), 'held-out row')}"
         + (", recorded traces" if data.recorded else "")
     )

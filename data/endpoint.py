@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import GenerateConfig
 from outrider.data.answer_spans import Tokenizer
 from outrider.data.generate import OnAnswer, PromptTokens
@@ -85,7 +86,8 @@ class EndpointGenerator:
         how = "returned" if self.counts["exact"] else "confirmed by its counts"
         lost = {k: n for k, n in self.counts.items() if k not in ("kept", "exact")}
         listed = "".join(f", {n} {reason}" for reason, n in sorted(lost.items()))
-        return f"the server's tokens are {how}: {self.counts['kept']} answers kept{listed}"
+        kept = format_count(self.counts["kept"], "answer")
+        return f"the server's tokens are {how}: {kept} kept{listed}"
 
     async def _run(self, prompts: Sequence[PromptTokens], on_answer: OnAnswer) -> None:
         key = os.environ.get("OPENAI_API_KEY") or "none"  # a local server needs no key

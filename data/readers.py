@@ -114,9 +114,10 @@ def _json_lines(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
             elif line.strip(b" \t\r\n" + BOM):
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    yield _require_object(json.loads(text))
+                    yield _require_object(json.loads(text.rstrip("\r\n")))
                 except json.JSONDecodeError as error:
-                    why = f"no JSON object on one line ({error.msg} at column {error.colno})"
+                    place = f"{error.msg} at column {error.colno}"
+                    why = f"this is not one complete JSON object ({place})"
                     policy.skip_or_raise(file, number, why)
                 except (ValueError, RecursionError) as error:
                     policy.skip_or_raise(file, number, error)

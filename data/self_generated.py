@@ -17,6 +17,7 @@ from pathlib import Path
 from outrider.conf.errors import RunError
 from outrider.conf.files import folder_lock, remove_temporary
 from outrider.conf.paths import cache_home
+from outrider.conf.quantities import format_bytes, format_count
 from outrider.conf.schema import Config, DataConfig, GenerateConfig
 from outrider.data import magpie
 from outrider.data.conversations import Prompt, read_prompts
@@ -39,7 +40,6 @@ from outrider.models.load import LoadedTarget, stop_ids
 CONVERSATIONS = Path(__file__).parent / "tiny" / "conversations.jsonl"
 PROMPTS = Path(__file__).parent / "prompts" / "general.jsonl"
 MIN_ANSWER = 32  # tokens that must fit after a prompt
-GB = 2**30
 BYTES_PER_TOKEN = 4
 
 
@@ -79,7 +79,8 @@ def load_prompts(
         return magpie.filter_prompts(tokenizer, store.select(request).answers(), ends, limit)[0]
     backend = _backend(options, config.run.seed, loaded, ends)
     with _exclusive(store, reporter) as store:
-        reporter.print(f"generating {limit} prompts with the target into {store.folder}")
+        count = format_count(limit, "prompt")
+        reporter.print(f"generating {count} with the target into {store.folder}")
         prompts, reasons = magpie.generate_prompts(store, backend, tokenizer, limit, ends)
         store.mark_complete(request)
     if reasons:
@@ -115,7 +116,7 @@ def generate_answers(
         limit = None if options.minutes is None else 60 * options.minutes - store.seconds
         with reporter.progress("generating", len(tokenised), "answers", seconds=limit) as bar:
             generate_missing(backend, tokenised, store, minutes=options.minutes, tick=bar.update)
-        reporter.print(f"generated {bar.done} answers, {bar.tokens:,} tokens")
+        reporter.print(f"generated {format_count(int(bar.done), 'answer')}, {bar.tokens:,} tokens")
         if isinstance(backend, EndpointGenerator):
             reporter.print(backend.summary())
         if not store.shards:
@@ -187,13 +188,13 @@ def _backend(
 def _size_estimate(prompts: Sequence[PromptTokens], options: GenerateConfig, folder: Path) -> str:
     """Return a message with the largest size of the text and the free space."""
     tokens = sum(len(p.ids) for p in prompts) + len(prompts) * options.max_new_tokens
-    size = tokens * BYTES_PER_TOKEN / GB
+    size = tokens * BYTES_PER_TOKEN
     folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free / GB
+    free = shutil.disk_usage(folder.parent).free
     time_limit = "" if options.minutes is None else f" in {options.minutes:g} minutes"
     full = ": the disk may fill up" if size > free else ""
-    answers = f"up to {len(prompts):,} answers{time_limit}"
-    return f"{answers}, at most {size:.1f} GB of {free:.0f} free{full}"
+    answers = f"up to {format_count(len(prompts), 'answer')}{time_limit}"
+    return f"{answers}, at most {format_bytes(size)} of {format_bytes(free)} free{full}"
 
 
 def _tokenise(
@@ -210,8 +211,9 @@ def _tokenise(
             out.append(PromptTokens(index, conversation_key(messages), ids))
     dropped = len(prompts) - len(out)
     if not out:
-        message = f"All {dropped} prompts are too long for data.max_length={max_length}."
+        message = f"No prompt is short enough for data.max_length={max_length}."
         raise RunError(message, "Raise it: a row holds the prompt and its answer.")
     if dropped:
-        reporter.print(f"{dropped} prompts were too long for data.max_length={max_length}")
+        left_out = format_count(dropped, "prompt")
+        reporter.print(f"left out: {left_out}, too long for data.max_length={max_length}")
     return out

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import DataConfig
 from outrider.data.batches import select_rows
 from outrider.data.pack import Rows, pack, split_holdout
@@ -73,7 +74,8 @@ def pack_documents(
     """
     train, held = split_holdout(documents, data.holdout)
     if not train or not held:
-        why = f"{len(documents)} conversations are too few to train and to hold some out."
+        count = format_count(len(documents), "conversation")
+        why = f"{count}: too few to train and to hold some out."
         raise RunError(why, "Give more of them.")
     largest = max(int(document.ids.max()) for document in documents)
     if largest >= vocab:

@@ -20,7 +20,7 @@ from outrider.conf.errors import RunError
 from outrider.eval.report import describe_policy, exact_in_a_word, format_number, read_fields
 from outrider.train.manifest import read_manifest, read_training
 
-MB = 2.0**20
+MB = 1e6
 # default draft and rule of a policy above temperature 0
 DEFAULT_RULES = {"chain": ("drawn", "ratio"), "sampled_tree": ("drawn", "without_replacement")}
 COST_LEGEND = (

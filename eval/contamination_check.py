@@ -40,7 +40,7 @@ def drop_contaminated(config: Config, suite: Sequence[Prompt], console: Console)
     overlap.raise_if_refused()
     trained_on = {name for name, _, _ in overlap.hits}
     if trained_on:
-        console.print(f"{len(trained_on)} prompts were training questions and are left out")
+        console.print(f"training questions among the prompts, left out: {len(trained_on)}")
     if len(trained_on) == len(suite):
         message = "The drafter was trained on all of these prompts."
         raise RunError(message, "Use other eval.prompts.")

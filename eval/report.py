@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from outrider.conf.files import write, write_json
 from outrider.conf.json_shapes import RATE, number, read_object, read_rows, token
+from outrider.conf.quantities import format_count
 from outrider.eval.metrics import METRICS, ROUND_PARTS, Summary
 from outrider.models.decode.rule_table import COUPLED
 
@@ -106,7 +107,8 @@ class Report:
             return "not compared: plain decoding was not run"
         if not wrong:
             whose = " of the changed target" if self.setting.get("target_changed") else ""
-            return f"all {count} answers equal plain decoding{whose}"
+            answers = "the only answer equals" if count == 1 else f"all {count} answers equal"
+            return f"{answers} plain decoding{whose}"
         largest = max(mismatch.gap for mismatch in self.mismatches)
         rounding = f"rounding in {self.setting['dtype']}"
         cause = "MORE THAN ROUNDING" if self.exceeds_rounding else rounding
@@ -218,7 +220,8 @@ def headline(setting: dict[str, Any]) -> str:
     """Return drafter, target, policy, sampling and hardware in one line."""
     temperature = setting["temperature"]
     sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    hardware = f"{setting['dtype']}, {setting['device']}, {setting['threads']} thread(s), batch 1"
+    threads = format_count(setting["threads"], "thread")
+    hardware = f"{setting['dtype']}, {setting['device']}, {threads}, batch 1"
     models = f"{setting['drafter']} on {setting['target']}"
     return f"{models}: {describe_policy(setting)}, {sampling}, {hardware}"
 

@@ -27,6 +27,7 @@ from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import folder_lock, write, write_json
 from outrider.conf.json_shapes import read_object
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config, WandbConfig
 from outrider.data.corpus import load_training_data
 from outrider.data.pack import pack, split_holdout
@@ -90,7 +91,7 @@ def advise(config: Config, settings: AdviseConfig, explain: bool = False) -> int
     folder = Path(config.run.dir) / "advise"
     with folder_lock(folder) if main else nullcontext():
         for pilot, documents in parts:
-            text = f"{pilot.conversations:,} conversations, {pilot.tokens:,} tokens"
+            text = f"{format_count(pilot.conversations, 'conversation')}, {pilot.tokens:,} tokens"
             console.print(f"pilot on {pilot.share:.3%}: {text}")
             part = data.with_documents([*documents, *held], config.data)
             done = run_pilot(config, settings, loaded, part, pilot)
@@ -128,7 +129,8 @@ def choose_pilots(
                 least = share * needed / max(1, rows)
                 raise ConfigError(
                     "advise.shares", share,
-                    f"That is {len(part)} conversations in {rows} rows; a step takes {needed}.",
+                    f"That is {format_count(len(part), 'conversation')} in "
+                    f"{format_count(rows, 'row')}; a step takes {needed}.",
                     f"Use shares from about {least:.2g}, more text, or less train.batch_tokens.",
                 )  # fmt: skip
             pilots.append((Pilot(share, repeat, len(part), _tokens(part)), part))

@@ -220,7 +220,7 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
     verb = VERBS[name]
     if name == "compare":
         usage = "RUN: run.dir of a finished run; to=FOLDER: also write report.html and report.md"
-        usage += f"\n\n{pages.EXPLAIN}"
+        usage += f"\n\n{pages.EXPLAIN}\n\nexamples{pages.EXAMPLES['compare']}"
         return _print(f"{program} RUN [RUN ...] [to=FOLDER]: {verb.line}\n\n{usage}")
     if name == "bench" and words:
         return pages.benchmark(f"{program} {words[0]}", _benchmark(words))

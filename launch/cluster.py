@@ -1,7 +1,7 @@
 """`outrider launch`: check a run for a cluster and print the command of each machine.
 
-    outrider launch cluster.nodes=2 cluster.gpus=8 cluster.host=node-0 launch=zero2 drafter=eagle3
-    outrider launch cluster.hosts=hostfile launch=zero2 drafter=eagle3
+    outrider launch cluster.gpus=8 launch=zero2 train.batch_tokens=65536
+    outrider launch cluster.hosts=hostfile launch=zero2 train.batch_tokens=65536
 
 The configuration is validated for the cluster's number of ranks before anything starts or queues.
 """

@@ -7,6 +7,7 @@ its yaml, defaults and choices from the yaml files. No model code is imported, s
 import dataclasses
 import importlib
 import json
+import os
 import re
 import sys
 from collections import defaultdict
@@ -56,6 +57,24 @@ EXAMPLES = {
     "ranks": """
   outrider ranks run.dir=runs/eagle3-tiny
   outrider ranks run.dir=runs/eagle3-tiny --explain  # every table and tree""",
+    "launch": """
+  outrider launch cluster.gpus=8 launch=zero2 train.batch_tokens=65536  # one machine
+  outrider launch cluster.hosts=hostfile launch=zero2 train.batch_tokens=65536  # several
+  outrider launch cluster.gpus=8 cluster.by=slurm experiment=qwen3_8b_eagle3  # a script""",
+    "memory": """
+  outrider memory target=Qwen/Qwen3-8B train.batch_tokens=65536 launch=zero2  # on 8 H100
+  outrider memory memory.model=70b memory.gpu=h200 launch.precision=bf16  # without a target
+  outrider memory experiment=qwen3_8b_eagle3 --explain  # with the definition of every part""",
+    "prepare": """
+  outrider prepare data=self data.generate.samples=2000  # the embedded target's answers
+  outrider prepare target=Qwen/Qwen3-8B data=self data.path=prompts.jsonl  # to your prompts""",
+    "record": """
+  outrider record data.traces=traces/tiny  # the embedded target and text
+  outrider record target=Qwen/Qwen3-8B data=chats.jsonl data.traces=traces/chats record=small
+  outrider train target=Qwen/Qwen3-8B data=chats.jsonl data.traces=traces/chats  # from it""",
+    "compare": """
+  outrider compare runs/a runs/b  # a row per report
+  outrider compare runs/bakeoff-tiny/* to=runs/bakeoff-tiny  # and a page""",
     "doctor": """
   outrider doctor drafter=eagle3  # the embedded target
   outrider doctor target=Qwen/Qwen3-8B data=self  # before a long run
@@ -259,8 +278,9 @@ def _print_groups(console: Console, verb: Verb, values: dict[str, str]) -> None:
 
 
 def _console() -> Console:
-    """Return a console, WIDE when its output goes into a file or pipe."""
-    return Console(width=None if sys.stdout.isatty() else WIDE)
+    """Return a console of the terminal's width or COLUMNS; else WIDE, for a file or pipe."""
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if known else WIDE)
 
 
 def _title(group: str, started: Mapping[str, str | None]) -> Text:

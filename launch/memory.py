@@ -30,6 +30,7 @@ from outrider.conf.command_settings import MemoryConfig
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
+from outrider.conf.quantities import format_bytes, format_count
 from outrider.conf.schema import Config, DrafterConfig, LaunchConfig, TargetConfig
 from outrider.data.reporter import Reporter
 from outrider.eval.plan.roofline import MACHINES
@@ -48,10 +49,11 @@ from outrider.train.distributed import BUCKET
 from outrider.train.settings import parse
 from outrider.train.teacher import CHUNK_GPU
 
-GB = 1e9
+MB, GB = 1e6, 1e9
 SPARE = 0.08  # share of a GPU for libraries, other streams and fragmentation: an assumption
 UTILISATION = 0.4  # of a GPU's peak rate in a step: an assumption (SpecForge reports 0.435)
 GATHERED = 10**9  # parameters that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters
+OPERATIONS = ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)
 QUANTISED_WIDTH = {"int8": 1.0, "nf4": 0.5 + 4 / 64}  # bytes per weight, with scales
 
 _EXPERTS = {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8}
@@ -205,7 +207,7 @@ DEFINITIONS = {
     "split over the GPUs, or every layer split and gathered",
     "int8, nf4": "target.quantise, replicated",
     "ends": "only embedding and head: trains from data.traces",
-    "hours": f"at {UTILISATION:.0%} of the vendor's rate (an assumption), without generating text "
+    "time": f"at {UTILISATION:.0%} of the vendor's rate (an assumption), without generating text "
     "and without communication; all tokens are supervised",
     "less memory": LESS_MEMORY,
 }
@@ -239,11 +241,11 @@ def memory(overrides: list[str], explain: bool = False) -> int:
     name = settings.model or config.target.path or config.target.name
     machines = f"{settings.gpus} x {machine.name}"
     for line in (
-        f"{name}: {sizes.whole / 1e9:.2f} billion parameters of {sizes.width} bytes; "
-        f"{config.drafter.name}: {_count(drafter.parameters()) / 1e6:.0f} million",
+        f"{name}: {format_parameters(sizes.whole)} parameters of {sizes.width} bytes; "
+        f"{config.drafter.name}: {format_parameters(_count(drafter.parameters()))}",
         f"{config.train.batch_tokens:,} tokens per step in rows of {config.data.max_length:,}, "
         f"launch={config.launch.name}, {machines}",
-        _time_and_disk(config, target, drafter, settings.gpus * machine.flops),
+        *_time_and_disk(config, target, drafter, settings.gpus * machine.flops),
     ):
         console.print(line, soft_wrap=True)
     console.print(_table(by_place, available))
@@ -251,7 +253,7 @@ def memory(overrides: list[str], explain: bool = False) -> int:
         for note in notes:
             Reporter(console).note(note)
         more = math.ceil(sizes.width * sizes.whole / available)
-        print_definitions(console, DEFINITIONS | {"apart": f"on {more} more GPU(s)"})
+        print_definitions(console, DEFINITIONS | {"apart": f"on {format_count(more, 'more GPU')}"})
     return 0
 
 
@@ -276,31 +278,56 @@ def verdict(by_place: dict[str, dict[str, float]], available: float) -> str:
     return f"Fits with target.{keys[fitting[0]]}={fitting[0]}" + f"; also {others}" * bool(others)
 
 
-def _time_and_disk(config: Config, target: Target, drafter: Drafter, rate: float) -> str:
-    """Return a sentence on disk and, for a run of `train.max_steps`, hours; rate: of all GPUs."""
+def format_parameters(count: int) -> str:
+    """Return a number of parameters: 70.55 billion, 3.43 million, 863,616."""
+    if count < 1e6:
+        return f"{count:,}"
+    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
+
+
+def format_operations(flops: float) -> str:
+    """Return a number of operations with its unit, three digits."""
+    unit, factor = next((one for one in OPERATIONS if flops >= one[1]), OPERATIONS[-1])
+    return f"{flops / factor:.3g} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return hours with a digit; below half an hour, whole minutes."""
+    if seconds >= 1800:
+        return f"About {seconds / 3600:.1f} hours"
+    if seconds < 60:
+        return "Less than a minute"
+    return f"About {format_count(round(seconds / 60), 'minute')}"
+
+
+def _time_and_disk(config: Config, target: Target, drafter: Drafter, rate: float) -> list[str]:
+    """Return a line on the time of `train.max_steps`, if set, and one on disk.
+
+    Args:
+        rate: operations per second of all GPUs.
+    """
     size, train = _count(drafter.parameters()), config.train
-    text = f"{checkpoint_bytes(config, size) / GB:.1f} GB of checkpoints and drafters."
+    disk = f"{format_bytes(checkpoint_bytes(config, size))} of checkpoints and drafters"
     if train.max_steps is None:
-        return text
+        return [disk]
     flops = step_flops(
         target, drafter, size=size, depths=config.drafter.depths, rows=train.batch_tokens,
         tokens=train.batch_tokens, online=config.data.traces is None,
     )  # fmt: skip
-    hours = train.max_steps * flops / (UTILISATION * rate) / 3600
-    return (
-        f"About {hours:.1f} hours: {train.max_steps:,} steps of {flops / 1e15:.3g} PFLOP at "
-        f"{UTILISATION:.0%} of the vendor's rate. {text}"
-    )
+    time = format_duration(train.max_steps * flops / (UTILISATION * rate))
+    steps = f"{train.max_steps:,} steps of {format_operations(flops)}"
+    return [f"{time}: {steps} at {UTILISATION:.0%} of the vendor's rate", disk]
 
 
 def _table(by_place: dict[str, dict[str, float]], available: float) -> Table:
-    table = narrow_table(("GB per GPU", *by_place), ("GB per GPU",))
-    for part in PARTS:
-        table.add_row(part, *(f"{parts[part] / GB:.1f}" for parts in by_place.values()))
     totals = [sum(parts.values()) for parts in by_place.values()]
-    table.add_row("total", *(f"{total / GB:.1f}" for total in totals), style="bold")
+    unit, size = ("GB", GB) if max(totals, default=0.0) >= GB else ("MB", MB)
+    table = narrow_table((f"{unit} per GPU", *by_place), (f"{unit} per GPU",))
+    for part in PARTS:
+        table.add_row(part, *(f"{parts[part] / size:.1f}" for parts in by_place.values()))
+    table.add_row("total", *(f"{total / size:.1f}" for total in totals), style="bold")
     fits = ("fits" if total <= available else "no" for total in totals)
-    table.add_row(f"of {available / GB:.1f}", *fits, style="bold")
+    table.add_row(f"of {format_bytes(available)}", *fits, style="bold")
     return table
 
 

@@ -119,6 +119,7 @@ def locate_weights(settings: TargetConfig) -> tuple[str, str]:
         if settings.revision is not None and folder.is_dir():
             why = f"{folder} is a local folder, which has no revisions."
             raise ConfigError("target.revision", settings.revision, why, "Drop target.revision.")
+        _require_folder(settings.path)
         return str(folder if folder.is_dir() else settings.path), f"target.path {settings.path}"
     if settings.name == "tiny":
         return str(TINY), "the model shipped with Outrider"
@@ -126,6 +127,17 @@ def locate_weights(settings: TargetConfig) -> tuple[str, str]:
         return _locate_smollm2(settings)
     why = "target=hf needs a folder or a hub id."
     raise ConfigError("target.path", None, why, "Set target.path=...")
+
+
+def _require_folder(path: str) -> None:
+    """Raise a ConfigError for a path that is no folder; what may be a hub id passes."""
+    place = Path(path).expanduser()
+    written_as_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if place.is_dir() or not (written_as_path or place.exists()):
+        return
+    why = "It is not a folder." if place.exists() else "There is no such folder."
+    fix = f"Paths start at the current folder, {Path.cwd()}."
+    raise ConfigError("target.path", path, why, fix)
 
 
 def _locate_smollm2(settings: TargetConfig) -> tuple[str, str]:
@@ -229,4 +241,6 @@ def _refusing(weights: str) -> Iterator[None]:
             raise
         why = f"It could not be loaded: {hf_folder.first_line(error)}"
         fix = "Give a folder or hub id of a causal language model with safetensors and a tokenizer."
+        if not Path(weights).is_dir():
+            fix += "\n  Offline: give a folder, or set HF_HUB_OFFLINE=1 to use the hub's cache."
         raise ConfigError("target.path", weights, why, fix) from error

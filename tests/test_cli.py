@@ -1,6 +1,7 @@
 """The command line: help, exit codes, dispatch to verbs."""
 
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -8,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conf.compose import compose, default_values, known_keys
+from outrider.conf.clusters import ClusterConfig
+from outrider.conf.command_settings import MemoryConfig
+from outrider.conf.compose import compose, default_values, known_keys, verb_group
 from outrider.conf.errors import ConfigError, RunError, exit_on_error
 from outrider.conf.schema import Config, to_yaml
 from outrider.launch import cli
-from outrider.launch.help import EVERYDAY
+from outrider.launch.cluster import assume_world_size, checked_config
+from outrider.launch.help import EVERYDAY, EXAMPLES
 from outrider.launch.verbs import BENCHES, VERBS
 from outrider.models.drafters import trained_names
 from outrider.train.settings import parse
@@ -35,8 +39,8 @@ LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OUTRIDE
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variables of launchers and of debugging."""
-    for name in (*LAUNCHERS, "ACCELERATE_MIXED_PRECISION"):
+    """Remove the variables of launchers, of debugging and of the terminal's width."""
+    for name in (*LAUNCHERS, "ACCELERATE_MIXED_PRECISION", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -150,6 +154,47 @@ def test_help_lists_every_verb_in_a_line(capsys: pytest.CaptureFixture[str]) -> 
 def test_help_of_verbs_without_keys(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"outrider {verb} ")
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "bench"])
+def test_help_ends_with_examples_of_the_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "--help"]) == 0
+    _, _, examples = capsys.readouterr().out.partition("\nexamples\n")
+    assert examples.startswith(f"  outrider {verb} ")
+
+
+@pytest.mark.parametrize("verb", ["launch", "memory", "prepare", "record"])
+def test_examples_are_valid(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the target, which is not fetched."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostfile").write_text("node-0 slots=8\nnode-1 slots=8\n")
+    for file in ("chats.jsonl", "prompts.jsonl"):
+        (tmp_path / file).write_text("{}\n")
+    for line in EXAMPLES[verb].strip().splitlines():
+        name, *words = shlex.split(line, comments=True)[1:]
+        words = [word for word in words if word != "--explain"]
+        if name == "launch":
+            cluster, words = verb_group(ClusterConfig, "cluster", words)
+            checked_config(cluster, words)
+        elif name == "memory":
+            settings, words = verb_group(MemoryConfig, "memory", words)
+            with assume_world_size(settings.gpus):
+                parse(compose(words))
+        else:
+            cli._arguments(name, words)
+
+
+def test_help_has_the_width_of_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands, which can be copied, are not wrapped."""
+    widest = dict[str, int]()
+    for columns in ("80", "120", ""):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert cli.main(["train", "--help"]) == 0
+        table = capsys.readouterr().out.partition("\nexamples\n")[0]
+        widest[columns] = max(map(len, table.splitlines()))
+    assert widest == {"80": 80, "120": 120, "": 100}
 
 
 @pytest.mark.parametrize("name", BENCHES)

@@ -144,7 +144,7 @@ def test_an_evaluation_on_other_prompts_searches_the_training_text(
     with pytest.raises(RunError, match=r"1 training questions(.|\n)*que \("):
         evaluate(load_run(run, words))
     evaluate(load_run(run, [*words, "data.overlap=drop"]))
-    assert "1 prompts were training questions and are left out" in capsys.readouterr().out
+    assert "training questions among the prompts, left out: 1" in capsys.readouterr().out
     assert len((run / "eval" / "eval.outputs.jsonl").read_text().splitlines()) == 1
     evaluate(load_run(run, [*words, "data.overlap=keep"]))
     assert len((run / "eval" / "eval.outputs.jsonl").read_text().splitlines()) == 2

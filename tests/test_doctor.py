@@ -436,7 +436,7 @@ def test_on_a_gpu_the_batch_grows_until_it_does_not_fit(
     rows, method, facts = trial_steps._on_gpu(run)
     assert (rows, tried) == (5, [1, 2, 4, 8, 6, 5])
     assert [trial[0] for trial in facts["trials"]] == [1, 2, 4, 5]
-    assert "8.0 GB of free memory" in method
+    assert "8.6 GB of free memory" in method
     monkeypatch.setattr(trial_steps, "LONG", 0.05)
     tried.clear()
     assert trial_steps._on_gpu(run)[0] == 1

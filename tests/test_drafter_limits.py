@@ -122,7 +122,7 @@ def test_memory_has_no_placements_that_the_drafter_refuses(
     for name in ("kangaroo", "layerskip"):
         assert memory([f"drafter={name}", "target=tiny"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        heads.append(next(line for line in lines if line.startswith("GB per GPU")).split()[3:])
+        heads.append(next(line for line in lines if line.startswith("MB per GPU")).split()[3:])
     assert heads == [
         ["replicated", "tensor", "sharded", "apart", "int8", "nf4", "ends"], ["replicated"]
     ]  # fmt: skip

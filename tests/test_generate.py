@@ -1,14 +1,19 @@
 """Self-generation: the engine's tokens, independent of the batch, and resumable."""
 
+import io
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from outrider.conf.compose import compose
+from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.files import read_json, sha256_of, write_json, write_tensors
 from outrider.conf.schema import GenerateConfig
@@ -201,6 +206,27 @@ def test_shards_of_earlier_versions_are_read_without_their_features(
 @pytest.fixture(scope="module")
 def loaded() -> LoadedTarget:
     return load.load_target(parse(compose(["target=tiny"])).target)
+
+
+def test_sizes_have_one_unit_and_samples_are_shown_once(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When text is generated and recorded, which reads the recording again."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=73_495_867_392))
+    words = [
+        "target=tiny", "data=self", "data.max_length=200", "data.generate.samples=6",
+        "data.generate.max_new_tokens=24", "data.holdout=0.3", "data.overlap=keep",
+        "data.path=data/tiny/prompts.jsonl",
+    ]  # fmt: skip
+    console = Console(file=io.StringIO(), width=80)
+    load_training_data(parse(compose(words)), loaded, (1, 3, 4), Reporter(console))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count("tokens are supervised, from") == 2
+    assert re.search(r"up to 6 answers, at most [\d.]+ (bytes|kB) of 73\.5 GB free\n", printed)
+    assert re.search(r"in 1 file: [\d.]+ [kM]B \(\d+ bytes per token\) of 73\.5 GB free", printed)
+    assert "GB free, about 1 minute\n" in printed
+    assert re.search(r" training rows? of 200 tokens .* 1 held-out row, recorded traces", printed)
 
 
 def test_recorded_traces_equal_online_traces(

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers.utils import logging
@@ -50,6 +51,33 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="safetensors and a tokenizer") as caught:
         load.load_target(settings(path=str(tmp_path)))
     assert caught.value.key == "target.path"
+    assert "Offline" not in caught.value.fix
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "../x", "/abs/nowhere", "~/nowhere", "a/b/c"])
+def test_a_path_without_a_folder_names_the_current_folder(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load.load_target(settings(path=path))
+    assert caught.value.why == "There is no such folder."
+    assert caught.value.fix == f"Paths start at the current folder, {tmp_path}."
+
+
+def test_a_file_is_no_target(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="It is not a folder"):
+        load.load_target(settings(path=str(tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "no/where"])
+def test_a_hub_id_that_is_not_found_tells_how_to_work_offline(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"Offline: give a folder, or set HF_HUB_OFFLINE=1"):
+        load.load_target(settings(path=name))
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:

@@ -151,11 +151,39 @@ def test_table_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.startswith("Fits with target.place=tensor; also sharded, apart, nf4, ends\n")
     assert "70.55 billion" in printed
     verdicts = next(line for line in printed.splitlines() if "fits" in line)
-    assert verdicts.split()[2:] == ["no", "fits", "fits", "fits", "no", "fits", "fits"]
+    assert verdicts.split()[3:] == ["no", "fits", "fits", "fits", "no", "fits", "fits"]
     assert "gradient_checkpointing" not in printed
     assert main([*words, "train.batch_tokens=65536", "--explain"]) == 0
     explained = " ".join(capsys.readouterr().out.split())
     assert all(part in explained for part in (*memory.DEFINITIONS, "gradient_checkpointing"))
+
+
+def test_units_fit_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """No number of its table or its lines is rounded to zero but where nothing is held."""
+    assert main(["memory", "target=tiny"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("tiny: 3.44 million parameters of 4 bytes; eagle3: 860,928")
+    assert lines[3].startswith("Less than a minute: 300 steps of 57.6 GFLOP")
+    assert lines[4] == "41.3 MB of checkpoints and drafters"
+    assert lines[5].startswith("MB per GPU replicated")
+    assert all(float(line.split()[1]) > 1 for line in lines[6:-1])
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(59, "Less than a minute"), (60, "About 1 minute"), (1080, "About 18 minutes"),
+     (1800, "About 0.5 hours"), (86400, "About 24.0 hours")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert memory.format_duration(seconds) == text
+
+
+def test_numbers_of_parameters_and_operations() -> None:
+    counts = [memory.format_parameters(count) for count in (8 * 10**9, 135 * 10**6, 999)]
+    assert counts == ["8.00 billion", "135.00 million", "999"]
+    sums = [memory.format_operations(flops) for flops in (1.13e16, 5.1e13, 2e9, 1e6)]
+    assert sums == ["11.3 PFLOP", "51 TFLOP", "2 GFLOP", "0.001 GFLOP"]
 
 
 def test_no_placement_fits() -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Group
 from rich.table import Column, Table
+from rich.text import Text
 
 from outrider.conf.command_settings import AdviseConfig
 from outrider.conf.console import Console
@@ -99,6 +101,19 @@ def test_a_table_that_is_too_wide_is_printed_in_parts(width: int) -> None:
     ))  # fmt: skip
     assert text.count("r0") == text.count("r2") == {20: 12, 40: 3, 80: 2}[width], text
     assert text.count("numbers") == 1
+
+
+@pytest.mark.parametrize("wrap", [str, Text])
+def test_a_title_is_a_line_of_its_own(wrap: Callable[[str], Any]) -> None:
+    """A narrow table does not squeeze it."""
+    title = "conversations: 3,000 read = 3,000 used + 0 left out"
+    table = Table("case", "count", title=wrap(title))
+    table.add_row("used", "3,000")
+    console = Console(file=io.StringIO(), width=WIDTH)
+    console.print(Group(table, "below"))
+    first, *rest = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert first.rstrip() == title
+    assert max(map(len, rest[:-1])) < 20
 
 
 def test_text_is_wrapped_and_numbers_are_whole() -> None:
@@ -298,7 +313,7 @@ def test_memory(
     assert text.startswith(("Fits with target.place=", "No placement fits"))
     assert lines(text) <= LINES, text
     rows = [line.split() for line in text.splitlines()][-9:]
-    assert [len(row) for row in rows] == [10, *[8] * 7, 9]
+    assert [len(row) for row in rows] == [10, *[8] * 7, 10]
 
 
 # ---- progress ------------------------------------------------------------------------------------

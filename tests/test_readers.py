@@ -80,6 +80,16 @@ def test_a_bad_record_names_file_and_line(
         list(read_records(tmp_path / name))
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_cut_line_is_described_by_its_column(tmp_path: Path, end: str) -> None:
+    """The 49 characters lack their two brackets at the end, whatever ends the line."""
+    cut = '{"messages": [{"role": "user", "content": "hello"'
+    (tmp_path / "a.jsonl").write_bytes(f'{{"a": 1}}\n{cut}{end}'.encode())
+    why = r"line 2: this is not one complete JSON object \(Expecting ',' delimiter at column 50\)"
+    with pytest.raises(RunError, match=why):
+        list(read_records(tmp_path / "a.jsonl"))
+
+
 @pytest.mark.parametrize(("name", "content", "line"), BAD)
 def test_a_bad_record_is_skipped_and_counted_within_the_limit(
     tmp_path: Path, name: str, content: bytes, line: int

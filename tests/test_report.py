@@ -255,7 +255,7 @@ def test_overview_has_a_row_per_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         measured(tmp_path / name, "chain-t0", plain)
         measured(tmp_path / name, "chain-t1", 2 * plain, temperature=1.0)
         held_out = {"alpha@1": rate, "alpha@2": rate / 2}
-        cost = {"parameters": 2e6, "tokens_per_second": 800, "peak_memory_bytes": 3 * 2**20}
+        cost = {"parameters": 2e6, "tokens_per_second": 800, "peak_memory_bytes": 3e8}
         write_json(tmp_path / name / "training.json", {**cost, "held_out": held_out})
     measured(tmp_path / "bare", "chain-t0", 1.0)
     runs = [read_results(tmp_path / name) for name in ("one", "two", "bare")]
@@ -268,7 +268,7 @@ def test_overview_has_a_row_per_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cells["run"] == ["one", "two", "bare"]
     assert cells["M params"] == ["2.00", "2.00", "-"]
     assert cells["tokens/s"] == ["800", "800", "-"]
-    assert cells["peak MB"] == ["3", "3", "-"]
+    assert cells["peak MB"] == ["300", "300", "-"]
     assert cells["alpha@2"] == ["0.250", "0.375", "-"]
     assert cells["chain@0 speedup"] == ["2.00", "4.00", "1.00"]
     assert cells["chain@1 speedup"] == ["4.00", "8.00", "-"]

@@ -2,7 +2,14 @@
 
 import pytest
 
-from outrider.eval.plan.round_costs import PLAIN, DecodedRound, DraftShape, MeasuredTimes, TimeGrid
+from outrider.eval.plan.round_costs import (
+    ABSORBED_ROWS,
+    PLAIN,
+    DecodedRound,
+    DraftShape,
+    MeasuredTimes,
+    TimeGrid,
+)
 from tests.trees import chain
 
 POINTS: dict[tuple[int, ...], float] = {(1, 8): 10.0, (1, 16): 14.0, (5, 8): 12.0, (5, 16): 20.0}
@@ -39,6 +46,13 @@ def test_without_decoded_rounds_a_round_is_its_forwards() -> None:
     timing = MeasuredTimes("here", FORWARDS, STEPS)
     assert timing.parts(PLAIN, 1, 8) == (0.0, 11.0, 0.0)
     assert timing.parts(DraftShape(3, 5, (1, 1, 3)), 1, 8) == pytest.approx((6.0, 16.0, 0.0))
+
+
+def test_the_rows_that_a_drafter_absorbs_are_an_assumption() -> None:
+    """Their number is that of the measurement, not that of the draft's acceptance length."""
+    (sentence,) = [s for s in MeasuredTimes("here", FORWARDS, STEPS).assumptions if "absorb" in s]
+    assert sentence.startswith(f"The drafter was timed with {ABSORBED_ROWS} accepted rows")
+    assert sentence.endswith("however many a draft of this shape has accepted.")
 
 
 def test_decoded_rounds_are_reproduced_and_others_interpolated() -> None:

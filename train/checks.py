@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config, DrafterConfig
 from outrider.models.decode import from_config
 from outrider.models.decode.from_config import decodings
@@ -30,8 +31,8 @@ def check_length(config: Config) -> None:
     smallest = config.data.max_length * launch.accumulation * ranks
     if train.batch_tokens < smallest:
         why = (
-            f"{ranks} rank(s) with launch.accumulation={launch.accumulation} and rows of "
-            f"data.max_length={config.data.max_length} tokens need at least {smallest} per step."
+            f"A step needs at least {smallest} tokens: {format_count(ranks, 'rank')}, "
+            f"launch.accumulation={launch.accumulation}, data.max_length={config.data.max_length}."
         )
         fix = f"Use train.batch_tokens={smallest}, shorter rows, or less accumulation."
         raise ConfigError("train.batch_tokens", train.batch_tokens, why, fix)

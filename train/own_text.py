@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from outrider.conf.quantities import format_count
 from outrider.data.pack import pack, split_holdout
 from outrider.data.tokenise import Document
 from outrider.models.decode.engine import Engine
@@ -48,9 +49,10 @@ def add(run: Trainer, loaded: LoadedTarget, console: Console) -> None:
     run.own_text = pack([_document(ids, row[1 : 1 + size]) for ids, size, row in pairs], length)
     tokens = sum(lengths)
     about["own_text"] = {"prompts": len(prompts), "tokens": tokens}
+    answered = format_count(len(prompts), "held-out prompt")
     console.print(
-        f"the target answered {len(prompts)} held-out prompts ({tokens:,} tokens): acceptance on "
-        "its own answers chooses the best drafter",
+        f"the target answered {answered} ({tokens:,} tokens): acceptance on its own answers "
+        "chooses the best drafter",
     )  # fmt: skip
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.filesize import decimal
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.paths import cache_home
+from outrider.conf.quantities import format_bytes, format_count
 from outrider.conf.schema import Config
 from outrider.data.batches import select_rows
 from outrider.data.pack import pack, split_holdout
@@ -143,8 +143,8 @@ class Recorder:
                 self.config.launch.wait, f"the other ranks' files in {folder.path}",
             )  # fmt: skip
         rest = len(folder.missing_shards())
-        others = f"; other machines have {rest} files to write" if rest else ""
-        self.reporter.print(f"{folder.path} holds {decimal(folder.size())}{others}")
+        others = f"; other machines have {format_count(rest, 'file')} to write" if rest else ""
+        self.reporter.print(f"{folder.path} holds {format_bytes(folder.size())}{others}")
 
     def _write_shards(self, folder: RecordingFolder, shards: Sequence[int]) -> None:
         with self.reporter.progress("recording", len(shards), "files") as bar:
@@ -231,9 +231,9 @@ class Recorder:
         size, free = self._check_space(missing / len(self.documents))
         per_token = self.size() / sum(len(d.ids) for d in self.documents)
         self.reporter.print(
-            f"recording {tokens:,} tokens in {len(shards)} files: {decimal(int(size))} "
-            f"({per_token:.0f} bytes per token) of {decimal(free)} free, "
-            f"about {tokens / rate / 60:.1f} minutes"
+            f"recording {tokens:,} tokens in {format_count(len(shards), 'file')}: "
+            f"{format_bytes(size)} ({per_token:.0f} bytes per token) of {format_bytes(free)} free, "
+            f"about {format_count(max(1, round(tokens / rate / 60)), 'minute')}"
         )
 
     def _check_space(self, share: float) -> tuple[float, int]:
@@ -245,11 +245,12 @@ class Recorder:
         size, limit = share * self.size(), self.config.data.max_gb
         free = shutil.disk_usage(next(parent for parent in parents if parent.exists())).free
         if limit is not None and self.size() > limit * GB:
-            why = f"The recording takes {decimal(int(self.size()))}."
+            why = f"The recording takes {format_bytes(self.size())}."
             fix = "Raise it, take record=small, or data.mode=hybrid: it stores what fits."
             raise ConfigError("data.max_gb", limit, why, fix)
         if size > free:
-            why = f"{self.path} needs {decimal(int(size))}, and {decimal(free)} are free there."
+            room = f"{format_bytes(free)} are free there"
+            why = f"{self.path} needs {format_bytes(size)}, and {room}."
             fix = "Free disk space, choose another data.traces, or take record=small."
             raise RunError(why, fix)
         return size, free

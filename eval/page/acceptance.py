@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from outrider.conf.quantities import format_count
 from outrider.eval.compare import decoding_label
 from outrider.eval.page import run_files
 from outrider.eval.page.elements import (
@@ -45,7 +46,8 @@ def acceptance_parts(run: RunFiles) -> Iterator[Part]:
             yield draw("accept@k of every report", metric_definitions("accept_at"), paint)
     for i, (out, report) in enumerate(run.reports.items()):
         details = list(_report_parts(run, out, report))
-        title = f"{out}: {decoding_label(report.setting)}, {report.summary.prompts} prompts"
+        prompts = format_count(report.summary.prompts, "prompt")
+        title = f"{out}: {decoding_label(report.setting)}, {prompts}"
         yield from details if i == 0 else [Collapsible(title, details)]
 
 

@@ -22,6 +22,7 @@ import torch
 from outrider.conf.command_settings import PlanConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
@@ -182,7 +183,8 @@ class PlanStudy:
         self, shapes: Sequence[DraftShape], grid: Grid, reporter: Reporter
     ) -> MeasuredTimes:
         """Time target and drafter forwards outside decoding."""
-        name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        threads = format_count(torch.get_num_threads(), "thread")
+        name = f"{platform.processor() or platform.machine()}, {threads}"
         tokens = [1 + shape.nodes for shape in shapes]
         widest = math.ceil(max(shape.width for shape in shapes))
         grid = grid._replace(widths=[*grid.widths, widest])

@@ -127,7 +127,8 @@ class MeasuredTimes:
             "The slowdown within decoding and the cost besides forwards were measured on plain "
             "decoding, the shortest and longest chain and up to three trees; those of other chains "
             "and trees are linear in depth and nodes, within the measured range.",
-            f"The drafter absorbs {ABSORBED_ROWS} verified rows per round, whatever their number.",
+            f"The drafter was timed with {ABSORBED_ROWS} accepted rows to absorb in every round, "
+            "however many a draft of this shape has accepted.",
         )
 
     def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:

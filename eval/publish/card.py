@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from outrider.conf.command_settings import REPO, PublishConfig
 from outrider.conf.files import fingerprint, read_bytes
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.conf.shown_text import escape_controls, mask_home
 from outrider.eval.page.write import code, markdown
@@ -140,7 +141,7 @@ def eval_results(reports: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="text-generation", dataset_type="prompts",
-            dataset_name=f"{report['prompts']} prompts", dataset_config=name,
+            dataset_name=format_count(report["prompts"], "prompt"), dataset_config=name,
             metric_type=metric, metric_value=round(report[metric], 3), metric_name=title,
         )
         for name, report in reports.items()

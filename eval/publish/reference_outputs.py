@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outrider.conf import files
 from outrider.conf.errors import RunError
+from outrider.conf.quantities import format_count
 from outrider.eval.decoder import Decoder
 from outrider.models.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
@@ -184,7 +185,8 @@ def compare_outputs(folder: Path, drafter: Drafter, target: Target) -> str:
     if not largest <= TOLERANCE:
         message = f"{file}: {name} of the drafter in the folder differs by {largest:.2g}"
         raise RunError(f"{message} of the largest value.", FIX)
-    return f"golden logits: {depths} depths from {len(rows)} rows, largest difference {largest:.1g}"
+    size = f"{format_count(depths, 'depth')} from {format_count(len(rows), 'row')}"
+    return f"golden logits: {size}, largest difference {largest:.1g}"
 
 
 def relative_difference(ours: Tensor, expected: Tensor) -> float:

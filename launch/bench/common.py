@@ -18,6 +18,7 @@ from rich.table import Table
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import DrafterSettings, TargetConfig
 from outrider.models import drafters
 from outrider.models.drafter import Drafter
@@ -31,7 +32,7 @@ CHILD = "OUTRIDER_BENCH_CHILD"  # set in the environment of a process that measu
 def describe_machine() -> str:
     """Return the processor, threads, GPU and PyTorch version in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    threads = f"{torch.get_num_threads()} threads"
+    threads = format_count(torch.get_num_threads(), "thread")
     return f"{machine_facts()['processor']}, {threads}, {device}, torch {torch.__version__}"
 
 

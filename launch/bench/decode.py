@@ -20,6 +20,7 @@ from outrider.conf.compose import flatten, parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
+from outrider.conf.quantities import format_count
 from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.open_drafter import load_run_models
@@ -152,7 +153,7 @@ def batch(words: list[str]) -> int:
         raise ConfigError("batches", batches, why, "Use smaller batches, or a larger limit.")
     rows: list[dict[str, Any]] = []
     head = ("batch", "draft shape", "tau", "tokens/s", "plain tokens/s", "speedup", "same")
-    title = f"{len(requests)} prompts, greedy (medians)"
+    title = f"{format_count(len(requests), 'prompt')}, greedy (medians)"
     table = number_table(title, head, ("draft shape",))
     expected = [out.ids for out in run.engine(None, Sampling()).generate_all(requests, 1)]
     for size in batches:

@@ -24,7 +24,7 @@ from outrider.models.vocab import DraftVocab
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
 
-MB = 2**20
+MIB = 2**20
 COLUMNS = {"target_mb": 0, "target_s": 1, "step_mb": 0, "step_s": 1}  # with their digits
 
 
@@ -53,7 +53,7 @@ def lengths(words: list[str]) -> int:
     if common.answer_parent(lambda: _measure(options)):
         return 0
     console, rows = Console(), list[dict[str, Any]]()
-    head = ("tokens", "checkpointing", "target: peak MB", "s", "step: peak MB", "s")
+    head = ("tokens", "checkpointing", "target: peak MiB", "s", "step: peak MiB", "s")
     table = common.number_table(f"one step of {options.drafter}, one row", head)
     with console.status("") as status:
         for length in options.lengths:
@@ -96,8 +96,8 @@ def _step(objective: Objective, target: Target, length: int) -> dict[str, float]
         loss, _ = objective(trace, torch.full((len(objective.weights),), float(length)))
         loss.backward()
     return {
-        "target_mb": (target_peak.highest - before) / MB,
+        "target_mb": (target_peak.highest - before) / MIB,
         "target_s": traced - start,
-        "step_mb": (step_peak.highest - between) / MB,
+        "step_mb": (step_peak.highest - between) / MIB,
         "step_s": time.perf_counter() - traced,
     }

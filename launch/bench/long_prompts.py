@@ -28,7 +28,7 @@ from outrider.models.drafter import Drafter
 from outrider.models.load import load_target
 from outrider.models.target import Target
 
-MB = 2**20
+MIB = 2**20
 NO_DRAFTER = "none"
 CHOICES = (NO_DRAFTER, *drafters.names())
 
@@ -55,7 +55,7 @@ def long_prompts(words: list[str]) -> int:
     if common.answer_parent(lambda: _measure(options)):
         return 0
     console, rows = Console(), list[dict[str, Any]]()
-    names = [f"{length:,}: {what}" for length in options.lengths for what in ("MB", "caches", "s")]
+    names = [f"{length:,}: {what}" for length in options.lengths for what in ("MiB", "caches", "s")]
     table = common.number_table("reading a prompt", ("drafter", *names), ("drafter",))
     with console.status("") as status:
         for name in options.drafters:
@@ -81,7 +81,7 @@ def _measure(options: Options) -> dict[str, float]:
 
 
 def read_prompt(target: Target, drafter: Drafter | None, length: int) -> dict[str, float]:
-    """Read a prompt of random tokens; return the peak, the caches' size (MB) and the seconds."""
+    """Read a prompt of random tokens; return the peak, the caches' size (MiB) and the seconds."""
     torch.manual_seed(0)
     prompt = torch.randint(target.vocab_size, (length,)).tolist()
     caches = DialogueCache()  # holds the target's cache and the drafter's state afterwards
@@ -92,8 +92,8 @@ def read_prompt(target: Target, drafter: Drafter | None, length: int) -> dict[st
             pass
     seconds, size = time.perf_counter() - start, tensor_bytes(caches)
     return {
-        "peak_mb": (peak.highest - before - size) / MB,
-        "cache_mb": size / MB,
+        "peak_mb": (peak.highest - before - size) / MIB,
+        "cache_mb": size / MIB,
         "s": seconds,
     }
 

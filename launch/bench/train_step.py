@@ -142,7 +142,7 @@ def _random_trace(options: Options, dtype: torch.dtype) -> Trace:
 
 def compare_paths(options: Options, console: Console) -> int:
     """Print the table, and write it to `out`."""
-    table = Table("step", "path", "s (median)", "spread", "peak MB", "against reference")
+    table = Table("step", "path", "s (median)", "spread", "peak MiB", "against reference")
     results: list[dict[str, Any]] = []
     for precision in options.precision:
         for depths in options.depths:
@@ -179,7 +179,7 @@ def _rows(options: Options, depths: int, precision: Precision) -> list[dict[str,
 
 
 def _peak_mb(options: Options) -> float:
-    """Peak resident memory of one step above its start."""
+    """Peak resident memory of one step above its start, in MiB."""
     (depths,), (precision,), (path,) = options.depths, options.precision, options.paths
     step = build_case(options, depths, precision, path).step
     build_case(replace(options, length=16), depths, precision, path).step()  # libraries allocate

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from outrider.conf.files import MEMORY
+from outrider.conf.quantities import format_bytes, format_count
 from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import Cost
-from outrider.launch.doctor.finding import Finding, State, format_bytes
+from outrider.launch.doctor.finding import Finding, State
 from outrider.models import process
 from outrider.models.adapt import learning_rate
 from outrider.train.checkpoint import list_checkpoints
@@ -62,7 +63,7 @@ def check_time(run: Trainer, cost: Cost) -> Finding:
     train = run.config.train
     limits = [format_seconds(cost.seconds * train.max_steps)] if train.max_steps else []
     limits += [f"at most {train.max_minutes:g} min"] if train.max_minutes else []
-    each = f"about {cost.seconds:.2g} s per step of {run.rows} rows"
+    each = f"about {cost.seconds:.2g} s per step of {format_count(run.rows, 'row')}"
     message = f"{each}; training takes {', '.join(limits)} (estimated)"
     return Finding("time", "ok", message, {"seconds_per_step_by_sums": cost.seconds})
 

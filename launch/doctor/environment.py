@@ -3,6 +3,7 @@
 import torch
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import matmul_rate
 from outrider.launch.doctor.finding import Finding
@@ -20,9 +21,9 @@ def check_launcher(config: Config) -> Finding:
     backend = process.backend() if world > 1 else None
     facts = {"launch": launch.name, "ranks": world, "device": str(process.device()), "gpus": gpus,
              "backend": backend, "wait_minutes": launch.wait}  # fmt: skip
-    message = f"launch={launch.name}, {world} process" + ("es" if world > 1 else "")
+    message = f"launch={launch.name}, {format_count(world, 'process', 'processes')}"
     message += f" over {backend}" if backend else ""
-    message += f" on {process.device()}" + (f", {gpus} GPUs" if gpus else ", no GPU")
+    message += f" on {process.device()}, {format_count(gpus, 'GPU') if gpus else 'no GPU'}"
     try:
         distributed.require_matching_launcher(launch)
     except ConfigError as error:
@@ -48,7 +49,8 @@ def check_threads() -> Finding:
     local, cores = process.local_world_size(), process.available_cores()
     each = torch.get_num_threads()
     facts = {"threads": each, "cores": cores, "ranks_here": local}
-    message = f"{each} per rank, {local} rank(s) on this machine, {cores} cores"
+    here = f"{format_count(local, 'rank')} on this machine"
+    message = f"{each} per rank, {here}, {format_count(cores, 'core')}"
     fix = ""
     if each * local > cores:
         fix = f"More threads than cores: set OMP_NUM_THREADS={max(1, cores // local)}."

@@ -94,10 +94,3 @@ def require_none_wrong(findings: Sequence[Finding]) -> None:
         messages = "\n  ".join(f"{one.name}: {one.message}" for one in wrong)
         fixes = " ".join(one.fix for one in wrong)
         raise RunError(f"Training cannot start:\n  {messages}", fixes)
-
-
-def format_bytes(size: float) -> str:
-    """Return a size with its unit."""
-    if size >= 2**30:
-        return f"{size / 2**30:.1f} GB"
-    return f"{size / 2**20:.1f} MB" if size >= 2**20 else f"{size / 2**10:.0f} kB"

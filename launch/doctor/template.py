@@ -14,6 +14,7 @@ from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 from outrider.conf.errors import RunError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config, TargetConfig
 from outrider.conf.template_args import THINKING_ARG
 from outrider.data.conversations import Message, RuleCounts, read_conversations
@@ -136,7 +137,8 @@ def check_prefix(tokenizer: Any, dialogues: Sequence[Dialogue], max_length: int)
     cases = Counter(part.case for part in mismatches)
     facts = {"dialogues": len(parts), "breaks": len(mismatches), "cases": dict(cases)}
     if not mismatches:
-        message = f"{len(parts)} dialogues: first turns always render to a prefix of the whole"
+        count = format_count(len(parts), "dialogue")
+        message = f"{count}: first turns always render to a prefix of the whole"
         return Finding("prefix", "ok", message, facts)
     _, before, after = mismatches[0]
     searched = sum(document.rewritten for document in rendered)

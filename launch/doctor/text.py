@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.data.contamination import MAX_LISTED, SHOWN, OverlapError, OverlapFilter
 from outrider.data.conversations import RULES, Prompt
@@ -22,6 +23,7 @@ FEW_TOKENS = 1000  # held-out answer tokens below which an acceptance length is 
 LOST = 0.1  # share of truncated or dropped conversations from which it is a note
 ENDED = 0.9  # expected share of answers that end with a stop token
 IN_SUITE = "in the suite"
+COPY = "with a near copy of a prompt of the suite"
 DROPPED = ("bad row", IN_SUITE, "unknown shape", "no turns", "too long", "answers cut off")
 
 LADDER = (1024, 2048, 4096, 8192, 16384, 32768)  # sizes of a draft vocabulary
@@ -47,7 +49,7 @@ def check_mask(loaded: LoadedTarget, data: TrainingData) -> Finding:
     facts |= {**_preview(loaded, marked[0]), "ended": ended}
     message = (
         f"{share:.1%} of {tokens:,} tokens are supervised; "
-        f"{ended:.0%} of {len(last):,} answers end with a stop token"
+        f"answers that end with a stop token: {ended:.0%} of {len(last):,}"
     )
     fix = ""
     if share == 1:
@@ -77,7 +79,8 @@ def check_sources(documents: Sequence[Document]) -> Finding:
         tokens = sum(len(document.ids) for document in own)
         share = sum(int(document.answer.sum()) for document in own) / max(1, tokens)
         facts[name] = {"conversations": len(own), "tokens": tokens, "share": share}
-        lines.append(f"{name}: {share:.1%} of {tokens:,} tokens, {len(own):,} conversations")
+        count = format_count(len(own), "conversation")
+        lines.append(f"{name}: {share:.1%} of {tokens:,} tokens, {count}")
     unsupervised = ", ".join(name for name, one in facts.items() if one["share"] == 0)
     fix = f"Nothing is learned from {unsupervised}: remove it, or fix it."
     state: State = "note" if unsupervised else "ok"
@@ -89,7 +92,7 @@ def check_conversations(data: TrainingData) -> Finding:
     cases = Counter[str](data.about.get("cases", {}))
     cases.update(data.about.get("given_cases", {}))
     cases = Counter({case: n for case, n in cases.items() if case in RULES})  # of this version
-    lines = [f"{len(data.documents):,} conversations"]
+    lines = [format_count(len(data.documents), "conversation")]
     lines += [f"{n:,} {case}: {RULES[case]}" for case, n in cases.items() if case != "used"]
     lost = sum(cases[case] for case in DROPPED)
     cut = max(cases["cut"], sum(document.cut > 0 for document in data.documents))
@@ -111,8 +114,9 @@ def check_rows(config: Config, data: TrainingData) -> Finding:
     }  # fmt: skip
     repeated = "" if passes is None else f", {passes:.1f} passes"
     message = (
-        f"{len(train):,} rows of {train.length} tokens, {train.fill:.1%} filled, {each} a step"
-        f"{repeated}; held out {held:,} answer tokens in {len(data.held)} rows"
+        f"{format_count(len(train), 'row')} of {train.length} tokens, {train.fill:.1%} filled, "
+        f"{each} a step{repeated}; held out {held:,} answer tokens in "
+        f"{format_count(len(data.held), 'row')}"
     )
     fix = ""
     if passes is not None and passes > MANY_PASSES:
@@ -131,18 +135,18 @@ def check_overlap(config: Config, data: TrainingData, refused: OverlapError | No
                              "wish": policy, "met": met}  # fmt: skip
     if refused:
         return Finding("overlap", "wrong", refused.message, facts, refused.fix)
-    message = f"{met} conversations contain a near copy of a prompt of the suite: dropped"
+    message = f"{format_count(met, 'conversation')} {COPY}: dropped"
     fix = "They were dropped, because data.overlap=drop."
     if policy == "keep":
         hits = _search_overlap(config, suite)
         met = len(hits)
         facts |= {"met": met, "names": [name for name, _, _ in hits]}
-        lines = [f"{met} conversations contain a near copy of a prompt of the suite"]
+        lines = [f"{format_count(met, 'conversation')} {COPY}"]
         lines += [f"{name} ({near:.0%}): {text[:SHOWN]!r}" for name, near, text in hits]
         message = "\n".join(lines[: MAX_LISTED + 1])
         fix = "They are trained on (data.overlap=keep): metrics on these prompts are biased."
     if not met:
-        message = f"no conversation contains a near copy of the suite's {len(suite)} prompts"
+        message = f"no conversation {COPY} ({format_count(len(suite), 'prompt')})"
     return Finding("overlap", "note" if met else "ok", message, facts, fix)
 
 

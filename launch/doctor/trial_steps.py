@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from outrider.conf.quantities import format_bytes, format_count
 from outrider.data.batches import select_rows
 from outrider.launch.bench.common import PeakMemory, resident_bytes
 from outrider.launch.cost_estimate import Cost, memory_of_run, trained_parameters
-from outrider.launch.doctor.finding import Finding, format_bytes
+from outrider.launch.doctor.finding import Finding
 from outrider.models import process
 from outrider.models.decode.round_times import Stopwatch
 from outrider.train.loop import LESS_MEMORY, optimizer_step
@@ -108,9 +109,9 @@ def check_largest_batch(run: Trainer, cost: Cost) -> Finding:
               "step_by_sums": _estimated_bytes(run, now), **measured}  # fmt: skip
     prefix = "more than " if rows >= MAX_ROWS else ""
     message = (
-        f"{prefix}{rows:,} rows of {length} tokens fit into one pass, the run uses {now} "
-        f"(train.batch_tokens <= {rows * length * passes})\n"
-        f"{method}; estimated as in outrider memory: {estimated_rows:,} rows, "
+        f"room for {prefix}{format_count(rows, 'row')} of {length} tokens in one pass, the run "
+        f"uses {now} (train.batch_tokens <= {rows * length * passes})\n"
+        f"{method}; estimated as in outrider memory: {format_count(estimated_rows, 'row')}, "
         f"{format_bytes(cost.memory)} in total"
     )
     return Finding("memory", "wrong" if rows < now else "ok", message, facts, LESS_MEMORY)
@@ -187,7 +188,7 @@ def _on_gpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
     rows = largest_fitting(fits)
     del moments
     torch.cuda.empty_cache()
-    method = f"tried up to {rows} rows in {format_bytes(free)} of free memory"
+    method = f"tried up to {format_count(rows, 'row')} in {format_bytes(free)} of free memory"
     if trials and trials[-1].seconds > LONG:
         method += "; larger batches take too long to try"
     return rows, method, {"room": free, "trials": [list(trial) for trial in trials]}
@@ -211,8 +212,9 @@ def check_step_time(run: Trainer, steps: int, cost: Cost) -> Finding:
              "steps": len(seconds), "seconds_held_out": held, "tokens_per_second": speed,
              "training_seconds": min(ends), "seconds_per_step_by_sums": cost.seconds}  # fmt: skip
     message = (
-        f"{each:.2g} s per step of {run.rows} rows (median of {len(seconds)}; estimated "
-        f"{cost.seconds:.2g} s), {speed:,.0f} tokens/s; evaluation {format_seconds(held)}\n"
+        f"{each:.2g} s per step of {format_count(run.rows, 'row')} (median of {len(seconds)}; "
+        f"estimated {cost.seconds:.2g} s), {speed:,.0f} tokens/s; evaluation "
+        f"{format_seconds(held)}\n"
         f"training takes {format_seconds(min(ends))}, without initialisation and the report"
     )
     return Finding("time", "ok", message, facts)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import DEPTHS, DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.drafter import BatchDrafter, LevelIds, State, target_head_logits
@@ -141,7 +142,7 @@ class Mtp(BatchDrafter):
         rows = sum(int(trace.supervised_mask(1).sum()) for trace in samples)
         for depth, stage in enumerate(self._stages(), start=1):
             states = self._fit(stage, depth, target, samples, states)
-        return f"{len(self.stages)} linear fit(s) to {rows:,} states of {target.name}"
+        return f"{format_count(len(self.stages), 'linear fit')} to {rows:,} states of {target.name}"
 
     def _fit_traces(self, traces: Iterable[Trace]) -> list[Trace]:
         """Collect traces until the deepest regression has enough supervised rows."""
@@ -213,4 +214,4 @@ class Mtp(BatchDrafter):
         except RuntimeError as error:
             raise RunError(f"{self.cfg.warm_start}: {error}", mtp_layouts.FIX) from None
         used = min(len(self.stages), last + 1)
-        return f"{used} of {last + 1} MTP module(s) in {self.cfg.warm_start}"
+        return f"{used} of {format_count(last + 1, 'MTP module')} in {self.cfg.warm_start}"
