@@ -4,9 +4,11 @@ Writes `ranks.json` (`eval/rank_tables.py`) and a tree for `decode.tree` per tab
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from jaxtyping import Float
+from omegaconf import OmegaConf
 from rich.table import Table
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from outrider.models.decode.from_config import best_tree
 from outrider.models.decode.tree_shapes import Paths
 from outrider.models.formats import native
 from outrider.models.load import load_target
+from outrider.train.settings import read_saved_config
 
 TREE_NODES = 8  # nodes of the trees written for decode.tree
 MOST_DEPTHS = 4  # rows of the table that is printed without --explain
@@ -36,7 +39,7 @@ DEFINITIONS = {
     "chain, tree": "expected tokens per round of the longest chain, and of the best tree of "
     f"{TREE_NODES} nodes, as if depths were independent of each other: the mean acceptances of the "
     "depths are multiplied. The predicted acceptance length of a training counts rows whose draft "
-    "tokens are all accepted, and decoding has other text",
+    "tokens are all accepted, and decoding measures other prompts",
 }
 
 
@@ -48,6 +51,7 @@ def ranks(config: Config, explain: bool = False) -> int:
     """
     process.set_threads()
     console, folder = Console(), Path(config.run.dir)
+    config = _with_own_prompts(config)
     loaded = load_target(config.target, process.device())
     drafter, _ = native.load(folder / "drafter", loaded.target)
     data = load_training_data(config, loaded, drafter.taps, Reporter(console, messages=False))
@@ -59,6 +63,18 @@ def ranks(config: Config, explain: bool = False) -> int:
     search = draft_search(config.drafter.name, folder)
     print_ranks(console, folder, tables, trees, search, explain)
     return 0
+
+
+def _with_own_prompts(config: Config) -> Config:
+    """Return the settings with the run's own `eval.prompts`, unless others are set.
+
+    Conversations that nearly equal a prompt of the suite were refused or dropped, so with another
+    suite the held-out text would be another.
+    """
+    if config.eval.prompts is not None:
+        return config
+    own = OmegaConf.select(read_saved_config(Path(config.run.dir)), "eval.prompts")
+    return config if own is None else replace(config, eval=replace(config.eval, prompts=str(own)))
 
 
 def print_ranks(

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from outrider.conf.errors import ConfigError, RunError
 from outrider.eval.metrics import METRICS, Summary
 from outrider.eval.report import (
     ROUNDING,
@@ -45,9 +47,9 @@ def explain(console: Console, definitions: Mapping[str, str]) -> None:
 def show_and_save(
     report: Report, folder: Path, out: str, console: Console, in_full: bool = False
 ) -> None:
-    """Print the report and write its files, whose stem is `out`."""
-    show(report, console, next_step(report, folder.parent), in_full)
+    """Write the files of a report, whose stem is `out`, and print it."""
     save(report, folder, out)
+    show(report, console, next_step(report, folder.parent), in_full)
     files = f"report: {folder / out}.json (every number), .outputs.jsonl, .png"
     console.print(files, soft_wrap=True)
 
@@ -99,13 +101,17 @@ def next_step(report: Report, run: Path) -> str:
 
 
 def _other_text(run: Path) -> str:
-    """Return what to do if the drafter was trained on text unlike the target's; "" if not."""
-    training = read_training(run) or {}
+    """Return what to do if the drafter was trained on text unlike the target's; "" if not known."""
+    try:
+        training, saved = read_training(run) or {}, read_saved_config(run)
+    except (RunError, ConfigError):
+        return ""
     held, own = training.get("held_out", {}), training.get("own_text", {})
     measured = "accept_length" in held and "accept_length" in own
     if not measured or not own_text.is_far(held, own):
         return ""
-    return own_text.advice(read_saved_config(run).get("data", {}).get("path"))
+    name, path = (OmegaConf.select(saved, f"data.{key}") for key in ("name", "path"))
+    return own_text.advice(str(name), path)
 
 
 def draft_search(drafter: str, run: str | Path) -> str:

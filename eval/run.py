@@ -112,6 +112,13 @@ def quick_report(
             service.report(report_summary(report, folder / "eval", name, loaded.tokenizer))
 
 
+def has_reports(config: Config, drafter: Path) -> bool:
+    """Return whether all reports of a run exist and are newer than this file of its drafter."""
+    changed = drafter.stat().st_mtime_ns
+    reports = [Path(config.run.dir) / "eval" / f"{out}.json" for out, _ in decodings(config)]
+    return all(report.is_file() and report.stat().st_mtime_ns > changed for report in reports)
+
+
 def short_reports(
     config: Config, loaded: LoadedTarget, drafter: Drafter, about: dict[str, Any], console: Console
 ) -> Iterator[tuple[str, Report]]:

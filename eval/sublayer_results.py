@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from outrider.conf.errors import RunError
 from outrider.conf.files import write, write_json
 from outrider.conf.searched import SearchConfig
 from outrider.eval.report import png
@@ -37,8 +38,11 @@ def save(
 
 
 def is_finished(folder: Path, search: SearchConfig) -> bool:
-    """Return whether a search with these limits has ended."""
-    return (folder / FOUND).is_file() and read_found(folder).get("limits") == _limits(search)
+    """Return whether a search with these limits has ended; False if its result is damaged."""
+    try:
+        return read_found(folder).get("limits") == _limits(search)
+    except RunError:
+        return False
 
 
 def _limits(search: SearchConfig) -> dict[str, Any]:

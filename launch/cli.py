@@ -185,8 +185,10 @@ def _refuse_unused(name: str, overrides: list[str]) -> None:
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if not VERBS[name].uses_key(key):
-            keys = f"outrider {name} --help all lists its keys."
-            raise ConfigError(key, value, f"{name} does not use this key.", f"Leave it out: {keys}")
+            fix = f"Leave it out: outrider {name} --help all lists its keys."
+            if value.startswith("{"):
+                fix = f"Write each key that it uses: {key}.<key>=..."
+            raise ConfigError(key, value, f"{name} does not use this key.", fix)
 
 
 def _drafter_config(name: str, overrides: list[str]) -> Config:

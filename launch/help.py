@@ -279,7 +279,8 @@ def _print_groups(console: Console, verb: Verb, values: dict[str, str]) -> None:
 
 def _console() -> Console:
     """Return a console of the terminal's width or COLUMNS; else WIDE, for a file or pipe."""
-    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    columns = os.environ.get("COLUMNS", "")
+    known = sys.stdout.isatty() or (columns.isdigit() and int(columns) > 0)
     return Console(width=None if known else WIDE)
 
 

@@ -282,11 +282,13 @@ def format_parameters(count: int) -> str:
     """Return a number of parameters: 70.55 billion, 3.43 million, 863,616."""
     if count < 1e6:
         return f"{count:,}"
-    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
+    millions = f"{count / 1e6:.2f}"
+    return f"{millions} million" if float(millions) < 1000 else f"{count / 1e9:.2f} billion"
 
 
 def format_operations(flops: float) -> str:
     """Return a number of operations with its unit, three digits."""
+    flops = float(f"{flops:.3g}")
     unit, factor = next((one for one in OPERATIONS if flops >= one[1]), OPERATIONS[-1])
     return f"{flops / factor:.3g} {unit}"
 

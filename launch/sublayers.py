@@ -14,8 +14,8 @@ from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
 from outrider.eval import sublayer_results
 from outrider.eval.open_drafter import build_untrained, describe_untrained
-from outrider.eval.run import short_reports
-from outrider.eval.sublayer_search import FINALISTS, LOG, REPEATS, Finalist, SublayerSearch
+from outrider.eval.run import has_reports, short_reports
+from outrider.eval.sublayer_search import FINALISTS, LOG, REPEATS, SublayerSearch
 from outrider.eval.sublayer_speed import Skipped, SpeedMeasurement, search_prompts
 from outrider.models import process
 from outrider.models.adapt import adapt
@@ -25,6 +25,7 @@ from outrider.models.formats.native import target_fingerprint
 from outrider.models.load import LoadedTarget, load_target
 from outrider.train.manifest import write_manifest
 from outrider.train.schedule import format_seconds
+from outrider.train.settings import FOUND, load_run
 
 SHAPE = ("name", "depth", "width", "nodes", "confidence", "acceptance_goal", "gain", "tree")
 LOG_FORMAT = "outrider-sublayer-search-1"
@@ -73,19 +74,19 @@ def _search(config: Config, console: Console) -> int:
     measured = search.resume(settings)
     if sublayer_results.is_finished(folder, cfg.search):
         console.print(
-            f"{folder} is finished: {measured} candidates. Measure it: outrider eval "
-            f"run.dir={folder}. To go on, raise drafter.search.trials or drafter.search.minutes.",
+            f"{folder} is finished: {measured} candidates. To measure it: outrider eval "
+            f"run.dir={folder}; to go on, raise drafter.search.trials or drafter.search.minutes.",
             soft_wrap=True,
         )
-        return 0
-    write_manifest(folder, config, {"fingerprints": {"target": settings["target"]}})
-    _print_estimate(reporter, cfg, measurement, measured)
-    trials = search.run()
-    finalists = search.finalists()
-    sublayer_results.save(folder, layers, trials, finalists, settings, cfg.search)
-    sublayer_results.show(folder, trials, finalists, console)
-    if config.train.quick_eval:
-        _measure(config, cfg, loaded, finalists[0], console)
+    else:
+        write_manifest(folder, config, {"fingerprints": {"target": settings["target"]}})
+        _print_estimate(reporter, cfg, measurement, measured)
+        trials = search.run()
+        finalists = search.finalists()
+        sublayer_results.save(folder, layers, trials, finalists, settings, cfg.search)
+        sublayer_results.show(folder, trials, finalists, console)
+    if config.train.quick_eval and not has_reports(config, folder / FOUND):
+        _measure(config, loaded, console)
     return 0
 
 
@@ -125,12 +126,10 @@ def _print_estimate(
     )
 
 
-def _measure(
-    config: Config, cfg: DraftVerifyConfig, loaded: LoadedTarget, best: Finalist, console: Console
-) -> None:
+def _measure(config: Config, loaded: LoadedTarget, console: Console) -> None:
     """Measure what was found on prompts of the evaluation suite, which the search has not seen."""
-    attention, mlp = best.candidate
-    cfg = replace(cfg, skip_attention=attention, skip_mlp=mlp)
+    cfg = load_run(config.run.dir, []).drafter
+    assert isinstance(cfg, DraftVerifyConfig), "see search_sublayers"
     config = replace(config, drafter=cfg)
     drafter = build_untrained(cfg, loaded.target)
     for _ in short_reports(config, loaded, drafter, describe_untrained(cfg), console):

@@ -16,7 +16,7 @@ from outrider.conf.searched import SearchedConfig
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
-from outrider.eval.run import quick_report
+from outrider.eval.run import has_reports, quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.launch.sublayers import search_sublayers
 from outrider.models import drafters, load, process
@@ -87,19 +87,13 @@ def _measure(
     services: Sequence[TrackerThread], seconds: dict[str, float],
 ) -> None:  # fmt: skip
     """Measure the drafter, unless its reports exist or the target needs all ranks."""
+    folder = Path(config.run.dir)
     if loaded.target.is_remote:
         console.print(f"measure it with: outrider eval run.dir={config.run.dir}")
-    elif not _has_reports(config):
-        start, folder = time.monotonic(), Path(config.run.dir)
+    elif not has_reports(config, folder / "drafter" / "model.safetensors"):
+        start = time.monotonic()
         quick_report(config, loaded, data, console, services)
         phases = {**seconds, "report": time.monotonic() - start}
         summary = read_training(folder) or {}
         phases = {**summary.get("phases", {}), **phases}
         write_json(folder / "training.json", {**summary, "phases": phases})
-
-
-def _has_reports(config: Config) -> bool:
-    folder = Path(config.run.dir)
-    changed = (folder / "drafter" / "model.safetensors").stat().st_mtime_ns
-    reports = [folder / "eval" / f"{out}.json" for out, _ in decodings(config)]
-    return all(report.is_file() and report.stat().st_mtime_ns > changed for report in reports)

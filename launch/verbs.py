@@ -77,7 +77,7 @@ VERBS = {
     "ranks": Verb(
         "outrider.eval.ranks:ranks",
         "measure how often each rank of the drafter's choices is accepted (ranks.json)",
-        root="eval", files=(), uses=(), explains=True),
+        root="eval", files=PROMPTS, uses=PROMPTS, explains=True),
     "report": Verb(
         "outrider.eval.page.build:report",
         "write a page about a run, a search or a folder of runs: report.html, report.md",

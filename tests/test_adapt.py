@@ -183,7 +183,8 @@ def test_a_run_and_its_evaluation_use_and_store_what_was_chosen(
     assert (saved.data.max_length, saved.decode.depth, saved.decode.nodes) == (64, 2, 2)
     assert train(parsed(*words)) == 0, "the finished run has the same settings"
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"is finished: 2 steps. Measure it: outrider eval run.dir={tmp_path}." in shown
+    assert f"is finished: 2 steps. To measure it: outrider eval run.dir={tmp_path};" in shown
+    assert "raise train.max_steps;" in shown
     with (
         patch.object(load, "load_target", side_effect=AssertionError("refused too late")),
         pytest.raises(ConfigError, match=r"train\.lr = 0\.0001\n.*began with"),

@@ -14,12 +14,13 @@ from outrider.conf.command_settings import MemoryConfig
 from outrider.conf.compose import compose, default_values, known_keys, verb_group
 from outrider.conf.errors import ConfigError, RunError, exit_on_error
 from outrider.conf.schema import Config, to_yaml
+from outrider.eval import ranks
 from outrider.launch import cli
 from outrider.launch.cluster import assume_world_size, checked_config
 from outrider.launch.help import EVERYDAY, EXAMPLES
 from outrider.launch.verbs import BENCHES, VERBS
 from outrider.models.drafters import trained_names
-from outrider.train.settings import parse
+from outrider.train.settings import load_run, parse
 from tests.test_page import write_run
 
 ROOT = Path(__file__).parent.parent
@@ -114,7 +115,7 @@ def test_help_shows_the_everyday_keys_first(verb: str, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("verb", "word"),
     [
-        ("ranks", "eval.prompts=copying"),
+        ("ranks", "eval.limit=2"),
         ("ranks", "decode.temperature=1"),
         ("plan", "eval.grid=[chain@0]"),
         ("plan", "decode=opt_tree"),
@@ -132,6 +133,25 @@ def test_a_key_that_the_verb_would_ignore_is_refused(
     assert re.search(rf"{re.escape(key)} = .*\n  {verb} does not use", capsys.readouterr().err)
     cli.main([verb, "--help", "all"])
     assert f"  {key} " not in capsys.readouterr().out
+
+
+def test_ranks_has_the_prompts_of_the_run_unless_others_are_given(tmp_path: Path) -> None:
+    """The text is the training's, from which conversations like these prompts were dropped."""
+    run = write_run(tmp_path / "run")
+    config = run / "config.yaml"
+    config.write_text(to_yaml(parse(compose(["target=tiny", "eval.prompts=own.jsonl"]))))
+    assert ranks._with_own_prompts(load_run(run, [])).eval.prompts == "own.jsonl"
+    others = load_run(run, ["eval.prompts=others.jsonl"])
+    assert ranks._with_own_prompts(others).eval.prompts == "others.jsonl"
+
+
+def test_a_mapping_of_keys_is_refused_with_a_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", f"run.dir={tmp_path / 'run'}", "decode={temperature: 1}"])
+    assert "Write each key that it uses: decode.<key>=..." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["eval", "chat"])

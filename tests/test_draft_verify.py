@@ -274,6 +274,8 @@ def test_the_result_and_its_plot(tmp_path: Path) -> None:
     assert sublayer_results.is_finished(tmp_path, search.search)
     assert not sublayer_results.is_finished(tmp_path, replace(search.search, minutes=1.0))
     found = read_found(tmp_path)
+    (tmp_path / "found.json").write_text('{"format": ')
+    assert not sublayer_results.is_finished(tmp_path, search.search), "a damaged result"
     best = finalists[0].candidate
     assert found["drafter"] == {"skip_attention": [*best.attention], "skip_mlp": [*best.mlp]}
     assert found["candidates"] == 24
@@ -494,8 +496,15 @@ def test_the_same_command_continues_with_more_candidates(
     assert read_found(run_folder)["candidates"] == 6
     before = (run_folder / "found.json").read_bytes()
     assert main(["train", "drafter=draft_verify", f"run.dir={run_folder}", *words, *more]) == 0
-    assert "is finished: 6 candidates. Measure it: outrider eval" in capsys.readouterr().out
+    assert "is finished: 6 candidates. To measure it: outrider eval" in capsys.readouterr().out
     assert (run_folder / "found.json").read_bytes() == before
+    more = [word for word in more if "quick_eval" not in word]  # stopped before its report
+    report = run_folder / "eval" / "eval.json"
+    changed = report.stat().st_mtime_ns
+    for is_measured in (True, False):
+        assert main(["train", "drafter=draft_verify", f"run.dir={run_folder}", *words, *more]) == 0
+        assert (report.stat().st_mtime_ns > changed) == is_measured
+        changed = report.stat().st_mtime_ns
 
 
 @pytest.mark.parametrize("verb", ["plan", "ranks", "publish"])

@@ -94,6 +94,17 @@ def test_best_drafter_has_longest_accept_length(
     assert (about["step"], about["held_out"]["accept_length"]) == (3, 1.7)
 
 
+def test_a_finished_run_names_the_limit_that_it_reached(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train.max_steps=400", "train.max_minutes=1e-9")
+    loop.fit(config(tmp_path, *words), loaded, made, QUIET)
+    loop.fit(config(tmp_path, *words), loaded, made, Console(width=200))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "is finished: 1 step. " in shown or "is finished: 0 steps. " in shown
+    assert "raise train.max_minutes;" in shown
+
+
 def test_phase_seconds_accumulate_over_resume(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:

@@ -194,6 +194,17 @@ def test_next_step_follows_from_the_result(printed: Callable[[Shown], str], tmp_
         assert step in printed(partial(show_and_save, result, tmp_path / "eval", "out"))
 
 
+@pytest.mark.parametrize("content", ['{"held_out": [1]}', '{"held', None])
+def test_a_report_is_written_beside_damaged_files(
+    content: str | None, printed: Callable[[Shown], str], tmp_path: Path
+) -> None:
+    if content:
+        (tmp_path / "training.json").write_text(content)
+    text = printed(partial(show_and_save, report(0.5, 0.5), tmp_path / "eval", "out"))
+    assert "To find a faster draft: outrider plan" in text
+    assert (tmp_path / "eval" / "out.json").is_file()
+
+
 @pytest.mark.parametrize(("own", "is_named"), [(1.1, True), (1.9, False)])
 def test_a_drafter_of_other_text_should_be_trained_on_the_targets(
     own: float, is_named: bool, printed: Callable[[Shown], str], tmp_path: Path

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch.nn.utils import get_total_norm
 
 from outrider.conf.errors import RunError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.data.trace_source import TargetTraces
 from outrider.data.training_data import TrainingData
@@ -86,7 +87,7 @@ def fit(
                         is_far = _evaluate(run, log)
                     if is_far and not warned:
                         warned = True
-                        log.print(own_text.advice(run.config.data.path))
+                        log.print(own_text.advice(run.config.data.name, run.config.data.path))
                 if over or stop or (step % config.train.save_every == 0 and step > first_step):
                     run.progress.finished = over
                     with run.progress.phase("saving"):
@@ -119,9 +120,15 @@ def fit(
 
 def _finished(run: Trainer) -> str:
     """Return that there is nothing left to train, and what can be done."""
+    train, progress = run.config.train, run.progress
+    limits = {
+        "train.max_steps": train.max_steps and progress.step >= train.max_steps,
+        "train.max_minutes": train.max_minutes and progress.seconds >= 60 * train.max_minutes,
+    }
+    reached = " and ".join(key for key, is_reached in limits.items() if is_reached)
     return (
-        f"{run.folder} is finished: {run.progress.step} steps. Measure it: outrider eval "
-        f"run.dir={run.folder}. To go on, raise train.max_steps; to start over, train.resume=never."
+        f"{run.folder} is finished: {format_count(progress.step, 'step')}. To measure it: outrider "
+        f"eval run.dir={run.folder}; to go on, raise {reached}; to start over, train.resume=never."
     )
 
 

@@ -92,14 +92,17 @@ def is_far(held: Mapping[str, float], own: Mapping[str, float]) -> bool:
     return accepted > max(FAR * own_accepted, NOISE + own_accepted)
 
 
-def advice(path: str | None) -> str:
+def advice(name: str, path: str | None) -> str:
     """Return what to type where `is_far`.
 
     Args:
-        path: `data.path` of the run.
+        name, path: of the run's data.
     """
     prompts = f" data.path={path}" if path else ""
+    fix = f"Train on its answers to these prompts: data=self{prompts} run.dir=runs/own"
+    if name == "self":
+        fix = "Train on its answers alone, without data.given, in another run.dir."
     return (
-        "The conversations are not the target's own text, so expect the acceptance on its own "
-        f"answers. Train on its answers to these prompts: data=self{prompts} run.dir=runs/own"
+        "The conversations are not the target's own text: decoding will accept about as many draft "
+        f"tokens as on its own answers. {fix}"
     )

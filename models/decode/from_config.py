@@ -166,7 +166,7 @@ def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`.
 
     Those of the grid have the depth and the confidence that suit the drafter; their names begin
-    with `eval.out`, if it is set.
+    with `eval.out`, if it is not "eval".
     """
     out = config.eval.out
     if not config.eval.grid:
