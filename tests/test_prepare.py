@@ -142,7 +142,8 @@ def test_ten_million_tokens_take_less_than_a_gigabyte(tmp_path: Path) -> None:
         [sys.executable, "-c", PEAK, *words], capture_output=True, text=True, check=True,
         env=os.environ | {"COLUMNS": "200"},
     )  # fmt: skip
-    rows, length = map(int, re.findall(r"([0-9]+) training rows of ([0-9]+) tokens", ran.stdout)[0])
+    found = re.findall(r"([0-9,]+) training rows of ([0-9]+) tokens", ran.stdout)[0]
+    rows, length = (int(number.replace(",", "")) for number in found)
     filled = float(re.findall(r"([0-9.]+)% filled", ran.stdout)[0])
     assert rows * length * filled / 100 > 9_500_000  # a twentieth is held out
     assert int(ran.stdout.split("peak ")[1]) < 10**9
