@@ -287,9 +287,7 @@ class EvalConfig:
     )
     max_new_tokens: int = option(128, "tokens per answer at most", TOKENS)
     limit: int | None = option(None, "prompts to use; null: all", COUNT)
-    out: str = option(
-        "eval", "report: <run.dir>/eval/<out>.json; of a grid: chain-t0, or <out>-chain-t0"
-    )
+    out: str = option("eval", "report: <run.dir>/eval/<out>.json; grid: (<out>-)chain-t0.json")
     warmup: int = option(2, "prompts decoded before timing starts", "[0, inf)")
     repeats: int = option(1, "times each prompt is decoded; medians are reported", COUNT)
     baseline: bool = option(True, "also decode without a drafter, for speedup and exactness")

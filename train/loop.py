@@ -58,64 +58,93 @@ def fit(
     with console.status("initialising the drafter and the ranks"):
         run = Trainer(config, loaded, data)
     messages = resume(run)
-    resumed, first_step = messages is not None, run.progress.step
+    resumed = messages is not None
     for message in messages or ():
         console.print(message, style="yellow", soft_wrap=True)
     if resumed and run.progress.finished and fraction_done(config.train, run.progress) >= 1:
         console.print(_finished(run), soft_wrap=True)
         published = best_drafter.has_result(run)
         return run.folder / "drafter" if published else best_drafter.write_result(run)
+    _begin(run, loaded, resumed, console, on_start)
+    try:
+        with stop_signals() as received, MetricsLog(config, console, run.main, trackers) as log:
+            log.rewind(run.progress.step if resumed else -1)
+            return _run_steps(run, log, received, resumed)
+    except (RuntimeError, MemoryError) as error:
+        if explained := _explain(run, error):
+            raise explained from error
+        raise
+    finally:
+        run.close()
+
+
+def _begin(
+    run: Trainer,
+    loaded: LoadedTarget,
+    resumed: bool,
+    console: Console,
+    on_start: Callable[[Trainer], None] | None,
+) -> None:
+    """Let the target answer held-out prompts, and write the manifest."""
     if resumed:
         console.print(resume_message(run), soft_wrap=True)
     if not resumed or own_text.is_measured(run.folder):
         own_text.add(run, loaded, console)
     if run.main:
-        facts = {"data": data.about, "target": loaded.source, "fingerprints": fingerprints(loaded)}
-        write_manifest(run.folder, config, {**facts, "ranks": run.accelerator.num_processes})
+        about, prints = run.data.about, fingerprints(loaded)
+        facts = {"data": about, "target": loaded.source, "fingerprints": prints}
+        write_manifest(run.folder, run.config, {**facts, "ranks": run.accelerator.num_processes})
         if on_start is not None:
             on_start(run)
-    start, warned = time.monotonic() - run.progress.seconds, False
-    try:
-        with stop_signals() as received, MetricsLog(config, console, run.main, trackers) as log:
-            log.rewind(first_step if resumed else -1)
-            while True:
-                stop = _sync_stop_and_clock(run, bool(received))
-                step, over = run.progress.step, fraction_done(config.train, run.progress) >= 1
-                evaluated = resumed and step == first_step
-                if (over or step % config.train.eval_every == 0) and not evaluated:
-                    with run.progress.phase("held out"):
-                        is_far = _evaluate(run, log)
-                    if is_far and not warned:
-                        warned = True
-                        log.print(own_text.advice(run.config.data.name, run.config.data.path))
-                if over or stop or (step % config.train.save_every == 0 and step > first_step):
-                    run.progress.finished = over
-                    with run.progress.phase("saving"):
-                        run.save()
-                if over:
-                    return best_drafter.write_result(run)
-                if stop:
-                    run.writer.wait()  # launchers end the other ranks when the first exits
-                    run.accelerator.wait_for_everyone()
-                    log.print(f"stopped at step {step}, saved; the same command continues")
-                    return None
-                run.heartbeat.beat(step)
-                with run.progress.phase("steps"):
-                    _advance(run, log)
-                run.progress.step += 1
-                run.progress.seconds = time.monotonic() - start
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
-            tokens, length = config.train.batch_tokens, config.data.max_length
-            why = f"A step of train.batch_tokens={tokens} in rows of {length} needs more memory"
-            raise RunError(f"{why} than there is.", LESS_MEMORY) from None
-        message = "" if isinstance(error, RunError) else run.heartbeat.explain_timeout(error)
-        if not message:
-            raise
-        fix = "Look at that rank's machine; the same command continues from the last checkpoint."
-        raise RunError(message, fix) from error
-    finally:
-        run.close()
+
+
+def _run_steps(
+    run: Trainer, log: MetricsLog, received: Sequence[object], resumed: bool
+) -> Path | None:
+    """Train until the end or a signal, as `fit` describes.
+
+    Args:
+        received: signals so far.
+    """
+    train, first_step, is_warned = run.config.train, run.progress.step, False
+    start = time.monotonic() - run.progress.seconds
+    while True:
+        stop = _sync_stop_and_clock(run, bool(received))
+        step, over = run.progress.step, fraction_done(train, run.progress) >= 1
+        evaluated = resumed and step == first_step
+        if (over or step % train.eval_every == 0) and not evaluated:
+            with run.progress.phase("held out"):
+                is_far = _evaluate(run, log)
+            if is_far and not is_warned:
+                is_warned = True
+                log.print(own_text.advice(run.config.data.name, run.config.data.path))
+        if over or stop or (step % train.save_every == 0 and step > first_step):
+            run.progress.finished = over
+            with run.progress.phase("saving"):
+                run.save()
+        if over:
+            return best_drafter.write_result(run)
+        if stop:
+            run.writer.wait()  # launchers end the other ranks when the first exits
+            run.accelerator.wait_for_everyone()
+            log.print(f"stopped at step {step}, saved; the same command continues")
+            return None
+        run.heartbeat.beat(step)
+        with run.progress.phase("steps"):
+            _advance(run, log)
+        run.progress.step += 1
+        run.progress.seconds = time.monotonic() - start
+
+
+def _explain(run: Trainer, error: Exception) -> RunError | None:
+    """Return what happened if memory is full or a rank is silent; None for another error."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
+        tokens, length = run.config.train.batch_tokens, run.config.data.max_length
+        why = f"A step of train.batch_tokens={tokens} in rows of {length} needs more memory"
+        return RunError(f"{why} than there is.", LESS_MEMORY)
+    message = "" if isinstance(error, RunError) else run.heartbeat.explain_timeout(error)
+    fix = "Look at that rank's machine; the same command continues from the last checkpoint."
+    return RunError(message, fix) if message else None
 
 
 def _finished(run: Trainer) -> str:
