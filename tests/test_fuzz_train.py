@@ -247,7 +247,7 @@ def test_a_changed_training_summary_is_used_or_refused(run: Trainer, content: by
         replace_file(file, content)
         refused(lambda: best_drafter.has_result(run))
         patch.setattr(train, "quick_report", lambda *_: None)
-        patch.setattr(train, "_has_reports", lambda _: False)
+        patch.setattr(train, "has_reports", lambda *_: False)
         loaded: Any = SimpleNamespace(target=run.target)
         seconds = {"loading": 1.0}
         measured = not refused(

@@ -68,14 +68,15 @@ def machine() -> dict[str, Any]:
     """Return system, processor, memory and GPUs."""
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the processor."""
     file = Path("/proc/cpuinfo")  # of Linux
     lines = file.read_text().splitlines() if file.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

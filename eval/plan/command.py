@@ -8,7 +8,6 @@ arithmetic instead, and nothing is decoded.
 """
 
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,6 +44,7 @@ from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.tree_shapes import Paths
 from outrider.models.drafter import Drafter
 from outrider.models.load import LoadedTarget, stop_ids
+from outrider.train.manifest import processor
 
 RANKS = 10
 OTHER_MODELS = (
@@ -184,7 +184,7 @@ class PlanStudy:
     ) -> MeasuredTimes:
         """Time target and drafter forwards outside decoding."""
         threads = format_count(torch.get_num_threads(), "thread")
-        name = f"{platform.processor() or platform.machine()}, {threads}"
+        name = f"{processor()}, {threads}"
         tokens = [1 + shape.nodes for shape in shapes]
         widest = math.ceil(max(shape.width for shape in shapes))
         grid = grid._replace(widths=[*grid.widths, widest])
