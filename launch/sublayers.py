@@ -115,7 +115,7 @@ def _print_estimate(
         f"{search.tokens} new tokens each; the prefill is not timed"
     )
     left = max(0, search.trials - measured)
-    total, limit = f"{format_seconds(seconds * left)}", ""
+    total, limit = format_seconds(seconds * left), ""
     if search.minutes is not None and 60 * search.minutes < seconds * left:
         limit = f"; the search ends after {search.minutes:g} min (drafter.search.minutes)"
     earlier = f"{measured} candidates were measured before; " if measured else ""

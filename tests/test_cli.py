@@ -18,7 +18,8 @@ from outrider.eval import ranks
 from outrider.launch import cli
 from outrider.launch.cluster import assume_world_size, checked_config
 from outrider.launch.help import EVERYDAY, EXAMPLES
-from outrider.launch.verbs import BENCHES, VERBS
+from outrider.launch.verbs import BENCHES, SAMPLING, VERBS
+from outrider.models.decode.sampling_params import Sampling
 from outrider.models.drafters import trained_names
 from outrider.train.settings import load_run, parse
 from tests.test_page import write_run
@@ -133,6 +134,11 @@ def test_a_key_that_the_verb_would_ignore_is_refused(
     assert re.search(rf"{re.escape(key)} = .*\n  {verb} does not use", capsys.readouterr().err)
     cli.main([verb, "--help", "all"])
     assert f"  {key} " not in capsys.readouterr().out
+
+
+def test_a_plan_takes_every_setting_of_sampling() -> None:
+    """The table of verbs names them itself, so that help needs no torch."""
+    assert tuple(f"decode.{name}" for name in Sampling._fields) == SAMPLING
 
 
 def test_ranks_has_the_prompts_of_the_run_unless_others_are_given(tmp_path: Path) -> None:
