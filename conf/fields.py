@@ -136,6 +136,9 @@ def convert(kind: Any, value: Any, key: str) -> Any:
         return _convert_sequence(origin, get_args(kind), value, key)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return from_dict(kind, value, key)  # type: ignore[arg-type]
+    if origin is dict and isinstance(value, Mapping):
+        left, right = get_args(kind)
+        return {convert(left, k, key): convert(right, v, f"{key}.{k}") for k, v in value.items()}
     if kind is Any or (kind in TYPE_NAMES and type(value) is kind):
         return value
     if kind is float and type(value) is int:
@@ -241,6 +244,8 @@ def unknown_key(key: str, value: object, known: Iterable[str]) -> ConfigError:
 def _describe(kind: Any) -> str:
     if get_origin(kind) in (list, tuple):
         return "a list like [1, 2]"
+    if get_origin(kind) is dict:
+        return "a mapping like {a: b}"
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if dataclasses.is_dataclass(kind):

@@ -88,6 +88,9 @@ class DataConfig:
     path: str | None = option(
         None, "conversations (data=self: prompts): file, folder, hub id or name (ultrachat, ...)"
     )
+    columns: dict[str, str] | None = option(
+        None, "columns of data.path with other names: {messages: dialogue, role: speaker}"
+    )
     subset: str | None = option(None, "subset of a data set; null: its default")
     split: str | None = option(None, "split of a data set; null: train")
     revision: str | None = option(None, "branch, tag or commit of a data set on the hub")

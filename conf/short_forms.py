@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+MAPPINGS = ("data.columns",)  # keys whose value is a mapping, not a group of keys
 SHORT_FORMS = {"target": "hf", "data": "jsonl"}  # group: the choice that reads `<group>.path`
 
 
@@ -62,7 +63,10 @@ def _leaves(node: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
     out = []
     for name, value in node.items():
         key = f"{prefix}.{name}"
-        if isinstance(value, Mapping) and value:
+        if key in MAPPINGS and isinstance(value, Mapping):
+            pairs = ", ".join(f"{k}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items())
+            out.append((key, f"{{{pairs}}}"))
+        elif isinstance(value, Mapping) and value:
             out += _leaves(value, key)
         else:
             out.append((key, json.dumps(value, ensure_ascii=False)))

@@ -137,7 +137,8 @@ def read_conversations(source: Source, summary: RuleCounts) -> Iterator[list[Mes
     if not summary.counts["used"]:
         counts = ", ".join(f"{reason}: {count}" for reason, count in summary.counts.items())
         message = f"{source.location} has no conversation with an answer ({counts or 'empty'})."
-        fix = f"Known shapes: {SHAPES}. Prompts without answers need data=self."
+        fix = f"Known shapes: {SHAPES}. Other names of columns: data.columns={{messages: NAME}}. "
+        fix += "Prompts without answers need data=self."
         raise RunError(f"{message} {first}".strip(), fix)
 
 

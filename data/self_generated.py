@@ -30,7 +30,7 @@ from outrider.data.generate import (
 )
 from outrider.data.generated_store import MANIFEST, GeneratedStore
 from outrider.data.reporter import Reporter
-from outrider.data.sources import Source, data_source
+from outrider.data.sources import Source, data_source, require_path
 from outrider.data.tokenise import conversation_key, prompt_ids
 from outrider.models import process
 from outrider.models.chat_template import template_hash
@@ -50,11 +50,13 @@ def prompt_source(config: Config) -> Source:
 
 
 def conversation_source(data: DataConfig, default: Path = CONVERSATIONS) -> Source:
-    """Return the source of `data.path`; null: the default."""
-    return data_source(
+    """Return the source of `data.path`; null: the default. ConfigError if data=jsonl has none."""
+    require_path(data)
+    source = data_source(
         data.path or str(default), subset=data.subset, split=data.split, revision=data.revision,
         skip_bad=data.skip_bad,
     )  # fmt: skip
+    return replace(source, columns=data.columns or {})
 
 
 def load_prompts(

@@ -7,16 +7,19 @@ repository, the output of `save_to_disk`), a hub id (`org/name`) or the https ad
 
 import difflib
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import sha256_of
+from outrider.conf.schema import DataConfig
 from outrider.conf.shown_text import mask_address, mask_credentials
+from outrider.data.columns import rename_columns
 from outrider.data.dataset_registry import CATEGORY_COLUMNS, DATASETS, SUITES, DatasetSpec
 from outrider.data.readers import SUFFIXES, BadRowPolicy, read_records
 
@@ -38,6 +41,7 @@ class Source:
     splits: tuple[str, ...] = ()  # the first of these that the data set has is read
     revision: str | None = None
     skip_bad: int = 0  # bad rows that may be skipped
+    columns: Mapping[str, str] = field(default_factory=dict)  # known field -> column
 
     @property
     def local_path(self) -> Path | None:
@@ -62,6 +66,8 @@ class Source:
         else:
             policy = BadRowPolicy(self.skip_bad, on_skip, option)
             rows = read_records(file, key=self.option, policy=policy)
+        if self.columns:
+            rows = rename_columns(rows, self.columns)
         return rows if self.spec is UNNAMED else map(self.spec.normalise, rows)
 
     def _file(self) -> Path | None:
@@ -81,6 +87,8 @@ class Source:
             version = sha256_of(file)
         else:
             version = f"{_version(self)} {self.subset} {' '.join(self.splits)}"
+        if self.columns:
+            version = f"{version} {json.dumps(dict(self.columns), sort_keys=True)}"
         return f"{self.name} {version}" if self.name else version
 
     @property
@@ -114,6 +122,16 @@ def data_source(
     splits = (split,) if split else source.splits
     subset = subset or source.subset
     return replace(source, subset=subset, splits=splits, revision=revision, skip_bad=skip_bad)
+
+
+def require_path(data: DataConfig) -> None:
+    """Raise ConfigError for a configuration without `data.path` that needs one."""
+    if data.path is None and data.name == "jsonl":
+        fix = "Add data.path=<file or name>, or use data=self; in Python: train(config, rows=...)."
+        raise ConfigError("data.path", None, "data=jsonl needs a file.", fix)
+    if data.path is None and data.columns:
+        why = "They are those of data.path, which is not set."
+        raise ConfigError("data.columns", data.columns, why, "Set data.path, or leave them out.")
 
 
 def suite_source(word: str, option: str = "eval.prompts") -> Source:

@@ -4,17 +4,20 @@ A drafter that is searched instead of trained: `launch/sublayers.py`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from outrider.conf.console import Console
 from outrider.conf.files import folder_lock, write_json
 from outrider.conf.schema import Config
 from outrider.conf.searched import SearchedConfig
 from outrider.data.corpus import load_training_data
+from outrider.data.python_rows import with_rows
 from outrider.data.reporter import Reporter
+from outrider.data.sources import require_path
 from outrider.data.training_data import TrainingData
 from outrider.eval.run import has_reports, quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
@@ -33,11 +36,19 @@ from outrider.train.settings import check_files
 from outrider.train.trackers import TrackerThread
 
 
-def train(config: Config) -> int:
+def train(config: Config, *, rows: Iterable[Mapping[str, Any]] | None = None) -> int:
     """Train and measure a drafter, or search its settings. Returns the exit code.
 
     The run folder is checked and locked before anything is loaded.
+
+    Args:
+        rows: the training text (data=jsonl) or its prompts (data=self), instead of `data.path`: see
+            `data/python_rows.py`. Every rank must be given the same ones.
     """
+    if rows is not None:
+        console = Console(quiet=process.rank() > 0)
+        config = with_rows(config, rows, partial(console.print, soft_wrap=True))
+    require_path(config.data)
     if isinstance(config.drafter, SearchedConfig):
         return search_sublayers(config)
     distributed.require_matching_launcher(config.launch)

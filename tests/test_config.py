@@ -217,7 +217,6 @@ def test_value_out_of_range_is_refused(key: str, value: object) -> None:
     [
         (["train.max_steps=null"], "train.max_steps"),
         (["target=hf"], "target.path"),
-        (["data=jsonl"], "data.path"),
         (["+data.generate.minutes=1"], "data.generate"),
         (["launch.accumulation=9"], "train.batch_tokens"),
         (["train.batch_tokens=255"], "train.batch_tokens"),

@@ -96,6 +96,12 @@ def test_missing_file(
     assert "missing.jsonl" in message
 
 
+@pytest.mark.parametrize("verb", ["train", "prepare", "doctor", "record"])
+def test_text_of_a_file_without_its_name(refused: Refused, verb: str) -> None:
+    """In Python the text may come as `rows` instead."""
+    assert "data.path" in refused(verb, "data=jsonl")
+
+
 def test_missing_prompts_of_evaluation(refused: Refused, run: Path) -> None:
     assert "eval.prompts" in refused("eval", f"run.dir={run}", "eval.prompts=missing.jsonl")
 

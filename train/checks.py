@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from outrider.conf.errors import ConfigError
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config, DrafterConfig
+from outrider.data.columns import check_columns
 from outrider.models.decode import from_config
 from outrider.models.decode.from_config import decodings
 from outrider.models.drafters import drafter_class
@@ -76,9 +77,7 @@ def check_data(config: Config) -> None:
     if target.name == "hf" and not target.path:
         fix = "Add target.path=<folder or model id>, or use target=smollm2."
         raise ConfigError("target.path", target.path, "target=hf needs a model.", fix)
-    if data.name == "jsonl" and not data.path:
-        fix = "Add data.path=<file or name>, or use data=self."
-        raise ConfigError("data.path", data.path, "data=jsonl needs a file.", fix)
+    check_columns(data.columns or {})
     if data.name != "self" and data.given is not None:
         why = f"data={data.name} already reads existing text."
         raise ConfigError("data.given", data.given, why, "Use data=self, or set data.path only.")

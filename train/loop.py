@@ -24,7 +24,7 @@ from outrider.train.bad_steps import save_batch
 from outrider.train.manifest import write_manifest
 from outrider.train.metric_sums import MetricSums
 from outrider.train.metrics_log import MetricsLog
-from outrider.train.resume import resume, resume_message
+from outrider.train.resume import require_equal_ranks, resume, resume_message
 from outrider.train.schedule import fraction_done, learning_rate
 from outrider.train.step_data import MicroBatch
 from outrider.train.stop_signal import stop_signals
@@ -57,6 +57,7 @@ def fit(
     """
     with console.status("initialising the drafter and the ranks"):
         run = Trainer(config, loaded, data)
+    require_equal_ranks(run)
     messages = resume(run)
     resumed = messages is not None
     for message in messages or ():

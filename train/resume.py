@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from outrider.conf.compose import flatten
@@ -129,10 +130,21 @@ def require_same_settings(config: Config) -> None:
         return
     # parsed again, because an older file lacks settings, which then have their defaults
     saved = dict(flatten(to_dict(parse(read_saved_config(folder)))))
-    for name, value in flatten(mask_values(to_dict(config))):
+    values = dict(flatten(mask_values(to_dict(config))))
+    for name in {**values, **saved}:
+        value = values.get(name)
         if not name.startswith(CHANGEABLE) and saved.get(name) != value:
             why = f"{folder} holds a run that began with {name} = {saved.get(name)!r}."
             raise ConfigError(name, value, why, OTHER_FOLDER)
+
+
+def require_equal_ranks(run: Trainer) -> None:
+    """Raise a RunError, on every rank, if the ranks have read different text."""
+    number = int(run.data.about["sha256_documents"][:15], 16)
+    numbers = run.accelerator.gather(torch.tensor([number], device=run.target.device))
+    if len(set(numbers.tolist())) > 1:
+        fix = "Give every rank the same file, or rows in the same order: seed what is random."
+        raise RunError("The ranks have read different training text.", fix)
 
 
 def require_same_text(run: Trainer) -> None:

@@ -115,9 +115,11 @@ def check_published(name: str) -> None:
 
 
 def check_files(config: Config, *keys: str) -> None:
-    """Raise a `ConfigError` for a key such as data.path that names a missing file."""
-    from outrider.data.sources import data_source, suite_source
+    """Raise a `ConfigError` for a key such as data.path whose file is missing."""
+    from outrider.data.sources import data_source, require_path, suite_source
 
+    if "data.path" in keys:
+        require_path(config.data)
     sources = {"data.path": data_source, "data.given": data_source, "eval.prompts": suite_source}
     values = dict(flatten(to_dict(config)))
     for key in keys:
