@@ -203,7 +203,10 @@ class Decoder:
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new_tokens: int = 256, *, batch: int = 8, **how: Any
     ) -> list[Result]:
-        """Decode `batch` prompts together; the n-th answer is that of `generate` with seed + n."""
+        """Decode `batch` prompts together; the n-th answer is that of `generate` with seed + n.
+
+        Sampled answers of a drafter that learns from the others (suffix with `learn`) differ.
+        """
         setting, budget = GenerationSettings.of(how), check_budget(max_new_tokens)
         if isinstance(prompts, str):
             raise RunError("Expected several prompts, got one text.", "Give a list.")

@@ -20,12 +20,15 @@ text, which nothing follows yet, does not lower the probability of what followed
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from outrider.models.lookup import Draft
 
 END = -1  # behind every text
+ROUNDING = 1e-8  # more than the rounding error of a score
 
 
 @dataclass(slots=True, eq=False)
@@ -81,10 +84,17 @@ class Node:
 
 
 class Place(NamedTuple):
-    """A sequence that occurred: its node, or None and the index of the text that follows it."""
+    """A sequence that occurred.
+
+    Attributes:
+        node: of the sequence; None: it occurred once.
+        at: the index of the text that follows it, if it occurred once.
+        length: its tokens.
+    """
 
     node: Node | None
     at: int = 0
+    length: int = 0
 
 
 class Appended(NamedTuple):
@@ -94,11 +104,53 @@ class Appended(NamedTuple):
     before: list[tuple[int | None, Place | None]]
 
 
-class Candidate(NamedTuple):
-    """A draft and the expected number of its tokens that are accepted, by the counts."""
+class Share(NamedTuple):
+    """How often a drafted token followed those before it.
 
-    score: float
-    draft: Draft
+    Attributes:
+        before: the drafted token before it, by its number; -1 for none.
+        count, total: how often it followed, of all tokens that did.
+    """
+
+    before: int
+    count: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A draft and the expected number of its tokens that are accepted, by the counts.
+
+    Attributes:
+        score: this number, rounded.
+        shares: of every drafted token; those of the tokens before it precede it.
+    """
+
+    score: float = 0.0
+    draft: Draft = field(default_factory=dict)
+    shares: tuple[Share, ...] = ()
+
+    @cached_property
+    def exact_score(self) -> Fraction:
+        paths = list[Fraction]()
+        for before, count, total in self.shares:
+            share = Fraction(count, total)
+            paths.append(share if before < 0 else paths[before] * share)
+        return sum(paths, Fraction())
+
+    def exceeds(self, other: "Candidate") -> bool:
+        """Return whether its score is higher, exactly."""
+        difference = self.score - other.score
+        if abs(difference) > ROUNDING:
+            return difference > 0
+        return self.exact_score > other.exact_score
+
+    def reaches(self, score: int) -> bool:
+        """Return whether its score is at least this, exactly."""
+        difference = self.score - score
+        if abs(difference) > ROUNDING:
+            return difference > 0
+        return self.exact_score >= score
 
 
 class SuffixTrie:
@@ -122,7 +174,7 @@ class SuffixTrie:
         """Add a token to the last text; return what undoes it."""
         self.tokens.append(token)
         ends, appended = [self.root], Appended(self.ends, [])
-        for length, (node, _) in enumerate(self.ends, start=1):
+        for length, (node, *_) in enumerate(self.ends, start=1):
             assert node is not None, "ends have nodes"
             place = node.longer.get(token)
             appended.before.append((node._best, place))
@@ -130,7 +182,7 @@ class SuffixTrie:
             if length > self.depth:
                 break
             if place is None:
-                node.longer[token] = Place(None, self._offset + len(self.tokens))
+                node.longer[token] = Place(None, self._offset + len(self.tokens), length)
             else:
                 if place.node is None:
                     place = node.longer[token] = self._node_of(place.at, length)
@@ -141,7 +193,7 @@ class SuffixTrie:
     def undo(self, appended: Appended) -> None:
         """Undo the last `append`."""
         token, self.ends = self.tokens.pop(), appended.ends
-        for (node, _), (best, place) in zip(self.ends, appended.before, strict=True):
+        for (node, *_), (best, place) in zip(self.ends, appended.before, strict=True):
             assert node is not None, "ends have nodes"
             node.undo_count(token, best, place)
 
@@ -151,8 +203,8 @@ class SuffixTrie:
         if following != END:
             node.count(following)
             if length < self.depth:
-                node.longer[following] = Place(None, index + 1)
-        return Place(node)
+                node.longer[following] = Place(None, index + 1, length + 1)
+        return Place(node, length=length)
 
     def end_text(self) -> None:
         """End the last text; the next token begins another one."""
@@ -196,7 +248,9 @@ class SuffixTrie:
     def _longer(self, place: Place, token: int) -> Place | None:
         if place.node is not None:
             return place.node.longer.get(token)
-        return Place(None, place.at + 1) if self._at(place.at) == token else None
+        if place.length == self.depth or self._at(place.at) != token:
+            return None
+        return Place(None, place.at + 1, place.length + 1)
 
     def _at(self, index: int) -> int:
         """Return a token; END where no text is, or none any more."""
@@ -204,53 +258,64 @@ class SuffixTrie:
         return self.tokens[index] if 0 <= index < len(self.tokens) else END
 
     def path(self, place: Place, most: int, least: float) -> Candidate:
-        """Draft the most frequent continuation: `most` tokens, each path at least so probable."""
-        tokens, score, p = list[int](), 0.0, 1.0
+        """Draft the most frequent continuation: `most` tokens, each path at least so probable.
+
+        Sequences of more than `depth` tokens are not followed, however often they occurred.
+        """
+        least *= 1 - ROUNDING
+        tokens, shares, score, p = list[int](), list[Share](), 0.0, 1.0
         following: Place | None = place
         while following is not None and len(tokens) < most:
-            node, index = following
-            token = self._at(index) if node is None else node.best
-            p *= 1.0 if node is None or token == END else node.counts[token] / node.total
-            if token == END or p < least:
+            node = following.node
+            token = self._at(following.at) if node is None else node.best
+            if token == END:
                 break
+            count, total = (1, 1) if node is None else (node.counts[token], node.total)
+            p *= count / total
+            if p < least:
+                break
+            shares.append(Share(len(tokens) - 1, count, total))
             tokens.append(token)
             score += p
             following = self._longer(following, token)
         draft = Draft()
         for token in reversed(tokens):
             draft = {token: (1.0, draft)}
-        return Candidate(score, draft)
+        return Candidate(score, draft, tuple(shares))
 
     def tree(self, place: Place, most: int, least: float) -> Candidate:
         """Draft the `most` most probable continuations, as a tree."""
-        draft, score, added = Draft(), 0.0, 0
-        heap = list[tuple[float, int, int, float, Place | None, Draft]]()
+        least *= 1 - ROUNDING
+        draft, score, shares = Draft(), 0.0, list[Share]()
+        heap = list[tuple[float, int, int, Share, Place | None, Draft]]()
         order = 0
 
         def push(place: Place | None, p: float, into: Draft) -> None:
             nonlocal order
-            for token, share in self._following(place):
-                if p * share >= least:
+            for token, count, total in self._following(place):
+                if p * (count / total) >= least:
                     assert place is not None
                     order += 1
+                    share = Share(len(shares) - 1, count, total)
                     longer = self._longer(place, token)
-                    heappush(heap, (-p * share, order, token, share, longer, into))
+                    heappush(heap, (-p * (count / total), order, token, share, longer, into))
 
         push(place, 1.0, draft)
-        while heap and added < most:
+        while heap and len(shares) < most:
             negative, _, token, share, longer, into = heappop(heap)
             below = Draft()
-            into[token] = (share, below)
-            score, added = score - negative, added + 1
+            into[token] = (share.count / share.total, below)
+            score -= negative
+            shares.append(share)
             push(longer, -negative, below)
-        return Candidate(score, draft)
+        return Candidate(score, draft, tuple(shares))
 
-    def _following(self, place: Place | None) -> list[tuple[int, float]]:
-        """Return the tokens that followed, and the share of each."""
+    def _following(self, place: Place | None) -> list[tuple[int, int, int]]:
+        """Return the tokens that followed, the count of each, and that of all."""
         if place is None:
             return []
         if place.node is None:
             token = self._at(place.at)
-            return [] if token == END else [(token, 1.0)]
+            return [] if token == END else [(token, 1, 1)]
         node = place.node
-        return [(token, count / node.total) for token, count in node.counts.items()]
+        return [(token, count, node.total) for token, count in node.counts.items()]

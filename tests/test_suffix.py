@@ -4,15 +4,29 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain
+from outrider.models.decode.request import Request
+from outrider.models.decode.rule_table import bind_rule
+from outrider.models.decode.sampling_params import Sampling
 from outrider.models.drafters.suffix import Suffix
 from outrider.models.lookup import Draft
-from outrider.models.suffix_trie import END, Appended, Node, Place, SuffixTrie
+from outrider.models.suffix_trie import (
+    END,
+    Appended,
+    Candidate,
+    Node,
+    Place,
+    Share,
+    SuffixTrie,
+)
 from tests import tiny
 
 DEPTH, TARGET = 4, tiny.target()
@@ -47,7 +61,8 @@ def counted(trie: SuffixTrie, sequence: tuple[int, ...]) -> Counter[int]:
         places = trie.follow(places, token)
     if len(places) <= len(sequence):
         return Counter()
-    node, index = places[-1]
+    node, index, length = places[-1]
+    assert length == len(sequence)
     if node is not None:
         assert node.total == sum(node.counts.values())
         assert node.best == END or node.counts[node.best] == max(node.counts.values())
@@ -209,11 +224,11 @@ class Full:
             best = token if counts[token] > counts[best] else best
         return best
 
-    def share(self, token: int) -> float:
-        return self.followers.count(token) / len(self.followers)
+    def share(self, token: int) -> Fraction:
+        return Fraction(self.followers.count(token), len(self.followers))
 
-    def path(self, most: int, least: float) -> tuple[float, list[int]]:
-        node, p, score, out = self, 1.0, 0.0, list[int]()
+    def path(self, most: int, least: Fraction) -> tuple[Fraction, list[int]]:
+        node, p, score, out = self, Fraction(1), Fraction(), list[int]()
         while node.followers and len(out) < most:
             token = node.best()
             p *= node.share(token)
@@ -223,32 +238,36 @@ class Full:
             out.append(token)
         return score, out
 
-    def tree(self, p: float = 1.0) -> Iterator[float]:
-        """The probability of every continuation."""
-        for token in set(self.followers):
+    def tree(self, depth: int, p: Fraction = Fraction(1)) -> Iterator[Fraction]:
+        """The probability of every continuation of at most `depth` tokens."""
+        for token in set(self.followers) if depth else ():
             yield p * self.share(token)
-            yield from self.children[token].tree(p * self.share(token))
+            yield from self.children[token].tree(depth - 1, p * self.share(token))
 
 
 def full_draft(
-    own: list[int], earlier: list[list[int]], depths: int, factor: float, least: float, tree: bool
-) -> tuple[float, list[int]]:
+    own: list[int], earlier: list[list[int]], longest: int, depths: int, factor: float,
+    least: Fraction, tree: bool,
+) -> tuple[Fraction, list[int]]:  # fmt: skip
     """The best draft by its definition: every end of the text, the longest first; own text first.
 
-    Of a tree only the score is returned.
+    A sequence of at most `longest` tokens is followed by a token. Of a tree only the score is
+    returned.
     """
-    best = 0.0, list[int]()
+    best = Fraction(), list[int]()
     for trie in (Full.of([own]), Full.of(earlier)):
-        for length in range(len(own), 0, -1):
-            node, most = trie.find(own[len(own) - length :]), min(depths, int(factor * length))
+        for length in range(min(len(own), longest), 0, -1):
+            node = trie.find(own[len(own) - length :])
+            most = min(depths, int(factor * length))
             if node is None:
                 continue
             if tree:
-                probable = sorted((p for p in node.tree() if p >= least), reverse=True)
-                candidate = sum(probable[:most]), list[int]()
+                every = node.tree(longest + 1 - length)
+                probable = sorted((p for p in every if p >= least), reverse=True)
+                candidate = sum(probable[:most], Fraction()), list[int]()
             else:
-                candidate = node.path(most, least)
-            best = candidate if candidate[0] > best[0] + 1e-9 else best
+                candidate = node.path(min(most, longest + 1 - length), least)
+            best = candidate if candidate[0] > best[0] else best
     return best
 
 
@@ -270,28 +289,86 @@ def suffix(**changes: Any) -> Suffix:
     st.lists(st.lists(st.integers(0, 2), max_size=10), max_size=3),
     st.sampled_from([2, 6]),
     st.sampled_from([1.0, 2.5]),
-    st.sampled_from([0.0, 0.1, 0.4]),
+    st.sampled_from(["0", "0.1", "0.4"]),
+    st.sampled_from([2, 4, 64]),
 )
 def test_whole_drafts_equal_those_of_an_uncompressed_trie(
-    own: list[int], earlier: list[list[int]], depths: int, factor: float, least: float
+    own: list[int], earlier: list[list[int]], depths: int, factor: float, least: str, longest: int
 ) -> None:
     """Of a request, by its own text and earlier answers; as a path and as a tree.
 
-    A path has the same tokens, ties included; a tree the same score, which ties do not change.
+    A path has the same tokens, ties included; a tree the same score, which ties do not change. The
+    uncompressed trie computes with fractions.
     """
     for tree in (False, True):
-        drafter = suffix(depths=depths, factor=factor, least=least, tree=tree)
+        settings = {"depths": depths, "factor": factor, "least": float(least), "longest": longest}
+        drafter = suffix(**settings, tree=tree)
         for answer in earlier:
             drafter.add_answer(answer)
         index = drafter.new_index()
         for token in own:
             index.append(token)
         draft = drafter.look_up(index)
-        score, tokens = full_draft(own, earlier, depths, factor, least, tree)
+        score, tokens = full_draft(own, earlier, longest, depths, factor, Fraction(least), tree)
         if tree:
-            assert sum(probabilities(draft)) == pytest.approx(score)
+            assert sum(probabilities(draft)) == pytest.approx(float(score))
         else:
             assert chain_of(draft) == tokens
+
+
+def drafted(own: list[int], earlier: list[int], **changes: Any) -> list[int]:
+    drafter = suffix(**changes)
+    drafter.add_answer(earlier)
+    index = drafter.new_index()
+    for token in own:
+        index.append(token)
+    return chain_of(drafter.look_up(index))
+
+
+def test_ties_go_to_the_own_text_whatever_the_rounding() -> None:
+    """Both expect 2 tokens: 2/3 + 2/3 + 1/3 + 1/3, which floats sum to less, and 4 times 1/2."""
+    own, earlier = [3, 0, 3, 3, 0, 3, 0, 3, 0, 3, 1, 2, 3], [3, 3, 1, 2, 2, 0, 1, 1, 0, 0]
+    p = 4 / 6
+    assert p + p + p * 0.5 + p * 0.5 < 2
+    assert drafted(own, earlier, factor=4.0, least=0.0, depths=8) == [0, 3, 0, 3]
+
+
+def test_scores_are_compared_exactly() -> None:
+    sixths = tuple(Share(-1, 1, 6) for _ in range(6))
+    nearly = Candidate(sum([1 / 6] * 6), {}, sixths)
+    whole = Candidate(1.0, {}, (Share(-1, 1, 1),))
+    assert nearly.score < whole.score
+    assert not whole.exceeds(nearly)
+    assert nearly.reaches(1)
+    small = Candidate(1.0, {}, (Share(-1, 10**12 - 1, 10**12),))
+    assert whole.exceeds(small)
+    assert not small.reaches(1)
+
+
+def test_a_probability_of_least_is_enough_whatever_the_rounding() -> None:
+    """10 of 15 and 6 of 10 are 0.4, which floats multiply to less."""
+    assert 10 / 15 * (6 / 10) < 0.4
+    trie = build([*[[0, 1, 2]] * 6, *[[0, 1, 3]] * 4, *[[0, 4]] * 5])
+    place = _place(trie, (0,))
+    assert chain_of(trie.path(place, most=9, least=0.4).draft) == [1, 2]
+    assert [len(trie.tree(place, most=9, least=p).shares) for p in (0.4, 0.41)] == [2, 1]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sequences_end_at_the_longest_however_often_they_occurred(times: int) -> None:
+    """Of 4 tokens and the one behind them: 3 matched ones are followed by 2."""
+    text = [7, 1, 2, 3, 4, 5, 6, 8]
+    own = [0, 1, 2, 3]
+    drafter = suffix(longest=4, factor=9.0)
+    for _ in range(times):
+        drafter.add_answer(text)
+    index = drafter.new_index()
+    for token in own:
+        index.append(token)
+    places = index.places
+    assert chain_of(drafter.earlier.path(places[3], most=9, least=0.0).draft) == [4, 5]
+    assert chain_of(drafter.earlier.tree(places[3], most=9, least=0.0).draft) == [4, 5]
+    assert chain_of(drafter.look_up(index)) == [4, 5, 6, 8], "after the match of one token"
 
 
 # ---- operations ----
@@ -345,7 +422,7 @@ def test_forgotten_texts_are_not_counted(
         assert counted(trie, sequence) == scanned(left, sequence), sequence
         if sequence and len(sequence) <= DEPTH and scanned(left, sequence):
             place = _place(trie, sequence)
-            score, _ = Full.of(left).find(list(sequence)).path(1, 0.0)  # type: ignore[union-attr]
+            score, _ = Full.of(left).find(list(sequence)).path(1, Fraction())  # type: ignore[union-attr]
             assert trie.path(place, most=1, least=0.0).score == pytest.approx(score)
 
 
@@ -394,3 +471,28 @@ def test_an_answer_that_is_forgotten_while_another_request_follows_it() -> None:
     assert chain_of(drafter.look_up(index)) in ([], [4, 5, 6])
     index.append(4)
     assert chain_of(drafter.look_up(index)) in ([], [5, 6])
+
+
+def answers(case: str, order: list[int]) -> dict[int, list[int]]:
+    """Decode requests one after the other with a drafter that learns; return answers by number."""
+    sampling, rule = Sampling(0.0 if case == "greedy" else 0.3), None
+    draft = {"greedy": "best", "sampled": "drawn", "coupled": "coupled"}[case]
+    if case == "coupled":
+        rule = bind_rule("coupled", draft)
+    prompts = [[5, 9, 7, 5], [9, 7, 5, 9], [7, 5, 9, 7], [5, 9, 7, 5]]
+    requests = [Request(prompts[number], 24, number) for number in order]
+    engine = Engine(
+        TARGET, suffix(learn=True, factor=4.0), Chain(4, draft), sampling=sampling, rule=rule
+    )
+    outputs = engine.generate_all(requests, 1)
+    return {number: out.ids for number, out in zip(order, outputs, strict=True)}
+
+
+@pytest.mark.parametrize("case", ["greedy", "coupled", "sampled"])
+def test_what_is_learned_changes_sampled_answers_of_a_seed_alone(case: str) -> None:
+    """The other requests come first, or not at all."""
+    order = [0, 1, 2, 3]
+    together = answers(case, order)
+    alone = {number: answers(case, [number])[number] for number in order}
+    assert together[0] == alone[0]
+    assert (together == alone) == (case != "sampled")

@@ -7,7 +7,9 @@ slot at once; prompts of one length that start together are read in one forward.
 every tree is only the root, which is the baseline.
 
 An answer does not depend on the batch it is in: every request has its own slot, random numbers and
-drafter state, and padding is masked.
+drafter state, and padding is masked. The exception is a drafter that learns from finished answers
+(`Drafter.finish`): what it drafts decides how random numbers are used, so that a seed's sampled
+answer depends on the answers before it, and its distribution does not.
 
 Shape letters: B requests, N nodes, V tokens.
 """

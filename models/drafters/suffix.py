@@ -111,13 +111,13 @@ class Suffix(LookupDrafter):
 
     def look_up(self, index: TextIndex) -> Draft:
         assert isinstance(index, SuffixIndex)
-        best = Candidate(0.0, {})
+        best = Candidate()
         for trie, places in ((index.own, index.own.ends), (index.earlier, index.places)):
             draft = trie.tree if self.cfg.tree else trie.path
             for length in range(len(places) - 1, 0, -1):
                 most = min(self.cfg.depths, int(self.cfg.factor * length))
-                if most <= best.score:  # no shorter end can have a higher one
+                if best.reaches(most):  # no shorter end can have a higher score
                     break
                 candidate = draft(places[length], most, self.cfg.least)
-                best = candidate if candidate.score > best.score else best
+                best = candidate if candidate.exceeds(best) else best
         return best.draft
