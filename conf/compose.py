@@ -18,7 +18,7 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -28,6 +28,10 @@ from outrider.conf.short_forms import SHORT_FORMS, config_words, expand
 
 T = TypeVar("T")
 CONF = Path(__file__).parent
+OF_ONE_POLICY = tuple(  # settings of a draft's shape
+    f"decode.{name}"
+    for name in ("width", "nodes", "tree", "gain", "confidence", "acceptance_goal")
+)
 YAML_BYTES, YAML_DEPTH = 1 << 18, 32  # of a saved configuration, which has 5 KB and 4 levels
 
 
@@ -48,13 +52,36 @@ def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
         overrides = expand(overrides, {"target": []})
     try:
         with initialize_config_dir(str(CONF.absolute()), version_base="1.3"):
-            return hydra_compose(root, list(overrides))
+            node = hydra_compose(root, list(overrides))
     except OverrideParseException as error:
         why = "This is not an override."
         fix = "Write key=value; quote special characters: 'key=\"a, b\"'."
         raise ConfigError("overrides", error.override, why, fix) from None
     except Exception as error:  # hydra and OmegaConf raise many kinds
         raise _translate(error, overrides, root) from None
+    _refuse_beside_grid(node, overrides)
+    return node
+
+
+def _refuse_beside_grid(node: DictConfig, overrides: Sequence[str]) -> None:
+    """Raise a `ConfigError` for a setting of `decode` that no entry of `eval.grid` would use.
+
+    A search of sublayers (`drafter.search`) uses all of them.
+    """
+    grid = OmegaConf.select(node, "eval.grid")
+    if not isinstance(grid, ListConfig) or not grid or OmegaConf.select(node, "drafter.search"):
+        return
+    own, policies = node.decode.name, [str(entry).partition("@")[0] for entry in grid]
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        why = fix = ""
+        if key == "decode.temperature":
+            why, fix = "Every entry of eval.grid has its own temperature.", f"Write {own}@{value}."
+        elif key in ("decode", *OF_ONE_POLICY) and own not in policies:
+            why = f"No entry of eval.grid has the policy {own}, which this sets."
+            fix = f"Drop it, choose decode={policies[0]}, or add {own}@0 to eval.grid."
+        if why:
+            raise ConfigError(key, value, why, fix)
 
 
 def to_container(node: DictConfig, *, resolve: bool = True) -> dict[str, Any]:

@@ -56,11 +56,12 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
         decode = replace(config.decode, confidence=config.drafter.confidence)
         config = replace(config, decode=decode)
         notes.append(f"decode.confidence={decode.confidence}")
-    if "decode.depth" in config.automatic or config.eval.grid:
+    if "decode.depth" in config.automatic:
         used = [decode for _, decode in decodings(config)]
         if any(decode.depth < automatic_depth(decode.name) for decode in used):
             notes.append(f"decode.depth={config.drafter.max_depth}, as deep as the drafter can")
     if notes:
         note(f"not set, so chosen: {'; '.join(notes)}")
-    kept = () if shape is not None else ("train.lr", "data.max_length")
+    kept = [] if shape is not None else ["train.lr", "data.max_length"]
+    kept += ["decode.depth", "decode.nodes"] if config.eval.grid else []  # chosen for each entry
     return replace(config, automatic=tuple(key for key in config.automatic if key in kept))

@@ -17,6 +17,8 @@ from outrider.conf.compose import CONF, choices, compose, groups, parse_words
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import check_interval, convert, from_dict, option
 from outrider.conf.schema import GROUPS, Config, GenerateConfig, to_yaml
+from outrider.models.adapt import adapt
+from outrider.models.decode.from_config import decodings
 from outrider.train.settings import DRAFTERS, check_files, is_untrained, load_run, parse
 
 ALL_CHOICES = [
@@ -409,3 +411,59 @@ def test_check_interval(value: float) -> None:
         assert not inside
     else:
         assert inside
+
+
+# ---- eval.grid ----
+
+GRID = "eval.grid=[chain@0,dynamic_tree@1]"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], [(3, 3, 0.0, 1.0), (4, 8, 1.0, 1.0)]),
+        (["decode.depth=6"], [(6, 6, 0.0, 1.0), (6, 8, 1.0, 1.0)]),
+        (["decode.depth=9"], [(9, 9, 0.0, 1.0), (9, 9, 1.0, 1.0)]),
+        (["decode.depth=3"], [(3, 3, 0.0, 1.0), (3, 8, 1.0, 1.0)]),
+        (["decode.top_p=0.9"], [(3, 3, 0.0, 0.9), (4, 8, 1.0, 0.9)]),
+        (["decode=dynamic_tree", "decode.nodes=20"], [(3, 3, 0.0, 1.0), (4, 20, 1.0, 1.0)]),
+    ],
+)
+def test_settings_of_decode_apply_to_the_entries_of_a_grid(
+    words: list[str], expected: list[tuple[int, int, float, float]]
+) -> None:
+    """Before the target is known, and after: depth, nodes, temperature, top_p."""
+    config, note = parse(compose([GRID, *words])), list[str]().append
+    for one in (config, adapt(config, note), adapt(adapt(config, note), note)):
+        found = [(d.depth, d.nodes, d.temperature, d.top_p) for _, d in decodings(one)]
+        assert found == expected
+        assert parse(OmegaConf.create(to_yaml(one))).decode.depth == config.decode.depth
+
+
+def test_recipes_measure_at_their_own_depth() -> None:
+    depths = {"gpt_oss_20b": 7, "llama31_8b": 5, "qwen3_8b": 5, "qwen3_30b_a3b": 4}
+    for name, depth in depths.items():
+        config = parse(compose([f"experiment={name}_eagle3"]))
+        assert {decode.depth for _, decode in decodings(config)} == {depth}, name
+
+
+@pytest.mark.parametrize("root", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["decode.temperature=1"], "decode.temperature"),
+        (["decode=opt_tree"], "decode"),
+        (["decode=opt_tree", "decode.gain=0.1"], "decode"),
+        (["eval.grid=[dynamic_tree@0]", "decode.confidence=0.5"], "decode.confidence"),
+    ],
+)
+def test_settings_that_no_entry_of_a_grid_uses_are_refused(
+    words: list[str], key: str, root: str
+) -> None:
+    with pytest.raises(ConfigError, match="grid") as caught:
+        compose([GRID, *words], root)
+    assert caught.value.key == key
+
+
+def test_a_search_of_sublayers_uses_decode_beside_a_grid() -> None:
+    compose(["drafter=draft_verify", GRID, "decode.temperature=0", "decode.confidence=0.5"])

@@ -30,6 +30,11 @@ from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafter import Drafter
 
+# of `decode`, for every entry of `eval.grid`; so is decode.depth, if it is set
+SHARED = (
+    "verify", "lenience", "epsilon", "delta", "top_p", "top_k", "min_p", "repetition_penalty",
+    "banned", "draft",
+)  # fmt: skip
 Tables = Mapping[str, Tensor]  # eval/rank_tables.py: "best@0", "drawn@1", .. -> table [D, K]
 
 
@@ -165,15 +170,32 @@ def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:
 def decodings(config: Config) -> list[tuple[str, DecodeConfig]]:
     """Return the decodings of an evaluation by report name: `decode`, or those of `eval.grid`.
 
-    Those of the grid have the depth and the confidence that suit the drafter; their names begin
-    with `eval.out`, if it is not "eval".
+    An entry with the policy of `decode` has its settings, one with another policy the SHARED ones;
+    both at the entry's temperature. Unless they are set, depth and confidence suit the drafter.
+    Names begin with `eval.out`, if it is not "eval".
     """
     out = config.eval.out
     if not config.eval.grid:
         return [(out, config.decode)]
     prefix = "" if out == EvalConfig.out else f"{out}-"
     parsed = map(parse_policy_at_temperature, config.eval.grid)
-    return [(prefix + name, suit_drafter(decode, config.drafter)) for name, decode in parsed]
+    return [(prefix + name, _entry_of(config, decode)) for name, decode in parsed]
+
+
+def _entry_of(config: Config, entry: DecodeConfig) -> DecodeConfig:
+    """Return the settings of an entry of `eval.grid`, given those of its policy's file."""
+    own = config.decode
+    if entry.name == own.name:
+        decode = replace(own, temperature=entry.temperature)
+    else:
+        shared = {key: getattr(own, key) for key in SHARED}
+        decode = suit_drafter(replace(entry, **shared), config.drafter)
+    if "decode.confidence" in config.automatic and decode.kind == "chain":
+        decode = replace(decode, confidence=config.drafter.confidence)
+    if "decode.depth" in config.automatic:
+        return suit_depth(decode, config.drafter)
+    nodes = own.depth if decode.kind == "chain" else max(decode.nodes, own.depth)
+    return replace(decode, depth=own.depth, nodes=nodes)
 
 
 def suit_depth(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
