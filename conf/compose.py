@@ -29,8 +29,7 @@ from outrider.conf.short_forms import SHORT_FORMS, config_words, expand
 T = TypeVar("T")
 CONF = Path(__file__).parent
 OF_ONE_POLICY = tuple(  # settings of a draft's shape
-    f"decode.{name}"
-    for name in ("width", "nodes", "tree", "gain", "confidence", "acceptance_goal")
+    f"decode.{name}" for name in ("width", "nodes", "tree", "gain", "confidence", "acceptance_goal")
 )
 YAML_BYTES, YAML_DEPTH = 1 << 18, 32  # of a saved configuration, which has 5 KB and 4 levels
 

@@ -56,7 +56,7 @@ def test_the_known_fields_are_all_that_conversations_read() -> None:
     """Each one changes what is parsed."""
     rows: dict[str, dict[str, Any]] = {
         **{field: {field: DIALOGUE} for field in columns.LISTS},
-        "prompt": {"prompt": "a"}, "question": {"question": "a"}, "instruction": {"instruction": "a"},
+        **{field: {field: "a"} for field in ("prompt", "question", "instruction")},
         "completion": {"prompt": "a", "completion": "b"}, "system": {"prompt": "a", "system": "s"},
         "response": {"prompt": "a", "response": "b"}, "answer": {"question": "a", "answer": "b"},
         "input": {"instruction": "a", "input": "b"}, "output": {"instruction": "a", "output": "b"},

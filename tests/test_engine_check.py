@@ -7,17 +7,19 @@ import json
 import re
 import runpy
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 import transformers as hf
 
 from outrider.conf.command_settings import Engine, PublishConfig
 from outrider.conf.errors import ConfigError, RunError
-from outrider.eval.publish import engine_check
+from outrider.eval.publish import engine_check, engine_process
 from outrider.eval.publish.engine_check import check_settings, compare_steps, decode_and_compare
 from outrider.eval.publish.engines import run_transformers
 from outrider.eval.publish.round_trip import DecodedAnswer, RoundTrip
@@ -31,7 +33,7 @@ RUN = engine_check._run
 
 @pytest.fixture(autouse=True)
 def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(python: str, engine: str, request: dict[str, Any], place: Path) -> dict[str, Any]:
+    def run(python: str, engine: str, request: dict[str, Any], *_about: Any) -> dict[str, Any]:
         assert (python, engine) == (sys.executable, "transformers")
         return run_transformers.main(request)
 
@@ -51,7 +53,7 @@ def decoded(trip: RoundTrip, word: str, folder: Path) -> str:
     form = formats.find(word, drafter.cfg.name)
     form.write(drafter, trip.target, drafter.cfg, folder)
     loaded = LoadedTarget(trip.target, hf.AutoTokenizer.from_pretrained(TINY), "")
-    return decode_and_compare(TRANSFORMERS, form, trip, folder, loaded)
+    return decode_and_compare(TRANSFORMERS, form, trip, folder, loaded, print)
 
 
 @pytest.mark.parametrize(("name", "word"), [("mtp", "deepseek"), ("draft_lm", "transformers")])
@@ -146,10 +148,49 @@ def test_script_runs_in_the_environment_of_the_engine(
     """Its result is read, and the end of its error is shown."""
     monkeypatch.setattr(engine_check, "SCRIPTS", tmp_path)
     (tmp_path / "run_vllm.py").write_text(COPY)
-    assert RUN(sys.executable, "vllm", {"depth": 3}, tmp_path) == {"depth": 3}
+    assert RUN(sys.executable, "vllm", {"depth": 3}, tmp_path, 60.0, print) == {"depth": 3}
     (tmp_path / "run_vllm.py").write_text("raise SystemExit('no such layer')")
     with pytest.raises(RunError, match=r"vllm does not decode[\s\S]*no such layer"):
-        RUN(sys.executable, "vllm", {}, tmp_path)
+        RUN(sys.executable, "vllm", {}, tmp_path, 60.0, print)
+
+
+HANGS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+print("loading \\x1b[2J weights", flush=True)
+time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_engine_that_hangs_is_ended_with_its_children_and_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it runs, lines of progress have the time, the limit and the last line."""
+    monkeypatch.setattr(engine_check, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(engine_process, "LINE", 0.5)
+    (tmp_path / "run_vllm.py").write_text(HANGS)
+    notes, why = list[str](), r"did not end within 2 s[\s\S]*loading \\x1b\[2J weights"
+    with pytest.raises(RunError, match=why):
+        RUN(sys.executable, "vllm", {}, tmp_path, 2.0, notes.append)
+    child = int((tmp_path / "log.txt").read_text().split()[0])
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
+    assert 1 <= len(notes) <= 4
+    assert re.fullmatch(r"vllm: \d s of at most 2 s; loading \\x1b\[2J weights", notes[-1])
+
+
+def test_time_limit_of_an_engine_grows_with_the_work() -> None:
+    """Ten minutes, and ten times what Outrider took."""
+    assert engine_process.time_limit(0.0) == 600
+    assert engine_process.time_limit(60.0) == 1200
+    assert trip_of("draft_lm").seconds > 0
 
 
 def test_logits_of_speculators_are_compared() -> None:

@@ -11,11 +11,10 @@ the accepted draft tokens and one more, unless the answer ends within them. The 
 does not decode: its result is {"engine": ..., "depths": 4, "difference": 1e-7}, of golden logits.
 """
 
-import os
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 from outrider.conf.command_settings import PublishConfig
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import read_json, write_json
+from outrider.eval.publish.engine_process import run_script, time_limit
 from outrider.eval.publish.reference_outputs import TOLERANCE
 from outrider.eval.publish.round_trip import DecodedAnswer, RoundTrip
 from outrider.models.formats.external import Format
@@ -30,7 +30,6 @@ from outrider.models.formats.mtp_merge import merge_into_target
 from outrider.models.load import LoadedTarget
 
 SCRIPTS = Path(__file__).parent / "engines"
-MINUTES = 30
 SERVES = {  # engine -> format -> drafter -> the engine's name of it
     "transformers": {"transformers": {"draft_lm": "assistant"}, "deepseek": {"mtp": "mtp"}},
     "speculators": {"speculators": {"eagle3": "eagle3"}},
@@ -88,12 +87,16 @@ def _python(settings: PublishConfig) -> str:
 
 
 def decode_and_compare(
-    settings: PublishConfig, form: Format, trip: RoundTrip, folder: Path, loaded: LoadedTarget
-) -> str:
+    settings: PublishConfig, form: Format, trip: RoundTrip, folder: Path, loaded: LoadedTarget,
+    note: Callable[[str], object],
+) -> str:  # fmt: skip
     """Decode the prompts with the engine; return what was equal.
 
+    Args:
+        note: called with lines of progress.
+
     Raises:
-        RunError: the engine fails, or a token or step differs.
+        RunError: the engine fails or takes too long, or a token or step differs.
     """
     drafter: Any = trip.drafter
     name, stages = drafter.cfg.name, len(getattr(drafter, "stages", ()))
@@ -101,7 +104,7 @@ def decode_and_compare(
     if depth != trip.depth:  # one module, run in a loop
         trip = RoundTrip(trip.target, drafter, trip.prompts, trip.new_tokens, depth, trip.stops)
     with TemporaryDirectory() as place:
-        target = Path(place) / "target"
+        start, target = time.monotonic(), Path(place) / "target"
         loaded.target.model.save_pretrained(target)
         loaded.tokenizer.save_pretrained(target)
         if name == "mtp":
@@ -112,29 +115,24 @@ def decode_and_compare(
             "prompts": trip.prompts, "new_tokens": trip.new_tokens, "depth": depth,
             "stop_ids": sorted(trip.stops.ids),
         }  # fmt: skip
-        result = _run(_python(settings), engine, request, Path(place))
+        limit = time_limit(trip.seconds + time.monotonic() - start)
+        result = _run(_python(settings), engine, request, Path(place), limit, note)
     if engine == "speculators":
         return _compare_logits(result)
     equal = compare_steps([a for a in trip.expected if a.policy == "chain"], result)
     return f"{equal}, {trip.target.device.type.upper()}"
 
 
-def _run(python: str, engine: str, request: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Run the engine's script and return its result."""
+def _run(
+    python: str, engine: str, request: dict[str, Any], place: Path, limit: float,
+    note: Callable[[str], object],
+) -> dict[str, Any]:  # fmt: skip
+    """Run the engine's script, for at most `limit` seconds, and return its result."""
     write_json(place / "request.json", request)
     words = [python, str(SCRIPTS / f"run_{engine}.py")]
     words += [str(place / name) for name in ("request.json", "result.json")]
     own = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=60 * MINUTES,
-            cwd=place, env=os.environ | own, errors="replace",
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise RunError(f"{engine} did not end within {MINUTES} minutes.", FIX) from None
-    if done.returncode:
-        last = "\n  ".join(done.stderr.strip().splitlines()[-12:])
-        raise RunError(f"{engine} does not decode with this folder:\n  {last}", FIX)
+    run_script(engine, words, place / "log.txt", limit, note, own, FIX)
     return read_json(place / "result.json", FIX)
 
 

@@ -6,6 +6,7 @@ reference outputs of the folder are checked as its `verify.py` does.
 """
 
 import runpy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,9 +55,12 @@ class RoundTrip:
     depth: int  # of both policies
     stops: Stops = field(default_factory=Stops)
     expected: list[DecodedAnswer] = field(init=False)  # for each policy and prompt
+    seconds: float = field(init=False)  # that decoding them took
 
     def __post_init__(self) -> None:
+        start = time.monotonic()
         self.expected = self.decode(self.drafter)
+        self.seconds = time.monotonic() - start
 
     def decode(self, drafter: Drafter) -> list[DecodedAnswer]:
         """Return the answers to every prompt with both policies."""

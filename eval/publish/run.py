@@ -5,6 +5,7 @@ checked by its own `verify.py`. The upload comes last.
 """
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,7 @@ def publish(config: Config, settings: PublishConfig) -> int:
     with ExitStack() as open_folders:
         for form, place in places:
             partial = open_folders.enter_context(atomic_folder(place))
-            comparison = export.build(form, partial)
+            comparison = export.build(form, partial, console.print)
             lines = [f"{form.names[0]}:", *comparison.split("; ")]
             console.print("\n  ".join(lines), soft_wrap=True)
     for form, place in places:
@@ -117,13 +118,13 @@ class Export:
         name = self.settings.repo
         return name if name is None or self.settings.format != "all" else f"{name}-{form.names[0]}"
 
-    def build(self, form: Format, folder: Path) -> str:
+    def build(self, form: Format, folder: Path, note: Callable[[str], object]) -> str:
         """Write and check a whole folder; return what was compared."""
         engine = ""
         comparison = export_folder(form, self.cfg, self.trip, folder, self.loaded.tokenizer)
         if (name := self.settings.engine) and engine_check.method(name, form, self.cfg.name):
             engine = engine_check.decode_and_compare(
-                self.settings, form, self.trip, folder, self.loaded
+                self.settings, form, self.trip, folder, self.loaded, note
             )
         subject = CardSubject(
             self.config, self.settings, self.drafter, self.cfg, self.loaded.target, form.names[0],
