@@ -52,7 +52,7 @@ class Reporter:
 class TokenProgress:
     """A progress bar with tokens per second and the time left; without a terminal, a line a minute.
 
-    with reporter.progress("recording", 12, "files") as bar:
+    with reporter.progress("recording", 12, "conversations") as bar:
         bar.advance(1, tokens)
     """
 

@@ -445,6 +445,7 @@ def test_serving_commands_have_accepted_draft_depths(
     serving = serve_commands(case.format.names[0], drafter, cfg, "me/draft", "them/target", "tiny")
     assert serving.legal.startswith(legal)
     assert any(part in text for _, text in serving.commands)
+    assert ("vLLM serves Medusa up to 0.32" in " ".join(serving.notes)) == (case == MEDUSA)
     for _, text in serving.commands:
         for settings in re.findall(r"--speculative-config '(.*)'", text):
             assert json.loads(settings)["num_speculative_tokens"] == 3

@@ -1,5 +1,6 @@
 """Recorded traces: training equals online training, and damaged or foreign files raise."""
 
+import io
 import json
 import subprocess
 import sys
@@ -352,6 +353,16 @@ def test_a_damaged_shard_raises_or_is_skipped_or_recorded_again(
     assert record(config(traces, "record.damaged=again")) == 0
     assert {s: sha256_of(folder.shard_file(s)) for s in hashes} == hashes
     training_data(loaded, config(traces))
+
+
+def test_progress_counts_conversations_not_files(loaded: LoadedTarget) -> None:
+    """Also of a recording of one file."""
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=160)
+    settings = config("data.mode=recorded", "record.shard=1000000")
+    data = load_training_data(settings, loaded, (1, 3, 4), Reporter(console))
+    text, count = console.file.getvalue(), len(data.documents)  # type: ignore[attr-defined]
+    assert f"{count}/{count} conversations" in text
+    assert "1/1" not in text
 
 
 def test_training_from_an_unfinished_recording_raises(loaded: LoadedTarget) -> None:

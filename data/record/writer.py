@@ -147,14 +147,15 @@ class Recorder:
         self.reporter.print(f"{folder.path} holds {format_bytes(folder.size())}{others}")
 
     def _write_shards(self, folder: RecordingFolder, shards: Sequence[int]) -> None:
-        with self.reporter.progress("recording", len(shards), "files") as bar:
+        total = sum(self.shard_documents[shard] for shard in shards)
+        with self.reporter.progress("recording", total, "conversations") as bar:
             for index, shard in enumerate(shards):
                 if index % self.settings.check_every == 0:
                     self._verify(shard)
                 tensors = self._encode_shard(shard)
                 if not self.in_lockstep or process.rank() == 0:
                     folder.write_shard(shard, tensors, self._documents_of(shard))
-                bar.advance(1, len(tensors["ids"]))
+                bar.advance(self.shard_documents[shard], len(tensors["ids"]))
 
     def _discard_corrupt(self, folder: RecordingFolder, shards: Iterable[int]) -> None:
         """With record.damaged=again, mark damaged shards as missing."""

@@ -17,6 +17,7 @@ NOTES = {  # (format, drafter), or a format with all others -> what to know firs
     "config.json does, and must be a hub id or a folder where you serve.",
     ("sglang", "eagle3"): "Not for vLLM, which reads these layer ids as the next layers' and then "
     "accepts fewer tokens, without a message.",
+    ("vllm", "medusa"): "vLLM serves Medusa up to 0.32; 0.33 has removed it.",
     "speculators": "The tools of the speculators project read this layout; no engine serves it "
     "alone.",
     "eagle": "EAGLE's own code loads the folder as `ea_model_path`.",
@@ -29,7 +30,8 @@ NOTES = {  # (format, drafter), or a format with all others -> what to know firs
     ): "The folder is the changed target, whole. Other engines serve "
     "it as a model without a drafter.",
     "deepseek": "Engines look for MTP modules inside the target's checkpoint, and serve them where "
-    "they have MTP modules with plain attention for the target's family.",
+    "they have MTP modules with plain attention for the target's family; vLLM 0.33 has a generic "
+    "class for them.",
 }
 NOTES["qwen3_next"] = NOTES["deepseek"]
 MERGE = """python -c "

@@ -27,7 +27,7 @@ NO_EAGLE1 = "The speculators schema has no EAGLE-1; vLLM and SGLang have separat
 UNSUPPORTED = {  # (format, drafter): what the format's software lacks
     ("vllm", "mtp"): f"vLLM {MTP}",
     ("sglang", "mtp"): f"SGLang {MTP}",
-    ("sglang", "medusa"): "SGLang has no Medusa heads; vLLM has.",
+    ("sglang", "medusa"): "SGLang has no Medusa heads; vLLM has them up to 0.32.",
     ("eagle", "eagle3"): "EAGLE's code reads EAGLE-3 in SGLang's format.",
     ("speculators", "eagle"): NO_EAGLE1,
     ("speculators", "hass"): NO_EAGLE1,
