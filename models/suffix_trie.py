@@ -109,11 +109,11 @@ class Share(NamedTuple):
 
     Attributes:
         before: the drafted token before it, by its number; -1 for none.
-        count, total: how often it followed, of all tokens that did.
+        times, total: how often it followed, of all tokens that did.
     """
 
     before: int
-    count: int
+    times: int
     total: int
 
 
@@ -133,8 +133,8 @@ class Candidate:
     @cached_property
     def exact_score(self) -> Fraction:
         paths = list[Fraction]()
-        for before, count, total in self.shares:
-            share = Fraction(count, total)
+        for before, times, total in self.shares:
+            share = Fraction(times, total)
             paths.append(share if before < 0 else paths[before] * share)
         return sum(paths, Fraction())
 
@@ -304,7 +304,7 @@ class SuffixTrie:
         while heap and len(shares) < most:
             negative, _, token, share, longer, into = heappop(heap)
             below = Draft()
-            into[token] = (share.count / share.total, below)
+            into[token] = (share.times / share.total, below)
             score -= negative
             shares.append(share)
             push(longer, -negative, below)

@@ -437,7 +437,9 @@ def test_settings_of_decode_apply_to_the_entries_of_a_grid(
     for one in (config, adapt(config, note), adapt(adapt(config, note), note)):
         found = [(d.depth, d.nodes, d.temperature, d.top_p) for _, d in decodings(one)]
         assert found == expected
-        assert parse(OmegaConf.create(to_yaml(one))).decode.depth == config.decode.depth
+        written = OmegaConf.create(to_yaml(one))
+        assert isinstance(written, DictConfig)
+        assert parse(written).decode.depth == config.decode.depth
 
 
 def test_recipes_measure_at_their_own_depth() -> None:

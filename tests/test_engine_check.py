@@ -164,7 +164,7 @@ time.sleep(600)
 
 
 def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
 
 
 def test_engine_that_hangs_is_ended_with_its_children_and_the_end_of_its_log(

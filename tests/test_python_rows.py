@@ -108,7 +108,7 @@ def test_a_generator_that_fails_is_named_and_nothing_is_kept(cache: Path, error:
     ("rows", "message"),
     [
         ([], "has no rows"),
-        ((row for row in ()), "read once"),
+        (iter([]), "read once"),
         ([{"messages": DIALOGUE}, ["2+2?"]], "Row 2 of rows is of type list"),
         (["2+2?"], "Row 1 of rows is of type str"),
         ([{(1, 2): "x"}], "Row 1 of rows cannot be stored"),

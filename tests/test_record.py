@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.conf.compose import compose
+from outrider.conf.console import Console as ReportConsole
 from outrider.conf.errors import ConfigError, CorruptFile, DiskFull, RunError
 from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config
@@ -357,7 +358,7 @@ def test_a_damaged_shard_raises_or_is_skipped_or_recorded_again(
 
 def test_progress_counts_conversations_not_files(loaded: LoadedTarget) -> None:
     """Also of a recording of one file."""
-    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=160)
+    console = ReportConsole(file=io.StringIO(), force_terminal=True, color_system=None, width=160)
     settings = config("data.mode=recorded", "record.shard=1000000")
     data = load_training_data(settings, loaded, (1, 3, 4), Reporter(console))
     text, count = console.file.getvalue(), len(data.documents)  # type: ignore[attr-defined]
