@@ -19,7 +19,8 @@ from tests import tiny
 EAGLE3: list[dict[str, Any]] = [
     {},
     {"layers": 3, "head_dim": 12},
-    {"fc_norm": True, "feedback": "normed"},
+    {"fc_norm": "each", "feedback": "normed"},
+    {"fc_norm": "joint", "feedback": "normed"},
     {"taps": (0, 2)},
 ]
 NORMED: dict[str, Any] = {"residual": "normed", "init": "random"}

@@ -324,10 +324,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"layers": 3},
     {"qk_norm": True},
     {"head_dim": 12},
-    {"fc_norm": True},
+    {"fc_norm": "each"},
+    {"fc_norm": "joint"},
     {"feedback": "normed"},
     {"residual": "normed", "init": "random"},
-    {"layers": 2, "qk_norm": True, "head_dim": 6, "fc_norm": True, "feedback": "normed"},
+    {"layers": 2, "qk_norm": True, "head_dim": 6, "fc_norm": "each", "feedback": "normed"},
 ]
 
 
@@ -372,7 +373,7 @@ def test_names_of_extra_layers_and_norms(target: Target) -> None:
     shapes = {
         name: tuple(p.shape)
         for name, p in eagle3(
-            target, layers=2, qk_norm=True, head_dim=6, fc_norm=True
+            target, layers=2, qk_norm=True, head_dim=6, fc_norm="each"
         ).named_parameters()
     }
     assert shapes["layers.0.self_attn.q_proj.weight"] == (HEADS * 6, H)

@@ -73,7 +73,7 @@ def test_key_prefixes_are_stripped(
 
 def test_alternative_key_names_are_read(target: Target, tmp_path: Path) -> None:
     """SGLang's aux_norm_*, and layers.0 for midlayer, as ModelOpt writes it."""
-    drafter = outside.randomise(tiny.drafter("eagle3", target, fc_norm=True))
+    drafter = outside.randomise(tiny.drafter("eagle3", target, fc_norm="each"))
     folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config=None)
     other = {f"fc_norm.{i}": f"aux_norm_{n}" for i, n in enumerate(("low", "mid", "high"))}
 
@@ -217,6 +217,148 @@ def test_normed_residual_feeds_the_first_layer(target: Target) -> None:
     assert torch.equal(read, drafter.midlayer.concat_inputs(embedding, state))
 
 
+# ---- folders that leave parts out ----------------------------------------------------------------
+
+
+def test_offsets_alone_name_the_tokens(drafter: Drafter, target: Target, tmp_path: Path) -> None:
+    """ModelOpt writes no t2d, and orders d2t by frequency: the head's rows follow d2t."""
+    folder = outside.publish_as(drafter, target, tmp_path / "f")
+    outside.rewrite_weights(folder, lambda t: t.pop("t2d"))
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
+
+    def by_frequency(tensors: dict[str, Tensor]) -> None:
+        order, rows = torch.randperm(40), torch.arange(40)
+        tensors["d2t"] = (tensors["d2t"] + rows)[order] - rows
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order].clone()
+
+    outside.rewrite_weights(folder, by_frequency)
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
+
+
+@pytest.mark.parametrize("word", ["sglang", "vllm"])
+def test_missing_head_is_the_target_s(target: Target, tmp_path: Path, word: str) -> None:
+    """Also a copy of the target's flag that ties it to the embedding."""
+    whole = outside.randomise(tiny.drafter("eagle3", target, outside.vocab(True)))
+    whole.get_parameter("lm_head.weight").data.copy_(target.head_weight)
+    folder = outside.publish_as(whole, target, tmp_path / "f", word)
+    outside.rewrite_weights(folder, lambda t: [t.pop(k, None) for k in ("d2t", "t2d")])
+    outside.rewrite_weights(folder, lambda t: t.pop("lm_head.weight"))
+    outside.assert_equal_weights(whole, formats.load(folder, target)[0])
+    outside.edit_config(folder, draft_vocab_size=40)
+    with pytest.raises(RunError, match=r"missing, its head of 40 tokens; the target's has 61"):
+        formats.load(folder, target)
+    outside.edit_config(folder, draft_vocab_size=None, tie_word_embeddings=True)
+    with pytest.raises(RunError, match="ties head and embedding, and its head is another"):
+        formats.load(folder, target)
+
+
+def test_tied_head_of_another_size_is_the_target_s_flag(
+    drafter: Drafter, target: Target, tmp_path: Path
+) -> None:
+    folder = outside.publish_as(drafter, target, tmp_path / "f", tie_word_embeddings=True)
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
+    whole = outside.randomise(tiny.drafter("eagle3", target, outside.vocab(True)))
+    folder = outside.publish_as(whole, target, tmp_path / "whole", tie_word_embeddings=True)
+    with pytest.raises(RunError, match="ties head and embedding, and its head is another"):
+        formats.load(folder, target)
+
+
+def test_whole_vocabulary_may_be_named_in_every_format(target: Target, tmp_path: Path) -> None:
+    whole = outside.randomise(tiny.drafter("eagle3", target, outside.vocab(True)))
+    for word in ("vllm", "speculators"):
+        folder = outside.publish_as(whole, target, tmp_path / word, word)
+        assert "d2t" not in outside.weights(folder)
+        maps = {"d2t": torch.zeros(61, dtype=torch.long), "t2d": torch.ones(61, dtype=torch.bool)}
+        outside.rewrite_weights(folder, lambda t, maps=maps: t.update(maps))
+        outside.assert_equal_weights(whole, formats.load(folder, target)[0])
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_missing_head_size_follows_from_the_weights(tmp_path: Path, heads: int) -> None:
+    """32 / 4 is not the size of the heads here."""
+    of = tiny.target(num_hidden_layers=N, head_dim=12, num_attention_heads=heads)
+    drafter = outside.randomise(tiny.drafter("eagle3", of))
+    folder = outside.publish_as(drafter, of, tmp_path / "f", head_dim=None)
+    read, _ = formats.load(folder, of)
+    assert isinstance(read, Eagle3)
+    assert read.shape.head_dim == 12
+    outside.assert_equal_weights(drafter, read)
+
+
+def test_empty_list_of_layers_names_none(drafter: Drafter, target: Target, tmp_path: Path) -> None:
+    """ModelOpt's template writes one."""
+    folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config={IDS: []})
+    assert formats.load(folder, target)[0].taps == DEFAULT_TAPS
+
+
+def test_window_of_all_positions_is_full_attention(
+    drafter: Drafter, target: Target, tmp_path: Path
+) -> None:
+    window = {"sliding_window": 128, "layer_types": ["sliding_attention"]}
+    folder = outside.publish_as(drafter, target, tmp_path / "f", **window)
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
+    outside.edit_config(folder, sliding_window=127)
+    with pytest.raises(RunError, match=r"127 tokens, fewer than the target's 128[\s\S]*full"):
+        formats.load(folder, target)
+    outside.edit_config(folder, layer_types=["full_attention"])
+    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
+
+
+# ---- norms before the fusion ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["sglang", "vllm", "speculators"])
+@pytest.mark.parametrize("kind", ["each", "joint"])
+def test_norm_before_the_fusion_is_exported_without_tap_scales(
+    target: Target, tmp_path: Path, word: str, kind: str
+) -> None:
+    """Initialised drafters: a scale that the norm makes useless must not enter fc."""
+    drafter = tiny.drafter("eagle3", target, fc_norm=kind, feedback="normed")
+    drafter.initialise(target, [tiny.packed_trace(target)])
+    drafter.get_buffer("tap_scale").copy_(torch.tensor([0.5, 4.0, 2.0]))  # of earlier versions
+    formats.find(word, "eagle3").write(drafter, target, None, tmp_path / "f")
+    config = json.loads((tmp_path / "f" / "config.json").read_text())
+    assert bool(config.get("norm_before_fc")) == (kind == "joint")
+    assert bool(config.get("fc_norm")) == (kind == "each")
+    stored = outside.weights(tmp_path / "f")
+    assert torch.equal(stored["fc.weight"], drafter.get_parameter("fc.weight"))
+    assert ("input_norm.weight" in stored) == (kind == "joint")
+    read, cfg = formats.load(tmp_path / "f", target)
+    assert (cfg.fc_norm, cfg.feedback) == (kind, "normed")
+    pairs = zip(outside.logits(drafter, target), outside.logits(read, target), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_norms_of_taps_and_of_rows_exclude_each_other(target: Target, tmp_path: Path) -> None:
+    drafter = tiny.drafter("eagle3", target, fc_norm="joint")
+    folder = outside.publish_as(drafter, target, tmp_path / "f", "vllm")
+    outside.edit_config(folder, fc_norm=True)
+    norms = {f"fc_norm.{i}.weight": torch.ones(32) for i in range(3)}
+    outside.rewrite_weights(folder, lambda t: t.update(norms))
+    with pytest.raises(RunError, match="norms each tap and all taps together"):
+        formats.load(folder, target)
+
+
+def test_older_values_of_fc_norm_are_read(target: Target, tmp_path: Path) -> None:
+    """true and false, in native and published folders of earlier versions."""
+    for value, kind in ((True, "each"), (False, "none")):
+        assert tiny.config("eagle3", fc_norm=value).fc_norm == kind
+        drafter = outside.randomise(tiny.drafter("eagle3", target, fc_norm=kind))
+        for word, name in (("native", "config.json"), ("vllm", "outrider.json")):
+            folder = tmp_path / f"{word}-{value}"
+            formats.find(word, "eagle3").write(drafter, target, None, folder)
+            content = json.loads((folder / name).read_text())
+            content["drafter"]["fc_norm"] = value
+            (folder / name).write_text(json.dumps(content))
+            read, cfg = formats.load(folder, target)
+            assert cfg.fc_norm == kind
+            outside.assert_equal_weights(drafter, read)
+        content["drafter"]["fc_norm"] = not value
+        (folder / name).write_text(json.dumps(content))
+        with pytest.raises(RunError, match=f"has fc_norm: {not value}, and the files {kind}"):
+            formats.load(folder, target)
+
+
 # ---- ambiguities ---------------------------------------------------------------------------------
 
 
@@ -260,14 +402,14 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("sglang", {"eagle_config": 3}, "no object eagle_config"),
     ("sglang", {"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step: 4"),
     ("sglang", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm: True"),
-    ("vllm", {"norm_before_fc": True}, "norm_before_fc: true"),
+    ("vllm", {"norm_before_fc": True}, "norm_before_fc of config.json contradicts"),
     ("vllm", {"fc_norm": True}, "fc_norm of config.json contradicts"),
+    ("vllm", {"eagle_config": {"fc_norm": True}}, "fc_norm: False, and its eagle_config True"),
     ("sglang", {"rope_parameters": LLAMA3}, "rotary embedding is of type llama3"),
     ("sglang", {"rope_parameters": None, "rope_scaling": LLAMA3}, "rotary embedding is of type"),
     ("sglang", {"rope_scaling": LLAMA3}, "two rotary embeddings"),
     ("sglang", {"rope_theta": 500000.0}, "two rotary embeddings"),
     ("sglang", {"rope_scaling": [1]}, "not a llama config.*rope_parameters"),
-    ("sglang", {"tie_word_embeddings": True}, "ties head and embedding"),
     (
         "sglang",
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
@@ -280,8 +422,9 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("sglang", {"intermediate_size": 56}, r"mlp.* is \[48, 32\], and config.json .* \[56, 32\]"),
     ("sglang", {"hidden_act": "relu"}, "activation is relu"),
     ("sglang", {"attention_bias": True}, "attention_bias: True"),
-    ("sglang", {"sliding_window": 64}, "sliding-window"),
+    ("sglang", {"sliding_window": 64}, "window of 64 tokens, fewer than the target's 128"),
     ("sglang", {"layer_types": ["sliding_attention"]}, "sliding-window"),
+    ("sglang", {"layer_types": ["linear_attention"]}, "its layers have linear_attention"),
     ("sglang", {"model_type": "kimi_k2"}, "layers are of type kimi_k2"),
     ("sglang", {"num_hidden_layers": "two"}, "not a llama config.*num_hidden_layers"),
     ("sglang", {"num_hidden_layers": 2}, "lacks layers.0"),
@@ -305,6 +448,7 @@ def test_unsupported_config_is_refused(
     with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
+    assert "Fetch" not in caught.value.fix, "fetching again cannot help"
 
 
 def rename_q_proj(tensors: dict[str, Tensor]) -> None:
@@ -322,14 +466,16 @@ WEIGHTS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
     ("missing", lambda t: t.pop("norm.weight"), r"lacks norm\.weight"),
     ("unknown", lambda t: t.update({"fc.bias": torch.ones(32)}), r"holds fc\.bias"),
     ("no d2t", lambda t: t.pop("d2t"), "d2t is missing"),
-    ("no t2d", lambda t: t.pop("t2d"), "t2d is missing"),
     (
         "neither",
         lambda t: (t.pop("d2t"), t.pop("t2d")),
-        "d2t is missing, and the head has 40 of 61",
+        "d2t is missing, which names the 40 tokens of its head; the target has 61",
     ),
-    ("ids", lambda t: t["d2t"].add_(torch.arange(40)), "do not name the same ascending tokens"),
-    ("shifted", lambda t: t["d2t"].add_(1), "do not name the same"),
+    ("ids", lambda t: t["d2t"].add_(torch.arange(40)), "does not name tokens of the target"),
+    ("negative", lambda t: t["d2t"].sub_(61), "does not name tokens of the target"),
+    ("one token twice", lambda t: t["d2t"][1].sub_(1), "does not name tokens of the target"),
+    ("another token", lambda t: t["d2t"][1].add_(1), "do not name the same"),
+    ("no head", lambda t: t.pop("lm_head.weight"), "head of 40 tokens; the target's has 61"),
     ("flipped", lambda t: t["t2d"].logical_not_(), "do not name the same"),
     (
         "short head",
@@ -364,6 +510,7 @@ def test_unsupported_weights_are_refused(
     with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
+    assert "Fetch" not in caught.value.fix, "fetching again cannot help"
 
 
 def test_other_taps_than_the_default_must_be_named(target: Target, tmp_path: Path) -> None:
