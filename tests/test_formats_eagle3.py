@@ -340,7 +340,7 @@ def test_norms_of_taps_and_of_rows_exclude_each_other(target: Target, tmp_path: 
 
 
 def test_older_values_of_fc_norm_are_read(target: Target, tmp_path: Path) -> None:
-    """true and false, in native and published folders of earlier versions."""
+    """Booleans, in native and published folders of earlier versions."""
     for value, kind in ((True, "each"), (False, "none")):
         assert tiny.config("eagle3", fc_norm=value).fc_norm == kind
         drafter = outside.randomise(tiny.drafter("eagle3", target, fc_norm=kind))

@@ -75,7 +75,7 @@ def export_refusals(drafter: "Drafter", name: str, target: "Target") -> dict[str
 def recognise(folder: Path) -> "Format":
     """Return the format of a folder, from its files."""
     from outrider.models.formats import native
-    from outrider.models.formats.weight_folder import FIX, WeightFolder, damaged_means_error
+    from outrider.models.formats.weight_folder import WeightFolder, damaged_means_error
 
     opened = WeightFolder(folder)
     if native.FORMATS[0].matches(opened):
