@@ -55,7 +55,7 @@ def _cases() -> list[Case]:
     cases = [Case("eagle3", w, c, False) for w in ("sglang", "vllm", "speculators") for c in EAGLE3]
     cases += [Case("eagle3", w, {}, True) for w in ("sglang", "vllm", "speculators")]
     cases += [Case("eagle3", w, NORMED, False) for w in ("vllm", "speculators")]
-    cases += [Case("eagle3", "speculators", {**QK, "taps": (1,)}, False)]
+    cases += [Case("eagle3", "speculators", {**QK, "taps": (1,), "window": 64}, False)]
     for name in ("eagle", "hass"):
         cases += [Case(name, word, {"bias": False}, True) for word in ("eagle", "sglang", "vllm")]
         cases += [Case(name, word, {"bias": True}, True) for word in ("eagle", "sglang")]

@@ -366,6 +366,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"head_dim": 12},
     {"fc_norm": "each"},
     {"fc_norm": "joint"},
+    {"window": 3},
+    {"layers": 2, "window": 3},
     {"feedback": "normed"},
     {"residual": "normed", "init": "random"},
     {"layers": 2, "qk_norm": True, "head_dim": 6, "fc_norm": "each", "feedback": "normed"},

@@ -291,17 +291,32 @@ def test_empty_list_of_layers_names_none(drafter: Drafter, target: Target, tmp_p
     assert formats.load(folder, target)[0].taps == DEFAULT_TAPS
 
 
-def test_window_of_all_positions_is_full_attention(
+def test_window_is_read_and_excludes_formats_without_it(
     drafter: Drafter, target: Target, tmp_path: Path
 ) -> None:
-    window = {"sliding_window": 128, "layer_types": ["sliding_attention"]}
-    folder = outside.publish_as(drafter, target, tmp_path / "f", **window)
-    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
-    outside.edit_config(folder, sliding_window=127)
-    with pytest.raises(RunError, match=r"127 tokens, fewer than the target's 128[\s\S]*full"):
-        formats.load(folder, target)
-    outside.edit_config(folder, layer_types=["full_attention"])
-    outside.assert_equal_weights(drafter, formats.load(folder, target)[0])
+    """The target has 128 positions, so that a window of 128 is full attention."""
+    folder = outside.publish_as(drafter, target, tmp_path / "f")
+    for size, kinds, window in (
+        (128, ["sliding_attention"], None),
+        (127, ["sliding_attention"], 127),
+        (127, None, 127),
+        (127, ["full_attention"], None),
+    ):
+        outside.edit_config(folder, sliding_window=size, layer_types=kinds)
+        read, cfg = formats.load(folder, target)
+        assert cfg.window == window
+        refused = formats.export_refusals(read, "eagle3", target)
+        short = {name for name, why in refused.items() if "window" in why}
+        assert short == ({"sglang", "vllm"} if window == 127 else set())
+
+
+def test_window_is_stored_for_speculators(target: Target, tmp_path: Path) -> None:
+    drafter = tiny.drafter("eagle3", target, window=9, layers=2)
+    folder = outside.publish_as(drafter, target, tmp_path / "f", "speculators")
+    layers = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    assert (layers["sliding_window"], layers["use_sliding_window"]) == (9, True)
+    assert layers["layer_types"] == ["sliding_attention"] * 2
+    assert formats.load(folder, target)[1].window == 9
 
 
 # ---- norms before the fusion ---------------------------------------------------------------------
@@ -422,8 +437,13 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("sglang", {"intermediate_size": 56}, r"mlp.* is \[48, 32\], and config.json .* \[56, 32\]"),
     ("sglang", {"hidden_act": "relu"}, "activation is relu"),
     ("sglang", {"attention_bias": True}, "attention_bias: True"),
-    ("sglang", {"sliding_window": 64}, "window of 64 tokens, fewer than the target's 128"),
-    ("sglang", {"layer_types": ["sliding_attention"]}, "sliding-window"),
+    ("sglang", {"sliding_window": 0}, "sliding-window attention, and sliding_window is 0"),
+    ("sglang", {"layer_types": ["sliding_attention"]}, "sliding_window is None"),
+    (
+        "sglang",
+        {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
+        "with a sliding window and layers without",
+    ),
     ("sglang", {"layer_types": ["linear_attention"]}, "its layers have linear_attention"),
     ("sglang", {"model_type": "kimi_k2"}, "layers are of type kimi_k2"),
     ("sglang", {"num_hidden_layers": "two"}, "not a llama config.*num_hidden_layers"),

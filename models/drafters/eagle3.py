@@ -63,6 +63,7 @@ class Config(DrafterConfig):
     taps: tuple[int, ...] | None = None
     layers: int = option(1, "", DEPTHS)
     head_dim: int | None = option(None, "", "[2, 65536]")
+    window: int | None = option(None, "", COUNT)
     qk_norm: bool = False
     fc_norm: str | bool = "none"
     feedback: str = "raw"
@@ -111,7 +112,7 @@ class Eagle3(SelfFeeding):
     ) -> None:
         super().__init__()
         self.cfg, self.target, self.vocab, self.taps = cfg, target, vocab, taps
-        self.depths, self.attention = cfg.depths, cfg.attention
+        self.depths, self.attention, self.window = cfg.depths, cfg.attention, cfg.window
         shape = target.shape()
         self.shape = shape._replace(head_dim=cfg.head_dim or shape.head_dim)
         hidden, eps = shape.hidden, shape.eps

@@ -11,17 +11,12 @@
                                                         propose every token
     tap_scale                    multiplied into fc
 
-Other projects write variants, which are read too: ModelOpt has no t2d, orders d2t by frequency, and
-names outputs as layer ids beside `layers.0.*`; Automodel names its own class and copies the
-target's number of layers; AngelSlim names tapped layers by another field.
-
 Under one field name, SGLang numbers a tapped layer by its output (k), and vLLM by the input of the
 next (k + 1). vLLM loads SGLang's folders too; one that suits both readings is refused unless
 `outrider.json` settles it. Feeding back the normed state (`feedback: normed`) is `norm_output`, a
 field that SpecForge uses for something else; in a folder for SGLang that is not Automodel's it is
-refused.
-`norm_before_residual` is always written for vLLM, whose default is true; writers mean false when
-they omit it.
+refused. `norm_before_residual` is always written for vLLM, whose default is true; writers mean
+false when they omit it.
 
 Source: reference tables of the published checkpoints (docs/formats.md).
 """
@@ -35,6 +30,17 @@ from torch import Tensor
 
 from outrider.models.drafters.eagle3 import Eagle3, eagle3_taps
 from outrider.models.formats import hf_config
+from outrider.models.formats.eagle3_config import (
+    ANGELSLIM_IDS,
+    AUTOMODEL,
+    IDS,
+    MODELOPT,
+    count_layers,
+    fc_norm,
+    layer_ids,
+    refuse_other_networks,
+    switch,
+)
 from outrider.models.formats.external import (
     JOINT_ORDER,
     ONCE,
@@ -43,7 +49,7 @@ from outrider.models.formats.external import (
     Sidecar,
     strip_wrappers,
 )
-from outrider.models.formats.weight_folder import SIDECAR, WeightFolder, equal_values
+from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
@@ -53,19 +59,14 @@ STATE_TAPS = (
     f"State it in {SIDECAR} in the same folder: "
     '{"taps": [1, 17, 32], "drafter": {"feedback": "raw"}}, with the layers whose output is read.'
 )
-IDS = "eagle_aux_hidden_state_layer_ids"
-ANGELSLIM_IDS = "aux_hidden_states_layer_ids"  # outputs
-AUTOMODEL = "LlamaEagle3DraftModel"  # its class; its config is a copy of the target's
-MODELOPT = "next_layer_regular"  # a field that it alone writes into eagle_config
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # SGLang's older fc_norm.0 .. 2
-EAGLE_CONFIG = {  # ModelOpt's eagle_config: the only values that Outrider's network has
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True,
-    "parallel_draft_step": 1,
-}  # fmt: skip
 QK_NORM = (
     "vLLM's Eagle3LlamaForCausalLM is a Llama layer, without norms on queries and keys; use "
     "format=speculators, which can name Qwen3's layer"
+)
+WINDOW = (
+    "its attention has a window, which vLLM's Eagle3LlamaForCausalLM does not have; "
+    "format=speculators can describe it"
 )
 
 
@@ -181,31 +182,34 @@ class Eagle3Format(ExternalFormat):
         By default, it names the layers whose inputs they are: (2, 18) -> (1, 17).
         """
         nested = folder.config_object("eagle_config", required=False)
-        ids = _layer_ids(folder.config)
-        inputs = folder.int_list(IDS, _layer_ids(nested) if ids is None else ids)
-        outputs = folder.int_list(ANGELSLIM_IDS, _layer_ids(folder.config, ANGELSLIM_IDS))
+        ids = layer_ids(folder.config)
+        inputs = folder.int_list(IDS, layer_ids(nested) if ids is None else ids)
+        outputs = folder.int_list(ANGELSLIM_IDS, layer_ids(folder.config, ANGELSLIM_IDS))
         if outputs is not None:
             return outputs
         return None if inputs is None else tuple(number - 1 for number in inputs)
 
     def feedback(self, folder: WeightFolder, sidecar: Sidecar) -> str:
         """Return the setting `feedback`."""
-        return "normed" if _switch(folder, "norm_output") else "raw"
+        return "normed" if switch(folder, "norm_output") else "raw"
 
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
         keys, config = self.file_keys(folder, target), self.layer_config(folder)
-        _refuse_other_networks(folder, keys, target)
-        shape = hf_config.read_config(folder, config, target.shape())
+        refuse_other_networks(folder, keys, target)
+        shape = hf_config.read_config(folder, config, target.shape(), windowed=True)
         fields = {
             "taps": self._taps(folder, target, sidecar, keys),
-            "layers": _count_layers(folder, config, keys),
-            "fc_norm": _fc_norm(folder, keys),
+            "layers": count_layers(folder, config, keys),
+            "fc_norm": fc_norm(folder, keys),
             "qk_norm": any(key.endswith("self_attn.q_norm.weight") for key in keys),
             "feedback": self.feedback(folder, sidecar),
-            "residual": "normed" if _switch(folder, "norm_before_residual") else "raw",
+            "residual": "normed" if switch(folder, "norm_before_residual") else "raw",
         }
         if fields["residual"] == "normed":
             fields["init"] = "random"
+        windows = hf_config.read_window(folder, config), sidecar.get("drafter", {}).get("window")
+        if any(_is_short(window, target) for window in windows):
+            fields["window"] = windows[0]
         default = target.shape().head_dim
         if shape.head_dim != default or sidecar.get("drafter", {}).get("head_dim") is not None:
             fields["head_dim"] = shape.head_dim
@@ -245,6 +249,8 @@ class Eagle3SGLang(Eagle3Format):
     writes_whole_vocab = True  # optimum-intel leaves absent ones uninitialised
 
     def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
+        if _is_short(drafter.cfg.window, target):
+            return "SGLang takes a window from its launch flag alone, not from the folder"
         if drafter.cfg.qk_norm:
             return "SGLang's drafter is a Llama layer, without norms on queries and keys"
         if drafter.cfg.residual == "normed":
@@ -276,8 +282,8 @@ class Eagle3SGLang(Eagle3Format):
     ) -> tuple[int, ...] | None:
         """Return the ids as outputs; refuse ids that could be vLLM's inputs."""
         nested = folder.config_object("eagle_config", required=False)
-        value = _layer_ids(nested)
-        if value is None and _layer_ids(folder.config) is not None:
+        value = layer_ids(nested)
+        if value is None and layer_ids(folder.config) is not None:
             why = "its layer ids are where vLLM reads them, in a folder for SGLang."
             raise folder.error(why, STATE_TAPS)
         taps = folder.int_list(IDS, value)
@@ -310,6 +316,8 @@ class Eagle3VLLM(Eagle3Format):
     engines = "vLLM"
 
     def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
+        if _is_short(drafter.cfg.window, target):
+            return WINDOW
         return QK_NORM if drafter.cfg.qk_norm else super().refusal_reason(drafter, target)
 
     def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
@@ -330,56 +338,9 @@ def _is_eagle3(folder: WeightFolder) -> bool:
     return first and "fc.weight" in keys and "speculators_model_type" not in folder.config
 
 
-def _layer_ids(config: Mapping[str, Any], name: str = IDS) -> Any:
-    """Return the list of tapped layers; an empty one, which ModelOpt writes, names none."""
-    return None if config.get(name) == [] else config.get(name)
-
-
-def _switch(folder: WeightFolder, name: str) -> bool | None:
-    """Return a switch of config.json, also one inside `eagle_config`; None: it is in neither."""
-    nested = folder.config_object("eagle_config", required=False).get(name)
-    value = folder.config.get(name)
-    if value is not None and nested is not None and bool(value) != bool(nested):
-        raise folder.error(f"config.json has {name}: {value}, and its eagle_config {nested}.")
-    value = nested if value is None else value
-    return None if value is None else bool(value)
-
-
-def _fc_norm(folder: WeightFolder, keys: Mapping[str, str]) -> str:
-    """Return the setting `fc_norm`, which weights and config.json must agree about."""
-    stored = {"fc_norm": "fc_norm.0.weight" in keys, "norm_before_fc": "input_norm.weight" in keys}
-    for name, found in stored.items():
-        if found != (_switch(folder, name) if _switch(folder, name) is not None else found):
-            fix = f"Set {name} to {str(found).lower()} in config.json, or use other weights."
-            raise folder.error(f"{name} of config.json contradicts the weights.", fix)
-    if all(stored.values()):
-        why = f"it norms each tap and all taps together. {hf_config.NOT_SUPPORTED}"
-        raise folder.error(why, hf_config.USE_OTHER)
-    return "each" if stored["fc_norm"] else "joint" if stored["norm_before_fc"] else "none"
-
-
-def _count_layers(folder: WeightFolder, config: Mapping[str, Any], keys: Mapping[str, str]) -> int:
-    """Return the number of decoder layers."""
-    if AUTOMODEL not in folder.architectures:
-        return folder.positive_int("num_hidden_layers", 1, config)
-    names = [key.split(".")[1] for key in keys if key.startswith("layers.")]
-    return 1 + len(set(names) - {"0"})
-
-
-def _refuse_other_networks(folder: WeightFolder, keys: Mapping[str, str], target: Target) -> None:
-    """Refuse variants of EAGLE-3 that Outrider does not have."""
-    head, shape = keys.get("lm_head.weight"), (target.vocab_size, target.shape().hidden)
-    whole = head is None or folder.shapes[head] == shape  # another size: the target's flag, copied
-    if folder.config.get("tie_word_embeddings") and whole:
-        weight = target.head_weight if head is None else folder.tensors([head])[head]
-        if not equal_values(target.embedding.weight, weight):
-            why = "config.json ties head and embedding, and its head is another matrix."
-            raise folder.error(why, "Set tie_word_embeddings to false if the head was trained.")
-    aux = folder.config_object("eagle_config", required=False)
-    for name, value in EAGLE_CONFIG.items():
-        if aux.get(name, value) not in (value, None):
-            why = f"eagle_config has {name}: {aux[name]}. {hf_config.NOT_SUPPORTED}"
-            raise folder.error(why, hf_config.USE_OTHER)
+def _is_short(window: int | None, target: Target) -> bool:
+    """Return whether a window excludes a row of some text that the target reads."""
+    return window is not None and window < target.shape().max_positions
 
 
 FORMATS = (Eagle3SGLang(), Eagle3VLLM())

@@ -4,7 +4,8 @@ Tensors are vLLM's (`eagle3.py`), and a copy of the target's embedding. `transfo
 describes the layers, which may be a Llama's or a Qwen3's.
 
 speculators 0.9 trains EAGLE-3 with `norm_before_fc`, `norm_output`, `norm_before_residual` and a
-sliding window of 2,048 tokens, which is full attention for a target of at most so many positions.
+sliding window of 2,048 tokens. vLLM applies a window to Qwen3's layer (`qk_norm`) and not to
+Llama's, which then attends to more than in training.
 
 Source: speculators 0.9.0, models/eagle3 (docs/formats.md).
 """
@@ -31,6 +32,10 @@ class Eagle3Speculators(Eagle3Format):
 
     def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
         layers, depths = self.layer_fields(drafter), drafter.cfg.depths
+        if drafter.cfg.window is not None:
+            kinds = ["sliding_attention"] * drafter.cfg.layers
+            layers |= {"sliding_window": drafter.cfg.window, "layer_types": kinds}
+            layers["use_sliding_window"] = True
         return {
             **speculators_fields("eagle3", "Eagle3Speculator", layers, depths, target),
             **self.architecture_flags(drafter),

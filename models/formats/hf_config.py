@@ -25,10 +25,6 @@ SUPPORTED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0}  # 
 NOT_SUPPORTED = "Outrider's drafters have no such part."
 USE_TARGET = "Use the target it was trained for."
 USE_OTHER = "Use another drafter, or train one for this target: outrider train."
-NO_WINDOW = (
-    "Train it with full attention (speculators: --full-attention-indices 0), or use a drafter "
-    "without a window."
-)
 ROPE_FIX = (
     "ModelOpt writes such a rope_scaling at export for a drafter that it trained without: if so, "
     "remove it from config.json. Else use another drafter."
@@ -79,11 +75,20 @@ def dtype_fields(weights: Mapping[str, Tensor]) -> dict[str, str]:
     return {"dtype": name, "torch_dtype": name}
 
 
-def read_config(folder: WeightFolder, config: Mapping[str, Any], target: ModelShape) -> ModelShape:
-    """Return the drafter's own shape, as transformers reads its config; refuse unsupported ones."""
+def read_config(
+    folder: WeightFolder, config: Mapping[str, Any], target: ModelShape, windowed: bool = False
+) -> ModelShape:
+    """Return the drafter's own shape, as transformers reads its config; refuse unsupported ones.
+
+    Args:
+        windowed: the drafter has a setting for a window of attention (`read_window`).
+    """
     hf = to_hf_config(folder, config)
     _refuse_parts(folder, config)
-    _refuse_window(folder, config, target.max_positions)
+    window = read_window(folder, config)
+    if window is not None and window < target.max_positions and not windowed:
+        why = f"its attention has a sliding window of {window:,} tokens, fewer than the target's"
+        raise folder.error(f"{why} {target.max_positions:,} positions. {NOT_SUPPORTED}", USE_OTHER)
     _refuse_two_ropes(folder, config)
     if hf.hidden_size != target.hidden:
         why = f"its hidden size is {hf.hidden_size} and the target's {target.hidden}."
@@ -144,19 +149,20 @@ def _refuse_parts(folder: WeightFolder, config: Mapping[str, Any]) -> None:
             raise folder.error(why, USE_OTHER)
 
 
-def _refuse_window(folder: WeightFolder, config: Mapping[str, Any], positions: int) -> None:
-    """Refuse windows of attention that are shorter than the target's longest text."""
-    kinds, size = config.get("layer_types") or (), config.get("sliding_window")
-    if other := set(kinds) - {"full_attention", "sliding_attention"}:
+def read_window(folder: WeightFolder, config: Mapping[str, Any]) -> int | None:
+    """Return the rows that a row of every layer attends to at most; None: all."""
+    kinds, size = set(config.get("layer_types") or ()), config.get("sliding_window")
+    if other := kinds - {"full_attention", "sliding_attention"}:
         raise folder.error(f"its layers have {min(other)}. {NOT_SUPPORTED}", USE_OTHER)
+    if len(kinds) > 1:
+        why = "it has layers with a sliding window and layers without."
+        raise folder.error(f"{why} {NOT_SUPPORTED}", USE_OTHER)
     used = size is not None and config.get("use_sliding_window", True)
     if not ("sliding_attention" in kinds if kinds else used):
-        return
+        return None
     if type(size) is not int or size < 1:
         raise folder.error(f"it has sliding-window attention, and sliding_window is {size}.")
-    if size < positions:
-        why = f"its attention has a sliding window of {size:,} tokens, fewer than the target's"
-        raise folder.error(f"{why} {positions:,} positions. {NOT_SUPPORTED}", NO_WINDOW)
+    return size
 
 
 # ---- vocabulary ----------------------------------------------------------------------------------
