@@ -290,7 +290,7 @@ def test_linear_init_beats_random_weights(heads: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["each", "joint"])
 def test_linear_init_beats_random_weights_behind_a_norm(target: Target, kind: str) -> None:
-    changes = {"fc_norm": kind, "feedback": "normed"}
+    changes: Any = {"fc_norm": kind, "feedback": "normed"}
     linear, random = (first_loss(target, init, **changes) for init in ("linear", "random"))
     assert linear < random - 0.05
 

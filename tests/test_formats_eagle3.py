@@ -265,11 +265,11 @@ def test_tied_head_of_another_size_is_the_target_s_flag(
 
 def test_whole_vocabulary_may_be_named_in_every_format(target: Target, tmp_path: Path) -> None:
     whole = outside.randomise(tiny.drafter("eagle3", target, outside.vocab(True)))
+    maps = {"d2t": torch.zeros(61, dtype=torch.long), "t2d": torch.ones(61, dtype=torch.bool)}
     for word in ("vllm", "speculators"):
         folder = outside.publish_as(whole, target, tmp_path / word, word)
         assert "d2t" not in outside.weights(folder)
-        maps = {"d2t": torch.zeros(61, dtype=torch.long), "t2d": torch.ones(61, dtype=torch.bool)}
-        outside.rewrite_weights(folder, lambda t, maps=maps: t.update(maps))
+        outside.rewrite_weights(folder, lambda t: t.update(maps))
         outside.assert_equal_weights(whole, formats.load(folder, target)[0])
 
 

@@ -205,7 +205,8 @@ class Eagle3(SelfFeeding):
         sizes = taps.unflatten(-1, (len(self.taps), -1)).pow(2).mean(-1).sqrt().median(0).values
         scale = torch.exp2(-sizes.clamp(min=1e-6).log2().round())
         if self.cfg.fc_norm == "joint":
-            self.input_norm.weight.copy_(scale.repeat_interleave(self.shape.hidden))
+            weight = self.input_norm.get_parameter("weight")
+            weight.copy_(scale.repeat_interleave(self.shape.hidden))
         elif self.cfg.fc_norm == "none":
             self.tap_scale.copy_(scale)
 
