@@ -271,7 +271,7 @@ def test_state_grows_by_verified_rows_only(target: Target) -> None:
 # ---- initial weights -----------------------------------------------------------------------------
 
 
-def first_loss(target: Target, init: str, **changes: object) -> float:
+def first_loss(target: Target, init: str, **changes: Any) -> float:
     drafter = tiny.drafter("eagle3", target, init=init, **changes)
     traces = [tiny.packed_trace(target, seed=seed) for seed in range(40)]
     drafter.initialise(target, iter(traces[1:]))
