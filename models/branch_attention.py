@@ -38,7 +38,7 @@ class QueryPlan:
     """The rows that query at every depth, split into blocks of bounded memory."""
 
     rows: Int[Tensor, " N"]  # indices into the B*T flattened rows, ascending
-    document_start: Int[Tensor, " N"]  # index of the first row of each one's document
+    document_start: Int[Tensor, " N"]  # index of the first row of each one's document, or window
     blocks: list[Block]  # query rows start..stop attend to keys low..high
 
 
@@ -47,11 +47,13 @@ def plan_queries(
     document: Int[Tensor, "B T"],
     heads: int,
     budget: int | None = None,
+    window: int | None = None,
 ) -> QueryPlan:
     """Plan the attention of the rows where `queries` is True.
 
     A block holds at most `budget` scores (its rows x its keys x heads), so memory does not grow
-    with T. Documents are runs of equal ids within a row of the batch.
+    with T. Documents are runs of equal ids within a row of the batch. With a window, a row attends
+    to that many keys of depth 1 at most, its own included.
     """
     budget = budget or (SCORES_GPU if queries.is_cuda else SCORES_CPU)
     starts = torch.ones_like(queries)
@@ -59,7 +61,7 @@ def plan_queries(
     index = torch.arange(queries.numel(), device=queries.device).view_as(document)
     first = torch.where(starts, index, 0).flatten().cummax(0).values
     rows = torch.nonzero(queries.flatten()).flatten()
-    first = first[rows]
+    first = first[rows] if window is None else torch.maximum(first[rows], rows - window + 1)
     return QueryPlan(rows, first, _blocks(rows.tolist(), first.tolist(), max(1, budget // heads)))
 
 

@@ -41,6 +41,11 @@ class GrowingRows:
         """Return no rows, of the shape, dtype and device of these."""
         return cls(_Buffer(rows.new_empty(0, *rows.shape[1:]), 0), 0)
 
+    def last(self, count: int) -> "GrowingRows":
+        """Return the last rows only, `count` at most, of the same memory."""
+        rows = self.rows[-count:]
+        return GrowingRows(_Buffer(rows, len(rows)), len(rows))
+
     @property
     def rows(self) -> Float[Tensor, "{self.length} *row"]:
         return self._buffer.rows[: self.length]
@@ -73,6 +78,10 @@ class LayerRows:
     def __len__(self) -> int:
         """Number of verified rows."""
         return self.keys.length
+
+    def last(self, count: int) -> "LayerRows":
+        """Return the last verified rows only, `count` at most, and the branch."""
+        return LayerRows(self.keys.last(count), self.values.last(count), self.branch)
 
     def append(self, key: Float[Tensor, "N A C"], value: Float[Tensor, "N A C"]) -> "LayerRows":
         """Append rows of verified tokens; a branch is dropped."""

@@ -164,6 +164,7 @@ class AttentionLayer(nn.Module):
         counts: Sequence[int],
         *,
         drafted: bool = False,
+        window: int | None = None,
         newest: slice | Int[Tensor, " B"] | None = None,
     ) -> tuple[Float[Tensor, "_ D"], list[LayerRows]]:
         """Return the outputs of new rows, and every prompt's keys and values with theirs appended.
@@ -173,6 +174,7 @@ class AttentionLayer(nn.Module):
             masks: for each prompt, its new rows over its last keys; None: no key is masked.
             counts: new rows of each prompt.
             drafted: the new rows are of draft tokens.
+            window: verified rows that a row attends to at most; None: all.
             newest: compute the outputs of these rows only, one per prompt.
         """
         query, key, value = self.self_attn.query_key_value(x, positions)
@@ -180,7 +182,9 @@ class AttentionLayer(nn.Module):
         if newest is not None:
             residual, query = residual[newest], query[newest]
             counts, masks = [1] * len(counts), [None] * len(counts)
-        prompts = zip(query.split_with_sizes(counts), rows, masks, strict=True)
+        prompts = list(zip(query.split_with_sizes(counts), rows, masks, strict=True))
+        if window is not None:
+            prompts = [(q, *limit_rows(r, m, len(q), window, drafted)) for q, r, m in prompts]
         attended = torch.cat([attend_rows(*prompt) for prompt in prompts if len(prompt[0])])
         return self.finish(residual, attended), rows
 
@@ -234,6 +238,21 @@ def append_rows(
         rows = rows or LayerRows.empty_like(*new)
         out.append(rows.append_draft(*new) if drafted else rows.append(*new))
     return out
+
+
+def limit_rows(
+    rows: LayerRows, mask: Bool[Tensor, "N M"] | None, count: int, window: int, drafted: bool
+) -> tuple[LayerRows, Bool[Tensor, "N _"] | None]:
+    """Return the rows that `count` new rows attend to within a window, and their mask.
+
+    A row of a draft token attends to the verified rows that its branch's root attends to.
+    """
+    if drafted or count == 1:
+        return rows.last(window), mask
+    rows = rows.last(window + count - 1)
+    key = torch.arange(len(rows), device=rows.keys.rows.device)
+    behind = key[len(rows) - count :, None] - key
+    return rows, (behind >= 0) & (behind < window)
 
 
 def attend_rows(

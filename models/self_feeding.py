@@ -70,6 +70,7 @@ class SelfFeeding(BatchDrafter):
     target: TargetEnds
     depths: int  # of the unroll
     attention: str = "fast"  # or "reference", the dense mask
+    window: int | None = None  # keys of depth 1 that a row attends to at most; None: all
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
@@ -92,7 +93,7 @@ class SelfFeeding(BatchDrafter):
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         masks = [trace.supervised_mask(depth) for depth in range(1, self.depths + 1)]
         queries = torch.stack(masks).any(0)
-        plan = plan_queries(queries, trace.document, self.decoder_layers[0].self_attn.heads)
+        plan = self._plan(queries, trace)
         hidden, first = maybe_checkpoint(
             self.gradient_checkpointing, self._unroll_first, trace, plan
         )
@@ -107,6 +108,10 @@ class SelfFeeding(BatchDrafter):
             branch.append(new)
             yield Guess(depth, scatter_rows(hidden, plan, queries))
 
+    def _plan(self, queries: Bool[Tensor, "B T"], trace: Trace) -> QueryPlan:
+        heads = self.decoder_layers[0].self_attn.heads
+        return plan_queries(queries, trace.document, heads, window=self.window)
+
     def _unroll_first(self, trace: Trace, plan: QueryPlan) -> tuple[Float[Tensor, "N D"], Pairs]:
         """Run depth 1: outputs of the query rows, and every layer's keys and values of all rows."""
         positions, pairs = trace.positions.flatten(), Pairs()
@@ -116,7 +121,7 @@ class SelfFeeding(BatchDrafter):
             layer_plan = plan
             if layer is not self.decoder_layers[-1]:  # the next layer needs every row
                 every_row = torch.ones_like(trace.answer)
-                layer_plan = plan_queries(every_row, trace.document, layer.self_attn.heads)
+                layer_plan = self._plan(every_row, trace)
             attend = ATTENTIONS[self.attention]
             residual, key, value = layer.unroll(residual, x, positions, layer_plan, attend)
             pairs.append((key, value))
@@ -209,7 +214,7 @@ class SelfFeeding(BatchDrafter):
             x = x if i == 0 else layer.input_layernorm(residual)
             past = [state.rows[i] if state else None for state in states]
             residual, rows = layer.decode(
-                residual, x, positions, past, masks, counts, drafted=drafted,
+                residual, x, positions, past, masks, counts, drafted=drafted, window=self.window,
                 newest=newest if layer is self.decoder_layers[-1] else None,
             )  # fmt: skip
             layers.append(rows)

@@ -40,12 +40,17 @@ class DraftVocab(nn.Module):
     def identity(cls, size: int) -> "DraftVocab":
         return cls(torch.arange(size), size)
 
+    @staticmethod
+    def ids_of_offsets(d2t: Shaped[Tensor, "*any"]) -> Int[Tensor, " Vd"]:
+        """Return the target ids that `d2t` of a file names; ValueError if it is no list."""
+        if d2t.ndim != 1 or d2t.is_floating_point() or d2t.is_complex() or d2t.dtype == torch.bool:
+            raise ValueError(f"d2t is {list(d2t.shape)} of {d2t.dtype}, not a list of integers")
+        return d2t.long() + torch.arange(len(d2t))
+
     @classmethod
     def from_offsets(cls, d2t: Shaped[Tensor, "*any"], size: int) -> "DraftVocab":
         """Read `d2t` of a file; ValueError if it is no list of offsets to ascending ids."""
-        if d2t.ndim != 1 or d2t.is_floating_point() or d2t.is_complex() or d2t.dtype == torch.bool:
-            raise ValueError(f"d2t is {list(d2t.shape)} of {d2t.dtype}, not a list of integers")
-        return cls(d2t + torch.arange(len(d2t)), size)
+        return cls(cls.ids_of_offsets(d2t), size)
 
     @classmethod
     def from_counts(cls, counts: Int[Tensor, " V"], size: int) -> "DraftVocab":

@@ -19,7 +19,8 @@ from tests import tiny
 EAGLE3: list[dict[str, Any]] = [
     {},
     {"layers": 3, "head_dim": 12},
-    {"fc_norm": True, "feedback": "normed"},
+    {"fc_norm": "each", "feedback": "normed"},
+    {"fc_norm": "joint", "feedback": "normed"},
     {"taps": (0, 2)},
 ]
 NORMED: dict[str, Any] = {"residual": "normed", "init": "random"}
@@ -54,7 +55,7 @@ def _cases() -> list[Case]:
     cases = [Case("eagle3", w, c, False) for w in ("sglang", "vllm", "speculators") for c in EAGLE3]
     cases += [Case("eagle3", w, {}, True) for w in ("sglang", "vllm", "speculators")]
     cases += [Case("eagle3", w, NORMED, False) for w in ("vllm", "speculators")]
-    cases += [Case("eagle3", "speculators", {**QK, "taps": (1,)}, False)]
+    cases += [Case("eagle3", "speculators", {**QK, "taps": (1,), "window": 64}, False)]
     for name in ("eagle", "hass"):
         cases += [Case(name, word, {"bias": False}, True) for word in ("eagle", "sglang", "vllm")]
         cases += [Case(name, word, {"bias": True}, True) for word in ("eagle", "sglang")]

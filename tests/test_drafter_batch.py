@@ -23,7 +23,7 @@ from tests.families import small_model
 
 CLOSE = 1e-5
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "eagle3": [{"layers": 2, "qk_norm": True, "feedback": "normed"}],
+    "eagle3": [{"layers": 2, "qk_norm": True, "feedback": "normed", "window": 3}],
     "mtp": [{"mode": "recurrent"}, {"feed": "raw"}],
     "medusa": [{"own_heads": False}],
     "draft_lm": [

@@ -271,8 +271,8 @@ def test_state_grows_by_verified_rows_only(target: Target) -> None:
 # ---- initial weights -----------------------------------------------------------------------------
 
 
-def first_loss(target: Target, init: str) -> float:
-    drafter = tiny.drafter("eagle3", target, init=init)
+def first_loss(target: Target, init: str, **changes: Any) -> float:
+    drafter = tiny.drafter("eagle3", target, init=init, **changes)
     traces = [tiny.packed_trace(target, seed=seed) for seed in range(40)]
     drafter.initialise(target, iter(traces[1:]))
     objective = Objective(drafter, target, weights=[1.0] * tiny.DEPTHS)
@@ -286,6 +286,46 @@ def test_linear_init_beats_random_weights(heads: dict[str, Any]) -> None:
     target = tiny.target(**heads)
     linear, random = (first_loss(target, init) for init in ("linear", "random"))
     assert linear < random - 0.05
+
+
+@pytest.mark.parametrize("kind", ["each", "joint"])
+def test_linear_init_beats_random_weights_behind_a_norm(target: Target, kind: str) -> None:
+    changes: Any = {"fc_norm": kind, "feedback": "normed"}
+    linear, random = (first_loss(target, init, **changes) for init in ("linear", "random"))
+    assert linear < random - 0.05
+
+
+@pytest.mark.parametrize("kind", ["none", "each", "joint"])
+@torch.no_grad()
+def test_linear_init_fits_the_inputs_of_fc(target: Target, kind: str) -> None:
+    """Each tap has about unit size, and `fc` is the ridge regression on what it reads."""
+    drafter = eagle3(target, init="linear", fc_norm=kind)
+    trace = tiny.packed_trace(target)
+    drafter.initialise(target, [trace])
+    rows = trace.supervised_rows(1)
+    taps = trace.taps.flatten(0, 1)[rows].unflatten(-1, (3, H))
+    eps = target.shape().eps
+    if kind == "each":
+        taps = taps / (taps.square().mean(-1, keepdim=True) + eps).sqrt()
+    elif kind == "joint":
+        taps = taps / (taps.square().mean((-2, -1), keepdim=True) + eps).sqrt()
+        scale = drafter.get_parameter("input_norm.weight").view(3, H)
+        assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+        taps = taps * scale
+    else:
+        taps = taps * drafter.tap_scale[:, None]
+    assert drafter.tap_scale.eq(1).all() == (kind != "none")
+    sizes = taps.square().mean(-1).sqrt().median(0).values
+    assert bool(((sizes > 0.6) & (sizes < 1.6)).all())
+    embedded = drafter.midlayer.input_layernorm(target.embed(trace.next_ids.flatten()[rows]))
+    x = torch.cat([taps.flatten(1), embedded], -1).double()
+    y = trace.last.flatten(0, 1)[rows + 1].double()
+    moments = x.mT @ x / len(x)
+    moments.diagonal().add_(0.01 * moments.diagonal().mean())
+    fit = torch.linalg.solve(moments, x.mT @ (y / y.std(0, correction=0)) / len(x)).mT
+    torch.testing.assert_close(drafter.fc.weight, fit[:, : 3 * H].float(), atol=1e-3, rtol=1e-3)
+    read = drafter.initial_state(trace)[rows]
+    torch.testing.assert_close(read, taps.flatten(1) @ drafter.fc.weight.T, atol=1e-4, rtol=1e-4)
 
 
 def test_text_without_answers_leaves_random_weights(target: Target) -> None:
@@ -324,10 +364,13 @@ VARIANTS: list[dict[str, Any]] = [
     {"layers": 3},
     {"qk_norm": True},
     {"head_dim": 12},
-    {"fc_norm": True},
+    {"fc_norm": "each"},
+    {"fc_norm": "joint"},
+    {"window": 3},
+    {"layers": 2, "window": 3},
     {"feedback": "normed"},
     {"residual": "normed", "init": "random"},
-    {"layers": 2, "qk_norm": True, "head_dim": 6, "fc_norm": True, "feedback": "normed"},
+    {"layers": 2, "qk_norm": True, "head_dim": 6, "fc_norm": "each", "feedback": "normed"},
 ]
 
 
@@ -372,7 +415,7 @@ def test_names_of_extra_layers_and_norms(target: Target) -> None:
     shapes = {
         name: tuple(p.shape)
         for name, p in eagle3(
-            target, layers=2, qk_norm=True, head_dim=6, fc_norm=True
+            target, layers=2, qk_norm=True, head_dim=6, fc_norm="each"
         ).named_parameters()
     }
     assert shapes["layers.0.self_attn.q_proj.weight"] == (HEADS * 6, H)

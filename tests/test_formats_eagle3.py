@@ -73,7 +73,7 @@ def test_key_prefixes_are_stripped(
 
 def test_alternative_key_names_are_read(target: Target, tmp_path: Path) -> None:
     """SGLang's aux_norm_*, and layers.0 for midlayer, as ModelOpt writes it."""
-    drafter = outside.randomise(tiny.drafter("eagle3", target, fc_norm=True))
+    drafter = outside.randomise(tiny.drafter("eagle3", target, fc_norm="each"))
     folder = outside.publish_as(drafter, target, tmp_path / "f", eagle_config=None)
     other = {f"fc_norm.{i}": f"aux_norm_{n}" for i, n in enumerate(("low", "mid", "high"))}
 
@@ -260,14 +260,14 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("sglang", {"eagle_config": 3}, "no object eagle_config"),
     ("sglang", {"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step: 4"),
     ("sglang", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm: True"),
-    ("vllm", {"norm_before_fc": True}, "norm_before_fc: true"),
+    ("vllm", {"norm_before_fc": True}, "norm_before_fc of config.json contradicts"),
     ("vllm", {"fc_norm": True}, "fc_norm of config.json contradicts"),
+    ("vllm", {"eagle_config": {"fc_norm": True}}, "fc_norm: False, and its eagle_config True"),
     ("sglang", {"rope_parameters": LLAMA3}, "rotary embedding is of type llama3"),
     ("sglang", {"rope_parameters": None, "rope_scaling": LLAMA3}, "rotary embedding is of type"),
     ("sglang", {"rope_scaling": LLAMA3}, "two rotary embeddings"),
     ("sglang", {"rope_theta": 500000.0}, "two rotary embeddings"),
     ("sglang", {"rope_scaling": [1]}, "not a llama config.*rope_parameters"),
-    ("sglang", {"tie_word_embeddings": True}, "ties head and embedding"),
     (
         "sglang",
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
@@ -280,8 +280,14 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("sglang", {"intermediate_size": 56}, r"mlp.* is \[48, 32\], and config.json .* \[56, 32\]"),
     ("sglang", {"hidden_act": "relu"}, "activation is relu"),
     ("sglang", {"attention_bias": True}, "attention_bias: True"),
-    ("sglang", {"sliding_window": 64}, "sliding-window"),
-    ("sglang", {"layer_types": ["sliding_attention"]}, "sliding-window"),
+    ("sglang", {"sliding_window": 0}, "sliding-window attention, and sliding_window is 0"),
+    ("sglang", {"layer_types": ["sliding_attention"]}, "sliding_window is None"),
+    (
+        "sglang",
+        {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
+        "with a sliding window and layers without",
+    ),
+    ("sglang", {"layer_types": ["linear_attention"]}, "its layers have linear_attention"),
     ("sglang", {"model_type": "kimi_k2"}, "layers are of type kimi_k2"),
     ("sglang", {"num_hidden_layers": "two"}, "not a llama config.*num_hidden_layers"),
     ("sglang", {"num_hidden_layers": 2}, "lacks layers.0"),
@@ -305,6 +311,7 @@ def test_unsupported_config_is_refused(
     with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
+    assert "Fetch" not in caught.value.fix, "fetching again cannot help"
 
 
 def rename_q_proj(tensors: dict[str, Tensor]) -> None:
@@ -322,14 +329,16 @@ WEIGHTS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
     ("missing", lambda t: t.pop("norm.weight"), r"lacks norm\.weight"),
     ("unknown", lambda t: t.update({"fc.bias": torch.ones(32)}), r"holds fc\.bias"),
     ("no d2t", lambda t: t.pop("d2t"), "d2t is missing"),
-    ("no t2d", lambda t: t.pop("t2d"), "t2d is missing"),
     (
         "neither",
         lambda t: (t.pop("d2t"), t.pop("t2d")),
-        "d2t is missing, and the head has 40 of 61",
+        "d2t is missing, which names the 40 tokens of its head; the target has 61",
     ),
-    ("ids", lambda t: t["d2t"].add_(torch.arange(40)), "do not name the same ascending tokens"),
-    ("shifted", lambda t: t["d2t"].add_(1), "do not name the same"),
+    ("ids", lambda t: t["d2t"].add_(torch.arange(40)), "does not name tokens of the target"),
+    ("negative", lambda t: t["d2t"].sub_(61), "does not name tokens of the target"),
+    ("one token twice", lambda t: t["d2t"][1].sub_(1), "does not name tokens of the target"),
+    ("another token", lambda t: t["d2t"][1].add_(1), "do not name the same"),
+    ("no head", lambda t: t.pop("lm_head.weight"), "head of 40 tokens; the target's has 61"),
     ("flipped", lambda t: t["t2d"].logical_not_(), "do not name the same"),
     (
         "short head",
@@ -364,6 +373,7 @@ def test_unsupported_weights_are_refused(
     with pytest.raises(RunError, match=message) as caught:
         formats.load(folder, target)
     assert caught.value.fix
+    assert "Fetch" not in caught.value.fix, "fetching again cannot help"
 
 
 def test_other_taps_than_the_default_must_be_named(target: Target, tmp_path: Path) -> None:

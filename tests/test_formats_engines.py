@@ -81,6 +81,8 @@ def engine_eagle3(config: dict[str, Any], deeper: str) -> Shapes:
     for i in range(cfg["num_hidden_layers"]):
         norms = ("hidden_norm", "input_layernorm") if i == 0 else (deeper,)
         out |= engine_layer(f"model.layers.{i}", cfg, 1 if i else 2, norms)
+    if config.get("norm_before_fc"):
+        out |= {"model.input_norm.weight": (aux * hidden,)}
     if config["fc_norm"]:
         out |= {f"model.fc_norm.{i}.weight": (hidden,) for i in range(aux)}
     return out
@@ -216,7 +218,10 @@ class Engine:
         aux = [states[i + shift] for i in tap_ids(self.config)]
         if self.config["fc_norm"]:
             aux = [self.norm(f"fc_norm.{i}", tap) for i, tap in enumerate(aux)]
-        return torch.cat(aux, -1) @ self.w["fc.weight"].T
+        joint = torch.cat(aux, -1)
+        if self.config.get("norm_before_fc"):
+            joint = self.norm("input_norm", joint)
+        return joint @ self.w["fc.weight"].T
 
     def logits(self, x: Tensor, head: Tensor) -> Tensor:
         """Return logits over the target's vocabulary; -inf outside the draft vocabulary."""

@@ -29,7 +29,7 @@ CASES = [
     Case("eagle3", "native", {"layers": 2}, False), Case("medusa", "native", {}, False),
     Case("mtp", "native", {}, False), Case("draft_lm", "native", {}, False),
     Case("eagle", "native", {}, False),
-    Case("eagle3", "sglang", {"fc_norm": True, "feedback": "normed"}, False),
+    Case("eagle3", "sglang", {"fc_norm": "each", "feedback": "normed"}, False),
     Case("eagle3", "vllm", {}, False), Case("eagle3", "speculators", {"head_dim": 12}, False),
     Case("eagle", "eagle", {}, True), Case("eagle", "sglang", {}, True),
     Case("hass", "vllm", {"bias": False}, True), Case("medusa", "medusa", {}, True),

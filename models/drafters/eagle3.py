@@ -3,13 +3,15 @@
 Source: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, and its reference code. At row t, depth 1, the
 layer reads the embedding of x_{t+1} and g_t = fc(low, middle, high features of row t); at deeper
 depths it reads its own un-normed output ("training-time test", `models/self_feeding.py`). Gradients
-flow through all depths. Settings select later variants: a norm on every tap (`fc_norm`), the normed
-state as feedback (`feedback=normed`, EAGLE-3.1) or as the residual (`residual=normed`, vLLM's
-speculators), more layers, query and key norms, another head size.
+flow through all depths. Settings select later variants: EAGLE-3.1 (arXiv:2605.09992) norms every
+tap (`fc_norm=each`) and feeds back the normed state (`feedback=normed`); speculators norms all taps
+of a row together (`fc_norm=joint`) and adds to the normed state (`residual=normed`); more layers,
+query and key norms, another head size.
 
 Differs (docs/drafters/eagle3.md): the weight of a row follows the *predicted* token; taps are
-divided by their typical size (`tap_scale`), a power of two, so that exporting merges it into `fc`
-exactly; training starts from the best linear drafter (`models/closed_form_init.py`).
+divided by their typical size, a power of two, so that exporting merges it into `fc` exactly
+(`tap_scale`), or into the joint norm's weight; training starts from the best linear drafter
+(`models/closed_form_init.py`).
 """
 
 from collections.abc import Iterable
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -60,8 +63,9 @@ class Config(DrafterConfig):
     taps: tuple[int, ...] | None = None
     layers: int = option(1, "", DEPTHS)
     head_dim: int | None = option(None, "", "[2, 65536]")
+    window: int | None = option(None, "", COUNT)
     qk_norm: bool = False
-    fc_norm: bool = False
+    fc_norm: str | bool = "none"
     feedback: str = "raw"
     residual: str = "raw"
     init: str = "linear"
@@ -69,6 +73,9 @@ class Config(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.fc_norm, bool):  # of earlier versions
+            object.__setattr__(self, "fc_norm", "each" if self.fc_norm else "none")
+        self.require_choice("fc_norm", "none", "each", "joint")
         if self.taps is not None and not 0 < len(self.taps) == len(set(self.taps)):
             raise ValueError(f"taps = {list(self.taps)}: needs one or more layers, each once")
         if self.head_dim is not None and self.head_dim % 2:
@@ -105,13 +112,15 @@ class Eagle3(SelfFeeding):
     ) -> None:
         super().__init__()
         self.cfg, self.target, self.vocab, self.taps = cfg, target, vocab, taps
-        self.depths, self.attention = cfg.depths, cfg.attention
+        self.depths, self.attention, self.window = cfg.depths, cfg.attention, cfg.window
         shape = target.shape()
         self.shape = shape._replace(head_dim=cfg.head_dim or shape.head_dim)
         hidden, eps = shape.hidden, shape.eps
         self.fc = nn.Linear(len(taps) * hidden, hidden, bias=False)
         self.register_buffer("tap_scale", torch.ones(len(taps)))
-        self.fc_norm = nn.ModuleList(Norm(hidden, eps) for _ in taps if cfg.fc_norm)
+        self.fc_norm = nn.ModuleList(Norm(hidden, eps) for _ in taps if cfg.fc_norm == "each")
+        joint = cfg.fc_norm == "joint"
+        self.input_norm = Norm(len(taps) * hidden, eps) if joint else nn.Identity()
         self.midlayer = InputLayer(self.shape, cfg.qk_norm)
         self.layers = nn.ModuleList(
             DecoderLayer(self.shape, qk_norm=cfg.qk_norm) for _ in range(cfg.layers - 1)
@@ -143,9 +152,12 @@ class Eagle3(SelfFeeding):
         return out
 
     def _normalise_taps(self, taps: Float[Tensor, "N KH"]) -> Float[Tensor, "N KH"]:
-        """Scale each tap by its typical size, or normalise each row (`fc_norm`)."""
+        """Norm each tap or all of them (`fc_norm`), or scale each by its typical size."""
+        if self.cfg.fc_norm == "joint":
+            out: Tensor = self.input_norm(taps)
+            return out
         each = taps.unflatten(-1, (len(self.taps), -1))
-        if self.cfg.fc_norm:
+        if self.cfg.fc_norm == "each":
             pairs = zip(self.fc_norm, each.unbind(1), strict=True)
             return torch.cat([norm(tap) for norm, tap in pairs], -1)
         scaled: Tensor = each * self.tap_scale[:, None].to(taps.dtype)
@@ -182,9 +194,21 @@ class Eagle3(SelfFeeding):
         return f"linear fit to {moments.count:,} states of {target.name}, and its head"
 
     def _fit_tap_scale(self, trace: Trace) -> None:
-        taps = trace.taps[trace.document >= 0].float().unflatten(-1, (len(self.taps), -1))
-        sizes = taps.pow(2).mean(-1).sqrt().median(0).values
-        self.tap_scale.copy_(torch.exp2(-sizes.clamp(min=1e-6).log2().round()))
+        """Bring the inputs of `fc` to about unit size, each tap by a power of two.
+
+        A joint norm divides a row by the size of all its taps, which leaves small taps small: its
+        weight holds the scales. Norms of each tap need none.
+        """
+        taps = trace.taps[trace.document >= 0].float()
+        if self.cfg.fc_norm == "joint":
+            taps = F.rms_norm(taps, taps.shape[-1:], eps=self.shape.eps)
+        sizes = taps.unflatten(-1, (len(self.taps), -1)).pow(2).mean(-1).sqrt().median(0).values
+        scale = torch.exp2(-sizes.clamp(min=1e-6).log2().round())
+        if self.cfg.fc_norm == "joint":
+            weight = self.input_norm.get_parameter("weight")
+            weight.copy_(scale.repeat_interleave(self.shape.hidden))
+        elif self.cfg.fc_norm == "none":
+            self.tap_scale.copy_(scale)
 
     def _attention_inputs(self, trace: Trace) -> Float[Tensor, "N DD"]:
         """Return the first layer's attention inputs at the rows supervised at depth 1."""

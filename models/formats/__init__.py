@@ -75,7 +75,7 @@ def export_refusals(drafter: "Drafter", name: str, target: "Target") -> dict[str
 def recognise(folder: Path) -> "Format":
     """Return the format of a folder, from its files."""
     from outrider.models.formats import native
-    from outrider.models.formats.weight_folder import FIX, WeightFolder, damaged_means_error
+    from outrider.models.formats.weight_folder import WeightFolder, damaged_means_error
 
     opened = WeightFolder(folder)
     if native.FORMATS[0].matches(opened):
@@ -86,10 +86,11 @@ def recognise(folder: Path) -> "Format":
         return matches[0]
     if matches:
         names = ", ".join(f"{form.names[0]} ({form.drafters[0]})" for form in matches)
-        raise RunError(f"{folder} could be of several formats: {names}.", FIX)
+        why = f"{folder} could be of several formats: {names}."
+        raise RunError(why, "Remove the tensors or fields that belong to the other one.")
     if kind := opened.config.get("speculators_model_type"):
         why = f"{folder} is a speculators folder of type {kind}."
-        raise RunError(why, "It cannot be read here.")
+        raise RunError(why, "Outrider reads those of type eagle3 and mtp.")
     text = str(opened.config).lower()
     if foreign := [name for word, name in FOREIGN.items() if word in text]:
         raise RunError(f"{folder} is a {foreign[0]} drafter.", "Outrider has no such drafter.")

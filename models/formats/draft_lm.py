@@ -45,7 +45,8 @@ class HuggingFaceFormat(ExternalFormat):
         try:
             refuse_code_keys(opened.config)
         except ValueError as error:
-            raise opened.error(f"config.json names code to run: {error}") from None
+            why = f"config.json names code to run: {error}"
+            raise opened.error(why, "Use a model of a class in transformers.") from None
         fields = {**sidecar.get("drafter", {}), "body": None, "path": str(folder)}
         cfg = native.config_from_json({"name": "draft_lm", **fields}, folder)
         try:

@@ -35,6 +35,11 @@ BIAS = (
     "drafter.bias=false"
 )
 
+BIAS_FIX = (
+    "Set bias to {} in config.json: EAGLE's training scripts train one whatever the copied "
+    "config.json says, and its newest code drops one that config.json denies."
+)
+
 
 class EagleFormat(ExternalFormat):
     """What the three formats share."""
@@ -56,22 +61,25 @@ class EagleFormat(ExternalFormat):
         keys, config = self.file_keys(folder, target), self.layer_config(folder)
         if folder.config.get("add_para_norm") or any(key in keys for key in PARA_NORMS):
             why = "it has HASS's two norms before fc."
-            raise folder.error(f"{why} {hf_config.NOT_SUPPORTED}")
+            raise folder.error(f"{why} {hf_config.NOT_SUPPORTED}", hf_config.USE_OTHER)
         if (count := folder.positive_int("num_hidden_layers", 1, config)) != 1:
-            raise folder.error(f"it has {count} layers. {hf_config.NOT_SUPPORTED}")
+            why = f"it has {count} layers. {hf_config.NOT_SUPPORTED}"
+            raise folder.error(why, hf_config.USE_OTHER)
         trained, bias = sidecar.get("drafter", {}), "fc.bias" in keys
         self.check_bias(folder, bias)
         fields = {"bias": trained.get("bias", bias) if bias else False}
         name = str(trained.get("name", "eagle"))
         if name not in self.drafters:
-            raise folder.error(f"{SIDECAR} names the drafter {name!r}.")
+            fix = f"Write eagle or hass into {SIDECAR}."
+            raise folder.error(f"{SIDECAR} names the drafter {name!r}.", fix)
         return DrafterSpec(name, fields, hf_config.read_config(folder, config, target.shape()))
 
     def check_bias(self, folder: WeightFolder, has_bias: bool) -> None:
         """Refuse a config.json that contradicts the weights."""
         value = folder.config.get("bias")
         if value is not None and bool(value) != has_bias:
-            raise folder.error(f"config.json has bias: {value}, which the weights contradict.")
+            why = f"config.json has bias: {value}, which the weights contradict."
+            raise folder.error(why, BIAS_FIX.format(str(has_bias).lower()))
 
 
 class EagleOriginal(EagleFormat):
@@ -138,12 +146,14 @@ class EagleVLLM(EagleFormat):
         layers = folder.config_object("model")
         size = folder.config.get("truncated_vocab_size")
         if size not in (None, layers.get("vocab_size")):
-            raise folder.error(f"its vocabulary is truncated to {size}, without naming the tokens.")
+            why = f"its vocabulary is truncated to {size}, without naming the tokens."
+            raise folder.error(why, hf_config.USE_OTHER)
         return layers
 
     def check_bias(self, folder: WeightFolder, has_bias: bool) -> None:
         if bool(folder.config.get("eagle_fc_bias")) != has_bias:
-            raise folder.error("eagle_fc_bias of config.json contradicts the weights.")
+            fix = f"Set eagle_fc_bias to {str(has_bias).lower()} in config.json."
+            raise folder.error("eagle_fc_bias of config.json contradicts the weights.", fix)
 
 
 def _is_eagle(folder: WeightFolder) -> bool:

@@ -1,8 +1,8 @@
-"""EAGLE-3 in the formats of SGLang, vLLM and the speculators library.
+"""EAGLE-3 in the formats of SGLang and vLLM.
 
     ours                         SGLang                     vLLM, speculators
     fc, norm, lm_head            the same                   the same
-    fc_norm.{k}                  the same                   the same
+    fc_norm.{k}, input_norm      the same                   the same
     midlayer.*                   midlayer.* (layers.0.*     layers.0.*
                                  of several layers)
     layers.{i}.*                 layers.{i+1}.*, its input  layers.{i+1}.*
@@ -14,9 +14,9 @@
 Under one field name, SGLang numbers a tapped layer by its output (k), and vLLM by the input of the
 next (k + 1). vLLM loads SGLang's folders too; one that suits both readings is refused unless
 `outrider.json` settles it. Feeding back the normed state (`feedback: normed`) is `norm_output`, a
-field that SpecForge uses for something else; in a folder of unknown origin it is refused.
-`norm_before_residual` is always written for vLLM, whose default is true; writers mean false when
-they omit it.
+field that SpecForge uses for something else; in a folder for SGLang that is not Automodel's it is
+refused. `norm_before_residual` is always written for vLLM, whose default is true; writers mean
+false when they omit it.
 
 Source: reference tables of the published checkpoints (docs/formats.md).
 """
@@ -30,8 +30,20 @@ from torch import Tensor
 
 from outrider.models.drafters.eagle3 import Eagle3, eagle3_taps
 from outrider.models.formats import hf_config
+from outrider.models.formats.eagle3_config import (
+    ANGELSLIM_IDS,
+    AUTOMODEL,
+    IDS,
+    MODELOPT,
+    count_layers,
+    fc_norm,
+    layer_ids,
+    refuse_other_networks,
+    switch,
+)
 from outrider.models.formats.external import (
     JOINT_ORDER,
+    ONCE,
     DrafterSpec,
     ExternalFormat,
     Sidecar,
@@ -39,6 +51,7 @@ from outrider.models.formats.external import (
 )
 from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
 from outrider.models.target import Target
+from outrider.models.vocab import DraftVocab
 
 LAST = "it taps the last decoder layer, whose output engines expose only after the final norm"
 ORDER = "engines return tapped layers in ascending order, in whatever order they are named"
@@ -46,18 +59,14 @@ STATE_TAPS = (
     f"State it in {SIDECAR} in the same folder: "
     '{"taps": [1, 17, 32], "drafter": {"feedback": "raw"}}, with the layers whose output is read.'
 )
-IDS = "eagle_aux_hidden_state_layer_ids"
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # SGLang's older fc_norm.0 .. 2
-EAGLE_CONFIG = {  # ModelOpt's eagle_config: the only values that Outrider's network has
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True,
-    "parallel_draft_step": 1,
-}  # fmt: skip
-VERSION = "0.7.0"  # of the speculators schema that is written
-LOSSLESS = {"verifier_accept_k": 1, "accept_tolerance": 0.0}
 QK_NORM = (
     "vLLM's Eagle3LlamaForCausalLM is a Llama layer, without norms on queries and keys; use "
     "format=speculators, which can name Qwen3's layer"
+)
+WINDOW = (
+    "its attention has a window, which vLLM's Eagle3LlamaForCausalLM does not have; "
+    "format=speculators can describe it"
 )
 
 
@@ -67,6 +76,7 @@ class Eagle3Format(ExternalFormat):
     drafters = ("eagle3",)
     joint_order = JOINT_ORDER
     first_layer = "layers.0"  # prefix of the layer of a drafter that has one
+    writes_whole_vocab = False  # whether d2t and t2d are written that name every token
 
     def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
         if list(drafter.taps) != sorted(drafter.taps):
@@ -76,7 +86,7 @@ class Eagle3Format(ExternalFormat):
     # ---- names ----
 
     def rename(self, key: str, drafter: Eagle3, target: Target) -> str | None:
-        if key == "tap_scale" or (key.startswith("vocab.") and drafter.vocab.is_full):
+        if key == "tap_scale":
             return None
         part, _, rest = key.partition(".")
         if part == "vocab":
@@ -98,7 +108,7 @@ class Eagle3Format(ExternalFormat):
         for key, name in bare.items():
             written = self._written_name(key, "layers.0" if several else self.first_layer)
             if written in out:
-                raise folder.error(f"{name} and {out[written]} are the same weight.")
+                raise folder.error(f"{name} and {out[written]} are the same weight.", ONCE)
             out[written] = name
         return out
 
@@ -117,15 +127,30 @@ class Eagle3Format(ExternalFormat):
 
     def export_weights(self, drafter: Eagle3, target: Target) -> dict[str, Tensor]:
         out = super().export_weights(drafter, target)
+        if drafter.vocab.is_full and not self.writes_whole_vocab:
+            out = {key: value for key, value in out.items() if not key.startswith("vocab.")}
         fc, scale = out["fc.weight"], out["tap_scale"]
-        if scale.is_meta or bool((scale != 1).any()):
+        scaled = scale.is_meta or bool((scale != 1).any())
+        if scaled and drafter.cfg.fc_norm == "none":
             columns = scale.double().repeat_interleave(fc.shape[1] // len(scale))
             out["fc.weight"] = (fc.double() * columns).to(fc.dtype)
         return out
 
-    def import_weights(self, weights: dict[str, Tensor], drafter: Eagle3) -> dict[str, Tensor]:
-        scale = torch.ones(len(drafter.taps), dtype=weights["fc.weight"].dtype)
-        return {**weights, "tap_scale": scale}
+    def is_omitted(self, key: str, folder: WeightFolder) -> bool:
+        name = key.removeprefix("vocab.")
+        return name in ("d2t", "t2d", "lm_head.weight") and name not in strip_wrappers(folder)
+
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Eagle3, target: Target
+    ) -> dict[str, Tensor]:
+        """Add what is not stored, and sort the rows of the head by the ids of their tokens."""
+        dtype = weights["fc.weight"].dtype
+        head = weights.get("lm_head.weight", target.head_weight.to("cpu", dtype, copy=True))
+        if "vocab.d2t" in weights:
+            ids = DraftVocab.ids_of_offsets(weights["vocab.d2t"])
+            head = head if bool((ids.diff() > 0).all()) else head[ids.argsort()]
+        scale = torch.ones(len(drafter.taps), dtype=dtype)
+        return {**weights, "lm_head.weight": head, "tap_scale": scale}
 
     def target_copies(self, drafter: Eagle3, target: Target) -> dict[str, Tensor]:
         return {"embed_tokens.weight": target.embedding.weight}
@@ -143,8 +168,8 @@ class Eagle3Format(ExternalFormat):
         return {
             "draft_vocab_size": len(drafter.vocab),
             "norm_before_residual": drafter.cfg.residual == "normed",
-            "norm_before_fc": False,
-            "fc_norm": drafter.cfg.fc_norm,
+            "norm_before_fc": drafter.cfg.fc_norm == "joint",
+            "fc_norm": drafter.cfg.fc_norm == "each",
             "norm_output": drafter.cfg.feedback == "normed",
             IDS: [tap + 1 for tap in drafter.taps],
         }
@@ -156,30 +181,35 @@ class Eagle3Format(ExternalFormat):
 
         By default, it names the layers whose inputs they are: (2, 18) -> (1, 17).
         """
-        nested = folder.config_object("eagle_config", required=False).get(IDS)
-        inputs = folder.int_list(IDS, folder.config.get(IDS) or nested)
+        nested = folder.config_object("eagle_config", required=False)
+        ids = layer_ids(folder.config)
+        inputs = folder.int_list(IDS, layer_ids(nested) if ids is None else ids)
+        outputs = folder.int_list(ANGELSLIM_IDS, layer_ids(folder.config, ANGELSLIM_IDS))
+        if outputs is not None:
+            return outputs
         return None if inputs is None else tuple(number - 1 for number in inputs)
 
     def feedback(self, folder: WeightFolder, sidecar: Sidecar) -> str:
         """Return the setting `feedback`."""
-        return "normed" if folder.config.get("norm_output") else "raw"
+        return "normed" if switch(folder, "norm_output") else "raw"
 
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
         keys, config = self.file_keys(folder, target), self.layer_config(folder)
-        _refuse_other_networks(folder)
-        shape = hf_config.read_config(folder, config, target.shape())
+        refuse_other_networks(folder, keys, target)
+        shape = hf_config.read_config(folder, config, target.shape(), windowed=True)
         fields = {
             "taps": self._taps(folder, target, sidecar, keys),
-            "layers": folder.positive_int("num_hidden_layers", 1, config),
-            "fc_norm": "fc_norm.0.weight" in keys,
+            "layers": count_layers(folder, config, keys),
+            "fc_norm": fc_norm(folder, keys),
             "qk_norm": any(key.endswith("self_attn.q_norm.weight") for key in keys),
             "feedback": self.feedback(folder, sidecar),
-            "residual": "normed" if folder.config.get("norm_before_residual") else "raw",
+            "residual": "normed" if switch(folder, "norm_before_residual") else "raw",
         }
         if fields["residual"] == "normed":
             fields["init"] = "random"
-        if fields["fc_norm"] != bool(folder.config.get("fc_norm", fields["fc_norm"])):
-            raise folder.error("fc_norm of config.json contradicts the weights.")
+        windows = hf_config.read_window(folder, config), sidecar.get("drafter", {}).get("window")
+        if any(_is_short(window, target) for window in windows):
+            fields["window"] = windows[0]
         default = target.shape().head_dim
         if shape.head_dim != default or sidecar.get("drafter", {}).get("head_dim") is not None:
             fields["head_dim"] = shape.head_dim
@@ -216,8 +246,11 @@ class Eagle3SGLang(Eagle3Format):
     names = ("sglang", "specforge")
     engines = "SGLang"
     first_layer = "midlayer"
+    writes_whole_vocab = True  # optimum-intel leaves absent ones uninitialised
 
     def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
+        if _is_short(drafter.cfg.window, target):
+            return "SGLang takes a window from its launch flag alone, not from the folder"
         if drafter.cfg.qk_norm:
             return "SGLang's drafter is a Llama layer, without norms on queries and keys"
         if drafter.cfg.residual == "normed":
@@ -229,20 +262,13 @@ class Eagle3SGLang(Eagle3Format):
     def later_layer_key(self, key: str) -> str:
         return key.replace("input_layernorm", "hidden_norm")
 
-    def rename(self, key: str, drafter: Eagle3, target: Target) -> str | None:
-        """Store the maps of a whole vocabulary too: optimum-intel leaves absent buffers as is."""
-        part, _, rest = key.partition(".")
-        return rest if part == "vocab" else super().rename(key, drafter, target)
-
-    def is_omitted(self, key: str, folder: WeightFolder) -> bool:
-        return key.startswith("vocab.") and "d2t" not in strip_wrappers(folder)
-
     def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **self.layer_fields(drafter),
             "draft_vocab_size": len(drafter.vocab),
-            "fc_norm": drafter.cfg.fc_norm,
+            "fc_norm": drafter.cfg.fc_norm == "each",
+            **({"norm_before_fc": True} if drafter.cfg.fc_norm == "joint" else {}),
             **({"norm_output": True} if drafter.cfg.feedback == "normed" else {}),
             "num_aux_hidden_states": len(drafter.taps),
             "eagle_config": {"use_aux_hidden_state": True, IDS: list(drafter.taps)},
@@ -255,8 +281,9 @@ class Eagle3SGLang(Eagle3Format):
         self, folder: WeightFolder, target: Target, sidecar: Sidecar
     ) -> tuple[int, ...] | None:
         """Return the ids as outputs; refuse ids that could be vLLM's inputs."""
-        value = folder.config_object("eagle_config", required=False).get(IDS)
-        if value is None and folder.config.get(IDS) is not None:
+        nested = folder.config_object("eagle_config", required=False)
+        value = layer_ids(nested)
+        if value is None and layer_ids(folder.config) is not None:
             why = "its layer ids are where vLLM reads them, in a folder for SGLang."
             raise folder.error(why, STATE_TAPS)
         taps = folder.int_list(IDS, value)
@@ -265,13 +292,15 @@ class Eagle3SGLang(Eagle3Format):
         if taps == tuple(tap + 1 for tap in eagle3_taps(target.num_layers)):
             why = f"layers {value} are vLLM's default, which it reads as inputs, and SGLang as"
             raise folder.error(f"{why} outputs: the taps would be shifted.", STATE_TAPS)
-        if taps and "layers.0.mlp.up_proj.weight" in strip_wrappers(folder):
+        either = MODELOPT not in nested and "layers.0.mlp.up_proj.weight" in strip_wrappers(folder)
+        if taps and either:
             why = f"layers {value} are inputs for vLLM and outputs for SGLang; its names suit both."
             raise folder.error(why, STATE_TAPS)
         return taps
 
     def feedback(self, folder: WeightFolder, sidecar: Sidecar) -> str:
-        if "norm_output" not in folder.config or "format" in sidecar:
+        settled = "format" in sidecar or AUTOMODEL in folder.architectures
+        if settled or "norm_output" not in folder.config:
             return super().feedback(folder, sidecar)
         value = sidecar.get("drafter", {}).get("feedback")
         if value is None:
@@ -287,6 +316,8 @@ class Eagle3VLLM(Eagle3Format):
     engines = "vLLM"
 
     def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
+        if _is_short(drafter.cfg.window, target):
+            return WINDOW
         return QK_NORM if drafter.cfg.qk_norm else super().refusal_reason(drafter, target)
 
     def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
@@ -300,59 +331,6 @@ class Eagle3VLLM(Eagle3Format):
         return _is_eagle3(folder) and "Eagle3LlamaForCausalLM" in folder.architectures
 
 
-class Eagle3Speculators(Eagle3Format):
-    """speculators' `Eagle3Speculator`, the only format that can name Qwen3's layer."""
-
-    names = ("speculators",)
-    engines = "vLLM"
-    writes_target_copies = True
-
-    def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
-        layers, depths = self.layer_fields(drafter), drafter.cfg.depths
-        return {
-            **speculators_fields("eagle3", "Eagle3Speculator", layers, depths, target),
-            **self.architecture_flags(drafter),
-            "target_hidden_size": None,
-            "embed_requires_grad": False,
-            "tie_word_embeddings": False,
-        }
-
-    def matches(self, folder: WeightFolder) -> bool:
-        return folder.config.get("speculators_model_type") == "eagle3"
-
-    def layer_config(self, folder: WeightFolder) -> Mapping[str, Any]:
-        layers = folder.config_object("transformer_layer_config")
-        if folder.config.get("norm_before_residual") is None:
-            why = "norm_before_residual is missing: vLLM's default is true, and others' is false."
-            raise folder.error(why, "Write into config.json which it was trained with.")
-        if folder.config.get("target_hidden_size") not in (None, layers.get("hidden_size")):
-            raise folder.error("its target has another hidden size, which is not supported.")
-        return layers
-
-
-def speculators_fields(
-    kind: str, architecture: str, layers: dict[str, Any], depths: int, target: Target
-) -> dict[str, Any]:
-    """Return the fields of every speculators config."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": depths, **LOSSLESS}
-    return {
-        "architectures": [architecture],
-        "transformer_layer_config": layers,
-        "dtype": layers["dtype"],
-        "speculators_model_type": kind,
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": str(target.config.name_or_path or target.name),
-                "architectures": list(getattr(target.config, "architectures", None) or []),
-            },
-        },
-    }
-
-
 def _is_eagle3(folder: WeightFolder) -> bool:
     """Return whether the tensors are an EAGLE-3 drafter's, of SGLang's or vLLM's own format."""
     keys = strip_wrappers(folder)
@@ -360,16 +338,9 @@ def _is_eagle3(folder: WeightFolder) -> bool:
     return first and "fc.weight" in keys and "speculators_model_type" not in folder.config
 
 
-def _refuse_other_networks(folder: WeightFolder) -> None:
-    """Refuse variants of EAGLE-3 that Outrider does not have."""
-    if folder.config.get("norm_before_fc"):
-        raise folder.error(f"config.json has norm_before_fc: true. {hf_config.NOT_SUPPORTED}")
-    if folder.config.get("tie_word_embeddings"):
-        raise folder.error("config.json ties head and embedding, and lm_head is stored.")
-    aux = folder.config_object("eagle_config", required=False)
-    for name, value in EAGLE_CONFIG.items():
-        if aux.get(name, value) not in (value, None):
-            raise folder.error(f"eagle_config has {name}: {aux[name]}. {hf_config.NOT_SUPPORTED}")
+def _is_short(window: int | None, target: Target) -> bool:
+    """Return whether a window excludes a row of some text that the target reads."""
+    return window is not None and window < target.shape().max_positions
 
 
-FORMATS = (Eagle3SGLang(), Eagle3VLLM(), Eagle3Speculators())
+FORMATS = (Eagle3SGLang(), Eagle3VLLM())

@@ -40,6 +40,8 @@ from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
 JOINT_ORDER = ["embedding", "state"]  # the inputs of the joint projection, in every format
+ONCE = "Remove one of them from the weight file."
+OTHER_SIDECAR = f"Use the {SIDECAR} that was written with these files, or remove it."
 WRAPPERS = ("model.", "draft_model.", "module.")  # prefixes that training frameworks add
 Sidecar = Mapping[str, Any]  # content of outrider.json; empty without one
 FIELDS = {  # name -> type; all are optional
@@ -118,7 +120,9 @@ class ExternalFormat:
         """Return parameter -> value to store."""
         return dict(drafter.state_dict())
 
-    def import_weights(self, weights: dict[str, Tensor], drafter: Any) -> dict[str, Tensor]:
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Any, target: Target
+    ) -> dict[str, Tensor]:
         """Invert `export_weights`, and add what the format does not store."""
         return weights
 
@@ -174,7 +178,8 @@ class ExternalFormat:
             drafter = drafters.build(cfg, target, vocab, spec.shape)
         if "taps" in sidecar and tuple(sidecar["taps"]) != drafter.taps:
             why = f"{SIDECAR} has the taps {sidecar['taps']}"
-            raise opened.error(f"{why}, and config.json {list(drafter.taps)}: a tap is shifted.")
+            why = f"{why}, and config.json {list(drafter.taps)}: a tap is shifted."
+            raise opened.error(why, f"Correct the one that was changed; {SIDECAR} names outputs.")
         self._load_weights(opened, drafter, target)
         opened.check_hashes(sidecar.get("sha256", {}))
         return drafter.eval(), cfg
@@ -192,13 +197,17 @@ class ExternalFormat:
             folder.require_shape(key, like.shape)
             if stored[key].is_floating_point() != like.is_floating_point():
                 kind = str(stored[key].dtype).removeprefix("torch.")
-                raise folder.error(f"{key} is quantised ({kind}), which cannot be read.")
+                why = f"{key} is quantised ({kind}), which cannot be read."
+                raise folder.error(why, "Convert the weights to bfloat16, or use unquantised ones.")
         for name in copies.keys() & keys.keys():
             if not equal_values(copies[name], folder.tensors([keys[name]])[keys[name]]):
                 why = f"{keys[name]} differs from the target's: it was trained, or the target is"
-                raise folder.error(f"{why} another one. Outrider's drafters do not train it.")
+                raise folder.error(
+                    f"{why} another one. Outrider's drafters do not train it.",
+                    "Use the target it was trained for, or a drafter with its target's embedding.",
+                )
         weights = {parameter: stored[keys[name]] for name, parameter in own.items()}
-        weights = self.import_weights(weights, drafter)
+        weights = self.import_weights(weights, drafter, target)
         vocab = {f"vocab.{k}": v for k, v in drafter.vocab.state_dict().items()}
         drafter.load_state_dict({**weights, **vocab}, assign=True)
 
@@ -211,7 +220,7 @@ def strip_wrappers(folder: WeightFolder) -> dict[str, str]:
         while name.startswith(WRAPPERS):
             name = name.partition(".")[2]
         if name in out:
-            raise folder.error(f"{out[name]} and {key} are the same weight twice.")
+            raise folder.error(f"{out[name]} and {key} are the same weight twice.", ONCE)
         out[name] = key
     return out
 
@@ -277,12 +286,14 @@ def read_sidecar(
     if isinstance(made_for, dict) and not {"name", "fingerprint"} <= made_for.keys():
         invalid.append("target")
     if invalid:
-        raise RunError(f"{file} was not written by Outrider: {', '.join(invalid)}.", FIX)
+        fix = 'Correct it: {"taps": [1, 17, 32], "drafter": {"depths": 7}}, or remove it.'
+        raise RunError(f"{file} was not written by Outrider: {', '.join(invalid)}.", fix)
     if content.get("format", form) != form:
-        raise folder.error(f"{SIDECAR} has format {content['format']}, and the files {form}.")
+        why = f"{SIDECAR} has format {content['format']}, and the files {form}."
+        raise folder.error(why, OTHER_SIDECAR)
     if content.get("joins", joint_order) != joint_order:
         why = f"{SIDECAR} joins {content['joins']}, and this format {joint_order}"
-        raise folder.error(f"{why}: the halves are swapped.")
+        raise folder.error(f"{why}: the halves are swapped.", OTHER_SIDECAR)
     if made_for and made_for["fingerprint"] != target_fingerprint(target):
         why = f"it was trained for {made_for['name']}, and this target has other weights."
         raise folder.error(why, f"Use the target it was trained for: {made_for['name']}.")
@@ -292,11 +303,21 @@ def read_sidecar(
 def drafter_config(folder: WeightFolder, spec: DrafterSpec, sidecar: Sidecar) -> Any:
     """Return the drafter's `Config`: fields of the files, then outrider.json, then defaults."""
     trained = sidecar.get("drafter", {})
-    for name in sorted(spec.fields.keys() & trained.keys()):
-        ours, theirs = trained[name], spec.fields[name]
-        if ours is not None and (tuple(ours) if isinstance(ours, list) else ours) != theirs:
-            why = f"{SIDECAR} has {name}: {ours}, and the files {theirs}."
-            raise folder.error(why, "One of them was changed; fetch the folder again.")
     size = None if spec.vocab_ids is None else len(spec.vocab_ids)
     fields = {"draft_vocab_size": size, **trained, **spec.fields, "name": spec.name}
-    return config_from_json(fields, folder.path)
+    fix = f"Correct the drafter in {SIDECAR}."
+    cfg = config_from_json(fields, folder.path, fix)
+    for name in sorted(spec.fields.keys() & trained.keys()):
+        if trained[name] is not None and not _has_value(cfg, name, trained[name]):
+            why = f"{SIDECAR} has {name}: {trained[name]}, and the files {spec.fields[name]}."
+            raise folder.error(why, "Correct the one that was changed.")
+    return cfg
+
+
+def _has_value(cfg: Any, name: str, value: Any) -> bool:
+    """Return whether a field of a `Config` has this value of a file, perhaps in an older form."""
+    try:
+        same = dataclasses.replace(cfg, **{name: tuple(value) if type(value) is list else value})
+    except (TypeError, ValueError):
+        return False
+    return bool(same == cfg)

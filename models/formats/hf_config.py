@@ -24,6 +24,16 @@ HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}
 SUPPORTED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0}  # the only values
 NOT_SUPPORTED = "Outrider's drafters have no such part."
 USE_TARGET = "Use the target it was trained for."
+USE_OTHER = "Use another drafter, or train one for this target: outrider train."
+ROPE_FIX = (
+    "ModelOpt writes such a rope_scaling at export for a drafter that it trained without: if so, "
+    "remove it from config.json. Else use another drafter."
+)
+VOCAB_FIX = (
+    "Add d2t to the weight file: int64, for each row of lm_head.weight the id of its token minus "
+    "the number of the row."
+)
+HEAD_FIX = "Add lm_head.weight to the weight file, as it was trained."
 
 
 def layer_fields(
@@ -65,10 +75,20 @@ def dtype_fields(weights: Mapping[str, Tensor]) -> dict[str, str]:
     return {"dtype": name, "torch_dtype": name}
 
 
-def read_config(folder: WeightFolder, config: Mapping[str, Any], target: ModelShape) -> ModelShape:
-    """Return the drafter's own shape, as transformers reads its config; refuse unsupported ones."""
+def read_config(
+    folder: WeightFolder, config: Mapping[str, Any], target: ModelShape, windowed: bool = False
+) -> ModelShape:
+    """Return the drafter's own shape, as transformers reads its config; refuse unsupported ones.
+
+    Args:
+        windowed: the drafter has a setting for a window of attention (`read_window`).
+    """
     hf = to_hf_config(folder, config)
     _refuse_parts(folder, config)
+    window = read_window(folder, config)
+    if window is not None and window < target.max_positions and not windowed:
+        why = f"its attention has a sliding window of {window:,} tokens, fewer than the target's"
+        raise folder.error(f"{why} {target.max_positions:,} positions. {NOT_SUPPORTED}", USE_OTHER)
     _refuse_two_ropes(folder, config)
     if hf.hidden_size != target.hidden:
         why = f"its hidden size is {hf.hidden_size} and the target's {target.hidden}."
@@ -77,7 +97,7 @@ def read_config(folder: WeightFolder, config: Mapping[str, Any], target: ModelSh
         why = f"its vocabulary has {hf.vocab_size} tokens and the target's {target.vocab}."
         raise folder.error(why, USE_TARGET)
     if hf.hidden_act not in ACTIVATIONS:
-        raise folder.error(f"its activation is {hf.hidden_act}. {NOT_SUPPORTED}")
+        raise folder.error(f"its activation is {hf.hidden_act}. {NOT_SUPPORTED}", USE_OTHER)
     shape = target._replace(
         intermediate=int(hf.intermediate_size),
         heads=int(hf.num_attention_heads),
@@ -101,53 +121,96 @@ def to_hf_config(folder: WeightFolder, config: Mapping[str, Any]) -> Any:
     kind = str(config.get("model_type") or "llama")
     if kind not in kinds:
         why = f"its layers are of type {kind}, and only llama and qwen3 are supported."
-        raise folder.error(why, "Convert it, or use another drafter.")
+        raise folder.error(why, USE_OTHER)
     fields = {k: v for k, v in config.items() if k not in ("auto_map", "model_type")}
     try:
         check_sizes(config)
+        if fields.get("head_dim") is None:
+            fields["head_dim"] = _stored_head_dim(folder, fields)
         return kinds[kind](**fields)
     except invalid as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise folder.error(f"config.json is not a {kind} config: {first}") from None
 
 
+def _stored_head_dim(folder: WeightFolder, config: Mapping[str, Any]) -> int | None:
+    """Return the head size by the rows of a stored q_proj; None: the weights do not tell."""
+    heads = config.get("num_attention_heads")
+    rows = [s[0] for k, s in folder.shapes.items() if k.endswith("self_attn.q_proj.weight") and s]
+    if not rows or type(heads) is not int or heads < 1 or rows[0] % heads:
+        return None
+    return rows[0] // heads
+
+
 def _refuse_parts(folder: WeightFolder, config: Mapping[str, Any]) -> None:
     for name, value in SUPPORTED.items():
         if config.get(name) not in (None, value):
-            raise folder.error(f"config.json has {name}: {config[name]}. {NOT_SUPPORTED}")
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    window = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    if kinds or window:
-        raise folder.error(f"it has sliding-window attention. {NOT_SUPPORTED}")
+            why = f"config.json has {name}: {config[name]}. {NOT_SUPPORTED}"
+            raise folder.error(why, USE_OTHER)
+
+
+def read_window(folder: WeightFolder, config: Mapping[str, Any]) -> int | None:
+    """Return the rows that a row of every layer attends to at most; None: all."""
+    kinds, size = set(config.get("layer_types") or ()), config.get("sliding_window")
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise folder.error(f"its layers have {min(other)}. {NOT_SUPPORTED}", USE_OTHER)
+    if len(kinds) > 1:
+        why = "it has layers with a sliding window and layers without."
+        raise folder.error(f"{why} {NOT_SUPPORTED}", USE_OTHER)
+    used = size is not None and config.get("use_sliding_window", True)
+    if not ("sliding_attention" in kinds if kinds else used):
+        return None
+    if type(size) is not int or size < 1:
+        raise folder.error(f"it has sliding-window attention, and sliding_window is {size}.")
+    return size
 
 
 # ---- vocabulary ----------------------------------------------------------------------------------
 
 
 def read_vocab(folder: WeightFolder, keys: Mapping[str, str], vocab: int) -> Tensor | None:
-    """Return the target ids of the draft vocabulary, from d2t and t2d; None: all.
+    """Return the target ids of the draft vocabulary, ascending; None: all.
 
-    `keys` maps names in the format to keys in the file.
+    `d2t` names them, in any order. `t2d`, which engines ignore, must agree where it is stored.
+    Without a head in the files the drafter has the target's, which needs all tokens.
+
+    Args:
+        keys: name in the format -> key in the file.
+        vocab: number of the target's tokens.
     """
-    rows = folder.shapes.get(keys.get("lm_head.weight", ""), (0,))[0]
-    if ("d2t" in keys) != ("t2d" in keys) or ("d2t" not in keys and rows != vocab):
-        missing = "d2t" if "d2t" not in keys else "t2d"
-        why = f"{missing} is missing, and the head has {rows} of {vocab} tokens"
-        raise folder.error(f"{why}: d2t and t2d must name them.")
-    if "d2t" not in keys:
-        return None
-    maps = folder.tensors([keys["d2t"], keys["t2d"]])
-    d2t, t2d = maps[keys["d2t"]], maps[keys["t2d"]]
-    why = "d2t (an offset for each draft id) and t2d do not name the same ascending tokens"
-    try:
-        ids = DraftVocab.from_offsets(d2t, vocab).target_ids
-    except ValueError as error:
-        raise folder.error(f"{why}: {error}.") from None
-    if t2d.shape != (vocab,) or not torch.equal(torch.nonzero(t2d).flatten(), ids):
-        raise folder.error(f"{why}.")
-    if len(ids) != rows or folder.config.get("draft_vocab_size", rows) != rows:
-        raise folder.error(f"d2t names {len(ids)} tokens and lm_head.weight {rows}.")
+    head, size = keys.get("lm_head.weight"), folder.config.get("draft_vocab_size")
+    rows = vocab if head is None else folder.shapes[head][0]
+    ids = _read_draft_ids(folder, keys, vocab) if "d2t" in keys else torch.arange(vocab)
+    if head is None and (len(ids) != vocab or size not in (None, vocab)):
+        drafted = len(ids) if "d2t" in keys else size
+        why = f"lm_head.weight is missing, its head of {drafted} tokens; the target's has {vocab}."
+        raise folder.error(why, HEAD_FIX)
+    if "d2t" not in keys and ("t2d" in keys or rows != vocab):
+        why = f"d2t is missing, which names the {rows} tokens of its head; the target has {vocab}."
+        raise folder.error(why, VOCAB_FIX)
+    if len(ids) != rows or size not in (None, rows):
+        named = f"d2t names {len(ids)} tokens" if "d2t" in keys else "d2t is missing"
+        why = f"{named}, lm_head.weight has {rows}, and draft_vocab_size of config.json is {size}."
+        raise folder.error(why, "Correct draft_vocab_size, or use the d2t that fits the head.")
     return None if len(ids) == vocab else ids
+
+
+def _read_draft_ids(folder: WeightFolder, keys: Mapping[str, str], vocab: int) -> Tensor:
+    """Return the ids that `d2t` names, ascending."""
+    maps = folder.tensors(keys[name] for name in ("d2t", "t2d") if name in keys)
+    try:
+        ids = DraftVocab.ids_of_offsets(maps[keys["d2t"]]).sort().values
+        DraftVocab(ids, vocab)
+    except ValueError as error:
+        why = f"d2t, an offset for each draft id, does not name tokens of the target: {error}."
+        raise folder.error(why, VOCAB_FIX) from None
+    if "t2d" not in keys:
+        return ids
+    t2d = maps[keys["t2d"]]
+    if t2d.shape != (vocab,) or not torch.equal(torch.nonzero(t2d).flatten(), ids):
+        why = "d2t (an offset for each draft id) and t2d do not name the same tokens."
+        raise folder.error(why, "Remove t2d from the weight file if d2t is right.")
+    return ids
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------
@@ -162,18 +225,20 @@ def _refuse_two_ropes(folder: WeightFolder, config: Mapping[str, Any]) -> None:
     kinds = {part.get("rope_type") or part.get("type") for part in (new, old)} - {None}
     if len(bases) > 1 or len(kinds) > 1:
         why = "config.json has two rotary embeddings, in rope_parameters and in older fields"
-        raise folder.error(f"{why}: {sorted(map(str, bases | kinds))}.")
+        fix = "Keep the one that it was trained with in config.json."
+        raise folder.error(f"{why}: {sorted(map(str, bases | kinds))}.", fix)
 
 
 def _refuse_other_rope(folder: WeightFolder, hf: Any, shape: ModelShape) -> None:
     """Refuse partial rotation and scaled frequencies."""
     part = float(hf.rope_parameters.get("partial_rotary_factor") or 1.0)
     if part != 1.0:
-        raise folder.error(f"its rotary embedding is partial ({part}). {NOT_SUPPORTED}")
+        why = f"its rotary embedding is partial ({part}). {NOT_SUPPORTED}"
+        raise folder.error(why, USE_OTHER)
     if not _same_rope(hf, shape):
         kind = hf.rope_parameters.get("rope_type", "default")
         why = f"its rotary embedding is of type {kind}, which Outrider's layers do not have;"
-        raise folder.error(f"{why} with unscaled frequencies it would draft worse.")
+        raise folder.error(f"{why} with unscaled frequencies it would draft worse.", ROPE_FIX)
 
 
 def require_same_rope(config: Mapping[str, Any], shape: ModelShape) -> None:

@@ -12,6 +12,7 @@ from outrider.models.drafter import Drafter
 from outrider.models.drafters.layerskip import LayerSkip
 from outrider.models.formats import native
 from outrider.models.formats.external import ExternalFormat, read_sidecar, sidecar_drafter
+from outrider.models.formats.hf_config import USE_TARGET
 from outrider.models.formats.weight_folder import WeightFolder, equal_values
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
@@ -41,7 +42,8 @@ class ChangedTargetFormat(ExternalFormat):
         for name in ("embedding", "head"):
             weight = getattr(changed, name).weight.to(dtype)
             if not equal_values(weight, getattr(target, name).weight):
-                raise opened.error(f"its {name} differs from that of {target.name}.")
+                why = f"its {name} differs from that of {target.name}."
+                raise opened.error(why, USE_TARGET)
         drafter.body.read_from(changed)
         return drafter.to(dtype).eval(), cfg
 

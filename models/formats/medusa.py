@@ -95,7 +95,8 @@ class MedusaOriginal(MedusaFormat):
             names = [keys[k] for k in (key, f"{head}.0.{rest}") if k in keys]
             weights = [folder.tensors([name])[name] for name in names]
             if len(weights) == 2 and not torch.equal(*weights):
-                raise folder.error(f"{' and '.join(names)} differ; Medusa's code has one for both.")
+                why = f"{' and '.join(names)} differ; Medusa's code has one for both."
+                raise folder.error(why, "Convert it to vLLM's names, which can store both.")
 
 
 class MedusaVLLM(MedusaFormat):
@@ -126,7 +127,9 @@ class MedusaVLLM(MedusaFormat):
     def is_omitted(self, key: str, folder: WeightFolder) -> bool:
         return key.endswith(".bias") and not folder.config.get("medusa_fc_bias", False)
 
-    def import_weights(self, weights: dict[str, Tensor], drafter: Medusa) -> dict[str, Tensor]:
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Medusa, target: Target
+    ) -> dict[str, Tensor]:
         first = weights["blocks.0.layers.0.weight"]
         biases = {
             k: first.new_zeros(len(first)) for k in drafter.state_dict() if k.endswith("bias")
@@ -164,13 +167,15 @@ class MedusaVLLM(MedusaFormat):
         size = folder.config.get("truncated_vocab_size") or vocab
         if (size < vocab) != (key is not None):
             why = f"truncated_vocab_size is {size} of {vocab} tokens"
-            raise folder.error(f"{why}, and token_map, which names them, does not fit it.")
+            fix = "Add token_map to the weight file, or correct truncated_vocab_size."
+            raise folder.error(f"{why}, and token_map, which names them, does not fit it.", fix)
         if key is None:
             return None
         ids = folder.tensors([key])[key]
         ascending = len(ids) == size and not bool((ids.diff() <= 0).any())
         if not ascending or ids[0] < 0 or ids[-1] >= vocab:
-            raise folder.error("token_map must name tokens of the target in ascending order.")
+            why = "token_map must name tokens of the target in ascending order."
+            raise folder.error(why, "Sort token_map, and the rows of every head in the same order.")
         return ids
 
 

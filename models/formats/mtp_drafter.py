@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.models import drafters
 from outrider.models.drafters.mtp import Mtp
 from outrider.models.formats import hf_config
-from outrider.models.formats.eagle3 import speculators_fields
+from outrider.models.formats.eagle3_speculators import speculators_fields
 from outrider.models.formats.external import JOINT_ORDER, DrafterSpec, ExternalFormat, Sidecar
 from outrider.models.formats.mtp_layouts import DEEPSEEK, QWEN3_NEXT, SPECULATORS, ModuleLayout
 from outrider.models.formats.weight_folder import WeightFolder
@@ -69,7 +69,9 @@ class MtpFormat(ExternalFormat):
                 out[key] = (value.float() - self.layout.offset).to(dtype)
         return out
 
-    def import_weights(self, weights: dict[str, Tensor], drafter: Mtp) -> dict[str, Tensor]:
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Mtp, target: Target
+    ) -> dict[str, Tensor]:
         for key, value in weights.items():
             if key.endswith("eh_proj.weight"):
                 weights[key] = _swap_halves(value, drafter)
@@ -104,7 +106,8 @@ class MtpFormat(ExternalFormat):
         count = sum(key.endswith(self.layout.parts()["eh_proj.weight"]) for key in keys)
         expected = folder.config.get("num_nextn_predict_layers", count)
         if expected != count:
-            raise folder.error(f"config.json has {expected} modules, and the weights {count}.")
+            why = f"config.json has {expected} modules, and the weights {count}."
+            raise folder.error(why, "Correct num_nextn_predict_layers in config.json.")
         mode = str(sidecar.get("drafter", {}).get("mode", "chained")) if count == 1 else "chained"
         qk_norm = any(key.endswith("self_attn.q_norm.weight") for key in keys)
         depths = {"depths": count} if mode == "chained" else {}
@@ -115,7 +118,7 @@ class MtpFormat(ExternalFormat):
         if not is_merged(folder):
             return hf_config.read_config(folder, self.layer_config(folder), target.shape())
         if not plain_rope(target):
-            raise folder.error(f"{ROPE}. {hf_config.NOT_SUPPORTED}")
+            raise folder.error(f"{ROPE}. {hf_config.NOT_SUPPORTED}", hf_config.USE_OTHER)
         return target.shape()
 
 

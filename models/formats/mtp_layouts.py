@@ -141,4 +141,4 @@ def _refuse_partial_rotary(folder: WeightFolder) -> None:
     rope = config.get("rope_parameters") or {}
     factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if factor != 1.0:
-        raise folder.error(f"its rotary embedding is partial ({factor}).")
+        raise folder.error(f"its rotary embedding is partial ({factor}).", FIX)

@@ -161,7 +161,7 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tupl
     return drafter, cfg
 
 
-def config_from_json(fields: dict[str, Any], folder: Path) -> Any:
+def config_from_json(fields: dict[str, Any], folder: Path, fix: str = FIX) -> Any:
     """Return the drafter's `Config` from a folder's JSON; unknown fields are refused."""
     try:
         kind = drafters.drafter_module(str(fields["name"])).Config
@@ -169,7 +169,7 @@ def config_from_json(fields: dict[str, Any], folder: Path) -> Any:
     except (ConfigError, TypeError, KeyError, ValueError, RecursionError) as error:
         why = hf_folder.first_line(error)
         why = f"{why}: {error.why}" if isinstance(error, ConfigError) else why
-        raise RunError(f"{folder} does not fit this version: {why}", FIX) from None
+        raise RunError(f"{folder} does not fit this version: {why}", fix) from None
 
 
 def _require_target(folder: Path, made_for: dict[str, Any], target: Target) -> None:

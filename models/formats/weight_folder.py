@@ -23,7 +23,9 @@ SIDECAR = "outrider.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the first that exists is used
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip, pickle
-FIX = "Fetch the folder again."
+FIX = "Fetch the folder again."  # for missing, short and damaged files only
+CORRECT = "Correct config.json in that folder."
+NAMES = "Rename or convert its tensors (docs/formats.md has the names), or use another drafter."
 DAMAGE = (  # what Python raises for a value of another type or size
     TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError,
     SafetensorError,
@@ -38,11 +40,12 @@ class WeightFolder:
     """config.json and the headers of the weight files.
 
     Opening raises RunError if a file is missing, truncated, contradictory, or a pickle; `fix` is
-    the advice of that error and of those that `error` returns.
+    the advice of that error. Other errors say what to correct, unless the caller gives a `fix`.
     """
 
     def __init__(self, path: Path, fix: str = FIX) -> None:
         self.path, self.fix = path, fix
+        self.correct, self.names = (CORRECT, NAMES) if fix == FIX else (fix, fix)
         self.config: dict[str, Any] = read_json(path / "config.json", fix)
         self.shapes: dict[str, tuple[int, ...]] = {}  # key -> shape
         self.dtypes: dict[str, str] = {}  # key -> dtype as in the header, such as "BF16"
@@ -150,13 +153,14 @@ class WeightFolder:
             stray = summarise([keys[name] for name in unknown], 1)
             parts.append(f"holds {stray}, which this format does not define{hint}")
         if parts:
-            raise RunError(f"{self.path} {' and '.join(parts)}.", self.fix)
+            raise RunError(f"{self.path} {' and '.join(parts)}.", self.names)
 
     def require_shape(self, key: str, shape: Iterable[int]) -> None:
         """Refuse a tensor of another shape than the drafter's."""
         if self.shapes[key] != tuple(shape):
             why = f"{key} is {list(self.shapes[key])}, and config.json and target require"
-            raise self.error(f"{why} {list(shape)}.")
+            fix = "Correct config.json, or use the target that it was trained for."
+            raise self.error(f"{why} {list(shape)}.", fix)
 
     def tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return copies of the stored tensors, not views of the file's memory.
@@ -177,15 +181,16 @@ class WeightFolder:
     def check_hashes(self, hashes: Mapping[str, str]) -> None:
         """Compare the sha256 of weight files."""
         if unknown := sorted(hashes.keys() - set(self.files.values())):
-            raise self.error(f"{SIDECAR} has the sha256 of {unknown[0]}, which holds no weights.")
+            why = f"{SIDECAR} has the sha256 of {unknown[0]}, which holds no weights."
+            raise self.error(why, self.fix)
         for name, sha256 in hashes.items():
             if not (self.path / name).exists() or sha256_of(self.path / name) != sha256:
                 why = "its bytes are not the ones that were written."
                 raise CorruptFile(f"{self.path / name} is damaged: {why}", self.fix)
 
     def error(self, why: str, fix: str | None = None) -> RunError:
-        """Return an error that names the folder."""
-        return RunError(f"{self.path}: {why}", fix or self.fix)
+        """Return an error that names the folder; by default config.json must be corrected."""
+        return RunError(f"{self.path}: {why}", fix or self.correct)
 
 
 @contextmanager
