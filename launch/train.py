@@ -11,6 +11,7 @@ from pathlib import Path
 
 from outrider.conf.console import Console
 from outrider.conf.files import folder_lock, write_json
+from outrider.conf.packages import require_packages
 from outrider.conf.schema import Config
 from outrider.conf.searched import SearchedConfig
 from outrider.data.corpus import load_training_data
@@ -41,7 +42,7 @@ def train(config: Config) -> int:
     if isinstance(config.drafter, SearchedConfig):
         return search_sublayers(config)
     distributed.require_matching_launcher(config.launch)
-    trackers.require_packages(config)
+    require_packages(config)
     main = process.rank() == 0
     with folder_lock(Path(config.run.dir)) if main else nullcontext():
         return _train(config, main)
