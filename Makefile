@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all docs lint check engines clean
+.PHONY: help train test test-all docs lint check engines release clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0# any torch >= 2.6, for instance a CUDA build you have
@@ -53,6 +53,9 @@ engines: $(ENGINES:%=.engines/%/.stamp) ## environments of other engines in .eng
 	.engines/$*/bin/pip install --quiet --disable-pip-version-check -r $<
 	test ! -f $(<:.txt=-alone.txt) || .engines/$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(<:.txt=-alone.txt)
 	touch $@
+
+release: .venv/.stamp ## wheel, source archive, notes and checksums in dist/, checked in an empty environment
+	$(BIN)/python .ci/release.py "$(strip $(TORCH))"
 
 clean: ## remove the virtual environment and caches; runs/ stays
 	rm -rf .venv .engines build docs/_build docs/reference/[cm]*.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,8 @@
-"""Optional packages: the extra of pyproject.toml that installs each, and the error without it."""
+"""What pyproject.toml says of the project: its address, and the extras of optional packages."""
 
 import importlib.util
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
@@ -14,6 +16,14 @@ EXTRAS = {  # package: extra
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }
+
+
+def project_url() -> str | None:
+    """Return the first address of `[project.urls]`; None as long as there is none."""
+    with suppress(PackageNotFoundError):
+        for line in metadata("outrider").get_all("Project-URL") or ():
+            return str(line.partition(", ")[2])
+    return None
 
 
 def install_command(package: str) -> str:
