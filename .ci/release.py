@@ -20,7 +20,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = ("data.max_samples=60", "train.batch_tokens=512", "train.max_steps=2", "eval.limit=1")
+SHORT = (
+    "data.max_samples=60", "train.batch_tokens=512", "train.max_steps=2", "train.own_prompts=0",
+    "eval.limit=1", "eval.max_new_tokens=32",
+)  # fmt: skip
 UNRELEASED = "Unreleased"
 
 
