@@ -29,7 +29,8 @@ from outrider.train.metrics_log import read_log
 STUDY = "study.db"
 FORMAT = "outrider-search-1"
 MAX_ROWS = 10
-Study = FrozenTrial = Any  # Optuna's, which is imported where a study is read
+Study = Any  # Optuna's, which is imported where a study is read
+FrozenTrial = Any
 MIN_TRIALS = 4  # complete trials that importance needs
 FIX = "Run the same command again, or remove the trial's folder."
 REPORT_METRICS = ("tau", "speedup", "tokens_per_second")

@@ -222,10 +222,10 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
 
     verb = VERBS[name]
     if name in pages.USAGE:
-        words_of, *lines = pages.USAGE[name]
         explain = f"\n\n{pages.EXPLAIN}" if verb.explains else ""
-        usage = "\n".join(lines) + f"{explain}\n\nexamples{pages.EXAMPLES[name]}"
-        return _print(f"{program} {words_of}: {verb.line}\n\n{usage}")
+        own, meaning = pages.USAGE[name]
+        usage = f"{meaning}{explain}\n\nexamples{pages.EXAMPLES[name]}"
+        return _print(f"{program} {own}: {verb.line}\n\n{usage}")
     if name == "bench" and words:
         return pages.benchmark(f"{program} {words[0]}", _benchmark(words))
     if name == "bench":
