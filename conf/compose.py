@@ -151,6 +151,14 @@ def read_overrides(file: str) -> list[str]:
 
 def groups(root: str = "train") -> dict[str, str | None]:
     """Return the groups of a root and the default choice of each, as in {"target": "tiny", ...}."""
+    defaults = default_choices(root)
+    if "target" in defaults and "data" in defaults:  # the target decides the default data
+        defaults["data"] = compose([], root).data.name
+    return defaults
+
+
+def default_choices(root: str) -> dict[str, str | None]:
+    """Return the groups of a root as its file has them; that of data may depend on another."""
     defaults: dict[str, str | None] = {}
     node: Any = OmegaConf.load(CONF / f"{root}.yaml")
     for entry in node.get("defaults", []):
@@ -158,8 +166,6 @@ def groups(root: str = "train") -> dict[str, str | None]:
             ((name, choice),) = to_container(entry, resolve=False).items()
             if not name.startswith("override "):
                 defaults[name] = choice
-    if "target" in defaults and "data" in defaults:  # the target decides the default data
-        defaults["data"] = compose([], root).data.name
     return defaults
 
 
@@ -238,8 +244,13 @@ def _parse(kind: Any, text: str) -> Any:
 
 def trainable(group: str) -> list[str]:
     """Return the choices of a group, without drafters that are neither trained nor searched."""
-    names, keys = choices(group), {"drafter.loss", "drafter.search.trials"}
-    return [n for n in names if group != "drafter" or keys & default_values(f"drafter/{n}").keys()]
+    return [n for n in choices(group) if group != "drafter" or {"loss", "search"} & drafter_keys(n)]
+
+
+def drafter_keys(name: str) -> set[str]:
+    """Return the keys of a drafter's yaml, which has `loss` if the drafter is trained."""
+    node: Any = OmegaConf.load(CONF / "drafter" / f"{name}.yaml")
+    return set(map(str, node))
 
 
 def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigError:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.packages import require_package
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import GenerateConfig
 from outrider.data.answer_spans import Tokenizer
@@ -61,12 +62,9 @@ class EndpointGenerator:
         self.dialect, self.model = DIALECTS[0], options.model or ""
         self.answer_tokens = 0
         self.counts: Counter[str] = Counter()  # answers by outcome
-        try:
-            import openai
-        except ImportError:
-            why = "Requests need the package openai, which is not installed."
-            fix = "pip install 'outrider[endpoint]'"
-            raise ConfigError("data.generate.endpoint", self.url, why, fix) from None
+        require_package("openai", "data.generate.endpoint", self.url)
+        import openai
+
         self.openai = openai
 
     def run(self, prompts: Sequence[PromptTokens], on_answer: OnAnswer) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
@@ -9,6 +10,7 @@ sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
 import reference_pages  # noqa: E402 - found through the line above
 
 import outrider  # noqa: E402
+from outrider.conf.packages import project_url  # noqa: E402
 
 project = "Outrider"
 author = "The Outrider authors"
@@ -36,8 +38,17 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
+if repository := project_url():
+    link = {"name": "Repository", "url": repository, "icon": "fa-solid fa-code-branch"}
+    html_theme_options["icon_links"] = [link]
 
 
-def setup(app: object) -> None:
+def name_repository(app: object, page: str, source: list[str]) -> None:
+    """Write the project's address where a page has <this repository>."""
+    source[0] = source[0].replace("<this repository>", repository or "<this repository>")
+
+
+def setup(app: Any) -> None:
     """Write the pages that are generated from the schema and the command line."""
     reference_pages.write(ROOT / "docs" / "reference")
+    app.connect("source-read", name_repository)

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +20,7 @@ from rich.text import Text
 from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import write, write_json
 from outrider.conf.json_shapes import RATE, read_object, require_shape
+from outrider.conf.packages import require_package
 from outrider.conf.shown_text import mask_values
 from outrider.eval.report import png
 from outrider.train.manifest import read_training
@@ -30,6 +29,8 @@ from outrider.train.metrics_log import read_log
 STUDY = "study.db"
 FORMAT = "outrider-search-1"
 MAX_ROWS = 10
+Study = Any  # Optuna's, which is imported where a study is read
+FrozenTrial = Any
 MIN_TRIALS = 4  # complete trials that importance needs
 FIX = "Run the same command again, or remove the trial's folder."
 REPORT_METRICS = ("tau", "speedup", "tokens_per_second")
@@ -87,8 +88,11 @@ def short_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def load_study(folder: Path) -> optuna.Study:
+def load_study(folder: Path) -> Study:
     """Load the study of a search; without one, raise a RunError."""
+    require_package("optuna", "run.dir", str(folder))
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     if not (folder / STUDY).is_file():
@@ -144,14 +148,16 @@ def show(folder: Path, console: Console) -> None:
 
 def rank_trials(trials: list[FrozenTrial]) -> list[FrozenTrial]:
     """Return the complete trials, best first."""
-    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.value is not None]
+    complete = [t for t in trials if t.state.name == "COMPLETE" and t.value is not None]
     return sorted(complete, key=lambda trial: (-float(trial.value or 0), trial.number))
 
 
-def importance(study: optuna.Study, complete: list[FrozenTrial]) -> dict[str, float]:
+def importance(study: Study, complete: list[FrozenTrial]) -> dict[str, float]:
     """Return shares that sum to 1, largest first; {} for too few trials or equal values."""
     if len(complete) < MIN_TRIALS or len({trial.value for trial in complete}) == 1:
         return {}
+    import optuna
+
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.25)
     return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
 

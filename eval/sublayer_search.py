@@ -26,10 +26,6 @@ from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
-import optuna
-from optuna.distributions import CategoricalDistribution
-from optuna.trial import TrialState, create_trial
-
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import append, read_lines, write
 from outrider.conf.json_shapes import require_shape, token
@@ -150,6 +146,8 @@ class SublayerSearch:
             measure: yields the times of one prompt after the other.
             given: the first candidate.
         """
+        import optuna  # not to read a log
+
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.folder, self.layers, self.search, self.seed = folder, layers, search, seed
@@ -157,7 +155,7 @@ class SublayerSearch:
         self.probes = probes(layers, seed, given)
         self.trials = list[Trial]()
         self.space = {
-            f"{kind}.{layer}": CategoricalDistribution((False, True))
+            f"{kind}.{layer}": optuna.distributions.CategoricalDistribution((False, True))
             for kind in Skipped._fields for layer in range(layers)
         }  # fmt: skip
         self.study = optuna.create_study(direction="maximize")
@@ -243,11 +241,13 @@ class SublayerSearch:
 
     def _sampled(self, seed: int) -> set[str]:
         """Return the sublayers that TPE proposes to skip."""
+        import optuna
+
         self.study.sampler = optuna.samplers.TPESampler(
             seed=seed, multivariate=True, n_startup_trials=1
         )
         trial = self.study.ask(self.space)
-        self.study.tell(trial, state=TrialState.FAIL)  # `_add` adds what was measured
+        self.study.tell(trial, state=optuna.trial.TrialState.FAIL)  # `_add` adds what was measured
         return {name for name, value in trial.params.items() if value}
 
     def _unmeasured(self, skipped: set[str], random: Random) -> Skipped:
@@ -279,6 +279,8 @@ class SublayerSearch:
         return Trial(candidate, speedups, Speed.of(timings), pruned)
 
     def _add(self, trial: Trial) -> None:
+        from optuna.trial import TrialState, create_trial
+
         self.trials.append(trial)
         skipped = _names(trial.candidate)
         params = {name: name in skipped for name in self.space}

@@ -133,7 +133,6 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
 
     from outrider.conf.command_settings import VERB_GROUPS, read_report
     from outrider.conf.compose import verb_group
-    from outrider.train.settings import check_files
 
     verb = VERBS[name]
     if verb.takes == "report":
@@ -144,6 +143,8 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
             why, fix = "compare needs run folders.", "outrider compare runs/a runs/b"
             raise ConfigError("RUN", "", why, fix)
         return (words,)
+    from outrider.train.settings import check_files
+
     own = []
     if verb.group:
         short = tuple(f"{key}=" for key in verb.shorthand)
@@ -220,10 +221,11 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
     from outrider.launch import help as pages
 
     verb = VERBS[name]
-    if name == "compare":
-        usage = "RUN: run.dir of a finished run; to=FOLDER: also write report.html and report.md"
-        usage += f"\n\n{pages.EXPLAIN}\n\nexamples{pages.EXAMPLES['compare']}"
-        return _print(f"{program} RUN [RUN ...] [to=FOLDER]: {verb.line}\n\n{usage}")
+    if name in pages.USAGE:
+        explain = f"\n\n{pages.EXPLAIN}" if verb.explains else ""
+        own, meaning = pages.USAGE[name]
+        usage = f"{meaning}{explain}\n\nexamples{pages.EXAMPLES[name]}"
+        return _print(f"{program} {own}: {verb.line}\n\n{usage}")
     if name == "bench" and words:
         return pages.benchmark(f"{program} {words[0]}", _benchmark(words))
     if name == "bench":

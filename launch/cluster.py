@@ -22,9 +22,10 @@ from outrider.conf.compose import compose, verb_group
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
+from outrider.conf.packages import require_packages
 from outrider.conf.schema import Config
 from outrider.launch.processes import ENTRY, locate_entry
-from outrider.train import distributed, trackers
+from outrider.train import distributed
 from outrider.train.settings import INPUT_FILES, check_files, parse
 
 SLURM = """#!/usr/bin/env bash
@@ -83,7 +84,7 @@ def checked_config(cluster: ClusterConfig, words: list[str]) -> Config:
     with assume_world_size(sum(machine.slots for machine in machines)):
         config = parse(compose(words))
         distributed.require_matching_launcher(config.launch)
-    trackers.require_packages(config)
+    require_packages(config)
     check_files(config, *INPUT_FILES)
     return config
 

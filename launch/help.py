@@ -75,6 +75,9 @@ EXAMPLES = {
     "compare": """
   outrider compare runs/a runs/b  # a row per report
   outrider compare runs/bakeoff-tiny/* to=runs/bakeoff-tiny  # and a page""",
+    "completion": """
+  outrider completion bash > ~/.local/share/bash-completion/completions/outrider  # for good
+  source <(outrider completion zsh)  # in ~/.zshrc, after compinit""",
     "doctor": """
   outrider doctor drafter=eagle3  # the embedded target
   outrider doctor target=Qwen/Qwen3-8B data=self  # before a long run
@@ -88,6 +91,16 @@ EXAMPLES = {
   outrider report run.dir=runs/eagle3-tiny report.measure=true  # with calibration
   outrider report run.dir=runs/search/eagle3  # a search
   outrider report run.dir=runs/bakeoff-tiny  # all runs of a folder""",
+}
+USAGE = {  # words of the verbs without keys, and their meaning
+    "compare": (
+        "RUN [RUN ...] [to=FOLDER]",
+        "RUN: run.dir of a finished run; to=FOLDER: also write report.html and report.md",
+    ),
+    "completion": (
+        "bash|zsh",
+        "It completes verbs, groups, keys, drafters and other choices, values, and file names.",
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.packages import require_package
 from outrider.conf.sweeps import SweepConfig
 from outrider.launch.processes import INTERRUPTED, POLL_SECONDS, open_log
 
@@ -142,15 +143,13 @@ def _executor(sweep: SweepConfig, environment: dict[str, str]) -> Any:
     Raises:
         ConfigError: submitit is not installed, or there is no Slurm.
     """
-    try:
-        from submitit import AutoExecutor
+    require_package("submitit", "sweep.by", "slurm")
+    from submitit import AutoExecutor
 
+    try:
         executor: Any = AutoExecutor(
             _folder(sweep), cluster=EXECUTOR, slurm_max_num_timeout=MAX_REQUEUES
         )
-    except ImportError:
-        why, fix = "Slurm jobs need submitit.", "pip install 'outrider[slurm]'"
-        raise ConfigError("sweep.by", "slurm", why, fix) from None
     except RuntimeError as error:
         why = f"Slurm is not available on this machine: {error}"
         raise ConfigError("sweep.by", sweep.by, why, "Start the sweep on a login node.") from None

@@ -10,6 +10,7 @@ from typing import Any
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import folder_lock
+from outrider.conf.packages import require_package
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
 from outrider.eval import sublayer_results
@@ -44,6 +45,7 @@ def search_sublayers(config: Config) -> int:
     if process.world_size() > 1:
         message = f"The search was started by {process.world_size()} processes; it runs in one."
         raise RunError(message, "Use: outrider train drafter=draft_verify ..., without a launcher.")
+    require_package("optuna", "drafter", config.drafter.name)
     if config.target.place not in ("replicated", "apart"):
         why = "The search decodes with the whole target in one process."
         raise ConfigError("target.place", config.target.place, why, "Use target.place=replicated.")

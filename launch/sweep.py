@@ -9,6 +9,7 @@ fails does not stop the others. The same command resumes a stopped sweep: finish
 the others continue.
 """
 
+from outrider.conf.packages import require_package
 from outrider.conf.sweeps import read_sweep
 from outrider.launch.grid import run_grid
 
@@ -24,6 +25,7 @@ def sweep(overrides: list[str]) -> int:
 
         slurm.check(settings)
     if settings.trials is not None:
+        require_package("optuna", "sweep.trials", settings.trials)
         from outrider.launch.search import search
 
         return search(rest, settings)

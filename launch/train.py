@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.conf.console import Console
 from outrider.conf.files import folder_lock, write_json
+from outrider.conf.packages import require_packages
 from outrider.conf.schema import Config
 from outrider.conf.searched import SearchedConfig
 from outrider.data.corpus import load_training_data
@@ -52,7 +53,7 @@ def train(config: Config, *, rows: Iterable[Mapping[str, Any]] | None = None) ->
     if isinstance(config.drafter, SearchedConfig):
         return search_sublayers(config)
     distributed.require_matching_launcher(config.launch)
-    trackers.require_packages(config)
+    require_packages(config)
     main = process.rank() == 0
     with folder_lock(Path(config.run.dir)) if main else nullcontext():
         return _train(config, main)

@@ -85,6 +85,9 @@ VERBS = {
     "compare": Verb(
         "outrider.launch.compare:compare", "compare finished runs in one table",
         root="", takes="words", explains=True),
+    "completion": Verb(
+        "outrider.launch.completion:completion", "print the completion script of a shell",
+        root="", takes="words"),
     "bench": Verb("", "run a benchmark on this machine", root="", takes="words"),
 }  # fmt: skip
 BENCHES = {

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from outrider.conf.errors import DISK_FULL_ERRNOS, ConfigError, RunError, panics_as_errors
+from outrider.conf.packages import install_command
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import TargetConfig
 from outrider.conf.template_args import parse_template_args
@@ -169,7 +170,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise RunError(
             f"{gguf.name} is a GGUF file, and the package that reads it is missing.",
-            "pip install gguf (or: pip install outrider[smollm2])",
+            install_command("gguf"),
         )
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)

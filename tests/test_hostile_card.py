@@ -94,6 +94,16 @@ def render_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return render(run / "second", "plain", monkeypatch).split("\n---\n", 1)[1]
 
 
+def test_card_links_the_project_once_it_has_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"versions": dict.fromkeys(card.VERSIONS, "1.2")}
+    assert "\nOutrider 1.2, commit" in render(tmp_path, "a", monkeypatch, manifest=known)
+    monkeypatch.setattr(card, "project_url", lambda: "https://host.example/some_one/project")
+    linked = "\n[Outrider](https://host.example/some_one/project) 1.2, commit"
+    assert linked in render(tmp_path, "a", monkeypatch, manifest=known)
+
+
 def test_card_calls_a_speedup_above_tau_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,7 +210,7 @@ def test_missing_submitit_or_slurm_is_refused(
     with pytest.raises(ConfigError, match="Slurm is not available on this machine"):
         sweep(words)
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ConfigError, match=r"pip install 'outrider\[slurm\]'"):
+    with pytest.raises(ConfigError, match=r"submitit.*\n.*pip install 'outrider\[slurm\]'"):
         sweep(words)
 
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.launch import cli
-from outrider.train import trackers
 from outrider.train.trackers import (
     IDENTITY,
     QUEUE_SIZE,
@@ -291,10 +289,3 @@ def test_train_command_logs_metrics_and_report(
     phases = json.loads((run / "training.json").read_text())["phases"]
     assert phases.keys() == {"loading", "steps", "held out", "saving", "report"}
     assert all(seconds > 0 for seconds in phases.values())
-
-
-def test_missing_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"train.tensorboard.*\n.*package is missing"):
-        trackers.require_packages(config(tmp_path, "train.tensorboard=true"))
-    trackers.require_packages(config(tmp_path))

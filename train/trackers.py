@@ -5,7 +5,6 @@ for it: what it does not take in time is dropped and counted. Its first error is
 the run continues without it. The run folder has everything: `metrics.jsonl`, `eval/`.
 """
 
-import importlib.util
 import queue
 import secrets
 import threading
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from outrider.conf.errors import ConfigError
 from outrider.conf.files import write
 from outrider.conf.schema import Config, to_dict
 from outrider.conf.shown_text import mask_values
@@ -152,13 +150,6 @@ def open_trackers(
     finally:
         for tracker in trackers:
             tracker.close()
-
-
-def require_packages(config: Config) -> None:
-    """Raise a `ConfigError` if the package of a configured tracker is missing."""
-    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install tensorboard (or: pip install outrider[tensorboard])"
-        raise ConfigError("train.tensorboard", True, "The package is missing.", fix)
 
 
 class TrackerThread:

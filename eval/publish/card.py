@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from outrider.conf.command_settings import REPO, PublishConfig
 from outrider.conf.files import fingerprint, read_bytes
+from outrider.conf.packages import project_url
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.conf.shown_text import escape_controls, mask_home
@@ -196,6 +197,7 @@ def _training_values(run: Path) -> dict[str, Any]:
         "training": training if all(training.get(n) is not None for n in TRAINED) else {},
         "settings": _json_text(recipe),
         "drafter_settings": _json_text(manifest.get("config", {}).get("drafter")),
+        "project": project_url(),
         "versions": versions,
         "commit": commit if versions.keys() >= VERSIONS else None,
     }

@@ -3,6 +3,7 @@
 import torch
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.packages import install_command
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import matmul_rate
@@ -39,7 +40,7 @@ def check_libraries(config: Config) -> Finding:
     """Report versions; DeepSpeed must be installed if the launch uses it."""
     installed = versions()
     message = "  ".join(f"{name} {version}" for name, version in installed.items())
-    fix = "Run pip install deepspeed, or use launch=ddp."
+    fix = f"Install it: {install_command('deepspeed')}, or use launch=ddp."
     missing = config.launch.name.startswith("zero") and installed["deepspeed"] == "not installed"
     return Finding("libraries", "wrong" if missing else "ok", message, {"versions": installed}, fix)
 
