@@ -1,8 +1,6 @@
 """The configuration: every yaml composes, every error names its key."""
 
-import copy
 import dataclasses
-import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -28,18 +26,13 @@ REQUIRED = {  # overrides that a choice requires
 }
 
 
-@functools.cache
-def composed(*overrides: str) -> DictConfig:
-    return compose(overrides)
-
-
 def parsed(*overrides: str) -> Config:
-    return parse(composed(*overrides))
+    return parse(compose(overrides))
 
 
 def changed(**values: object) -> DictConfig:
     """Return the default run with some values set, as a yaml file sets them."""
-    node = copy.deepcopy(composed())
+    node = compose()
     for name, value in values.items():
         OmegaConf.update(node, name, value, merge=False, force_add=True)
     return node
@@ -57,7 +50,7 @@ def test_every_choice_composes(override: str) -> None:
     untrained = group == "drafter" and is_untrained(choice)
     if untrained:
         assert "nothing to train" in str(refused(override))
-    config = parse(composed(override, *REQUIRED.get(override, [])), to_train=not untrained)
+    config = parse(compose([override, *REQUIRED.get(override, [])]), to_train=not untrained)
     if group in ("target", "data", "drafter", "launch", "decode"):
         assert getattr(config, group).name == choice, "file name and `name:` agree"
 
@@ -65,6 +58,14 @@ def test_every_choice_composes(override: str) -> None:
 @pytest.mark.parametrize("name", choices("experiment"))
 def test_every_experiment_composes(name: str) -> None:
     parsed(f"experiment={name}")
+
+
+def test_a_changed_configuration_leaves_the_next_one_unchanged() -> None:
+    """Hydra composes the same words once."""
+    node = compose(["train.lr=0.5"])
+    node.train.lr = node.drafter.name = None
+    assert compose(["train.lr=0.5"]).train.lr == 0.5
+    assert compose(["train.lr=0.5"]).drafter.name == "eagle3"
 
 
 def test_every_yaml_begins_with_description_and_command() -> None:
