@@ -8,8 +8,9 @@
         print(piece.text, end="")
 
 Outputs have the distribution of plain decoding, whatever the drafter; greedily, in float32, they
-are the same text. The policy is a name of conf/decode/ ("chain", "dynamic_tree", ...), a policy
-object, or "plain" for no speculation.
+are the same text. In half precision both hold up to rounding (docs/decoding.md, "Precision"). The
+policy is a name of conf/decode/ ("chain", "dynamic_tree", ...), a policy object, or "plain" for no
+speculation.
 """
 
 import warnings
@@ -141,7 +142,9 @@ class Decoder:
             drafter: the folder of its config.json, its hub id, or a name such as "suffix" of one
                 without weights; None allows plain decoding only.
             settings: of a drafter without weights, as in conf/drafter/<name>.yaml.
-            dtype: of the target: auto, float32, bfloat16 or float16.
+            dtype: of the target: float32, bfloat16, float16, or auto: as its weights are stored,
+                which is bfloat16 for "tiny" and most models. Greedy answers equal plain decoding
+                token for token in float32 only (docs/decoding.md, "Precision").
 
         Raises:
             ConfigError: the name is that of a drafter with weights, or a setting is wrong.

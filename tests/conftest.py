@@ -11,7 +11,7 @@ from outrider.conf.compose import compose
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
-from outrider.models import load
+from outrider.models import load, process
 from outrider.models.load import LoadedTarget
 from outrider.train.settings import parse
 from tests import shapes
@@ -33,13 +33,13 @@ def pytest_configure() -> None:
 
     Two workers with two threads each on two cores take four times as long.
     """
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault(process.THREADS, threads)  # ranks that a launcher starts
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedTarget:
     """The embedded target."""
-    torch.set_num_threads(1)  # a training in this process may have taken all cores
     return load.load_target(parse(compose(["target=tiny"])).target)
 
 
@@ -77,6 +77,12 @@ def mark_exhaustive(cases: list[pytest.Item]) -> None:
     for number, case in enumerate(cases):
         if number not in sample:
             case.add_marker(pytest.mark.exhaustive)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Reset the threads of this process, which an earlier test may have changed."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.hookimpl(tryfirst=True)

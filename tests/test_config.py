@@ -1,8 +1,7 @@
 """The configuration: every yaml composes, every error names its key."""
 
-import copy
 import dataclasses
-import functools
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -30,18 +29,13 @@ REQUIRED = {  # overrides that a choice requires
 }
 
 
-@functools.cache
-def composed(*overrides: str) -> DictConfig:
-    return compose(overrides)
-
-
 def parsed(*overrides: str) -> Config:
-    return parse(composed(*overrides))
+    return parse(compose(overrides))
 
 
 def changed(**values: object) -> DictConfig:
     """Return the default run with some values set, as a yaml file sets them."""
-    node = copy.deepcopy(composed())
+    node = compose()
     for name, value in values.items():
         OmegaConf.update(node, name, value, merge=False, force_add=True)
     return node
@@ -59,7 +53,7 @@ def test_every_choice_composes(override: str) -> None:
     untrained = group == "drafter" and is_untrained(choice)
     if untrained:
         assert "nothing to train" in str(refused(override))
-    config = parse(composed(override, *REQUIRED.get(override, [])), to_train=not untrained)
+    config = parse(compose([override, *REQUIRED.get(override, [])]), to_train=not untrained)
     if group in ("target", "data", "drafter", "launch", "decode"):
         assert getattr(config, group).name == choice, "file name and `name:` agree"
 
@@ -67,6 +61,44 @@ def test_every_choice_composes(override: str) -> None:
 @pytest.mark.parametrize("name", choices("experiment"))
 def test_every_experiment_composes(name: str) -> None:
     parsed(f"experiment={name}")
+
+
+def test_a_changed_configuration_leaves_the_next_one_unchanged() -> None:
+    """Hydra composes the same choices once."""
+    for words in ([], ["train.lr=0.5"]):
+        node = compose(words)
+        node.train.lr = node.drafter.name = None
+        assert compose(["train.lr=0.5"]).train.lr == 0.5
+        assert compose(words).drafter.name == "eagle3"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.lr=0.5", "drafter=medusa", "drafter.heads=3", "train.lr=1e-2"],
+        ["drafter.loss=[soft_ce,tv]", "run.dir='a b'", 'data.path="x=1, y"', "target.path=null"],
+        ["drafter=staged", "drafter.inner={name: ngram, n: 2}", "drafter.inner.n=3"],
+        ["train.betas=[0.8,0.9]", "+sweep.x.y=1", "train.seed_offset=2"],
+        ["run.dir=${oc.env:HOME}/a", "~train.lr", "train.wandb.project=p"],
+        ["train.lr=1,2"], ["train.lrr=1"], ["train.lr.x=1"], ["train.lr=["], ["hydra.verbose=true"],
+        ["drafter@other=medusa"], ["drafter.name.x=1", "drafter=nothing"], ["train={lr: 0.1}"],
+        ["eval.grid=[chain@0,dynamic_tree@1]", "experiment=smollm2", "data.path=${run.dir}/x"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_values_are_set_as_hydra_sets_them(words: list[str]) -> None:
+    """The same configuration, flags included, or the same error."""
+
+    def outcome(make: Callable[[], DictConfig]) -> tuple[Any, ...]:
+        try:
+            node = make()
+        except Exception as error:  # of Hydra and OmegaConf
+            return type(error), str(error)
+        flags = OmegaConf.is_struct(node), OmegaConf.is_readonly(node)
+        return OmegaConf.to_container(node), *flags
+
+    found = outcome(lambda: composing._compose("train", tuple(words)))
+    assert found == outcome(lambda: composing._composed.__wrapped__("train", tuple(words)))
 
 
 def test_every_yaml_begins_with_description_and_command() -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from outrider.conf.compose import compose
 from outrider.conf.sweeps import read_sweep
@@ -59,6 +60,27 @@ def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake ([a-z-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_workflows_run_make_targets_that_exist() -> None:
+    makefile, files = (ROOT / "Makefile").read_text(), list((ROOT / ".github").rglob("*.yml"))
+    assert files
+    for file in files:
+        jobs = yaml.safe_load(file.read_text())["jobs"].values()
+        commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+        assert commands
+        for command in commands:
+            target = command.removeprefix("make ")
+            assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), command
+
+
+def test_the_nightly_tests_run_as_on_two_other_processors() -> None:
+    """The names are those that `torch.backends.cpu.get_cpu_capability` gives, in lower case."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]
+    (job,) = jobs.values()
+    assert [case["aten"] for case in job["strategy"]["matrix"]["include"]] == ["avx2", "default"]
+    assert job["env"]["ATEN_CPU_CAPABILITY"] == "${{ matrix.aten }}"
+    assert job["steps"][-1]["run"] == "make test"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -16,7 +16,6 @@ from unittest.mock import MagicMock
 import numpy as np
 import optuna
 import pytest
-from hydra import compose as hydra_compose
 from hypothesis import strategies as st
 from jinja2 import Environment
 from omegaconf import OmegaConf
@@ -149,7 +148,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setattr(card, "target_fingerprint", lambda _target: "0123")
         patch.setattr(card, "fingerprint", lambda _tensors: "d")
         patch.setattr(card, "Environment", once(Environment))  # which holds compiled templates
-        patch.setattr("outrider.conf.compose.hydra_compose", once(hydra_compose))
         yield Run(folder, config)
 
 

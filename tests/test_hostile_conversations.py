@@ -94,11 +94,11 @@ def test_each_takes_the_first_answers_of_thousands_of_turns_in_seconds(
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), None], ids=[*TEMPLATES, "none"])
 def test_each_gives_the_rows_of_prefixes(template: str | None) -> None:
     """Rows that are not rendered, because an earlier answer was cut off, have no answer."""
-    tokenizer, messages = byte_tokenizer(template), long_dialogue(150)
+    tokenizer, messages = byte_tokenizer(template), long_dialogue(60)
     rows = render_all(tokenizer, [messages], max_length=200, supervise="each")
     slow = [
         render(tokenizer, messages[: turn + 1], max_length=200, last_only=True)
-        for turn in range(1, 150, 2)
+        for turn in range(1, 60, 2)
     ]
     kept = [row for row in slow if row.answer.any()]
     assert [(r.ids.tolist(), r.answer.tolist()) for r in rows] == [

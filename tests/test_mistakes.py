@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.launch import cli
@@ -27,7 +26,6 @@ SMALL = [
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a short training."""
     folder = tmp_path_factory.mktemp("mistakes") / "run"
-    torch.set_num_threads(1)
     assert cli.main(["train", *SMALL, f"run.dir={folder}"]) == 0
     return folder
 

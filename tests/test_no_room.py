@@ -215,7 +215,6 @@ def test_a_preparation_on_a_full_disk_resumes_byte_for_byte(
     monkeypatch: pytest.MonkeyPatch, name: str,
 ) -> None:  # fmt: skip
     """The disk is full while a shard or the manifest is written."""
-    torch.set_num_threads(1)
     monkeypatch.setattr(generate, "SHARD", 8)
     words = [
         "prepare", "target=tiny", "data=self", "data.generate.samples=40", "data.holdout=0.2",
@@ -240,7 +239,6 @@ def test_a_report_on_a_full_disk_is_written_by_repeating_the_command(
     disk: Disk, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the command line to the exit code; a tracker fails to write as well."""
-    torch.set_num_threads(1)
     run = disk.path / "run"
     words = [
         "train", *SMALL, f"run.dir={run}", "train.quick_eval=true", "eval.limit=2",

@@ -325,6 +325,12 @@ def test_page_shows_measured_values(written: Path) -> None:
     assert "data:" not in tables
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures empty: matplotlib takes most of the time of a page."""
+    monkeypatch.setattr("outrider.eval.page.figures._svg", lambda *_: "data:,")
+
+
 # ---- missing and damaged files -------------------------------------------------------------------
 
 
@@ -355,6 +361,7 @@ def wrong_format(_: str) -> str:
     return '{"tau": 1}'
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -429,6 +436,7 @@ def test_reports_without_a_run_have_a_page(tmp_path: Path) -> None:
         assert f"{measured().summary.speedup:.2f}" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_warnings_keep_the_case_of_names(tmp_path: Path) -> None:
     """Names are not capitalised at the beginning of a sentence."""
     for name, threads in (("one", 1), ("two", 2)):
@@ -497,6 +505,7 @@ def test_the_row_of_all_prompts_is_not_marked_as_best() -> None:
     assert [[cell.best for cell in row] for row in rows] == [[False, True], [False, False]]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(write_run(tmp_path / name)) for name in ("one", "two")]
     assert compare([*runs, f"to={tmp_path / 'both'}"]) == 0
@@ -551,6 +560,7 @@ def test_unknown_report_keys_are_refused(words: list[str]) -> None:
         read_report(words)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_table_and_figure_has_a_title_and_a_definition(tmp_path: Path) -> None:
     """Figures and tables of every section, those of collapsible parts included."""
     from outrider.eval.page import acceptance, plans, speed, training
