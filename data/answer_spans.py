@@ -72,6 +72,8 @@ class ChatTemplate(RenderedText):
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
         turns = turns[-1:] if last_only else turns
         characters, rewritten = self.generation_blocks(messages, text), 0
+        if characters is not None and any(map(has_thought, messages)):  # blocks do not tell
+            rewritten = sum(not self.continues(messages, turn, text) for turn in turns)
         if characters is None and len(turns) >= MANY and getattr(self.tokenizer, "is_fast", False):
             characters, rewritten = self.spans_in_windows(messages, turns, text)
         if characters is None:
@@ -156,6 +158,10 @@ class ChatTemplate(RenderedText):
             else:
                 plain += piece
         return spans if plain == text else None
+
+    def continues(self, messages: list[Message], turn: int, text: str) -> bool:
+        """Return whether the whole continues the text before an answer and that up to its end."""
+        return all(map(text.startswith, self.prefixes(messages, turn)))
 
     def prefixes(self, messages: list[Message], turn: int) -> tuple[str, str]:
         """Return the text up to an answer, generation prompt included, and up to its end."""
@@ -297,13 +303,17 @@ class ChatTemplate(RenderedText):
 
         Only where the template leaves it to the next turn: a turn that follows is rendered.
         """
-        if not spans or spans[-1][1] < len(ids) or messages[-1]["role"] != "assistant":
+        if not spans or messages[-1]["role"] != "assistant":
             return ids, spans
         start, end = spans[-1]
-        if start == end or ids[end - 1] in self.stop_tokens or own_end() is not None:
+        if end > start and ids[end - 1] in self.stop_tokens:
+            return ids, spans
+        if self.next_token(ids, end) is not None or own_end() is not None:
             return ids, spans
         stop = self.stop_of_next_turn("tool" if "tool_calls" in messages[-1] else "user")
-        return (ids, spans) if stop is None else ([*ids, stop], [*spans[:-1], (start, end + 1)])
+        return (
+            (ids, spans) if stop is None else ([*ids, stop], [*spans[:-1], (start, len(ids) + 1)])
+        )
 
     def stop_of_next_turn(self, role: str) -> int | None:
         """Return the stop token that opens a turn of this role after an answer, or None."""

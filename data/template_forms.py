@@ -9,21 +9,18 @@ every mark, with arguments that are neither encoded twice nor written as Python 
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from outrider.conf.errors import RunError
-from outrider.data.conversations import Conversation, Message
+from outrider.data.conversations import Message
 from outrider.data.tool_calls import THOUGHT_KEYS, call_arguments
 from outrider.models import chat_template
 
 CONTENT, THOUGHT, NAME, ARGUMENT = "xqcontentjz", "xqthoughtjz", "xqnamejz", "xqargumentjz"
 CITY = "xqkeyjz"
-MARKS = re.compile(rf"(?:{CONTENT}|{THOUGHT}|{NAME}|{ARGUMENT})[0-9y]+z")
 TAG, END_TAG = "<think>", "</think>"
 PARTS, TAGGED = "parts", "tagged"  # places of a thought that are no key
 TOOL = {
@@ -116,7 +113,7 @@ def _template_forms(tokenizer: Any, template: str) -> TemplateForms:
 
 
 def _thought_place(render: Callable[..., str], tagged: str) -> str | None:
-    """Return where the template reads a thought; in tags only if its generation prompt opens one."""
+    """Return where the template reads a thought; in tags only if the prompt opens such a tag."""
     answer = {"role": "assistant", "content": CONTENT}
     for key in THOUGHT_KEYS:
         if _in_order(render({**answer, key: THOUGHT})):
@@ -156,83 +153,3 @@ def _tagged(thought: str, content: str) -> str:
 
 def _short(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:9]
-
-
-# ---- turns that a template does not render whole ----
-
-
-def lost_turn(
-    text_of: Callable[[Conversation], str], messages: Conversation
-) -> tuple[int, str] | None:
-    """Return the first answer that the template renders in part, and the rule for it; None: all.
-
-    The pieces of an answer (content, thought, names and arguments of calls) and the results of
-    tools before it are replaced by marks, and the conversation is rendered up to that answer. If a
-    mark is missing, or the template refuses, the answer or its context would be trained in part.
-
-    Args:
-        text_of: renders turns; raises RunError for a refusal.
-    """
-    begin = 0
-    for index, turn in enumerate(messages):
-        if turn["role"] != "assistant":
-            continue
-        recent = messages[begin : index + 1]
-        if len(turn) > 2 or any(one["role"] == "tool" for one in recent):
-            marked = [_marked(one, n) for n, one in enumerate(recent)]
-            context = Conversation([*messages[:begin], *marked], messages.tools)
-            if rule := _lost(text_of, context, begin):
-                return index, rule
-        begin = index + 1
-    return None
-
-
-def _lost(text_of: Callable[[Conversation], str], marked: Conversation, begin: int) -> str | None:
-    """Return the rule for what is missing from the text of marked turns, or None."""
-    answer = marked[-1]
-    with_calls = "tool_calls" in answer or any(turn["role"] == "tool" for turn in marked[begin:])
-    rule = "calls not rendered" if with_calls else "thoughts not taken"
-    try:
-        text = text_of(marked)
-    except RunError:
-        return rule if _opening_renders(text_of, marked) else None
-    missing = [mark for turn in marked[begin:] for mark in MARKS.findall(json.dumps(turn))]
-    missing = [mark for mark in missing if mark not in text]
-    only_thought = all(mark.startswith(THOUGHT) for mark in missing)
-    return ("thoughts not taken" if only_thought else rule) if missing else None
-
-
-def _opening_renders(text_of: Callable[[Conversation], str], turns: Conversation) -> bool:
-    """Return whether the turns before the first answer render with a plain one."""
-    roles = [turn["role"] for turn in turns]
-    opening = turns[: roles.index("assistant")]
-    answer = Message(role="assistant", content=CONTENT)
-    try:
-        return bool(text_of(Conversation([*opening, answer], turns.tools)))
-    except RunError:
-        return False
-
-
-def _marked(turn: Message, number: int) -> Message:
-    """Return an answer or the result of a tool with marks in place of its pieces."""
-    if turn["role"] not in ("assistant", "tool"):
-        return turn
-    marked: Message = {**turn}
-    if turn["content"].strip():
-        marked["content"] = f"{CONTENT}{number}z"
-    if "reasoning_content" in turn:
-        marked["reasoning_content"] = f"{THOUGHT}{number}z"
-    if "tool_calls" in turn:
-        marked["tool_calls"] = [
-            _marked_call(call, f"{number}y{n}") for n, call in enumerate(turn["tool_calls"])
-        ]
-    return marked
-
-
-def _marked_call(call: Mapping[str, Any], number: str) -> dict[str, Any]:
-    function = dict(call["function"])
-    arguments = function["arguments"]
-    arguments = call_arguments(arguments) if isinstance(arguments, str) else arguments
-    marks = {key: f"{ARGUMENT}{number}y{n}z" for n, key in enumerate(arguments or {})}
-    function.update(name=f"{NAME}{number}z", arguments=marks)
-    return {**call, "function": function}

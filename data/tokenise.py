@@ -20,10 +20,11 @@ from rich.text import Text
 
 from outrider.data.answer_spans import MOST, ChatTemplate
 from outrider.data.conversations import Conversation, Message, RuleCounts, up_to_last_answer
+from outrider.data.lost_turns import lost_turn
 from outrider.data.plain_text import plain_answer_spans, plain_pieces
 from outrider.data.rendered_text import ConversationError, Tokenizer, conversation_error
 from outrider.data.reporter import Reporter, TokenProgress
-from outrider.data.template_forms import END_TAG, lost_turn, template_forms
+from outrider.data.template_forms import END_TAG, template_forms
 
 
 @dataclass(frozen=True, eq=False)
