@@ -43,6 +43,8 @@ from outrider.conf.errors import RunError
 from outrider.data.conversations import Message
 from outrider.data.rendered_text import (
     MARK,
+    AnswerNotFound,
+    ClosedThought,
     ConversationError,
     RenderedText,
     conversation_error,
@@ -115,10 +117,15 @@ class ChatTemplate(RenderedText):
             window, offset = [*head, *messages[begin:end]], begin - len(head)
             part = self.text(window)
             pairs = [self.prefixes(window, turn - offset) for turn in in_window]
-            located = [
-                self.span_in_text(window, turn - offset, pair, part)
-                for turn, pair in zip(in_window, pairs, strict=True)
-            ]
+            try:
+                located = [
+                    self.span_in_text(window, turn - offset, pair, part)
+                    for turn, pair in zip(in_window, pairs, strict=True)
+                ]
+            except AnswerNotFound:
+                if len(turns) > MOST:
+                    raise
+                return None, 0
             shift, start = (spans[-1][0] - located[0][0], located[0][0]) if first else (0, 0)
             if text[start + shift : located[-1][1] + shift] != part[start : located[-1][1]]:
                 if len(turns) <= MOST:
@@ -202,10 +209,13 @@ class ChatTemplate(RenderedText):
             reason = f"has a thought in turn {turn}, and the generation prompt of "
             reason += f"{off or 'the chat template'} closes the thought before the answer"
             fix = "Set target.thinking=true, remove the thoughts from the text, or use data=self"
-            return conversation_error(messages, reason, fix)
+            return conversation_error(messages, reason, fix, ClosedThought)
         reason = f"is rewritten by the chat template so that answer {turn} is not found"
         fix = "Use a template with {% generation %} marks, or data.supervise=each"
-        return conversation_error(messages, reason, fix)
+        error = conversation_error(messages, reason, fix, AnswerNotFound)
+        assert isinstance(error, AnswerNotFound)
+        error.turn = turn
+        return error
 
     def start_by_prompt(
         self, messages: list[Message], turn: int, before: str, text: str

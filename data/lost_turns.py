@@ -16,6 +16,13 @@ from outrider.data.conversations import Conversation, Message
 from outrider.data.template_forms import ARGUMENT, CONTENT, NAME, THOUGHT
 from outrider.data.tool_calls import call_arguments
 
+OWN_TEXT = "Train on the target's own answers, data=self"
+LOSSES = {  # rules of RULES by which a template loses something, and what to do
+    "calls not rendered": f"{OWN_TEXT}, or on text without tools.",
+    "thoughts not taken": f"{OWN_TEXT}, or remove the thoughts (reasoning_content, ...) from it.",
+    "thoughts removed": f"The target decodes after its thoughts. {OWN_TEXT}.",
+    "tools ignored": "Describe the tools in a system turn if the target is served so.",
+}
 Renderer: TypeAlias = Callable[[Conversation], str]  # raises RunError for a refusal
 MARKS = re.compile(rf"(?:{CONTENT}|{THOUGHT}|{NAME}|{ARGUMENT})[0-9y]+z")
 

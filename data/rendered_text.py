@@ -28,16 +28,35 @@ class ConversationError(RunError):
         self.advice = advice
 
 
+class AnswerNotFound(ConversationError):
+    """An answer that the template rewrites so that it is not found; `turn` is its number."""
+
+    turn = 0
+
+
+class ClosedThought(ConversationError):
+    """A thought after a generation prompt that closes it: target.thinking=false, for instance."""
+
+
 def has_thought(turn: Message) -> bool:
     return "reasoning_content" in turn or END_TAG in turn["content"]
 
 
-def conversation_error(messages: Sequence[Message], reason: str, fix: str) -> ConversationError:
+def conversation_error(
+    messages: Sequence[Message], reason: str, fix: str,
+    kind: type[ConversationError] = ConversationError,
+) -> ConversationError:  # fmt: skip
     lines = [f"    {turn['role']}: {turn['content'][:400]}" for turn in messages]
     if (left_out := len(lines) - 2 * SHOWN) > 0:
         lines[SHOWN:-SHOWN] = [f"    ... {left_out} more turns ..."]
     text = "\n".join(lines)
-    return ConversationError(f"This conversation {reason}\n{text}", fix)
+    return kind(f"This conversation {reason}\n{text}", fix)
+
+
+def skippable(error: ConversationError, origin: str, skipped: int) -> ConversationError:
+    """Return the error of one of many conversations: where it is, and the option that skips it."""
+    message = f"{origin}: {error.message}" if origin else error.message
+    return type(error)(message, f"{error.advice}, or leave it out: data.skip_bad={skipped}")
 
 
 @dataclass(frozen=True)

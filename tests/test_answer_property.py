@@ -21,7 +21,7 @@ from outrider.data.tokenise import Document, render_all
 from tests.template_families import FAMILIES, PUBLISHED, SMALL, coder, stop_ids
 
 FAST = 12  # random conversations per family; the slow test has SLOW
-SLOW = 150
+SLOW = 60
 WORDS = [" ", "\n", "\n\n", "  x", "\u00e9", "\U0001f600", ".", "4", "?"]
 TOOL = {
     "type": "function",
@@ -183,9 +183,16 @@ def check(name: str, row: dict[str, Any]) -> None:
     if refused or not answers:
         assert not rows_of_one
         return
-    assert len(rows_of_one) == len(answers), (cases, turns)
-    assert (kept < len(turns)) == bool(cases["calls not rendered"] + cases["thoughts not taken"])
     outcomes = [expected(name, turns[: n + 1], tools) for n in answers]
+    lost = cases["calls not rendered"] + cases["thoughts not taken"]
+    if len(rows_of_one) < len(answers):  # an answer that does not continue its context: not found
+        assert outcomes[len(rows_of_one)] is None
+        outcomes = outcomes[: len(rows_of_one)]
+        assert lost
+        if not outcomes:
+            return
+    else:
+        assert (kept < len(turns)) == bool(lost)
     for document, outcome in zip(rows_of_one, outcomes, strict=True):
         if outcome is None:
             assert document.rewritten
@@ -200,7 +207,11 @@ def check(name: str, row: dict[str, Any]) -> None:
 
 def check_whole(name: str, row: dict[str, Any], kept: int, outcomes: list[Any]) -> None:
     """Compare the answers of one document with the oracle, where its text continues the context."""
-    (document,), cases = documents(name, row, "all")
+    found_documents, cases = documents(name, row, "all")
+    if not found_documents:  # the first answer is not found in the whole
+        assert cases["calls not rendered"]
+        return
+    (document,) = found_documents
     text = coder(name).decode(document.ids.tolist())
     exact = [one is not None and text.startswith("".join(one)) for one in outcomes]
     found = supervised(name, document)
