@@ -45,10 +45,10 @@ from outrider.data.rendered_text import (
     MARK,
     AnswerNotFound,
     ClosedThought,
-    ConversationError,
     RenderedText,
     conversation_error,
     has_thought,
+    thought_of,
 )
 from outrider.data.template_forms import END_TAG
 from outrider.models import chat_template
@@ -188,6 +188,8 @@ class ChatTemplate(RenderedText):
         before, after = prefixes
         if text.startswith(before) and text.startswith(after) and len(before) <= len(after):
             return len(before), len(after)
+        if not text.startswith(before):
+            self.require_open_thought(messages, turn, before, text)
         sides = self.text_around(messages, turn)
         if sides and not (text.startswith(sides[0]) and text[len(sides[0]) :].endswith(sides[1])):
             sides = None
@@ -198,24 +200,25 @@ class ChatTemplate(RenderedText):
         if end is None and start is not None:
             end = self.end_by_stop(text, start)
         if start is None or end is None or start > end:
-            raise self.not_found(messages, turn, before)
+            reason = f"is rewritten by the chat template so that answer {turn} is not found"
+            fix = "Use a template with {% generation %} marks, or data.supervise=each"
+            error = conversation_error(messages, reason, fix, AnswerNotFound)
+            error.turn = turn
+            raise error
         return start, end
 
-    def not_found(self, messages: list[Message], turn: int, before: str) -> ConversationError:
-        """Return the error for an answer that is not in the text."""
+    def require_open_thought(
+        self, messages: list[Message], turn: int, before: str, text: str
+    ) -> None:
+        """Raise ClosedThought if the text has a thought that the generation prompt has closed."""
+        thought = thought_of(messages[turn])
         prompt = before.removeprefix(self.text_or_none(messages[:turn]) or "")
-        if has_thought(messages[turn]) and END_TAG in prompt:
+        if thought and thought in text and END_TAG in prompt:
             off = "target.thinking=false" if chat_template.thinking_is_off(self.tokenizer) else ""
             reason = f"has a thought in turn {turn}, and the generation prompt of "
             reason += f"{off or 'the chat template'} closes the thought before the answer"
             fix = "Set target.thinking=true, remove the thoughts from the text, or use data=self"
-            return conversation_error(messages, reason, fix, ClosedThought)
-        reason = f"is rewritten by the chat template so that answer {turn} is not found"
-        fix = "Use a template with {% generation %} marks, or data.supervise=each"
-        error = conversation_error(messages, reason, fix, AnswerNotFound)
-        assert isinstance(error, AnswerNotFound)
-        error.turn = turn
-        return error
+            raise conversation_error(messages, reason, fix, ClosedThought)
 
     def start_by_prompt(
         self, messages: list[Message], turn: int, before: str, text: str

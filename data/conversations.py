@@ -19,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex, TypeAlias, TypedDict, overload
+from typing import Any, SupportsIndex, TypeAlias, TypedDict, cast, overload
 
 from rich.table import Table
 
@@ -314,7 +314,9 @@ def _read_turn(
     if role == "tool":
         if not (before and (before[-1]["role"] == "tool" or "tool_calls" in before[-1])):
             raise UnreadableTools("a result without a call")
-        return [Message(role="tool", **result) for result in result_turns(fields, value)]
+        return [
+            cast("Message", {"role": "tool", **result}) for result in result_turns(fields, value)
+        ]
     if role == "call":
         return [Message(role="assistant", content="", tool_calls=calls_of(value))]
     if role != "assistant" or (isinstance(value, str) and len(fields) <= PLAIN):

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from outrider.conf.errors import RunError
 from outrider.data.conversations import Message
-from outrider.data.template_forms import END_TAG, TemplateForms, template_forms
+from outrider.data.template_forms import END_TAG, TAG, TemplateForms, template_forms
 from outrider.models import chat_template
 
 Tokenizer: TypeAlias = Any  # a transformers PreTrainedTokenizerBase; importing it costs seconds
@@ -20,8 +20,10 @@ MARK = "\ufdd2"  # a noncharacter: Unicode keeps it out of text
 class ConversationError(RunError):
     """A conversation that cannot be rendered, or whose answers are not found.
 
-    `advice` is the fix without its full stop, to be continued.
+    `advice` is the fix without its full stop, to be continued; `turn` the answer in question.
     """
+
+    turn = 0
 
     def __init__(self, message: str, advice: str) -> None:
         super().__init__(message, f"{advice}.")
@@ -29,9 +31,7 @@ class ConversationError(RunError):
 
 
 class AnswerNotFound(ConversationError):
-    """An answer that the template rewrites so that it is not found; `turn` is its number."""
-
-    turn = 0
+    """An answer that the template rewrites so that it is not found."""
 
 
 class ClosedThought(ConversationError):
@@ -40,6 +40,13 @@ class ClosedThought(ConversationError):
 
 def has_thought(turn: Message) -> bool:
     return "reasoning_content" in turn or END_TAG in turn["content"]
+
+
+def thought_of(turn: Message) -> str:
+    """Return the thought of an answer, beside its content or in tags in it; "" if it has none."""
+    tagged, end, _ = turn["content"].partition(END_TAG)
+    tagged = tagged.rpartition(TAG)[2] if end else ""
+    return turn.get("reasoning_content", tagged).strip()
 
 
 def conversation_error(

@@ -114,11 +114,12 @@ def rendered(name: str, turns: Sequence[dict[str, Any]], tools: Any, prompt: boo
     ids: dict[str, str] = {}
     given = [given_form(name, turn, ids) for turn in turns]
     try:
-        return coder(name).apply_chat_template(
+        text = coder(name).apply_chat_template(
             given, tools=tools, tokenize=False, add_generation_prompt=prompt
         )
     except Exception:
         return None
+    return str(text)
 
 
 def up_to_stop(name: str, text: str) -> str:

@@ -23,7 +23,7 @@ from outrider.models.load import LoadedTarget, stop_ids
 
 Dialogue: TypeAlias = Sequence[Message]
 ENDED = 0.9  # expected share of answers that end with a stop token
-CLOSED = "thought in a prompt without thoughts"  # counted like the rules of LOSSES
+CLOSED = "contradiction"  # counted like the rules of LOSSES
 
 
 @dataclass
@@ -115,7 +115,7 @@ def _finding(
     found = {case: counts.cases[case] for case in cases if counts.cases[case]}
     facts = _facts(counts, sum(found.values()), {"cases": found})
     if not found:
-        return Finding(name, "ok", f"{name} of all {counts.answers:,} answers are rendered", facts)
+        return Finding(name, "ok", f"no {name[:-1]} is lost in {counts.answers:,} answers", facts)
     lines = [f"{_share(counts, n)}, {case}: {rules[case][0]}" for case, n in found.items()]
     fix = " ".join(dict.fromkeys(rules[case][1] for case in found))
     return Finding(name, "wrong" if CLOSED in found else "note", "\n".join(lines), facts, fix)
