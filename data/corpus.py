@@ -257,7 +257,7 @@ def _tokenise(
         stops=stop_ids(loaded.tokenizer, loaded.target), reporter=reporter,
     )  # fmt: skip
     overlap.raise_if_refused()
-    _report_losses(source, documents, summary, reporter)
+    report_losses(source, documents, summary, reporter)
     with_answers = len(documents)
     documents, _ = _fit_rows(documents, data)
     summary.counts["used"] = len(documents)
@@ -268,7 +268,7 @@ def _tokenise(
     return Text([replace(document, source=name) for document in documents], about)
 
 
-def _report_losses(
+def report_losses(
     source: Source, documents: Sequence[Document], summary: RuleCounts, reporter: Reporter
 ) -> None:
     """Print a note for each rule by which the template loses something.

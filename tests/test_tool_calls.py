@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.conf.errors import RunError
 from outrider.data.answer_spans import ChatTemplate
 from outrider.data.conversations import (
     Conversation,
     Message,
     RuleCounts,
     parse_conversation,
-    read_conversations,
     read_prompts,
 )
-from outrider.data.rendered_text import ClosedThought, ConversationError
+from outrider.data.rendered_text import ClosedThought
 from outrider.data.sources import data_source
 from outrider.data.template_forms import template_forms
 from outrider.data.tokenise import conversation_key, prompt_ids, render, render_all
@@ -322,36 +320,6 @@ def test_phi_ends_the_last_answer_at_its_first_stop_token() -> None:
     for name in ("phi", "phi3"):
         texts, _ = answers(name, [QUESTION, FINAL, QUESTION, FINAL])
         assert texts == ["21 degrees.<|end|>"] * 2
-
-
-# ---- rows that a template refuses ----
-
-
-@pytest.fixture
-def refused(tmp_path: Path) -> Path:
-    file = tmp_path / "chats.jsonl"
-    rows = [[QUESTION, FINAL], [{"role": "system", "content": "Brief."}, QUESTION, FINAL]]
-    file.write_text("".join(f"{json.dumps({'messages': row})}\n" for row in [*rows, rows[0]]))
-    return file
-
-
-def test_a_refused_row_is_named_with_the_option_that_skips_it(refused: Path) -> None:
-    rows = read_conversations(data_source(str(refused)), RuleCounts())
-    with pytest.raises(ConversationError, match=r"row 2 of .*chats\.jsonl: .*refused") as error:
-        render_all(coder("gemma2"), rows, max_length=999)
-    assert "data.skip_bad=1" in error.value.fix
-
-
-def test_refused_rows_are_skipped_and_counted_within_the_limit(refused: Path) -> None:
-    summary = RuleCounts()
-    rows = read_conversations(data_source(str(refused)), summary)
-    documents = render_all(coder("gemma2"), rows, max_length=999, summary=summary, skip_bad=1)
-    assert len(documents) == 2
-    assert summary.counts["refused"] == 1
-    summary.counts["bad row"] = 1
-    rows = read_conversations(data_source(str(refused)), RuleCounts())
-    with pytest.raises(RunError, match="row 2 of"):
-        render_all(coder("gemma2"), rows, max_length=999, summary=summary, skip_bad=1)
 
 
 # ---- probes ----
