@@ -94,7 +94,9 @@ class DataConfig:
     subset: str | None = option(None, "subset of a data set; null: its default")
     split: str | None = option(None, "split of a data set; null: train")
     revision: str | None = option(None, "branch, tag or commit of a data set on the hub")
-    skip_bad: int = option(0, "unreadable rows to skip before the file is refused", COUNT0)
+    skip_bad: int = option(
+        0, "rows to skip that are unreadable or that the chat template refuses", COUNT0
+    )
     overlap: Literal["refuse", "drop", "keep"] = option(
         "refuse", "training questions that nearly equal one of eval.prompts: refuse, drop or keep"
     )

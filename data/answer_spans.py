@@ -14,7 +14,15 @@ Cases:
 4. Without a template the text is the turns joined by newlines, each piece tokenised on its own; the
    end token closes the last answer.
 
-An answer is its text and the special token that ends the turn, since a drafter must learn to stop.
+An answer is what the target would generate in that place, up to and with its stop token: its
+thought and tool calls included. In this order, an answer ends with
+
+- the first stop token in it (`stops`: those of the tokenizer and of the generation settings);
+- the special token that closes the turn, if the answer also ends with it when it is the last one
+  (the history of Harmony closes answers with <|end|>, for which the target generates <|return|>);
+- the stop token that opens the next turn (GLM: <|user|> or <|observation|>). Such a template writes
+  it once a turn follows, so that it is added behind the last answer.
+
 Text that the template adds after that token is excluded. A token that would straddle the start of
 an answer (an answer that begins with a newline, after ChatML's own) is split there, since at
 decoding the prompt ends there. In ChatML, x marks the answer:
@@ -25,67 +33,49 @@ decoding the prompt ends there. In ChatML, x marks the answer:
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
-
-from jinja2 import TemplateError
+from typing import TypeAlias
 
 from outrider.conf.errors import RunError
 from outrider.data.conversations import Message
+from outrider.data.rendered_text import (
+    MARK,
+    AnswerNotFound,
+    ClosedThought,
+    RenderedText,
+    conversation_error,
+    has_thought,
+    thought_of,
+)
+from outrider.data.template_forms import END_TAG
 from outrider.models import chat_template
 
-Tokenizer: TypeAlias = Any  # a transformers PreTrainedTokenizerBase; importing it costs seconds
 Span: TypeAlias = tuple[int, int]  # start, end (exclusive)
 WINDOW, MARGIN = 8, 2  # answers of a window, and further ones on either side of them
 MANY, MOST = 64, 500  # answers from which on windows are used; and that prefixes can find
-SHOWN = 8  # turns of a conversation in a message, from either end
-OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: Unicode keeps them out of text
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode keeps them out of text
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    """A tokenizer with a chat template; `on_turn` is called with the turns that are done."""
-
-    tokenizer: Tokenizer
-    on_turn: Callable[[int], object] = lambda turns: None
-
-    @cached_property
-    def special(self) -> set[int]:
-        added = self.tokenizer.added_tokens_decoder
-        named = {index for index, token in added.items() if token.special}
-        return named | set(self.tokenizer.all_special_ids)
-
-    def ids(self, text: str) -> list[int]:
-        # not verbose: no warning of transformers about a text longer than the context
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def text(self, messages: list[Message], *, prompt: bool = False, **more: Any) -> str:
-        try:
-            return chat_template.render(
-                self.tokenizer, messages, add_generation_prompt=prompt, **more
-            )
-        except TemplateError as error:
-            reason = f"is refused by the chat template: {error}"
-            fix = "Remove such conversations (or such turns), or use another chat template."
-        except Exception as error:  # a template is a program: whatever it does
-            reason = f"makes the chat template fail: {type(error).__name__}: {str(error)[:400]}"
-            fix = "Use another chat template, or correct the one of target.path."
-        raise conversation_error(messages, reason, fix)
+class ChatTemplate(RenderedText):
+    """The answers of one conversation in the text of its template."""
 
     def answers(
         self, messages: list[Message], last_only: bool = False
     ) -> tuple[list[int], list[Span], int]:
         """Return tokens, spans of the answers, and the number of answers that case 3 found.
 
-        With `last_only` and MANY answers, only the last one is searched.
+        With `last_only` only the last one is searched.
         """
         text = self.text(messages)
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
-        turns = turns[-1:] if last_only and len(turns) >= MANY else turns
+        turns = turns[-1:] if last_only else turns
         characters, rewritten = self.generation_blocks(messages, text), 0
+        if characters is not None and any(map(has_thought, messages)):  # blocks do not tell
+            rewritten = sum(not self.continues(messages, turn, text) for turn in turns)
         if characters is None and len(turns) >= MANY and getattr(self.tokenizer, "is_fast", False):
             characters, rewritten = self.spans_in_windows(messages, turns, text)
         if characters is None:
@@ -101,9 +91,9 @@ class ChatTemplate:
                 ]
         if characters is not None:
             ids, spans = self.token_spans(text, characters)
-        special_end = cache(lambda: self.ends_with_special(messages))
-        spans = [self.include_end_token(ids, span, special_end) for span in spans]
-        return ids, spans, rewritten
+        own_end = cache(lambda: self.own_end(messages))
+        spans = [self.include_end_token(ids, span, own_end) for span in spans]
+        return *self.closed(messages, ids, spans, own_end), rewritten
 
     def spans_in_windows(
         self, messages: list[Message], turns: list[int], text: str
@@ -119,16 +109,23 @@ class ChatTemplate:
             # with the answer before, whose place in the text is known
             in_window = turns[max(0, first - 1) : first + WINDOW]
             begin = turns[first - 1 - MARGIN] + 1 if first > MARGIN else 0
+            while begin and messages[begin]["role"] != "user":
+                begin -= 1  # results of tools follow their calls
             behind = first + WINDOW + MARGIN  # the first answer behind the window
             end = turns[behind] if behind < len(turns) else len(messages)
             head = system if begin else []
             window, offset = [*head, *messages[begin:end]], begin - len(head)
             part = self.text(window)
             pairs = [self.prefixes(window, turn - offset) for turn in in_window]
-            located = [
-                self.span_in_text(window, turn - offset, pair, part)
-                for turn, pair in zip(in_window, pairs, strict=True)
-            ]
+            try:
+                located = [
+                    self.span_in_text(window, turn - offset, pair, part)
+                    for turn, pair in zip(in_window, pairs, strict=True)
+                ]
+            except AnswerNotFound:
+                if len(turns) > MOST:
+                    raise
+                return None, 0
             shift, start = (spans[-1][0] - located[0][0], located[0][0]) if first else (0, 0)
             if text[start + shift : located[-1][1] + shift] != part[start : located[-1][1]]:
                 if len(turns) <= MOST:
@@ -154,7 +151,7 @@ class ChatTemplate:
         """
         wrap = f"filter reverse|replace('','{CLOSE}',1)|reverse|replace('','{OPEN}',1)"
         tag = r"(\{%%[-+]?\s*)%s(\s*[-+]?%%\})"
-        template = self.tokenizer.get_chat_template()
+        template = self.tokenizer.get_chat_template(tools=self.tools)
         tagged, blocks = re.subn(tag % "generation", rf"\g<1>{wrap}\g<2>", template)
         if not blocks:
             return None
@@ -168,6 +165,10 @@ class ChatTemplate:
             else:
                 plain += piece
         return spans if plain == text else None
+
+    def continues(self, messages: list[Message], turn: int, text: str) -> bool:
+        """Return whether the whole continues the text before an answer and that up to its end."""
+        return all(map(text.startswith, self.prefixes(messages, turn)))
 
     def prefixes(self, messages: list[Message], turn: int) -> tuple[str, str]:
         """Return the text up to an answer, generation prompt included, and up to its end."""
@@ -187,37 +188,66 @@ class ChatTemplate:
         before, after = prefixes
         if text.startswith(before) and text.startswith(after) and len(before) <= len(after):
             return len(before), len(after)
+        if not text.startswith(before):
+            self.require_open_thought(messages, turn, before, text)
         sides = self.text_around(messages, turn)
         if sides and not (text.startswith(sides[0]) and text[len(sides[0]) :].endswith(sides[1])):
             sides = None
         start = len(before) if text.startswith(before) else sides and len(sides[0])
+        if start is None:
+            start = self.start_by_prompt(messages, turn, before, text)
         end = len(after) if text.startswith(after) else sides and len(text) - len(sides[1])
-        if end and not text.startswith(after):
-            end += self.end_token_length(messages, text[end:])
+        if end is None and start is not None:
+            end = self.end_by_stop(text, start)
         if start is None or end is None or start > end:
             reason = f"is rewritten by the chat template so that answer {turn} is not found"
-            fix = "Use a template with {% generation %} marks, or drop the earlier turns."
-            raise conversation_error(messages, reason, fix)
+            fix = "Use a template with {% generation %} marks, or data.supervise=each"
+            error = conversation_error(messages, reason, fix, AnswerNotFound)
+            error.turn = turn
+            raise error
         return start, end
 
-    def text_around(self, messages: list[Message], turn: int) -> tuple[str, str] | None:
-        """Return the text before and after the content of a turn; None if it is not rendered."""
-        mark = Message(role=messages[turn]["role"], content=MARK)
-        text = self.text([*messages[:turn], mark, *messages[turn + 1 :]])
-        head, mark_in_text, tail = text.partition(MARK)
-        return (head, tail) if mark_in_text else None
+    def require_open_thought(
+        self, messages: list[Message], turn: int, before: str, text: str
+    ) -> None:
+        """Raise ClosedThought if the text has a thought that the generation prompt has closed."""
+        thought = thought_of(messages[turn])
+        prompt = before.removeprefix(self.text_or_none(messages[:turn]) or "")
+        if thought and thought in text and END_TAG in prompt:
+            off = "target.thinking=false" if chat_template.thinking_is_off(self.tokenizer) else ""
+            reason = f"has a thought in turn {turn}, and the generation prompt of "
+            reason += f"{off or 'the chat template'} closes the thought before the answer"
+            fix = "Set target.thinking=true, remove the thoughts from the text, or use data=self"
+            raise conversation_error(messages, reason, fix, ClosedThought)
 
-    def end_token_length(self, messages: list[Message], text: str) -> int:
-        """Return the characters up to the end of the end token after an answer, or 0."""
-        ends = "|".join(map(re.escape, self.tokenizer.convert_ids_to_tokens(list(self.special))))
-        match = re.match(rf"\s*({ends})", text)
-        return match.end() if match and self.ends_with_special(messages) else 0
+    def start_by_prompt(
+        self, messages: list[Message], turn: int, before: str, text: str
+    ) -> int | None:
+        """Return the end of the generation prompt before an answer in the text, or None.
 
-    def ends_with_special(self, messages: list[Message]) -> bool:
-        """Return whether the template ends answers with a special token (ChatML, Llama-3)."""
+        The turns before are rendered with another answer: they may change once one follows.
+        """
+        other = [*messages[:turn], Message(role="assistant", content=MARK)]
+        bare, head = self.text_or_none(messages[:turn]), self.text_or_none(other)
+        if bare is None or head is None or not before.startswith(bare):
+            return None
+        prompt, head = before[len(bare) :], head.partition(MARK)[0]
+        at = head.rfind(prompt) + len(prompt) if prompt and prompt in head else None
+        return at if at is not None and text.startswith(head[:at]) else None
+
+    def end_by_stop(self, text: str, start: int) -> int | None:
+        """Return the end of the first stop token after the start of an answer, or None."""
+        names = map(str, self.tokenizer.convert_ids_to_tokens(self.stop_tokens))
+        found = re.compile("|".join(map(re.escape, names))).search(text, start)
+        return found.end() if found and self.stop_tokens else None
+
+    def own_end(self, messages: list[Message]) -> int | None:
+        """Return the special token that closes the last answer when nothing follows, or None."""
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
         sides = self.text_around(messages[: turns[-1] + 1], turns[-1]) if turns else None
-        return sides is not None and self.next_special(self.ids(sides[1]), 0) is not None
+        ids = self.ids(sides[1]) if sides else []
+        index = self.next_token(ids, 0)
+        return ids[index] if index is not None and ids[index] in self.special else None
 
     def token_spans(self, text: str, spans: list[Span]) -> tuple[list[int], list[Span]]:
         """Return the tokens of a text, and for each span of characters the tokens wholly inside."""
@@ -263,64 +293,50 @@ class ChatTemplate:
         return [(i, *span) for i, span in zip(coded["input_ids"], spans, strict=True)]
 
     def include_end_token(
-        self, ids: list[int], span: Span, special_end: Callable[[], bool]
+        self, ids: list[int], span: Span, own_end: Callable[[], int | None]
     ) -> Span:
-        """Return the span without blanks at its end, and with the token that ends the turn."""
+        """Return the span up to and with the token that ends the answer (head of this file)."""
         start, end = span
+        inside = ids[start:end]
+        if stops := [inside.index(stop) for stop in self.stop_tokens if stop in inside]:
+            return start, start + min(stops) + 1
         while end > start and self.is_blank(ids[end - 1]):
             end -= 1
-        ended = end > start and ids[end - 1] in self.special
-        if not ended and special_end():
-            special = self.next_special(ids, end)
-            end = end if special is None else special + 1
+        if end == start or ids[end - 1] != own_end():
+            index = self.next_token(ids, end)
+            if index is not None and ids[index] in (*self.stop_tokens, own_end()):
+                end = index + 1
         return start, end
 
-    def next_special(self, ids: list[int], index: int) -> int | None:
-        """Return the index of the next special token if only white space comes before it."""
-        while index < len(ids) and self.is_blank(ids[index]):
-            index += 1
-        return index if index < len(ids) and ids[index] in self.special else None
+    def closed(
+        self, messages: list[Message], ids: list[int], spans: list[Span],
+        own_end: Callable[[], int | None],
+    ) -> tuple[list[int], list[Span]]:  # fmt: skip
+        """Return tokens and spans with the stop token after the last answer.
 
-    def is_blank(self, token: int) -> bool:
-        return not str(self.tokenizer.decode([token])).strip()
+        Only where the template leaves it to the next turn: a turn that follows is rendered.
+        """
+        if not spans or messages[-1]["role"] != "assistant":
+            return ids, spans
+        start, end = spans[-1]
+        if end > start and ids[end - 1] in self.stop_tokens:
+            return ids, spans
+        if self.next_token(ids, end) is not None or own_end() is not None:
+            return ids, spans
+        stop = self.stop_of_next_turn("tool" if "tool_calls" in messages[-1] else "user")
+        return (
+            (ids, spans) if stop is None else ([*ids, stop], [*spans[:-1], (start, len(ids) + 1)])
+        )
 
-
-def plain_answer_spans(
-    tokenizer: Tokenizer, messages: Sequence[Message]
-) -> tuple[list[int], list[Span]]:
-    """Return tokens and answer spans without a template; the end token closes a last answer."""
-    pieces = plain_pieces(tokenizer, messages)
-    end_token = tokenizer.eos_token_id
-    if messages and messages[-1]["role"] == "assistant":
-        pieces[-1] = ([] if end_token is None else [end_token], True)
-    ids, spans = list[int](), list[Span]()
-    for piece, is_answer in pieces:
-        if is_answer:
-            spans.append((len(ids), len(ids) + len(piece)))
-        ids += piece
-    return ids, spans
-
-
-def plain_pieces(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tuple[list[int], bool]]:
-    """Return (tokens, is an answer) of the text before each answer, the answer, the last text."""
-    empty = list(tokenizer("")["input_ids"])
-    head = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
-    texts, before = list[tuple[str, bool]](), ""
-    for turn in messages:
-        if turn["role"] == "assistant":
-            texts += [(before, False), (turn["content"], True)]
-            before = "\n"
-        else:
-            before += f"{turn['content']}\n"
-    return [(head, False)] + [
-        (list(tokenizer(text, add_special_tokens=False)["input_ids"]), is_answer)
-        for text, is_answer in (*texts, (before, False))
-    ]
-
-
-def conversation_error(messages: Sequence[Message], reason: str, fix: str) -> RunError:
-    lines = [f"    {turn['role']}: {turn['content'][:400]}" for turn in messages]
-    if (left_out := len(lines) - 2 * SHOWN) > 0:
-        lines[SHOWN:-SHOWN] = [f"    ... {left_out} more turns ..."]
-    text = "\n".join(lines)
-    return RunError(f"This conversation {reason}\n{text}", fix)
+    def stop_of_next_turn(self, role: str) -> int | None:
+        """Return the stop token that opens a turn of this role after an answer, or None."""
+        turns = [Message(role="user", content="?"), Message(role="assistant", content="?")]
+        if role == "tool":
+            function = {"name": "f", "arguments": {"x": "y"}}
+            turns[1]["tool_calls"] = [{"id": "call_1", "type": "function", "function": function}]
+        longer = self.text_or_none([*turns, Message(role=role, content=MARK)])
+        text = self.text_or_none(turns)
+        if text is None or longer is None or not longer.startswith(text):
+            return None
+        ids = self.ids(longer[len(text) :])
+        return ids[0] if ids and ids[0] in self.stop_tokens else None

@@ -11,41 +11,65 @@ or left out by `RULES`, and each use of a rule is counted in a `RuleCounts`.
     {"question": "2+2?", "answer": "4"}            the answer is optional, as in GSM8K
     {"instruction": "Add.", "input": "2 2", "output": "4"}
 
-A record may also have `system` (text), `id` or `question_id`, and `category`.
+A record may also have `system` (text), `tools`, `id` or `question_id`, and `category`. A turn may
+have tool calls and a thought (`tool_calls.py` has their forms); results of tools are turns.
 """
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, SupportsIndex, TypeAlias, TypedDict, cast, overload
 
 from rich.table import Table
 
 from outrider.conf.errors import RunError
+from outrider.conf.shown_text import mask_credentials
 from outrider.data.sources import Source
+from outrider.data.tool_calls import (
+    HALF_PAIR,
+    UnreadableTools,
+    calls_of,
+    read_calls,
+    read_tools,
+    result_turns,
+    split_thought,
+)
 
+RawTurn: TypeAlias = tuple[Any, Any, Mapping[str, Any]]  # role, content, the turn itself
 SHOWN = 300  # characters of a record in a message
-HALF_PAIR = re.compile("[\ud800-\udfff]")
+PLAIN = 2  # keys of a turn without calls and thoughts
 SHAPES = "messages, conversations, prompt (+ completion), turns, question (+ answer), instruction"
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "ipython", "function"), "tool"),
+    **dict.fromkeys(("tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),  # an answer that is a call
 }
 RULES = {
     "used": "kept",
     "not selected": "left out: beyond data.max_samples, or in a damaged file of a recording",
     "bad row": "left out: cannot be read (data.skip_bad)",
     "in the suite": "left out: has a question of eval.prompts, or nearly",
+    "refused": "left out: the chat template refuses it (data.skip_bad)",
     "unknown shape": "left out: none of the known keys holds turns",
+    "unreadable tools": "left out: tools is no list of functions with names",
     "no turns": "left out: nothing remains to render",
     "leading answer": "dropped: a conversation starts with a question",
     "turns joined": "neighbours of one role are joined by a blank line",
+    "answers in a row": "the conversation ends before one that follows a call or has a thought",
     "text parts joined": "content in parts, all text: joined",
     "empty turn": "the conversation ends before it",
-    "unknown role": "the conversation ends before it (tool calls, for instance)",
+    "unknown role": "the conversation ends before it",
+    "unreadable call": "the conversation ends before it: a call without a name, a result without a "
+    "call, a thought that is no text",
+    "calls not rendered": "the conversation ends before it: the chat template loses or refuses the "
+    "turn's calls, their results, or the text beside them",
+    "thoughts not taken": "the conversation ends before it: the chat template loses the thought",
+    "thoughts removed": "the chat template removes the thoughts of every answer: trained without",
+    "tools ignored": "the chat template does not render tools: trained without",
     "not text": "the conversation ends before it (an image, a number, half an emoji, ...)",
     "late system turn": "the conversation ends before it: templates refuse it",
     "unanswered question": "a last question without an answer: dropped",
@@ -60,11 +84,41 @@ RULES = {
 }
 
 
-class Message(TypedDict):
-    """One turn. `role` is system, user or assistant."""
+class Turn(TypedDict):
+    """What every turn has."""
 
     role: str
     content: str
+
+
+class Message(Turn, total=False):
+    """One turn. `role` is system, user, assistant or tool."""
+
+    reasoning_content: str  # thought of an answer
+    tool_calls: list[dict[str, Any]]  # in OpenAI's form; arguments are text or an object
+    name: str  # of the tool that gave this result
+    tool_call_id: str
+
+
+class Conversation(list[Message]):
+    """Turns with the tools that the target is told of; slices keep the tools."""
+
+    def __init__(
+        self, turns: Iterable[Message] = (), tools: list[dict[str, Any]] | None = None,
+        origin: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__(turns)
+        self.tools = tools or None
+        self.origin = origin  # row and file, for messages
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Conversation": ...
+    def __getitem__(self, index: SupportsIndex | slice) -> "Message | Conversation":
+        if isinstance(index, slice):
+            return Conversation(super().__getitem__(index), self.tools, self.origin)
+        return super().__getitem__(index)
 
 
 @dataclass
@@ -101,38 +155,46 @@ class Prompt:
     category: str
     turns: list[str]
     system: str | None = None
+    tools: list[dict[str, Any]] | None = None
 
-    def first_messages(self) -> list[Message]:
+    def first_messages(self) -> Conversation:
         """Return the turns before the first answer: the system turn, if any, and a question."""
         system = [] if self.system is None else [Message(role="system", content=self.system)]
-        return [*system, Message(role="user", content=self.turns[0])]
+        return Conversation([*system, Message(role="user", content=self.turns[0])], self.tools)
 
 
-def parse_conversation(record: dict[str, Any], summary: RuleCounts | None = None) -> list[Message]:
+def parse_conversation(record: dict[str, Any], summary: RuleCounts | None = None) -> Conversation:
     """Return the turns of a record, repaired by `RULES`; empty when nothing is usable.
 
     The questions of a `turns` record stay separate turns, to be answered one by one.
     """
     summary = RuleCounts() if summary is None else summary
     turns = _normalise(record, summary)
-    answered = any(turn["role"] == "assistant" for turn in turns)
-    if answered and turns[-1]["role"] == "user":
+    answered = up_to_last_answer(turns)
+    if answered and len(answered) < len(turns):
         summary.add("unanswered question")
-        return turns[:-1]
+        return answered
     if turns and not answered:
         summary.add("no answer")
     return turns
 
 
-def read_conversations(source: Source, summary: RuleCounts) -> Iterator[list[Message]]:
+def up_to_last_answer(turns: Conversation) -> Conversation:
+    """Return the turns up to the last answer; empty if there is none."""
+    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+    return turns[: answers[-1] + 1] if answers else turns[:0]
+
+
+def read_conversations(source: Source, summary: RuleCounts) -> Iterator[Conversation]:
     """Yield the conversations of a source that have answers; RunError if there are none."""
-    first = ""
+    first, place = "", mask_credentials(source.location)
     for number, record in enumerate(source.rows(lambda: summary.add("bad row"))):
         if number == 0:
             first = f"The first: {json.dumps(record, ensure_ascii=False, default=str)[:SHOWN]}"
         turns = parse_conversation(record, summary)
         if any(turn["role"] == "assistant" for turn in turns):
             summary.add("used")
+            turns.origin = f"row {number + 1 + summary.counts['bad row']} of {place}"
             yield turns
     if not summary.counts["used"]:
         counts = ", ".join(f"{reason}: {count}" for reason, count in summary.counts.items())
@@ -162,31 +224,37 @@ def read_prompts(
             ids[name] += 1
             name = name if ids[name] == 1 else f"{name}#{ids[name]}"
             system = turns[0]["content"] if turns[0]["role"] == "system" else None
-            prompts.append(Prompt(name, str(record.get("category") or "all"), questions, system))
+            category = str(record.get("category") or "all")
+            prompts.append(Prompt(name, category, questions, system, turns.tools))
     if not prompts and limit != 0:
         message = f"{source.location} has no question: no prompt or user turn with text."
         raise RunError(message, f"Known shapes: {SHAPES}.")
     return prompts
 
 
-def _normalise(record: dict[str, Any], summary: RuleCounts) -> list[Message]:
+def _normalise(record: dict[str, Any], summary: RuleCounts) -> Conversation:
     """Apply the rules of conversations and prompts; the last question may lack its answer."""
     raw = _role_content_pairs(record)
     if raw is None:
         summary.add("unknown shape")
-        return []
+        return Conversation()
+    try:
+        tools = read_tools(record.get("tools"))
+    except UnreadableTools:
+        summary.add("unreadable tools")
+        return Conversation()
     if isinstance(record.get("system"), str) and record["system"].strip():
         has_system = bool(raw) and ROLES.get(str(raw[0][0])) == "system"
-        raw = raw if has_system else [("system", record["system"]), *raw]
+        raw = raw if has_system else [("system", record["system"], {}), *raw]
     turns = _alternate(_valid_turns(raw, summary), summary, join_questions="turns" not in record)
     if all(turn["role"] == "system" for turn in turns):
         summary.add("no turns")
-        return []
-    return turns
+        return Conversation()
+    return Conversation(turns, tools)
 
 
-def _role_content_pairs(record: dict[str, Any]) -> list[tuple[Any, Any]] | None:
-    """Return (role, content) pairs, unchecked; None when the record has no known shape."""
+def _role_content_pairs(record: dict[str, Any]) -> list[RawTurn] | None:
+    """Return (role, content, turn), unchecked; None when the record has no known shape."""
     for name in ("messages", "conversations", "conversation", "turns"):
         if isinstance(record.get(name), list):
             return [_pair(turn) for turn in record[name]]
@@ -202,14 +270,14 @@ def _role_content_pairs(record: dict[str, Any]) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _pair(turn: Any) -> tuple[Any, Any]:
+def _pair(turn: Any) -> RawTurn:
     if isinstance(turn, dict):
-        return turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    return "user", turn
+        return turn.get("role", turn.get("from")), turn.get("content", turn.get("value")), turn
+    return "user", turn, {}
 
 
-def _as_pairs(role: str, value: Any) -> list[tuple[Any, Any]]:
-    return [_pair(turn) for turn in value] if isinstance(value, list) else [(role, value)]
+def _as_pairs(role: str, value: Any) -> list[RawTurn]:
+    return [_pair(turn) for turn in value] if isinstance(value, list) else [(role, value, {})]
 
 
 def _instruction(record: dict[str, Any]) -> Any:
@@ -219,26 +287,63 @@ def _instruction(record: dict[str, Any]) -> Any:
     return instruction
 
 
-def _valid_turns(raw: list[tuple[Any, Any]], summary: RuleCounts) -> list[Message]:
+def _valid_turns(raw: list[RawTurn], summary: RuleCounts) -> list[Message]:
     """Return the turns before the first unusable one; an empty system turn is skipped."""
     turns: list[Message] = []
-    for name, value in raw:
-        role, content = ROLES.get(str(name).lower()), _text(value, summary)
-        if role is None:
-            summary.add("unknown role")
-        elif content is None:
-            summary.add("not text")
-        elif not content.strip():
-            if role == "system" and not turns:
-                continue
-            summary.add("empty turn")
-        elif role == "system" and turns:
-            summary.add("late system turn")
+    for name, value, fields in raw:
+        role = ROLES.get(str(name).lower())
+        try:
+            new = _read_turn(role, value, fields, turns, summary)
+        except UnreadableTools:
+            reason = "unreadable call"
         else:
-            turns.append(Message(role=role, content=content))
+            reason = _unusable(role, new, turns)
+        if reason == "empty turn" and role == "system" and not turns:
             continue
-        break
+        if reason:
+            summary.add(reason)
+            break
+        turns += new
     return turns
+
+
+def _read_turn(
+    role: str | None, value: Any, fields: Mapping[str, Any], before: list[Message],
+    summary: RuleCounts,
+) -> list[Message]:  # fmt: skip
+    """Return the turn, as several ones for several results; [] for content that is not text."""
+    if role == "tool":
+        if not (before and (before[-1]["role"] == "tool" or "tool_calls" in before[-1])):
+            raise UnreadableTools("a result without a call")
+        return [
+            cast("Message", {"role": "tool", **result}) for result in result_turns(fields, value)
+        ]
+    if role == "call":
+        return [Message(role="assistant", content="", tool_calls=calls_of(value))]
+    if role != "assistant" or (isinstance(value, str) and len(fields) <= PLAIN):
+        content = _text(value, summary)
+        return [] if content is None or role is None else [Message(role=role, content=content)]
+    thought, value = split_thought(fields, value)
+    content, calls = _text(value, summary), read_calls(fields)
+    if content is None:
+        return []
+    turn = Message(role=role, content=content)
+    if thought.strip():
+        turn["reasoning_content"] = thought
+    if calls:
+        turn["tool_calls"] = calls
+    return [turn]
+
+
+def _unusable(role: str | None, new: list[Message], before: list[Message]) -> str:
+    """Return the rule that ends the conversation before these turns, or ""."""
+    if role is None:
+        return "unknown role"
+    if not new:
+        return "not text"
+    if role != "tool" and not new[0]["content"].strip() and "tool_calls" not in new[0]:
+        return "empty turn"
+    return "late system turn" if role == "system" and before else ""
 
 
 def _text(value: Any, summary: RuleCounts) -> str | None:
@@ -249,7 +354,7 @@ def _text(value: Any, summary: RuleCounts) -> str | None:
             return None
         summary.add("text parts joined")
         value = "".join(texts)
-    if isinstance(value, str):  # a cut-off emoji leaves half a surrogate pair in json
+    if isinstance(value, str):
         return None if HALF_PAIR.search(value) else value
     return "" if value is None or value == [] else None
 
@@ -258,12 +363,27 @@ def _alternate(turns: list[Message], summary: RuleCounts, join_questions: bool) 
     result: list[Message] = []
     for turn in turns:
         last = result[-1]["role"] if result else "system"
-        if turn["role"] == "assistant" and last == "system":
+        if turn["role"] in ("assistant", "tool") and last == "system":
             summary.add("leading answer")
-        elif turn["role"] == last != "system" and (join_questions or last == "assistant"):
+        elif turn["role"] == last == "assistant" or (
+            turn["role"] == last == "user" and join_questions
+        ):
+            if (joined := _joined(result[-1], turn)) is None:
+                summary.add("answers in a row")
+                break
             summary.add("turns joined")
-            joined = f"{result[-1]['content']}\n\n{turn['content']}"
-            result[-1] = Message(role=last, content=joined)
+            result[-1] = joined
         else:
             result.append(turn)
     return result
+
+
+def _joined(first: Message, second: Message) -> Message | None:
+    """Return two neighbours of one role as one turn; None if text or a thought follows a call."""
+    if "reasoning_content" in second or ("tool_calls" in first and second["content"].strip()):
+        return None
+    texts = [turn["content"] for turn in (first, second) if turn["content"].strip()]
+    joined: Message = {**first, "content": "\n\n".join(texts)}
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined

@@ -15,7 +15,8 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config, DataConfig
 from outrider.data.contamination import OverlapFilter
-from outrider.data.conversations import Prompt, RuleCounts, read_conversations
+from outrider.data.conversations import RULES, Prompt, RuleCounts, read_conversations
+from outrider.data.lost_turns import LOSSES
 from outrider.data.pack import split_holdout
 from outrider.data.record.cache import TraceCache
 from outrider.data.record.folder import RecordingFolder
@@ -34,7 +35,7 @@ from outrider.data.tokenise import Document, conversation_key, render_all, show_
 from outrider.data.trace_source import TraceSources
 from outrider.data.training_data import TrainingData, pack_documents
 from outrider.models.formats.fingerprints import fingerprints
-from outrider.models.load import LoadedTarget
+from outrider.models.load import LoadedTarget, stop_ids
 
 
 class Text(NamedTuple):
@@ -109,7 +110,7 @@ def load_text(
         text = _self_generated(config, loaded, overlap, reporter)
     else:
         source = conversation_source(data)
-        text = _tokenise(source, data.max_samples, data, loaded.tokenizer, overlap, reporter)
+        text = _tokenise(source, data.max_samples, data, loaded, overlap, reporter)
     show_samples(reporter, loaded.tokenizer, text.documents)
     loaded.target.set_taps(taps)  # generation has set other ones
     return pack_documents(text.documents, data, loaded.target.vocab_size, text.about)
@@ -233,7 +234,7 @@ def _read_given(
     assert data.given is not None
     count = round(generated * data.given_share / (1 - data.given_share))
     source = data_source(data.given, "data.given", skip_bad=data.skip_bad)
-    text = _tokenise(source, count, data, loaded.tokenizer, overlap, reporter)
+    text = _tokenise(source, count, data, loaded, overlap, reporter)
     if len(text.documents) < count:
         reporter.note(f"{data.given} has {len(text.documents)} of {count} conversations needed")
     return text
@@ -243,18 +244,20 @@ def _read_given(
 
 
 def _tokenise(
-    source: Source, limit: int | None, data: DataConfig, tokenizer: Any, overlap: OverlapFilter,
-    reporter: Reporter,
+    source: Source, limit: int | None, data: DataConfig, loaded: LoadedTarget,
+    overlap: OverlapFilter, reporter: Reporter,
 ) -> Text:  # fmt: skip
     summary = RuleCounts()
     if description := source.describe():
         reporter.print(description)
     conversations = overlap.drop_overlaps(read_conversations(source, summary), summary)
     documents = render_all(
-        tokenizer, conversations, max_length=data.max_length, summary=summary, limit=limit,
-        supervise=data.supervise, cut=data.long == "cut", reporter=reporter,
+        loaded.tokenizer, conversations, max_length=data.max_length, summary=summary, limit=limit,
+        supervise=data.supervise, cut=data.long == "cut", skip_bad=data.skip_bad,
+        stops=stop_ids(loaded.tokenizer, loaded.target), reporter=reporter,
     )  # fmt: skip
     overlap.raise_if_refused()
+    report_losses(source, documents, summary, reporter)
     with_answers = len(documents)
     documents, _ = _fit_rows(documents, data)
     summary.counts["used"] = len(documents)
@@ -263,6 +266,23 @@ def _tokenise(
     name = source.name or (source.local_path.name if source.local_path else source.location)
     about = {"source": data.name, "sha256": source.fingerprint(), "cases": dict(+summary.counts)}
     return Text([replace(document, source=name) for document in documents], about)
+
+
+def report_losses(
+    source: Source, documents: Sequence[Document], summary: RuleCounts, reporter: Reporter
+) -> None:
+    """Print a note for each rule by which the template loses something.
+
+    Raises:
+        RunError: no answer is left.
+    """
+    lost = {rule: fix for rule, fix in LOSSES.items() if summary.counts[rule]}
+    counts = [f"{format_count(summary.counts[rule], 'conversation')}, {rule}" for rule in lost]
+    if lost and not documents:
+        why = f"{source.location} has no answer that the chat template renders whole"
+        raise RunError(f"{why} ({'; '.join(counts)}).", " ".join(dict.fromkeys(lost.values())))
+    for count, (rule, fix) in zip(counts, lost.items(), strict=True):
+        reporter.note(f"{count}: {RULES[rule]}. {fix}")
 
 
 def _overlap_filter(config: Config) -> OverlapFilter:

@@ -23,9 +23,9 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.packages import require_package
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import GenerateConfig
-from outrider.data.answer_spans import Tokenizer
 from outrider.data.generate import OnAnswer, PromptTokens
 from outrider.data.generated_store import GeneratedAnswer
+from outrider.data.rendered_text import Tokenizer
 from outrider.models.target import Target
 
 PROBE = 8  # tokens of the first answer that are compared with our own target

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.data.answer_spans import MARK, ChatTemplate, Tokenizer
+from outrider.data.answer_spans import ChatTemplate
 from outrider.data.contamination import NearDuplicateFilter, ngrams, split_words
 from outrider.data.conversations import Message, Prompt
 from outrider.data.generate import SHARD, AnswerBackend, PromptTokens, generate_missing
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
+from outrider.data.rendered_text import MARK, Tokenizer
 
 MAX_TOKENS = 256  # of a prompt
 TEMPERATURE = 1.0

@@ -29,6 +29,7 @@ from outrider.data.generate import (
     generate_missing,
 )
 from outrider.data.generated_store import MANIFEST, GeneratedStore
+from outrider.data.rendered_text import ConversationError, skippable
 from outrider.data.reporter import Reporter
 from outrider.data.sources import Source, data_source, require_path
 from outrider.data.tokenise import conversation_key, prompt_ids
@@ -206,12 +207,22 @@ def _tokenise(
     max_length = config.data.max_length
     least = min(_options(config).max_new_tokens, MIN_ANSWER)
     out = list[PromptTokens]()
+    refused = 0
     for index, prompt in enumerate(prompts):
         messages = prompt.first_messages()
-        ids = prompt_ids(loaded.tokenizer, messages)
+        try:
+            ids = prompt_ids(loaded.tokenizer, messages)
+        except ConversationError as error:
+            refused += 1
+            if refused > config.data.skip_bad:
+                raise skippable(error, f"prompt {prompt.id}", refused) from None
+            continue
         if len(ids) + least <= max_length:
             out.append(PromptTokens(index, conversation_key(messages), ids))
-    dropped = len(prompts) - len(out)
+    if refused:
+        count = format_count(refused, "prompt")
+        reporter.note(f"left out: {count} that the chat template refuses (data.skip_bad)")
+    dropped = len(prompts) - len(out) - refused
     if not out:
         message = f"No prompt is short enough for data.max_length={max_length}."
         raise RunError(message, "Raise it: a row holds the prompt and its answer.")

@@ -10,22 +10,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int32
 from rich.panel import Panel
 from rich.text import Text
 
-from outrider.data.answer_spans import (
-    MOST,
-    ChatTemplate,
+from outrider.data.answer_spans import MOST, ChatTemplate
+from outrider.data.conversations import Conversation, Message, RuleCounts, up_to_last_answer
+from outrider.data.lost_turns import lost_turn
+from outrider.data.plain_text import plain_answer_spans, plain_pieces
+from outrider.data.rendered_text import (
+    AnswerNotFound,
+    ConversationError,
     Tokenizer,
     conversation_error,
-    plain_answer_spans,
-    plain_pieces,
+    skippable,
 )
-from outrider.data.conversations import Message, RuleCounts
 from outrider.data.reporter import Reporter, TokenProgress
+from outrider.data.template_forms import END_TAG, template_forms
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,41 +57,95 @@ class Document:
 
 
 def conversation_key(messages: Sequence[Message]) -> str:
-    """Return the sha256 of roles and contents in hex; it does not depend on the tokenizer."""
-    text = json.dumps([[turn["role"], turn["content"]] for turn in messages])
+    """Return the sha256 of turns and tools in hex; it does not depend on the tokenizer."""
+    turns: list[object] = [
+        [turn["role"], turn["content"], *([turn] if len(turn) > 2 else ())] for turn in messages
+    ]
+    tools = _tools(messages)
+    text = json.dumps(turns if tools is None else [*turns, tools], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tools(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
+    return messages.tools if isinstance(messages, Conversation) else None
 
 
 def render(
     tokenizer: Tokenizer, messages: Sequence[Message], *, max_length: int, last_only: bool = False,
-    on_turn: Callable[[int], object] = lambda turns: None,
+    stops: Sequence[int] | None = None, on_turn: Callable[[int], object] = lambda turns: None,
 ) -> Document:  # fmt: skip
     """Return a conversation in tokens, cut to its first `max_length`, with its answers marked.
 
     If all answers are cut off, no token is marked. `last_only` marks only the last answer.
-    `on_turn` is called with the number of turns that are done, if there are many.
+    `stops` are the tokens at which decoding ends (default: the tokenizer's end token). `on_turn` is
+    called with the number of turns that are done, if there are many.
 
-    Raises RunError if the template refuses the conversation, or no answer is found in its text.
+    Raises ConversationError if the template refuses the conversation, or an answer is not found.
     """
     if getattr(tokenizer, "chat_template", None):
-        ids, spans, rewritten = ChatTemplate(tokenizer, on_turn).answers(list(messages), last_only)
+        chat = ChatTemplate(tokenizer, on_turn, _tools(messages), stops)
+        ids, spans, rewritten = chat.answers(list(messages), last_only)
     else:
         ids, spans, rewritten = *plain_answer_spans(tokenizer, messages), 0
     answer = [False] * len(ids)
     for start, end in spans[-1:] if last_only else spans:
         answer[start:end] = [True] * (end - start)
     if True not in answer:
-        fix = "Remove it, or give it an answer."
+        fix = "Remove it, or give it an answer"
         raise conversation_error(messages, "has no answer token", fix)
     cut = max(0, len(ids) - max_length)
     out = Document.of(ids[:max_length], answer[:max_length], conversation_key(messages), cut)
     return replace(out, rewritten=rewritten)
 
 
+def rendered_part(
+    tokenizer: Tokenizer, messages: Sequence[Message]
+) -> tuple[Conversation, str | None]:
+    """Return the turns up to the last answer that is rendered whole, and the rule that ended them.
+
+    An answer with tool calls or a thought, or after the results of tools, that the template renders
+    in part would be trained as a text that the target does not write.
+    """
+    whole = Conversation(messages, _tools(messages))
+    if all(len(turn) == 2 and turn["role"] != "tool" for turn in whole):
+        return whole, None
+    if getattr(tokenizer, "chat_template", None):
+        lost = lost_turn(ChatTemplate(tokenizer, tools=whole.tools).text, whole)
+    else:  # plain text has no place for a call, a result or a thought
+        special = (i for i, turn in enumerate(whole) if len(turn) > 2 or turn["role"] == "tool")
+        index = next(special)
+        rule = "thoughts not taken" if "reasoning_content" in whole[index] else "calls not rendered"
+        lost = index, rule
+    if lost is None:
+        return whole, None
+    return up_to_last_answer(whole[: lost[0]]), lost[1]
+
+
+def with_rendered_part(
+    tokenizer: Tokenizer, messages: Sequence[Message], attempt: Callable[[Conversation], Result]
+) -> tuple[Result | None, Conversation, list[str]]:
+    """Call `attempt` with the turns of `rendered_part`; return its result, the turns and the rules.
+
+    If it does not find an answer with calls or after results, the turns before it are next.
+    """
+    part, rule = rendered_part(tokenizer, messages)
+    rules = [] if rule is None else [rule]
+    while part:
+        try:
+            return attempt(part), part, rules
+        except AnswerNotFound as error:
+            if "tool_calls" not in part[error.turn] and part[error.turn - 1]["role"] != "tool":
+                raise
+            part = up_to_last_answer(part[: error.turn])
+            rules.append("calls not rendered")
+    return None, part, rules
+
+
 def render_all(
     tokenizer: Tokenizer, conversations: Iterable[Sequence[Message]], *, max_length: int,
     summary: RuleCounts | None = None, limit: int | None = None, supervise: str = "all",
-    cut: bool = True, reporter: Reporter | None = None,
+    cut: bool = True, stops: Sequence[int] | None = None, skip_bad: int = 0,
+    reporter: Reporter | None = None,
 ) -> list[Document]:  # fmt: skip
     """`render` each conversation; count the cut ones, drop those without any answer left.
 
@@ -94,39 +154,99 @@ def render_all(
         supervise: "all" answers, the "last" one, or "each" in a row that ends with it (a template
             may show earlier turns differently then).
         cut: keep the head of too long conversations instead of dropping them.
+        stops: tokens at which decoding ends; None: the end token of the tokenizer.
+        skip_bad: conversations that may be skipped, with the bad rows that `summary` has counted,
+            because the template refuses them.
         reporter: shows the progress in turns; None shows nothing.
+
+    Raises:
+        ConversationError: the template refuses more conversations than that.
     """
     summary, documents = RuleCounts() if summary is None else summary, list[Document]()
-    turns, reporter = 0, Reporter.silent() if reporter is None else reporter
+    reporter = Reporter.silent() if reporter is None else reporter
+    rows = _Rows(tokenizer, max_length, supervise, cut, stops, summary)
     with reporter.progress("tokenising", None, "turns") as bar:
         for messages in conversations:
             if limit is not None and len(documents) >= limit:
                 break
-            key = conversation_key(messages)  # its rows stay on one side of the split
-            head = ""  # text before an answer that was cut off; so are later ones after it
-            for part in _supervised_parts(messages, supervise, summary):
-                if head and _text(tokenizer, part).startswith(head):
-                    document = Document.of([], [], key, cut=1)
-                else:
-                    document = render(
-                        tokenizer, part, max_length=max_length, last_only=supervise != "all",
-                        on_turn=partial(_show_turns, bar, turns),
-                    )  # fmt: skip
-                turns += len(part)
-                bar.update(turns, bar.tokens + len(document.ids))
-                if supervise == "each" and not head and not document.answer.any():
-                    head = _text(tokenizer, part[:-1])
-                if document.cut:
-                    summary.add("cut" if cut else "too long")
-                if document.rewritten:
-                    summary.add("rewritten")
-                if document.cut and not cut:
-                    continue
-                if document.answer.any():
-                    documents.append(replace(document, key=key))
-                else:
-                    summary.add("answers cut off")
+            try:
+                documents += rows.documents(messages, bar)
+            except ConversationError as error:
+                skipped = summary.counts["refused"] + summary.counts["bad row"] + 1
+                if skipped > skip_bad:
+                    origin = messages.origin if isinstance(messages, Conversation) else ""
+                    raise skippable(error, origin, skipped) from None
+                summary.add("refused")
     return documents[:limit]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The documents of conversations, with the arguments of `render_all`."""
+
+    tokenizer: Tokenizer
+    max_length: int
+    supervise: str
+    cut: bool
+    stops: Sequence[int] | None
+    summary: RuleCounts
+
+    def documents(self, messages: Sequence[Message], bar: TokenProgress) -> list[Document]:
+        """Return the documents of one conversation; count what was done to it."""
+        key = conversation_key(messages)  # its rows stay on one side of the split
+        attempt = partial(self._rows, key=key, bar=bar)
+        result, part, rules = with_rendered_part(self.tokenizer, messages, attempt)
+        self.summary.counts.update(rules[-1:])
+        if result is None:
+            self.summary.add("no turns")
+            return []
+        self._count_losses(part)
+        documents, cases = result
+        self.summary.counts.update(cases.counts)
+        return documents
+
+    def _rows(
+        self, messages: Conversation, key: str, bar: TokenProgress
+    ) -> tuple[list[Document], RuleCounts]:
+        """Return the documents of turns that are rendered whole, and what was done to them."""
+        turns, documents, cases = int(bar.done), list[Document](), RuleCounts()
+        head = ""  # text before an answer that was cut off; so are later ones after it
+        for part in _supervised_parts(messages, self.supervise, cases):
+            if head and _text(self.tokenizer, part).startswith(head):
+                document = Document.of([], [], key, cut=1)
+            else:
+                document = render(
+                    self.tokenizer, part, max_length=self.max_length,
+                    last_only=self.supervise != "all", stops=self.stops,
+                    on_turn=partial(_show_turns, bar, turns),
+                )  # fmt: skip
+            turns += len(part)
+            bar.update(turns, bar.tokens + len(document.ids))
+            if self.supervise == "each" and not head and not document.answer.any():
+                head = _text(self.tokenizer, part[:-1])
+            if document.cut:
+                cases.add("cut" if self.cut else "too long")
+            if document.rewritten:
+                cases.add("rewritten")
+            if document.cut and not self.cut:
+                continue
+            if document.answer.any():
+                documents.append(replace(document, key=key))
+            else:
+                cases.add("answers cut off")
+        return documents, cases
+
+    def _count_losses(self, messages: Conversation) -> None:
+        """Count what the template leaves out of conversations that are trained all the same."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return
+        forms = template_forms(self.tokenizer)
+        if messages.tools and not forms.tools:
+            self.summary.add("tools ignored")
+        if forms.removes_thoughts and any(
+            turn["role"] == "assistant" and END_TAG in turn["content"] for turn in messages
+        ):
+            self.summary.add("thoughts removed")
 
 
 def _show_turns(bar: TokenProgress, before: int, done: int) -> None:
@@ -135,7 +255,7 @@ def _show_turns(bar: TokenProgress, before: int, done: int) -> None:
 
 def _text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     if getattr(tokenizer, "chat_template", None):
-        return ChatTemplate(tokenizer).text(list(messages))
+        return ChatTemplate(tokenizer, tools=_tools(messages)).text(messages)
     return "\n".join(turn["content"] for turn in messages)
 
 
@@ -159,13 +279,23 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message | str]) -> list[
 
     The question is last; plain strings are user, assistant, user, ... in turn.
     """
-    turns = [
-        Message(role=("user", "assistant")[i % 2], content=turn) if isinstance(turn, str) else turn
-        for i, turn in enumerate(messages)
-    ]
+    turns = Conversation(
+        (
+            Message(role=("user", "assistant")[i % 2], content=turn)
+            if isinstance(turn, str)
+            else turn
+            for i, turn in enumerate(messages)
+        ),
+        messages.tools if isinstance(messages, Conversation) else None,
+    )
     if getattr(tokenizer, "chat_template", None):
         return render_prompt(tokenizer, turns, prompt=True)[1]
     return [token for piece, _ in plain_pieces(tokenizer, turns) for token in piece]
+
+
+def _as_message(index: int, turn: Message | str) -> Message:
+    role = ("user", "assistant")[index % 2]
+    return Message(role=role, content=turn) if isinstance(turn, str) else turn
 
 
 def render_prompt(
@@ -175,11 +305,11 @@ def render_prompt(
 
     `prompt` appends the generation prompt. Raises RunError if the template refuses the turns.
     """
-    chat = ChatTemplate(tokenizer)
-    text = chat.text(list(messages), prompt=prompt)
+    chat = ChatTemplate(tokenizer, tools=_tools(messages))
+    text = chat.text(messages, prompt=prompt)
     ids = chat.ids(text)
     if prompt and not ids:
-        fix = "Use another chat template, or correct the one of target.path."
+        fix = "Use another chat template, or correct the one of target.path"
         raise conversation_error(messages, "becomes no text in the chat template", fix)
     return text, ids
 

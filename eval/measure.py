@@ -27,8 +27,8 @@ import outrider
 from outrider.conf import files
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
-from outrider.data.answer_spans import Tokenizer
 from outrider.data.conversations import Message, Prompt
+from outrider.data.rendered_text import Tokenizer
 from outrider.data.suite import eval_source, load_suite
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.metrics import Record, median_times, predicted_speedups, ratio, summarise

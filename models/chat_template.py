@@ -34,7 +34,9 @@ def render(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> str:
     """
     with _limits():
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-    longest = 2**20 + sum(2**12 + 16 * len(str(turn["content"])) for turn in messages)
+    given = [value for turn in messages for value in turn.values()]
+    given.append(arguments.get("tools") or "")
+    longest = 2**20 + 2**12 * len(messages) + 16 * sum(len(str(value)) for value in given)
     if len(text) > longest:
         raise ValueError(f"its text has {len(text):,} characters, and at most {longest:,} can be")
     return text
@@ -100,6 +102,12 @@ def set_template_args(tokenizer: Any, args: dict[str, Any]) -> None:
     # +%} keeps a newline that the template begins with
     assignments = [f"{{% set {name} = {literal} +%}}" for name, literal in literals.items()]
     tokenizer.chat_template = "".join(assignments) + template
+
+
+def thinking_is_off(tokenizer: Any) -> bool:
+    """Return whether `set_template_args` has set target.thinking=false."""
+    off = f"{{% set {THINKING_ARG} = false +%}}"
+    return off in str(getattr(tokenizer, "chat_template", None))
 
 
 def template_hash(tokenizer: Any) -> str:

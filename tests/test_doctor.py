@@ -22,7 +22,15 @@ from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
 from outrider.launch import cli, cost_estimate
 from outrider.launch.bench.common import resident_bytes
-from outrider.launch.doctor import costs, environment, target, template, text, trial_steps
+from outrider.launch.doctor import (
+    answers,
+    costs,
+    environment,
+    target,
+    template,
+    text,
+    trial_steps,
+)
 from outrider.launch.doctor.finding import (
     Finding,
     FindingGroup,
@@ -638,3 +646,63 @@ def test_a_folder_with_a_run_is_a_note(run: Trainer) -> None:
     (run.folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     finding = costs.check_run_folder(run.config)
     assert (finding.state, finding.facts["checkpoints"]) == ("note", 1)
+
+
+# ---- the answers ----
+
+THOUGHT = Message(role="assistant", content="4", reasoning_content="2+2=4")
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLING = Message(role="assistant", content="Let me add.", tool_calls=[CALL])
+QUESTION = Message(role="user", content="2+2?")
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+REMOVES = SAME.replace("m.content }", "m.content.split('</think>')[-1] }")
+CLOSES = SAME.replace("}}{{ m.content", "}}{{ m.reasoning_content }}{{ m.content") + (
+    "{% if add_generation_prompt %}<|assistant|><think></think>{% endif %}"
+)
+
+
+def answer_findings(
+    loaded: LoadedTarget, chat_template: str, dialogues: list[list[Message]], **more: Any
+) -> dict[str, Finding]:
+    with_tokenizer = loaded._replace(tokenizer=with_template(loaded, chat_template))
+    counts = answers.count_answers(with_tokenizer, dialogues)
+    found = answers.check_answers(with_tokenizer, counts, more.get("skip_bad", 0), None)
+    return {one.name: one for one in found}
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "turns", "name", "state", "words"),
+    [
+        (SAME + PROMPT, [QUESTION, CALLING], "calls", "note", "calls not rendered"),
+        (SAME + PROMPT, [QUESTION, THOUGHT], "thoughts", "note", "thoughts not taken"),
+        (REMOVES + PROMPT, dialogue("?", "<think>so</think>4"), "thoughts", "note", "removed"),
+        (CLOSES, [QUESTION, THOUGHT], "thoughts", "wrong", "contradiction"),
+        (NO_SYSTEM + SAME + PROMPT, [Message(role="system", content="x"), *DIALOGUES[0]],
+         "refused", "wrong", "no system"),
+    ],
+)  # fmt: skip
+def test_the_share_of_the_answers_that_the_template_loses_is_told(
+    loaded: LoadedTarget, chat_template: str, turns: list[Message], name: str, state: str,
+    words: str,
+) -> None:  # fmt: skip
+    """One of four answers."""
+    findings = answer_findings(loaded, chat_template, [turns, *DIALOGUES])
+    finding = findings.pop(name)
+    assert (finding.state, finding.facts["concerned"], finding.facts["share"]) == (state, 1, 0.25)
+    assert words in finding.message
+    assert "25% of 4 answers" in finding.message
+    assert finding.fix
+    assert {one.state for one in findings.values()} == {"ok"}
+
+
+def test_refused_rows_within_the_limit_are_a_note(loaded: LoadedTarget) -> None:
+    rows = [[Message(role="system", content="x"), *DIALOGUES[0]], *DIALOGUES]
+    finding = answer_findings(loaded, NO_SYSTEM + SAME + PROMPT, rows, skip_bad=1)["refused"]
+    assert finding.state == "note"
+    assert "data.skip_bad=1" in finding.fix
+
+
+def test_answers_without_a_stop_token_are_told(loaded: LoadedTarget) -> None:
+    finding = answer_findings(loaded, SAME.replace("<|end|>", "\n") + PROMPT, DIALOGUES)["ends"]
+    assert (finding.state, finding.facts["share"]) == ("note", 1.0)
+    assert "generation_config" in finding.fix

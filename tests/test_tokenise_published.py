@@ -39,20 +39,26 @@ def dialogue(*contents: str, system: str | None = None) -> list[Message]:
 
 def supervised_text(coder: Any, messages: Sequence[Message], **more: Any) -> list[str]:
     """Return the runs of supervised tokens, decoded."""
-    document = render(coder, messages, max_length=100_000, **more)
+    document = render(coder, messages, max_length=100_000, stops=stops(coder), **more)
     edges = np.flatnonzero(np.diff(document.answer, prepend=False, append=False))
     runs = [document.ids[start:stop].tolist() for start, stop in edges.reshape(-1, 2)]
     return [coder.decode(run, clean_up_tokenization_spaces=False) for run in runs]
 
 
+def stops(coder: Any) -> list[int]:
+    """Return the end tokens of these families that the tokenizer has."""
+    ids = [coder.convert_tokens_to_ids(end) for end in set(ENDS.values())]
+    return [index for index in ids if index not in (None, coder.unk_token_id)]
+
+
 def expected_answers(name: str, answers: Sequence[str]) -> list[str]:
-    """Return the answers as this family's template renders them, with their end tokens."""
+    """Return the answers as this family's template renders them, up to the first end token."""
     if name == "qwen3":
         texts = [qwen3_answer(text, last=n == len(answers) - 1) for n, text in enumerate(answers)]
     else:
         trims = name in ("llama3_1", "gemma3")
         texts = [text.strip() if trims else text for text in answers]
-    return [normalised(name, text) + ENDS[name] for text in texts]
+    return [normalised(name, text).split(ENDS[name])[0] + ENDS[name] for text in texts]
 
 
 def qwen3_answer(text: str, *, last: bool) -> str:

@@ -7,6 +7,7 @@ target has not generated yet is checked on a short sample.
 """
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,8 +91,13 @@ def _check_run(
     try:
         data, overlap = _load_text(config, loaded, taps)
     except (ConfigError, RunError) as error:
-        text_findings = [_error_finding("text", error)]
-        return [FindingGroup("target", target_findings), FindingGroup("text", text_findings)]
+        groups = [FindingGroup("target", target_findings)]
+        if config.data.name != "self" and config.data.traces is None:
+            with suppress(ConfigError, RunError):  # the text cannot be read at all
+                count = options.conversations
+                found = template.check_template(config, loaded, [], count)
+                groups.append(FindingGroup("template", found))
+        return [*groups, FindingGroup("text", [_error_finding("text", error)])]
     show_samples(Reporter(console), loaded.tokenizer, data.documents)
     run = Trainer(config, loaded, data, begin=False)
     target_findings += [target.check_drafter(run), target.check_formats(run)]
@@ -105,7 +111,7 @@ def _check_run(
     count = options.conversations
     groups = [
         FindingGroup("target", [*target_findings, *target.check_recording(run)]),
-        FindingGroup("template", template.check_template(config, loaded, data, count)),
+        FindingGroup("template", template.check_template(config, loaded, data.documents, count)),
         FindingGroup("text", text_findings),
         FindingGroup("costs", _check_costs(run, loaded, options, sampled)),
     ]

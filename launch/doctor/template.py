@@ -1,4 +1,4 @@
-"""Checks of the chat template: prefix stability, the thinking flag, today's date.
+"""Checks of the chat template: prefix stability, the thinking flag, today's date, the answers.
 
 A drafter is trained on whole conversations and decodes after their first turns. Both have the same
 tokens only if the first turns render to a prefix of the whole. Templates break that if they drop
@@ -17,12 +17,19 @@ from outrider.conf.errors import RunError
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config, TargetConfig
 from outrider.conf.template_args import THINKING_ARG
-from outrider.data.conversations import Message, RuleCounts, read_conversations
+from outrider.data.conversations import (
+    Conversation,
+    Message,
+    RuleCounts,
+    read_conversations,
+)
+from outrider.data.lost_turns import OWN_TEXT
 from outrider.data.reporter import Reporter
 from outrider.data.self_generated import conversation_source, load_prompts
 from outrider.data.sources import data_source
+from outrider.data.template_forms import template_forms
 from outrider.data.tokenise import Document, conversation_key, render, render_prompt
-from outrider.data.training_data import TrainingData
+from outrider.launch.doctor.answers import check_answers, count_answers
 from outrider.launch.doctor.finding import Finding
 from outrider.launch.doctor.tokenizer import check_chat_template
 from outrider.models.load import LoadedTarget
@@ -51,13 +58,15 @@ class PrefixMismatch(NamedTuple):
 
 
 def check_template(
-    config: Config, loaded: LoadedTarget, data: TrainingData, count: int
+    config: Config, loaded: LoadedTarget, documents: Sequence[Document], count: int
 ) -> list[Finding]:
     """Run all checks of this file on the first `count` conversations of each source."""
-    tokenizer, dialogues = loaded.tokenizer, _sample(config, loaded, data.documents, count)
-    prefix = check_prefix(tokenizer, dialogues, config.data.max_length)
+    tokenizer, dialogues = loaded.tokenizer, _sample(config, loaded, documents, count)
+    counts = count_answers(loaded, dialogues)
+    prefix = check_prefix(tokenizer, counts.rendered, config.data.max_length)
     thinking = check_thinking(tokenizer, config.target, dialogues)
-    return [check_chat_template(tokenizer), prefix, thinking, check_date(tokenizer)]
+    answers = check_answers(loaded, counts, config.data.skip_bad, config.target.thinking)
+    return [check_chat_template(tokenizer), prefix, thinking, check_date(tokenizer), *answers]
 
 
 def _sample(
@@ -88,8 +97,11 @@ def _generated(
             yield [*opening, Message(role="assistant", content=answer)]
 
 
-def _without_system(dialogue: Dialogue) -> list[Message]:
-    return [turn for turn in dialogue if turn["role"] != "system"]
+def _without_system(dialogue: Dialogue) -> Conversation:
+    return Conversation(
+        (turn for turn in dialogue if turn["role"] != "system"),
+        dialogue.tools if isinstance(dialogue, Conversation) else None,
+    )
 
 
 def _find_mismatch(tokenizer: Any, dialogue: Dialogue) -> PrefixMismatch | None:
@@ -151,19 +163,26 @@ def check_prefix(tokenizer: Any, dialogues: Sequence[Dialogue], max_length: int)
         f"{searched} of {answers} answers follow other tokens than at decoding; they are "
         "supervised where the rendered text has them",
     ]
-    fix = " ".join(FIXES[case] for case in cases)
+    removes = template_forms(tokenizer).removes_thoughts
+    fixes = {**FIXES, "prompt": f"{OWN_TEXT}."} if removes else FIXES
+    fix = " ".join(fixes[case] for case in cases)
     return Finding("prefix", "note", "\n".join(lines), facts, fix)
 
 
-def _answers(dialogues: Sequence[Dialogue]) -> list[str]:
+def _answers(dialogues: Sequence[Dialogue]) -> list[Message]:
     turns = chain.from_iterable(dialogues)
-    return [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    return [turn for turn in turns if turn["role"] == "assistant"]
+
+
+def _has_thought(answer: Message) -> bool:
+    in_content = any(tag in answer["content"] for tag in THOUGHT_TAGS)
+    return in_content or "reasoning_content" in answer
 
 
 def check_thinking(tokenizer: Any, target: TargetConfig, dialogues: Sequence[Dialogue]) -> Finding:
     """Compare target.thinking with the thoughts in the answers."""
     answers = _answers(dialogues)
-    thinking_answers = sum(any(mark in answer for mark in THOUGHT_TAGS) for answer in answers)
+    thinking_answers = sum(map(_has_thought, answers))
     share = thinking_answers / max(1, len(answers))
     supported = THINKING_ARG in str(getattr(tokenizer, "chat_template", None))
     facts = {"template_asks": supported, "flag": target.thinking, "share_of_answers": share}
