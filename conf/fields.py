@@ -226,7 +226,10 @@ def unknown_key(key: str, value: object, known: Iterable[str]) -> ConfigError:
     leaves = [name.rpartition(".")[2] for name in siblings]
     near = [siblings[leaves.index(name)] for name in difflib.get_close_matches(leaf, leaves, 1)]
     elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]
-    if not (near or siblings):
+    if not (near or elsewhere or group):  # a key without its group
+        everywhere = {name.rpartition(".")[2]: name for name in reversed(known)}
+        near = [everywhere[name] for name in difflib.get_close_matches(leaf, everywhere, 1)]
+    elif not (near or siblings):
         near = difflib.get_close_matches(key, elsewhere or known, 1)
     if near := near or elsewhere[:1]:
         fix = f"Did you mean {near[0]}?"

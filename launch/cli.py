@@ -135,7 +135,7 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
 
     from outrider.conf.command_settings import VERB_GROUPS, read_report
     from outrider.conf.compose import compose, verb_group
-    from outrider.train.settings import check_files, read_groups
+    from outrider.train.settings import check_files, check_places, read_groups
 
     verb = VERBS[name]
     if verb.takes == "report":
@@ -158,6 +158,7 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
         own.append(settings)
     config = _config(name, words)
     check_files(config, *verb.files)
+    check_places(config, trains=verb.root == "train")
     return config, *own
 
 

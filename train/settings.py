@@ -21,8 +21,9 @@ from outrider.conf.compose import (
 )
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
+from outrider.conf.hub import require_folder_or_id
 from outrider.conf.json_shapes import read_object, token
-from outrider.conf.schema import GROUPS, Config, to_dict
+from outrider.conf.schema import GROUPS, Config, UntrainedConfig, to_dict
 from outrider.conf.searched import SearchedConfig
 from outrider.conf.short_forms import is_path
 
@@ -122,7 +123,7 @@ def check_published(name: str) -> None:
     """Raise a `ConfigError` if `drafter=NAME` is a drafter with weights, mistyped or not."""
     known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
     if is_path(name, known) or Path(name).expanduser().exists():
-        return
+        return require_folder_or_id("drafter", name)
     if name in known:
         why = "It has weights, which a training writes to its run folder."
         fix = f"Train it: outrider train drafter={name} target=... run.dir=runs/{name}\n"
@@ -146,6 +147,21 @@ def check_files(config: Config, *keys: str) -> None:
         elif path is not None and not Path(path).expanduser().exists():
             fix = f"Paths start at the current folder, {Path.cwd()}."
             raise ConfigError(key, path, "There is no such file or folder.", fix)
+
+
+def check_places(config: Config, *, trains: bool) -> None:
+    """Raise a `ConfigError` for models that are no folder and can be no hub id.
+
+    Args:
+        trains: the drafter is built, not read from a run.
+    """
+    values = dict(flatten(to_dict(config)))
+    keys = ["target.path", "eval.drafter"]
+    if trains or isinstance(config.drafter, UntrainedConfig):
+        keys += [key for key in values if re.fullmatch(r"drafter\.(inner\.)*path", key)]
+    for key in keys:
+        if values[key] is not None:
+            require_folder_or_id(key, str(values[key]))
 
 
 def load_run(folder: str | Path, overrides: list[str]) -> Config:

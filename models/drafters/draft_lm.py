@@ -48,11 +48,13 @@ from outrider.models.causal_lm import (
     build_lm,
     config_to_dict,
     load_lm,
+    read_lm_config,
     refuse_code_keys,
+    require_vocab,
     small_llama_config,
 )
 from outrider.models.drafter import BatchDrafter, LevelIds
-from outrider.models.interface import Batch, Guess, Trace, shifted_guesses
+from outrider.models.interface import Batch, Guess, ModelShape, Trace, shifted_guesses
 from outrider.models.on_policy import first_answers, replace_answers, sample_answers
 from outrider.models.self_feeding import gather_parents
 from outrider.models.state_cache import PromptRows, StateCache
@@ -127,6 +129,16 @@ class DraftLm(BatchDrafter):
         self.body = self.lm.base_model.requires_grad_(True)
         self.lm_head = LmHead(self.lm).requires_grad_(True)
         self.train()
+
+    @classmethod
+    def check_settings(cls, cfg: Config, shape: ModelShape) -> None:
+        if cfg.body is not None:
+            tokens = cfg.body.get("vocab_size", shape.vocab)
+            require_vocab("drafter.body", cfg.body["model_type"], tokens, shape.vocab)
+        elif cfg.path is not None:
+            text = read_lm_config(cfg.path).get_text_config(decoder=True)
+            tokens = getattr(text, "vocab_size", shape.vocab)
+            require_vocab("drafter.path", cfg.path, tokens, shape.vocab)
 
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
         path = self.pretrained_path
