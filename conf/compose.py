@@ -273,7 +273,9 @@ def _misplaced_key(key: str, values: Mapping[str, str], message: str, root: str)
         return training_key_error(key, value)
     if key in known:
         return ConfigError(key, value, message, "--help lists the keys and choices.")
-    return unknown_key(key, value, _chosen_keys(root, values))
+    chosen, parent = _chosen_keys(root, values), key.rpartition(".")[0]
+    has_parent = any(name.rpartition(".")[0] == parent for name in chosen)
+    return unknown_key(key, value, chosen if has_parent else known)
 
 
 def _chosen_keys(root: str, values: Mapping[str, str]) -> list[str]:

@@ -21,10 +21,10 @@ def require_folder_or_id(key: str, path: str) -> None:
     What is written as a path (./a, /a, ~/a, a/b/c) is none.
     """
     place = Path(path).expanduser()
-    if place.is_dir() or (HUB_ID.fullmatch(path) and not place.exists()):
+    if (path and place.is_dir()) or (HUB_ID.fullmatch(path) and not place.exists()):
         return
     why = "It is not a folder."
-    if not place.exists():
+    if not (path and place.exists()):
         why = "There is no such folder, and it can be no hub id."
     fix = f"Paths start at the current folder, {Path.cwd()}; a hub id is NAME or OWNER/NAME."
     raise ConfigError(key, path, why, fix)

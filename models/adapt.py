@@ -61,7 +61,8 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
     if "decode.depth" in config.automatic or config.eval.grid:
         used = [decode for _, decode in decodings(config)]
         if any(decode.depth < automatic_depth(decode.name) for decode in used):
-            notes.append(f"decode.depth={config.drafter.max_depth}, as deep as the drafter can")
+            depth = min(decode.depth for decode in used)
+            notes.append(f"decode.depth={depth}, as deep as the drafter can")
     if notes:
         note(f"not set, so chosen: {'; '.join(notes)}")
     kept = () if shape is not None else ("train.lr", "data.max_length")

@@ -19,7 +19,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.hub import require_folder_or_id
 from outrider.models import hf_folder
 from outrider.models.interface import ModelShape
-from outrider.models.target import Target
+from outrider.models.target import Target, shape_of
 from outrider.models.vocab import DraftVocab
 
 CODE_KEYS = ("auto_map", "implementation", "kernel", "remote")  # parts of keys that name code
@@ -112,17 +112,27 @@ def resolve_width(shape: ModelShape, hidden: int | None, heads: int | None) -> t
 
 def build_lm(body: dict[str, Any]) -> Any:
     """Build an untrained model from a configuration."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        hf_folder.check_sizes(body)
-        config = AutoConfig.for_model(**body)
+    config = lm_config(body)
+    with _refusing("drafter.body", body["model_type"]):
         hf_folder.empty_model(config)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # of all kinds: a field may be anything
-        why = f"transformers cannot build it: {hf_folder.first_line(error)}"
-        fix = "Use the config.json of a causal language model."
-        raise ConfigError("drafter.body", body["model_type"], why, fix) from error
+
+
+def lm_config(body: dict[str, Any]) -> Any:
+    """Return the configuration of these fields."""
+    from transformers import AutoConfig
+
+    with _refusing("drafter.body", body["model_type"]):
+        hf_folder.check_sizes(body)
+        return AutoConfig.for_model(**body)
+
+
+def config_shape(config: Any) -> ModelShape:
+    """Return the shape of a text model by its configuration; AttributeError if it has none."""
+    text = config.get_text_config(decoder=True)
+    return shape_of(text, int(text.num_hidden_layers), int(text.vocab_size))
 
 
 def read_lm_config(path: str) -> Any:
@@ -131,7 +141,7 @@ def read_lm_config(path: str) -> Any:
 
     require_folder_or_id("drafter.path", path)
     place = _place(path)
-    with _refusing(path):
+    with _refusing("drafter.path", path):
         hf_folder.check_config(place, None)
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
 
@@ -142,13 +152,16 @@ def _place(path: str) -> str:
 
 
 @contextmanager
-def _refusing(path: str) -> Iterator[None]:
-    """Turn every error of a file from outside, of which there are all kinds, into a ConfigError."""
+def _refusing(key: str, value: str) -> Iterator[None]:
+    """Turn every error of fields from outside, of which there are all kinds, into a ConfigError."""
     try:
         yield
     except Exception as error:
-        why = f"It could not be loaded: {hf_folder.first_line(error)}"
-        raise ConfigError("drafter.path", path, why, FIX) from error
+        why, fix = f"It could not be loaded: {hf_folder.first_line(error)}", FIX
+        if key == "drafter.body":
+            why = f"transformers cannot build it: {hf_folder.first_line(error)}"
+            fix = "Use the config.json of a causal language model."
+        raise ConfigError(key, value, why, fix) from error
 
 
 def load_lm(path: str) -> Any:
@@ -156,7 +169,7 @@ def load_lm(path: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     config, place = read_lm_config(path), _place(path)
-    with _refusing(path):
+    with _refusing("drafter.path", path):
         empty = hf_folder.empty_model(config)
         hf_folder.check_weights(place, None, empty)
         with hf_folder.quiet_loading():

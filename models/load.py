@@ -22,6 +22,7 @@ from outrider.conf.paths import cache_home
 from outrider.conf.schema import TargetConfig
 from outrider.conf.template_args import parse_template_args
 from outrider.models import hf_folder, target_check
+from outrider.models.causal_lm import config_shape
 from outrider.models.chat_template import set_template_args, template_hash
 from outrider.models.interface import ModelShape
 from outrider.models.placement import (
@@ -32,7 +33,7 @@ from outrider.models.placement import (
     require_sharded_layers,
     shard_layers,
 )
-from outrider.models.target import Target, shape_of
+from outrider.models.target import Target
 
 TINY = Path(__file__).parent / "tiny"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -75,9 +76,8 @@ def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> L
 def read_shape(settings: TargetConfig) -> ModelShape | None:
     """Return a target's shape by its configuration alone; None if that does not tell it."""
     config = _from_pretrained("AutoConfig", locate_weights(settings)[0], settings)
-    text = config.get_text_config(decoder=True)
     try:
-        return shape_of(text, int(text.num_hidden_layers), int(text.vocab_size))
+        return config_shape(config)
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None
 

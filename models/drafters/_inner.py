@@ -54,8 +54,11 @@ def check(values: dict[str, Any], lm: ModelShape) -> None:
     if "name" in values:
         with _named_inside():
             drafters.check(parse_settings(values), lm)
-    else:
+    elif _folder(values).is_dir():
         formats.recognise(_folder(values))
+    else:
+        why, fix = "There is no such folder.", f"Paths start at the current folder, {Path.cwd()}."
+        raise ConfigError(f"{KEY}.path", values["path"], why, fix)
 
 
 def _folder(values: dict[str, Any]) -> Path:

@@ -46,11 +46,14 @@ from outrider.models.causal_lm import (
     LmHead,
     as_target,
     build_lm,
+    config_shape,
     config_to_dict,
+    lm_config,
     load_lm,
     read_lm_config,
     refuse_code_keys,
     require_vocab,
+    resolve_width,
     small_llama_config,
 )
 from outrider.models.drafter import BatchDrafter, LevelIds
@@ -132,13 +135,29 @@ class DraftLm(BatchDrafter):
 
     @classmethod
     def check_settings(cls, cfg: Config, shape: ModelShape) -> None:
+        cls.draft_shape(cfg, shape)
+
+    @classmethod
+    def draft_shape(cls, cfg: Config, shape: ModelShape) -> ModelShape:
+        """Return the shape of the draft model for a target's; ConfigError if it does not fit."""
+        if cfg.body is None and cfg.path is None:
+            hidden, heads = resolve_width(shape, cfg.hidden, cfg.heads)
+            return shape._replace(
+                hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads,
+                layers=cfg.layers,
+            )  # fmt: skip
         if cfg.body is not None:
-            tokens = cfg.body.get("vocab_size", shape.vocab)
-            require_vocab("drafter.body", cfg.body["model_type"], tokens, shape.vocab)
-        elif cfg.path is not None:
-            text = read_lm_config(cfg.path).get_text_config(decoder=True)
-            tokens = getattr(text, "vocab_size", shape.vocab)
-            require_vocab("drafter.path", cfg.path, tokens, shape.vocab)
+            key, name, config = "drafter.body", cfg.body["model_type"], lm_config(cfg.body)
+        else:
+            key, name = "drafter.path", str(cfg.path)
+            config = read_lm_config(name)
+        try:
+            own = config_shape(config)
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            why = f"Its configuration does not describe its shape: {error}."
+            raise ConfigError(key, name, why, "Use another draft model.") from None
+        require_vocab(key, name, own.vocab, shape.vocab)
+        return own
 
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
         path = self.pretrained_path
