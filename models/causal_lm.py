@@ -122,8 +122,11 @@ def build_lm(body: dict[str, Any]) -> Any:
 
 def lm_config(body: dict[str, Any]) -> Any:
     """Return the configuration of these fields."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    if body["model_type"] not in CONFIG_MAPPING:
+        why, fix = "transformers has no such model_type.", "Like {model_type: llama, ...}."
+        raise ConfigError("drafter.body", body["model_type"], why, fix)
     with _refusing("drafter.body", body["model_type"]):
         hf_folder.check_sizes(body)
         return AutoConfig.for_model(**body)

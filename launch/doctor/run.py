@@ -60,6 +60,8 @@ def run_checks(config: Config, options: DoctorConfig, console: Console) -> list[
         environment.check_launcher(config), environment.check_libraries(config),
         environment.check_threads(), environment.check_precision(config),
     ]  # fmt: skip
+    if warning := config.drafter.warning():
+        findings.append(Finding("settings", "note", warning, {}, ""))
     groups = [FindingGroup("launcher", findings)]
     if any(finding.with_state(groups, "wrong")):
         return groups
