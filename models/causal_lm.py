@@ -132,10 +132,13 @@ def lm_config(body: dict[str, Any]) -> Any:
         return AutoConfig.for_model(**body)
 
 
-def config_shape(config: Any) -> ModelShape:
-    """Return the shape of a text model by its configuration; AttributeError if it has none."""
+def config_shape(config: Any) -> ModelShape | None:
+    """Return the shape of a text model by its configuration; None if that does not tell it."""
     text = config.get_text_config(decoder=True)
-    return shape_of(text, int(text.num_hidden_layers), int(text.vocab_size))
+    try:
+        return shape_of(text, int(text.num_hidden_layers), int(text.vocab_size))
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
+        return None
 
 
 def read_lm_config(path: str) -> Any:

@@ -75,11 +75,7 @@ def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> L
 
 def read_shape(settings: TargetConfig) -> ModelShape | None:
     """Return a target's shape by its configuration alone; None if that does not tell it."""
-    config = _from_pretrained("AutoConfig", locate_weights(settings)[0], settings)
-    try:
-        return config_shape(config)
-    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
-        return None
+    return config_shape(_from_pretrained("AutoConfig", locate_weights(settings)[0], settings))
 
 
 def load_tokenizer(settings: TargetConfig) -> Any:

@@ -138,8 +138,12 @@ class DraftLm(BatchDrafter):
         cls.draft_shape(cfg, shape)
 
     @classmethod
-    def draft_shape(cls, cfg: Config, shape: ModelShape) -> ModelShape:
-        """Return the shape of the draft model for a target's; ConfigError if it does not fit."""
+    def draft_shape(cls, cfg: Config, shape: ModelShape) -> ModelShape | None:
+        """Return the shape of the draft model for a target's; None if its configuration has none.
+
+        Raises:
+            ConfigError: it has other tokens than the target.
+        """
         if cfg.body is None and cfg.path is None:
             hidden, heads = resolve_width(shape, cfg.hidden, cfg.heads)
             return shape._replace(
@@ -151,12 +155,9 @@ class DraftLm(BatchDrafter):
         else:
             key, name = "drafter.path", str(cfg.path)
             config = read_lm_config(name)
-        try:
-            own = config_shape(config)
-        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
-            why = f"Its configuration does not describe its shape: {error}."
-            raise ConfigError(key, name, why, "Use another draft model.") from None
-        require_vocab(key, name, own.vocab, shape.vocab)
+        own = config_shape(config)
+        if own is not None:
+            require_vocab(key, name, own.vocab, shape.vocab)
         return own
 
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:

@@ -116,7 +116,7 @@ class Staged(DraftLm):
     def check_settings(cls, cfg: draft_lm.Config, shape: ModelShape) -> None:
         assert isinstance(cfg, Config), "of this drafter"
         draft = cls.draft_shape(cfg, shape)
-        if cfg.inner is not None:
+        if cfg.inner is not None and draft is not None:
             _inner.check(cfg.inner, draft)
 
     def set_inner(self, values: dict[str, Any]) -> None:
