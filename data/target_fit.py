@@ -8,10 +8,10 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.conf.searched import SearchedConfig
 from outrider.data.record.layout import check_record
-from outrider.models import drafters, process
+from outrider.models import drafters, load, process
 from outrider.models.decode.from_config import decodings, sampling_of
 from outrider.models.interface import ModelShape
-from outrider.models.load import LoadedTarget, load_target, read_shape
+from outrider.models.load import LoadedTarget
 
 
 def load_fitting_target(
@@ -33,7 +33,7 @@ def load_fitting_target(
     Raises:
         ConfigError: a setting does not suit the target, or the target cannot be loaded.
     """
-    if shape := read_shape(config.target):
+    if shape := load.read_shape(config.target):
         check_fit(config, shape)
         if trains:
             _check_text(config, shape)
@@ -44,7 +44,7 @@ def load_fitting_target(
             _check_answers(config, shape)
         if records or (trains and config.data.mode == "recorded" and not config.data.traces):
             check_record(config.record, config.drafter, shape.vocab)
-    return load_target(config.target, process.device())
+    return load.load_target(config.target, process.device())
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
