@@ -214,6 +214,7 @@ class Mtp(BatchDrafter):
 
     def _load_target_modules(self, target: Target) -> str:
         """Load modules of the target's checkpoint; missing ones are copies of its last."""
+        self.check_first_weights(self.cfg, target.shape())
         folder = Path(self.cfg.warm_start or "").expanduser()
         modules = mtp_layouts.read_modules(folder, target.num_layers)
         last = len(modules) - 1
