@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option, require_word
+from outrider.conf.files import read_bytes
 
 COUNT = "[1, inf)"
 HOSTFILE_LINE = re.compile(
@@ -66,7 +67,6 @@ def list_machines(cluster: ClusterConfig) -> list[Host]:
 
 def read_hostfile(path: Path) -> list[Host]:
     """Read a hostfile in the format of DeepSpeed and Open MPI; a `ConfigError` names its line."""
-    from outrider.conf.files import read_bytes  # imports torch
 
     def refused(why: str, fix: str = "Write lines like: node-0 slots=8") -> ConfigError:
         return ConfigError("cluster.hosts", str(path), why, fix)

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.fields import from_dict, leaf_fields, unknown_key
+from outrider.conf.fields import check_plain, convert, from_dict, leaf_fields, unknown_key
 from outrider.conf.short_forms import SHORT_FORMS, config_words, expand
 
 T = TypeVar("T")
@@ -236,6 +236,30 @@ def known_keys(root: str = "train") -> tuple[str, ...]:
     return tuple(keys)
 
 
+def check_choice(group: str, values: Mapping[str, Any]) -> None:
+    """Check the keys and numbers of a group against the yaml file of its choice, `values["name"]`.
+
+    It finds most mistakes without the group's dataclass, whose module may be slow to import: an
+    unknown key, and a value of another kind where the default is a number or true or false.
+    """
+    if values.get("name") in choices(group):
+        defaults = to_container(compose([], f"{group}/{values['name']}"), resolve=False)[group]
+        _check_kinds(values, defaults, group)
+
+
+def _check_kinds(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> None:
+    for name, value in values.items():
+        key = f"{prefix}.{name}"
+        if name not in defaults:
+            raise unknown_key(key, value, [f"{prefix}.{known}" for known in defaults])
+        check_plain(value, key)
+        default = defaults[name]
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            _check_kinds(value, default, key)
+        elif isinstance(default, bool | int | float) and value is not None:
+            convert(type(default), value, key)
+
+
 def verb_group(schema: type[T], name: str, overrides: Sequence[str]) -> tuple[T, list[str]]:
     """Read the group of a command; return its settings and the other overrides."""
     own = [word for word in overrides if word.startswith(f"{name}.")]
@@ -303,12 +327,12 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
     if re.search(r"multirun|sweep(?![./])|ambiguous", message, re.IGNORECASE):
         fix = f"Write a list as {key}=[{values[key]}]; train -m starts several runs."
         return ConfigError(key, values[key], "A run takes one value.", fix)
-    return _misplaced_key(key, values[key], message, root)
+    return _misplaced_key(key, values, message, root)
 
 
-def _misplaced_key(key: str, value: str, message: str, root: str) -> ConfigError:
+def _misplaced_key(key: str, values: Mapping[str, str], message: str, root: str) -> ConfigError:
     """Return the error for a key that belongs to another choice or root, or does not exist."""
-    group = key.partition(".")[0]
+    group, value = key.partition(".")[0], values[key]
     files = choices(group) if group != key else []
     owners = [choice for choice in files if key in default_values(f"{group}/{choice}")]
     if owners and group in groups(root):
@@ -319,7 +343,18 @@ def _misplaced_key(key: str, value: str, message: str, root: str) -> ConfigError
         return training_key_error(key, value)
     if key in known:
         return ConfigError(key, value, message, "--help lists the keys and choices.")
-    return unknown_key(key, value, known)
+    chosen, parent = _chosen_keys(root, values), key.rpartition(".")[0]
+    has_parent = any(name.rpartition(".")[0] == parent for name in chosen)
+    return unknown_key(key, value, chosen if has_parent else known)
+
+
+def _chosen_keys(root: str, values: Mapping[str, str]) -> list[str]:
+    """Return the groups of a root, and the keys that it has with the choices in `values`."""
+    chosen = {group: values.get(group, default) for group, default in groups(root).items()}
+    replaced = tuple(f"{group}." for group in chosen if chosen[group] in choices(group))
+    keys = [key for key in default_values(root) if not key.startswith(replaced)]
+    files = [f"{group}/{chosen[group]}" for group in chosen if f"{group}." in replaced]
+    return [*chosen, *keys, *(key for file in files for key in default_values(file))]
 
 
 def training_key_error(key: str, value: object) -> ConfigError:

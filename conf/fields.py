@@ -229,12 +229,15 @@ def unknown_key(key: str, value: object, known: Iterable[str]) -> ConfigError:
     leaves = [name.rpartition(".")[2] for name in siblings]
     near = [siblings[leaves.index(name)] for name in difflib.get_close_matches(leaf, leaves, 1)]
     elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]
-    near = near or difflib.get_close_matches(key, elsewhere or known, 1, cutoff=0.5)
-    near = near or elsewhere[:1]
-    if near and (near[0] in siblings or near[0].endswith(f".{leaf}") or not siblings):
+    if not (near or elsewhere or group):  # a key without its group
+        everywhere = {name.rpartition(".")[2]: name for name in reversed(known)}
+        near = [everywhere[name] for name in difflib.get_close_matches(leaf, everywhere, 1)]
+    elif not (near or siblings):
+        near = difflib.get_close_matches(key, elsewhere or known, 1)
+    if near := near or elsewhere[:1]:
         fix = f"Did you mean {near[0]}?"
     elif leaves:
-        fix = f"{group or 'The groups'}: {', '.join(sorted(leaves))}."
+        fix = f"{group or 'The keys'}: {', '.join(sorted(leaves))}."
     else:
         groups = sorted({name.partition(".")[0] for name in known if "." in name})
         fix = f"The groups are: {', '.join(groups)}. --help lists their keys."

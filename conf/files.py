@@ -11,19 +11,14 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-import torch
 from filelock import FileLock, SoftFileLock, Timeout
 from rich.filesize import decimal
-from safetensors import SafetensorError
-from safetensors.torch import load as tensors_from
-from safetensors.torch import save as bytes_of
-from torch import Tensor
 
 from outrider.conf.errors import DISK_FULL_ERRNOS, CorruptFile, DiskFull, RunError, UnusablePlace
 
@@ -178,7 +173,7 @@ def read_json(file: Path, fix: str) -> dict[str, Any]:
             ends with `fix`.
     """
     try:
-        value = parse_json(_read_bytes(file, fix, JSON_BYTES))
+        value = parse_json(read_checked(file, fix, JSON_BYTES))
     except ValueError as error:
         raise CorruptFile(f"{file} cannot be read: {error}", fix) from None
     if not isinstance(value, dict):
@@ -215,7 +210,7 @@ def read_lines(file: Path, fix: str, torn: bool = False) -> list[dict[str, Any]]
     Raises:
         CorruptFile: missing, or a line is not an object.
     """
-    entries, lines = [], _read_bytes(file, fix, LINES_BYTES).splitlines()
+    entries, lines = [], read_checked(file, fix, LINES_BYTES).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             value = parse_json(line)
@@ -254,38 +249,12 @@ def read_bytes(file: Path, largest: int = JSON_BYTES) -> bytes:
         return stream.read()
 
 
-def _read_bytes(file: Path, fix: str, largest: int = MEMORY) -> bytes:
+def read_checked(file: Path, fix: str, largest: int = MEMORY) -> bytes:
+    """Read a regular file of `largest` bytes at most; a `CorruptFile` that ends with `fix`."""
     try:
         return read_bytes(file, largest)
     except OSError as error:
         raise CorruptFile(f"{file} cannot be read: {error.strerror or error}", fix) from None
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
-    """Write a safetensors file with metadata `about`; return the sha256 of its bytes."""
-    data = bytes_of({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, dict(about))
-    write(file, data)
-    return hashlib.sha256(data).hexdigest()
-
-
-def read_tensors(file: Path, sha256: str | None, fix: str) -> dict[str, Tensor]:
-    """Read a safetensors file; a `CorruptFile` if it is missing, truncated or of another hash."""
-    data = _read_bytes(file, fix)
-    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-        raise CorruptFile(f"{file} is damaged: its bytes are not the ones that were written.", fix)
-    try:
-        tensors: dict[str, Tensor] = tensors_from(data)
-        return tensors
-    except SafetensorError as error:
-        raise CorruptFile(f"{file} is damaged or truncated: {error}", fix) from None
-
-
-def int_column(file: Any, name: str) -> Tensor:
-    """Return a list of integers >= 0 of an open safetensors file; a `ValueError` if it is none."""
-    column: Tensor = file.get_tensor(name)
-    if column.ndim != 1 or column.is_floating_point() or bool((column < 0).any()):
-        raise ValueError(f"{name} does not hold integers of at least 0")
-    return column.int()
 
 
 def sha256_of(file: Path) -> str:
@@ -295,18 +264,3 @@ def sha256_of(file: Path) -> str:
         while block := stream.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def fingerprint(tensors: Mapping[str, Tensor], rows: int = 64) -> str:
-    """Return a short hash of names, shapes and the first `rows` rows of each tensor.
-
-    Values are rounded to bfloat16 first, so the hash is the same in float32 and bfloat16.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        value = tensors[name].detach()
-        digest.update(f"{name} {tuple(value.shape)}".encode())
-        sample = value.reshape(-1, value.shape[-1])[:rows] if value.ndim else value.reshape(1)
-        rounded = sample.to(torch.bfloat16).cpu().contiguous()
-        digest.update(rounded.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

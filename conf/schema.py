@@ -162,16 +162,34 @@ class DrafterSettings:
     depths: int = option(4, "", DEPTHS)  # of training; held-out text is measured at all of them
     draft_vocab_size: int | None = option(None, "", COUNT)  # most frequent answer tokens; None: all
     confidence: ClassVar[float | Literal["adaptive"]] = 0.0  # of chains: null in decode.confidence
+    adjusted: ClassVar[tuple[str, ...]] = ()  # settings that `adjust` has changed: "depths=3"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             within = field.metadata.get("within", "")
             check_interval(within, getattr(self, field.name), f"drafter.{field.name}")
 
+    def adjust(self, name: str, value: Any) -> bool:
+        """Set a setting to a value that agrees with the others; return False if it is given.
+
+        A setting is given if it differs from its default. Called by `__post_init__` only.
+        """
+        (default,) = (field.default for field in dataclasses.fields(self) if field.name == name)
+        if getattr(self, name) != default:
+            return False
+        object.__setattr__(self, name, value)
+        shown = "null" if value is None else value
+        object.__setattr__(self, "adjusted", (*self.adjusted, f"{name}={shown}"))
+        return True
+
     @property
     def max_depth(self) -> int:
         """The deepest draft; without an end for a drafter that reads its own output."""
         return 2**31
+
+    def warning(self) -> str:
+        """Return what these settings leave untrained, and the setting that trains it; or ""."""
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +204,9 @@ class DrafterConfig(DrafterSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_choice("normalise", "rows", "tokens")
+        listed = self.depth_weights.count("/") + 1
+        if 1 < listed <= 1024 and listed != self.depths:
+            self.adjust("depths", listed)
 
     def check_run(self, launch: "LaunchConfig", target: TargetConfig) -> None:
         """Raise ConfigError if the drafter cannot be trained under this launch or target."""

@@ -5,9 +5,10 @@ from outrider.conf.schema import Config
 from outrider.data.corpus import load_text, load_training_data
 from outrider.data.record.writer import write_recording
 from outrider.data.reporter import Reporter
+from outrider.data.target_fit import load_fitting_target
 from outrider.models import drafters, process
 from outrider.models.adapt import adapt
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.load import LoadedTarget
 
 
 def prepare(config: Config) -> int:
@@ -21,7 +22,7 @@ def record(config: Config) -> int:
     """Make the text of a run, then record the target's states of it."""
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
-    config, loaded, taps, reporter = _load(config, Console(quiet=process.rank() > 0))
+    config, loaded, taps, reporter = _load(config, Console(quiet=process.rank() > 0), records=True)
     data = load_text(config, loaded, taps, reporter)
     folder = write_recording(config, loaded, data, reporter)
     reporter.print(f"train from it: data.traces={folder.path}")
@@ -30,11 +31,11 @@ def record(config: Config) -> int:
 
 
 def _load(
-    config: Config, console: Console
+    config: Config, console: Console, *, records: bool = False
 ) -> tuple[Config, LoadedTarget, tuple[int, ...], Reporter]:
     """Load the target; return the settings adapted to it, the target and the drafter's taps."""
     process.set_threads()
-    loaded = load_target(config.target, process.device())
+    loaded = load_fitting_target(config, trains=True, records=records)
     console.print(f"target: {loaded.source}")
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     reporter = Reporter(console, main=process.rank() == 0)

@@ -182,6 +182,7 @@ def _download(address: str, option: str) -> Path:
 def _hub_file(source: Source) -> Path:
     from huggingface_hub import hf_hub_download
 
+    use_cache_if_unreachable()
     name = str(source.spec.file)
     with _reaching(source.option, source.location):
         return Path(
@@ -213,15 +214,18 @@ def _version(source: Source) -> str:
         return digest.hexdigest()
     from huggingface_hub import HfApi
 
+    use_cache_if_unreachable()
     with _reaching(source.option, source.location):
         info = HfApi().dataset_info(source.location, revision=source.revision)
     return f"{source.location}@{info.sha}"
 
 
 def _dataset(source: Source) -> Iterator[dict[str, Any]]:
+    local = source.local_path
+    if local is None:
+        use_cache_if_unreachable()
     import datasets
 
-    local = source.local_path
     for file in local.rglob("*") if local is not None else ():
         if file.exists() and not (file.is_file() or file.is_dir()):
             why, fix = f"{file.name} is not a regular file.", "Remove it, or give one file."

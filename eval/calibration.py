@@ -20,9 +20,10 @@ from rich.console import Console
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import fingerprint, write_json
+from outrider.conf.files import write_json
 from outrider.conf.json_shapes import read_object
 from outrider.conf.schema import Config
+from outrider.conf.tensor_files import fingerprint
 from outrider.eval.rank_tables import guesses_to_depth, teacher_pairs
 from outrider.eval.report import Report
 from outrider.models.drafter import Drafter

@@ -42,13 +42,13 @@ from outrider.eval.requests import (
     check_policy,
     tokenise_prompt,
 )
-from outrider.models import formats, process
+from outrider.models import drafters, formats, process
 from outrider.models.decode import from_config
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import DialogueCache, Output, Request, Stops
 from outrider.models.drafter import Drafter
-from outrider.models.load import load_target, stop_ids
+from outrider.models.load import load_target, read_shape, stop_ids
 from outrider.models.target import Target
 from outrider.train.settings import check_published, drafter_schema, is_untrained, load_run
 
@@ -174,6 +174,8 @@ class Decoder:
         untrained: UntrainedConfig | None = None,
     ) -> "Decoder":
         process.set_threads()
+        if untrained is not None and (shape := read_shape(of_target)):
+            drafters.check(untrained, shape)
         target, tokenizer, _ = load_target(of_target, process.device())
         if untrained is not None:
             return cls(target, tokenizer, build_untrained(untrained, target), policy)

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.tree import Tree
 
 from outrider.conf.errors import RunError
+from outrider.conf.hub import HUB_ID, use_cache_if_unreachable
 from outrider.conf.shown_text import mask_credentials
 from outrider.models import drafters
 
@@ -65,13 +66,16 @@ def fetch(name: str) -> Path:
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         return folder
+    others = ", ".join(sorted({*drafters.names()} - {*drafters.trained_names()}))
+    fix = f"Use the folder of a drafter, its hub id, or one without weights: {others}."
+    if not HUB_ID.fullmatch(name):
+        raise RunError(f"{name} is no folder, and can be no hub id.", fix)
+    use_cache_if_unreachable()
     try:
         return Path(snapshot_download(name, allow_patterns=DRAFTER_FILES))
     except _errors() as error:
         why = "is no folder, and cannot be downloaded from the hub"
         message = f"{name} {why}: {without_token(error)}"
-        others = ", ".join(sorted({*drafters.names()} - {*drafters.trained_names()}))
-        fix = f"Use the folder of a drafter, its hub id, or one without weights: {others}."
         raise RunError(message, fix) from None
 
 

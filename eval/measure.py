@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import outrider
-from outrider.conf import files
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
+from outrider.conf.tensor_files import fingerprint
 from outrider.data.conversations import Message, Prompt
 from outrider.data.rendered_text import Tokenizer
 from outrider.data.suite import eval_source, load_suite
@@ -279,7 +279,7 @@ class Measurement:
     def _fingerprints(self) -> dict[str, str]:
         return {
             "target": native.target_fingerprint(self.target),
-            "drafter": files.fingerprint(self.drafter.state_dict()),
+            "drafter": fingerprint(self.drafter.state_dict()),
             "template": template_hash(self.tokenizer),
             "prompts": eval_source(self.config).fingerprint(),
         }

@@ -10,11 +10,12 @@ from outrider.conf.errors import RunError
 from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config, UntrainedConfig
 from outrider.conf.searched import SearchedConfig
+from outrider.data.target_fit import load_fitting_target
 from outrider.eval.hub import DRAFTER_FILES, fetch
 from outrider.models import drafters, formats, process
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.load import LoadedTarget
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
@@ -65,7 +66,7 @@ def load_run_models(config: Config) -> tuple[LoadedTarget, Drafter]:
     """Load a run's target and drafter, with the drafter's taps and changes of the target."""
     folder = drafter_folder(Path(config.run.dir))
     process.set_threads()
-    loaded = load_target(config.target, process.device())
+    loaded = load_fitting_target(config)
     drafter, _ = native.load(folder, loaded.target)
     drafter.patch_target(loaded.target)
     loaded.target.set_taps(drafter.taps)

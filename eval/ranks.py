@@ -16,6 +16,7 @@ from outrider.conf.console import Console
 from outrider.conf.schema import Config
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
+from outrider.data.target_fit import load_fitting_target
 from outrider.eval.rank_tables import FILE, measure_held_out, read_tables
 from outrider.eval.report_tables import draft_search, narrow_table
 from outrider.eval.report_tables import explain as print_definitions
@@ -24,7 +25,6 @@ from outrider.models.decode import tree_shapes
 from outrider.models.decode.from_config import best_tree
 from outrider.models.decode.tree_shapes import Paths
 from outrider.models.formats import native
-from outrider.models.load import load_target
 from outrider.train.settings import read_saved_config
 
 TREE_NODES = 8  # nodes of the trees written for decode.tree
@@ -52,7 +52,7 @@ def ranks(config: Config, explain: bool = False) -> int:
     process.set_threads()
     console, folder = Console(), Path(config.run.dir)
     config = _with_own_prompts(config)
-    loaded = load_target(config.target, process.device())
+    loaded = load_fitting_target(config, trains=True)
     drafter, _ = native.load(folder / "drafter", loaded.target)
     data = load_training_data(config, loaded, drafter.taps, Reporter(console, messages=False))
     measure_held_out(folder, drafter, loaded.target, data, config.data.max_length)

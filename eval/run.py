@@ -10,6 +10,7 @@ from outrider.conf.errors import CorruptFile
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
+from outrider.data.target_fit import load_fitting_target
 from outrider.data.training_data import TrainingData
 from outrider.eval.contamination_check import drop_contaminated
 from outrider.eval.measure import measure
@@ -24,7 +25,7 @@ from outrider.models.chat_template import template_change
 from outrider.models.decode.from_config import decodings
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.load import LoadedTarget
 from outrider.models.target import Target
 from outrider.train.manifest import RESTORE, read_manifest
 from outrider.train.trackers import TrackerThread
@@ -46,7 +47,7 @@ def evaluate(config: Config, explain: bool = False) -> int:
     console = Console()
     require_single_process("eval")
     process.set_threads()
-    target, tokenizer, origin = load_target(config.target, process.device())
+    target, tokenizer, origin = load_fitting_target(config, measures=True)
     console.print(f"target: {origin}")
     drafter, config, about = open_drafter(source, config, target, console)
     config = adapt(config, Reporter(console).note)

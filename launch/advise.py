@@ -32,6 +32,7 @@ from outrider.conf.schema import Config, WandbConfig
 from outrider.data.corpus import load_training_data
 from outrider.data.pack import pack, split_holdout
 from outrider.data.reporter import Reporter
+from outrider.data.target_fit import load_fitting_target
 from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
 from outrider.eval.report import png
@@ -40,7 +41,7 @@ from outrider.eval.report_tables import narrow_table
 from outrider.launch import scaling_law
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.launch.scaling_law import FAR, Forecast, Point, ScalingFit, candidate_fits
-from outrider.models import drafters, load, process
+from outrider.models import drafters, process
 from outrider.models.adapt import adapt
 from outrider.models.load import LoadedTarget
 from outrider.train import distributed, loop
@@ -81,7 +82,7 @@ def advise(config: Config, settings: AdviseConfig, explain: bool = False) -> int
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
     main, console = process.rank() == 0, Console(quiet=process.rank() > 0)
-    loaded = load.load_target(config.target, process.device())
+    loaded = load_fitting_target(config, trains=True)
     reporter = Reporter(console, main)
     config = adapt(config, reporter.note, loaded.target.shape())
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)

@@ -17,6 +17,8 @@ from outrider.conf.shown_text import escape_library_output, for_terminal
 from outrider.launch.verbs import BENCHES, VERBS, Verb
 
 Config = Any  # conf.schema.Config, whose import help does not wait for
+# group of a verb -> the verb; its own keys are taken before the others are checked
+OWNERS = {verb.group: name for name, verb in VERBS.items() if verb.group} | {"sweep": "train -m"}
 
 
 def command(argv: Sequence[str] | None = None, program: str = "outrider") -> NoReturn:
@@ -132,7 +134,7 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
     from pathlib import Path
 
     from outrider.conf.command_settings import VERB_GROUPS, read_report
-    from outrider.conf.compose import verb_group
+    from outrider.conf.compose import compose, verb_group
 
     verb = VERBS[name]
     if verb.takes == "report":
@@ -142,8 +144,13 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
         if name == "compare" and all(word.startswith("to=") for word in words):
             why, fix = "compare needs run folders.", "outrider compare runs/a runs/b"
             raise ConfigError("RUN", "", why, fix)
+        if verb.group:  # the verb reads them itself, but only after its import
+            from outrider.train.settings import read_groups
+
+            _, rest = verb_group(VERB_GROUPS[verb.group], verb.group, words)
+            read_groups(compose(rest))
         return (words,)
-    from outrider.train.settings import check_files
+    from outrider.train.settings import check_files, check_places
 
     own = []
     if verb.group:
@@ -154,6 +161,7 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
         own.append(settings)
     config = _config(name, words)
     check_files(config, *verb.files)
+    check_places(config, trains=verb.root == "train")
     return config, *own
 
 
@@ -163,12 +171,12 @@ def _config(name: str, overrides: list[str]) -> Config:
     from outrider.conf.schema import UntrainedConfig
     from outrider.train import settings
 
+    _refuse_unused(name, [word for word in overrides if not word.startswith("eval.drafter=")])
     trains = VERBS[name].root != "eval"
     if trains:
         config = settings.parse(compose(overrides, VERBS[name].root), searched=name == "train")
     else:
         config = _drafter_config(name, overrides)
-    _refuse_unused(name, [word for word in overrides if not word.startswith("eval.drafter=")])
     if name in ("eval", "chat"):
         return config
     fix = "Use outrider eval or chat."
@@ -182,14 +190,28 @@ def _config(name: str, overrides: list[str]) -> Config:
 
 
 def _refuse_unused(name: str, overrides: list[str]) -> None:
-    """Refuse a key that the verb would ignore."""
+    """Refuse a key that the verb would ignore; a mistyped one with a key that it uses."""
+    from outrider.conf.command_settings import VERB_GROUPS
+    from outrider.conf.compose import known_keys
+    from outrider.conf.fields import leaf_fields, unknown_key
+
+    verb = VERBS[name]
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
-        if not VERBS[name].uses_key(key):
-            fix = f"Leave it out: outrider {name} --help all lists its keys."
-            if value.startswith("{"):
-                fix = f"Write each key that it uses: {key}.<key>=..."
-            raise ConfigError(key, value, f"{name} does not use this key.", fix)
+        if owner := OWNERS.get(key.partition(".")[0]):
+            why = f"{name} does not use this key."
+            raise ConfigError(key, value, why, f"It belongs to outrider {owner}: leave it out.")
+        is_own = verb.group and "." not in key and key not in known_keys(verb.root)
+        if verb.uses_key(key) and not is_own:
+            continue
+        if key not in known_keys(verb.root) and not value.startswith("{"):
+            used = filter(verb.uses_key, known_keys(verb.root))
+            own = leaf_fields(VERB_GROUPS[verb.group], verb.group) if verb.group else ()
+            raise unknown_key(key, value, [*verb.shorthand, *(key for key, *_ in own), *used])
+        fix = f"Leave it out: outrider {name} --help all lists its keys."
+        if value.startswith("{"):
+            fix = f"Write each key that it uses: {key}.<key>=..."
+        raise ConfigError(key, value, f"{name} does not use this key.", fix)
 
 
 def _drafter_config(name: str, overrides: list[str]) -> Config:

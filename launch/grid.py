@@ -1,15 +1,11 @@
 """A grid: one run per combination of a sweep's values."""
 
 import itertools
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
 from rich.text import Text
 
 from outrider.conf.compose import compose
@@ -17,18 +13,17 @@ from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.conf.sweeps import RANGE_FIX, SweepConfig, to_override
+from outrider.launch.combinations import expand_overrides, require_few
 from outrider.launch.compare import compare
 from outrider.launch.job_pool import JobPool
 from outrider.launch.processes import INTERRUPTED
 from outrider.train.settings import INPUT_FILES, check_files, parse
 
-MAX_RUNS = 1024
-
 
 def run_grid(overrides: list[str], settings: SweepConfig) -> int:
     """Run every combination of the lists on the command line and in `sweep.over`."""
     jobs, lists = expand_overrides(overrides), _expand_over(settings)
-    _require_few(overrides, [len(jobs), *map(len, lists)])
+    require_few(overrides, [len(jobs), *map(len, lists)])
     combinations = [[*job, *more] for job in jobs for more in itertools.product(*lists)]
     configs = [parse(compose(job)) for job in combinations]
     for config in configs:
@@ -98,33 +93,6 @@ def _expand_over(settings: SweepConfig) -> list[list[str]]:
             raise ConfigError(f"sweep.over.{name}", dict(values), why, RANGE_FIX)
         lists.append([to_override(name, value) for value in values])
     return lists
-
-
-def expand_overrides(overrides: list[str]) -> list[list[str]]:
-    """Expand ["drafter=a,b", "run.seed=1"] to [["drafter=a", "run.seed=1"], ["drafter=b", ..]]."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except OverrideParseException as error:
-        why = "This is not an override."
-        raise ConfigError("overrides", error.override, why, "Write key=value,value.") from None
-    ranges: list[Any] = [one.value() for one in parsed if one.is_range_sweep()]
-    steps = [(each.stop - each.start) / (each.step or math.nan) for each in ranges]
-    _require_few(overrides, steps)  # hydra lists shuffled ones
-    choices = [
-        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
-        if one.is_sweep_override()
-        else [str(one.input_line)]
-        for one in parsed
-    ]
-    _require_few(overrides, map(len, choices))
-    return [list(job) for job in itertools.product(*choices)]
-
-
-def _require_few(overrides: list[str], counts: Iterable[float]) -> None:
-    """Raise a `ConfigError` if there are more than MAX_RUNS combinations of so many values."""
-    if not math.prod(counts) <= MAX_RUNS:  # nan: a range without a step
-        why = f"That is more than {MAX_RUNS:,} runs."
-        raise ConfigError("overrides", " ".join(overrides), why, "Use fewer values, or a search.")
 
 
 def generate_texts(pool: JobPool, combinations: list[list[str]], configs: list[Config]) -> int:

@@ -35,7 +35,8 @@ from outrider.conf.shown_text import mask_values
 from outrider.conf.sweeps import SweepConfig, to_override
 from outrider.eval import search_results
 from outrider.eval.search_results import short_name
-from outrider.launch.grid import expand_overrides, generate_texts
+from outrider.launch.combinations import expand_overrides
+from outrider.launch.grid import generate_texts
 from outrider.launch.job_pool import JobPool
 from outrider.launch.processes import INTERRUPTED
 from outrider.models import load

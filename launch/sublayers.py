@@ -13,6 +13,7 @@ from outrider.conf.files import folder_lock
 from outrider.conf.packages import require_package
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
+from outrider.data.target_fit import load_fitting_target
 from outrider.eval import sublayer_results
 from outrider.eval.open_drafter import build_untrained, describe_untrained
 from outrider.eval.run import has_reports, short_reports
@@ -23,7 +24,7 @@ from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import policy_of
 from outrider.models.drafters.draft_verify import Config as DraftVerifyConfig
 from outrider.models.formats.native import target_fingerprint
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.load import LoadedTarget
 from outrider.train.manifest import write_manifest
 from outrider.train.schedule import format_seconds
 from outrider.train.settings import FOUND, load_run
@@ -59,13 +60,12 @@ def search_sublayers(config: Config) -> int:
 
 def _search(config: Config, console: Console) -> int:
     process.set_threads()
-    loaded = load_target(config.target, process.device())
+    loaded = load_fitting_target(config, trains=True, measures=config.train.quick_eval)
     console.print(f"target: {loaded.source}")
     reporter = Reporter(console)
     config = adapt(config, reporter.note, loaded.target.shape())
     cfg, folder, layers = config.drafter, Path(config.run.dir), loaded.target.num_layers
     assert isinstance(cfg, DraftVerifyConfig), "the only drafter that is searched"
-    build_untrained(cfg, loaded.target)  # checks the given lists
     prompts = search_prompts(config, loaded, cfg.search)
     settings = _settings(config, loaded, prompts)
     decode = replace(config.decode, temperature=0.0, verify="auto", draft="auto")

@@ -9,9 +9,11 @@ fails does not stop the others. The same command resumes a stopped sweep: finish
 the others continue.
 """
 
+from outrider.conf.compose import compose
 from outrider.conf.packages import require_package
 from outrider.conf.sweeps import read_sweep
-from outrider.launch.grid import run_grid
+from outrider.launch.combinations import expand_overrides
+from outrider.train.settings import read_groups
 
 
 def sweep(overrides: list[str]) -> int:
@@ -20,6 +22,7 @@ def sweep(overrides: list[str]) -> int:
     Returns 0 if all runs succeeded, 130 after Ctrl-C, else the first failure's exit code.
     """
     settings, rest = read_sweep(overrides)
+    read_groups(compose(expand_overrides(rest)[0]))  # a wrong key, before torch is imported
     if settings.by == "slurm":
         from outrider.launch import slurm
 
@@ -29,4 +32,6 @@ def sweep(overrides: list[str]) -> int:
         from outrider.launch.search import search
 
         return search(rest, settings)
+    from outrider.launch.grid import run_grid
+
     return run_grid(rest, settings)

@@ -19,13 +19,14 @@ from outrider.data.corpus import load_training_data
 from outrider.data.python_rows import with_rows
 from outrider.data.reporter import Reporter
 from outrider.data.sources import require_path
+from outrider.data.target_fit import load_fitting_target
 from outrider.data.training_data import TrainingData
 from outrider.eval.run import has_reports, quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.launch.sublayers import search_sublayers
-from outrider.models import drafters, load, process
+from outrider.models import drafters, process
 from outrider.models.adapt import adapt
-from outrider.models.decode.from_config import decodings, policy_of, sampling_of
+from outrider.models.decode.from_config import policy_of
 from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
 from outrider.models.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
@@ -60,7 +61,8 @@ def train(config: Config, *, rows: Iterable[Mapping[str, Any]] | None = None) ->
 
 
 def _train(config: Config, main: bool) -> int:
-    if not checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints"):
+    begins = not checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints")
+    if begins:
         check_files(config, "drafter.warm_start")
     if config.train.quick_eval and config.decode.tree and not config.eval.grid:
         policy_of(config.decode)  # reads the file
@@ -68,15 +70,17 @@ def _train(config: Config, main: bool) -> int:
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
     console, start = Console(quiet=not main), time.monotonic()
+    if warning := config.drafter.warning():
+        console.print(warning, style="yellow")
     config = as_it_began(config)
     require_same_settings(config)
-    loaded = load.load_target(config.target, process.device())
+    loaded = load_fitting_target(
+        config, begins=begins, trains=True, measures=config.train.quick_eval
+    )
     console.print(f"target: {loaded.source}")
     reporter = Reporter(console, main)
     config = adapt(config, reporter.note, loaded.target.shape())
     check_length(config)
-    for _, decode in decodings(config):
-        sampling_of(decode, loaded.target.vocab_size)
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     if taps == default_taps(loaded.target.num_layers) != eagle3_taps(loaded.target.num_layers):
         console.print(f"target has {loaded.target.num_layers} layers: taps adapted to {list(taps)}")

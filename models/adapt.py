@@ -5,6 +5,8 @@
     data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
     decode.depth     3 for a chain, 8 for opt_tree, else 4, and not more than the drafter can;
                      drafter.depths for a drafter without weights
+    drafter.*        a setting with its default, where it would contradict one that is given
+                     (`DrafterSettings.adjust`)
     decode.confidence  of a chain: 0; adaptive for a drafter whose draft tokens run through most of
                      the target
 
@@ -38,7 +40,7 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
         note: called once with what differs from the values for the embedded target, if anything.
         shape: of the target; None chooses only the settings of decoding.
     """
-    notes = list[str]()
+    notes = [f"drafter.{setting}" for setting in config.drafter.adjusted]
     if shape is not None and "train.lr" in config.automatic:
         tokens = config.train.batch_tokens
         rate = learning_rate(shape.hidden, tokens)
@@ -59,7 +61,8 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
     if "decode.depth" in config.automatic:
         used = [decode for _, decode in decodings(config)]
         if any(decode.depth < automatic_depth(decode.name) for decode in used):
-            notes.append(f"decode.depth={config.drafter.max_depth}, as deep as the drafter can")
+            depth = min(decode.depth for decode in used)
+            notes.append(f"decode.depth={depth}, as deep as the drafter can")
     if notes:
         note(f"not set, so chosen: {'; '.join(notes)}")
     kept = [] if shape is not None else ["train.lr", "data.max_length"]

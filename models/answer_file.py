@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from outrider.conf.errors import CorruptFile, RunError
-from outrider.conf.files import fingerprint, read_lines, write
+from outrider.conf.files import read_lines, write
 from outrider.conf.json_shapes import require_shape, token
+from outrider.conf.tensor_files import fingerprint
 from outrider.models.target import Target
 
 FORMAT = "outrider-answers-1"

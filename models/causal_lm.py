@@ -5,6 +5,8 @@ code to run are refused.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.hub import require_folder_or_id
 from outrider.models import hf_folder
 from outrider.models.interface import ModelShape
-from outrider.models.target import Target
+from outrider.models.target import Target, shape_of
 from outrider.models.vocab import DraftVocab
 
 CODE_KEYS = ("auto_map", "implementation", "kernel", "remote")  # parts of keys that name code
@@ -109,27 +112,71 @@ def resolve_width(shape: ModelShape, hidden: int | None, heads: int | None) -> t
 
 def build_lm(body: dict[str, Any]) -> Any:
     """Build an untrained model from a configuration."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        hf_folder.check_sizes(body)
-        config = AutoConfig.for_model(**body)
+    config = lm_config(body)
+    with _refusing("drafter.body", body["model_type"]):
         hf_folder.empty_model(config)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # of all kinds: a field may be anything
-        why = f"transformers cannot build it: {hf_folder.first_line(error)}"
-        fix = "Use the config.json of a causal language model."
-        raise ConfigError("drafter.body", body["model_type"], why, fix) from error
+
+
+def lm_config(body: dict[str, Any]) -> Any:
+    """Return the configuration of these fields."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if body["model_type"] not in CONFIG_MAPPING:
+        why, fix = "transformers has no such model_type.", "Like {model_type: llama, ...}."
+        raise ConfigError("drafter.body", body["model_type"], why, fix)
+    with _refusing("drafter.body", body["model_type"]):
+        hf_folder.check_sizes(body)
+        return AutoConfig.for_model(**body)
+
+
+def config_shape(config: Any) -> ModelShape | None:
+    """Return the shape of a text model by its configuration; None if that does not tell it."""
+    text = config.get_text_config(decoder=True)
+    try:
+        return shape_of(text, int(text.num_hidden_layers), int(text.vocab_size))
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def read_lm_config(path: str) -> Any:
+    """Return the configuration of a model in a folder or at a hub id."""
+    from transformers import AutoConfig
+
+    require_folder_or_id("drafter.path", path)
+    place = _place(path)
+    with _refusing("drafter.path", path):
+        hf_folder.check_config(place, None)
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+
+
+def _place(path: str) -> str:
+    folder = Path(path).expanduser()
+    return str(folder) if folder.is_dir() else path
+
+
+@contextmanager
+def _refusing(key: str, value: str) -> Iterator[None]:
+    """Turn every error of fields from outside, of which there are all kinds, into a ConfigError."""
+    try:
+        yield
+    except Exception as error:
+        why, fix = f"It could not be loaded: {hf_folder.first_line(error)}", FIX
+        if key == "drafter.body":
+            why = f"transformers cannot build it: {hf_folder.first_line(error)}"
+            fix = "Use the config.json of a causal language model."
+        raise ConfigError(key, value, why, fix) from error
 
 
 def load_lm(path: str) -> Any:
     """Load a model from a folder or hub id, in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    place = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
-    try:
-        hf_folder.check_config(place, None)
-        empty = hf_folder.empty_model(AutoConfig.from_pretrained(place, trust_remote_code=False))
+    config, place = read_lm_config(path), _place(path)
+    with _refusing("drafter.path", path):
+        empty = hf_folder.empty_model(config)
         hf_folder.check_weights(place, None, empty)
         with hf_folder.quiet_loading():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -138,9 +185,6 @@ def load_lm(path: str) -> Any:
             )  # fmt: skip
         hf_folder.require_complete(model, info)
         return model
-    except Exception as error:  # of all kinds: a file may hold anything
-        why = f"It could not be loaded: {hf_folder.first_line(error)}"
-        raise ConfigError("drafter.path", path, why, FIX) from error
 
 
 def as_target(model: Any, key: str, target: Target) -> Target:
@@ -151,14 +195,18 @@ def as_target(model: Any, key: str, target: Target) -> Target:
     except ConfigError as error:
         fix = "Use a model whose layers are all attention layers."
         raise ConfigError(key, name, error.why, fix) from None
-    if lm.vocab_size != target.vocab_size:
+    require_vocab(key, name, lm.vocab_size, target.vocab_size)
+    return lm
+
+
+def require_vocab(key: str, name: str, own: int, targets: int) -> None:
+    """Raise ConfigError unless the draft model `name` has as many tokens as the target."""
+    if own != targets:
         raise ConfigError(
-            key, name,
-            f"It has {lm.vocab_size} tokens and the target {target.vocab_size}; ids must agree.",
+            key, name, f"It has {own} tokens and the target {targets}; ids must agree.",
             "Use a model with the target's tokenizer; if only the padding of the embedding "
             "differs, apply model.resize_token_embeddings and save it again.",
         )  # fmt: skip
-    return lm
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.models.interface import Batch, Guess, TargetEnds, Trace
+from outrider.models.interface import Batch, Guess, ModelShape, TargetEnds, Trace
 from outrider.models.vocab import DraftVocab
 
 if TYPE_CHECKING:
@@ -82,6 +82,25 @@ class Drafter(nn.Module):
     splits: tuple[int, ...] = ()  # layers of the target that start a range of its cache
     target_loss: Sequence[str] = ("soft_ce",)  # terms of the loss of guesses of depth 0
     gradient_checkpointing: bool = False
+
+    @classmethod
+    def check_settings(cls, cfg: Any, shape: ModelShape) -> None:
+        """Raise ConfigError if settings do not suit a target of this shape; by default nothing.
+
+        Called with the target's configuration alone, before its weights and any text are read, and
+        when the drafter is built. Other models and folders that settings name are checked by what
+        tells their shape: their config.json and the names of their tensors.
+        """
+
+    @classmethod
+    def check_first_weights(cls, cfg: Any, shape: ModelShape) -> None:
+        """Raise an error if the folder that training starts from has other weights.
+
+        Called before a new training reads its target and its text; by default nothing is done.
+
+        Raises:
+            ConfigError, RunError: of the setting, or of the folder.
+        """
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
         """Return logits over the draft vocabulary."""

@@ -15,6 +15,7 @@ import torch
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import read_json
+from outrider.conf.hub import use_cache_if_unreachable
 
 LAYERS, HEADS, WIDTH, TOKENS = 1024, 65536, 2**24, 2**40
 SIZES = {  # field of config.json -> its largest value; the smallest is 1
@@ -124,6 +125,7 @@ def _find(weights: str, name: str, revision: str | None) -> Path | None:
         return Path(weights, name) if Path(weights, name).is_file() else None
     from transformers.utils.hub import cached_file
 
+    use_cache_if_unreachable()
     found = cached_file(
         weights, name, revision=revision, _raise_exceptions_for_missing_entries=False
     )

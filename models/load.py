@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 
 from outrider.conf.errors import DISK_FULL_ERRNOS, ConfigError, RunError, panics_as_errors
+from outrider.conf.hub import require_folder_or_id
 from outrider.conf.packages import install_command
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import TargetConfig
 from outrider.conf.template_args import parse_template_args
 from outrider.models import hf_folder, target_check
+from outrider.models.causal_lm import config_shape
 from outrider.models.chat_template import set_template_args, template_hash
+from outrider.models.interface import ModelShape
 from outrider.models.placement import (
     TensorParallelTarget,
     check_devices,
@@ -69,6 +72,11 @@ def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> L
         target_check.check_target(target)
     stop_ids(tokenizer, target)
     return LoadedTarget(target, tokenizer, source)
+
+
+def read_shape(settings: TargetConfig) -> ModelShape | None:
+    """Return a target's shape by its configuration alone; None if that does not tell it."""
+    return config_shape(_from_pretrained("AutoConfig", locate_weights(settings)[0], settings))
 
 
 def load_tokenizer(settings: TargetConfig) -> Any:
@@ -120,7 +128,7 @@ def locate_weights(settings: TargetConfig) -> tuple[str, str]:
         if settings.revision is not None and folder.is_dir():
             why = f"{folder} is a local folder, which has no revisions."
             raise ConfigError("target.revision", settings.revision, why, "Drop target.revision.")
-        _require_folder(settings.path)
+        require_folder_or_id("target.path", settings.path)
         return str(folder if folder.is_dir() else settings.path), f"target.path {settings.path}"
     if settings.name == "tiny":
         return str(TINY), "the model shipped with Outrider"
@@ -128,17 +136,6 @@ def locate_weights(settings: TargetConfig) -> tuple[str, str]:
         return _locate_smollm2(settings)
     why = "target=hf needs a folder or a hub id."
     raise ConfigError("target.path", None, why, "Set target.path=...")
-
-
-def _require_folder(path: str) -> None:
-    """Raise a ConfigError for a path that is no folder; what may be a hub id passes."""
-    place = Path(path).expanduser()
-    written_as_path = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if place.is_dir() or not (written_as_path or place.exists()):
-        return
-    why = "It is not a folder." if place.exists() else "There is no such folder."
-    fix = f"Paths start at the current folder, {Path.cwd()}."
-    raise ConfigError("target.path", path, why, fix)
 
 
 def _locate_smollm2(settings: TargetConfig) -> tuple[str, str]:

@@ -38,6 +38,34 @@ class TargetStates(NamedTuple):
     last: Float[Tensor, "B T H"]  # output of the final norm; of a part without it, of its end
 
 
+def shape_of(cfg: Any, layers: int, vocab: int) -> ModelShape:
+    """Return the shape of a text model by its configuration, layers and vocabulary."""
+    hidden, heads = int(cfg.hidden_size), int(cfg.num_attention_heads)
+    act = str(getattr(cfg, "hidden_act", None) or getattr(cfg, "hidden_activation", "silu"))
+    return ModelShape(
+        hidden=hidden,
+        intermediate=int(getattr(cfg, "intermediate_size", None) or 4 * hidden),
+        layers=layers,
+        heads=heads,
+        kv_heads=int(getattr(cfg, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(cfg, "head_dim", None) or hidden // heads),
+        vocab=vocab,
+        eps=float(getattr(cfg, "rms_norm_eps", None) or 1e-5),
+        rope_theta=_rope_theta(cfg),
+        activation="gelu" if act.startswith("gelu") else "silu",
+        max_positions=int(getattr(cfg, "max_position_embeddings", None) or 2048),
+    )
+
+
+def check_taps(taps: Sequence[int], layers: int) -> None:
+    """Raise ConfigError for a tap that a target of so many layers does not have."""
+    for i, tap in enumerate(taps):
+        if not 0 <= tap < layers:
+            why = f"The target has decoder layers 0..{layers - 1}; a tap reads a layer's output."
+            fix = "Choose layers in that range, or drop drafter.taps for low, middle and high."
+            raise ConfigError(f"drafter.taps[{i}]", tap, why, fix)
+
+
 class Target:
     """A frozen causal language model with tapped layers and a head."""
 
@@ -101,30 +129,10 @@ class Target:
         return sum(p.numel() for p in self.model.parameters())
 
     def shape(self) -> ModelShape:
-        cfg, hidden = self.text_config, int(self.text_config.hidden_size)
-        heads = int(cfg.num_attention_heads)
-        act = str(getattr(cfg, "hidden_act", None) or getattr(cfg, "hidden_activation", "silu"))
-        return ModelShape(
-            hidden=hidden,
-            intermediate=int(getattr(cfg, "intermediate_size", None) or 4 * hidden),
-            layers=self.num_layers,
-            heads=heads,
-            kv_heads=int(getattr(cfg, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(cfg, "head_dim", None) or hidden // heads),
-            vocab=self.vocab_size,
-            eps=float(getattr(cfg, "rms_norm_eps", None) or 1e-5),
-            rope_theta=_rope_theta(cfg),
-            activation="gelu" if act.startswith("gelu") else "silu",
-            max_positions=int(getattr(cfg, "max_position_embeddings", None) or 2048),
-        )
+        return shape_of(self.text_config, self.num_layers, self.vocab_size)
 
     def set_taps(self, taps: Sequence[int]) -> None:
-        for i, tap in enumerate(taps):
-            if not 0 <= tap < self.num_layers:
-                layers = f"decoder layers 0..{self.num_layers - 1}"
-                why = f"{self.name} has {layers}, and a tap reads a layer's output."
-                fix = "Choose layers in that range, or drop drafter.taps for low, middle and high."
-                raise ConfigError(f"drafter.taps[{i}]", tap, why, fix)
+        check_taps(taps, self.num_layers)
         self.taps = tuple(taps)
 
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:

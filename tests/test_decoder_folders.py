@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from outrider.conf.compose import compose
-from outrider.conf.errors import RunError
+from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import write_json
 from outrider.conf.schema import to_yaml
 from outrider.eval.decoder import Chat, Decoder, Piece, Result
+from outrider.eval.open_drafter import published_folder
 from outrider.eval.rank_tables import FILE, FORMAT, TABLES
 from outrider.eval.requests import PLAIN as ALONE
 from outrider.models import drafters, formats
@@ -82,9 +83,11 @@ def test_a_drafter_may_come_in_any_format(
 def test_folders_without_a_drafter_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is a run, not a drafter(?s:.*)/drafter, or run.dir"):
         Decoder.from_pretrained("tiny", run)
+    with pytest.raises(ConfigError, match="There is no such folder"):
+        Decoder.from_pretrained("tiny", tmp_path / "nowhere")
     missing = r"no folder, and cannot be downloaded from the hub(?s:.*)without weights: .*ngram"
     with pytest.raises(RunError, match=missing):
-        Decoder.from_pretrained("tiny", tmp_path / "nowhere")
+        published_folder("nobody/nothing")
 
 
 def test_weights_are_loaded_from_the_folder(run: Path, from_run: Decoder) -> None:

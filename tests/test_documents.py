@@ -11,7 +11,7 @@ import yaml
 
 from outrider.conf.compose import compose
 from outrider.conf.sweeps import read_sweep
-from outrider.launch.grid import expand_overrides
+from outrider.launch.combinations import expand_overrides
 from outrider.train.settings import parse
 
 ROOT = Path(__file__).parent.parent

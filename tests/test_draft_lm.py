@@ -302,7 +302,7 @@ def test_other_vocabularies_are_refused_with_both_sizes(target: Target, tmp_path
 @pytest.mark.parametrize("place", ["empty", "no-such-folder/anywhere/here"])
 def test_a_path_without_a_model_is_refused(target: Target, place: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="could not be loaded"):
+    with pytest.raises(ConfigError, match=r"could not be loaded|There is no such folder"):
         draft_lm(target, path=str(tmp_path / place))
 
 
@@ -314,7 +314,7 @@ def test_a_recurrent_model_is_refused(target: Target) -> None:
 
 
 def test_an_unknown_model_type_is_refused(target: Target) -> None:
-    with pytest.raises(ConfigError, match="transformers cannot build it"):
+    with pytest.raises(ConfigError, match="has no such model_type"):
         draft_lm(target, body={"model_type": "no_such_model"})
 
 

@@ -56,7 +56,7 @@ def test_training_refuses_an_exit_before_it_reads_text(
     [
         (["ngram", "n=0"], "n = 0", "in [1, 64]", "--help"),
         (["lookahead", "n=0"], "n = 0", "in [2, 64]", "--help"),
-        (["sparse_kv", "budget=3"], "budget = 3", "4 sinks", "more than drafter.sinks"),
+        (["sparse_kv", "budget=3", "sinks=5"], "budget = 3", "5 sinks", "more than drafter.sinks"),
         (
             ["sparse_kv", "method=snapkv", "budget=9000", "window=2049"],
             "window = 2049", "2048 tokens", "Use at most 2048",

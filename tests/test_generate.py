@@ -15,8 +15,9 @@ from safetensors import safe_open
 from outrider.conf.compose import compose
 from outrider.conf.console import Console
 from outrider.conf.errors import RunError
-from outrider.conf.files import read_json, sha256_of, write_json, write_tensors
+from outrider.conf.files import read_json, sha256_of, write_json
 from outrider.conf.schema import GenerateConfig
+from outrider.conf.tensor_files import write_tensors
 from outrider.data.batches import select_rows
 from outrider.data.corpus import load_training_data
 from outrider.data.generate import PromptTokens, SelfGenerator, generate_missing

@@ -17,6 +17,7 @@ from outrider.eval.page import elements, write
 from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.publish import card
 from outrider.eval.publish import run as publish_run
+from outrider.models import load
 from outrider.train.settings import parse
 from tests.test_page import measured
 
@@ -134,7 +135,7 @@ def test_damaged_files_are_found_before_the_target_is_loaded(
 ) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / f"{name}.json").write_text('"text"')
-    monkeypatch.setattr(publish_run, "load_target", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(load, "load_target", lambda *_: pytest.fail("loaded"))
     config = parse(compose([f"run.dir='{tmp_path}'", "target=tiny", "drafter=eagle3"]))
     with pytest.raises(CorruptFile, match=f"{name}.json does not hold a JSON object"):
         publish_run.publish(config, PublishConfig())

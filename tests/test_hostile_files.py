@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conf import files
+from outrider.conf import files, tensor_files
 from outrider.conf.errors import CorruptFile, RunError, exit_on_error
 from outrider.eval.publish.verify_folder import Unreadable, read_object
 from outrider.models.decode import tree_shapes
@@ -73,13 +73,13 @@ def test_hash_and_tensors_refuse_endless_files(kind: str, tmp_path: Path) -> Non
     with pytest.raises(OSError, match="regular"):
         files.sha256_of(tmp_path / "file")
     with pytest.raises(CorruptFile, match="regular"):
-        files.read_tensors(tmp_path / "file", None, FIX)
+        tensor_files.read_tensors(tmp_path / "file", None, FIX)
 
 
 def test_tensors_that_exceed_the_memory_are_refused(tmp_path: Path) -> None:
     hostile("huge", tmp_path / "file")
     with pytest.raises(CorruptFile, match="are more than"):
-        files.read_tensors(tmp_path / "file", "", FIX)
+        tensor_files.read_tensors(tmp_path / "file", "", FIX)
 
 
 def test_valid_json_is_read_as_before(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
 from outrider.conf.sweeps import SweepConfig, read_sweep
 from outrider.launch.cli import main
-from outrider.launch.grid import MAX_RUNS, expand_overrides, run_grid
+from outrider.launch.combinations import MAX_RUNS, expand_overrides
+from outrider.launch.grid import run_grid
 from tests.test_hostile_files import hostile
 
 ATTACKS = ("$(touch owned)", "a\ntouch owned", "a;touch owned", '"', "`touch owned`", "a b", "")

@@ -61,8 +61,8 @@ def test_a_path_without_a_folder_names_the_current_folder(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         load.load_target(settings(path=path))
-    assert caught.value.why == "There is no such folder."
-    assert caught.value.fix == f"Paths start at the current folder, {tmp_path}."
+    assert caught.value.why == "There is no such folder, and it can be no hub id."
+    assert caught.value.fix.startswith(f"Paths start at the current folder, {tmp_path};")
 
 
 def test_a_file_is_no_target(tmp_path: Path) -> None:

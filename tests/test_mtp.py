@@ -105,7 +105,6 @@ def test_a_chain_has_a_module_per_depth_and_a_loop_has_one(
         {"feed": "both"},
         {"init": "best"},
         {"attention": "flash"},
-        {"warm_start": "models/some"},  # without init=target
     ],
 )
 def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:

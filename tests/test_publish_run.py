@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from outrider.conf.command_settings import PublishConfig
 from outrider.conf.compose import compose, verb_group
-from outrider.conf.files import fingerprint, sha256_of
+from outrider.conf.files import sha256_of
 from outrider.conf.schema import to_yaml
+from outrider.conf.tensor_files import fingerprint
 from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.publish import card
 from outrider.eval.publish.reference_outputs import compare_outputs

@@ -452,7 +452,7 @@ def test_the_draft_model_is_no_part_of_the_drafter(folders: dict[str, str]) -> N
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="could not be loaded") as error:
+    with pytest.raises(ConfigError, match="There is no such folder") as error:
         sparse(tiny.target(), tmp_path / "nowhere")
     assert error.value.key == "drafter.path"
 

@@ -221,7 +221,7 @@ def test_a_wrong_setting_is_refused_by_its_name(inner: Any, key: str) -> None:
 
 def test_a_model_that_is_not_found_is_named(target: Target, tmp_path: Path) -> None:
     inner = {"name": "draft_lm", "path": str(tmp_path / "nowhere/at/all")}
-    with pytest.raises(ConfigError, match="could not be loaded") as caught:
+    with pytest.raises(ConfigError, match="There is no such folder") as caught:
         staged(target, {"name": "staged", "inner": inner})
     assert caught.value.key == "drafter.inner.inner.path"
 

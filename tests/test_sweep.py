@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import ConfigError
-from outrider.launch.grid import expand_overrides
+from outrider.launch.combinations import expand_overrides
 from outrider.launch.job_pool import JobPool
 from outrider.launch.processes import INTERRUPTED
 from outrider.launch.sweep import sweep

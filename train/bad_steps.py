@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import write_tensors
+from outrider.conf.tensor_files import write_tensors
 from outrider.models.interface import Batch
 from outrider.train.checkpoint import Progress
 

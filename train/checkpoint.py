@@ -24,14 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.conf.errors import CorruptFile, RunError
-from outrider.conf.files import (
-    read_json,
-    read_tensors,
-    remove_folder,
-    sync_folder,
-    write_json,
-    write_tensors,
-)
+from outrider.conf.files import read_json, remove_folder, sync_folder, write_json
+from outrider.conf.tensor_files import read_tensors, write_tensors
 
 FIX = "Continue from an older checkpoint (remove this folder), or start with train.resume=never."
 STEP = re.compile(r"step-([0-9]{8,10})")

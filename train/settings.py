@@ -9,7 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from outrider.conf.automatic import fill_automatic
 from outrider.conf.compose import (
+    check_choice,
+    choices,
     compose,
+    default_values,
     flatten,
     read_yaml,
     refuse_interpolations,
@@ -18,6 +21,7 @@ from outrider.conf.compose import (
 )
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
+from outrider.conf.hub import require_folder_or_id
 from outrider.conf.json_shapes import read_object, token
 from outrider.conf.schema import GROUPS, Config, UntrainedConfig, to_dict
 from outrider.conf.searched import SearchedConfig
@@ -47,35 +51,45 @@ def parse(node: DictConfig, *, to_train: bool = True, searched: bool = False) ->
     Raises:
         ConfigError: the first unknown key, wrong type, value out of range, or contradiction.
     """
+    values, groups, automatic = read_groups(node)
+    name = values["drafter"].get("name")
+    if to_train and is_untrained(name) and not (searched and is_searched(name)):
+        raise _nothing_to_train(name)
+    schema = drafter_schema(values["drafter"])
+    drafter = from_dict(schema, values["drafter"], "drafter")
+    config = Config(**groups, drafter=drafter, automatic=automatic)
     from outrider.train.checks import CHECKS
 
-    values = to_container(node)
-    refuse_interpolations(values)
-    automatic = fill_automatic(values)
-    schemas = {**GROUPS, "drafter": drafter_schema(values.get("drafter"))}
-    for group, content in values.items():
-        if group not in schemas:
-            raise unknown_key(group, content, schemas)
-        if not isinstance(content, dict):
-            raise ConfigError(group, content, "This is a group of keys.", f"Set {group}.<key>=...")
-    config = Config(
-        **{name: from_dict(schema, values.get(name, {}), name) for name, schema in schemas.items()},
-        automatic=automatic,
-    )
-    is_run = searched and isinstance(config.drafter, SearchedConfig)
-    if to_train and not is_run and isinstance(config.drafter, UntrainedConfig):
-        raise _nothing_to_train(config.drafter)
     for check in CHECKS:
         check(config)
     return config
 
 
-def _nothing_to_train(cfg: UntrainedConfig) -> ConfigError:
-    words = f"drafter={cfg.name} target=... run.dir=..."
+def read_groups(node: DictConfig) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """Validate what can be without model code, whose import takes seconds.
+
+    Returns:
+        All values, the groups but the drafter as dataclasses, and the keys of `Config.automatic`.
+    """
+    values = to_container(node)
+    refuse_interpolations(values)
+    automatic = fill_automatic(values)
+    for group, content in values.items():
+        if group not in (*GROUPS, "drafter"):
+            raise unknown_key(group, content, (*GROUPS, "drafter"))
+        if not isinstance(content, dict):
+            raise ConfigError(group, content, "This is a group of keys.", f"Set {group}.<key>=...")
+    groups = {name: from_dict(kind, values.get(name, {}), name) for name, kind in GROUPS.items()}
+    check_choice("drafter", values.setdefault("drafter", {}))
+    return values, groups, automatic
+
+
+def _nothing_to_train(name: str) -> ConfigError:
+    words = f"drafter={name} target=... run.dir=..."
     fix = f"Measure it: outrider eval {words}"
-    if isinstance(cfg, SearchedConfig):
+    if is_searched(name):
         fix = f"Search its settings: outrider train {words}\n  {fix}"
-    return ConfigError("drafter", cfg.name, "It has no weights: there is nothing to train.", fix)
+    return ConfigError("drafter", name, "It has no weights: there is nothing to train.", fix)
 
 
 def drafter_schema(values: object) -> type:
@@ -94,16 +108,22 @@ def drafter_schema(values: object) -> type:
 
 
 def is_untrained(name: str) -> bool:
-    """Return whether a drafter of this name exists that has no weights."""
-    known = re.fullmatch("[a-z][a-z0-9_]*", name) and (DRAFTERS / f"{name}.py").is_file()
-    return bool(known) and issubclass(drafter_schema({"name": name}), UntrainedConfig)
+    """Return whether a drafter of this name exists that has no weights, by its yaml file."""
+    return name in choices("drafter") and "drafter.loss" not in default_values(f"drafter/{name}")
+
+
+def is_searched(name: str) -> bool:
+    """Return whether `train` searches the settings of this drafter, by its yaml file."""
+    return name in choices("drafter") and "drafter.search.trials" in default_values(
+        f"drafter/{name}"
+    )
 
 
 def check_published(name: str) -> None:
     """Raise a `ConfigError` if `drafter=NAME` is a drafter with weights, mistyped or not."""
     known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
     if is_path(name, known) or Path(name).expanduser().exists():
-        return
+        return require_folder_or_id("drafter", name)
     if name in known:
         why = "It has weights, which a training writes to its run folder."
         fix = f"Train it: outrider train drafter={name} target=... run.dir=runs/{name}\n"
@@ -129,6 +149,21 @@ def check_files(config: Config, *keys: str) -> None:
         elif path is not None and not Path(path).expanduser().exists():
             fix = f"Paths start at the current folder, {Path.cwd()}."
             raise ConfigError(key, path, "There is no such file or folder.", fix)
+
+
+def check_places(config: Config, *, trains: bool) -> None:
+    """Raise a `ConfigError` for models that are no folder and can be no hub id.
+
+    Args:
+        trains: the drafter is built, not read from a run.
+    """
+    values = dict(flatten(to_dict(config)))
+    keys = ["target.path", "eval.drafter"]
+    if trains or isinstance(config.drafter, UntrainedConfig):
+        keys += [key for key in values if re.fullmatch(r"drafter\.(inner\.)*path", key)]
+    for key in keys:
+        if values[key] is not None:
+            require_folder_or_id(key, str(values[key]))
 
 
 def load_run(folder: str | Path, overrides: list[str]) -> Config:

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import CorruptFile, DiskFull, RunError
-from outrider.conf.files import read_tensors, remove_temporary, write_tensors
+from outrider.conf.files import remove_temporary
 from outrider.conf.paths import cache_home
 from outrider.conf.schema import Config
+from outrider.conf.tensor_files import read_tensors, write_tensors
 from outrider.data.batches import select_rows
 from outrider.data.pack import Rows
 from outrider.data.record.folder import layout_to_json

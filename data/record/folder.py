@@ -27,16 +27,8 @@ from torch import Tensor
 
 from outrider.conf.errors import SHOWN, ConfigError, CorruptFile, RunError
 from outrider.conf.fields import from_dict
-from outrider.conf.files import (
-    int_column,
-    parse_json,
-    read_json,
-    read_tensors,
-    remove_temporary,
-    sha256_of,
-    write_json,
-    write_tensors,
-)
+from outrider.conf.files import parse_json, read_json, remove_temporary, sha256_of, write_json
+from outrider.conf.tensor_files import int_column, read_tensors, write_tensors
 from outrider.data.record.entropy_coding import ColumnScales
 from outrider.data.record.layout import Layout, RowSelection
 from outrider.data.tokenise import Document

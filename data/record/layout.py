@@ -27,8 +27,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
-from outrider.conf.schema import Config
+from outrider.conf.schema import Config, DrafterSettings, RecordConfig
 from outrider.data.record import entropy_coding
 from outrider.data.record.quantise import decode, encode, require_finite, row_bytes
 from outrider.models.decode.argmax import first_argmax
@@ -37,6 +38,8 @@ from outrider.models.interface import TopKTeacher
 from outrider.models.target import Target
 
 CHUNK = 2**24  # logits held at once
+
+RECORDED_TOKENS = 2**16  # of a draft vocabulary: tokens have 16 bits in a recording
 
 
 class RowSelection(NamedTuple):
@@ -113,7 +116,7 @@ class Layout:
     @property
     def features_hold_teacher(self) -> bool:
         """The features include the last states of every teacher row."""
-        return self.reads in ("last", "guesses")
+        return _holds_teacher(self.reads)
 
     def select_rows(
         self, answer: Bool[Tensor, " S"], document: Int[Tensor, " S"] | None = None
@@ -208,6 +211,23 @@ class Layout:
         if not (self.top or self.features_hold_teacher):
             teacher += row_bytes(self.last_states, self.hidden, itemsize)
         return 5.0 + share * features + supervised * teacher
+
+
+def check_record(record: RecordConfig, cfg: DrafterSettings, vocab: int) -> None:
+    """Check the format of recorded features for a drafter and a target's vocabulary."""
+    reads = drafter_class(cfg.name).required_features
+    if record.states == "coded" and _holds_teacher(reads) and not record.top:
+        why = f"{cfg.name} reads the states that its teacher is computed from: it would be biased."
+        raise ConfigError("record.states", "coded", why, "Add record.top=32, or take int8.")
+    tokens = min(cfg.draft_vocab_size or vocab, vocab)
+    if record.top and tokens > RECORDED_TOKENS:
+        why = f"Recorded tokens have 16 bits, and the draft vocabulary has {tokens:,} tokens."
+        fix = f"Set drafter.draft_vocab_size={RECORDED_TOKENS} or less."
+        raise ConfigError("record.top", record.top, why, fix)
+
+
+def _holds_teacher(reads: str) -> bool:
+    return reads in ("last", "guesses")
 
 
 def _rows_before_answer(answer: Tensor, document: Tensor | None, distance: int) -> Tensor:

@@ -26,7 +26,7 @@ from outrider.data.batches import select_rows
 from outrider.data.pack import pack, split_holdout
 from outrider.data.record.entropy_coding import SAMPLE, ColumnScales, OutOfRange
 from outrider.data.record.folder import MANIFEST, RecordingFolder, layout_to_json, text_columns
-from outrider.data.record.layout import Layout
+from outrider.data.record.layout import Layout, check_record
 from outrider.data.record.quantise import NotFinite, row_bytes
 from outrider.data.record.verify import compare_with_plain_forward
 from outrider.data.reporter import Reporter
@@ -283,16 +283,9 @@ class Recorder:
 def layout_of(config: Config, target: Target, data: TrainingData) -> Layout:
     """Return the layout for this drafter; ConfigError for settings that do not suit it."""
     cfg, record = config.drafter, config.record
+    check_record(record, cfg, target.vocab_size)
     vocab = data.vocab(cfg.draft_vocab_size).target_ids if record.top else None
-    layout = Layout.for_drafter(config, target, vocab)
-    if record.states == "coded" and layout.features_hold_teacher and not record.top:
-        why = f"{cfg.name} reads the states that its teacher is computed from: it would be biased."
-        raise ConfigError("record.states", "coded", why, "Add record.top=32, or take int8.")
-    if vocab is not None and len(vocab) > 2**16:
-        why = f"Recorded tokens have 16 bits, and the draft vocabulary has {len(vocab):,} tokens."
-        fix = "Set drafter.draft_vocab_size=65536 or less."
-        raise ConfigError("record.top", record.top, why, fix)
-    return layout
+    return Layout.for_drafter(config, target, vocab)
 
 
 def about_of(config: Config, loaded: LoadedTarget, data: TrainingData) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from outrider.conf.command_settings import REPO, PublishConfig
-from outrider.conf.files import fingerprint, read_bytes
+from outrider.conf.files import read_bytes
 from outrider.conf.packages import project_url
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.conf.shown_text import escape_controls, mask_home
+from outrider.conf.tensor_files import fingerprint
 from outrider.eval.page.write import code, markdown
 from outrider.eval.plan.show import read_plan
 from outrider.eval.publish.serve_commands import serve_commands

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.conf import files
+from outrider.conf import files, tensor_files
 from outrider.conf.errors import RunError
 from outrider.conf.quantities import format_count
 from outrider.eval.decoder import Decoder
@@ -122,7 +122,7 @@ def write_reference(
 ) -> None:
     """Write both files and `verify.py` beside the drafter; `about` are more facts."""
     (folder / TENSORS).parent.mkdir(exist_ok=True)
-    files.write_tensors(folder / TENSORS, outputs, {"format": "pt"})
+    tensor_files.write_tensors(folder / TENSORS, outputs, {"format": "pt"})
     files.write(folder / "verify.py", VERIFY.read_bytes())
     hashed = sorted(f for f in folder.rglob("*") if f.is_file() and f.name not in UNHASHED)
     shape, ids = target.shape(), outputs["ids"].to(target.device)
@@ -167,7 +167,7 @@ def compare_outputs(folder: Path, drafter: Drafter, target: Target) -> str:
     facts = files.read_json(folder / FACTS, FIX)
     name = TENSORS if (folder / TENSORS).exists() else OLD_TENSORS
     file = folder / name
-    expected = files.read_tensors(file, facts.get("sha256", {}).get(name), FIX)
+    expected = tensor_files.read_tensors(file, facts.get("sha256", {}).get(name), FIX)
     try:
         columns = drafter.vocab.to_draft(expected["tokens"].to(drafter.vocab.d2t.device))
         if bool((columns < 0).any()):

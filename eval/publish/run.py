@@ -17,6 +17,7 @@ from outrider.conf.command_settings import PublishConfig
 from outrider.conf.console import Console
 from outrider.conf.files import write
 from outrider.conf.schema import Config
+from outrider.data.target_fit import load_fitting_target
 from outrider.eval.hub import file_tree, upload
 from outrider.eval.open_drafter import drafter_folder
 from outrider.eval.publish import engine_check
@@ -39,7 +40,7 @@ from outrider.models.formats.external import (
     sidecar_content,
     write_sidecar,
 )
-from outrider.models.load import LoadedTarget, load_target, stop_ids
+from outrider.models.load import LoadedTarget, stop_ids
 
 GOLDEN = "outrider-golden-1"  # the layout of golden.json
 
@@ -59,7 +60,8 @@ def publish(config: Config, settings: PublishConfig) -> int:
         settings, None if settings.format == "all" else formats.find(settings.format, name), name
     )
     require_readable(Path(config.run.dir))
-    loaded = load_target(replace(config.target, dtype="float32"), process.device())
+    in_full = replace(config, target=replace(config.target, dtype="float32"))
+    loaded = load_fitting_target(in_full)
     target = loaded.target
     target.name = base_model(config, settings) or Path(target.name).name  # no local path
     target.config.name_or_path = target.name

@@ -16,8 +16,8 @@ from torch import Tensor
 from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.fields import option
-from outrider.conf.files import read_tensors
 from outrider.conf.json_shapes import read_object
+from outrider.conf.tensor_files import read_tensors
 from outrider.launch.bench.common import number_table, run_command, save_result
 from outrider.launch.processes import clean_environment, train_command
 from outrider.train.checkpoint import list_checkpoints

@@ -25,13 +25,14 @@ from outrider.data.corpus import load_training_data, recording_config
 from outrider.data.record.writer import Recorder
 from outrider.data.reporter import Reporter
 from outrider.data.self_generated import answers_exist, load_prompts
+from outrider.data.target_fit import load_fitting_target
 from outrider.data.tokenise import show_samples
 from outrider.data.training_data import TrainingData
 from outrider.launch import cost_estimate
 from outrider.launch.doctor import costs, environment, finding, target, template, text, trial_steps
 from outrider.launch.doctor.finding import Finding, FindingGroup
 from outrider.launch.doctor.tokenizer import check_chat_template, check_tokenizer
-from outrider.models import drafters, load, process
+from outrider.models import drafters, process
 from outrider.models.adapt import adapt
 from outrider.models.load import LoadedTarget
 from outrider.train.trainer import Trainer
@@ -60,13 +61,17 @@ def run_checks(config: Config, options: DoctorConfig, console: Console) -> list[
         environment.check_launcher(config), environment.check_libraries(config),
         environment.check_threads(), environment.check_precision(config),
     ]  # fmt: skip
+    if warning := config.drafter.warning():
+        findings.append(Finding("settings", "note", warning, {}, ""))
     groups = [FindingGroup("launcher", findings)]
     if any(finding.with_state(groups, "wrong")):
         return groups
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
     try:
-        loaded = load.load_target(config.target, process.device())
+        loaded = load_fitting_target(
+            config, begins=True, trains=True, measures=config.train.quick_eval
+        )
     except (ConfigError, RunError) as error:
         return [*groups, FindingGroup("target", [_error_finding("probe", error)])]
     return [*groups, *_check_run(config, options, console, loaded)]

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.conf.errors import ConfigError
 from outrider.models.drafter import Drafter
 from outrider.models.interface import ModelShape, TargetEnds
-from outrider.models.target import Target
+from outrider.models.target import Target, check_taps
 from outrider.models.vocab import DraftVocab
 
 HERE = Path(__file__).parent
@@ -61,6 +61,18 @@ def resolve_taps(cfg: Any, layers: int) -> tuple[int, ...]:
     return tuple(module.default_taps(layers) if cfg.taps is None else cfg.taps)
 
 
+def check(cfg: Any, shape: ModelShape) -> tuple[int, ...]:
+    """Return the taps of a drafter for a target of this shape.
+
+    Raises:
+        ConfigError: settings that do not suit it.
+    """
+    taps = resolve_taps(cfg, shape.layers)
+    check_taps(taps, shape.layers)
+    drafter_class(cfg.name).check_settings(cfg, shape)
+    return taps
+
+
 class TargetWithShape:
     """Embedding and head of a target, with another shape for the drafter's own layers."""
 
@@ -77,7 +89,7 @@ def build(cfg: Any, target: Target, vocab: DraftVocab, shape: ModelShape | None 
 
     `shape` is of the drafter's own layers, if it differs from the target's (imported drafters).
     """
-    taps = resolve_taps(cfg, target.num_layers)
+    taps = check(cfg, target.shape())
     target.set_taps(taps)
     ends = target if shape in (None, target.shape()) else TargetWithShape(target, shape)
     return drafter_class(cfg.name)(cfg, ends, vocab, taps)

@@ -10,10 +10,23 @@ from outrider.conf.errors import ConfigError
 from outrider.models import formats
 from outrider.models.drafters import draft_lm
 from outrider.models.drafters.draft_lm import DraftLm
+from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
 KEY = "drafter.path"
+
+
+def check(path: str, shape: ModelShape) -> None:
+    """Raise ConfigError if the draft model's config.json does not suit a target of this shape."""
+    if not formats.holds_drafter(_folder(path)):
+        DraftLm.check_settings(draft_lm.Config(path=path), shape)
+
+
+def _folder(path: str) -> Path:
+    """Return the folder of a drafter, or of a run's drafter."""
+    folder = Path(path).expanduser()
+    return folder / "drafter" if (folder / "drafter").is_dir() else folder
 
 
 def load(path: str, target: Target) -> DraftLm:
@@ -23,8 +36,7 @@ def load(path: str, target: Target) -> DraftLm:
         ConfigError: it cannot be loaded, has other tokens than the target, or is no `draft_lm`.
         RunError: the folder of a drafter is damaged, or was made for another target.
     """
-    folder = Path(path).expanduser()
-    folder = folder / "drafter" if (folder / "drafter").is_dir() else folder
+    folder = _folder(path)
     if not formats.holds_drafter(folder):
         everything = DraftVocab.identity(target.vocab_size)
         lm = DraftLm(draft_lm.Config(path=path), target, everything, ())

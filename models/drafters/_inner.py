@@ -19,6 +19,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
 from outrider.models import drafters, formats
 from outrider.models.drafter import Drafter, State
+from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
@@ -46,6 +47,24 @@ def check_settings(values: Any) -> None:
         parse_settings(values)
     elif not isinstance(values["path"], str):
         raise ValueError(f"inner = {values}: a path is text")
+
+
+def check(values: dict[str, Any], lm: ModelShape) -> None:
+    """Raise an error if the settings, or the folder, do not suit a draft model of this shape."""
+    if "name" in values:
+        with _named_inside():
+            drafters.check(parse_settings(values), lm)
+    elif _folder(values).is_dir():
+        formats.recognise(_folder(values))
+    else:
+        why, fix = "There is no such folder.", f"Paths start at the current folder, {Path.cwd()}."
+        raise ConfigError(f"{KEY}.path", values["path"], why, fix)
+
+
+def _folder(values: dict[str, Any]) -> Path:
+    """Return the folder of a drafter, or of a run's drafter."""
+    folder = Path(values["path"]).expanduser()
+    return folder / "drafter" if (folder / "drafter").is_dir() else folder
 
 
 @contextmanager
@@ -84,7 +103,7 @@ def build(values: dict[str, Any], lm: Target) -> tuple[Drafter, dict[str, Any]]:
         with _named_inside():
             drafter = drafters.build(cfg, lm, _vocab(cfg, lm))
     else:
-        drafter, cfg = _load(Path(values["path"]).expanduser(), lm)
+        drafter, cfg = _load(_folder(values), lm)
     cfg = getattr(drafter, "cfg", cfg)
     size = None if drafter.vocab.is_full else len(drafter.vocab)
     settings = {**dataclasses.asdict(cfg), "draft_vocab_size": size}
@@ -93,8 +112,7 @@ def build(values: dict[str, Any], lm: Target) -> tuple[Drafter, dict[str, Any]]:
 
 
 def _load(folder: Path, lm: Target) -> tuple[Drafter, Any]:
-    """Load the drafter of a folder or of a run folder."""
-    folder = folder / "drafter" if (folder / "drafter").is_dir() else folder
+    """Load the drafter of a folder."""
     drafter, cfg = formats.load(folder, lm)
     _refuse_target_running(type(drafter), cfg.name)
     if drafters.custom_shape(drafter) is not None:

@@ -46,13 +46,18 @@ from outrider.models.causal_lm import (
     LmHead,
     as_target,
     build_lm,
+    config_shape,
     config_to_dict,
+    lm_config,
     load_lm,
+    read_lm_config,
     refuse_code_keys,
+    require_vocab,
+    resolve_width,
     small_llama_config,
 )
 from outrider.models.drafter import BatchDrafter, LevelIds
-from outrider.models.interface import Batch, Guess, Trace, shifted_guesses
+from outrider.models.interface import Batch, Guess, ModelShape, Trace, shifted_guesses
 from outrider.models.on_policy import first_answers, replace_answers, sample_answers
 from outrider.models.self_feeding import gather_parents
 from outrider.models.state_cache import PromptRows, StateCache
@@ -127,6 +132,33 @@ class DraftLm(BatchDrafter):
         self.body = self.lm.base_model.requires_grad_(True)
         self.lm_head = LmHead(self.lm).requires_grad_(True)
         self.train()
+
+    @classmethod
+    def check_settings(cls, cfg: Config, shape: ModelShape) -> None:
+        cls.draft_shape(cfg, shape)
+
+    @classmethod
+    def draft_shape(cls, cfg: Config, shape: ModelShape) -> ModelShape | None:
+        """Return the shape of the draft model for a target's; None if its configuration has none.
+
+        Raises:
+            ConfigError: it has other tokens than the target.
+        """
+        if cfg.body is None and cfg.path is None:
+            hidden, heads = resolve_width(shape, cfg.hidden, cfg.heads)
+            return shape._replace(
+                hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads,
+                layers=cfg.layers,
+            )  # fmt: skip
+        if cfg.body is not None:
+            key, name, config = "drafter.body", cfg.body["model_type"], lm_config(cfg.body)
+        else:
+            key, name = "drafter.path", str(cfg.path)
+            config = read_lm_config(name)
+        own = config_shape(config)
+        if own is not None:
+            require_vocab(key, name, own.vocab, shape.vocab)
+        return own
 
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
         path = self.pretrained_path

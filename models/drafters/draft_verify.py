@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.searched import SearchedConfig
-from outrider.models.interface import TargetEnds
+from outrider.models.interface import ModelShape, TargetEnds
 from outrider.models.kv_cache import KVCache
 from outrider.models.layer_parts import Part
 from outrider.models.target import Target
@@ -51,16 +51,18 @@ class DraftVerify(TargetDrafter):
         super().__init__()
         vocab.require_full()
         self.cfg, self.vocab, self.taps = cfg, vocab, taps
-        layers = target.shape().layers
-        for key in ("skip_attention", "skip_mlp"):
-            _check_layers(f"drafter.{key}", getattr(cfg, key), layers)
-        if len({*cfg.skip_attention}) == len({*cfg.skip_mlp}) == layers:
-            why = f"All {layers} layers are skipped: a draft would not depend on its context."
-            fix = "Leave a layer out of skip_attention or skip_mlp."
-            raise ConfigError("drafter.skip_attention", [*cfg.skip_attention], why, fix)
         self.part = Part(
             skip_attention=frozenset(cfg.skip_attention), skip_mlp=frozenset(cfg.skip_mlp)
         )
+
+    @classmethod
+    def check_settings(cls, cfg: Config, shape: ModelShape) -> None:
+        for key in ("skip_attention", "skip_mlp"):
+            _check_layers(f"drafter.{key}", getattr(cfg, key), shape.layers)
+        if len({*cfg.skip_attention}) == len({*cfg.skip_mlp}) == shape.layers:
+            why = f"All {shape.layers} layers are skipped: a draft would not depend on its context."
+            fix = "Leave a layer out of skip_attention or skip_mlp."
+            raise ConfigError("drafter.skip_attention", [*cfg.skip_attention], why, fix)
 
     def draft_forward(
         self,

@@ -26,12 +26,13 @@ from outrider.conf.fields import option
 from outrider.conf.schema import DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.drafter import target_head_logits
-from outrider.models.interface import TargetEnds, Trace
+from outrider.models.interface import ModelShape, TargetEnds, Trace
 from outrider.models.layers import DecoderLayer, init_linear_weights
 from outrider.models.self_feeding import SelfFeeding
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
+WARM_START = "Give drafter.warm_start an eagle or hass drafter: of a run, RUN/drafter."
 NOISE_LENGTH = 512  # tokens of a document at which both noise widths are equal
 
 
@@ -103,6 +104,26 @@ class Eagle(SelfFeeding):
 
     # ---- initial weights ----
 
+    @classmethod
+    def check_first_weights(cls, cfg: Config, shape: ModelShape) -> None:
+        """Compare `fc` in the folder's headers; `initialise` compares all weights."""
+        if cfg.warm_start is None:
+            return
+        from outrider.models.formats.weight_folder import WeightFolder
+
+        opened = WeightFolder(Path(cfg.warm_start).expanduser(), WARM_START)
+        fusions = [size for key, size in opened.shapes.items() if key.endswith("fc.weight")]
+        if (shape.hidden, 2 * shape.hidden) not in fusions:
+            why = f"{cfg.warm_start} holds no eagle or hass drafter of hidden size {shape.hidden}."
+            raise RunError(why, WARM_START)
+        own = opened.config.get("drafter")  # of Outrider's own format
+        if isinstance(own, dict) and own.get("bias") is (not cfg.bias):
+            value = str(not cfg.bias).lower()
+            raise RunError(
+                f"{cfg.warm_start} holds a drafter whose weights do not fit {cfg.name}.",
+                f"Set drafter.bias={value}, which it was trained with.",
+            )
+
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
         """Load another drafter's weights, or fit `fc` to the target's next state."""
@@ -151,7 +172,7 @@ class Eagle(SelfFeeding):
         weights, own = (dict(module.named_parameters()) for module in (drafter, self))
         if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in own.items()}:
             why = f"holds a drafter {cfg.name!r}, whose weights do not fit {self.cfg.name}."
-            fix = "Give drafter.warm_start an eagle or hass drafter, a run's or a published one."
+            fix = WARM_START
             if weights.keys() ^ own.keys() == {"fc.bias"}:
                 value = str("fc.bias" in weights).lower()
                 fix = f"Set drafter.bias={value}, which it was trained with."

@@ -84,8 +84,7 @@ class Config(DrafterConfig):
         self.require_choice("residual", "raw", "normed")
         self.require_choice("init", "linear", "random")
         if self.residual == "normed" and self.init == "linear":
-            why = "the regression assumes the un-normed state; use random with residual=normed"
-            raise ValueError(f"init = {self.init}: {why}")
+            self.adjust("init", "random")  # the regression assumes the un-normed state
         self.require_choice("attention", "fast", "reference")
 
 

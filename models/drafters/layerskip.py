@@ -57,6 +57,15 @@ class Config(DrafterConfig):
             why = "training changes the probability of every token, so use null"
             raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: {why}")
 
+    def warning(self) -> str:
+        if self.exit_layer == 1:
+            why = "The exit after the first layer has weight 0 in the loss: it is not trained"
+            return f"{why}. drafter.exit_layer=2 has a weight."
+        if self.exit_scale == 0:
+            why = "All exits but the last have weight 0 in the loss: the draft is not trained"
+            return f"{why}. drafter.exit_scale=1 gives them one."
+        return ""
+
     def exit_of(self, layers: int) -> int:
         """Return E; by default a quarter of the layers, and not the first exit: it has no weight.
 

@@ -23,7 +23,7 @@ from outrider.conf.fields import option
 from outrider.conf.schema import COUNT0, UntrainedConfig
 from outrider.models.decode.argmax import first_argmax
 from outrider.models.drafter import TargetInput
-from outrider.models.interface import TargetEnds, Trace
+from outrider.models.interface import ModelShape, TargetEnds, Trace
 from outrider.models.kv_cache import KVCache
 from outrider.models.lookahead_window import (
     Pool,
@@ -53,7 +53,8 @@ class Config(UntrainedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.depths >= self.n:
+        fits = self.depths < self.n or self.adjust("depths", self.n - 1)
+        if not (fits or self.adjust("n", self.depths + 1)):
             raise ValueError(
                 f"depths = {self.depths}: an n-gram of n = {self.n} tokens drafts n - 1 at most"
             )
@@ -82,13 +83,17 @@ class Lookahead(UntrainedDrafter):
         self, cfg: Config, target: TargetEnds, vocab: DraftVocab, taps: tuple[int, ...]
     ) -> None:
         super().__init__(cfg, target, vocab, taps)
-        reach, positions = cfg.window + cfg.n - 2, target.shape().max_positions
+        self.last_position = target.shape().max_positions - 1
+        self.extra_rows = most_rows(cfg.n, cfg.window)
+
+    @classmethod
+    def check_settings(cls, cfg: Config, shape: ModelShape) -> None:
+        reach, positions = cfg.window + cfg.n - 2, shape.max_positions
         if reach > positions:
             why = (
                 f"A window of {reach} positions (window + n - 2) exceeds the target's {positions}."
             )
             raise ConfigError("drafter.window", cfg.window, why, "Use a smaller window or n.")
-        self.last_position, self.extra_rows = positions - 1, most_rows(cfg.n, cfg.window)
 
     def absorb(self, state: LookaheadState | None, trace: Trace) -> LookaheadState:
         ids, newest = trace.ids[0].tolist(), int(trace.next_ids[0, -1])

@@ -55,7 +55,8 @@ class Config(DrafterConfig):
         self.require_choice("init", "linear", "copy")
         if self.depths * self.res_layers > 1024:
             raise ValueError(f"res_layers = {self.res_layers}: depths * res_layers exceeds 1024")
-        if self.adapter_rank and self.draft_vocab_size is not None:
+        reduced = self.draft_vocab_size is not None
+        if self.adapter_rank and reduced and not self.adjust("draft_vocab_size", None):
             why = "adapters change the probability of every token, and the loss that keeps the "
             why += "target covers the draft vocabulary only, so use null with adapter_rank"
             raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: {why}")

@@ -28,7 +28,7 @@ from outrider.conf.schema import DEPTHS, DrafterConfig
 from outrider.models import closed_form_init
 from outrider.models.drafter import BatchDrafter, LevelIds, State, target_head_logits
 from outrider.models.formats import mtp_layouts
-from outrider.models.interface import Guess, TargetEnds, Trace
+from outrider.models.interface import Guess, ModelShape, TargetEnds, Trace
 from outrider.models.layers import init_linear_weights
 from outrider.models.mtp_modules import MtpChain, MtpLoop, MtpModule
 from outrider.models.target import Target
@@ -59,6 +59,8 @@ class Config(DrafterConfig):
         self.require_choice("feed", "raw", "normed")
         self.require_choice("init", "linear", "random", "target")
         self.require_choice("attention", "fast", "reference")
+        if self.warm_start is not None and self.init != "target":
+            self.adjust("init", "target")
         if (self.init == "target") != (self.warm_start is not None):
             why = "set it to the target's folder if init=target, and to null otherwise"
             raise ValueError(f"warm_start = {self.warm_start}: {why}")
@@ -125,6 +127,18 @@ class Mtp(BatchDrafter):
         return list(self.stages)  # type: ignore[arg-type]
 
     # ---- initial weights ----
+
+    @classmethod
+    def check_first_weights(cls, cfg: Config, shape: ModelShape) -> None:
+        """Find the modules in the target's folder, and compare the settings that they imply."""
+        if cfg.init != "target":
+            return
+        found = mtp_layouts.find_modules(Path(cfg.warm_start or "").expanduser(), shape.layers)
+        for name, theirs in (("order", mtp_layouts.ORDER), ("qk_norm", found.qk_norm)):
+            ours = getattr(cfg, name)
+            if ours != theirs:
+                why = f"The modules in {cfg.warm_start} have {name}={theirs}."
+                raise ConfigError(f"drafter.{name}", ours, why, f"Use drafter.{name}={theirs}.")
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
@@ -200,17 +214,13 @@ class Mtp(BatchDrafter):
 
     def _load_target_modules(self, target: Target) -> str:
         """Load modules of the target's checkpoint; missing ones are copies of its last."""
+        self.check_first_weights(self.cfg, target.shape())
         folder = Path(self.cfg.warm_start or "").expanduser()
-        shipped = mtp_layouts.read_modules(folder, target.num_layers)
-        for name in ("order", "qk_norm"):
-            ours, theirs = getattr(self.cfg, name), getattr(shipped, name)
-            if ours != theirs:
-                why = f"The modules in {self.cfg.warm_start} have {name}={theirs}."
-                raise ConfigError(f"drafter.{name}", ours, why, f"Use drafter.{name}={theirs}.")
-        last = len(shipped.modules) - 1
+        modules = mtp_layouts.read_modules(folder, target.num_layers)
+        last = len(modules) - 1
         try:
             for k, stage in enumerate(self.stages):
-                stage.load_state_dict(shipped.modules[min(k, last)])
+                stage.load_state_dict(modules[min(k, last)])
         except RuntimeError as error:
             raise RunError(f"{self.cfg.warm_start}: {error}", mtp_layouts.FIX) from None
         used = min(len(self.stages), last + 1)

@@ -28,7 +28,7 @@ class Config(UntrainedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.least > self.n:
+        if self.least > self.n and not self.adjust("n", self.least):
             raise ValueError(f"least = {self.least}: it is at most n = {self.n}")
 
 

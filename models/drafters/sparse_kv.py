@@ -42,7 +42,7 @@ from outrider.models.decode.tree_layout import branch_mask
 from outrider.models.drafter import LevelIds, TargetInput
 from outrider.models.drafters import _draft_model
 from outrider.models.drafters.draft_lm import DraftLm
-from outrider.models.interface import TargetEnds, Trace
+from outrider.models.interface import ModelShape, TargetEnds, Trace
 from outrider.models.kv_cache import KVCache
 from outrider.models.paired_cache import PairedCache
 from outrider.models.row_selection import Selection, select, stack
@@ -52,6 +52,7 @@ from outrider.models.target_drafting import TargetDrafter, TargetDraftState
 from outrider.models.vocab import DraftVocab
 
 METHODS = ("streaming", "snapkv")
+MOST_TOKENS = 4194304  # of a budget
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,21 @@ class Config(UntrainedConfig):
         super().__post_init__()
         if self.method not in METHODS:
             raise ValueError(f"method = {self.method}: use {' or '.join(METHODS)}")
-        if self.method == "streaming" and self.budget <= self.sinks:
+        if self.method == "streaming" and not self._leaves_rows("sinks"):
             why = f"of {self.budget} rows, {self.sinks} sinks leave none for the newest text"
             raise ValueError(f"budget = {self.budget}: {why}; use more than drafter.sinks")
-        if self.method == "snapkv" and self.budget <= self.window:
+        if self.method == "snapkv" and not self._leaves_rows("window"):
             why = f"of {self.budget} rows, a window of {self.window} leaves none to select"
             raise ValueError(f"budget = {self.budget}: {why}; use more than drafter.window")
         if self.pool % 2 == 0:
             raise ValueError(f"pool = {self.pool}: a row and its neighbours are an odd number")
+
+    def _leaves_rows(self, name: str) -> bool:
+        """Return whether the budget exceeds `sinks` or `window`, if need be after an adjustment."""
+        kept = getattr(self, name)
+        if self.budget <= kept and not self.adjust(name, max(self.budget // 2, name == "window")):
+            return self.budget + kept <= MOST_TOKENS and self.adjust("budget", self.budget + kept)
+        return self.budget > getattr(self, name)
 
 
 @dataclass(frozen=True)
@@ -120,10 +128,15 @@ class SparseKV(TargetDrafter):
         self.vocab = vocab if draft is None else draft.vocab
         self.snapkv, self.reads = cfg.method == "snapkv", 0
         self._stacked: tuple[list[Selection], list[Rows]] = ([], [])
-        positions = target.shape().max_positions
-        if self.snapkv and cfg.window > positions:
+
+    @classmethod
+    def check_settings(cls, cfg: Config, shape: ModelShape) -> None:
+        positions = shape.max_positions
+        if cfg.method == "snapkv" and cfg.window > positions:
             why = f"The target's context is {positions} tokens, and a prompt is never longer."
             raise ConfigError("drafter.window", cfg.window, why, f"Use at most {positions}.")
+        if cfg.path is not None:
+            _draft_model.check(cfg.path, shape)
 
     # ---- drafting ----
 

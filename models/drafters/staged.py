@@ -41,7 +41,7 @@ from outrider.conf.schema import NODES
 from outrider.models.drafter import Drafter, LevelIds, State
 from outrider.models.drafters import _inner, draft_lm
 from outrider.models.drafters.draft_lm import DraftLm, DraftLmState
-from outrider.models.interface import Trace
+from outrider.models.interface import ModelShape, Trace
 from outrider.models.target import Target
 from outrider.models.vocab import DraftVocab
 
@@ -111,6 +111,13 @@ class Staged(DraftLm):
         self.inner = None
         if cfg.inner is not None:
             self.set_inner(cfg.inner)
+
+    @classmethod
+    def check_settings(cls, cfg: draft_lm.Config, shape: ModelShape) -> None:
+        assert isinstance(cfg, Config), "of this drafter"
+        draft = cls.draft_shape(cfg, shape)
+        if cfg.inner is not None and draft is not None:
+            _inner.check(cfg.inner, draft)
 
     def set_inner(self, values: dict[str, Any]) -> None:
         """Build the inner drafter of these settings (models/drafters/_inner.py)."""

@@ -10,7 +10,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.conf.files import read_json, sync_folder, write_json, write_tensors
+from outrider.conf.files import read_json, sync_folder, write_json
+from outrider.conf.tensor_files import write_tensors
 from outrider.models.formats.weight_folder import SIDECAR
 
 SHARD = 5 * 10**9  # bytes of the largest weight file

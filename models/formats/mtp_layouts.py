@@ -13,7 +13,7 @@ would be another network. `mtp_drafter.py` writes these layouts.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ LAYER = (
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
     "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
+ORDER = "embedding_first"  # of the fused input, in all layouts
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -72,19 +73,26 @@ SPECULATORS = ModuleLayout(
 )  # fmt: skip
 
 
-class MtpWeights(NamedTuple):
-    """State dicts of `MtpModule` in order, and the settings that they imply."""
+class ModuleKeys(NamedTuple):
+    """The keys of modules in a target's folder: key -> (number of its module, name in it)."""
 
-    modules: list[dict[str, Tensor]]
-    order: str
-    qk_norm: bool
+    folder: WeightFolder
+    layout: ModuleLayout
+    keys: dict[str, tuple[int, str]]
+
+    @property
+    def qk_norm(self) -> bool:
+        return any(name == f"block.{QK_NORMS[0]}.weight" for _, name in self.keys.values())
 
 
-def read_modules(folder: Path, layers: int) -> MtpWeights:
-    """Read the modules of a target's folder.
+def find_modules(folder: Path, layers: int) -> ModuleKeys:
+    """Find the modules in a target's folder by the names of its tensors.
 
     Args:
         layers: number of the target's decoder layers; DeepSeek's modules are numbered after them.
+
+    Raises:
+        RunError: there are none, or they cannot be read whole.
     """
     opened = WeightFolder(folder, FIX)
     with damaged_means_error(folder, FIX):
@@ -94,17 +102,26 @@ def read_modules(folder: Path, layers: int) -> MtpWeights:
                 break
         else:
             raise RunError(f"{folder} holds no MTP modules after {layers} decoder layers.", FIX)
+        found = ModuleKeys(opened, layout, keys)
+        modules = defaultdict[int, set[str]](set)
+        for number, name in keys.values():
+            modules[number].add(name)
+        _refuse_gaps(folder, modules, layout, found.qk_norm)
+        return found
+
+
+def read_modules(folder: Path, layers: int) -> list[dict[str, Tensor]]:
+    """Return state dicts of `MtpModule` in order, of the modules that `find_modules` finds."""
+    found = find_modules(folder, layers)
+    opened, layout, keys = found
+    with damaged_means_error(folder, FIX):
         modules = defaultdict[int, dict[str, Tensor]](dict)
         for key, value in opened.tensors(keys).items():
             number, name = keys[key]
             if value.ndim == 1 and layout.offset:
                 value = value.float() + layout.offset  # 1 + w in bfloat16 would lose a small w
             modules[number][name] = value
-        qk_norm = any(f"block.{QK_NORMS[0]}.weight" in module for module in modules.values())
-        _refuse_gaps(folder, modules, layout, qk_norm)
-        return MtpWeights(
-            [modules[number] for number in sorted(modules)], "embedding_first", qk_norm
-        )
+        return [modules[number] for number in sorted(modules)]
 
 
 def _keys(
@@ -124,7 +141,7 @@ def _keys(
 
 
 def _refuse_gaps(
-    folder: Path, modules: Mapping[int, Mapping[str, Tensor]], layout: ModuleLayout, qk_norm: bool
+    folder: Path, modules: Mapping[int, Collection[str]], layout: ModuleLayout, qk_norm: bool
 ) -> None:
     if sorted(modules) != list(range(len(modules))):
         raise RunError(f"{folder} holds MTP modules {sorted(modules)}, with gaps.", FIX)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from outrider.conf.files import read_json, write_json, write_tensors
+from outrider.conf.files import read_json, write_json
+from outrider.conf.tensor_files import write_tensors
 from outrider.models.formats.atomic_folder import atomic_folder
 from outrider.models.formats.hf_config import USE_TARGET
 from outrider.models.formats.mtp_drafter import is_merged, module_keys

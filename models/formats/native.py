@@ -15,8 +15,9 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import convert, from_dict
-from outrider.conf.files import fingerprint, read_json, read_tensors, write_json, write_tensors
+from outrider.conf.files import read_json, write_json
 from outrider.conf.shown_text import mask_home, mask_values
+from outrider.conf.tensor_files import fingerprint, read_tensors, write_tensors
 from outrider.models import drafters, hf_folder
 from outrider.models.drafter import Drafter
 from outrider.models.formats.weight_folder import WeightFolder, damaged_means_error
