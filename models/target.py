@@ -135,7 +135,7 @@ class Target:
         """Factor that the embedding module applies to its rows: sqrt(H) in Gemma, else 1."""
         scale: Any = getattr(self.embedding, "embed_scale", 1.0)
         scale = getattr(self.embedding, "scalar_embed_scale", scale)
-        return float(torch.tensor(float(scale), dtype=self.dtype))
+        return torch.tensor(float(scale), dtype=self.dtype, device="cpu").item()
 
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
         """Return the stored rows, without `embedding_scale`: what engines feed to a drafter."""
@@ -164,8 +164,20 @@ class Target:
             logits = logits / scale
         if (scale := getattr(self.text_config, "logit_scale", None)) is not None:
             logits = logits * scale
-        cap = getattr(self.text_config, "final_logit_softcapping", None)
+        cap = self.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the output of the head, before `logit_cap`: Granite's and Cohere's."""
+        config = self.text_config
+        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        return scale / float(getattr(config, "logits_scaling", None) or 1.0)
+
+    @property
+    def logit_cap(self) -> float | None:
+        """The c of c tanh(logits / c), Gemma-2's; None: logits are not capped."""
+        return getattr(self.text_config, "final_logit_softcapping", None)
 
     def new_cache(
         self, capacity: int, slots: int = 1, splits: Sequence[int] = ()

@@ -231,7 +231,7 @@ def test_damage_in_a_merged_folder_is_refused(target: Target, home: Path, tmp_pa
 def test_unknown_key_is_named(
     target: Target, tmp_path: Path, word: str, name: str, message: str
 ) -> None:
-    drafter = built(target, depths=1, qk_norm=True)
+    drafter = built(target, depths=1, qk_norm=word == "speculators")
     folder = outside.publish_as(drafter, target, tmp_path / "f", word)
     outside.rewrite_weights(folder, lambda t: t.update({name: torch.ones(3)}))
     with pytest.raises(RunError, match=f"holds .*{message}.* does not define"):

@@ -22,6 +22,10 @@ from outrider.models.vocab import DraftVocab
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}
 SUPPORTED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0}  # the only values
+ONLY_SILU = (
+    "the Llama and Qwen3 layers of vLLM and SGLang have no activation but silu, and its layers have "
+    "gelu; train it with drafter.activation=silu"
+)
 NOT_SUPPORTED = "Outrider's drafters have no such part."
 USE_TARGET = "Use the target it was trained for."
 
@@ -119,6 +123,19 @@ def _refuse_parts(folder: WeightFolder, config: Mapping[str, Any]) -> None:
     window = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     if kinds or window:
         raise folder.error(f"it has sliding-window attention. {NOT_SUPPORTED}")
+
+
+def logit_scale_field(scale: float) -> dict[str, float]:
+    """Return vLLM's field for a factor on the output of a head that is the target's."""
+    return {} if scale == 1 else {"logit_scale": scale}
+
+
+def refuse_other_scale(folder: WeightFolder, scale: float) -> None:
+    """Refuse a factor on the logits that is not the one of the target's head."""
+    found = folder.config.get("logit_scale")
+    if found not in (None, 1.0, scale):
+        why = f"its logits are scaled by {found}, and those of the target by {scale}."
+        raise folder.error(why, USE_TARGET)
 
 
 # ---- vocabulary ----------------------------------------------------------------------------------
