@@ -74,7 +74,10 @@ def additive_masks(
     if window is not None:
         kind, near = "sliding_attention", positions[:, :, None] - columns[:, None] < window
     elif chunk is not None:
-        kind, near = "chunked_attention", positions[:, :, None] // chunk == columns[:, None] // chunk
+        kind, near = (
+            "chunked_attention",
+            positions[:, :, None] // chunk == columns[:, None] // chunk,
+        )
     else:
         return full
     limited = additive_mask(mask & near, dtype)

@@ -238,7 +238,6 @@ class Engine:
         out[:, torch.arange(len(d2t)) + d2t] = logits
         return out
 
-
     def finish(self, logits: Tensor) -> Tensor:
         """Apply what the engine reads from the folder."""
         if self.word == "vllm":

@@ -56,7 +56,9 @@ def test_scaled_rope_is_refused(
         formats.load(folder, target)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 1.0}, {"rope_type": "default"}])
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "factor": 1.0}, {"rope_type": "default"}]
+)
 def test_rope_without_effect_is_read(rope: dict[str, Any], target: Target, tmp_path: Path) -> None:
     folder = folder_with({**rope, **BASE}, target, tmp_path / "f")
     assert formats.load(folder, target)[1].name == "eagle3"

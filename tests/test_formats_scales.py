@@ -86,7 +86,9 @@ def test_factor_of_the_head_is_written_for_vllm(tmp_path: Path) -> None:
             outside.publish_as(built(name, target, **changes), target, folder, "vllm")
             assert config_of(folder)["logit_scale"] == scale
             assert formats.load(folder, target)[1].name == name
-    own = outside.publish_as(built("medusa", target, own_heads=True), target, tmp_path / "o", "vllm")
+    own = outside.publish_as(
+        built("medusa", target, own_heads=True), target, tmp_path / "o", "vllm"
+    )
     assert "logit_scale" not in config_of(own)
 
 
@@ -102,7 +104,9 @@ def test_factor_of_another_head_is_refused(tmp_path: Path) -> None:
 def test_cap_of_the_logits_is_written_for_sglang(tmp_path: Path) -> None:
     target = tiny.target("gemma2")
     folder = outside.publish_as(built("eagle", target), target, tmp_path / "f", "sglang")
-    assert config_of(folder)["final_logit_softcapping"] == target.text_config.final_logit_softcapping
+    assert (
+        config_of(folder)["final_logit_softcapping"] == target.text_config.final_logit_softcapping
+    )
 
 
 # ---- activations ---------------------------------------------------------------------------------

@@ -75,7 +75,11 @@ def _outputs(
     columns = _compared_columns(logits) if columns is None else columns.to(logits.device)
     tokens = drafter.vocab.target_ids.to(logits.device)[columns]
     out = {"ids": text, "rows": torch.tensor(rows), "tokens": tokens}
-    out |= {"logits": logits[:, :, columns], "embedded": target.embedding(text), "last": trace.last[0]}
+    out |= {
+        "logits": logits[:, :, columns],
+        "embedded": target.embedding(text),
+        "last": trace.last[0],
+    }
     width = trace.last.shape[-1]
     for i, tap in enumerate(drafter.taps):
         out[f"tap.{tap}"] = trace.taps[0, :, i * width : (i + 1) * width]

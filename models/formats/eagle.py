@@ -7,9 +7,10 @@
 There is no norm before or after the layer, and no head. Engines feed rows of the embedding as they
 are stored: a factor that the target applies to them (Gemma's sqrt(H)) is multiplied into the
 embedding's half of fc. A factor or cap on the target's logits is written where the engine reads it:
-`logit_scale` for vLLM, `final_logit_softcapping` for SGLang. The bias differs: the authors' config has
-`bias`; SGLang's fc always has one (zeros are written where ours has none) and uses the field `bias`
-for the attention; vLLM's layer has none and drops it. `add_para_norm` (two more norms) is refused.
+`logit_scale` for vLLM, `final_logit_softcapping` for SGLang. The bias differs: the authors' config
+has `bias`; SGLang's fc always has one (zeros are written where ours has none) and uses the field
+`bias` for the attention; vLLM's layer has none and drops it. `add_para_norm` (two more norms) is
+refused.
 
 EAGLE and HASS have the same files; without `outrider.json` a folder is read as eagle.
 """

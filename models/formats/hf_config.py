@@ -23,7 +23,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "ge
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}
 SUPPORTED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0}  # the only values
 ONLY_SILU = (
-    "the Llama and Qwen3 layers of vLLM and SGLang have no activation but silu, and its layers have "
+    "the layers of vLLM and SGLang (Llama's, Qwen3's) have no activation but silu, and its have "
     "gelu; train it with drafter.activation=silu"
 )
 MAX_FACTOR = 2.0**20  # of the length of a text, by a scaled rotary embedding

@@ -190,13 +190,17 @@ def plain_rope(target: Target) -> bool:
 def other_layer(drafter: Mtp, target: Target) -> str:
     """Return what a decoder layer of the target has more or less than a module, or ""."""
     own = {name for name, _ in drafter._stages()[0].block.named_parameters()}
-    theirs = {name for name, _ in target.layers[-1].named_parameters()} - _zero_biases(target).keys()
+    theirs = {name for name, _ in target.layers[-1].named_parameters()} - _zero_biases(
+        target
+    ).keys()
     if own ^ theirs == {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}:
         norms = "with" if own < theirs else "without"
-        return f"{LAYER}, {norms} norms on queries and keys (drafter.qk_norm={own < theirs})".lower()
+        return (
+            f"{LAYER}, {norms} norms on queries and keys (drafter.qk_norm={own < theirs})".lower()
+        )
     if own ^ theirs:
         return f"{LAYER}, and the two differ in {summarise(sorted(own ^ theirs), 1)}"
-    config, neutral = target.text_config, (1.0, None, target.shape().head_dim**-0.5)
+    config, neutral = target.text_config, (1.0, None, target.shape().head_dim ** -0.5)
     for name, value in zip(MULTIPLIERS, neutral, strict=True):
         if (found := getattr(config, name, value)) != value:
             return f"{LAYER}, which have {name} {found}"
