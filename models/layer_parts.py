@@ -83,14 +83,13 @@ def _constant(hidden: Tensor) -> Callable[..., Tensor]:
 
 def _zeros_of(module: nn.Module) -> Callable[..., Any]:
     """Return a forward with zeros for output; in a tuple where experts return their scores too."""
-    run = module.forward
+    run, known = module.forward, vars(module)
 
     def zeros(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(module, "returns_tuple"):  # one row tells, once
-            out = run(hidden_states[:, :1], *args, **kwargs)
-            module.returns_tuple = isinstance(out, tuple)
+        if "returns_tuple" not in known:  # one row tells, once
+            known["returns_tuple"] = isinstance(run(hidden_states[:, :1], *args, **kwargs), tuple)
         out = torch.zeros_like(hidden_states)
-        return (out, None) if module.returns_tuple else out
+        return (out, None) if known["returns_tuple"] else out
 
     return zeros
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 def scale_queries(layers: nn.ModuleList, positions: Int[Tensor, "B T"]) -> Iterator[None]:
     """Scale queries by `positions` inside the context, where the layers scale them at all."""
     with ExitStack() as undo:
-        for attention in filter(_scales, (getattr(layer, "self_attn", None) for layer in layers)):
+        for attention in _scaling(layers):
             scale = _query_scale(attention, positions)
             hook = attention.q_proj.register_forward_hook(partial(_multiply, scale))
             undo.enter_context(hook)
@@ -31,13 +31,17 @@ def scale_queries(layers: nn.ModuleList, positions: Int[Tensor, "B T"]) -> Itera
         yield
 
 
-def _scales(attention: Any) -> bool:
-    return bool(getattr(attention, "attn_temperature_tuning", False)) and not attention.use_rope
+def _scaling(layers: nn.ModuleList) -> list[Any]:
+    """Return the attention modules that scale their queries."""
+    found: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    found = [each for each in found if getattr(each, "attn_temperature_tuning", False)]
+    return [attention for attention in found if not attention.use_rope]
 
 
 def _query_scale(attention: Any, positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T 1"]:
     steps = torch.log1p(torch.floor((positions.float() + 1) / attention.floor_scale))
-    return (steps * attention.attn_scale + 1)[..., None]
+    out: Tensor = (steps * attention.attn_scale + 1)[..., None]
+    return out
 
 
 def _multiply(

@@ -190,7 +190,7 @@ class HalfTrained(NamedTuple):
 
 
 @cache
-def half_trained(name: str, family: str, **changes: object) -> HalfTrained:
+def half_trained(name: str, family: str, **changes: Any) -> HalfTrained:
     """Train for twelve steps on the answers, after which some guesses are right."""
     of = target(family)
     answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)
