@@ -61,8 +61,8 @@ class Config(DrafterConfig):
     layers: int = option(1, "", DEPTHS)
     head_dim: int | None = option(None, "", "[2, 65536]")
     qk_norm: bool = False
-    fc_norm: bool = False
     activation: str = "silu"
+    fc_norm: bool = False
     feedback: str = "raw"
     residual: str = "raw"
     init: str = "linear"
