@@ -51,6 +51,41 @@ def window_size(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) if used else None
 
 
+def chunk_size(config: Any) -> int | None:
+    """Return the size of the chunks that attention does not cross, None if no layer has them."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return getattr(config, "attention_chunk_size", None) if "chunked_attention" in kinds else None
+
+
+def additive_masks(
+    config: Any,
+    mask: Bool[Tensor, "B T S"],
+    positions: Int[Tensor, "B T"],
+    columns: Int[Tensor, "B S"],
+    dtype: torch.dtype,
+) -> Any:
+    """Return the additive mask of a model; a dict by layer type where its layers differ.
+
+    Args:
+        positions, columns: the position of every new token and of every column. Windows and chunks
+            (Llama-4: positions 0..c-1, c..2c-1, ..) are ranges of positions.
+    """
+    full, window, chunk = additive_mask(mask, dtype), window_size(config), chunk_size(config)
+    if window is not None:
+        kind, near = "sliding_attention", positions[:, :, None] - columns[:, None] < window
+    elif chunk is not None:
+        kind, near = (
+            "chunked_attention",
+            positions[:, :, None] // chunk == columns[:, None] // chunk,
+        )
+    else:
+        return full
+    limited = additive_mask(mask & near, dtype)
+    if len(set(getattr(config, "layer_types", None) or ())) > 1:
+        return {"full_attention": full, kind: limited}
+    return limited
+
+
 def sliding_layers(config: Any, layers: int) -> list[bool]:
     """Return of every decoder layer whether its attention has a window."""
     if window_size(config) is None:

@@ -35,18 +35,19 @@ PARTS = {
 class FastLlama(nn.Module):
     """Forward of the decoder layers of a model for which `supports` is true, with its weights."""
 
-    def __init__(self, model: Any, layers: nn.ModuleList, fuse: bool) -> None:
+    def __init__(self, model: Any, decoder: Any, fuse: bool) -> None:
         """
         Args:
+            decoder: the module of the model that holds the layers, for which `supports` is true.
             fuse: concatenate weights that have the same input, and make the model's parameters
                 views of the result. Only for a model whose weights never change.
         """
         super().__init__()
         config = model.config.get_text_config(decoder=True)
         self._embed = [model.get_input_embeddings()]  # in a list, so that it is no submodule
-        self._rotary = [model.base_model.rotary_emb]
-        self._norm = _Norm(model.base_model.norm)
-        self._layers = [_Layer(layer, fuse) for layer in layers]
+        self._rotary = [decoder.rotary_emb]
+        self._norm = _Norm(decoder.norm)
+        self._layers = [_Layer(layer, fuse) for layer in decoder.layers]
         self._layer_types = list(getattr(config, "layer_types", None) or [])
 
     def forward(
@@ -175,20 +176,19 @@ class _Layer:
         return rotated[:, : self.heads], rotated[:, self.heads :]
 
 
-def supports(model: Any, layers: nn.ModuleList) -> bool:
-    """Return whether the model has the supported structure and is on one device."""
+def supports(model: Any, decoder: Any) -> bool:
+    """Return whether the model's decoder has the supported structure and is on one device."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    body = model.base_model
     return (
         config.model_type in FAMILIES
         and rope.get("rope_type", "default") in ROPES
         and getattr(config, "hidden_act", None) == "silu"
-        and {name for name, _ in body.named_children()} == BODY_PARTS
+        and {name for name, _ in decoder.named_children()} == BODY_PARTS
         and len({parameter.device for parameter in model.parameters()}) == 1
-        and all(_has_known_parts(layer) for layer in layers)
-        and all(hasattr(layer.self_attn, name) for layer in layers for name in ATTENTION_ATTRIBUTES)
-        and all(hasattr(body.rotary_emb, name) for name in ("inv_freq", "attention_scaling"))
+        and all(_has_known_parts(layer) for layer in decoder.layers)
+        and all(hasattr(x.self_attn, name) for x in decoder.layers for name in ATTENTION_ATTRIBUTES)
+        and all(hasattr(decoder.rotary_emb, name) for name in ("inv_freq", "attention_scaling"))
     )
 
 

@@ -150,13 +150,16 @@ class ModelShape(NamedTuple):
     vocab: int
     eps: float
     rope_theta: float
-    activation: str
+    activation: str  # of the MLP: silu or gelu
     max_positions: int
 
 
 @runtime_checkable
 class TargetEnds(Protocol):
     """The embedding and the head of a target: what a drafter may use without owning it."""
+
+    @property
+    def embedding_scale(self) -> float: ...
 
     def shape(self) -> ModelShape: ...
 

@@ -59,7 +59,8 @@ def limit_layers(layers: nn.ModuleList, part: Part) -> Iterator[None]:
                 module = _child(layer, ATTENTION_NAMES)
                 replaced.enter_context(_replace_forward(module, _no_attention))
             if i in part.skip_mlp:
-                replaced.enter_context(_replace_forward(_child(layer, MLP_NAMES), _zeros))
+                module = _child(layer, MLP_NAMES)
+                replaced.enter_context(_replace_forward(module, _zeros_of(module)))
         yield
 
 
@@ -80,8 +81,17 @@ def _constant(hidden: Tensor) -> Callable[..., Tensor]:
     return lambda *_args, **_kwargs: hidden
 
 
-def _zeros(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    return torch.zeros_like(hidden_states)
+def _zeros_of(module: nn.Module) -> Callable[..., Any]:
+    """Return a forward with zeros for output; in a tuple where experts return their scores too."""
+    run, known = module.forward, vars(module)
+
+    def zeros(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "returns_tuple" not in known:  # one row tells, once
+            known["returns_tuple"] = isinstance(run(hidden_states[:, :1], *args, **kwargs), tuple)
+        out = torch.zeros_like(hidden_states)
+        return (out, None) if known["returns_tuple"] else out
+
+    return zeros
 
 
 def _no_attention(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, None]:

@@ -59,14 +59,14 @@ def apply_rotary(
 ) -> Float[Tensor, "*rows A C"]:
     """Apply the rotary embedding to halves (arXiv:2104.09864; the layout of Llama checkpoints)."""
     half = x.shape[-1] // 2
-    angle = positions[..., None, None] * _frequencies(half, theta, x.device)
+    angle = positions[..., None, None] * rotary_frequencies(half, theta, x.device)
     cos, sin = angle.cos(), angle.sin()
     a, b = x.float().split(half, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 @lru_cache(maxsize=16)
-def _frequencies(half: int, theta: float, device: torch.device) -> Float[Tensor, " half"]:
+def rotary_frequencies(half: int, theta: float, device: torch.device) -> Float[Tensor, " half"]:
     """In radians per position."""
     with torch.inference_mode(False):  # the cache serves training too
         powers = torch.arange(half, device=device, dtype=torch.float32) / half

@@ -1,8 +1,9 @@
 """The frozen target: any causal language model of transformers, read through hooks.
 
-Only this file and `fast_llama.py` depend on the internals of a target's model. This one locates the
-decoder layers, the embedding and the head by type, not by name; models/target_check.py verifies the
-result on every load. Families with a recurrent state (linear attention, Mamba) are refused.
+This file, `fast_llama.py` and `query_scales.py` depend on the internals of a target's model. This
+one locates the decoder, its layers, the embedding and the head by type, not by name;
+models/target_check.py verifies the result on every load. Families with a recurrent state (linear
+attention, Mamba) are refused.
 """
 
 import copy
@@ -13,17 +14,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
 from outrider.models.attention_cache import AttentionCache
-from outrider.models.attention_masks import additive_mask, document_mask, window_size
+from outrider.models.attention_masks import additive_masks, document_mask
 from outrider.models.fast_llama import FastLlama, supports
 from outrider.models.interface import Batch, ModelShape, Trace
 from outrider.models.kv_cache import KVCache
 from outrider.models.layer_parts import WHOLE, Part, limit_layers
 from outrider.models.lora import has_adapters
+from outrider.models.query_scales import scale_queries
 from outrider.models.small_matmul import linear
 from outrider.models.split_cache import SplitCache
 
@@ -90,12 +93,12 @@ class Target:
         self.text_config: Any = self.config.get_text_config(decoder=True)
         self.name = name
         _refuse_recurrent(model, name)
-        self.base_model: nn.Module = self.model.base_model
         self.layers = decoder_layers(model, name)
+        self.base_model: Any = find_decoder(model, self.layers)
         # the layers have shapes but no weights: only embedding and head can be used
         self.ends_only = any(p.is_meta for p in self.layers[0].parameters())
         self.fast_forward = (
-            FastLlama(model, self.layers, fuse) if supports(model, self.layers) else None
+            FastLlama(model, self.base_model, fuse) if supports(model, self.base_model) else None
         )
         self._output_device = output_device
         self.is_remote = output_device is not None  # sharded, or on devices of their own
@@ -135,9 +138,16 @@ class Target:
         check_taps(taps, self.num_layers)
         self.taps = tuple(taps)
 
+    @property
+    def embedding_scale(self) -> float:
+        """Factor that the embedding module applies to its rows: sqrt(H) in Gemma, else 1."""
+        scale: Any = getattr(self.embedding, "embed_scale", 1.0)
+        scale = getattr(self.embedding, "scalar_embed_scale", scale)
+        return torch.tensor(float(scale), dtype=self.dtype, device="cpu").item()
+
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
-        out: Tensor = self.embedding(ids)
-        return out
+        """Return the stored rows, without `embedding_scale`: what engines feed to a drafter."""
+        return F.embedding(ids, self.embedding.weight)
 
     def logits(self, last: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """Apply the head, with the logit scaling or soft-capping of the family."""
@@ -162,8 +172,20 @@ class Target:
             logits = logits / scale
         if (scale := getattr(self.text_config, "logit_scale", None)) is not None:
             logits = logits * scale
-        cap = getattr(self.text_config, "final_logit_softcapping", None)
+        cap = self.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the output of the head, before `logit_cap`: Granite's and Cohere's."""
+        config = self.text_config
+        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        return scale / float(getattr(config, "logits_scaling", None) or 1.0)
+
+    @property
+    def logit_cap(self) -> float | None:
+        """The c of c tanh(logits / c), Gemma-2's; None: logits are not capped."""
+        return getattr(self.text_config, "final_logit_softcapping", None)
 
     def new_cache(
         self, capacity: int, slots: int = 1, splits: Sequence[int] = ()
@@ -242,6 +264,7 @@ class Target:
             outputs[tap] = output[0] if isinstance(output, tuple) else output
 
         with ExitStack() as hooks:
+            hooks.enter_context(scale_queries(self.layers, positions))
             if part is not WHOLE:
                 hooks.enter_context(limit_layers(self.layers, part))
             for tap in wanted:
@@ -284,16 +307,9 @@ class Target:
         return TargetStates(*(torch.cat(part, dim=1) for part in zip(*chunks, strict=True)))
 
     def _additive_masks(self, mask: Tensor, positions: Tensor, cache: Any) -> Any:
-        """Return an additive 4-D mask; a dict by layer type where the family mixes windows."""
-        window, full = window_size(self.text_config), additive_mask(mask, self.dtype)
-        if window is None:
-            return full
+        """Return an additive 4-D mask; a dict by layer type where the family mixes several."""
         columns = positions if cache is None else cache.column_positions(positions)
-        near = mask & (positions[:, :, None] - columns[:, None, :] < window)
-        sliding = additive_mask(near, self.dtype)
-        if len(set(getattr(self.text_config, "layer_types", None) or ())) > 1:
-            return {"full_attention": full, "sliding_attention": sliding}
-        return sliding
+        return additive_masks(self.text_config, mask, positions, columns, self.dtype)
 
 
 def _refuse_recurrent(model: Any, name: str) -> None:
@@ -324,13 +340,25 @@ def gather_module(module: Any, device: torch.device | None) -> Any:
 
 
 def decoder_layers(model: Any, name: str = "target") -> nn.ModuleList:
-    """Return the outermost ModuleList with one entry per decoder layer."""
+    """Return the outermost ModuleList of the decoder with one entry per decoder layer."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.base_model.modules():
+    for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     why = f"No list of {count} decoder layers was found in it."
     raise ConfigError("target", name, why, "Use a decoder-only model of transformers.")
+
+
+def find_decoder(model: Any, layers: nn.ModuleList) -> Any:
+    """Return the module that runs the decoder layers and the final norm, without the head.
+
+    `get_decoder` of some classes, such as Llama-4's, returns a model with its head; then the
+    decoder is the module inside it that holds the layers.
+    """
+    decoder = model.get_decoder()
+    if decoder.get_output_embeddings() is None:
+        return decoder
+    return next(m for m in decoder.modules() if any(child is layers for child in m.children()))
 
 
 def _rope_theta(config: Any) -> float:

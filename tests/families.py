@@ -18,6 +18,14 @@ SMALL = {
     "eos_token_id": 2,
 }
 WINDOWS = {"sliding_window": 6}  # shorter than the test's prefix, so that a wrong mask shows
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}  # fmt: skip
+LLAMA4 = {
+    "num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8,
+    "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -34,6 +42,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt_neox": (hf.GPTNeoXConfig, {}),
     "mixtral": (hf.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (hf.Qwen3MoeConfig, {**EXPERTS, "num_experts": 4, "head_dim": 8}),
+    "granite": (hf.GraniteConfig, MULTIPLIERS),
+    "cohere": (hf.CohereConfig, {"logit_scale": 0.25}),
+    # chunks and steps of the query scale that are shorter than the test's prefix
+    "llama4": (hf.Llama4TextConfig, {**LLAMA4, "attention_chunk_size": 6, "floor_scale": 4}),
 }
 
 

@@ -63,11 +63,11 @@ def _cases() -> list[Case]:
     for own in (True, False):
         changes = {"own_heads": own, "res_layers": 2}
         cases += [Case("medusa", "vllm", changes, whole) for whole in (True, False)]
-    cases += [Case("mtp", "deepseek", c, True) for c in ({}, QK)]
-    state_first = {"mode": "recurrent", "order": "state_first", **QK}
-    layouts = ("deepseek", "qwen3_next", "speculators")
-    cases += [Case("mtp", w, state_first, True) for w in layouts]
-    cases += [Case("mtp", w, {**QK, "depths": 1, "feed": "raw"}, True) for w in layouts]
+    cases += [Case("mtp", "deepseek", {}, True)]
+    state_first = {"mode": "recurrent", "order": "state_first"}
+    for word, norms in (("deepseek", {}), ("qwen3_next", {}), ("speculators", QK)):
+        cases += [Case("mtp", word, {**state_first, **norms}, True)]
+        cases += [Case("mtp", word, {"depths": 1, "feed": "raw", **norms}, True)]
     cases += [Case("mtp", "qwen3_next", {"depths": 1}, True)]
     cases += [Case(name, "transformers", {}, True) for name in ("draft_lm", "layerskip")]
     return cases + [Case(name, "native", {}, False) for name in drafters.trained_names()]

@@ -40,9 +40,9 @@ def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_check, "_run", run)
 
 
-def trip_of(name: str) -> RoundTrip:
+def trip_of(name: str, family: str = "llama", **changes: object) -> RoundTrip:
     """Transformers' MTP loop fails after prompts shorter than the modules."""
-    of, answers, drafter = tiny.half_trained(name, "llama")
+    of, answers, drafter = tiny.half_trained(name, family, **changes)
     pairs = zip(tiny.PROMPTS, answers, strict=True)
     prompts = [[*prompt, *answer[:4]] for prompt, answer in pairs]
     return RoundTrip(of, drafter, prompts, tiny.ANSWER, min(drafter.max_depth, 3))
@@ -56,12 +56,20 @@ def decoded(trip: RoundTrip, word: str, folder: Path) -> str:
     return decode_and_compare(TRANSFORMERS, form, trip, folder, loaded, print)
 
 
-@pytest.mark.parametrize(("name", "word"), [("mtp", "deepseek"), ("draft_lm", "transformers")])
+@pytest.mark.parametrize(
+    ("name", "word", "family", "changes"),
+    [
+        ("mtp", "deepseek", "llama", {}),
+        ("mtp", "deepseek", "qwen3", {"qk_norm": True}),
+        ("mtp", "deepseek", "qwen2", {}),
+        *(("draft_lm", "transformers", f, {}) for f in ("llama", "gemma3", "granite", "qwen3")),
+    ],
+)
 def test_transformers_accepts_the_same_tokens_in_every_round(
-    name: str, word: str, tmp_path: Path
+    name: str, word: str, family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """`generate(use_mtp=True)` on the merged target, and assisted generation."""
-    trip = trip_of(name)
+    trip = trip_of(name, family, **changes)
     chains = [answer for answer in trip.expected if answer.policy == "chain"]
     assert any(count > 0 for answer in chains for count in answer.accepted)
     rounds = sum(len(answer.accepted) for answer in chains)

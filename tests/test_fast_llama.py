@@ -144,20 +144,19 @@ def test_similar_models_are_not_supported() -> None:
         """A subclass of Linear, as quantised maps are."""
 
     model = small_model("llama")
-    layers = model.model.layers
-    assert supports(model, layers)
+    assert supports(model, model.model)
     other = copy.deepcopy(model)
     inside = other.model.layers[1].mlp
     inside.up_proj = Packed(inside.up_proj.in_features, inside.up_proj.out_features, bias=False)
-    assert not supports(other, other.model.layers)
+    assert not supports(other, other.model)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     other = small_model("llama", rope_parameters=dynamic)
-    assert not supports(other, other.model.layers)
+    assert not supports(other, other.model)
     other = small_model("llama", hidden_act="gelu")
-    assert not supports(other, other.model.layers)
+    assert not supports(other, other.model)
     other = copy.deepcopy(model)
     other.model.layers[0].mlp.extra_norm = nn.Identity()
-    assert not supports(other, other.model.layers)
+    assert not supports(other, other.model)
 
 
 def test_a_wrong_fast_forward_is_detected_and_dropped() -> None:

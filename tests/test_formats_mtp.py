@@ -1,6 +1,7 @@
 """MTP modules as a drafter's folder: order of inputs, norms, and merging into the target."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,26 @@ def test_merging_into_other_families(tmp_path: Path, family: str) -> None:
     outside.assert_equal_weights(drafter, formats.load(tmp_path / "both", other)[0])
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("gemma2", {}, "layers, and the two differ in post_feedforward_layernorm.weight"),
+        ("qwen3_moe", {"qk_norm": True}, "the two differ in mlp"),
+        ("granite", {}, "layers, which have residual_multiplier 0.5"),
+        ("llama", {"qk_norm": True}, "without norms on queries and keys .drafter.qk_norm=false"),
+        ("qwen3", {}, "with norms on queries and keys .drafter.qk_norm=true"),
+        ("qwen2", {}, ""),  # biases are written as zeros
+    ],
+)
+def test_module_that_an_engine_would_build_with_other_parts_is_refused(
+    family: str, changes: dict[str, Any], why: str
+) -> None:
+    """The engine's module is one of the target's decoder layers."""
+    other = tiny.target(family)
+    reason = formats.export_refusals(built(other, **changes), "mtp", other)["deepseek"]
+    assert re.search(why, reason) if why else reason == ""
+
+
 def test_merged_folder_with_scaled_rope_is_refused(
     target: Target, home: Path, tmp_path: Path
 ) -> None:
@@ -231,7 +252,7 @@ def test_damage_in_a_merged_folder_is_refused(target: Target, home: Path, tmp_pa
 def test_unknown_key_is_named(
     target: Target, tmp_path: Path, word: str, name: str, message: str
 ) -> None:
-    drafter = built(target, depths=1, qk_norm=True)
+    drafter = built(target, depths=1, qk_norm=word == "speculators")
     folder = outside.publish_as(drafter, target, tmp_path / "f", word)
     outside.rewrite_weights(folder, lambda t: t.update({name: torch.ones(3)}))
     with pytest.raises(RunError, match=f"holds .*{message}.* does not define"):

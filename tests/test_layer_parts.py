@@ -117,13 +117,12 @@ def test_a_skipped_sublayer_is_one_whose_output_is_zero(family: str, modules: bo
         if i in skips.skip_attention:
             name = next(n for n in ("o_proj", "c_proj", "dense") if hasattr(attention, n))
             _silence(getattr(attention, name))
-        if i in skips.skip_mlp and any("experts" in n for n, _ in children["mlp"].named_modules()):
-            _silence_experts(children["mlp"])
+        mlp = next(children[n] for n in ("mlp", "feed_forward") if n in children)
+        if i in skips.skip_mlp and any("experts" in n for n, _ in mlp.named_modules()):
+            _silence_experts(mlp)
         elif i in skips.skip_mlp:
             names = ("down_proj", "c_proj", "dense_4h_to_h")
-            _silence(
-                next(getattr(children["mlp"], n) for n in names if hasattr(children["mlp"], n))
-            )
+            _silence(next(getattr(mlp, n) for n in names if hasattr(mlp, n)))
     ids, positions, visible = tree_rows()
     expected = reference.forward(ids, positions, visible, read_prefix(reference)).last
     cache = target.new_cache(PREFIX + 8, 2)

@@ -1,5 +1,7 @@
 """The target in every family: taps, head, cache and tree forward."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -134,3 +136,28 @@ def test_a_full_cache_raises() -> None:
     nine = torch.arange(9)[None]
     with pytest.raises(ValueError, match="do not fit"):
         target.forward(nine, nine, causal(9), target.new_cache(8))
+
+
+# ---- wrappers of text models ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "wrapper", "config"),
+    [
+        ("llama4", hf.Llama4ForConditionalGeneration, hf.Llama4Config),
+        ("gemma3", hf.Gemma3ForConditionalGeneration, hf.Gemma3Config),
+    ],
+)
+def test_decoder_of_a_wrapper_is_its_text_model(family: str, wrapper: Any, config: Any) -> None:
+    """`get_decoder` of Llama-4's wrapper returns a model with a head."""
+    text = small_model(family)
+    sizes = ("hidden_size", "intermediate_size", "vision_output_dim", "projector_input_dim",
+             "projector_output_dim")  # fmt: skip
+    vision = {**dict.fromkeys(sizes, 32), "num_hidden_layers": 1, "num_attention_heads": 2}
+    whole = config(text_config=text.config.to_dict(), vision_config=vision)
+    target = Target(wrapper(whole).float().eval(), name="wrapper")
+    assert type(target.base_model) is type(text.model)
+    target.base_model.load_state_dict(text.model.state_dict())
+    rows = torch.arange(3, 3 + PREFIX)[None], torch.arange(PREFIX)[None], causal(PREFIX)
+    torch.testing.assert_close(target.forward(*rows).last, Target(text).forward(*rows).last)
+    target_check.check_target(target)

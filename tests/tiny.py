@@ -190,11 +190,11 @@ class HalfTrained(NamedTuple):
 
 
 @cache
-def half_trained(name: str, family: str) -> HalfTrained:
+def half_trained(name: str, family: str, **changes: Any) -> HalfTrained:
     """Train for twelve steps on the answers, after which some guesses are right."""
     of = target(family)
     answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)
-    student = drafter(name, of, vocab(VOCAB))
+    student = drafter(name, of, vocab(VOCAB), **changes)
     train_drafter(student, of, answered_trace(of, answers), steps=12)
     if student.patch_target(of):
         answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)

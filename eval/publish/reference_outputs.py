@@ -75,7 +75,11 @@ def _outputs(
     columns = _compared_columns(logits) if columns is None else columns.to(logits.device)
     tokens = drafter.vocab.target_ids.to(logits.device)[columns]
     out = {"ids": text, "rows": torch.tensor(rows), "tokens": tokens}
-    out |= {"logits": logits[:, :, columns], "embedded": target.embed(text), "last": trace.last[0]}
+    out |= {
+        "logits": logits[:, :, columns],
+        "embedded": target.embedding(text),
+        "last": trace.last[0],
+    }
     width = trace.last.shape[-1]
     for i, tap in enumerate(drafter.taps):
         out[f"tap.{tap}"] = trace.taps[0, :, i * width : (i + 1) * width]
@@ -130,7 +134,7 @@ def write_reference(
     facts = {
         **about,
         "taps": list(drafter.taps),
-        "plain_embedding": torch.equal(target.embedding.weight[ids], target.embed(ids)),
+        "plain_embedding": torch.equal(target.embedding(ids), target.embed(ids)),
         "target": {
             "name": target.name, "fingerprint": target_fingerprint(target),
             "vocab": shape.vocab, "hidden": shape.hidden, "layers": shape.layers,

@@ -99,6 +99,8 @@ class _Ends:
     ) -> Float[Tensor, "*rows Vd"]:
         return F.linear(last, self.weight[ids])
 
+    embedding_scale = 1.0
+
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
         return F.embedding(ids, self.weight)
 

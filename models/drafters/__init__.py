@@ -79,6 +79,7 @@ class TargetWithShape:
     def __init__(self, target: TargetEnds, shape: ModelShape) -> None:
         self.target, self._shape = target, shape
         self.embed, self.logits, self.logits_of = target.embed, target.logits, target.logits_of
+        self.embedding_scale = target.embedding_scale
 
     def shape(self) -> ModelShape:
         return self._shape

@@ -3,7 +3,8 @@
 Source: Li et al. 2024, "EAGLE", arXiv:2401.15077; EAGLE-2 (arXiv:2406.16858) decodes with the same
 weights. At row t the layer reads fc([embedding of x_{t+1}; last state of row t]) and predicts the
 target's last state of row t + 1; the target's frozen head turns it into a distribution of x_{t+2}.
-There is no norm before or after the layer. Training covers depth 1 only: Smooth-L1 between states
+There is no norm before or after the layer. The embedding is scaled as the target's own module does
+(Gemma: by sqrt(H)). Training covers depth 1 only: Smooth-L1 between states
 plus 0.1 times the soft cross-entropy. Deeper depths read the drafter's own output; they are
 measured but not trained (HASS trains them).
 
@@ -44,6 +45,7 @@ class Config(DrafterConfig):
     loss: tuple[str, ...] = ("smooth_l1", "0.1*soft_ce")
     depth_weights: str = "first"
     bias: bool = True
+    activation: str = "silu"
     noise: float = option(0.2, "", "[0, inf)")
     noise_by_length: bool = False
     warm_start: str | None = None
@@ -52,6 +54,7 @@ class Config(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_choice("activation", "silu", "gelu")
         self.require_choice("init", "linear", "random")
         self.require_choice("attention", "fast", "reference")
 
@@ -68,7 +71,8 @@ class Eagle(SelfFeeding):
         super().__init__()
         self.cfg, self.target, self.vocab, self.taps = cfg, target, vocab, taps
         self.depths, self.attention = cfg.depths, cfg.attention
-        shape = target.shape()
+        self.shape = shape = target.shape()._replace(activation=cfg.activation)
+        self.embedding_scale = target.embedding_scale
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=cfg.bias)
         self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
         init_linear_weights(self)
@@ -96,7 +100,7 @@ class Eagle(SelfFeeding):
     def layer_inputs(
         self, embedding: Float[Tensor, "N H"], state: Float[Tensor, "N D"]
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-        x: Tensor = self.fc(torch.cat([embedding, state], dim=-1))
+        x: Tensor = self.fc(torch.cat([embedding * self.embedding_scale, state], dim=-1))
         return x, x
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
@@ -133,7 +137,7 @@ class Eagle(SelfFeeding):
             return "random weights"
         traces = iter(traces)
         moments, first = closed_form_init.RegressionMoments(), next(traces)
-        sizes = [_rms(self.target.embed(first.next_ids)), _rms(first.last)]
+        sizes = [self.embedding_scale * _rms(self.target.embed(first.next_ids)), _rms(first.last)]
         for trace in chain([first], traces):
             moments.add(*self._regression_pairs(trace, sizes))
             if moments.count >= closed_form_init.ROWS_PER_FEATURE * 2 * len(moments.y):
@@ -148,7 +152,8 @@ class Eagle(SelfFeeding):
     ) -> tuple[Float[Tensor, "N F"], Float[Tensor, "N H"]]:
         """Return unit-size inputs and the target's next state, where depth 1 is supervised."""
         rows = trace.supervised_rows(1)
-        embedded = self.target.embed(trace.next_ids.flatten()[rows]).float() / sizes[0]
+        embedded = self.target.embed(trace.next_ids.flatten()[rows]).float()
+        embedded = embedded * (self.embedding_scale / sizes[0])
         last = trace.last.flatten(0, 1)
         inputs = [embedded, last[rows].float() / sizes[1], torch.ones(len(rows), 1).to(embedded)]
         return torch.cat(inputs[: 2 + self.cfg.bias], dim=-1), last[rows + 1].float()

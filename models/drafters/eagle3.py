@@ -65,6 +65,7 @@ class Config(DrafterConfig):
     head_dim: int | None = option(None, "", "[2, 65536]")
     window: int | None = option(None, "", COUNT)
     qk_norm: bool = False
+    activation: str = "silu"
     fc_norm: str | bool = "none"
     feedback: str = "raw"
     residual: str = "raw"
@@ -80,6 +81,7 @@ class Config(DrafterConfig):
             raise ValueError(f"taps = {list(self.taps)}: needs one or more layers, each once")
         if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: rotary pairs need an even size")
+        self.require_choice("activation", "silu", "gelu")
         self.require_choice("feedback", "raw", "normed")
         self.require_choice("residual", "raw", "normed")
         self.require_choice("init", "linear", "random")
@@ -113,7 +115,8 @@ class Eagle3(SelfFeeding):
         self.cfg, self.target, self.vocab, self.taps = cfg, target, vocab, taps
         self.depths, self.attention, self.window = cfg.depths, cfg.attention, cfg.window
         shape = target.shape()
-        self.shape = shape._replace(head_dim=cfg.head_dim or shape.head_dim)
+        head_dim = cfg.head_dim or shape.head_dim
+        self.shape = shape._replace(head_dim=head_dim, activation=cfg.activation)
         hidden, eps = shape.hidden, shape.eps
         self.fc = nn.Linear(len(taps) * hidden, hidden, bias=False)
         self.register_buffer("tap_scale", torch.ones(len(taps)))

@@ -81,7 +81,9 @@ class Eagle3Format(ExternalFormat):
     def refusal_reason(self, drafter: Eagle3, target: Target) -> str:
         if list(drafter.taps) != sorted(drafter.taps):
             return f"{ORDER}, and its fc reads them as {list(drafter.taps)}"
-        return LAST if target.num_layers - 1 in drafter.taps else ""
+        if target.num_layers - 1 in drafter.taps:
+            return LAST
+        return "" if drafter.cfg.activation == "silu" else hf_config.ONLY_SILU
 
     # ---- names ----
 
@@ -198,6 +200,7 @@ class Eagle3Format(ExternalFormat):
         refuse_other_networks(folder, keys, target)
         shape = hf_config.read_config(folder, config, target.shape(), windowed=True)
         fields = {
+            "activation": shape.activation,
             "taps": self._taps(folder, target, sidecar, keys),
             "layers": count_layers(folder, config, keys),
             "fc_norm": fc_norm(folder, keys),
@@ -214,7 +217,8 @@ class Eagle3Format(ExternalFormat):
         if shape.head_dim != default or sidecar.get("drafter", {}).get("head_dim") is not None:
             fields["head_dim"] = shape.head_dim
         ids = hf_config.read_vocab(folder, keys, target.vocab_size)
-        return DrafterSpec("eagle3", fields, shape._replace(head_dim=default), ids)
+        shape = shape._replace(head_dim=default, activation=target.shape().activation)
+        return DrafterSpec("eagle3", fields, shape, ids)
 
     def _taps(
         self, folder: WeightFolder, target: Target, sidecar: Sidecar, keys: Mapping[str, str]

@@ -16,12 +16,17 @@ from outrider.conf.errors import RunError
 from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.hf_folder import check_sizes
 from outrider.models.interface import ModelShape
-from outrider.models.layers import apply_rotary
+from outrider.models.layers import apply_rotary, rotary_frequencies
 from outrider.models.vocab import DraftVocab
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}
 SUPPORTED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0}  # the only values
+ONLY_SILU = (
+    "the layers of vLLM and SGLang (Llama's, Qwen3's) have no activation but silu, and its have "
+    "gelu; train it with drafter.activation=silu"
+)
+MAX_FACTOR = 2.0**20  # of the length of a text, by a scaled rotary embedding
 NOT_SUPPORTED = "Outrider's drafters have no such part."
 USE_TARGET = "Use the target it was trained for."
 USE_OTHER = "Use another drafter, or train one for this target: outrider train."
@@ -165,6 +170,19 @@ def read_window(folder: WeightFolder, config: Mapping[str, Any]) -> int | None:
     return size
 
 
+def logit_scale_field(scale: float) -> dict[str, float]:
+    """Return vLLM's field for a factor on the output of a head that is the target's."""
+    return {} if scale == 1 else {"logit_scale": scale}
+
+
+def refuse_other_scale(folder: WeightFolder, scale: float) -> None:
+    """Refuse a factor on the logits that is not the one of the target's head."""
+    found = folder.config.get("logit_scale")
+    if found not in (None, 1.0, scale):
+        why = f"its logits are scaled by {found}, and those of the target by {scale}."
+        raise folder.error(why, USE_TARGET)
+
+
 # ---- vocabulary ----------------------------------------------------------------------------------
 
 
@@ -250,13 +268,30 @@ def require_same_rope(config: Mapping[str, Any], shape: ModelShape) -> None:
         raise RunError(why, "This is a bug in Outrider; please report it.")
 
 
-def _same_rope(hf: Any, shape: ModelShape, count: int = 64) -> bool:
-    """Compare cosines and sines of the first positions, of transformers and of `layers.py`."""
+def _same_rope(hf: Any, shape: ModelShape) -> bool:
+    """Compare transformers' rotary embedding with that of `layers.py`, for short and long texts.
+
+    Scaled kinds change the frequencies beyond a length (dynamic, longrope), or those of the slowest
+    pairs, which the first positions do not show (llama3, yarn).
+    """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    positions, size = torch.arange(count), shape.head_dim
+    positions, rotary, size = torch.arange(64), LlamaRotaryEmbedding(hf), shape.head_dim
+    ours = rotary_frequencies(size // 2, shape.rope_theta, torch.device("cpu"))
+    for last in (63, _longest_text(hf, shape) - 1):
+        rotary(torch.zeros(1), torch.tensor([[last]]))
+        theirs = rotary.inv_freq
+        if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=0):
+            return False
     tables = LlamaRotaryEmbedding(hf)(torch.zeros(1), positions[None])
-    theirs = torch.cat([table[0].chunk(2, dim=-1)[0] for table in tables], dim=-1)
-    one = (torch.arange(size) < size // 2).float().expand(count, 1, -1)  # rotates to cos and sin
-    ours = apply_rotary(one, positions, shape.rope_theta)[:, 0]
-    return theirs.shape == ours.shape and torch.allclose(theirs, ours, atol=1e-5)
+    halves = torch.cat([table[0].chunk(2, dim=-1)[0] for table in tables], dim=-1)
+    one = (torch.arange(size) < size // 2).float().expand(64, 1, -1)  # rotates to cos and sin
+    rotated = apply_rotary(one, positions, shape.rope_theta)[:, 0]
+    return torch.allclose(halves, rotated, atol=1e-5)
+
+
+def _longest_text(hf: Any, shape: ModelShape) -> int:
+    """Return the length up to which the drafter could be used: the target's, or a scaled one."""
+    factor = hf.rope_parameters.get("factor")
+    factor = min(float(factor), MAX_FACTOR) if isinstance(factor, int | float) else 1.0
+    return int(max(shape.max_positions, hf.max_position_embeddings) * max(1.0, factor))

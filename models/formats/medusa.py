@@ -117,6 +117,7 @@ class MedusaVLLM(MedusaFormat):
             "num_hidden_layers": drafter.cfg.res_layers,
             "medusa_fc_bias": _has_bias(drafter),
             "original_lm_head": not drafter.cfg.own_heads,
+            **hf_config.logit_scale_field(1.0 if drafter.cfg.own_heads else target.logit_scale),
             **hf_config.dtype_fields(drafter.state_dict()),
         }
 
@@ -158,6 +159,7 @@ class MedusaVLLM(MedusaFormat):
             why = f"its vocabulary has {config.get('vocab_size')} tokens and the target's"
             raise folder.error(f"{why} {target.vocab_size}.", hf_config.USE_TARGET)
         own = not config.get("original_lm_head", False)
+        hf_config.refuse_other_scale(folder, 1.0 if own else target.logit_scale)
         heads, layers = (folder.positive_int(k, 0) for k in ("num_heads", "num_hidden_layers"))
         fields = {"own_heads": own, "adapter_rank": 0, "depths": heads, "res_layers": layers}
         ids = self._vocab_ids(folder, keys.get("token_map"), target.vocab_size)

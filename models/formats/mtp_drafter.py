@@ -4,8 +4,10 @@ The layouts and their names are those of `mtp_layouts.py`. All of them join [emb
 halves of `eh_proj` are swapped for drafters trained the other way. Qwen3-Next's layout stores norms
 as weight - 1, exact for weights in 0.5 .. 2 and rounded elsewhere.
 
-An engine runs a module with the rotary embedding and the head of the target that holds it, and
-feeds the next depth the module's output after its norm; drafters trained otherwise are refused.
+An engine runs a module as one more decoder layer of the target that holds it, with the target's
+rotary embedding and head, and feeds the next depth the module's output after its norm; drafters
+trained otherwise are refused, and targets whose layers are not those of `models/layers.py` (four
+norms, experts, multipliers). Biases of the target's layers are written as zeros.
 docs/formats.md lists the target families that an engine serves.
 """
 
@@ -22,6 +24,7 @@ from outrider.models.formats.eagle3_speculators import speculators_fields
 from outrider.models.formats.external import JOINT_ORDER, DrafterSpec, ExternalFormat, Sidecar
 from outrider.models.formats.mtp_layouts import DEEPSEEK, QWEN3_NEXT, SPECULATORS, ModuleLayout
 from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.hf_folder import summarise
 from outrider.models.interface import ModelShape
 from outrider.models.target import Target
 
@@ -31,6 +34,8 @@ FEED = (
     "engines feed the next depth a module's output after its norm (drafter.feed=normed), and this "
     "drafter the one before it"
 )
+LAYER = "an engine builds the module as one of the target's decoder layers"
+MULTIPLIERS = ("residual_multiplier", "attn_logit_softcapping", "attention_multiplier")
 NO_LLAMA = (
     "speculators' MTP layers are Qwen3's, with norms on queries and keys (drafter.qk_norm=true)"
 )
@@ -44,6 +49,7 @@ class MtpFormat(ExternalFormat):
     reduced = "its draft vocabulary is reduced, and engines use the target's whole head"
     layout: ModuleLayout
     several = False  # whether more than one module can be stored
+    inside_target = True  # whether the engine builds its layers from the target's config
 
     def prefix(self, stage: int, target: Target) -> str:
         return self.layout.prefix.format(target.num_layers + stage)
@@ -88,7 +94,9 @@ class MtpFormat(ExternalFormat):
             return FEED
         if drafters.custom_shape(drafter) is not None:
             return OTHER_SIZES
-        return "" if plain_rope(target) else ROPE
+        if not plain_rope(target):
+            return ROPE
+        return other_layer(drafter, target) if self.inside_target else ""
 
     def config(self, drafter: Mtp, target: Target) -> dict[str, Any]:
         """Return the modules' shape and the target's number of layers."""
@@ -133,7 +141,7 @@ class MtpDeepSeek(MtpFormat):
 
     def target_copies(self, drafter: Mtp, target: Target) -> dict[str, Tensor]:
         ends = zip(self.layout.shared, (target.embedding.weight, target.head_weight), strict=True)
-        copies, stages = dict(ends), range(len(drafter.stages))
+        copies, stages = {**dict(ends), **_zero_biases(target)}, range(len(drafter.stages))
         return {self.prefix(k, target) + key: copies[key] for k in stages for key in copies}
 
     def matches(self, folder: WeightFolder) -> bool:
@@ -157,6 +165,7 @@ class MtpSpeculators(MtpFormat):
     names = ("speculators",)
     engines = "speculators' tools"
     layout = SPECULATORS
+    inside_target = False
 
     def refusal_reason(self, drafter: Mtp, target: Target) -> str:
         why = super().refusal_reason(drafter, target)
@@ -179,6 +188,32 @@ def plain_rope(target: Target) -> bool:
     rope = getattr(target.text_config, "rope_parameters", None) or {}
     whole = rope.get("partial_rotary_factor", 1.0) == 1.0
     return whole and rope.get("rope_type") == "default" and "rope_theta" in rope
+
+
+def other_layer(drafter: Mtp, target: Target) -> str:
+    """Return what a decoder layer of the target has more or less than a module, or ""."""
+    own = {name for name, _ in drafter._stages()[0].block.named_parameters()}
+    theirs = {name for name, _ in target.layers[-1].named_parameters()} - _zero_biases(
+        target
+    ).keys()
+    if own ^ theirs == {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}:
+        norms = "with" if own < theirs else "without"
+        return (
+            f"{LAYER}, {norms} norms on queries and keys (drafter.qk_norm={own < theirs})".lower()
+        )
+    if own ^ theirs:
+        return f"{LAYER}, and the two differ in {summarise(sorted(own ^ theirs), 1)}"
+    config, neutral = target.text_config, (1.0, None, target.shape().head_dim ** -0.5)
+    for name, value in zip(MULTIPLIERS, neutral, strict=True):
+        if (found := getattr(config, name, value)) != value:
+            return f"{LAYER}, which have {name} {found}"
+    return ""
+
+
+def _zero_biases(target: Target) -> dict[str, Tensor]:
+    """Return biases that the target's layers have (Qwen2) and a module has not."""
+    layer = target.layers[-1].named_parameters()
+    return {name: torch.zeros_like(p) for name, p in layer if name.endswith(".bias")}
 
 
 def _swap_halves(joint: Tensor, drafter: Mtp) -> Tensor:

@@ -76,5 +76,8 @@ def _add_modules(
     if (own.path / SIDECAR).exists():
         content = {**read_json(own.path / SIDECAR, own.fix), "sha256": {MODULES: sha256}}
         write_json(partial / SIDECAR, content)
-    count = {"num_nextn_predict_layers": own.positive_int("num_nextn_predict_layers", 1)}
-    write_json(partial / "config.json", {**whole.config, **count})
+    count = own.positive_int("num_nextn_predict_layers", 1)
+    config = {**whole.config, "num_nextn_predict_layers": count}
+    if whole.config.get("layer_types"):  # transformers asks for those of the modules
+        config["mtp_layer_types"] = ["full_attention"] * count
+    write_json(partial / "config.json", config)

@@ -60,11 +60,9 @@ class NativeFormat:
             RunError: the folder is damaged or incomplete, or was made for another target.
         """
         config, tensors = _read_files(folder, target)
-        fields = config["drafter"]
+        fields = _with_old_defaults(config)
         if "taps" in fields:
             fields = {**fields, "taps": config["taps"]}
-        if fields.get("name") == "mtp":
-            fields = {"feed": "raw", **fields}  # the default until it became normed
         cfg = config_from_json(fields, folder)
         with damaged_means_error(folder, FIX):
             vocab = DraftVocab.from_offsets(tensors["vocab.d2t"], target.vocab_size)
@@ -86,6 +84,16 @@ class NativeFormat:
                     value.data = value.data.to(tensors[name].dtype)
             drafter.load_state_dict(tensors)
         return drafter.eval(), cfg
+
+
+def _with_old_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the drafter's fields, with what a version without a field did for its value."""
+    fields = config["drafter"]
+    shape = config["shape"] if isinstance(config.get("shape"), dict) else config["target"]
+    activation = {"activation": shape.get("activation", "silu")}  # the target's
+    names = ("eagle", "eagle3", "hass")
+    old = {"mtp": {"feed": "raw"}, **dict.fromkeys(names, activation)}
+    return {**old.get(str(fields.get("name")), {}), **fields}
 
 
 def shape_from_json(fields: Any) -> ModelShape:

@@ -1,0 +1,50 @@
+"""Position-dependent scales of queries, computed from the positions of the tokens.
+
+Llama-4 multiplies the queries of its layers without rotary embedding by
+log(1 + floor((position + 1) / floor_scale)) * attn_scale + 1. transformers takes the number of
+cached rows plus the index of the row for the position, which is another one for the nodes of a
+tree, and for packed documents.
+
+Legend: B rows of a batch, T tokens, Q query columns.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+@contextmanager
+def scale_queries(layers: nn.ModuleList, positions: Int[Tensor, "B T"]) -> Iterator[None]:
+    """Scale queries by `positions` inside the context, where the layers scale them at all."""
+    with ExitStack() as undo:
+        for attention in _scaling(layers):
+            scale = _query_scale(attention, positions)
+            hook = attention.q_proj.register_forward_hook(partial(_multiply, scale))
+            undo.enter_context(hook)
+            undo.callback(setattr, attention, "attn_temperature_tuning", True)
+            attention.attn_temperature_tuning = False
+        yield
+
+
+def _scaling(layers: nn.ModuleList) -> list[Any]:
+    """Return the attention modules that scale their queries."""
+    found: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    found = [each for each in found if getattr(each, "attn_temperature_tuning", False)]
+    return [attention for attention in found if not attention.use_rope]
+
+
+def _query_scale(attention: Any, positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T 1"]:
+    steps = torch.log1p(torch.floor((positions.float() + 1) / attention.floor_scale))
+    out: Tensor = (steps * attention.attn_scale + 1)[..., None]
+    return out
+
+
+def _multiply(
+    scale: Float[Tensor, "B T 1"], _module: nn.Module, _args: Any, out: Float[Tensor, "B T Q"]
+) -> Float[Tensor, "B T Q"]:
+    return (out * scale.to(out.device)).to(out.dtype)
