@@ -65,7 +65,7 @@ def requests() -> list[Request]:
 def answers(family: str) -> tuple[list[int], ...]:
     """The model's own answers: one prompt at a time, no cache, no mask."""
     of = tiny.target(family)
-    return tuple(tiny.greedy_tokens(of, prompt, budget) for prompt, budget, _ in requests())
+    return tuple(tiny.greedy_tokens(of, prompt, budget) for prompt, budget, *_ in requests())
 
 
 def half_right(family: str) -> Row:

@@ -124,7 +124,7 @@ def requests(budget: int = 14) -> list[Request]:
 def mostly_right(sampling: Sampling) -> Row:
     """Logits that favour two of three tokens of the greedy answers under these processors."""
     noise, known = random_logits(tiny.VOCAB, scale=2.0), dict[Text, int]()
-    for prompt, budget, _ in requests():
+    for prompt, budget, *_ in requests():
         text = (*prompt, *plainly(sampling._replace(temperature=0.0), prompt, budget))
         known.update({text[:i]: text[i] for i in range(len(prompt), len(text))})
 
@@ -148,7 +148,7 @@ def test_greedy_answers_match_transformers(policy: Policy | None, change: dict[s
     for batch in (1, 2):
         decoder = Engine(tiny.target(), drafter, policy, sampling=sampling)
         outs = decoder.generate_all(requests(), batch)
-        assert [out.ids for out in outs] == [plainly(sampling, p, n) for p, n, _ in requests()]
+        assert [out.ids for out in outs] == [plainly(sampling, p, n) for p, n, *_ in requests()]
         assert policy is None or sum(sum(out.accepted) for out in outs) > 5
 
 
@@ -156,7 +156,7 @@ def test_greedy_answers_match_transformers(policy: Policy | None, change: dict[s
 def test_sampled_answers_match_transformers(setting: dict[str, Any]) -> None:
     sampling = Sampling(**setting)
     outs = numbered(sampling).generate_all(requests(), 3)
-    assert [out.ids for out in outs] == [plainly(sampling, p, n, s) for p, n, s in requests()]
+    assert [out.ids for out in outs] == [plainly(sampling, p, n, s) for p, n, s, _ in requests()]
 
 
 # ---- the rows of trees ---------------------------------------------------------------------------
