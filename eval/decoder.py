@@ -189,9 +189,10 @@ class Decoder:
         Args:
             prompt: token ids; text, tokenised without a template; or messages, for the chat
                 template (strings are of user and assistant alternating).
-            **how: temperature, top_p, top_k, min_p, repetition_penalty, banned (token ids), seed,
-                stop (strings), policy, rule (above temperature 0: a name from the table in
-                docs/decoding.md, or a result of `bind_rule`; None: the policy's lossless default).
+            **how: temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
+                frequency_penalty, banned (token ids), seed, stop (strings), policy, rule (above
+                temperature 0: a name from the table in docs/decoding.md, or a result of
+                `bind_rule`; None: the policy's lossless default).
 
         Raises:
             RunError: the prompt is invalid, empty, too long for the target, or has unknown tokens.

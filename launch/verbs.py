@@ -32,8 +32,11 @@ INPUTS = (*PROMPTS, "drafter.answers")
 DECODING = ("eval", "chat", "serve")  # verbs that take any drafter, with or without a run
 SAMPLING = tuple(
     f"decode.{name}"
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "banned")
-)
+    for name in (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "banned",
+    )
+)  # fmt: skip
 VERBS = {
     "train": Verb(
         "outrider.launch.train:train", "train a drafter against a frozen target, then measure it"),

@@ -37,7 +37,9 @@ def serving(
 
 
 def post(server: Server, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/{path}", json=body, timeout=60)
+    headers = {"content-type": "application/json"}
+    content = json.dumps(body)  # also of text that UTF-8 does not have
+    return httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=60)
 
 
 def stream(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:

@@ -332,10 +332,8 @@ def event(body: dict[str, Any]) -> str:
 
 
 def error_response(error: ApiError, headers: Any = None) -> JSONResponse:
-    """Return the response; the connection of a body that was not read is closed."""
+    """Return the response, with the headers that tell clients whether to try again."""
     more = dict(headers or {})
-    if error.status in (408, 413, 415, 401):
-        more["connection"] = "close"
     if error.status == 429:
         more["retry-after"] = "1"
     if error.code == "timeout":

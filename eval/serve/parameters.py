@@ -56,6 +56,8 @@ class Parameters:
     top_k: int | None = option(None, "most likely tokens kept; 0: all", COUNT0)
     min_p: float | None = option(None, "smallest probability kept", PROBABILITY)
     repetition_penalty: float | None = option(None, "above 1: lowers earlier tokens", "(0, 10]")
+    presence_penalty: float | None = option(None, "lowers tokens of the answer", "[-2, 2]")
+    frequency_penalty: float | None = option(None, "the same, per occurrence", "[-2, 2]")
     banned: tuple[int, ...] | None = option(None, "token ids never generated", COUNT0)
     stop: str | tuple[str, ...] | None = option(None, "texts that end the answer")
     seed: int | None = option(None, "null: another one every time", "[0, 9223372036854775807]")
@@ -118,6 +120,10 @@ def parse_parameters(values: Mapping[str, Any], prompt: str) -> Parameters:
                 raise ApiError(400, why, name, "unsupported_parameter")
         elif name not in (prompt, *IGNORED):
             own[name] = value
+    for name in ("model", "stop"):  # a number is a valid name in conf/, but not here
+        given = own.get(name)
+        if any(isinstance(one, int | float) for one in (given if type(given) is list else [given])):
+            raise ApiError(400, f"{name}: This field expects text.", name)
     parameters: Parameters = from_dict(Parameters, own, "")
     return parameters
 

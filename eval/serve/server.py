@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from rich.text import Text
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -29,6 +30,7 @@ from outrider.models.decode.from_config import Tables
 
 KEY = "OUTRIDER_API_KEY"
 IDLE_SECONDS = 15.0  # of a connection without a request
+DISCARD_SECONDS = 3.0  # of the rest of a body that was refused
 CONNECTIONS = 512  # beyond what may run and wait
 CLOSE_SECONDS = 5.0  # for open connections after the last answer
 
@@ -130,7 +132,11 @@ class Server:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol, with a limit of time until the first request of a connection."""
+    """uvicorn's HTTP protocol, with limits of time for what it waits for or discards.
+
+    After the refusal of a long request the rest of its body is discarded for a while: a connection
+    that is closed at once may lose the response.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -139,6 +145,15 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.first.cancel()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self.loop.call_later(DISCARD_SECONDS, self._close_if_sending, self.cycle)
+
+    def _close_if_sending(self, cycle: Any) -> None:
+        if cycle is self.cycle and self.conn.their_state is h11.SEND_BODY:
+            self.transport.abort()
 
     def _close_without_request(self) -> None:
         if self.cycle is None:
