@@ -33,8 +33,8 @@ DECODING = ("eval", "chat", "serve")  # verbs that take any drafter, with or wit
 SAMPLING = tuple(
     f"decode.{name}"
     for name in (
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "banned",
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "banned",
+        "presence_penalty", "frequency_penalty",
     )
 )  # fmt: skip
 VERBS = {

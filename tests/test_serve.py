@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from outrider.data.conversations import Message
 from outrider.eval.decoder import Decoder
 from outrider.eval.serve.server import KEY, Server
 from outrider.models.decode.policy import Chain
@@ -19,7 +20,7 @@ from tests.serving import TOKENS, metrics, post, serving, stream
 from tests.test_decoder import oracle, target
 from tests.test_tokenise import PLAIN, byte_tokenizer
 
-MESSAGES = [{"role": "user", "content": "why?"}]
+MESSAGES = [Message(role="user", content="why?")]
 PROMPT = "Once upon a time"
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01, **PENALTIES}

@@ -22,6 +22,7 @@ import openai
 import psutil
 import pytest
 
+from outrider.data.conversations import Message
 from outrider.eval.decoder import Decoder
 from outrider.eval.serve.server import Server
 from outrider.models.decode.policy import Chain
@@ -222,9 +223,9 @@ def test_the_examples_of_the_page_run_word_for_word(capsys: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_answers_of_the_embedded_target_are_the_decoders(tiny: Decoder) -> None:
     asked = {"temperature": 0.9, "seed": 7, "max_tokens": 30}
-    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    messages = [Message(role="user", content=QUESTIONS[0])]
     with serving(tiny) as server:
         got = post(server, "chat/completions", messages=messages, **asked).json()
     policy = Chain(3, "drawn")
-    own: Any = tiny.generate(messages, 30, temperature=0.9, seed=7, policy=policy)
+    own = tiny.generate(messages, 30, temperature=0.9, seed=7, policy=policy)
     assert got["choices"][0]["message"]["content"] == own.text

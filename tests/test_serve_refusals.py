@@ -19,7 +19,13 @@ from outrider.launch.cli import main
 from tests.serving import metrics, post, serving
 from tests.test_serve import MESSAGES, PROMPT, decoder
 
-SMALL = {"batch": 2, "queue": 1, "max_bytes": 20_000, "max_length": 300, "max_choices": 3}
+SMALL: dict[str, Any] = {
+    "batch": 2,
+    "queue": 1,
+    "max_bytes": 20_000,
+    "max_length": 300,
+    "max_choices": 3,
+}
 
 
 @pytest.fixture(name="server", scope="module")
