@@ -17,6 +17,11 @@ COUNT = "[1, inf)"
 REPO = r"[\w.-]+/[\w.-]+"
 MIN_SHARES = 2  # pilot sizes that a scaling fit needs
 Engine = Literal["vllm", "speculators", "openvino", "llamacpp", "transformers"]
+SERVE_NOTE = (
+    "For trying a drafter from your own app, not for production: outrider publish writes a folder "
+    "that vLLM, SGLang, llama.cpp and other engines serve (docs/serving.md). If the variable "
+    "OUTRIDER_API_KEY is set, clients must send that key."
+)
 Gpu = Literal["h100", "h200", "a100", "b200", "rtx4090", "mi300x"]
 
 
@@ -130,11 +135,34 @@ class AdviseConfig:
             raise ConfigError("advise.shares", list(self.shares), why, "Like [0.01,0.02,0.04].")
 
 
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """Address and limits of the server."""
+
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: also for other machines")
+    port: int = option(8000, "port to listen at; 0: a free one", "[0, 65535]")
+    name: str | None = option(None, "name of the model in the API; null: the target's")
+    batch: int = option(8, "answers decoded together", "[1, 1024]")
+    samplings: int = option(2, "different sampling settings decoded at a time", "[1, 64]")
+    queue: int = option(64, "answers that may wait; status 429 beyond", "[0, 65536]")
+    max_length: int = option(4096, "tokens of a prompt and its answer; status 400 beyond", TOKENS)
+    max_choices: int = option(8, "answers of one request (n, and several prompts)", "[1, 1024]")
+    max_bytes: int = option(1000000, "bytes of a request; status 413 beyond", "[1024, 268435456]")
+    timeout: float = option(600.0, "seconds of a request, its wait included", "(0, 86400]")
+    grace: float = option(10.0, "seconds that running answers get when it stops", "[0, 3600]")
+
+    def __post_init__(self) -> None:
+        if self.name is not None and not re.fullmatch(r"[\w./:@+-]+", self.name):
+            why = "The name of a model is one word of letters, digits and . / : @ + - _"
+            raise ConfigError("serve.name", self.name, why, "Like serve.name=my-draft.")
+
+
 VERB_GROUPS: dict[str, Any] = {
     "plan": PlanConfig,
     "cluster": ClusterConfig,
     "memory": MemoryConfig,
     "publish": PublishConfig,
+    "serve": ServeConfig,
     "sweep": SweepConfig,
     "doctor": DoctorConfig,
     "advise": AdviseConfig,

@@ -12,8 +12,10 @@ EXTRAS = {  # package: extra
     "gguf": "smollm2",
     "openai": "endpoint",
     "optuna": "search",
+    "starlette": "serve",
     "submitit": "slurm",
     "tensorboard": "tensorboard",
+    "uvicorn": "serve",
     "wandb": "wandb",
 }
 

@@ -361,6 +361,10 @@ class DecodeConfig:
     top_k: int = option(0, "most likely tokens kept; 0: all", "[0, inf)")
     min_p: float = option(0.0, "smallest probability kept, relative to the top-1's", PROBABILITY)
     repetition_penalty: float = option(1.0, "above 1: lowers earlier tokens' logits", "(0, inf)")
+    presence_penalty: float = option(
+        0.0, "subtracted from the logits of tokens of the answer", "[-2, 2]"
+    )
+    frequency_penalty: float = option(0.0, "the same, once per occurrence", "[-2, 2]")
     banned: tuple[int, ...] = option((), "token ids that are never generated", COUNT0)
 
     @property
@@ -381,7 +385,8 @@ class DecodeConfig:
     def is_unwarped(self) -> bool:
         """Whether decoding is greedy, or samples from the target's unchanged distribution."""
         warped = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        changed = self.repetition_penalty != 1 or bool(self.banned)
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        changed = any(penalties) or bool(self.banned)
         return self.temperature in (0, 1) and not warped and not changed
 
     @property

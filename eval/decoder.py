@@ -46,7 +46,7 @@ from outrider.models import drafters, formats, process
 from outrider.models.decode import from_config
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Policy
-from outrider.models.decode.request import DialogueCache, Output, Request, Stops
+from outrider.models.decode.request import DialogueCache, Event, Output, Request, Stops
 from outrider.models.drafter import Drafter
 from outrider.models.load import load_target, read_shape, stop_ids
 from outrider.models.target import Target
@@ -194,9 +194,10 @@ class Decoder:
         Args:
             prompt: token ids; text, tokenised without a template; or messages, for the chat
                 template (strings are of user and assistant alternating).
-            **how: temperature, top_p, top_k, min_p, repetition_penalty, banned (token ids), seed,
-                stop (strings), policy, rule (above temperature 0: a name from the table in
-                docs/decoding.md, or a result of `bind_rule`; None: the policy's lossless default).
+            **how: temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
+                frequency_penalty, banned (token ids), seed, stop (strings), policy, rule (above
+                temperature 0: a name from the table in docs/decoding.md, or a result of
+                `bind_rule`; None: the policy's lossless default).
 
         Raises:
             RunError: the prompt is invalid, empty, too long for the target, or has unknown tokens.
@@ -218,8 +219,8 @@ class Decoder:
         requests = [
             Request(self.ids(prompt), budget, setting.seed + n) for n, prompt in enumerate(prompts)
         ]
-        engine = self._engine(setting)
-        return [self._result(out, setting) for out in engine.generate_all(requests, batch)]
+        engine = self.engine(setting)
+        return [self.result(out, setting) for out in engine.generate_all(requests, batch)]
 
     def stream(
         self, prompt: Prompt, max_new_tokens: int = 256, **how: Any
@@ -241,25 +242,25 @@ class Decoder:
     def _stream(
         self, request: Request, setting: GenerationSettings, caches: "Caches | None" = None
     ) -> Generator[Piece, None, None]:
-        engine, emitted = self._engine(setting), ""
+        engine, pieces = self.engine(setting), Pieces(self, setting)
         cache = None if caches is None else caches[engine.drafter is not None]
         for event in engine.run([request], 1, dialogue=cache):
-            result = self._result(event.out, setting)
-            text = result.text if result.stop_reason else _stable_text(result.text, setting)
-            new = text.removeprefix(emitted) if text.startswith(emitted) else ""
-            emitted += new
-            origins = result.origins[len(result.origins) - len(event.tokens) :]
-            yield Piece(new, event.tokens, origins, result)
+            yield pieces.next(event)
 
-    def _engine(self, setting: GenerationSettings) -> Engine:
+    def engine(self, setting: GenerationSettings) -> Engine:
+        """Return an engine for requests with these settings."""
         sampling = setting.sampling.check(self.target.vocab_size)
-        policy = self._policy(setting)
-        stops = Stops(stop_ids(self.tokenizer, self.target), setting.stop_strings, self.text)
+        policy, stops = self._policy(setting), self.stops(setting)
         drafter = self.drafter if policy is not None else None
         rule = setting.bound_rule(policy)
         return Engine(
             self.target, drafter, policy, sampling=sampling, stops=stops, rule=rule, timed=False
         )
+
+    def stops(self, setting: GenerationSettings) -> Stops:
+        """Return what ends an answer before its budget."""
+        ends = stop_ids(self.tokenizer, self.target)
+        return Stops(ends, setting.stop_strings, self.text)
 
     def _policy(self, setting: GenerationSettings) -> Policy | None:
         policy = self.policy if setting.policy is None else setting.policy
@@ -280,7 +281,8 @@ class Decoder:
         """Decode token ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _result(self, out: Output, setting: GenerationSettings) -> Result:
+    def result(self, out: Output, setting: GenerationSettings) -> Result:
+        """Return an answer, or as much as there is of it, with its text."""
         text = self.text(out.ids[:-1] if out.stop_reason == "end token" else out.ids)
         ends = [at for stop in setting.stop_strings if (at := text.find(stop)) >= 0]
         lossy = setting.lossy if (setting.policy or self.policy) != PLAIN else False
@@ -288,6 +290,22 @@ class Decoder:
             list(out.ids), text[: min(ends, default=len(text))], list(out.accepted),
             list(out.origins), out.tau, out.times.rounds, out.times.prefill, out.stop_reason, lossy,
         )  # fmt: skip
+
+
+class Pieces:
+    """The pieces of one answer, whose texts concatenate to the text of the answer."""
+
+    def __init__(self, decoder: Decoder, setting: GenerationSettings) -> None:
+        self.decoder, self.setting, self.emitted = decoder, setting, ""
+
+    def next(self, event: Event) -> Piece:
+        """Return the piece of a round."""
+        result = self.decoder.result(event.out, self.setting)
+        text = result.text if result.stop_reason else _stable_text(result.text, self.setting)
+        new = text.removeprefix(self.emitted) if text.startswith(self.emitted) else ""
+        self.emitted += new
+        origins = result.origins[len(result.origins) - len(event.tokens) :]
+        return Piece(new, event.tokens, origins, result)
 
 
 Caches = dict[bool, DialogueCache]  # by whether a drafter runs: its state is part of the cache

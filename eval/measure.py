@@ -50,7 +50,8 @@ from outrider.train.objective import Objective
 WARM_TOKENS = 32  # of a warm-up answer: enough to run every shape of a round
 REPORTED = (  # fields of `decode` in every report
     "width", "nodes", "confidence", "acceptance_goal", "gain", "temperature", "top_p", "top_k",
-    "min_p", "repetition_penalty", "banned", "lenience", "epsilon", "delta",
+    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "banned", "lenience",
+    "epsilon", "delta",
 )  # fmt: skip
 ROUNDS = ("accepted", "drafted", "room", "origins", "rejected")  # lists of an `Output`
 SEED_STRIDE = 1_000_003  # the seed of prompt i is run.seed * SEED_STRIDE + i

@@ -88,6 +88,8 @@ class GenerationSettings:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     banned: Sequence[int] = ()
     stop: str | Sequence[str] = ()
     seed: int = 0
@@ -99,7 +101,8 @@ class GenerationSettings:
         return cls(**check_names(how))
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        penalties = [name for name in Sampling._fields if name.endswith("penalty")]
+        for name in ("temperature", "top_p", "min_p", *penalties):
             value = getattr(self, name)
             if isinstance(value, str) or not hasattr(value, "__float__"):
                 raise TypeError(f"{name}={value!r}: must be a number")

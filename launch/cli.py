@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import outrider
 from outrider.conf.errors import ConfigError, exit_on_error
 from outrider.conf.shown_text import escape_library_output, for_terminal
-from outrider.launch.verbs import BENCHES, VERBS, Verb
+from outrider.launch.verbs import BENCHES, DECODING, VERBS, Verb
 
 Config = Any  # conf.schema.Config, whose import help does not wait for
 # group of a verb -> the verb; its own keys are taken before the others are checked
@@ -177,9 +177,9 @@ def _config(name: str, overrides: list[str]) -> Config:
         config = settings.parse(compose(overrides, VERBS[name].root), searched=name == "train")
     else:
         config = _drafter_config(name, overrides)
-    if name in ("eval", "chat"):
+    if name in DECODING:
         return config
-    fix = "Use outrider eval or chat."
+    fix = "Use outrider eval, chat or serve."
     if config.eval.drafter is not None:
         why = f"{name} uses the drafter of a run."
         raise ConfigError("eval.drafter", config.eval.drafter, why, fix)
@@ -221,9 +221,9 @@ def _drafter_config(name: str, overrides: list[str]) -> Config:
 
     chosen = [word[8:] for word in overrides if word.startswith("drafter=")][-1:]
     untrained = bool(chosen) and settings.is_untrained(chosen[0])
-    if untrained and name not in ("eval", "chat"):
+    if untrained and name not in DECODING:
         why = f"It has no weights, and {name} uses the drafter of a run."
-        raise ConfigError("drafter", chosen[0], why, "Use outrider eval or chat.")
+        raise ConfigError("drafter", chosen[0], why, "Use outrider eval, chat or serve.")
     words = overrides
     if chosen and not untrained:
         settings.check_published(chosen[0])
@@ -233,7 +233,7 @@ def _drafter_config(name: str, overrides: list[str]) -> Config:
     folder = compose(overrides, "eval").run.dir
     if not folder:
         fix = "Add run.dir=runs/<name>."
-        if name in ("eval", "chat"):
+        if name in DECODING:
             fix = f"{fix} Without a run: drafter=<folder, hub id or name> target=<model>."
         raise ConfigError("run.dir", "", f"{name} needs a finished run.", fix)
     return settings.load_run(str(folder), overrides)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from rich.table import Table
 from rich.text import Text
 
-from outrider.conf.command_settings import VERB_GROUPS
+from outrider.conf.command_settings import SERVE_NOTE, VERB_GROUPS
 from outrider.conf.compose import CONF, default_values, flatten, groups, trainable
 from outrider.conf.console import Console
 from outrider.conf.fields import describe_interval, leaf_fields
@@ -28,6 +28,7 @@ from outrider.train.settings import CHANGEABLE_KEYS
 
 WIDE = 100  # columns: into a file or pipe, and where columns of all groups are aligned
 EXPLAIN = "--explain prints every table, and the definition of every number."
+NOTES = {"serve": SERVE_NOTE}
 EXAMPLES = {
     "train": """
   outrider train drafter=eagle3  # the embedded target
@@ -47,6 +48,10 @@ EXAMPLES = {
   outrider chat run.dir=runs/eagle3-tiny  # a run
   outrider chat drafter=suffix target=smollm2  # a drafter without weights; no run is needed
   outrider chat drafter=me/draft target=Qwen/Qwen3-8B decode.temperature=0.7  # a published one""",
+    "serve": """
+  outrider serve run.dir=runs/eagle3-tiny  # a run, at http://127.0.0.1:8000/v1
+  outrider serve drafter=me/draft target=Qwen/Qwen3-8B port=8001 decode=dynamic_tree
+  outrider serve drafter=suffix target=smollm2 serve.batch=4 decode.temperature=0.7""",
     "plan": """
   outrider plan run.dir=runs/eagle3-tiny  # this machine
   outrider plan run.dir=runs/eagle3-tiny plan.machine=h100 plan.batches=[1,8]  # a GPU""",
@@ -127,6 +132,10 @@ EVERYDAY = {  # the keys of a first `--help`, by verb or root; a group is shown 
         "run.dir", "eval.drafter", "target.path", "run.seed", "eval.max_new_tokens", "decode",
         "decode.depth", "decode.width", "decode.nodes", "decode.temperature", "decode.top_p",
         "decode.top_k", "decode.min_p", "decode.repetition_penalty", "decode.verify",
+    ),
+    "serve": (
+        "run.dir", "eval.drafter", "target.path", "eval.max_new_tokens", "decode", "decode.depth",
+        "decode.width", "decode.nodes", "decode.temperature", "decode.top_p", "decode.verify",
     ),
 }  # fmt: skip
 
@@ -216,6 +225,8 @@ def reference(program: str, verb: Verb, own: str = "", everything: bool = False)
     console = _console()
     root, name = verb.root, program.rpartition(" ")[2]
     console.print(f"{program}: {verb.line}\n")
+    if name in NOTES:
+        console.print(f"{NOTES[name]}\n")
     cfg = "" if own else " [--cfg]"  # a verb's own group is not part of a configuration
     options = f"[--config FILE]{cfg} [--help [all]]"
     usage = f"{program} [group=choice ...] [key=value ...] {options}"
@@ -248,7 +259,7 @@ def _defaults_of(root: str, name: str) -> dict[str, str]:
     values = {name: show(value) for name, value in default_values(root).items()}
     if root == "eval":
         values |= {"run.dir": "(required)", **dict.fromkeys(CHANGEABLE_KEYS, "as trained")}
-    if name == "chat":
+    if name in ("chat", "serve"):
         values["run.dir"] = "(this, or drafter=)"
     if root == "report":
         values |= {"run.dir": "(required)", "target.path": "as trained"}

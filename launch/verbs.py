@@ -29,10 +29,14 @@ class Verb(NamedTuple):
 
 PROMPTS = ("eval.prompts",)
 INPUTS = (*PROMPTS, "drafter.answers")
+DECODING = ("eval", "chat", "serve")  # verbs that take any drafter, with or without a run
 SAMPLING = tuple(
     f"decode.{name}"
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "banned")
-)
+    for name in (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "banned",
+        "presence_penalty", "frequency_penalty",
+    )
+)  # fmt: skip
 VERBS = {
     "train": Verb(
         "outrider.launch.train:train", "train a drafter against a frozen target, then measure it"),
@@ -65,6 +69,11 @@ VERBS = {
         "outrider.eval.chat:chat",
         "chat with the target and a drafter: source of each token, tau and tokens/s",
         root="eval", files=INPUTS, uses=("eval.drafter", "eval.max_new_tokens", "decode")),
+    "serve": Verb(
+        "outrider.eval.serve.command:serve",
+        "serve the target and a drafter by OpenAI's API, to try them from an app",
+        root="eval", group="serve", shorthand=("host", "port"), files=INPUTS,
+        uses=("eval.drafter", "eval.max_new_tokens", "decode")),
     "plan": Verb(
         "outrider.eval.plan.command:plan",
         "predict speedup over depth, width, nodes, batch and context, here or on a GPU",

@@ -65,7 +65,7 @@ def requests() -> list[Request]:
 def answers(family: str) -> tuple[list[int], ...]:
     """The model's own answers: one prompt at a time, no cache, no mask."""
     of = tiny.target(family)
-    return tuple(tiny.greedy_tokens(of, prompt, budget) for prompt, budget, _ in requests())
+    return tuple(tiny.greedy_tokens(of, prompt, budget) for prompt, budget, *_ in requests())
 
 
 def half_right(family: str) -> Row:
@@ -216,10 +216,10 @@ class Watched(Engine):
         self.who.append([one.number for one in live])
         return super()._round(live)
 
-    def _release(self, live: list[ActiveRequest]) -> None:
-        self._look(live)
-        super()._release(live)
-        self._look(live)
+    def release(self) -> None:
+        self._look(self.active)
+        super().release()
+        self._look(self.active)
 
     def _look(self, live: list[ActiveRequest]) -> None:
         """A slot holds what a fresh prefill of its text would, but for the newest token."""

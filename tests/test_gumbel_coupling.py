@@ -25,7 +25,7 @@ from outrider.models.decode.gumbel_coupling import GumbelNoise, RoundNoise, log_
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request
 from outrider.models.decode.rule_table import COUPLED, bind_rule
-from outrider.models.decode.sampling_params import OFFSET, SLOPE, Sampling
+from outrider.models.decode.sampling_params import OFFSET, SLOPE, Sampling, TextTokens
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.tree_shapes import parse
@@ -217,7 +217,9 @@ def plain_answer(of: Target, how: Sampling, request: Request) -> list[int]:
     for place in range(request.budget):
         occurs[0, 0, text] = True
         logits = tiny.logits_after(of, text)[None, None]
-        chances = how.probs(how.adjust(logits, occurs) if not how.has_no_processors else logits)
+        chances = how.probs(
+            how.adjust(logits, TextTokens(occurs)) if not how.has_no_processors else logits
+        )
         text.append(int((chances.log() - noise.rows(place, 1)).argmax()))
     return text[len(request.prompt) :]
 

@@ -19,7 +19,7 @@ from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Request
 from outrider.models.decode.rule_table import DRAWN, INDEPENDENT
 from outrider.models.decode.sampling import GeneratorSource
-from outrider.models.decode.sampling_params import Sampling, TokenHistory
+from outrider.models.decode.sampling_params import Sampling, TextTokens, TokenHistory
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.tree_shapes import parse
@@ -45,6 +45,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reward": {"repetition_penalty": 0.7},
     "banned": {"banned": BANNED},
     "both": {"repetition_penalty": 1.3, "banned": BANNED},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8, "presence_penalty": -0.4, "repetition_penalty": 1.1},
 }
 WARPS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6},
@@ -62,10 +64,18 @@ each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTING
 
 
 def scores(sampling: Sampling, text: Sequence[int], logits: Tensor) -> Tensor:
-    """Logits after a text, processed by transformers in its own order."""
+    """Logits after a text, processed by transformers in its own order.
+
+    It has no presence and frequency penalty: those are computed by OpenAI's formula.
+    """
     chosen: list[Any] = []
     if sampling.repetition_penalty != 1:
         chosen.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.counts_tokens:
+        (prompt,) = (one for one in PROMPTS if list(text[: len(one)]) == one)
+        counts = torch.tensor(text[len(prompt) :], dtype=torch.long).bincount(minlength=tiny.VOCAB)
+        penalties = sampling.frequency_penalty * counts + sampling.presence_penalty * counts.sign()
+        chosen.append(lambda ids, logits: logits - penalties)
     if sampling.banned:
         chosen.append(hf.SuppressTokensLogitsProcessor(list(sampling.banned)))
     if sampling.temperature > 0:
@@ -124,7 +134,7 @@ def requests(budget: int = 14) -> list[Request]:
 def mostly_right(sampling: Sampling) -> Row:
     """Logits that favour two of three tokens of the greedy answers under these processors."""
     noise, known = random_logits(tiny.VOCAB, scale=2.0), dict[Text, int]()
-    for prompt, budget, _ in requests():
+    for prompt, budget, *_ in requests():
         text = (*prompt, *plainly(sampling._replace(temperature=0.0), prompt, budget))
         known.update({text[:i]: text[i] for i in range(len(prompt), len(text))})
 
@@ -148,7 +158,7 @@ def test_greedy_answers_match_transformers(policy: Policy | None, change: dict[s
     for batch in (1, 2):
         decoder = Engine(tiny.target(), drafter, policy, sampling=sampling)
         outs = decoder.generate_all(requests(), batch)
-        assert [out.ids for out in outs] == [plainly(sampling, p, n) for p, n, _ in requests()]
+        assert [out.ids for out in outs] == [plainly(sampling, p, n) for p, n, *_ in requests()]
         assert policy is None or sum(sum(out.accepted) for out in outs) > 5
 
 
@@ -156,7 +166,7 @@ def test_greedy_answers_match_transformers(policy: Policy | None, change: dict[s
 def test_sampled_answers_match_transformers(setting: dict[str, Any]) -> None:
     sampling = Sampling(**setting)
     outs = numbered(sampling).generate_all(requests(), 3)
-    assert [out.ids for out in outs] == [plainly(sampling, p, n, s) for p, n, s in requests()]
+    assert [out.ids for out in outs] == [plainly(sampling, p, n, s) for p, n, s, _ in requests()]
 
 
 # ---- the rows of trees ---------------------------------------------------------------------------
@@ -309,7 +319,7 @@ def prompt_only(history: TokenHistory, slot: int, text: Sequence[int]) -> None:
     history.occurs[slot, torch.tensor(list(text))] = True
 
 
-def as_the_root(history: TokenHistory, tree: Tree, first: int = 0) -> Tensor:
+def as_the_root(history: TokenHistory, tree: Tree, first: int = 0) -> TextTokens:
     """Wrong on purpose: every node has the history of its root."""
     return history.along(tree.ids[:, :1, None].expand(-1, tree.size, 1), first)
 

@@ -113,10 +113,10 @@ class ReadPrompts(Engine):
         self.given, self.rows = cache, rows
         return self
 
-    def _start(
-        self, requests: Sequence[Request], batch: int, dialogue: DialogueCache | None
+    def start(
+        self, requests: Sequence[Request], slots: int, dialogue: DialogueCache | None = None
     ) -> None:
-        super()._start(requests, batch, dialogue)
+        super().start(requests, slots, dialogue)
         self.cache = self.given
 
     def _prefill(

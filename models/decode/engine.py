@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from random import Random
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -31,6 +30,7 @@ from outrider.models.decode.policy import Draft, Policy, check_compatible, defau
 from outrider.models.decode.request import (
     ActiveRequest,
     DialogueCache,
+    Event,
     Output,
     Request,
     Stops,
@@ -52,14 +52,6 @@ from outrider.models.target import Target, TargetStates
 
 PREFILL_MASK = 2**24  # elements of the mask with which a piece of a prompt is read
 TARGET_FIX = "Check the target's files, its precision and its cache (outrider doctor)."
-
-
-class Event(NamedTuple):
-    """The progress of one request: its newest tokens, and its output so far."""
-
-    number: int
-    tokens: list[int]
-    out: Output
 
 
 class Engine:
@@ -133,51 +125,34 @@ class Engine:
                 the drafter that are drawn from or begin an answer.
             ValueError: batch < 1, or a dialogue with several requests.
         """
-        self.rounds = 0
-        self._start(requests, batch, dialogue)
-        waiting, active = deque(enumerate(requests)), list[ActiveRequest]()
-        while waiting or active:
-            while waiting and len(active) < batch:
-                started = [
-                    ActiveRequest(n, one, generators[n] if generators else Random(one.seed))
-                    for n, one in same_length_batch(waiting, batch - len(active))
-                ]
-                for one in started:
-                    self.verifier.start_request(one)
-                nonempty = [one for one in started if one.request.budget > 0]
-                active.extend(nonempty)
-                if nonempty:
-                    self._prefill(nonempty, len(active) - len(nonempty), dialogue)
-                for one in started:
-                    yield Event(one.number, list(one.out.ids), one.out)
-                self._release(active)
-            if active:
-                counts = self._round(active)
-                self.rounds += 1
-                if dialogue is not None:
-                    text = [*active[0].request.prompt, *active[0].out.ids]
-                    dialogue.add_round(text, active[0].state)
-                for one, count in zip(active, counts, strict=True):
-                    yield Event(one.number, one.out.ids[-count:], one.out)
-                self._release(active)
-
-    # ---- requests start and end ----
-
-    def _start(
-        self, requests: Sequence[Request], batch: int, dialogue: DialogueCache | None
-    ) -> None:
         if batch < 1:
             raise ValueError(f"batch={batch}: must be at least 1")
         if dialogue is not None and len(requests) > 1:
             raise ValueError(f"a dialogue takes one request, not {len(requests)}")
-        positions = self.target.shape().max_positions
+        self.start(requests, min(batch, max(1, len(requests))), dialogue)
+        waiting = deque(enumerate(requests))
+        while waiting or self.active:
+            while waiting and len(self.active) < batch:
+                group = [*same_length_batch(waiting, batch - len(self.active))]
+                chosen = [generators[n] for n, _ in group] if generators else None
+                yield from self.admit(group, chosen, dialogue)
+            if self.active:
+                yield from self.advance(dialogue)
+
+    # ---- steps of a run ----
+
+    def start(
+        self, requests: Sequence[Request], slots: int, dialogue: DialogueCache | None = None
+    ) -> None:
+        """Start a batch of `slots` requests, with room for each of `requests`.
+
+        Raises:
+            RunError: the target cannot decode a request.
+        """
+        self.rounds, self.active = 0, list[ActiveRequest]()
         for request in requests:
-            check_request(request, positions, self.target.vocab_size)
-        nodes = self.policy.nodes if self.policy is not None else 0
-        extra = 0 if self.drafter is None else self.drafter.extra_rows
-        slots = min(batch, max(1, len(requests)))
-        longest = max((len(r.prompt) + max(0, r.budget) for r in requests), default=1)
-        rows = nodes + 1 + extra + longest
+            check_request(request, self.target.shape().max_positions, self.target.vocab_size)
+        rows = max(map(self.rows_of, requests), default=1)
         if dialogue is None or dialogue.cache is None:
             self.cache = self._new_cache(rows, slots)
         else:
@@ -186,7 +161,47 @@ class Engine:
         self.watch = Stopwatch(self.target.device, self.timed)
         self.history = None
         if not self.sampling.has_no_processors:
-            self.history = TokenHistory(slots, self.target.vocab_size, self.target.device)
+            counts, vocab = self.sampling.counts_tokens, self.target.vocab_size
+            self.history = TokenHistory(slots, vocab, self.target.device, counts)
+
+    def rows_of(self, request: Request) -> int:
+        """Return the rows of the cache that a request needs, draft tree included."""
+        nodes = self.policy.nodes if self.policy is not None else 0
+        extra = 0 if self.drafter is None else self.drafter.extra_rows
+        return nodes + 1 + extra + len(request.prompt) + max(0, request.budget)
+
+    def admit(
+        self,
+        requests: Sequence[tuple[int, Request]],
+        generators: Sequence[Random] | None = None,
+        dialogue: DialogueCache | None = None,
+    ) -> Iterator[Event]:
+        """Read the prompts of numbered requests of one length, and yield their first tokens."""
+        chosen = generators or [Random(one.seed) for _, one in requests]
+        pairs = zip(requests, chosen, strict=True)
+        started = [ActiveRequest(*request, generator) for request, generator in pairs]
+        for one in started:
+            self.verifier.start_request(one)
+        nonempty = [one for one in started if one.request.budget > 0]
+        self.active.extend(nonempty)
+        if nonempty:
+            self._prefill(nonempty, len(self.active) - len(nonempty), dialogue)
+        for one in started:
+            yield Event(one.number, list(one.out.ids), one.out)
+        self.release()
+
+    def advance(self, dialogue: DialogueCache | None = None) -> Iterator[Event]:
+        """Run a round of the active requests, and yield the new tokens of each."""
+        counts = self._round(self.active)
+        self.rounds += 1
+        if dialogue is not None:
+            text = [*self.active[0].request.prompt, *self.active[0].out.ids]
+            dialogue.add_round(text, self.active[0].state)
+        for one, count in zip(self.active, counts, strict=True):
+            yield Event(one.number, one.out.ids[-count:], one.out)
+        self.release()
+
+    # ---- requests start and end ----
 
     def _new_cache(self, rows: int, slots: int) -> KVCache | SplitCache:
         if self.drafter is None:
@@ -272,8 +287,9 @@ class Engine:
             traces = tree_layout.kept_traces(counts, rows, states)
             self._absorb(self.drafter, started, traces, RoundTimes())
 
-    def _release(self, active: list[ActiveRequest]) -> None:
+    def release(self) -> None:
         """Remove ended requests; the last slots move into theirs."""
+        active = self.active
         for slot in reversed(range(len(active))):
             if not active[slot].out.stop_reason:
                 continue

@@ -29,11 +29,13 @@ class Request(NamedTuple):
         prompt: at least one token.
         budget: maximum number of new tokens.
         seed: of its random numbers; two requests with one seed draw the same ones.
+        stops: what ends the answer; None: the engine's.
     """
 
     prompt: Sequence[int]
     budget: int
     seed: int = 0
+    stops: "Stops | None" = None
 
 
 @dataclass
@@ -73,6 +75,14 @@ class Output:
     def tau(self) -> float | None:
         """Tokens per target forward after the prefill; None without a round."""
         return (len(self.ids) - 1) / len(self.accepted) if self.accepted else None
+
+
+class Event(NamedTuple):
+    """The progress of one request: its newest tokens, and its output so far."""
+
+    number: int
+    tokens: list[int]
+    out: Output
 
 
 class Stops:
@@ -143,13 +153,14 @@ class ActiveRequest:
 
     def add_first(self, token: int, stops: Stops) -> None:
         """Add the token of the prompt's own forward."""
-        self.out.stop_reason = stops.cut([], [token])[1]
+        self.out.stop_reason = (self.request.stops or stops).cut([], [token])[1]
         self.out.ids, self.out.origins = [token], [FIRST]
         self._end_at_budget()
 
     def add_round(self, outcome: RoundOutcome, stops: Stops) -> int:
         """Add a round's tokens up to the first end and the budget (rule R8); return how many."""
         out, accepted = self.out, len(outcome.tokens) - 1
+        stops = self.request.stops or stops
         out.room.append(self.room)
         new_ids, out.stop_reason = stops.cut(out.ids, outcome.tokens[: self.remaining])
         out.ids.extend(new_ids)
